@@ -1,0 +1,1 @@
+"""autopar: automatic parallelism for PyTorch."""
