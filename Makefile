@@ -1,0 +1,43 @@
+# On a fresh machine: `make demo` shows what autopar does, `make test` proves it. Both create .venv and install into it first.
+
+PYTHON ?= python3
+# torch is installed at one exact version, so that a machine with a wheel of its own (CPU, say) takes that one.
+TORCH ?= torch==2.13.0
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format
+
+help:
+	@echo "make demo    create .venv, install, trace Llama-3-8B and print its named graph"
+	@echo "make test    create .venv, install, run all checks and all tests"
+	@echo "make check   lint, format and types only"
+	@echo "make format  mend what lint and format can mend"
+
+demo: $(INSTALLED)
+	$(BIN)/autopar trace examples/llama3_8b.py:llama3_8b
+
+test: check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+check: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --strict autopar
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# Done again only when pyproject.toml changes.
+$(INSTALLED): pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "autopar needs Python 3.11 or newer, and there is no '$(PYTHON)' here; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else f"autopar needs Python 3.11 or newer, and $(PYTHON) is {sys.version.split()[0]}; name another one: make PYTHON=/path/to/python3.11")'
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV): this takes a minute or more the first time"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[dev]"
+	@touch $@
