@@ -1,0 +1,68 @@
+"""What an installation contains: the data folders, in a wheel as in an editable install."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("cost_models", "strategies")
+WHERE = "from autopar.resources import data_folder; print(*(data_folder(n) for n in ('cost_models', 'strategies')))"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def tracked_data_files() -> set[str]:
+    return {str(path.relative_to(ROOT)) for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()}
+
+
+def test_wheel_carries_the_data_folders(wheel: Path) -> None:
+    with ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {"autopar/_data/cost_models/README.md", "autopar/_data/strategies/README.md"} <= names
+    assert {f"autopar/_data/{name}" for name in tracked_data_files()} <= names
+
+
+def test_wheel_carries_the_package_and_nothing_else(wheel: Path) -> None:
+    with ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {"autopar/__init__.py", "autopar/py.typed", "autopar-0.1.0.dist-info/licenses/LICENSE"} <= names
+    assert {name.split("/")[0] for name in names} == {"autopar", "autopar-0.1.0.dist-info"}
+
+
+def test_wheel_names_the_command(wheel: Path) -> None:
+    with ZipFile(wheel) as archive:
+        entry_points = archive.read("autopar-0.1.0.dist-info/entry_points.txt").decode()
+    assert "autopar = autopar.cli:main" in entry_points
+
+
+def test_installed_wheel_finds_the_data_folders(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    with ZipFile(wheel) as archive:
+        archive.extractall(site)
+    found = subprocess.run(
+        [sys.executable, "-c", WHERE],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout.split() == [str(site / "autopar" / "_data" / name) for name in FOLDERS], found.stderr
+
+
+def test_editable_install_finds_the_data_folders(tmp_path: Path) -> None:
+    # From another folder, and without what pytest adds to the path: only the installation can lead to the checkout.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    found = subprocess.run([sys.executable, "-c", WHERE], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert found.stdout.split() == [str(ROOT / name) for name in FOLDERS], found.stderr
