@@ -1,0 +1,106 @@
+"""Running one shard of a call: which slice of each tensor it takes, and what becomes of its arguments.
+
+Nothing here communicates: what a shard needs from the others is named by the rule (a partial sum, a halo), and
+whoever runs the shards supplies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+
+from autopar.rules.notation import Rule, Term
+
+__all__ = ["Local", "Piece", "factor_position", "join_dims", "narrow", "split_dims"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One shard's part of a factor: positions `start` to `stop` of `total`."""
+
+    factor: str
+    index: int
+    start: int
+    stop: int
+    total: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Local:
+    """One shard of a call: what to run, on what, and what to do with the result."""
+
+    op: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    rule: Rule
+    sizes: Mapping[str, int]
+    """Extent of each factor in the whole call."""
+    local_sizes: Mapping[str, int]
+    """Extent of each factor in this shard."""
+    finish: tuple[Callable[[Any], Any], ...] = ()
+
+    def with_arguments(self, **changes: Any) -> Local:
+        return replace(self, arguments={**self.arguments, **changes})
+
+    def output_shape(self, output: int = 0) -> list[int]:
+        operand = self.rule.outputs[output]
+        assert operand is not None, "the output has no dims"
+        return [prod(self.local_sizes[name] for name in term) for term in operand.terms]
+
+    def run(self) -> Any:
+        result = call_by_name(self.op, self.arguments)
+        for step in self.finish:
+            result = step(result)
+        return result
+
+
+def call_by_name(op: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Call an op with arguments under their schema names."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return op(**arguments)
+    keyword_only = {argument.name for argument in op._schema.arguments if argument.kwarg_only}
+    args = [value for name, value in arguments.items() if name not in keyword_only]
+    return op(*args, **{name: value for name, value in arguments.items() if name in keyword_only})
+
+
+def split_dims(tensor: torch.Tensor, terms: tuple[Term, ...], sizes: Mapping[str, int]) -> torch.Tensor:
+    """One physical dim per factor; a dim without a factor stays a dim of size 1."""
+    shape = [sizes[name] for term in terms for name in term or ("1",)] if all(terms) else _factor_shape(terms, sizes)
+    return tensor.reshape(shape)
+
+
+def _factor_shape(terms: tuple[Term, ...], sizes: Mapping[str, int]) -> list[int]:
+    return [size for term in terms for size in ([sizes[name] for name in term] if term else [1])]
+
+
+def join_dims(tensor: torch.Tensor, terms: tuple[Term, ...]) -> torch.Tensor:
+    """The inverse of `split_dims`: the factors of one term become one dim again."""
+    shape: list[int] = []
+    position = 0
+    for term in terms:
+        width = max(len(term), 1)
+        shape.append(prod(tensor.shape[position : position + width]))
+        position += width
+    return tensor.reshape(shape)
+
+
+def factor_position(terms: tuple[Term, ...], factor: str) -> int:
+    """Where a factor stands after `split_dims`."""
+    names = [name for term in terms for name in (term or ("1",))]
+    return names.index(factor)
+
+
+def narrow(tensor: torch.Tensor, terms: tuple[Term, ...], sizes: Mapping[str, int], piece: Piece) -> torch.Tensor:
+    """The slice of a tensor that belongs to a piece; the tensor itself where the factor does not stand in it."""
+    if not any(piece.factor in term for term in terms):
+        return tensor
+    position = factor_position(terms, piece.factor)
+    part = split_dims(tensor, terms, sizes).narrow(position, piece.start, piece.length)
+    return join_dims(part, terms)

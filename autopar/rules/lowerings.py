@@ -1,0 +1,75 @@
+"""What becomes of a call when a factor is split: arguments that follow the shard, and functions that run instead.
+
+A localiser changes one argument of the op (a size, an offset); a lowering changes the call (a masked lookup instead of
+a lookup). Both take one shard's call and give a new one, and neither communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from autopar.rules.call import takes_tensors
+from autopar.rules.local import Local, Piece, narrow
+from autopar.rules.notation import FactorKind, Operand, Rule
+
+__all__ = ["LOCALISERS", "LOWERINGS", "local_call"]
+
+
+def local_call(
+    op: torch._ops.OpOverload,
+    arguments: Mapping[str, Any],
+    rule: Rule,
+    sizes: Mapping[str, int],
+    piece: Piece,
+    kind: FactorKind | None = None,
+) -> Local:
+    """The call that one shard makes when `piece.factor` is split, on slices of the whole tensors."""
+    kind = kind or rule.kinds[piece.factor]
+    local_sizes = {**sizes, piece.factor: piece.length}
+    lowering = rule.lowering(piece.factor) or ("window" if kind is FactorKind.HALO else None)
+    added = rule.added_operands(piece.factor) if kind is FactorKind.SUM and piece.index > 0 else frozenset()
+    position = -1
+
+    def shard(tensor: torch.Tensor | None, operand: Operand | None) -> torch.Tensor | None:
+        if tensor is None or operand is None:
+            return tensor
+        if position in added:
+            return torch.zeros_like(tensor) * tensor
+        if kind is FactorKind.HALO:
+            return tensor
+        return narrow(tensor, operand.terms, sizes, piece)
+
+    changed = dict(arguments)
+    for name, is_list in takes_tensors(op).items():
+        values = list(arguments[name] or ()) if is_list else [arguments[name]]
+        for i, value in enumerate(values):
+            position += 1
+            if isinstance(value, torch.Tensor):
+                values[i] = shard(value, rule.operands[position])
+        if arguments[name] is not None:
+            changed[name] = values if is_list else values[0]
+    local = Local(op, changed, rule, sizes, local_sizes)
+    for name in rule.localise:
+        local = LOCALISERS[name](local, piece)
+    return LOWERINGS[lowering](local, piece) if lowering else local
+
+
+Lowering = Callable[[Local, Piece], Local]
+
+
+def _output_shape(name: str) -> Lowering:
+    """Arguments that repeat the shape of the output, or its last dims."""
+
+    def localise(local: Local, piece: Piece) -> Local:
+        shape = local.output_shape()
+        return local.with_arguments(**{name: shape[len(shape) - len(local.arguments[name]) :]})
+
+    return localise
+
+
+LOCALISERS: dict[str, Lowering] = {name: _output_shape(name) for name in ("size", "shape", "output_size")}
+
+LOWERINGS: dict[str, Lowering] = {}

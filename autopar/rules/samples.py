@@ -1,0 +1,132 @@
+"""Calls to prove a rule with: tensors are described, drawn later from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+
+from autopar.rules.call import takes_tensors
+from autopar.rules.notation import ELLIPSIS, Operand, Rule
+
+__all__ = ["Draw", "Sample", "Tries", "draw", "make_sample", "pattern_samples"]
+
+SIZES = (5, 7, 4, 9, 11, 13)
+"""Extents of factors: coprime, so that no dim is taken for another, and at least 3 so that all can be split in 3."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A random tensor: signed normal numbers unless said otherwise."""
+
+    shape: tuple[int, ...]
+    kind: str = "normal"
+    """normal, positive, unit (in (-1, 1)), probability (in (0, 1)), above_one, bool, int, or index (in [0, below))."""
+    below: int = 0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Arguments for one call of an op; each `Draw` in them stands for a tensor."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Tries:
+    """What `try` clauses say: the kind of the operands, and values for arguments."""
+
+    kind: str = "normal"
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+
+def draw(request: Draw, generator: torch.Generator) -> torch.Tensor:
+    """The tensor that a `Draw` stands for, in float64."""
+    shape, kind = request.shape, request.kind
+    if kind == "index":
+        return torch.randint(0, request.below, shape, generator=generator)
+    if kind == "int":
+        return torch.randint(-4, 9, shape, generator=generator)
+    if kind == "bool":
+        return torch.rand(shape, generator=generator) < 0.5
+    if kind == "normal":
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+    uniform = torch.rand(shape, generator=generator, dtype=torch.float64) * 0.8 + 0.1
+    if kind in ("positive", "probability"):
+        return uniform
+    if kind == "unit":
+        return uniform * 2 - 1
+    assert kind == "above_one", f"'try {kind}' is no kind of operand"
+    return uniform + 1
+
+
+def make_sample(
+    op: torch._ops.OpOverload, tensors: Sequence[Any], arguments: Mapping[str, Any], tries: Tries = Tries()
+) -> Sample:
+    """A call with these tensors in the op's tensor arguments in order; other arguments by name, by `try`, or default."""
+    given = {**dict(zip(takes_tensors(op), tensors, strict=False)), **dict(tries.arguments), **arguments}
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for argument in op._schema.arguments:
+        if argument.name in given:
+            value = given[argument.name]
+        elif argument.has_default_value():
+            value = argument.default_value
+        else:
+            value = _plain_value(str(argument.type))
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return Sample(tuple(args), kwargs)
+
+
+def _plain_value(kind: str) -> Any:
+    values = {"number": 0.7, "float": 0.7, "int": 1, "bool": False}
+    return values.get(kind)
+
+
+def pattern_samples(op: torch._ops.OpOverload, pattern: Rule, tries: Tries) -> Iterable[Sample]:
+    """Calls that fit a pattern: ellipses of 0 to 2 dims, optional operands given and not given."""
+    if not any(operand and operand.has_ellipsis for operand in pattern.operands):
+        widths: tuple[int, ...] = (0,)
+    else:
+        widths = (0, 1, 2)
+    optional = any(operand and operand.optional for operand in pattern.operands)
+    sizes = dict(zip(pattern.factors, _endless_sizes(), strict=False))
+    for width in widths:
+        for with_optional in (True, False) if optional else (True,):
+            tensors = [
+                _operand_draw(position, operand, pattern, sizes, width, tries)
+                if operand and (with_optional or not operand.optional)
+                else None
+                for position, operand in enumerate(pattern.operands)
+            ]
+            yield make_sample(op, tensors, {}, tries)
+
+
+def _endless_sizes() -> Iterable[int]:
+    yield from SIZES
+    yield from (size for size in count(17, 2) if all(size % prime for prime in (3, 5, 7, 11, 13)))
+
+
+def _operand_draw(
+    position: int, operand: Operand, pattern: Rule, sizes: Mapping[str, int], width: int, tries: Tries
+) -> Draw:
+    shape: list[int] = []
+    for term in operand.terms:
+        if term == ELLIPSIS:
+            shape.extend((3, 8)[2 - width :])
+            continue
+        extent = 1
+        for name in term:
+            extent *= sizes[name]
+        shape.append(extent)
+    indexed = dict(pattern.indices).get(position)
+    if indexed is not None:
+        return Draw(tuple(shape), "index", sizes[indexed])
+    return Draw(tuple(shape), tries.kind)
