@@ -1,0 +1,230 @@
+"""A Hugging Face architecture by name, small and random, built from its config: nothing is downloaded.
+
+    model, inputs = hf("llama")                        # any `model_type` of transformers
+    model, inputs = hf("bert", batch=4, seq=32)
+    model, inputs = hf("mistral", num_hidden_layers=8) # anything else goes into the config
+
+On the command line: `examples/hf.py:hf --set architecture=gpt2`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import MISSING, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+# What an integer in a config becomes, by the name of the attribute. Sizes that mean different things differ
+# where the architectures allow it, so that two dims which happen to be equal do not look like one.
+SIZES: dict[int, str] = {
+    48: "hidden_size d_model n_embd embed_dim emb_dim dim d_embed attention_hidden_size encoder_hidden_size "
+    "decoder_hidden_size word_embed_proj_dim output_hidden_size out_hidden_size pooler_output_size "
+    "pooler_hidden_size embedding_dim",
+    36: "embedding_size projection_dim projection_size image_text_hidden_size classifier_proj_size",
+    4: "num_attention_heads num_heads n_head n_heads attention_heads encoder_attention_heads "
+    "decoder_attention_heads decoder_num_attention_heads num_conv_pos_embedding_groups linear_num_value_heads "
+    "num_sliding_attention_heads attention_groups",
+    2: "num_hidden_layers num_layers n_layer n_layers layers encoder_layers decoder_layers num_decoder_layers "
+    "decoder_num_hidden_layers num_encoder_layers num_experts_per_tok num_experts_per_token moe_top_k moe_topk "
+    "moe_k n_group l_layers x_layers r_layers linear_num_key_heads num_shared_experts",
+    1: "topk_group first_k_dense_replace num_nextn_predict_layers first_k_dense_layers",
+    6: "num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim rotary_dim",
+    16: "head_dim d_kv d_head kv_channels linear_key_head_dim linear_value_head_dim",
+    80: "intermediate_size d_ff ffn_dim n_inner mlp_dim ffn_hidden_size d_inner encoder_ffn_dim decoder_ffn_dim "
+    "decoder_intermediate_size ffn_intermediate_size",
+    56: "moe_intermediate_size",
+    72: "shared_expert_intermediate_size moe_shared_expert_intermediate_size",
+    20: "kv_lora_rank num_mel_bins input_feat_per_channel",
+    28: "q_lora_rank conv_channels",
+    10: "qk_nope_head_dim",
+    14: "v_head_dim max_source_positions",
+    24: "conv_kernel_size_pos tdnn_channels entity_emb_size visual_feat_dim visual_embedding_dim",
+    101: "vocab_size src_vocab_size tgt_vocab_size input_vocab_size char_vocab_size",
+    8: "num_conv_pos_embeddings num_codevectors_per_group codevector_dim proj_codevector_dim groups_width",
+    5: "sliding_window local_attention attention_window mamba_d_state state_size ssm_state_size "
+    "num_qa_labels num_object_labels num_attr_labels",
+    3: "mamba_dt_rank time_step_rank",
+}
+SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "num_query_groups")
+POSITIONS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_encoder_position_embeddings",
+    "max_decoder_position_embeddings",
+    "max_target_positions",
+    "context_length",
+)
+ZERO = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "mask_time_prob", "mask_feature_prob")
+
+# What the table cannot know: constraints that one architecture has between its sizes.
+SPECIAL: dict[str, dict[str, Any]] = {
+    "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0}},
+    "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "efficientnet": {"width_coefficient": 0.1, "depth_coefficient": 0.3, "hidden_dim": 128},
+    "esm": {"vocab_size": 101, "pad_token_id": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "led": {"attention_window": 4},
+    "levit": {"patch_size": 16},
+    "llama": {"num_key_value_heads": 2},
+    "mamba2": {"num_heads": 6, "n_groups": 2, "chunk_size": 5},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2},
+    "squeezebert": {"embedding_size": 48},
+    "stablelm": {"hidden_size": 64},
+    "swin": {"image_size": 96, "embed_dim": 24, "window_size": 3},
+}
+
+# Inputs of models that cannot do with their main input alone.
+INPUTS: dict[str, str] = {
+    "lxmert": "input_ids visual_feats visual_pos",
+    "vilt": "input_ids pixel_values",
+}
+
+MODEL_CLASSES = (
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForMaskedLM",
+    "AutoModelForCausalLM",
+    "AutoModelForImageClassification",
+    "AutoModelForCTC",
+    "AutoModelForAudioClassification",
+    "AutoModelForVideoClassification",
+    "AutoModel",
+    "AutoModelForPreTraining",
+)
+
+
+def hf(
+    architecture: str = "llama",
+    batch: int = 3,
+    seq: int = 10,
+    device: str = "cpu",
+    train: bool = False,
+    **overrides: Any,
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A small random model of that `model_type`, and inputs for it. `overrides` go into its config."""
+    config = small_config(architecture, seq, **overrides)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = model_class(config)(config).train(train)
+        inputs = example_inputs(model, architecture, batch, seq)
+    return model, inputs
+
+
+def small_config(architecture: str, seq: int, **overrides: Any) -> Any:
+    """The architecture's default config with every size made small; nested configs too."""
+    from transformers import CONFIG_MAPPING
+
+    if architecture not in CONFIG_MAPPING:
+        raise ValueError(f"transformers knows no architecture {architecture!r}")
+    config_class = CONFIG_MAPPING[architecture]
+    return shrink(config_class, seq, **{"use_cache": False, **SPECIAL.get(architecture, {}), **overrides})
+
+
+def shrink(config_class: Any, seq: int, **overrides: Any) -> Any:
+    default = config_class()
+    values: dict[str, Any] = {}
+    for field in fields(config_class):
+        value = getattr(default, field.name, None)
+        nested = field.name in getattr(default, "sub_configs", {})
+        if nested and hasattr(value, "to_dict"):
+            values[field.name] = shrink(type(value), seq, **overrides.pop(field.name, {}))
+        elif (field.default is not None and field.default is not MISSING) or field.name == "layer_types":
+            values[field.name] = small(field.name, value, default, seq)
+    return config_class(**{**values, **overrides})
+
+
+def small(name: str, value: Any, config: Any, seq: int) -> Any:
+    """The small value of one attribute."""
+    if name in ZERO:
+        return 0.0
+    if name == "apply_spec_augment":
+        return False
+    if name.endswith("_token_id") and isinstance(value, int):
+        return value if value < 5 else 1
+    if name == "layer_types" and value:
+        kinds = list(dict.fromkeys(value))
+        return kinds if len(kinds) > 1 else kinds * 2
+    if name in KV_HEADS and isinstance(value, int):
+        return 4 if value == getattr(config, "num_attention_heads", None) else min(value, 2)
+    if name in POSITIONS and isinstance(value, int):
+        return max(67, seq + 3)
+    if name == "patch_size" and isinstance(value, int):
+        return min(value, 8)
+    if name == "image_size":
+        patch = getattr(config, "patch_size", 0)
+        side = 32 if isinstance(patch, int) and patch >= 8 else 64
+        return side if isinstance(value, int) else type(value)([side] * len(value))
+    if name in ("conv_dim", "conv_stride", "conv_kernel") and isinstance(value, (list, tuple)):
+        return {"conv_dim": [20, 20, 20], "conv_stride": [5, 2, 2], "conv_kernel": [10, 3, 3]}[name]
+    if isinstance(value, (list, tuple)):
+        return small_list(name, value)
+    if name in SIZE_OF and isinstance(value, int) and not isinstance(value, bool) and value > SIZE_OF[name]:
+        return SIZE_OF[name]
+    return value
+
+
+def small_list(name: str, value: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...]:
+    """Sizes of the stages of a hierarchical (vision) model: the same stages, narrower and shallower."""
+    if not value or not all(isinstance(item, int) for item in value):
+        return value
+    if name in ("depths", "num_blocks", "layers"):
+        return type(value)([min(value[0], 2), *(1 for _ in value[1:])])
+    if name in ("hidden_sizes", "embed_dim", "encoder_hidden_sizes", "embed_dims", "neck_hidden_sizes"):
+        return type(value)(item // 8 if item % 8 == 0 else item for item in value)
+    return value
+
+
+def model_class(config: Any) -> Any:
+    """The class with a head for the architecture's own task, if it has one."""
+    import transformers
+
+    for name in ("AutoModel",) if two_towers(config) else MODEL_CLASSES:
+        classes = getattr(transformers, name)._model_mapping
+        if type(config) in classes:
+            found = classes[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    raise ValueError(f"transformers has no model class for {config.model_type!r} that this example knows")
+
+
+def two_towers(config: Any) -> bool:
+    return hasattr(config, "text_config") and hasattr(config, "vision_config")
+
+
+def example_inputs(model: Any, architecture: str, batch: int, seq: int) -> dict[str, torch.Tensor]:
+    """The model's main input, and what else it cannot do without."""
+    names = [model.main_input_name]
+    if architecture in INPUTS:
+        names = INPUTS[architecture].split()
+    elif two_towers(model.config):
+        names = ["input_ids", "pixel_values"]
+    if model.config.is_encoder_decoder and "decoder_input_ids" in inspect.signature(model.forward).parameters:
+        names.append("decoder_input_ids")
+    return {name: example_input(name, model.config, batch, seq) for name in names}
+
+
+def example_input(name: str, config: Any, batch: int, seq: int) -> torch.Tensor:
+    if name in ("input_ids", "decoder_input_ids"):
+        vocab = getattr(config.get_text_config(), "vocab_size", 64)
+        return torch.randint(5, vocab, (batch, seq if name == "input_ids" else seq - 1))
+    if name == "pixel_values":
+        vision = getattr(config, "vision_config", config)
+        side = getattr(vision, "image_size", 64)
+        height, width = (side, side) if isinstance(side, int) else side
+        return torch.randn(batch, getattr(vision, "num_channels", 3), height, width)
+    if name == "input_features":
+        if hasattr(config, "input_feat_per_channel"):
+            return torch.randn(batch, config.max_source_positions, config.input_feat_per_channel)
+        return torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions)
+    if name == "input_values":
+        return torch.randn(batch, 400)
+    if name == "visual_feats":
+        return torch.randn(batch, 7, config.visual_feat_dim)
+    if name == "visual_pos":
+        return torch.rand(batch, 7, config.visual_pos_dim)
+    raise ValueError(f"this example does not know how to make the input {name!r} of {config.model_type!r}")
