@@ -1,0 +1,187 @@
+"""A model and example inputs -> `Exported`: torch.export, then what torch.export would have lost."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.export.graph_signature import InputKind, OutputKind
+
+from autopar.errors import TraceError
+from autopar.trace.arguments import bind, flatten_arguments, plain_call, signature_of
+from autopar.trace.exported import Exported, Mutation, OutputTree, Placeholder
+from autopar.trace.grad_regions import detach_no_grad_regions, inline_regions
+from autopar.trace.normalise import normalise
+from autopar.trace.origin import record_origins
+from autopar.trace.state import Autocast, autocast_state, entered
+from autopar.trace.tree import Flattened, Mapped, flatten, shallow_state, unflatten
+
+__all__ = ["export"]
+
+PREFIX = "model."
+
+
+def export(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Exported:
+    """Trace `model` called with `inputs`: a tuple of positional or a dict of keyword arguments."""
+    owner = type(model).__name__
+    signature = signature_of(model)
+    arguments = bind(signature, owner, inputs)
+    flat = flatten_arguments(arguments, owner)
+    autocast = autocast_state()
+    call = _FlatCall(model, signature, flat, autocast)
+    with _torch_warnings_ignored():
+        program = torch.export.export(call, flat.tensors, strict=False)
+        inline_regions(program.graph_module)
+        detach_no_grad_regions(program.graph_module)
+        program = program.run_decompositions({})
+    graph_module = program.graph_module
+    device = _home_device(model, flat.tensors)
+    record_origins(graph_module.graph, PREFIX)
+    placeholders, aliases = _placeholders(program, model, flat)
+    normalise(graph_module, device)
+    graph_module.recompile()
+    assert isinstance(flat.node, Mapped), "arguments are a dict"
+    assert call.returned.tree is not None, "the model was called"
+    return Exported(
+        graph_module=graph_module,
+        placeholders=placeholders,
+        constants={p.name: program.constants[PREFIX + p.name] for p in placeholders if p.kind == "constant"},
+        aliases=aliases,
+        mutations=_mutations(program, flat.paths),
+        output_tree=call.returned.tree,
+        input_tree=flat.node,
+        training=model.training,
+        grad_enabled=torch.is_grad_enabled(),
+        autocast=autocast,
+        device=device,
+    )
+
+
+class _Returned:
+    """Where the call leaves its output tree: torch.export takes back what a forward sets on a module."""
+
+    tree: OutputTree | None = None
+
+
+class _FlatCall(nn.Module):
+    """The model as a function of flat tensors, which is all that torch.export has to know."""
+
+    def __init__(
+        self, model: nn.Module, signature: inspect.Signature, flat: Flattened, autocast: tuple[Autocast, ...]
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.signature = signature
+        self.node = flat.node
+        self.autocast = autocast
+        self.returned = _Returned()
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        arguments, containers = unflatten(self.node, tensors)
+        before = {number: shallow_state(container) for number, container in containers.items()}
+        args, kwargs = plain_call(self.signature, arguments)
+        with entered(self.autocast):
+            result = self.model(*args, **kwargs)
+        changed = [n for n, state in before.items() if _differs(state, shallow_state(containers[n]))]
+        kept = {id(containers[n]): n for n in changed}
+        untouched = {id(container): n for n, container in containers.items() if n not in changed}
+        flat = flatten((result, [containers[n] for n in changed]), deep=False, originals=untouched, kept=kept)
+        reused = {number: kept[id(c)] for number, c in enumerate(flat.containers) if id(c) in kept}
+        self.returned.tree = OutputTree(flat.node, reused)
+        return flat.tensors
+
+
+def _differs(before: dict[Any, Any], after: dict[Any, Any]) -> bool:
+    return before.keys() != after.keys() or any(before[name] is not after[name] for name in before)
+
+
+def _placeholders(
+    program: torch.export.ExportedProgram, model: nn.Module, flat: Flattened
+) -> tuple[tuple[Placeholder, ...], dict[str, str]]:
+    """Placeholders in the order of the graph; tied weights have one, and `aliases` says under which name."""
+    kinds: dict[InputKind, Literal["param", "buffer", "constant"]] = {
+        InputKind.PARAMETER: "param",
+        InputKind.BUFFER: "buffer",
+        InputKind.CONSTANT_TENSOR: "constant",
+    }
+    graph = program.graph_module.graph
+    aliases = tied_names(model)
+    inputs = iter(flat.paths)
+    found: dict[str, Placeholder] = {}
+    nodes: dict[str, torch.fx.Node] = {}
+    for node, spec in zip(graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True):
+        if spec.kind is InputKind.USER_INPUT:
+            path = next(inputs)
+            node._rename(re.sub(r"\W", "_", path))
+            placeholder = Placeholder(node.name, "input", path)
+        elif spec.kind in kinds and spec.target is not None:
+            name = spec.target.removeprefix(PREFIX)
+            node._rename(kinds[spec.kind][0] + "_" + re.sub(r"\W", "_", name))
+            placeholder = Placeholder(node.name, kinds[spec.kind], name)
+        else:
+            raise TraceError(f"the model uses an object that is no tensor inside its graph: {spec}")
+        node.target = node.name
+        found[placeholder.name if placeholder.kind != "input" else node.name] = placeholder
+        nodes[placeholder.node] = node
+    for name, canonical in aliases.items():
+        if name in found:
+            other = nodes[found.pop(name).node]
+            other.replace_all_uses_with(nodes[found[canonical].node])
+            graph.erase_node(other)
+    return tuple(found.values()), aliases
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Other name -> the name `named_parameters` / `named_buffers` gives, for tensors registered more than once."""
+    first: dict[int, str] = {}
+    aliases = {}
+    both = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in both:
+        canonical = first.setdefault(id(tensor), name)
+        if canonical != name:
+            aliases[name] = canonical
+    return aliases
+
+
+def _mutations(
+    program: torch.export.ExportedProgram, paths: tuple[str, ...]
+) -> tuple[Mutation, ...]:
+    specs = program.graph_signature.input_specs
+    user_inputs = (spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT)
+    names = dict(zip(user_inputs, paths, strict=True))
+    mutations = []
+    for index, spec in enumerate(program.graph_signature.output_specs):
+        if spec.kind is OutputKind.USER_OUTPUT:
+            continue
+        assert spec.target is not None, "a mutation has a target"
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            mutations.append(Mutation(index, spec.target.removeprefix(PREFIX), "buffer"))
+        elif spec.kind is OutputKind.USER_INPUT_MUTATION:
+            mutations.append(Mutation(index, names[spec.target], "input"))
+        else:
+            raise TraceError(
+                f"the forward changes the parameter {spec.target.removeprefix(PREFIX)!r} in place; "
+                "register it as a buffer, or move the change out of the forward"
+            )
+    return tuple(mutations)
+
+
+def _home_device(model: nn.Module, tensors: tuple[torch.Tensor, ...]) -> torch.device | None:
+    """The one device of all parameters (else of all inputs); None when there are several."""
+    parameters = (*model.parameters(), *model.buffers())
+    devices = {tensor.device for tensor in parameters} or {tensor.device for tensor in tensors}
+    return devices.pop() if len(devices) == 1 else None
+
+
+@contextmanager
+def _torch_warnings_ignored() -> Iterator[None]:
+    """torch warns about its own deprecated calls while it exports; that is no business of the user."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, message=r".*(treespec|LeafSpec|TreeSpec).*")
+        yield

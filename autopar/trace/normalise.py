@@ -1,0 +1,108 @@
+"""Small changes to the decomposed graph, so that it runs on any strides and devices and says only what matters."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+__all__ = ["normalise"]
+
+aten = torch.ops.aten
+
+_CHECKS = (
+    aten._assert_tensor_metadata.default,
+    aten._assert_scalar.default,
+    aten._assert_async.default,
+    aten._assert_async.msg,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+)
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
+def normalise(graph_module: GraphModule, device: torch.device | None) -> None:
+    graph = graph_module.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target in _CHECKS:
+            graph.erase_node(node)
+        elif node.target is aten.alias.default:
+            _replace(node, node.args[0])
+        elif node.target in _VIEWS:
+            node.target = aten.reshape.default  # the inputs may have other strides than in the trace
+        elif node.target is aten.copy.default:
+            _replace_copy(graph, node)
+        elif "device" in node.kwargs:
+            _free_of_device(node, device)
+    remove_dead(graph)
+
+
+def remove_dead(graph: Graph) -> None:
+    """Erase what nobody uses, except random ops: the next one would draw other numbers."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and not is_random(node):
+            graph.erase_node(node)
+
+
+def is_random(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _replace(node: Node, by: Any) -> None:
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+
+
+def _replace_copy(graph: Graph, node: Node) -> None:
+    """`copy` has no derivative in its functional form: it is an expand and a cast of what is copied."""
+    value: Any = node.args[1]
+    have, want = value.meta["val"], node.meta["val"]
+    with graph.inserting_before(node):
+        if have.shape != want.shape:
+            value = _like(graph.call_function(aten.expand.default, (value, list(want.shape))), node, have.expand(want.shape))
+        changed = {name: getattr(want, name) for name in ("dtype", "device") if getattr(have, name) != getattr(want, name)}
+        if changed:
+            value = _like(graph.call_function(aten._to_copy.default, (value,), changed), node, want)
+    _replace(node, value)
+
+
+def _like(made: Node, node: Node, val: torch.Tensor) -> Node:
+    made.meta.update(node.meta)
+    made.meta["val"] = val
+    return made
+
+
+def _free_of_device(node: Node, device: torch.device | None) -> None:
+    """Drop a device that only repeats where the model is, so that the graph follows the parameters."""
+    inputs = [source.meta.get("val") for source in node.all_input_nodes]
+    devices = {val.device for val in inputs if isinstance(val, torch.Tensor)} or {device}
+    kwargs = dict(node.kwargs)
+    if devices == {kwargs["device"]}:
+        del kwargs["device"]
+    if not kwargs.get("pin_memory"):
+        kwargs.pop("pin_memory", None)
+    node.kwargs = kwargs
+
+
+def is_factory(node: Node) -> bool:
+    """Whether a node makes a tensor out of nothing, on a device it may not name."""
+    schema = getattr(node.target, "_schema", None)
+    return (
+        node.op == "call_function"
+        and schema is not None
+        and not node.all_input_nodes
+        and any(argument.name == "device" for argument in schema.arguments)
+    )
+
+
+def outputs(graph: Graph) -> tuple[Any, ...]:
+    results = graph.output_node().args[0]
+    assert isinstance(results, tuple), "the graph returns a flat tuple"
+    return results
+
+
+assert operator.getitem is not None
