@@ -62,25 +62,42 @@ ZERO = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "mask_time_prob",
 
 # What the table cannot know: constraints that one architecture has between its sizes.
 SPECIAL: dict[str, dict[str, Any]] = {
+    "audio-spectrogram-transformer": {"max_length": 40},
+    "bamba": {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_chunk_size": 5},
+    "bit": {"embedding_size": 32, "num_groups": 4},
     "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0}},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "efficientnet": {"width_coefficient": 0.1, "depth_coefficient": 0.3, "hidden_dim": 128},
     "esm": {"vocab_size": 101, "pad_token_id": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_chunk_size": 5},
+    "helium": {"head_dim": 12},
+    "hunyuan_v1_dense": {"head_dim": 12},
+    "layoutlmv3": {"coordinate_size": 8, "shape_size": 8, "input_size": 32},
     "led": {"attention_window": 4},
     "levit": {"patch_size": 16},
     "llama": {"num_key_value_heads": 2},
+    "longformer": {"attention_window": 4},
     "mamba2": {"num_heads": 6, "n_groups": 2, "chunk_size": 5},
+    "ministral": {"head_dim": 12},
+    "mobilevit": {"hidden_sizes": [16, 24, 32]},
     "nemotron": {"num_key_value_heads": 2},
+    "perceiver": {"d_latents": 64, "num_latents": 7, "num_blocks": 1, "num_self_attends_per_block": 2},
     "qwen3": {"num_key_value_heads": 2},
     "squeezebert": {"embedding_size": 48},
     "stablelm": {"hidden_size": 64},
     "swin": {"image_size": 96, "embed_dim": 24, "window_size": 3},
+    "videomae": {"num_frames": 4},
+    "vivit": {"num_frames": 4, "tubelet_size": [2, 8, 8]},
+    "wav2vec2-bert": {"vocab_size": 32},
+    "wav2vec2-conformer": {"vocab_size": 32},
+    "xmod": {"default_language": "en_XX"},
 }
 
 # Inputs of models that cannot do with their main input alone.
 INPUTS: dict[str, str] = {
+    "longt5": "input_ids attention_mask",
     "lxmert": "input_ids visual_feats visual_pos",
     "vilt": "input_ids pixel_values",
 }
@@ -105,51 +122,60 @@ def hf(
     seq: int = 10,
     device: str = "cpu",
     train: bool = False,
+    dropout: float | None = None,
     **overrides: Any,
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A small random model of that `model_type`, and inputs for it. `overrides` go into its config."""
-    config = small_config(architecture, seq, **overrides)
-    torch.manual_seed(0)
+    """A small random model of that `model_type`, and inputs for it.
+
+    `dropout` replaces every dropout of the config; `overrides` go into the config.
+    """
+    config = small_config(architecture, seq, dropout, **overrides)
     with torch.device(device):
         model = model_class(config)(config).train(train)
         inputs = example_inputs(model, architecture, batch, seq)
     return model, inputs
 
 
-def small_config(architecture: str, seq: int, **overrides: Any) -> Any:
+def small_config(architecture: str, seq: int, dropout: float | None = None, **overrides: Any) -> Any:
     """The architecture's default config with every size made small; nested configs too."""
     from transformers import CONFIG_MAPPING
 
     if architecture not in CONFIG_MAPPING:
         raise ValueError(f"transformers knows no architecture {architecture!r}")
     config_class = CONFIG_MAPPING[architecture]
-    return shrink(config_class, seq, **{"use_cache": False, **SPECIAL.get(architecture, {}), **overrides})
+    return shrink(config_class, seq, dropout, **{**SPECIAL.get(architecture, {}), **overrides})
 
 
-def shrink(config_class: Any, seq: int, **overrides: Any) -> Any:
+def shrink(config_class: Any, seq: int, dropout: float | None, **overrides: Any) -> Any:
+    """A small config of that class. Where layers are of several kinds, one of each is kept."""
     default = config_class()
     values: dict[str, Any] = {}
     for field in fields(config_class):
         value = getattr(default, field.name, None)
         nested = field.name in getattr(default, "sub_configs", {})
         if nested and hasattr(value, "to_dict"):
-            values[field.name] = shrink(type(value), seq, **overrides.pop(field.name, {}))
+            values[field.name] = shrink(type(value), seq, dropout, **overrides.pop(field.name, {}))
         elif (field.default is not None and field.default is not MISSING) or field.name == "layer_types":
-            values[field.name] = small(field.name, value, default, seq)
-    return config_class(**{**values, **overrides})
+            values[field.name] = small(field.name, value, default, seq, dropout)
+    values.update(overrides)
+    if isinstance(values.get("layer_types"), list) and "layer_types" not in overrides:
+        kinds = list(dict.fromkeys(values["layer_types"]))
+        layers = overrides.get("num_hidden_layers", max(2, len(kinds)))
+        values["num_hidden_layers"] = layers
+        values["layer_types"] = [kinds[layer % len(kinds)] for layer in range(layers)]
+    return config_class(**values)
 
 
-def small(name: str, value: Any, config: Any, seq: int) -> Any:
+def small(name: str, value: Any, config: Any, seq: int, dropout: float | None) -> Any:
     """The small value of one attribute."""
+    if dropout is not None and ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, (int, float)):
+        return dropout
     if name in ZERO:
         return 0.0
-    if name == "apply_spec_augment":
+    if name in ("use_cache", "apply_spec_augment"):
         return False
     if name.endswith("_token_id") and isinstance(value, int):
         return value if value < 5 else 1
-    if name == "layer_types" and value:
-        kinds = list(dict.fromkeys(value))
-        return kinds if len(kinds) > 1 else kinds * 2
     if name in KV_HEADS and isinstance(value, int):
         return 4 if value == getattr(config, "num_attention_heads", None) else min(value, 2)
     if name in POSITIONS and isinstance(value, int):
@@ -212,19 +238,37 @@ def example_input(name: str, config: Any, batch: int, seq: int) -> torch.Tensor:
     if name in ("input_ids", "decoder_input_ids"):
         vocab = getattr(config.get_text_config(), "vocab_size", 64)
         return torch.randint(5, vocab, (batch, seq if name == "input_ids" else seq - 1))
-    if name == "pixel_values":
-        vision = getattr(config, "vision_config", config)
-        side = getattr(vision, "image_size", 64)
-        height, width = (side, side) if isinstance(side, int) else side
-        return torch.randn(batch, getattr(vision, "num_channels", 3), height, width)
-    if name == "input_features":
-        if hasattr(config, "input_feat_per_channel"):
-            return torch.randn(batch, config.max_source_positions, config.input_feat_per_channel)
-        return torch.randn(batch, config.num_mel_bins, 2 * config.max_source_positions)
-    if name == "input_values":
-        return torch.randn(batch, 400)
-    if name == "visual_feats":
-        return torch.randn(batch, 7, config.visual_feat_dim)
-    if name == "visual_pos":
-        return torch.rand(batch, 7, config.visual_pos_dim)
-    raise ValueError(f"this example does not know how to make the input {name!r} of {config.model_type!r}")
+    shapes = {
+        "pixel_values": image_shape,
+        "input_features": feature_shape,
+        "input_values": audio_shape,
+        "attention_mask": lambda config: (seq,),
+        "past_values": lambda config: (config.context_length, config.num_input_channels),
+        "visual_feats": lambda config: (7, config.visual_feat_dim),
+        "visual_pos": lambda config: (7, config.visual_pos_dim),
+    }
+    if name not in shapes:
+        raise ValueError(f"this example does not know how to make the input {name!r} of {config.model_type!r}")
+    shape = (batch, *shapes[name](config))
+    return torch.ones(shape, dtype=torch.int64) if name == "attention_mask" else torch.randn(shape)
+
+
+def image_shape(config: Any) -> tuple[int, ...]:
+    vision = getattr(config, "vision_config", config)
+    side = getattr(vision, "image_size", 64)
+    height, width = (side, side) if isinstance(side, int) else side
+    frames = (vision.num_frames,) if hasattr(vision, "num_frames") else ()
+    return (*frames, getattr(vision, "num_channels", 3), height, width)
+
+
+def feature_shape(config: Any) -> tuple[int, ...]:
+    """Spectrograms: most take time last."""
+    for name in ("input_feat_per_channel", "feature_projection_input_dim"):
+        if hasattr(config, name):
+            return (30, getattr(config, name))
+    return (config.num_mel_bins, 2 * config.max_source_positions)
+
+
+def audio_shape(config: Any) -> tuple[int, ...]:
+    """Samples, or the frames of a spectrogram."""
+    return (config.max_length, config.num_mel_bins) if hasattr(config, "num_mel_bins") else (400,)
