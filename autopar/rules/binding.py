@@ -9,7 +9,7 @@ from math import prod
 
 from autopar.errors import RuleError
 from autopar.rules.call import Call, TensorSpec
-from autopar.rules.notation import ELLIPSIS, Operand, Rule, Term
+from autopar.rules.notation import ELLIPSIS, Operand, Rule, Term, localised_by
 
 __all__ = ["bind", "factor_sizes", "fresh_names"]
 
@@ -126,6 +126,7 @@ def _without_absent(rule: Rule, call: Call) -> Rule:
         linear=_linear_groups(linear, call),
         linear_in_all=False,
         indices=tuple((i, name) for i, name in rule.indices if name in named),
+        localise=localised_by(rule.localise, named),
         lowerings=tuple((name, lowering) for name, lowering in rule.lowerings if name in named),
     )
 

@@ -15,7 +15,7 @@ from autopar.rules.call import takes_tensors
 from autopar.rules.local import Local, Piece, narrow
 from autopar.rules.notation import FactorKind, Operand, Rule
 
-__all__ = ["LOCALISERS", "LOWERINGS", "local_call"]
+__all__ = ["LOCALISERS", "LOWERINGS", "local_call", "localiser"]
 
 
 def local_call(
@@ -52,12 +52,25 @@ def local_call(
         if arguments[name] is not None:
             changed[name] = values if is_list else values[0]
     local = Local(op, changed, rule, sizes, local_sizes)
-    for name in rule.localise:
-        local = LOCALISERS[name](local, piece)
+    for word in rule.localise:
+        local = localiser(word)(local, piece)
     return LOWERINGS[lowering](local, piece) if lowering else local
 
 
 Lowering = Callable[[Local, Piece], Local]
+
+
+def localiser(word: str) -> Lowering:
+    """What a word of a `localise` clause does: `size` has its function, `length=s` is the extent of a factor."""
+    argument, equals, factor = word.partition("=")
+    return _extent(argument, factor) if equals else LOCALISERS[word]
+
+
+def _extent(argument: str, factor: str) -> Lowering:
+    def localise(local: Local, piece: Piece) -> Local:
+        return local.with_arguments(**{argument: local.local_sizes[factor]})
+
+    return localise
 
 
 def _output_shape(name: str) -> Lowering:

@@ -1,35 +1,42 @@
 """The notation of rules: one small parser, one frozen value, one printer.
 
-    rule     = operands "->" operands { ";" clause }
-    operands = [ operand { "," operand } ]
-    operand  = { term }                       an operand without terms is a scalar tensor
+    rule     = [ operands ] "->" [ operands ] { ";" clause }
+    operands = operand { "," operand }
+    operand  = terms [ "?" ]                  "?" after the terms: the operand may be absent
+             | "?"                            this operand is absent, or the output is None
+    terms    = { term } | "()"                no terms, or "()": a scalar tensor
     term     = factor | "(" factor { factor } ")" | "1" | "..."
     factor   = NAME [ "!" ]                   "!": whole, cannot be split
-               a "?" after the last term: the operand may be absent
 
-    clause   = "mean" NAME { NAME }           contracted factors are summed unless said: mean, max, min
-             | "halo" NAME geometry           shards need their neighbours' edges along this factor
+    clause   = contraction NAME { NAME }      sum (unless said otherwise), mean, max or min of contracted factors
+             | "halo" NAME [ geometry ]       shards need their neighbours' edges along this factor
              | "linear" group { group }       operands in which the op is linear; "0+2": in 0 and 2 together; "*": in all
              | "index" OPERAND NAME           this operand holds positions along the factor
-             | "localise" ARGUMENT { ... }    arguments that change when a factor is split
+             | "localise" local { local }     arguments that change when a factor is split
              | "lower" NAME LOWERING          a function of ours runs instead of the op when this factor is split
              | "random"                       draws random numbers
+    geometry = "kernel=" INT { ("stride=" | "padding=" | "dilation=") INT }
+    local    = ARGUMENT [ "=" NAME ]          with a factor: the argument is the factor's extent
 
-A compound term `(h d)` is one physical dim made of several factors, major first. A factor on the left and not on the
-right is contracted; one only on the right is born there (`arange`, `expand`).
+Nothing left of the arrow is an op without operands, nothing right of it one scalar output. A compound term `(h d)` is
+one physical dim made of several factors, major first. A factor on the left and not on the right is contracted; one only
+on the right is born there (`arange`, `expand`). An output that lacks a factor which another output has is the same in
+all shards, unless a contraction clause names the factor.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
+from itertools import groupby
 from typing import NoReturn, TypeVar
 
 from autopar.errors import RuleError
 
-__all__ = ["ELLIPSIS", "FactorKind", "Halo", "Operand", "Rule", "Term", "parse_clauses", "parse_rule"]
+__all__ = ["ELLIPSIS", "FactorKind", "Halo", "Operand", "Rule", "Term", "localised_by", "parse_clauses", "parse_rule"]
 
 T = TypeVar("T")
 
@@ -51,7 +58,7 @@ class FactorKind(Enum):
 
 
 MAX_OPERANDS = 100
-CLAUSES = "clauses are mean, max, min, halo, linear, index, localise, lower, random"
+CLAUSES = "clauses are sum, mean, max, min, halo, linear, index, localise, lower, random"
 
 CONTRACTIONS = {kind.value: kind for kind in (FactorKind.SUM, FactorKind.MEAN, FactorKind.MAX, FactorKind.MIN)}
 
@@ -102,18 +109,23 @@ class Rule:
     localise: tuple[str, ...] = ()
     lowerings: tuple[tuple[str, str], ...] = ()
     random: bool = False
-    _kinds: dict[str, FactorKind] = field(default_factory=dict, init=False, repr=False, compare=False, hash=False)
 
     @property
     def factors(self) -> tuple[str, ...]:
         """All factors, in the order of their first appearance."""
         return tuple(self.kinds)
 
-    @property
+    @cached_property
     def kinds(self) -> dict[str, FactorKind]:
-        if not self._kinds:
-            self._kinds.update(_kinds_of(self))
-        return self._kinds
+        return _kinds_of(self)
+
+    def outcome(self, output: int, factor: str) -> FactorKind | None:
+        """What the shards' results of one output are when the factor is split; None: the same in all shards."""
+        operand = self.outputs[output]
+        kind = self.kinds[factor]
+        if operand is None or factor in operand.factors or kind not in (FactorKind.PARALLEL, FactorKind.HALO):
+            return kind
+        return dict(self.contracted).get(factor)
 
     def lowering(self, factor: str) -> str | None:
         return dict(self.lowerings).get(factor)
@@ -138,22 +150,21 @@ class Rule:
             linear=self.linear or clauses.linear,
             linear_in_all=self.linear_in_all or clauses.linear_in_all,
             indices=self.indices + tuple((i, name) for i, name in clauses.indices if name in known),
-            localise=self.localise + tuple(name for name in clauses.localise if name not in self.localise),
+            localise=self.localise
+            + tuple(word for word in localised_by(clauses.localise, known) if word not in self.localise),
             lowerings=_merged(self.lowerings, clauses.lowerings, known),
             random=self.random or clauses.random,
         )
 
     def __str__(self) -> str:
-        arrow = "->" if self.outputs == (Operand(()),) else "-> "
-        left = self._side(self.operands)
-        text = f"{left}{' ' if left else ''}{arrow}{self._side(self.outputs)}"
-        return "; ".join([text, *self._clauses()])
+        left = ", ".join(map(self._operand, self.operands))
+        right = "" if self.outputs == (Operand(()),) else ", ".join(map(self._operand, self.outputs))
+        return "; ".join([f"{left} -> {right}".strip(), *self._clauses()])
 
-    def _side(self, operands: tuple[Operand | None, ...]) -> str:
-        return ", ".join("?" if operand is None else self._operand(operand) for operand in operands)
-
-    def _operand(self, operand: Operand) -> str:
-        text = " ".join(self._term(term) for term in operand.terms)
+    def _operand(self, operand: Operand | None) -> str:
+        if operand is None:
+            return "?"
+        text = " ".join(map(self._term, operand.terms)) or "()"
         return text + "?" if operand.optional else text
 
     def _term(self, term: Term) -> str:
@@ -163,16 +174,14 @@ class Rule:
         return f"({' '.join(marked)})" if term else "1"
 
     def _clauses(self) -> Iterator[str]:
-        for kind in CONTRACTIONS.values():
-            names = [name for name, contraction in self.contracted if contraction is kind]
-            if names:
-                yield f"{kind.value} {' '.join(names)}"
+        for kind, named in groupby(self.contracted, key=lambda pair: pair[1]):
+            yield f"{kind.value} {' '.join(name for name, _ in named)}"
         for name, halo in self.halos:
             yield f"halo {name}" + (f" {halo}" if halo else "")
+        if self.linear:
+            yield "linear " + " ".join("+".join(map(str, group)) for group in self.linear)
         if self.linear_in_all:
             yield "linear *"
-        elif self.linear:
-            yield "linear " + " ".join("+".join(map(str, group)) for group in self.linear)
         for position, name in self.indices:
             yield f"index {position} {name}"
         if self.localise:
@@ -181,6 +190,11 @@ class Rule:
             yield f"lower {name} {lowering}"
         if self.random:
             yield "random"
+
+
+def localised_by(words: tuple[str, ...], known: set[str]) -> tuple[str, ...]:
+    """The words of a localise clause, without those about factors that are not known."""
+    return tuple(word for word in words if "=" not in word or word.partition("=")[2] in known)
 
 
 def _merged(
@@ -208,7 +222,7 @@ def _kinds_of(rule: Rule) -> dict[str, FactorKind]:
 # -- parsing ----------------------------------------------------------------------------------------------------------
 
 _TOKEN = re.compile(r"\s*(?:(\.\.\.)|([A-Za-z_][A-Za-z0-9_]*)|(.))")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*$")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 def _fail(text: str, column: int, message: str) -> NoReturn:
@@ -246,8 +260,13 @@ def _parse_side(text: str, side: str, column: int, whole: set[str]) -> tuple[Ope
         return ()
     operands: list[Operand | None] = []
     for part in side.split(","):
-        absent = part.strip() == "?"
-        operands.append(None if absent else _parse_operand(text, part, column, whole))
+        word = "".join(part.split())
+        if word == "?":
+            operands.append(None)
+        elif word in ("()", "()?"):
+            operands.append(Operand((), optional=word.endswith("?")))
+        else:
+            operands.append(_parse_operand(text, part, column, whole))
         column += len(part) + 1
     return tuple(operands)
 
@@ -308,19 +327,25 @@ def _parse_clause(text: str, column: int, clause: str, rule: Rule, *, checked: b
         _fail(text, column, f"clause '{head}' is unknown or lacks its words; {CLAUSES}")
     if head in CONTRACTIONS:
         _check_factors(text, column, rest, rule, checked)
+        _check_once(text, column, [name for name, _ in rule.contracted] + rest)
         return replace(rule, contracted=rule.contracted + tuple((name, CONTRACTIONS[head]) for name in rest))
     if head == "halo":
         _check_factors(text, column, rest[:1], rule, checked)
+        _check_once(text, column, [name for name, _ in rule.halos] + rest[:1])
         return replace(rule, halos=(*rule.halos, (rest[0], _parse_halo(text, column, rest[1:]))))
     if head == "linear":
         return _parse_linear(text, column, rest, rule, len(rule.operands) if checked else MAX_OPERANDS)
-    if head == "index" and len(rest) == 2 and rest[0].isdigit():
+    if head == "index" and len(rest) == 2 and rest[0].isdecimal():
         _check_factors(text, column, rest[1:], rule, checked)
+        if checked and int(rest[0]) >= len(rule.operands):
+            _fail(text, column, f"the clause names operand {rest[0]}; they are numbered from 0 to {len(rule.operands) - 1}")
         return replace(rule, indices=(*rule.indices, (int(rest[0]), rest[1])))
-    if head == "localise" and all(_NAME.match(word) for word in rest):
+    if head == "localise":
+        _check_localised(text, column, rest, rule, checked)
         return replace(rule, localise=rule.localise + tuple(rest))
     if head == "lower" and len(rest) == 2:
         _check_factors(text, column, rest[:1], rule, checked)
+        _check_once(text, column, [name for name, _ in rule.lowerings] + rest[:1])
         return replace(rule, lowerings=(*rule.lowerings, (rest[0], rest[1])))
     _fail(text, column, f"clause '{' '.join(words)}' is not understood; {CLAUSES}")
 
@@ -331,13 +356,28 @@ def _check_factors(text: str, column: int, names: list[str], rule: Rule, checked
             _fail(text, column, f"the clause names '{name}', which is no factor of this rule")
 
 
+def _check_once(text: str, column: int, names: list[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            _fail(text, column, f"factor '{name}' stands twice in clauses of this kind")
+
+
+def _check_localised(text: str, column: int, words: list[str], rule: Rule, checked: bool) -> None:
+    for word in words:
+        argument, equals, factor = word.partition("=")
+        if not _NAME.match(argument) or (equals and not _NAME.match(factor)):
+            _fail(text, column, f"'{word}' in a localise clause; expected an argument, as in 'size' or 'length=s'")
+        if equals:
+            _check_factors(text, column, [factor], rule, checked)
+
+
 def _parse_halo(text: str, column: int, words: list[str]) -> Halo | None:
     if not words:
         return None
     values: dict[str, int] = {}
     for word in words:
-        key, equals, number = word.partition("=")
-        if key not in ("kernel", "stride", "padding", "dilation") or not equals or not number.lstrip("-").isdigit():
+        key, _, number = word.partition("=")
+        if key not in ("kernel", "stride", "padding", "dilation") or not re.fullmatch("-?[0-9]+", number, re.ASCII):
             _fail(text, column, f"'{word}' in a halo clause; expected kernel=3 stride=1 padding=1 dilation=1")
         values[key] = int(number)
     if "kernel" not in values:
@@ -351,7 +391,7 @@ def _parse_linear(text: str, column: int, words: list[str], rule: Rule, operands
     groups: list[tuple[int, ...]] = []
     for word in words:
         numbers = word.split("+")
-        if not all(number.isdigit() and int(number) < operands for number in numbers):
+        if not all(number.isdecimal() and int(number) < operands for number in numbers):
             _fail(
                 text,
                 column,
