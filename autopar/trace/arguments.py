@@ -33,7 +33,8 @@ def bind(
     else:
         hint = "write (x,) for a single tensor" if isinstance(inputs, torch.Tensor) else "use a tuple or a dict"
         raise error(
-            f"inputs must be a tuple of positional or a dict of keyword arguments, got a {type(inputs).__name__}: {hint}"
+            "inputs must be a tuple of positional or a dict of keyword arguments, "
+            f"got a {type(inputs).__name__}: {hint}"
         )
     return bind_call(signature, owner, args, kwargs, error)
 
@@ -103,7 +104,9 @@ def without_defaults(signature: inspect.Signature, node: Mapped) -> Mapped:
 
 
 def _short(signature: inspect.Signature) -> str:
-    return "(" + ", ".join(str(parameter).split(":")[0].split("=")[0] for parameter in signature.parameters.values()) + ")"
+    return (
+        "(" + ", ".join(str(parameter).split(":")[0].split("=")[0] for parameter in signature.parameters.values()) + ")"
+    )
 
 
 def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

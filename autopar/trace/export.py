@@ -13,14 +13,16 @@ import torch
 from torch import nn
 from torch.export.graph_signature import InputKind, OutputKind
 
+from autopar.annotate import tracing
 from autopar.errors import TraceError
 from autopar.trace.arguments import bind, flatten_arguments, plain_call, signature_of
 from autopar.trace.exported import Exported, Mutation, OutputTree, Placeholder
-from autopar.trace.grad_regions import detach_no_grad_regions, inline_regions
 from autopar.trace.normalise import normalise
 from autopar.trace.origin import record_origins
+from autopar.trace.refusal import Refusing, check_static
 from autopar.trace.state import Autocast, autocast_state, entered
 from autopar.trace.tree import Flattened, Mapped, flatten, shallow_state, unflatten
+from autopar.trace.watch import check_hooks, watched
 
 __all__ = ["export"]
 
@@ -35,16 +37,17 @@ def export(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Exp
     flat = flatten_arguments(arguments, owner)
     autocast = autocast_state()
     call = _FlatCall(model, signature, flat, autocast)
-    with _torch_warnings_ignored():
-        program = torch.export.export(call, flat.tensors, strict=False)
-        inline_regions(program.graph_module)
-        detach_no_grad_regions(program.graph_module)
+    check_hooks(model)
+    with Refusing(owner), _torch_warnings_ignored():
+        with watched(torch.is_grad_enabled()), tracing():
+            program = torch.export.export(call, flat.tensors, strict=False)
         program = program.run_decompositions({})
     graph_module = program.graph_module
     device = _home_device(model, flat.tensors)
     record_origins(graph_module.graph, PREFIX)
     placeholders, aliases = _placeholders(program, model, flat)
-    normalise(graph_module, device)
+    normalise(graph_module.graph, device)
+    check_static(graph_module.graph, owner)
     graph_module.recompile()
     assert isinstance(flat.node, Mapped), "arguments are a dict"
     assert call.returned.tree is not None, "the model was called"
@@ -149,9 +152,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def _mutations(
-    program: torch.export.ExportedProgram, paths: tuple[str, ...]
-) -> tuple[Mutation, ...]:
+def _mutations(program: torch.export.ExportedProgram, paths: tuple[str, ...]) -> tuple[Mutation, ...]:
     specs = program.graph_signature.input_specs
     user_inputs = (spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT)
     names = dict(zip(user_inputs, paths, strict=True))

@@ -1,7 +1,9 @@
-"""Regions without gradients: `run_decompositions({})` drops them, and gradients come out wrong.
+"""Regions without gradients: torch.export drops them, and gradients come out wrong.
 
-torch.export leaves a region as a call of a submodule. We put its nodes back in line (which also keeps their module
-path and source line) and detach what enters it: then no gradient flows back, whatever runs the graph.
+The graph that torch.export captures first is flat and still has the switches of the grad mode in it. Here every value
+that enters a region without gradients is detached and the switches go: then no gradient flows back, whatever runs the
+graph. (torch.export itself would make submodules of the regions, forget those inside autocast, and lose the rest when
+it decomposes.) The switches of autocast stay: decomposing turns them into casts.
 """
 
 from __future__ import annotations
@@ -9,78 +11,114 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.export.graph_signature import ExportGraphSignature, InputKind
+from torch.fx import Graph, Node
 
-__all__ = ["detach_no_grad_regions", "inline_regions"]
+from autopar.trace.refusal import Refusal
 
-_SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
-_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
-_enter_autocast = torch.amp.autocast_mode._enter_autocast
-_exit_autocast = torch.amp.autocast_mode._exit_autocast
+__all__ = ["apply_grad_modes"]
+
+aten = torch.ops.aten
 
 
-def inline_regions(graph_module: GraphModule) -> None:
-    """Replace the calls of grad-mode and autocast regions by their nodes; `meta["grad"]` says the grad mode if set."""
-    graph = graph_module.graph
+def apply_grad_modes(graph: Graph, signature: ExportGraphSignature, ambient: bool) -> None:
+    """Turn grad-mode switches into detached values; `ambient` is the grad mode of the whole call."""
+    disabled = _take_out_switches(graph, ambient)
+    differentiable = _differentiable(graph, signature, disabled)
+    for node in graph.nodes:
+        _check_in_place(node, disabled, differentiable)
+    if ambient:
+        _detach_entries(graph, disabled, differentiable)
+
+
+def _take_out_switches(graph: Graph, ambient: bool) -> set[Node]:
+    """Erase the switches; the nodes that were captured with gradients disabled."""
+    enabled = ambient
+    disabled = set()
     for node in list(graph.nodes):
-        if node.target is _SET_GRAD:
-            enabled, body, *args = node.args
-            _inline(graph, node, graph_module, body, args, enabled)
-        elif node.target is _AUTOCAST:
-            device, dtype, enabled, cache, body, *args = node.args
-            with graph.inserting_before(node):
-                entry = graph.call_function(_enter_autocast, (device, dtype, enabled, cache))
-            _inline(graph, node, graph_module, body, args, None, entry)
-    for node in graph.find_nodes(op="get_attr"):
-        if not node.users:
+        if node.target is torch._C._set_grad_enabled:
+            enabled = bool(node.args[0])
+            if enabled and not ambient:
+                raise Refusal(
+                    "the forward enables gradients inside a call that runs without them",
+                    "trace with gradients enabled (outside torch.no_grad())",
+                    node,
+                )
             graph.erase_node(node)
+        elif node.op == "call_function" and not enabled:
+            disabled.add(node)
+    return disabled
 
 
-def _inline(
-    graph: Graph,
-    call: Node,
-    owner: GraphModule,
-    body: Any,
-    args: list[Any],
-    grad: bool | None,
-    autocast_entry: Node | None = None,
-) -> None:
-    module = owner.get_submodule(body.target)
-    assert isinstance(module, GraphModule), "a region is a graph"
-    inline_regions(module)
-    values: dict[Node, Any] = dict(zip(module.graph.find_nodes(op="placeholder"), args, strict=True))
-    results: Any = ()
-    with graph.inserting_before(call):
-        for node in module.graph.nodes:
-            if node.op == "output":
-                results = torch.fx.node.map_arg(node.args[0], values.__getitem__)
-            elif node.op != "placeholder":
-                copied = graph.node_copy(node, values.__getitem__)
-                values[node] = copied
-                if grad is not None:
-                    copied.meta.setdefault("grad", grad)
-        if autocast_entry is not None:
-            graph.call_function(_exit_autocast, (autocast_entry,))
-    for user in list(call.users):
-        assert user.target.__name__ == "getitem", "a region returns a tuple"  # type: ignore[union-attr]
-        user.replace_all_uses_with(results[user.args[1]])
-        graph.erase_node(user)
-    graph.erase_node(call)
+def _differentiable(graph: Graph, signature: ExportGraphSignature, disabled: set[Node]) -> set[Node]:
+    """The values through which a gradient may flow to a parameter or an input."""
+    placeholders = graph.find_nodes(op="placeholder")
+    found = {
+        node
+        for node, spec in zip(placeholders, signature.input_specs, strict=True)
+        if spec.kind in (InputKind.PARAMETER, InputKind.USER_INPUT) and _is_float(node)
+    }
+    for node in graph.nodes:
+        if node.op != "call_function" or node in disabled or node.target is aten.detach.default:
+            continue
+        if any(source in found for source in node.all_input_nodes) and _is_float(node):
+            found.add(node)
+    return found
 
 
-def detach_no_grad_regions(graph_module: GraphModule) -> None:
-    """Detach every tensor that enters a region without gradients."""
-    graph = graph_module.graph
+def _is_float(node: Node) -> bool:
+    val = node.meta.get("val")
+    if isinstance(val, torch.Tensor):
+        return val.is_floating_point() or val.is_complex()
+    return isinstance(val, (tuple, list))  # several results: their getitems decide
+
+
+def _detach_entries(graph: Graph, disabled: set[Node], differentiable: set[Node]) -> None:
     detached: dict[Node, Node] = {}
-    for node in list(graph.nodes):
-        if node.meta.get("grad", True):
+    for node in graph.nodes:
+        if node not in disabled:
             continue
         for source in node.all_input_nodes:
-            if not source.meta.get("grad", True) or not isinstance(source.meta.get("val"), torch.Tensor):
-                continue
-            if source not in detached:
-                with graph.inserting_before(node):
-                    copied = graph.call_function(torch.ops.aten.detach.default, (source,))
-                copied.meta.update({k: v for k, v in node.meta.items() if k != "val"}, val=source.meta["val"])
-                detached[source] = copied
-            node.replace_input_with(source, detached[source])
+            if source in differentiable:
+                if source not in detached:
+                    detached[source] = _detach(graph, source, node)
+                node.replace_input_with(source, detached[source])
+
+
+def _detach(graph: Graph, source: Node, before: Node) -> Node:
+    with graph.inserting_before(before):
+        made = graph.call_function(aten.detach.default, (source,))
+    made.meta.update(before.meta)
+    made.meta["val"] = source.meta["val"]
+    return made
+
+
+def _check_in_place(node: Node, disabled: set[Node], differentiable: set[Node]) -> None:
+    """Refuse what a functional graph cannot say: a value changed behind the back of its own gradient."""
+    for written in _written(node):
+        base, hidden = written, node in disabled
+        while base.op == "call_function" and base.args and _is_view(base):
+            hidden = hidden or base.target is aten.detach.default
+            source: Any = base.args[0]
+            base = source
+        if hidden and base in differentiable:
+            raise Refusal(
+                "a tensor that needs a gradient is changed in place where no gradient is recorded",
+                "compute a new tensor instead of changing this one",
+                node,
+            )
+
+
+def _written(node: Node) -> list[Node]:
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.is_mutable:
+        return []
+    writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
+    return [value for value, write in zip(node.args, writes, strict=False) if write and isinstance(value, Node)]
+
+
+def _is_view(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.returns or schema.returns[0].alias_info is None:
+        return False
+    return not schema.is_mutable and isinstance(node.args[0], Node)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
+
+from autopar.annotate import named_op
 
 __all__ = ["normalise"]
 
@@ -23,8 +24,8 @@ _CHECKS = (
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
-def normalise(graph_module: GraphModule, device: torch.device | None) -> None:
-    graph = graph_module.graph
+def normalise(graph: Graph, device: torch.device | None) -> None:
+    named = named_op()
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -32,6 +33,10 @@ def normalise(graph_module: GraphModule, device: torch.device | None) -> None:
             graph.erase_node(node)
         elif node.target is aten.alias.default:
             _replace(node, node.args[0])
+        elif node.target is named:
+            source: Any = node.args[0]
+            source.meta.setdefault("named", []).append(node.args[1])
+            _replace(node, source)
         elif node.target in _VIEWS:
             node.target = aten.reshape.default  # the inputs may have other strides than in the trace
         elif node.target is aten.copy.default:
@@ -63,8 +68,12 @@ def _replace_copy(graph: Graph, node: Node) -> None:
     have, want = value.meta["val"], node.meta["val"]
     with graph.inserting_before(node):
         if have.shape != want.shape:
-            value = _like(graph.call_function(aten.expand.default, (value, list(want.shape))), node, have.expand(want.shape))
-        changed = {name: getattr(want, name) for name in ("dtype", "device") if getattr(have, name) != getattr(want, name)}
+            value = _like(
+                graph.call_function(aten.expand.default, (value, list(want.shape))), node, have.expand(want.shape)
+            )
+        changed = {
+            name: getattr(want, name) for name in ("dtype", "device") if getattr(have, name) != getattr(want, name)
+        }
         if changed:
             value = _like(graph.call_function(aten._to_copy.default, (value,), changed), node, want)
     _replace(node, value)
@@ -79,9 +88,9 @@ def _like(made: Node, node: Node, val: torch.Tensor) -> Node:
 def _free_of_device(node: Node, device: torch.device | None) -> None:
     """Drop a device that only repeats where the model is, so that the graph follows the parameters."""
     inputs = [source.meta.get("val") for source in node.all_input_nodes]
-    devices = {val.device for val in inputs if isinstance(val, torch.Tensor)} or {device}
+    devices = {val.device for val in inputs if isinstance(val, torch.Tensor)}
     kwargs = dict(node.kwargs)
-    if devices == {kwargs["device"]}:
+    if kwargs["device"] == device and devices <= {device}:
         del kwargs["device"]
     if not kwargs.get("pin_memory"):
         kwargs.pop("pin_memory", None)
@@ -97,12 +106,3 @@ def is_factory(node: Node) -> bool:
         and not node.all_input_nodes
         and any(argument.name == "device" for argument in schema.arguments)
     )
-
-
-def outputs(graph: Graph) -> tuple[Any, ...]:
-    results = graph.output_node().args[0]
-    assert isinstance(results, tuple), "the graph returns a flat tuple"
-    return results
-
-
-assert operator.getitem is not None

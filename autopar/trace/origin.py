@@ -11,7 +11,9 @@ from torch.fx import Graph
 
 from autopar.trace.exported import NodeOrigin
 
-__all__ = ["Line", "record_origins", "user_line"]
+__all__ = ["CHECKPOINT", "Line", "is_users", "record_origins", "user_line"]
+
+CHECKPOINT = "autopar_checkpoint"  # the key in node.meta["custom"], which torch carries along
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*(?:\n    ([^\n]*))?')
 _NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
@@ -48,5 +50,5 @@ def record_origins(graph: Graph, prefix: str) -> None:
             module_call=int(call or 0),
             source=f"{os.path.basename(line[0])}:{line[1]}" if line else "",
             source_code=line[2] if line else "",
-            checkpoint=None,
+            checkpoint=(node.meta.get("custom") or {}).get(CHECKPOINT),
         )

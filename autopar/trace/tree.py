@@ -1,7 +1,8 @@
 """Take any nested value apart into tensors and a frozen description, and put it together again.
 
-`torch.utils._pytree` needs every class registered; models pass dataclasses, `ModelOutput`s and cache objects that nobody
-registered. Here an object is its attributes, and a list, dict or object met twice is one object (so cycles end, too).
+`torch.utils._pytree` needs every class registered; models pass dataclasses, `ModelOutput`s and cache objects that
+nobody registered. Here an object is its attributes, and a list, dict or object met twice is one object (so cycles
+end, too).
 """
 
 from __future__ import annotations
@@ -310,15 +311,15 @@ def difference(traced: Node, given: Node, path: str = "") -> str | None:
     """The first place where two values are built differently, as text; None if they are alike."""
     if traced == given:
         return None
-    if type(traced) is type(given):
-        if isinstance(traced, (Items, Mapped, Object)) and isinstance(given, (Items, Mapped, Object)):
-            mine, yours = _names(traced), _names(given)
-            if traced.kind is given.kind and mine == yours:
-                for name, a, b in zip(mine, traced.children, given.children, strict=True):
-                    if (found := difference(a, b, _join(path, name))) is not None:
-                        return found
-            if traced.kind is given.kind:
-                return f"{path}: traced with {_listing(mine)}, called with {_listing(yours)}"
+    containers = (Items, Mapped, Object)
+    if isinstance(traced, containers) and isinstance(given, containers) and traced.kind is given.kind:
+        mine, yours = _names(traced), _names(given)
+        if mine != yours:
+            where = f"{path}: " if path else ""
+            return f"{where}traced with {_listing(mine)}, called with {_listing(yours)}"
+        for name, a, b in zip(mine, traced.children, given.children, strict=True):
+            if (found := difference(a, b, _join(path, name))) is not None:
+                return found
     return f"{path}: traced with {describe(traced)}, called with {describe(given)}"
 
 

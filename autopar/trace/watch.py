@@ -1,0 +1,152 @@
+"""Watch the forward while it is captured, for what torch.export would lose without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch._export.passes.replace_autocast_with_hop_pass as autocast_pass
+import torch._export.passes.replace_set_grad_with_hop_pass as set_grad_pass
+import torch.utils.checkpoint as checkpoint
+from torch import nn
+from torch.export.graph_signature import ExportGraphSignature
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
+
+from autopar.errors import TraceError
+from autopar.trace.grad_regions import apply_grad_modes
+from autopar.trace.origin import CHECKPOINT
+from autopar.trace.refusal import Refusal
+
+__all__ = ["check_hooks", "watched"]
+
+# autograd functions that torch makes or uses itself, whose gradients do not depend on a lost backward
+_HARMLESS_MODULES = ("torch._library.", "torch._functorch.", "torch._higher_order_ops.")
+
+
+@contextmanager
+def watched(ambient_grad: bool) -> Iterator[None]:
+    """Stand-ins for the few functions of torch through which gradients get lost."""
+
+    def keep_grad_modes(module: GraphModule, signature: ExportGraphSignature) -> tuple[GraphModule, Any]:
+        apply_grad_modes(module.graph, signature, ambient_grad)
+        return module, signature
+
+    def keep(module: GraphModule, signature: ExportGraphSignature) -> tuple[GraphModule, Any]:
+        return module, signature
+
+    regions = _CheckpointRegions()
+    function = torch.autograd.function.Function
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (set_grad_pass, "replace_set_grad_with_hop_pass", keep_grad_modes),
+            (autocast_pass, "replace_autocast_with_hop_pass", keep),
+            (function, "apply", classmethod(_refusing_apply(function.__dict__["apply"].__func__))),
+            (torch.Tensor, "register_hook", _refused_hook("register_hook")),
+            (torch.Tensor, "register_post_accumulate_grad_hook", _refused_hook("register_post_accumulate_grad_hook")),
+            (checkpoint, "_checkpoint_without_reentrant_generator", regions.generator),
+            (checkpoint, "CheckpointFunction", _Reentrant(regions)),
+        ):
+            stack.enter_context(_swapped(owner, name, value))
+        yield
+
+
+@contextmanager
+def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = owner.__dict__[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _refusing_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if f"{cls.__module__}.".startswith(_HARMLESS_MODULES):
+            return original(cls, *args, **kwargs)
+        raise Refusal(
+            f"the backward of the torch.autograd.Function {cls.__name__} would be lost",
+            "register it as an operator: torch.library.custom_op, with register_fake and register_autograd",
+        )
+
+    return apply
+
+
+def _refused_hook(name: str) -> Callable[..., Any]:
+    def hook(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise Refusal(
+            f"the hook set by Tensor.{name} would be lost",
+            "write what the hook does as an operator: torch.library.custom_op with register_autograd",
+        )
+
+    return hook
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Refuse hooks on gradients that were set before the trace: nothing in the graph would call them."""
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise TraceError(
+                f"{type(model).__name__} cannot be traced: the module {path!r} ({type(module).__name__}) has a "
+                "backward hook, which the traced graph would not call\n  what to do: remove the hook before tracing"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise TraceError(
+                f"{type(model).__name__} cannot be traced: the parameter {name!r} has a gradient hook, "
+                "which the traced graph would not call\n  what to do: remove the hook before tracing"
+            )
+
+
+class _CheckpointRegions:
+    """Marks the nodes captured between the two ends of `torch.utils.checkpoint.checkpoint`.
+
+    A region inside a region belongs to the outer one.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.depth = 0
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        graph = _graph_being_captured()
+        last = next(iter(reversed(graph.nodes)))
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+        if self.depth == 0:
+            for node in reversed(graph.nodes):
+                if node is last:
+                    break
+                node.meta["custom"] = {**node.meta.get("custom", {}), CHECKPOINT: self.count}
+            self.count += 1
+
+    def generator(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """In place of the one in torch.utils.checkpoint: nothing is recomputed while capturing."""
+        with self.region():
+            yield
+
+
+class _Reentrant:
+    """In place of `CheckpointFunction`, whose forward runs without gradients."""
+
+    def __init__(self, regions: _CheckpointRegions) -> None:
+        self.regions = regions
+
+    def apply(self, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        with self.regions.region():
+            return function(*args)
+
+
+def _graph_being_captured() -> Graph:
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    for mode in modes:
+        if isinstance(mode, PreDispatchTorchFunctionMode):
+            return mode.tracer.graph
+    raise AssertionError("a forward is captured under PreDispatchTorchFunctionMode")
