@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from autopar.rules.call import takes_tensors
 from autopar.rules.notation import ELLIPSIS, Operand, Rule
 
-__all__ = ["Draw", "Sample", "Tries", "draw", "make_sample", "pattern_samples"]
+__all__ = ["Draw", "Sample", "Tries", "draw", "integer_twin", "make_sample", "pattern_samples"]
 
 SIZES = (5, 7, 4, 9, 11, 13)
 """Extents of factors: coprime, so that no dim is taken for another, and at least 3 so that all can be split in 3."""
@@ -24,13 +24,16 @@ class Draw:
 
     shape: tuple[int, ...]
     kind: str = "normal"
-    """normal, positive, unit (in (-1, 1)), probability (in (0, 1)), above_one, bool, int, or index (in [0, below))."""
+    """normal, wide (normal, 8 times as large), positive, unit (in (-1, 1)), probability (in (0, 1)), above_one, complex,
+    bool, int, or index (in [0, below))."""
     below: int = 0
+    also: tuple[int, ...] = ()
+    """Values that about a third of an index's elements take instead, such as an `ignore_index` outside the range."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Arguments for one call of an op; each `Draw` in them stands for a tensor."""
+    """Arguments for one call of an op; each `Draw` in them stands for a tensor. Real tensors are taken as they are."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -48,13 +51,18 @@ def draw(request: Draw, generator: torch.Generator) -> torch.Tensor:
     """The tensor that a `Draw` stands for, in float64."""
     shape, kind = request.shape, request.kind
     if kind == "index":
-        return torch.randint(0, request.below, shape, generator=generator)
+        index = torch.randint(0, request.below, shape, generator=generator)
+        for value in request.also:
+            index = torch.where(torch.rand(shape, generator=generator) < 1 / 3, value, index)
+        return index
     if kind == "int":
         return torch.randint(-4, 9, shape, generator=generator)
     if kind == "bool":
         return torch.rand(shape, generator=generator) < 0.5
-    if kind == "normal":
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
+    if kind in ("normal", "wide"):
+        return torch.randn(shape, generator=generator, dtype=torch.float64) * (8 if kind == "wide" else 1)
+    if kind == "complex":
+        return torch.randn(shape, generator=generator, dtype=torch.complex128)
     uniform = torch.rand(shape, generator=generator, dtype=torch.float64) * 0.8 + 0.1
     if kind in ("positive", "probability"):
         return uniform
@@ -91,22 +99,45 @@ def _plain_value(kind: str) -> Any:
 
 
 def pattern_samples(op: torch._ops.OpOverload, pattern: Rule, tries: Tries) -> Iterable[Sample]:
-    """Calls that fit a pattern: ellipses of 0 to 2 dims, optional operands given and not given."""
-    if not any(operand and operand.has_ellipsis for operand in pattern.operands):
-        widths: tuple[int, ...] = (0,)
-    else:
-        widths = (0, 1, 2)
+    """Calls that fit a pattern: ellipses of 0 to 2 dims, some broadcast, optional operands given and not given."""
+    ellipses = [position for position, operand in enumerate(pattern.operands) if operand and operand.has_ellipsis]
     optional = any(operand and operand.optional for operand in pattern.operands)
     sizes = dict(zip(pattern.factors, _endless_sizes(), strict=False))
-    for width in widths:
+    leading: list[dict[int, tuple[int, ...]]] = [{}]
+    if ellipses:
+        leading = [dict.fromkeys(ellipses, dims) for dims in ((), (8,), (3, 8))]
+    if len(ellipses) > 1:
+        leading += [{**leading[2], ellipses[0]: (1, 8)}, {**leading[2], ellipses[-1]: (8,)}]
+    for dims in leading:
         for with_optional in (True, False) if optional else (True,):
             tensors = [
-                _operand_draw(position, operand, pattern, sizes, width, tries)
+                _operand_draw(position, operand, pattern, sizes, dims.get(position, ()), tries)
                 if operand and (with_optional or not operand.optional)
                 else None
                 for position, operand in enumerate(pattern.operands)
             ]
             yield make_sample(op, tensors, {}, tries)
+
+
+def integer_twin(sample: Sample) -> Sample | None:
+    """The same call on integers, or None where its operands are not plain real numbers."""
+
+    def draws(value: Any) -> Iterable[Draw]:
+        if isinstance(value, Draw):
+            yield value
+        elif isinstance(value, list | tuple):
+            for item in value:
+                yield from draws(item)
+
+    def twin(value: Any) -> Any:
+        if isinstance(value, Draw):
+            return replace(value, kind="int") if value.kind == "normal" else value
+        return type(value)(map(twin, value)) if isinstance(value, list | tuple) else value
+
+    kinds = {draw.kind for draw in draws([*sample.args, *sample.kwargs.values()])}
+    if "normal" not in kinds or not kinds <= {"normal", "int", "bool", "index"}:
+        return None
+    return Sample(tuple(map(twin, sample.args)), {name: twin(value) for name, value in sample.kwargs.items()})
 
 
 def _endless_sizes() -> Iterable[int]:
@@ -115,12 +146,12 @@ def _endless_sizes() -> Iterable[int]:
 
 
 def _operand_draw(
-    position: int, operand: Operand, pattern: Rule, sizes: Mapping[str, int], width: int, tries: Tries
+    position: int, operand: Operand, pattern: Rule, sizes: Mapping[str, int], leading: tuple[int, ...], tries: Tries
 ) -> Draw:
     shape: list[int] = []
     for term in operand.terms:
         if term == ELLIPSIS:
-            shape.extend((3, 8)[2 - width :])
+            shape.extend(leading)
             continue
         extent = 1
         for name in term:

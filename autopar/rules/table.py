@@ -14,11 +14,13 @@ import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from autopar.errors import RuleError
 from autopar.rules.binding import bind
 from autopar.rules.call import Call
 from autopar.rules.notation import Rule, parse_clauses, parse_rule
-from autopar.rules.samples import Sample, Tries
+from autopar.rules.samples import Sample, Tries, pattern_samples
 
 __all__ = ["Entry", "Family", "Table", "parse_entry", "parse_table"]
 
@@ -51,9 +53,16 @@ class Entry:
         text = self.family.rule(call, *self.words)
         return bind(parse_rule(text).with_clauses(self.clauses), call)
 
+    def samples(self, op: torch._ops.OpOverload) -> Iterable[Sample]:
+        """Calls to prove the rule with."""
+        if self.pattern is not None:
+            return pattern_samples(op, self.pattern, self.tries)
+        assert self.family is not None, self.line
+        return self.family.samples(op, self.tries, *self.words)
+
 
 class Table(Mapping[str, Entry]):
-    """All entries by op; immutable, `with_entry` gives a larger one."""
+    """All entries by op; immutable, `with_entry` gives another one."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self._entries: dict[str, Entry] = {}
