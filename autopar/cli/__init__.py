@@ -1,0 +1,37 @@
+"""The command line. Exit codes: 0, 1 (the answer is no), 2 (the question was wrong)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from autopar.cli import trace
+from autopar.errors import AutoparError, TraceError
+
+__all__ = ["main"]
+
+COMMANDS = (trace,)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="autopar",
+        description="Automatic parallelism for PyTorch.",
+        epilog="Try: autopar trace examples/gpt.py:gpt",
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    arguments = parser.parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+    except AutoparError as error:
+        print(f"autopar {arguments.command}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, TraceError) else 2
+    except BrokenPipeError:  # the reader (`| head`) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code

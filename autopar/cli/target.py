@@ -1,0 +1,126 @@
+"""Loading a TARGET: `file.py:function` or `package.module:function`, which returns `(model, inputs)`."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from autopar.errors import TargetError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["load_target", "parse_settings"]
+
+T = TypeVar("T")
+
+FORM = "a TARGET is file.py:function or package.module:function, as in examples/gpt.py:gpt"
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """`name=value` words as keyword arguments; a value that is no Python literal is text."""
+    parsed: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or not name.isidentifier():
+            raise TargetError(f"--set {setting}: expected name=value, as in --set layers=4")
+        try:
+            parsed[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            parsed[name] = value
+    return parsed
+
+
+def load_target(target: str, settings: Mapping[str, Any]) -> tuple[nn.Module, Any]:
+    """Call the function that a TARGET names, and check what it returns."""
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        raise TargetError(f"{target!r} names no function; {FORM}")
+    module = _load_file(target, Path(place)) if place.endswith(".py") else _load_module(target, place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise TargetError(f"{target}: {place} has no function {name!r}{_nearest(name, functions)}")
+    return _checked(target, _call(target, function, settings))
+
+
+def _load_file(target: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        siblings = [str(other) for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise TargetError(f"{target}: there is no file {path}{_nearest(str(path), siblings)}")
+    if str(path.parent.resolve()) not in sys.path:
+        sys.path.insert(0, str(path.parent.resolve()))  # as `python file.py` does
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, path
+    assert spec.loader is not None, path
+    loader = spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    return _guarded(target, f"{path} cannot be loaded", lambda: _executed(loader, module))
+
+
+def _executed(loader: Any, module: ModuleType) -> ModuleType:
+    loader.exec_module(module)
+    return module
+
+
+def _load_module(target: str, name: str) -> ModuleType:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+    try:
+        known = importlib.util.find_spec(name)
+    except (ModuleNotFoundError, ValueError):
+        known = None
+    if known is None:
+        raise TargetError(f"{target}: there is no module {name!r} here; {FORM}")
+    return _guarded(target, f"{name} cannot be loaded", lambda: importlib.import_module(name))
+
+
+def _call(target: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
+    return _guarded(target, "the function failed", lambda: function(**settings))
+
+
+def _guarded(target: str, what: str, action: Callable[[], T]) -> T:
+    """Run the user's code; whatever it raises is told with its line, not as a traceback of ours."""
+    try:
+        return action()
+    except Exception as error:  # the user's code may raise anything
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        frames = [frame for frame in frames if not frame.filename.startswith("<")]
+        where = f"\n  {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+        raise TargetError(f"{target}: {what}: {type(error).__name__}: {error}{where}") from error
+
+
+def _checked(target: str, result: Any) -> tuple[nn.Module, Any]:
+    from torch import nn  # late: a wrong TARGET should be told before torch is loaded
+
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TargetError(f"{target} returned {_described(result)}; it should return (model, inputs)")
+    model, inputs = result
+    if not isinstance(model, nn.Module):
+        raise TargetError(f"{target} returned {_described(model)} as the model; it should be an nn.Module")
+    if not isinstance(inputs, tuple | Mapping):
+        raise TargetError(
+            f"{target} returned {_described(inputs)} as the inputs; "
+            "they should be a tuple of positional or a dict of keyword arguments"
+        )
+    return model, inputs
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{type(value).__name__}"
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""

@@ -1,0 +1,75 @@
+"""`autopar trace TARGET`: the named graph, for a person or a program."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from autopar.cli.target import load_target, parse_settings
+from autopar.errors import DimsError
+
+__all__ = ["add_parser"]
+
+EXAMPLES = """examples:
+  autopar trace examples/gpt.py:gpt
+  autopar trace examples/hf.py:hf --set architecture=bert
+  autopar trace examples/mlp.py:mlp --dims x="batch features"
+  autopar trace examples/llama3_8b.py:llama3_8b --json > llama.json
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add this command to the command line."""
+    parser = subparsers.add_parser(
+        "trace",
+        help="print a model's graph with the rule of every op and the name of every dim",
+        description="Print a model's graph: tensors by their named dims, the rule of every op, repeated layers once.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "target", metavar="TARGET", help="file.py:function or package.module:function, returning (model, inputs)"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an argument for the function")
+    parser.add_argument(
+        "--dims",
+        action="append",
+        default=[],
+        metavar="TENSOR=NAMES",
+        help="names for the dims of an input or parameter",
+    )
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--train", action="store_true", help="trace in train mode (default: as the function returns the model)"
+    )
+    mode.add_argument("--eval", action="store_true", help="trace in eval mode")
+    parser.add_argument("--json", action="store_true", help="print plain data, for programs")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trace and print."""
+    settings = parse_settings(arguments.set)
+    dims = _parse_dims(arguments.dims)
+    if sys.stderr.isatty():
+        print(f"tracing {arguments.target} ...", file=sys.stderr)
+    model, inputs = load_target(arguments.target, settings)
+    from autopar.api import trace  # late: torch takes seconds to load, a wrong word should be told at once
+
+    if arguments.train or arguments.eval:
+        model.train(arguments.train)
+    graph = trace(model, inputs, dims=dims)
+    print(json.dumps(graph.to_json(), indent=1) if arguments.json else graph)
+    return 0
+
+
+def _parse_dims(words: list[str]) -> dict[str, str]:
+    dims = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or not name:
+            raise DimsError(f"--dims {word}: expected TENSOR=NAMES, as in --dims input_ids='batch seq'")
+        dims[name] = text
+    return dims
