@@ -68,6 +68,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0}},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "diffllama": {"attention_dropout": 0.0},
     "efficientnet": {"width_coefficient": 0.1, "depth_coefficient": 0.3, "hidden_dim": 128},
     "esm": {"vocab_size": 101, "pad_token_id": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -98,6 +99,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 # Inputs of models that cannot do with their main input alone.
 INPUTS: dict[str, str] = {
     "longt5": "input_ids attention_mask",
+    "switch_transformers": "input_ids attention_mask",
     "lxmert": "input_ids visual_feats visual_pos",
     "vilt": "input_ids pixel_values",
 }
@@ -168,7 +170,7 @@ def shrink(config_class: Any, seq: int, dropout: float | None, **overrides: Any)
 
 def small(name: str, value: Any, config: Any, seq: int, dropout: float | None) -> Any:
     """The small value of one attribute."""
-    if dropout is not None and ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, (int, float)):
+    if dropout is not None and ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, float):
         return dropout
     if name in ZERO:
         return 0.0
@@ -271,4 +273,4 @@ def feature_shape(config: Any) -> tuple[int, ...]:
 
 def audio_shape(config: Any) -> tuple[int, ...]:
     """Samples, or the frames of a spectrogram."""
-    return (config.max_length, config.num_mel_bins) if hasattr(config, "num_mel_bins") else (400,)
+    return (config.max_length, config.num_mel_bins) if hasattr(config, "max_length") else (400,)

@@ -28,6 +28,12 @@ def test_with_labels_the_loss_and_its_gradients_are_equal(mode: str) -> None:
     assert_equivalent(model, {**inputs, "labels": inputs["input_ids"]})
 
 
+def test_experts_in_float32() -> None:
+    torch.manual_seed(0)
+    model, inputs = hf("mixtral")  # its grouped matrix product knows no float64
+    assert_equivalent(model, inputs, dtype=torch.float32)
+
+
 def test_dropout_is_on_in_training() -> None:
     torch.manual_seed(0)
     model, inputs = hf("gpt2", train=True, dropout=0.1)
