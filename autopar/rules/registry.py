@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import cache
 from types import ModuleType
 
-from autopar.rules import elementwise
+from autopar.rules import elementwise, reduce
 from autopar.rules.table import Entry, Table, parse_table
 
 __all__ = ["rule_table"]
 
-MODULES: tuple[ModuleType, ...] = (elementwise,)
+MODULES: tuple[ModuleType, ...] = (elementwise, reduce)
 
 _registered: dict[str, Entry] = {}
 

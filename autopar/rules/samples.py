@@ -24,8 +24,8 @@ class Draw:
 
     shape: tuple[int, ...]
     kind: str = "normal"
-    """normal, wide (normal, 8 times as large), positive, unit (in (-1, 1)), probability (in (0, 1)), above_one, complex,
-    bool, int, or index (in [0, below))."""
+    """normal, wide (normal, 8 times as large), positive, unit (in (-1, 1)), probability (in (0, 1)), above_one, sign (-1
+    or 1), holes (normal, with some NaN), complex, bool, int, count (an int in [1, 5)), or index (in [0, below))."""
     below: int = 0
     also: tuple[int, ...] = ()
     """Values that about a third of an index's elements take instead, such as an `ignore_index` outside the range."""
@@ -59,6 +59,13 @@ def draw(request: Draw, generator: torch.Generator) -> torch.Tensor:
         return torch.randint(-4, 9, shape, generator=generator)
     if kind == "bool":
         return torch.rand(shape, generator=generator) < 0.5
+    if kind == "count":
+        return torch.randint(1, 5, shape, generator=generator)
+    if kind == "sign":
+        return torch.randint(0, 2, shape, generator=generator).double() * 2 - 1
+    if kind == "holes":
+        holes = torch.rand(shape, generator=generator) < 0.3
+        return torch.randn(shape, generator=generator, dtype=torch.float64).masked_fill(holes, float("nan"))
     if kind in ("normal", "wide"):
         return torch.randn(shape, generator=generator, dtype=torch.float64) * (8 if kind == "wide" else 1)
     if kind == "complex":
