@@ -7,6 +7,8 @@ from dataclasses import replace
 from itertools import zip_longest
 from math import prod
 
+import torch
+
 from autopar.errors import RuleError
 from autopar.rules.call import Call, TensorSpec
 from autopar.rules.notation import ELLIPSIS, Operand, Rule, Term, localised_by
@@ -132,17 +134,19 @@ def _without_absent(rule: Rule, call: Call) -> Rule:
 
 
 def _linear_groups(groups: tuple[tuple[int, ...], ...], call: Call) -> tuple[tuple[int, ...], ...]:
-    """Groups of operands in which this call is linear: a number in place of a tensor makes `x + 2` affine, not linear."""
+    """Groups of operands in which this call is linear.
+
+    A number in place of a tensor makes `x + 2` affine, booleans do not add up, a cast from floats to integers rounds.
+    """
     kept = []
     for group in groups:
         present = tuple(i for i in group if i < len(call.operands) and call.operands[i] is not None)
-        floats = all(call.operand(i).differentiable for i in present)
-        if (
-            present
-            and floats
-            and not call.numbers.intersection(group)
-            and all(spec is None or spec.differentiable for spec in call.outputs)
-        ):
+        specs = [call.operand(i) for i in present] + [spec for spec in call.outputs if spec is not None]
+        adds_up = torch.bool not in [spec.dtype for spec in specs]
+        rounds = any(call.operand(i).differentiable for i in present) and not all(
+            spec is None or spec.differentiable for spec in call.outputs
+        )
+        if present and adds_up and not rounds and not call.numbers.intersection(group):
             kept.append(present)
     return tuple(dict.fromkeys(kept))
 

@@ -10,7 +10,7 @@
 
     clause   = contraction NAME { NAME }      sum (unless said otherwise), mean, max or min of contracted factors
              | "halo" NAME [ geometry ]       shards need their neighbours' edges along this factor
-             | "linear" group { group }       operands in which the op is linear; "0+2": in 0 and 2 together; "*": in all
+             | "linear" group { group }       operands in which the op is linear; "0+2": in both together; "*": in all
              | "index" OPERAND NAME           this operand holds positions along the factor
              | "localise" local { local }     arguments that change when a factor is split
              | "lower" NAME LOWERING          a function of ours runs instead of the op when this factor is split
@@ -65,7 +65,7 @@ CONTRACTIONS = {kind.value: kind for kind in (FactorKind.SUM, FactorKind.MEAN, F
 
 @dataclass(frozen=True)
 class Halo:
-    """How a window slides along a factor: output `i` reads inputs `i * stride - padding + k * dilation`, `k < kernel`."""
+    """A window sliding along a factor: output `i` reads input `i * stride - padding + k * dilation`, `k < kernel`."""
 
     kernel: int
     stride: int = 1
@@ -338,7 +338,11 @@ def _parse_clause(text: str, column: int, clause: str, rule: Rule, *, checked: b
     if head == "index" and len(rest) == 2 and rest[0].isdecimal():
         _check_factors(text, column, rest[1:], rule, checked)
         if checked and int(rest[0]) >= len(rule.operands):
-            _fail(text, column, f"the clause names operand {rest[0]}; they are numbered from 0 to {len(rule.operands) - 1}")
+            _fail(
+                text,
+                column,
+                f"the clause names operand {rest[0]}, but the rule has only {len(rule.operands)}, from 0 on",
+            )
         return replace(rule, indices=(*rule.indices, (int(rest[0]), rest[1])))
     if head == "localise":
         _check_localised(text, column, rest, rule, checked)

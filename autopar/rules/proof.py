@@ -1,35 +1,57 @@
 """Rules are proved by execution: split, run the shards, recombine, compare outputs and gradients.
 
-For every factor of a rule, and 2 and 3 shards: a factor that may be split must give the whole answer back, a factor
-marked `!` must not (else the rule is too strict). An operand in which the op is called linear must give the whole
-answer when it is split in a sum, any other must not.
+Every call that a line of the table gives to prove it with is run with several seeds, every factor is split in 2 and 3:
+
+* a factor that may be split must give the whole answer back, in every call and with every seed;
+* a factor marked `!` must not, else the rule is too strict;
+* operands in which the op is called linear must give the whole answer when they are split in a sum, in every call;
+* other operands must not, else the rule keeps partial sums out for nothing.
+
+One counterexample refutes, so the two negative claims are made per bound rule (`a b! -> a b!`), not per call: calls
+that share a bound rule differ in arguments and numbers only, and one that is split without harm (an `ignore_index`
+that no label has) says nothing about the others. Chance does not decide: a negative claim that nothing refutes is tried
+again with many more seeds. Every kind of factor that a line produces must be proved at least once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import combinations, product
 
 import torch
 
 from autopar.errors import RuleError
-from autopar.rules.binding import factor_sizes
-from autopar.rules.call import Call, arguments_by_name, describe_call, flat_results, operands_of, takes_tensors
-from autopar.rules.local import Piece, factor_position, join_dims, split_dims
-from autopar.rules.lowerings import local_call
-from autopar.rules.notation import FactorKind, Rule
-from autopar.rules.samples import Draw, Sample, draw
+from autopar.rules.call import operands_of
+from autopar.rules.chance import Draws, draws_of, is_random, random_recombination
+from autopar.rules.execution import (
+    RUN_ERRORS,
+    Run,
+    additivity,
+    first_line,
+    materialise,
+    pieces_of,
+    recombination,
+    reference,
+)
+from autopar.rules.lowerings import LOCALISERS, LOWERINGS
+from autopar.rules.notation import CONTRACTIONS, FactorKind, Rule
+from autopar.rules.ops import resolve_op
+from autopar.rules.samples import Sample, integer_twin
+from autopar.rules.table import Entry
 
-__all__ = ["Case", "Failure", "prove_sample", "resolve_op"]
+__all__ = ["SEEDS", "Case", "Failure", "Proof", "prove_entry", "prove_table"]
 
 SHARDS = (2, 3)
-TOLERANCE = 1e-9
+SEEDS = (0, 1)
+MORE_SEEDS = range(2, 12)
+MOST_OPERANDS = 4
+"""Beyond it not every subset of operands is tried for undeclared linearity, only each operand and all together."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing that was proved: this factor (or these operands) of this rule, in this many shards."""
+    """One thing to prove: this factor (or these operands) of this rule, in this many shards."""
 
     op: str
     rule: str
@@ -39,226 +61,249 @@ class Case:
 
 @dataclass(frozen=True)
 class Failure:
-    case: Case
+    op: str
+    rule: str
+    subject: str
     reason: str
+    call: str
 
     def __str__(self) -> str:
-        return (
-            f"{self.case.op}: {self.case.subject}, {self.case.shards} shards: {self.reason}\n  rule  {self.case.rule}"
-        )
+        return f"{self.op}: {self.subject}: {self.reason}\n  rule  {self.rule}\n  call  {self.call}"
 
 
 @dataclass(frozen=True)
-class _Run:
-    """One call with real tensors, its rule, and its outcome."""
+class Proof:
+    """What was proved of one line, or of several."""
 
+    cases: frozenset[Case]
+    failures: tuple[Failure, ...]
+    refused: tuple[str, ...] = ()
+    """Calls that the op itself refused to run."""
+
+    @property
+    def holds(self) -> bool:
+        return bool(self.cases) and not self.failures
+
+    def __str__(self) -> str:
+        return "\n".join([f"{len(self.cases)} cases proved, {len(self.failures)} failures", *map(str, self.failures)])
+
+
+def prove_table(entries: Iterable[Entry], seeds: Iterable[int] = SEEDS) -> Proof:
+    """Prove many lines."""
+    proofs = [prove_entry(entry, seeds) for entry in entries]
+    return Proof(
+        frozenset().union(*(proof.cases for proof in proofs)),
+        tuple(failure for proof in proofs for failure in proof.failures),
+        tuple(call for proof in proofs for call in proof.refused),
+    )
+
+
+def prove_entry(entry: Entry, seeds: Iterable[int] = SEEDS, samples: Iterable[Sample] | None = None) -> Proof:
+    """Prove one line with its own samples, or with the given ones."""
+    walk = _Walk(entry, resolve_op(entry.op))
+    with torch.random.fork_rng(devices=[]):
+        try:
+            todo = list(entry.samples(walk.op) if samples is None else samples)
+        except RUN_ERRORS as error:
+            walk.fail("samples", f"no calls to prove it with: {first_line(error)}")
+            todo = []
+        for number, (sample, seed) in enumerate(product(todo, tuple(seeds))):
+            walk.sample(sample, seed, integers=number % len(tuple(seeds)) == 0)
+        walk.finish()
+    return Proof(frozenset(walk.proved), tuple(walk.failures.values()), tuple(walk.refused))
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """A negative claim: that the shards of this case do not give the whole answer."""
+
+    case: Case
+    factor: str | None
+    group: tuple[int, ...]
+    too_strict: str
+
+
+@dataclass
+class _Walk:
+    """The proof of one line, as it grows."""
+
+    entry: Entry
     op: torch._ops.OpOverload
-    arguments: Mapping[str, Any]
-    rule: Rule
-    sizes: Mapping[str, int]
-    leaves: tuple[torch.Tensor, ...]
-    outputs: tuple[torch.Tensor | None, ...]
+    proved: dict[Case, None] = field(default_factory=dict)
+    failures: dict[tuple[str, str], Failure] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+    pending: dict[Case, tuple[_Claim, dict[int, Sample]]] = field(default_factory=dict)
+    """Negative claims that no call has refuted yet, with the calls that might."""
+    kinds: set[FactorKind] = field(default_factory=set)
+    proved_kinds: set[FactorKind] = field(default_factory=set)
+
+    def fail(self, subject: str, reason: str, rule: str = "", call: str = "") -> None:
+        failure = Failure(self.entry.op, rule or self.entry.line, subject, reason, call)
+        self.failures.setdefault((failure.rule, subject), failure)
+
+    # -- one call -----------------------------------------------------------------------------------------------------
+
+    def sample(self, sample: Sample, seed: int, *, integers: bool) -> None:
+        run = self.run(sample, seed)
+        if run is None:
+            return
+        if reason := _unusable(run):
+            self.fail("samples", reason, str(run.rule), str(run.call))
+            return
+        draws = draws_of(run) if run.rule.random and is_random(run) else None
+        self.positive(run, draws, SHARDS)
+        self.negative(run, draws, sample)
+        twin = integer_twin(sample) if integers and draws is None else None
+        if twin is not None:
+            on_integers = self.run(twin, seed, refusal_counts=False)
+            if on_integers is not None and not _unusable(on_integers):
+                self.positive(on_integers, None, SHARDS[:1])
+
+    def run(self, sample: Sample, seed: int, *, refusal_counts: bool = True) -> Run | None:
+        try:
+            return reference(self.op, materialise(self.op, sample, seed), self.entry.rule, seed)
+        except RuleError as error:
+            self.fail("binding", str(error))
+        except RUN_ERRORS as error:
+            if refusal_counts:
+                self.refused.append(f"{self.op}: {first_line(error)}")
+        return None
+
+    def positive(self, run: Run, draws: Draws | None, shard_counts: Iterable[int]) -> None:
+        rule = str(run.rule)
+        self.kinds.update(run.rule.kinds.values())
+        for factor, kind in run.rule.kinds.items():
+            if kind is FactorKind.WHOLE:
+                continue
+            for shards in shard_counts:
+                if run.sizes[factor] >= shards:
+                    case = Case(self.entry.op, rule, f"factor {factor} {kind.value}", shards)
+                    self.record(run, case, _factor_reason(run, draws, factor, kind, shards), kind)
+        for group, shards in product(run.rule.linear, shard_counts):
+            case = Case(self.entry.op, rule, f"linear in {_show(group)}", shards)
+            self.record(run, case, additivity(run, group, shards), None)
+
+    def record(self, run: Run, case: Case, reason: str | None, kind: FactorKind | None) -> None:
+        if reason is not None:
+            self.fail(case.subject, f"in {case.shards} shards: {reason}", case.rule, str(run.call))
+            return
+        self.proved[case] = None
+        if kind is not None:
+            self.proved_kinds.add(kind)
+
+    def negative(self, run: Run, draws: Draws | None, sample: Sample) -> None:
+        for claim in _claims(self.entry.op, run):
+            if claim.case not in self.proved:
+                if _refuted(run, draws, claim):
+                    self.refute(claim)
+                else:
+                    self.pending.setdefault(claim.case, (claim, {}))[1][id(sample)] = sample
+
+    def refute(self, claim: _Claim) -> None:
+        self.proved[claim.case] = None
+        self.pending.pop(claim.case, None)
+        if claim.factor is not None:
+            self.proved_kinds.add(FactorKind.WHOLE)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        for claim, samples in list(self.pending.values()):
+            self.try_harder(claim, list(samples.values()))
+        if not self.proved and not self.failures:
+            reason = self.refused[0] if self.refused else "its samples have nothing to split"
+            self.fail("samples", f"nothing is proved: {reason}")
+        for kind in self.kinds - self.proved_kinds:
+            if not self.failures:
+                self.fail("samples", f"no call of its samples can split a factor of kind {kind.value}")
+
+    def try_harder(self, claim: _Claim, samples: list[Sample]) -> None:
+        last = ""
+        for seed, sample in product(MORE_SEEDS, samples):
+            run = self.run(sample, seed)
+            if run is None:
+                continue
+            draws = draws_of(run) if run.rule.random and is_random(run) else None
+            if _refuted(run, draws, claim):
+                self.refute(claim)
+                return
+            last = str(run.call)
+        self.fail(claim.case.subject, claim.too_strict, claim.case.rule, last)
 
 
-def resolve_op(name: str) -> torch._ops.OpOverload:
-    """The op behind a name such as `aten.add.Tensor`."""
-    namespace, _, rest = name.partition(".")
-    packet, _, overload = rest.rpartition(".")
-    try:
-        op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    except AttributeError as error:
-        raise RuleError(f"the table has a rule for '{name}', which torch does not know") from error
-    assert isinstance(op, torch._ops.OpOverload), name
-    return op
+def _unusable(run: Run) -> str | None:
+    """Why a call proves nothing."""
+    floats = [output for output in run.outputs if output is not None and output.is_floating_point()]
+    if floats and all(output.numel() and bool(output.isnan().all()) for output in floats):
+        return "all outputs are NaN; a 'try' clause gives the operands that the op is made for"
+    words = [word for word in run.rule.localise if "=" not in word and word not in LOCALISERS]
+    words += [lowering for _, lowering in run.rule.lowerings if lowering not in LOWERINGS]
+    return f"the rule names '{words[0]}', which is no localiser or lowering" if words else None
 
 
-def prove_sample(
-    op: torch._ops.OpOverload, rule_of: Callable[[Call], Rule], sample: Sample, seed: int
-) -> Iterator[Case | Failure]:
-    """All cases of one call. Yields what holds as `Case`, what does not as `Failure`."""
-    run = _reference(op, rule_of, sample, seed)
+def _factor_reason(run: Run, draws: Draws | None, factor: str, kind: FactorKind, shards: int) -> str | None:
+    pieces = pieces_of(factor, run.sizes[factor], shards)
+    if draws is None:
+        return recombination(run, kind, pieces)
+    return random_recombination(run, draws, kind, pieces)
+
+
+def _show(group: Iterable[int]) -> str:
+    return "+".join(map(str, group))
+
+
+# -- negative claims --------------------------------------------------------------------------------------------------
+
+
+def _claims(op: str, run: Run) -> Iterator[_Claim]:
+    rule = str(run.rule)
     for factor, kind in run.rule.kinds.items():
         for shards in SHARDS:
-            if run.sizes[factor] < shards:
-                continue
-            case = Case(str(op), str(run.rule), f"factor {factor} {kind.value}", shards)
-            reason = _check_factor(run, factor, kind, shards)
-            yield case if reason is None else Failure(case, reason)
-    yield from _check_linearity(run)
+            if kind is FactorKind.WHOLE and run.sizes[factor] >= shards:
+                case = Case(op, rule, f"factor {factor} whole", shards)
+                yield _Claim(case, factor, (), f"it is marked whole (!), but can be split in {shards}")
+    for group in _suspects(run):
+        case = Case(op, rule, f"not linear in {_show(group)}", SHARDS[0])
+        yield _Claim(case, None, group, f"it is linear in {_show(group)}, which the rule does not say")
 
 
-def _reference(op: torch._ops.OpOverload, rule_of: Callable[[Call], Rule], sample: Sample, seed: int) -> _Run:
-    generator = torch.Generator().manual_seed(seed)
-
-    def real(value: Any) -> Any:
-        if isinstance(value, Draw):
-            tensor = draw(value, generator)
-            return tensor.requires_grad_() if tensor.is_floating_point() else tensor
-        return [real(item) for item in value] if isinstance(value, list | tuple) else value
-
-    arguments = arguments_by_name(op, real(sample.args), {name: real(value) for name, value in sample.kwargs.items()})
-    args, kwargs = _positional(op, arguments)
-    result = op(*args, **kwargs)
-    call = describe_call(op, args, kwargs, result)
-    rule = rule_of(call)
-    leaves = tuple(t for t in operands_of(op, arguments) if isinstance(t, torch.Tensor) and t.requires_grad)
-    return _Run(op, arguments, rule, factor_sizes(rule, call), leaves, tuple(flat_results(result)))
-
-
-def _positional(op: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    keyword_only = {argument.name for argument in op._schema.arguments if argument.kwarg_only}
-    args = [value for name, value in arguments.items() if name not in keyword_only]
-    return args, {name: value for name, value in arguments.items() if name in keyword_only}
-
-
-def split(factor: str, total: int, shards: int) -> list[Piece]:
-    """Nearly equal pieces; uneven where the shards do not divide the factor."""
-    bounds = [total * i // shards for i in range(shards + 1)]
-    return [Piece(factor, i, bounds[i], bounds[i + 1], total) for i in range(shards)]
-
-
-# -- splitting a factor -----------------------------------------------------------------------------------------------
-
-
-def _check_factor(run: _Run, factor: str, kind: FactorKind, shards: int) -> str | None:
-    """Why the factor does not behave as its kind says; None when it does."""
-    if kind is not FactorKind.WHOLE:
-        return _recombines(run, factor, kind, shards)
-    if any(operand and factor in operand.factors for operand in run.rule.outputs):
-        attempts: Iterable[FactorKind] = (FactorKind.PARALLEL,)
-    else:
-        attempts = (FactorKind.SUM, FactorKind.MEAN, FactorKind.MAX, FactorKind.MIN)
-    for attempt in attempts:
-        if _recombines(run, factor, attempt, shards) is None:
-            return f"marked whole (!), but it can be split: {attempt.value}"
-    return None
-
-
-def _recombines(run: _Run, factor: str, kind: FactorKind, shards: int) -> str | None:
-    pieces = split(factor, run.sizes[factor], shards)
-    try:
-        results = [
-            flat_results(local_call(run.op, run.arguments, run.rule, run.sizes, piece, kind).run()) for piece in pieces
-        ]
-        whole = [_recombine(run, i, [r[i] for r in results], factor, kind, pieces) for i in range(len(run.outputs))]
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
-        return f"the shards do not run: {str(error).splitlines()[0]}"
-    return _difference(run, whole)
-
-
-def _recombine(
-    run: _Run, output: int, parts: list[torch.Tensor | None], factor: str, kind: FactorKind, pieces: list[Piece]
-) -> torch.Tensor | None:
-    operand = run.rule.outputs[output]
-    tensors = [part for part in parts if part is not None]
-    if operand is None or len(tensors) < len(parts):
-        return None
-    if factor in operand.factors:
-        position = factor_position(operand.terms, factor)
-        opened = [
-            split_dims(part, operand.terms, {**run.sizes, factor: piece.length})
-            for part, piece in zip(tensors, pieces, strict=True)
-        ]
-        return join_dims(torch.cat(opened, position), operand.terms)
-    stacked = torch.stack(tensors)
-    if kind is FactorKind.MEAN:
-        weights = torch.tensor([piece.length / piece.total for piece in pieces], dtype=stacked.dtype)
-        return torch.tensordot(weights, stacked, 1)
-    if kind in (FactorKind.MAX, FactorKind.MIN):
-        return stacked.amax(0) if kind is FactorKind.MAX else stacked.amin(0)
-    if kind is FactorKind.SUM:
-        return stacked.sum(0).to(stacked.dtype)
-    return tensors[0]  # an output that has no part in the factor: every shard must give the same
-
-
-# -- splitting an operand in a sum ------------------------------------------------------------------------------------
-
-
-def _check_linearity(run: _Run) -> Iterator[Case | Failure]:
+def _suspects(run: Run) -> Iterator[tuple[int, ...]]:
+    """Groups of operands in which the op might be linear without the rule saying so."""
     operands = operands_of(run.op, run.arguments)
-    floats = [i for i, t in enumerate(operands) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-    groups = [group for group in run.rule.linear if set(group) <= set(floats)]
-    suspects = [(i,) for i in floats] + ([tuple(floats)] if len(floats) > 1 else [])
-    for shards in SHARDS:
-        for group in groups:
-            case = Case(str(run.op), str(run.rule), f"linear in {'+'.join(map(str, group))}", shards)
-            reason = _adds_up(run, group, shards)
-            yield case if reason is None else Failure(case, reason)
-        for group in suspects:
-            if group not in groups:
-                case = Case(str(run.op), str(run.rule), f"not linear in {'+'.join(map(str, group))}", shards)
-                failed = _adds_up(run, group, shards) is not None
-                yield case if failed else Failure(case, "it is linear, which the rule does not say")
+    floats = [i for i, t in enumerate(operands) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not floats or any(output is not None and not output.requires_grad for output in run.outputs):
+        return  # only what is differentiable can be a partial sum
+    widths: Iterable[int] = range(1, len(floats) + 1) if len(floats) <= MOST_OPERANDS else (1, len(floats))
+    for width in widths:
+        yield from (group for group in combinations(floats, width) if not _declared(run.rule, group))
 
 
-def _adds_up(run: _Run, group: tuple[int, ...], shards: int) -> str | None:
-    """Whether the op on parts of the operands, summed, is the op on the sums."""
-    generator = torch.Generator().manual_seed(shards)
-    operands = operands_of(run.op, run.arguments)
-    parts: dict[int, list[torch.Tensor]] = {}
-    for i in group:
-        noise = [
-            torch.randn(operands[i].shape, generator=generator, dtype=operands[i].dtype) for _ in range(shards - 1)
-        ]
-        parts[i] = [operands[i] - sum(noise), *noise]
-    try:
-        results = [flat_results(_call_with(run, {i: parts[i][shard] for i in group})) for shard in range(shards)]
-        whole = [
-            None if output is None else torch.stack([r[i] for r in results]).sum(0)
-            for i, output in enumerate(run.outputs)
-        ]
-    except (RuntimeError, IndexError, ValueError) as error:
-        return f"the parts do not run: {str(error).splitlines()[0]}"
-    return _difference(run, whole)
+def _declared(rule: Rule, group: tuple[int, ...]) -> bool:
+    return any(set(group) == set(declared) for declared in rule.linear)
 
 
-def _call_with(run: _Run, replaced: Mapping[int, torch.Tensor]) -> Any:
-    arguments = dict(run.arguments)
-    position = 0
-    for name, is_list in takes_tensors(run.op).items():
-        values = list(arguments[name] or ()) if is_list else [arguments[name]]
-        for i in range(len(values)):
-            values[i] = replaced.get(position, values[i])
-            position += 1
-        if arguments[name] is not None:
-            arguments[name] = values if is_list else values[0]
-    args, kwargs = _positional(run.op, arguments)
-    return run.op(*args, **kwargs)
+def _refuted(run: Run, draws: Draws | None, claim: _Claim) -> bool:
+    """Whether this call shows that the shards do not give the whole answer."""
+    if claim.factor is None:
+        return additivity(run, claim.group, claim.case.shards) is not None
+    pieces = pieces_of(claim.factor, run.sizes[claim.factor], claim.case.shards)
+    for kind, others in _attempts(run.rule, claim.factor):
+        if draws is None:
+            reason = recombination(run, kind, pieces, others)
+        else:
+            reason = random_recombination(run, draws, kind, pieces, others)
+        if reason is None:
+            return False
+    return True
 
 
-# -- comparing --------------------------------------------------------------------------------------------------------
-
-
-def _difference(run: _Run, whole: list[torch.Tensor | None]) -> str | None:
-    """How the recombined outputs, or their gradients, differ from the reference; None when they do not."""
-    for i, (expected, found) in enumerate(zip(run.outputs, whole, strict=True)):
-        if expected is None or found is None:
-            continue
-        if expected.shape != found.shape or expected.dtype != found.dtype:
-            return (
-                f"output {i} comes back as {found.dtype}{list(found.shape)}, not {expected.dtype}{list(expected.shape)}"
-            )
-        if not torch.allclose(expected, found, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
-            return f"output {i} differs"
-    expected_gradients, found_gradients = _gradients(run, run.outputs), _gradients(run, whole)
-    for i, (expected, found) in enumerate(zip(expected_gradients, found_gradients, strict=True)):
-        if not torch.allclose(expected, found, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
-            return f"the gradient of float operand {i} differs"
-    return None
-
-
-def _gradients(run: _Run, outputs: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    total = None
-    for output in outputs:
-        if output is not None and output.requires_grad:
-            weights = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
-            term = (output * weights).sum()
-            total = term if total is None else total + term
-    if total is None or not run.leaves:
-        return []
-    found = torch.autograd.grad(total, run.leaves, allow_unused=True, retain_graph=True)
-    return [
-        torch.zeros_like(leaf) if gradient is None else gradient
-        for leaf, gradient in zip(run.leaves, found, strict=True)
-    ]
+def _attempts(rule: Rule, factor: str) -> Iterator[tuple[FactorKind, FactorKind | None]]:
+    """All that a factor which is marked whole could be instead."""
+    having = [operand is not None and factor in operand.factors for operand in rule.outputs]
+    contractions = list(CONTRACTIONS.values())
+    if not any(having):
+        yield from ((kind, None) for kind in contractions)
+        return
+    yield FactorKind.PARALLEL, None
+    if not all(having):
+        yield from ((FactorKind.PARALLEL, kind) for kind in contractions)

@@ -24,8 +24,8 @@ class Draw:
 
     shape: tuple[int, ...]
     kind: str = "normal"
-    """normal, wide (normal, 8 times as large), positive, unit (in (-1, 1)), probability (in (0, 1)), above_one, sign (-1
-    or 1), holes (normal, with some NaN), complex, bool, int, count (an int in [1, 5)), or index (in [0, below))."""
+    """normal, wide (normal, 8 times as large), positive, unit (in (-1, 1)), probability (in (0, 1)), above_one, sign
+    (-1 or 1), holes (normal, with some NaN), complex, bool, int, count (an int in [1, 5)), or index (in [0, below))."""
     below: int = 0
     also: tuple[int, ...] = ()
     """Values that about a third of an index's elements take instead, such as an `ignore_index` outside the range."""
@@ -82,7 +82,7 @@ def draw(request: Draw, generator: torch.Generator) -> torch.Tensor:
 def make_sample(
     op: torch._ops.OpOverload, tensors: Sequence[Any], arguments: Mapping[str, Any], tries: Tries = Tries()
 ) -> Sample:
-    """A call with these tensors in the op's tensor arguments in order; other arguments by name, by `try`, or default."""
+    """A call with these tensors in the op's tensor arguments in order; others by name, by `try`, or default."""
     given = {**dict(zip(takes_tensors(op), tensors, strict=False)), **dict(tries.arguments), **arguments}
     args: list[Any] = []
     kwargs: dict[str, Any] = {}

@@ -27,7 +27,7 @@ __all__ = ["Entry", "Family", "Table", "parse_entry", "parse_table"]
 
 @dataclass(frozen=True)
 class Family:
-    """Rules that depend on the call: `rule(call, *words)` writes one, `samples(op, tries, *words)` gives calls to prove it."""
+    """Rules that depend on the call: `rule(call, *words)` writes one, `samples(op, tries, *words)` gives calls."""
 
     rule: Callable[..., str]
     samples: Callable[..., Iterable[Sample]]
