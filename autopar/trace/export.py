@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import Node
 
 from autopar.annotate import tracing
 from autopar.errors import TraceError
@@ -104,40 +105,49 @@ def _differs(before: dict[Any, Any], after: dict[Any, Any]) -> bool:
     return before.keys() != after.keys() or any(before[name] is not after[name] for name in before)
 
 
+_KINDS: Mapping[InputKind, Literal["param", "buffer", "constant"]] = {
+    InputKind.PARAMETER: "param",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+}
+
+
 def _placeholders(
     program: torch.export.ExportedProgram, model: nn.Module, flat: Flattened
 ) -> tuple[tuple[Placeholder, ...], dict[str, str]]:
     """Placeholders in the order of the graph; tied weights have one, and `aliases` says under which name."""
-    kinds: dict[InputKind, Literal["param", "buffer", "constant"]] = {
-        InputKind.PARAMETER: "param",
-        InputKind.BUFFER: "buffer",
-        InputKind.CONSTANT_TENSOR: "constant",
-    }
     graph = program.graph_module.graph
     aliases = tied_names(model)
-    inputs = iter(flat.paths)
-    found: dict[str, Placeholder] = {}
-    nodes: dict[str, torch.fx.Node] = {}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    inputs = iter(zip(flat.paths, flat.tensors, strict=True))
+    made: list[Placeholder] = []
+    canonical: dict[str, Node] = {}
+    replaced: list[tuple[Node, str]] = []
     for node, spec in zip(graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True):
         if spec.kind is InputKind.USER_INPUT:
-            path = next(inputs)
-            node._rename(re.sub(r"\W", "_", path))
-            placeholder = Placeholder(node.name, "input", path)
-        elif spec.kind in kinds and spec.target is not None:
+            name, tensor = next(inputs)
+            _rename(node, name)
+            made.append(Placeholder(node.name, "input", name, tensor.requires_grad))
+        elif spec.kind in _KINDS and spec.target is not None:
             name = spec.target.removeprefix(PREFIX)
-            node._rename(kinds[spec.kind][0] + "_" + re.sub(r"\W", "_", name))
-            placeholder = Placeholder(node.name, kinds[spec.kind], name)
+            if name in aliases:
+                replaced.append((node, aliases[name]))
+                continue
+            kind = _KINDS[spec.kind]
+            _rename(node, f"{kind[0]}_{name}")
+            canonical[name] = node
+            made.append(Placeholder(node.name, kind, name, name in trained))
         else:
-            raise TraceError(f"the model uses an object that is no tensor inside its graph: {spec}")
-        node.target = node.name
-        found[placeholder.name if placeholder.kind != "input" else node.name] = placeholder
-        nodes[placeholder.node] = node
-    for name, canonical in aliases.items():
-        if name in found:
-            other = nodes[found.pop(name).node]
-            other.replace_all_uses_with(nodes[found[canonical].node])
-            graph.erase_node(other)
-    return tuple(found.values()), aliases
+            raise TraceError(f"{type(model).__name__} cannot be traced: it uses an object that is no tensor: {spec}")
+    for node, name in replaced:
+        node.replace_all_uses_with(canonical[name])
+        graph.erase_node(node)
+    return tuple(made), aliases
+
+
+def _rename(node: Node, name: str) -> None:
+    node._rename(re.sub(r"\W", "_", name))
+    node.target = node.name
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

@@ -21,6 +21,7 @@ class Placeholder:
     node: str
     kind: Literal["param", "buffer", "constant", "input"]
     name: str
+    requires_grad: bool
 
 
 @dataclass(frozen=True)

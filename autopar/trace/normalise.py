@@ -39,6 +39,8 @@ def normalise(graph: Graph, device: torch.device | None) -> None:
             _replace(node, source)
         elif node.target in _VIEWS:
             node.target = aten.reshape.default  # the inputs may have other strides than in the trace
+        elif node.target is aten.cat.default:
+            _drop_nothing(node)
         elif node.target is aten.copy.default:
             _replace_copy(graph, node)
         elif "device" in node.kwargs:
@@ -77,6 +79,18 @@ def _replace_copy(graph: Graph, node: Node) -> None:
         if changed:
             value = _like(graph.call_function(aten._to_copy.default, (value,), changed), node, want)
     _replace(node, value)
+
+
+def _drop_nothing(node: Node) -> None:
+    """`cat` takes tensors of shape [0], whatever the shape of the others: an empty cache, for instance."""
+    tensors: Any = node.args[0]
+    kept = [source for source in tensors if source.meta["val"].shape != (0,)]
+    if not kept or len(kept) == len(tensors):
+        return
+    if len(kept) == 1 and kept[0].meta["val"].dtype == node.meta["val"].dtype:
+        _replace(node, kept[0])
+    else:
+        node.args = (kept, *node.args[1:])
 
 
 def _like(made: Node, node: Node, val: torch.Tensor) -> Node:

@@ -1,0 +1,143 @@
+"""Which values of the graph autograd saves for the backward, exactly, in eager mode.
+
+The graph runs on fake tensors (shapes without memory) under `saved_tensors_hooks`, so that each op's own autograd
+formula says what it keeps; there is no table per op. A view counts as the value it is a view of: they share memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from autopar.trace.checkpoint import checkpoint_regions
+from autopar.trace.exported import Exported
+
+__all__ = ["InternalSave", "Saved", "saved_values"]
+
+
+@dataclass(frozen=True)
+class InternalSave:
+    """Memory that an op keeps for its backward and that is no value of the graph (attention's logsumexp ...)."""
+
+    node: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """`values`: names of nodes, in the order of the graph, each the owner of its memory."""
+
+    values: tuple[str, ...]
+    internal: tuple[InternalSave, ...]
+
+
+def saved_values(exported: Exported) -> Saved:
+    """Run the traced forward on fake tensors and see what is kept.
+
+    On a CPU device, whatever the model stands on: fused kernels keep the same values there as elsewhere, while a meta
+    device would fall back to attention that keeps its score matrices.
+    """
+    if not exported.grad_enabled:
+        return Saved((), ())
+    run = _Run()
+    graph = exported.graph_module.graph
+    requires_grad = {p.node: p.requires_grad for p in exported.placeholders}
+    inside = {node: number for number, nodes in checkpoint_regions(graph) for node in nodes}
+    with (
+        FakeTensorMode(),
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(run.pack, run.unpack),
+    ):
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                run.place(node, _input(node.meta["val"], requires_grad[node.name]))
+            elif node.op == "call_function":
+                run.call(node, recomputed=node in inside)
+        for _, nodes in checkpoint_regions(graph):
+            run.keep_inputs(nodes)
+    return run.saved(graph.nodes)
+
+
+class _Run:
+    def __init__(self) -> None:
+        self.results: dict[Node, Any] = {}  # kept, so that no address of a storage is used twice
+        self.owners: dict[int, Node] = {}
+        self.kept: set[Node] = set()
+        self.internal: dict[int, tuple[Node, torch.Tensor]] = {}
+        self.packed: list[torch.Tensor] = []
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.packed.append(tensor)
+        return tensor
+
+    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def place(self, node: Node, result: Any) -> None:
+        self.results[node] = result
+        for tensor in _tensors(result):
+            self.owners.setdefault(_address(tensor), node)
+
+    def call(self, node: Node, recomputed: bool) -> None:
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.results.__getitem__)
+        target: Any = node.target
+        self.packed.clear()
+        self.place(node, target(*args, **_on_cpu(node, kwargs)))
+        if recomputed:
+            return
+        for tensor in self.packed:
+            owner = self.owners.get(_address(tensor))
+            if owner is not None:
+                self.kept.add(owner)
+            else:
+                self.internal.setdefault(_address(tensor), (node, tensor))
+
+    def keep_inputs(self, nodes: list[Node]) -> None:
+        """A checkpointed region keeps what enters it, if its results need a gradient."""
+        if not any(tensor.requires_grad for node in nodes for tensor in _tensors(self.results[node])):
+            return
+        inside = set(nodes)
+        for source in (source for node in nodes for source in node.all_input_nodes if source not in inside):
+            self.kept.update(self.owners[_address(tensor)] for tensor in _tensors(self.results[source]))
+
+    def saved(self, order: Any) -> Saved:
+        internal = tuple(
+            InternalSave(node.name, tuple(tensor.shape), tensor.dtype, tensor.untyped_storage().nbytes())
+            for node, tensor in self.internal.values()
+        )
+        return Saved(tuple(_names(node for node in order if node in self.kept)), internal)
+
+
+def _names(nodes: Iterator[Node]) -> Iterator[str]:
+    for node in nodes:
+        yield node.name
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _input(val: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    made = torch.empty_strided(val.size(), val.stride(), dtype=val.dtype, device="cpu")
+    return made.requires_grad_(requires_grad)
+
+
+def _on_cpu(node: Node, kwargs: dict[str, Any]) -> dict[str, Any]:
+    changed = dict(kwargs)
+    if "device" in changed:
+        changed["device"] = torch.device("cpu")
+    if node.target is torch.ops.aten.scaled_dot_product_attention.default and "dropout_p" in changed:
+        changed["dropout_p"] = 0.0  # with dropout only the CPU falls back to the unfused kernel
+    return changed
