@@ -7,6 +7,7 @@ graph.coverage()                         # {"table": 431, "discovered": 0, "repl
 graph.module()                           # the graph as a module: same outputs, same gradients
 autopar.named(x, "batch seq d_model")    # name dims inside a model; an identity
 autopar.register_rule("mylib::op", "b s d -> b s d")
+autopar.prove_rule("mylib::op")          # runs the op whole and in shards, and compares
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from autopar.errors import AutoparError, AutoparWarning, DimsError, RuleError, T
 if TYPE_CHECKING:
     from autopar.annotate import named
     from autopar.api import trace
+    from autopar.rules.proof import prove_rule
     from autopar.rules.registry import register_rule
     from autopar.trace.graph import Dim, NamedGraph, NamedNode, NamedTensor
 
@@ -36,6 +38,7 @@ __all__ = [
     "TargetError",
     "TraceError",
     "named",
+    "prove_rule",
     "register_rule",
     "trace",
 ]
@@ -46,6 +49,7 @@ _HOMES = {
     "NamedNode": "autopar.trace.graph",
     "NamedTensor": "autopar.trace.graph",
     "named": "autopar.annotate",
+    "prove_rule": "autopar.rules.proof",
     "register_rule": "autopar.rules.registry",
     "trace": "autopar.api",
 }

@@ -75,10 +75,17 @@ def materialise(op: torch._ops.OpOverload, sample: Sample, seed: int) -> dict[st
         if isinstance(value, Draw):
             return _leaf(draw(value, generator))
         if isinstance(value, torch.Tensor):
-            return _leaf(value.detach().clone())
+            return _leaf(_shuffled(value.detach(), generator) if seed else value.detach().clone())
         return [real(item) for item in value] if isinstance(value, list | tuple) else value
 
     return arguments_by_name(op, real(sample.args), {name: real(value) for name, value in sample.kwargs.items()})
+
+
+def _shuffled(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The same numbers elsewhere; integers may mean positions, they stay."""
+    if not tensor.is_floating_point():
+        return tensor.clone()
+    return tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].reshape(tensor.shape)
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:

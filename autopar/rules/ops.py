@@ -15,8 +15,10 @@ __all__ = ["display_name", "find_op", "resolve_op"]
 
 def resolve_op(name: str) -> torch._ops.OpOverload:
     """The op behind a name of the table, such as `aten.add.Tensor`."""
-    op = _overload(*name.split(".")) if name.count(".") == 2 else None
-    if op is None:
+    namespace, _, rest = name.partition(".")
+    packet, _, overload = rest.partition(".")
+    op = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
+    if not isinstance(op, torch._ops.OpOverload):
         raise RuleError(f"the table has a rule for '{name}', which torch does not know")
     return op
 
@@ -33,11 +35,15 @@ def find_op(op: Any) -> torch._ops.OpOverload:
         raise RuleError(f"{op!r} is no op; give its name, as in 'mylib::op', or an op of torch.ops")
     namespace, _, rest = op.replace("::", ".", 1).partition(".")
     name, _, overload = rest.partition(".")
-    found = _overload(namespace, name, overload) if overload else None
-    packet = getattr(getattr(torch.ops, namespace), name, None) if name and not overload else None
-    if isinstance(packet, torch._ops.OpOverloadPacket):
-        found = _only_overload(op, packet)
-    return found or _unknown(op)
+    packet = getattr(getattr(torch.ops, namespace), name, None) if name else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        _unknown(f"{namespace}::{name}" if name else namespace)
+    if not overload:
+        return _only_overload(op, packet)
+    overloads = _overloads(packet)
+    if overload not in overloads:
+        raise RuleError(f"'{namespace}::{name}' has no overload '{overload}'; it has {', '.join(overloads)}")
+    return overloads[overload]
 
 
 def display_name(op: torch._ops.OpOverload) -> str:
@@ -45,24 +51,23 @@ def display_name(op: torch._ops.OpOverload) -> str:
     return op._schema.name + (f".{op._overloadname}" if op._overloadname != "default" else "")
 
 
-def _overload(namespace: str, name: str, overload: str) -> torch._ops.OpOverload | None:
-    packet = getattr(getattr(torch.ops, namespace), name, None)
-    found = getattr(packet, overload, None) if packet is not None and overload in packet.overloads() else None
-    return found if isinstance(found, torch._ops.OpOverload) else None
+def _overloads(packet: torch._ops.OpOverloadPacket) -> dict[str, torch._ops.OpOverload]:
+    """The overloads that take tensors or make them, by name."""
+    names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
+    found = {name: getattr(packet, name) for name in names}
+    return {name: op for name, op in found.items() if "Tensor" in str(op._schema)}
 
 
 def _only_overload(name: str, packet: torch._ops.OpOverloadPacket) -> torch._ops.OpOverload:
-    overloads: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
-    chosen = "default" if "default" in overloads else overloads[0]
-    if chosen != "default" and len(overloads) > 1:
-        raise RuleError(f"'{name}' has several overloads; say which: {name}.{overloads[0]} ({', '.join(overloads)})")
-    found = getattr(packet, chosen)
-    assert isinstance(found, torch._ops.OpOverload), f"{name}.{chosen} is {found!r}"
-    return found
+    overloads = _overloads(packet)
+    if "default" in overloads or len(overloads) == 1:
+        return overloads.get("default") or next(iter(overloads.values()))
+    first = next(iter(overloads), "default")
+    raise RuleError(f"'{name}' has several overloads; say which, as in '{name}.{first}': {', '.join(overloads)}")
 
 
 def _unknown(name: str) -> NoReturn:
     known = {full.partition(".")[0] for full in torch._C._dispatch_get_all_op_names()}
-    near = get_close_matches(name.replace(".", "::", 1) if "::" not in name else name, sorted(known), n=1)
+    near = get_close_matches(name, sorted(known), n=1)
     hint = f"; did you mean '{near[0]}'?" if near else "; is the module that defines it imported?"
     raise RuleError(f"torch knows no op '{name}'{hint}")

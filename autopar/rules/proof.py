@@ -15,9 +15,10 @@ again with many more seeds. Every kind of factor that a line produces must be pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, product
+from typing import Any
 
 import torch
 
@@ -36,11 +37,12 @@ from autopar.rules.execution import (
 )
 from autopar.rules.lowerings import LOCALISERS, LOWERINGS
 from autopar.rules.notation import CONTRACTIONS, FactorKind, Rule
-from autopar.rules.ops import resolve_op
+from autopar.rules.ops import display_name, find_op, resolve_op
+from autopar.rules.registry import registered
 from autopar.rules.samples import Sample, integer_twin
 from autopar.rules.table import Entry
 
-__all__ = ["SEEDS", "Case", "Failure", "Proof", "prove_entry", "prove_table"]
+__all__ = ["SEEDS", "Case", "Failure", "Proof", "prove_entry", "prove_rule", "prove_table"]
 
 SHARDS = (2, 3)
 SEEDS = (0, 1)
@@ -111,6 +113,22 @@ def prove_entry(entry: Entry, seeds: Iterable[int] = SEEDS, samples: Iterable[Sa
             walk.sample(sample, seed, integers=number % len(tuple(seeds)) == 0)
         walk.finish()
     return Proof(frozenset(walk.proved), tuple(walk.failures.values()), tuple(walk.refused))
+
+
+def prove_rule(op: Any, samples: Iterable[Sequence[Any]] | None = None) -> Proof:
+    """Prove the rule of an op by running it whole and in shards; `RuleError` says how the rule is wrong.
+
+    Each sample holds positional arguments for one call, with real tensors, best in float64. Without samples the
+    tensors of a rule in the notation are made up from it.
+    """
+    entry = registered(op)
+    calls = None if samples is None else [Sample(tuple(sample)) for sample in samples]
+    proof = prove_entry(entry, samples=calls)
+    if not proof.holds:
+        raise RuleError(
+            f"the rule of {display_name(find_op(op))} is not proved\n" + "\n".join(map(str, proof.failures))
+        )
+    return proof
 
 
 @dataclass(frozen=True)

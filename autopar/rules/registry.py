@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
+from typing import Any
 
+import torch
+
+from autopar.errors import RuleError
 from autopar.rules import elementwise, reduce
+from autopar.rules.call import takes_tensors
+from autopar.rules.lowerings import LOCALISERS, LOWERINGS
+from autopar.rules.notation import Rule, parse_rule
+from autopar.rules.ops import display_name, find_op
+from autopar.rules.samples import Tries
 from autopar.rules.table import Entry, Table, parse_table
 
-__all__ = ["rule_table"]
+__all__ = ["register_rule", "registered", "rule_table", "topics"]
 
 MODULES: tuple[ModuleType, ...] = (elementwise, reduce)
 
@@ -16,14 +26,71 @@ _registered: dict[str, Entry] = {}
 
 
 @cache
-def _standard_table() -> Table:
+def topics() -> Mapping[str, tuple[Entry, ...]]:
+    """The lines of the table, by the file they stand in."""
     families = {name: family for module in MODULES for name, family in module.FAMILIES.items()}
-    return Table([entry for module in MODULES for entry in parse_table(module.TABLE, families)])
+    return {module.__name__.rpartition(".")[2]: tuple(parse_table(module.TABLE, families)) for module in MODULES}
+
+
+@cache
+def _standard_table() -> Table:
+    return Table([entry for entries in topics().values() for entry in entries])
 
 
 def rule_table() -> Table:
     """All rules: the table's, and over them the user's."""
-    table = _standard_table()
-    for entry in _registered.values():
-        table = table.with_entry(entry)
-    return table
+    return _standard_table().with_entries(_registered.values())
+
+
+def registered(op: Any) -> Entry:
+    """The rule of an op, given by name or itself."""
+    found = find_op(op)
+    entry = rule_table().get(str(found))
+    if entry is None:
+        raise RuleError(f'{display_name(found)} has no rule; autopar.register_rule("{display_name(found)}", "...")')
+    return entry
+
+
+def register_rule(op: Any, rule: str) -> None:
+    """Say how an op may be split; over the table's rule for it, if there is one.
+
+        autopar.register_rule("mylib::op", "b s d -> b s d")
+
+    `op` is a name (`mylib::op`, `mylib::op.overload`), an op of `torch.ops`, or what `torch.library.custom_op` gave.
+    `autopar.prove_rule` tells whether the rule is true.
+    """
+    found = find_op(op)
+    parsed = parse_rule(rule)
+    _check_against_schema(found, parsed, rule)
+    line = f"{display_name(found)}  {rule}"
+    _registered[str(found)] = Entry(str(found), line, parsed, None, (), Rule((), ()), Tries())
+
+
+def _check_against_schema(op: torch._ops.OpOverload, parsed: Rule, rule: str) -> None:
+    def fail(reason: str) -> None:
+        raise RuleError(f"the rule does not fit {display_name(op)}: {reason}\n  rule  {rule}\n  op    {op._schema}")
+
+    tensors = takes_tensors(op)
+    if not any(tensors.values()) and len(parsed.operands) != len(tensors):
+        fail(f"the op takes {_count(len(tensors), 'tensor')}, the rule names {len(parsed.operands)}")
+    returns = [str(value.type) for value in op._schema.returns]
+    if not any(kind.startswith("List") for kind in returns) and len(parsed.outputs) != len(returns):
+        fail(f"the op returns {_count(len(returns), 'tensor')}, the rule names {len(parsed.outputs)}")
+    arguments = [argument.name for argument in op._schema.arguments]
+    for word in parsed.localise:
+        argument, equals, _ = word.partition("=")
+        if argument not in arguments:
+            fail(f"it localises '{argument}', which is no argument of the op")
+        if not equals and word not in LOCALISERS:
+            fail(f"'{word}' cannot be localised alone; say whose extent it is, as in '{word}={_example(parsed)}'")
+    for _, lowering in parsed.lowerings:
+        if lowering not in LOWERINGS:
+            fail(f"there is no lowering '{lowering}'; there are {', '.join(sorted(LOWERINGS))}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _example(rule: Rule) -> str:
+    return next(iter(rule.factors), "a")

@@ -62,7 +62,7 @@ class Entry:
 
 
 class Table(Mapping[str, Entry]):
-    """All entries by op; immutable, `with_entry` gives another one."""
+    """All entries by op; immutable, `with_entries` gives another one."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self._entries: dict[str, Entry] = {}
@@ -80,8 +80,9 @@ class Table(Mapping[str, Entry]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def with_entry(self, entry: Entry) -> Table:
-        return Table([*(old for old in self._entries.values() if old.op != entry.op), entry])
+    def with_entries(self, entries: Iterable[Entry]) -> Table:
+        """This table with more entries, which take the place of those for the same ops."""
+        return Table({**self._entries, **{entry.op: entry for entry in entries}}.values())
 
 
 def parse_table(text: str, families: Mapping[str, Family]) -> list[Entry]:
