@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autopar.trace.regions import Repeat
 from torch import nn
 
-from autopar.trace.binding import Binding
+from autopar.trace.binding import Binding, ValueKey
 from autopar.trace.exported import Exported
 from autopar.trace.given import given_names
 from autopar.trace.structure import standard_names
@@ -81,17 +81,19 @@ def _generated(binding: Binding, names: Mapping[int, str], repeats: tuple[Repeat
                 yield part, roles[role]
 
 
-def _first_of_repeat(binding: Binding, repeats: tuple[Repeat, ...]) -> dict[str, str]:
+def _first_of_repeat(binding: Binding, repeats: tuple[Repeat, ...]) -> dict[ValueKey, ValueKey]:
     """Each value of a repeated layer -> the value at the same place of the first such layer, weights included."""
-    first: dict[str, str] = {}
+    nodes = {bound.node.name: bound for bound in binding.nodes}
+    first: dict[ValueKey, ValueKey] = {}
     for repeat in repeats:
-        for i in range(repeat.start + repeat.period, repeat.start + repeat.period * repeat.count):
-            here = binding.nodes[i]
-            model = binding.nodes[repeat.start + (i - repeat.start) % repeat.period]
-            pairs = zip((*here.outputs, *here.operands), (*model.outputs, *model.operands), strict=True)
-            for key, other in pairs:
-                if key is not None and other is not None and key != other:
-                    first.setdefault(key, first.get(other, other))
+        for layer in repeat.layers[1:]:
+            for name, model in zip(layer, repeat.layers[0], strict=True):
+                first.setdefault(name, model)
+                if name not in nodes:
+                    continue  # a getitem: its value is an output of the op before it
+                for key, other in zip(nodes[name].operands, nodes[model].operands, strict=True):
+                    if key is not None and other is not None and key != other:
+                        first.setdefault(key, first.get(other, other))
     return first
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopar.trace.graph import NamedGraph, NamedNode, NamedTensor
+    from autopar.trace.regions import Repeat
 
 __all__ = ["render_json", "render_text"]
 
@@ -86,50 +86,58 @@ def _weights(graph: NamedGraph) -> str:
 
 def _repeated_weights(graph: NamedGraph) -> set[str]:
     """Parameters that only the second and later layers of a repeat use."""
-    shown, hidden = set(), set()
-    later = set(_hidden(graph))
-    for i, node in enumerate(graph.nodes):
-        (hidden if i in later else shown).update(name for name in node.operands if name)
+    shown: set[str] = set()
+    hidden: set[str] = set()
+    later = _later_layers(graph)
+    for node in graph.nodes:
+        (hidden if node.node in later else shown).update(name for name in node.operands if name)
     return hidden - shown
 
 
-def _hidden(graph: NamedGraph) -> Iterator[int]:
+def _later_layers(graph: NamedGraph) -> set[str]:
     """The ops of the second and later layers of each repeat."""
-    for repeat in graph.repeats:
-        yield from range(repeat.start + repeat.period, repeat.start + repeat.period * repeat.count)
+    return {name for repeat in graph.repeats for layer in repeat.layers[1:] for name in layer}
 
 
 def _ops(graph: NamedGraph) -> str:
-    hidden = set(_hidden(graph))
-    starts = {repeat.start: repeat for repeat in graph.repeats}
-    ends = {repeat.start + repeat.period for repeat in graph.repeats}
+    later = _later_layers(graph)
+    own = {node.node for node in graph.nodes}
+    layers = [(repeat, [name for name in repeat.layers[0] if name in own]) for repeat in graph.repeats]
+    begins = {names[0]: repeat for repeat, names in layers}
+    ends = {names[-1] for _, names in layers}
     lines = ["ops"]
     path: str | None = None
-    for i, node in enumerate(graph.nodes):
-        if i in starts:
-            repeat = starts[i]
-            lines.append(f"  -- {_span(repeat.module_paths)}: {repeat.count} times, the first shown " + "-" * 20)
-            path = None
-        if i in ends:
-            lines.append("  " + "-" * 60)
-            path = None
-        if i in hidden:
+    for node in graph.nodes:
+        if node.node in later:
             continue
+        if node.node in begins:
+            repeat = begins[node.node]
+            lines.append(f"  ---- {repeat.count} times: {_span(repeat.module_paths)} ----")
+            path = None
         if node.origin.module_path != path:
             path = node.origin.module_path
             lines.append(f"  {path or '(model)'}")
-        lines.extend(_op(graph, node))
+        lines.append(_op(graph, node))
+        if node.node in ends:
+            lines.append("  ----")
+            path = None
     return "\n".join(lines)
 
 
-def _op(graph: NamedGraph, node: NamedNode) -> Iterator[str]:
+def _op(graph: NamedGraph, node: NamedNode) -> str:
     short = node.op.split(".")[1]
     outputs = [graph.tensors[name] for name in node.outputs if name is not None]
     first = outputs[0] if outputs else None
     dims, shape = _described(first) if first else ("", "")
     more = f" and {len(outputs) - 1} more" if len(outputs) > 1 else ""
     mark = "" if node.source == "table" else f"  [{node.source.upper()}]"
-    yield f"    {short:<30} {dims:<34} {shape + more:<34} {node.rule}{mark}"
+    return f"    {short:<30} {dims:<34} {shape + more:<34} {_dims_of_rule(node)}{mark}"
+
+
+def _dims_of_rule(node: NamedNode) -> str:
+    """The rule without the clauses that only a program needs."""
+    dims, *clauses = str(node.rule).split("; ")
+    return "; ".join([dims, *(clause for clause in clauses if clause.split()[0] in ("mean", "max", "min", "halo"))])
 
 
 def _unknown(graph: NamedGraph) -> str:
@@ -187,7 +195,13 @@ def render_json(graph: NamedGraph) -> dict[str, Any]:
             for n in graph.nodes
         ],
         "repeats": [
-            {"start": r.start, "period": r.period, "count": r.count, "modules": list(r.module_paths)}
+            {"count": r.count, "period": r.period, "modules": list(r.module_paths), "layers": _layer_names(graph, r)}
             for r in graph.repeats
         ],
     }
+
+
+def _layer_names(graph: NamedGraph, repeat: Repeat) -> list[list[str]]:
+    """The names of the ops of each layer, equal steps at equal places."""
+    names = {node.node: node.name for node in graph.nodes}
+    return [[names[name] for name in layer if name in names] for layer in repeat.layers]
