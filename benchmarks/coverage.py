@@ -50,11 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in names:
         rows.append(measure(name, options.train))
         if not options.json:
-            Console(stderr=True).print(f"{name}: {rows[-1].reason or 'traced'}", style="dim", highlight=False)
+            Console(stderr=True).print(f"{name}: {rows[-1].seconds:.1f} s", style="dim", highlight=False)
     if options.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
     else:
         Console().print(as_table(rows))
+        for row in rows:
+            if row.reason is not None:
+                print(f"{row.architecture} ({row.mode}) does not trace: {row.reason}")
     return 0 if all(row.reason is None or row.architecture in REFUSED for row in rows) else 1
 
 
@@ -69,32 +72,30 @@ def measure(name: str, train: bool) -> Row:
     except autopar.AutoparError as error:
         return Row(name, mode, seconds=time.perf_counter() - started, reason=" ".join(str(error).split()))
     seconds = time.perf_counter() - started
-    return Row(name, mode, sum(coverage.values()), **coverage, seconds=seconds)
+    nodes = sum(coverage.values())
+    return Row(name, mode, nodes, coverage["table"], coverage["discovered"], coverage["replicated"], seconds)
 
 
 def as_table(rows: Sequence[Row]) -> Table:
     table = Table(title="Where the rule of each node comes from")
-    table.add_column("architecture")
-    table.add_column("mode")
+    for heading in ("architecture", "mode"):
+        table.add_column(heading, no_wrap=True)
     for heading in ("nodes", "table", "discovered", "replicated", "seconds"):
-        table.add_column(heading, justify="right")
-    table.add_column("not traced because", overflow="fold")
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        counts = ["", "", "", ""]
-        if row.reason is None:
-            counts = [str(count) for count in (row.nodes, row.table, row.discovered, row.replicated)]
-        table.add_row(row.architecture, row.mode, *counts, f"{row.seconds:.1f}", row.reason or "")
+        counts = ["-"] * 4 if row.reason else [str(row.nodes), str(row.table), str(row.discovered), str(row.replicated)]
+        table.add_row(row.architecture, row.mode, *counts, f"{row.seconds:.1f}")
     traced = [row for row in rows if row.reason is None]
-    table.add_section()
     totals = [sum(getattr(row, what) for row in traced) for what in ("nodes", "table", "discovered", "replicated")]
-    seconds = sum(row.seconds for row in rows)
-    table.add_row(f"{len(traced)} of {len(rows)}", "", *map(str, totals), f"{seconds:.1f}", "")
+    table.add_section()
+    table.add_row(f"{len(traced)} of {len(rows)}", "", *map(str, totals), f"{sum(row.seconds for row in rows):.1f}")
     return table
 
 
 def quiet_libraries() -> None:
     """Small random configs make transformers warn about token ids and the like; the table is what counts here."""
     warnings.filterwarnings("ignore", module="transformers")
+    warnings.filterwarnings("ignore", category=autopar.AutoparWarning)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     logging.getLogger("torch").setLevel(logging.CRITICAL)
 

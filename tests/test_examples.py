@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from examples.custom_op import custom_op
 from examples.gpt import gpt
 from examples.llama3_8b import llama3_8b
 from examples.mlp import mlp
@@ -27,6 +28,7 @@ from tests.equivalence import assert_equivalent
         (resnet, {"depth": 10, "train": True}),
         (resnet, {"depth": 50, "train": True, "loss": True}),
         (moe, {}),
+        (custom_op, {}),
     ],
     ids=lambda value: value.__name__ if callable(value) else ",".join(value) or "default",
 )
