@@ -268,7 +268,6 @@ aten.{softplus,leaky_relu}.default                          pointwise
 aten.threshold.default                                      pointwise; try threshold=0.1 value=0.3
 aten.glu.default                                            glu
 aten.prelu.default                                          prelu
-aten._prelu_kernel.default                                  pointwise
 
 # bounds
 aten.{clamp,clip}.default                                   pointwise; try min=-0.5 max=0.5

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import combinations, product
 from typing import Any
 
@@ -102,6 +103,11 @@ def prove_table(entries: Iterable[Entry], seeds: Iterable[int] = SEEDS) -> Proof
 
 def prove_entry(entry: Entry, seeds: Iterable[int] = SEEDS, samples: Iterable[Sample] | None = None) -> Proof:
     """Prove one line with its own samples, or with the given ones."""
+    if entry.tries.needs:
+        try:
+            import_module(entry.tries.needs)
+        except ImportError:
+            return Proof(frozenset(), (), (f"{entry.op}: {entry.tries.needs} is not installed",))
     walk = _Walk(entry, resolve_op(entry.op))
     with torch.random.fork_rng(devices=[]):
         try:

@@ -24,8 +24,9 @@ class Draw:
 
     shape: tuple[int, ...]
     kind: str = "normal"
-    """normal, wide (normal, 8 times as large), positive, unit (in (-1, 1)), probability (in (0, 1)), above_one, sign
-    (-1 or 1), holes (normal, with some NaN), complex, bool, int, count (an int in [1, 5)), or index (in [0, below))."""
+    """normal, wide (normal, 8 times as large), positive, unit (in (-1, 1)), probability (in (0, 1)), above_one,
+    sign (-1 or 1), holes (normal, with some NaN), definite (a positive definite matrix), complex, bool, int, count (an
+    int in [1, 5)), or index (in [0, below))."""
     below: int = 0
     also: tuple[int, ...] = ()
     """Values that about a third of an index's elements take instead, such as an `ignore_index` outside the range."""
@@ -45,6 +46,8 @@ class Tries:
 
     kind: str = "normal"
     arguments: tuple[tuple[str, Any], ...] = ()
+    needs: str = ""
+    """The module that defines the op, where torch does not; without it the line is not proved."""
 
 
 def draw(request: Draw, generator: torch.Generator) -> torch.Tensor:
@@ -66,6 +69,9 @@ def draw(request: Draw, generator: torch.Generator) -> torch.Tensor:
     if kind == "holes":
         holes = torch.rand(shape, generator=generator) < 0.3
         return torch.randn(shape, generator=generator, dtype=torch.float64).masked_fill(holes, float("nan"))
+    if kind == "definite":
+        root = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return root @ root.mT + torch.eye(shape[-1], dtype=torch.float64)
     if kind in ("normal", "wide"):
         return torch.randn(shape, generator=generator, dtype=torch.float64) * (8 if kind == "wide" else 1)
     if kind == "complex":

@@ -5,7 +5,7 @@
 
 A line holds the op, then either dims in the notation or the name of a family (a function of the call, for ops whose
 dims depend on their arguments, with its own words), then clauses. `try` clauses tell the proof which operands and
-arguments to use: `try positive`, `try exponent=2.0`.
+arguments to use: `try positive`, `try exponent=2.0`, and which module to import first: `try @mylib.ops`.
 """
 
 from __future__ import annotations
@@ -119,13 +119,15 @@ def parse_entry(op: str, body: str, families: Mapping[str, Family]) -> Entry:
 
 
 def _parse_tries(clauses: list[str]) -> Tries:
-    kind = "normal"
+    kind, needs = "normal", ""
     arguments: list[tuple[str, object]] = []
     for clause in clauses:
         for word in clause.split()[1:]:
             key, equals, value = word.partition("=")
             if equals:
                 arguments.append((key, ast.literal_eval(value)))
+            elif key.startswith("@"):
+                needs = key[1:]
             else:
                 kind = key
-    return Tries(kind, tuple(arguments))
+    return Tries(kind, tuple(arguments), needs)
