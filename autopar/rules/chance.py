@@ -18,6 +18,7 @@ from autopar.rules.execution import (
     difference,
     execute,
     first_line,
+    recombination,
     recombine,
     run_shards,
     weighted_gradients,
@@ -25,7 +26,7 @@ from autopar.rules.execution import (
 from autopar.rules.local import Piece
 from autopar.rules.notation import FactorKind
 
-__all__ = ["Draws", "draws_of", "is_random", "random_recombination"]
+__all__ = ["Draws", "draws_of", "is_random", "recombines"]
 
 DRAWS = 128
 SIGMAS = 6.0
@@ -62,7 +63,7 @@ def _draw_many(run: Run, produce: Callable[[], Outputs]) -> Draws:
     )
 
 
-def random_recombination(
+def _random_recombination(
     run: Run, expected: Draws, kind: FactorKind, pieces: Sequence[Piece], others: FactorKind | None = None
 ) -> str | None:
     """Why the shards' draws, recombined, are not drawn as those of the whole call; None when they are."""
@@ -76,6 +77,15 @@ def random_recombination(
     return _compare(expected.outputs, found.outputs, "output") or _compare(
         expected.gradients, found.gradients, "the gradient of float operand"
     )
+
+
+def recombines(
+    run: Run, draws: Draws | None, kind: FactorKind, pieces: Sequence[Piece], others: FactorKind | None = None
+) -> str | None:
+    """Why the shards do not give the whole answer, or its distribution where the call is random (`draws`)."""
+    if draws is None:
+        return recombination(run, kind, pieces, others)
+    return _random_recombination(run, draws, kind, pieces, others)
 
 
 def _repeats(run: Run, kind: FactorKind, pieces: Sequence[Piece]) -> bool:

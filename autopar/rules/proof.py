@@ -25,7 +25,7 @@ import torch
 
 from autopar.errors import RuleError
 from autopar.rules.call import operands_of
-from autopar.rules.chance import Draws, draws_of, is_random, random_recombination
+from autopar.rules.chance import Draws, draws_of, is_random, recombines
 from autopar.rules.execution import (
     RUN_ERRORS,
     Run,
@@ -33,7 +33,6 @@ from autopar.rules.execution import (
     first_line,
     materialise,
     pieces_of,
-    recombination,
     reference,
 )
 from autopar.rules.lowerings import LOCALISERS, LOWERINGS
@@ -266,10 +265,7 @@ def _unusable(run: Run) -> str | None:
 
 
 def _factor_reason(run: Run, draws: Draws | None, factor: str, kind: FactorKind, shards: int) -> str | None:
-    pieces = pieces_of(factor, run.sizes[factor], shards)
-    if draws is None:
-        return recombination(run, kind, pieces)
-    return random_recombination(run, draws, kind, pieces)
+    return recombines(run, draws, kind, pieces_of(factor, run.sizes[factor], shards))
 
 
 def _show(group: Iterable[int]) -> str:
@@ -311,14 +307,8 @@ def _refuted(run: Run, draws: Draws | None, claim: _Claim) -> bool:
     if claim.factor is None:
         return additivity(run, claim.group, claim.case.shards) is not None
     pieces = pieces_of(claim.factor, run.sizes[claim.factor], claim.case.shards)
-    for kind, others in _attempts(run.rule, claim.factor):
-        if draws is None:
-            reason = recombination(run, kind, pieces, others)
-        else:
-            reason = random_recombination(run, draws, kind, pieces, others)
-        if reason is None:
-            return False
-    return True
+    attempts = _attempts(run.rule, claim.factor)
+    return all(recombines(run, draws, kind, pieces, others) is not None for kind, others in attempts)
 
 
 def _attempts(rule: Rule, factor: str) -> Iterator[tuple[FactorKind, FactorKind | None]]:

@@ -30,6 +30,8 @@ class Draw:
     below: int = 0
     also: tuple[int, ...] = ()
     """Values that about a third of an index's elements take instead, such as an `ignore_index` outside the range."""
+    dtype: torch.dtype | None = None
+    """Where it matters; else the widest: float64, complex128, int64."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,12 @@ class Tries:
 
 
 def draw(request: Draw, generator: torch.Generator) -> torch.Tensor:
-    """The tensor that a `Draw` stands for, in float64."""
+    """The tensor that a `Draw` stands for."""
+    tensor = _draw(request, generator)
+    return tensor if request.dtype is None else tensor.to(request.dtype)
+
+
+def _draw(request: Draw, generator: torch.Generator) -> torch.Tensor:
     shape, kind = request.shape, request.kind
     if kind == "index":
         index = torch.randint(0, request.below, shape, generator=generator)
