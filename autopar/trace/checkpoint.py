@@ -22,12 +22,12 @@ def with_checkpoints(graph: Graph) -> GraphModule:
         root.add_module(name, _body(nodes, inputs, results))
         with graph.inserting_before(nodes[-1].next):
             region = graph.get_attr(name)
-            flags = {"use_reentrant": False, "preserve_rng_state": True}
-            call = graph.call_function(checkpoint, (region, *inputs), flags)
-            for index, result in enumerate(results):
-                item = graph.call_function(operator.getitem, (call, index))
-                inside = set(nodes)
-                result.replace_all_uses_with(item, delete_user_cb=lambda user, inside=inside: user not in inside)
+            call = graph.call_function(
+                checkpoint, (region, *inputs), {"use_reentrant": False, "preserve_rng_state": True}
+            )
+            items = [graph.call_function(operator.getitem, (call, index)) for index in range(len(results))]
+        for result, item in zip(results, items, strict=True):
+            result.replace_all_uses_with(item, delete_user_cb=set(result.users).difference(nodes).__contains__)
         for node in reversed(nodes):
             graph.erase_node(node)
     return GraphModule(root, graph)

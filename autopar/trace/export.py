@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -20,10 +18,11 @@ from autopar.trace.arguments import bind, flatten_arguments, plain_call, signatu
 from autopar.trace.exported import Exported, Mutation, OutputTree, Placeholder
 from autopar.trace.normalise import normalise
 from autopar.trace.origin import record_origins
-from autopar.trace.refusal import Refusing, check_static
+from autopar.trace.quiet import quiet
+from autopar.trace.refusal import Refusal, Refusing, check_static
 from autopar.trace.state import Autocast, autocast_state, entered
-from autopar.trace.tree import Flattened, Mapped, flatten, shallow_state, unflatten
-from autopar.trace.watch import check_hooks, watched
+from autopar.trace.tree import Flattened, Mapped, UnsupportedValueError, flatten, shallow_state, unflatten
+from autopar.trace.watch import check_autocast, check_hooks, watched
 
 __all__ = ["export"]
 
@@ -38,17 +37,19 @@ def export(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Exp
     flat = flatten_arguments(arguments, owner)
     autocast = autocast_state()
     call = _FlatCall(model, signature, flat, autocast)
+    device = _home_device(model, flat.tensors)
     check_hooks(model)
-    with Refusing(owner), _torch_warnings_ignored():
-        with watched(torch.is_grad_enabled()), tracing():
+    with quiet(owner), Refusing(owner):
+        if autocast:
+            check_autocast(device)
+        with watched(torch.is_grad_enabled(), device), tracing():
             program = torch.export.export(call, flat.tensors, strict=False)
         program = program.run_decompositions({})
     graph_module = program.graph_module
-    device = _home_device(model, flat.tensors)
     record_origins(graph_module.graph, PREFIX)
-    placeholders, aliases = _placeholders(program, model, flat)
     normalise(graph_module.graph, device)
     check_static(graph_module.graph, owner)
+    placeholders, aliases = _placeholders(program, model, flat)
     graph_module.recompile()
     assert isinstance(flat.node, Mapped), "arguments are a dict"
     assert call.returned.tree is not None, "the model was called"
@@ -57,7 +58,7 @@ def export(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Exp
         placeholders=placeholders,
         constants={p.name: program.constants[PREFIX + p.name] for p in placeholders if p.kind == "constant"},
         aliases=aliases,
-        mutations=_mutations(program, flat.paths),
+        mutations=_mutations(program, flat.paths, call.returned.assigned),
         output_tree=call.returned.tree,
         input_tree=flat.node,
         training=model.training,
@@ -71,6 +72,7 @@ class _Returned:
     """Where the call leaves its output tree: torch.export takes back what a forward sets on a module."""
 
     tree: OutputTree | None = None
+    assigned: tuple[str, ...] = ()
 
 
 class _FlatCall(nn.Module):
@@ -90,15 +92,41 @@ class _FlatCall(nn.Module):
         arguments, containers = unflatten(self.node, tensors)
         before = {number: shallow_state(container) for number, container in containers.items()}
         args, kwargs = plain_call(self.signature, arguments)
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
         with entered(self.autocast):
             result = self.model(*args, **kwargs)
+        assigned = _assigned(self.model, buffers)
         changed = [n for n, state in before.items() if _differs(state, shallow_state(containers[n]))]
         kept = {id(containers[n]): n for n in changed}
         untouched = {id(container): n for n, container in containers.items() if n not in changed}
-        flat = flatten((result, [containers[n] for n in changed]), deep=False, originals=untouched, kept=kept)
+        try:
+            flat = flatten((result, [containers[n] for n in changed]), deep=False, originals=untouched, kept=kept)
+        except UnsupportedValueError as error:
+            where = error.path.partition(".")[2]
+            raise Refusal(
+                f"what it returns holds {error.problem}" + (f" (at {where})" if where else ""),
+                "return tensors, in tuples, lists, dicts or objects that hold them",
+            ) from error
         reused = {number: kept[id(c)] for number, c in enumerate(flat.containers) if id(c) in kept}
         self.returned.tree = OutputTree(flat.node, reused)
-        return flat.tensors
+        self.returned.assigned = tuple(assigned)
+        return (*assigned.values(), *flat.tensors)
+
+
+def _assigned(model: nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Buffers that the forward replaced (`self.count = self.count + 1`): torch.export would forget the new ones."""
+    found = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        old = before.get(name, buffer)
+        if buffer is old:
+            continue
+        if (buffer.shape, buffer.dtype) != (old.shape, old.dtype):
+            raise Refusal(
+                f"the buffer {name!r} of shape {list(old.shape)} is replaced by one of shape {list(buffer.shape)}",
+                "give the buffer its final shape and dtype from the start",
+            )
+        found[name] = buffer
+    return found
 
 
 def _differs(before: dict[Any, Any], after: dict[Any, Any]) -> bool:
@@ -134,6 +162,9 @@ def _placeholders(
                 replaced.append((node, aliases[name]))
                 continue
             kind = _KINDS[spec.kind]
+            if kind == "constant" and not node.users:
+                graph.erase_node(node)
+                continue
             _rename(node, f"{kind[0]}_{name}")
             canonical[name] = node
             made.append(Placeholder(node.name, kind, name, name in trained))
@@ -162,7 +193,9 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def _mutations(program: torch.export.ExportedProgram, paths: tuple[str, ...]) -> tuple[Mutation, ...]:
+def _mutations(
+    program: torch.export.ExportedProgram, paths: tuple[str, ...], assigned: tuple[str, ...]
+) -> tuple[Mutation, ...]:
     specs = program.graph_signature.input_specs
     user_inputs = (spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT)
     names = dict(zip(user_inputs, paths, strict=True))
@@ -180,6 +213,7 @@ def _mutations(program: torch.export.ExportedProgram, paths: tuple[str, ...]) ->
                 f"the forward changes the parameter {spec.target.removeprefix(PREFIX)!r} in place; "
                 "register it as a buffer, or move the change out of the forward"
             )
+    mutations.extend(Mutation(len(mutations) + k, name, "buffer") for k, name in enumerate(assigned))
     return tuple(mutations)
 
 
@@ -188,11 +222,3 @@ def _home_device(model: nn.Module, tensors: tuple[torch.Tensor, ...]) -> torch.d
     parameters = (*model.parameters(), *model.buffers())
     devices = {tensor.device for tensor in parameters} or {tensor.device for tensor in tensors}
     return devices.pop() if len(devices) == 1 else None
-
-
-@contextmanager
-def _torch_warnings_ignored() -> Iterator[None]:
-    """torch warns about its own deprecated calls while it exports; that is no business of the user."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=FutureWarning, message=r".*(treespec|LeafSpec|TreeSpec).*")
-        yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import os
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -18,11 +17,9 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopar.errors import AutoparError, TraceError
-from autopar.trace.origin import Line, is_users, user_line
+from autopar.trace.origin import Line, is_layer, is_users, user_line
 
 __all__ = ["Refusal", "Refusing", "check_static"]
-
-_TORCH_MODULES = os.path.join(os.path.dirname(torch.__file__), "nn", "modules")
 
 
 class Refusal(Exception):
@@ -81,7 +78,7 @@ def _deepest_line(error: BaseException) -> Line | None:
         filename, number = trace.tb_frame.f_code.co_filename, trace.tb_lineno
         if is_users(filename):
             users = filename, number, linecache.getline(filename, number).strip()
-        elif filename.startswith(_TORCH_MODULES) and not filename.endswith("module.py"):
+        elif is_layer(filename):
             layers = filename, number, linecache.getline(filename, number).strip()
         trace = trace.tb_next
     return users or layers
@@ -105,6 +102,11 @@ def _explain(chain: list[BaseException]) -> tuple[str, str]:
                 "register one with torch.library.register_fake",
             )
     error = chain[0]
+    if "fake tensor in the exported program constant" in str(error):
+        return (
+            "a tensor of the forward takes a way around the graph: through .data, or kept from an earlier call",
+            "use detach() instead of .data, and a buffer for what stays from call to call",
+        )
     text = (str(error).strip() or "no message").splitlines()[0]
     if isinstance(error, UserError):
         return f"torch.export refuses it: {text}", "change this part of the forward"

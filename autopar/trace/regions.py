@@ -13,7 +13,6 @@ hands on.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -184,13 +183,13 @@ class _Calls:
     def prefix(self, start: int, period: int) -> tuple[str, ...]:
         """The module path that the nodes of a layer have in common."""
         paths = self.paths[start : start + period]
-        return tuple(os.path.commonprefix([min(paths), max(paths)]))
+        return _common(paths)
 
     def repeat(self, run: _Run) -> Repeat:
         layers = [list(range(run.start + t * run.period, run.start + (t + 1) * run.period)) for t in range(run.count)]
         while (before := _LayerBefore(self, layers[0], layers[1]).found()) is not None:
             layers.insert(0, before)
-        paths = tuple(".".join(os.path.commonprefix([self.paths[i] for i in layer])) for layer in layers)
+        paths = tuple(".".join(_common([self.paths[i] for i in layer])) for layer in layers)
         names = tuple(tuple(self.nodes[i].name for i in layer) for layer in layers)
         return Repeat(min(layers[0]), names, paths)
 
@@ -282,7 +281,12 @@ def _best(runs: list[_Run]) -> list[_Run]:
 def _inputs(node: Node) -> list[Node]:
     """Operands in the order of the arguments, one met twice twice."""
     found: list[Node] = []
-    torch.fx.node.map_arg((node.args, node.kwargs), lambda source: found.append(source) or source)
+
+    def add(source: Node) -> Node:
+        found.append(source)
+        return source
+
+    torch.fx.node.map_arg((node.args, node.kwargs), add)
     return found
 
 
@@ -303,6 +307,12 @@ def _shape(val: Any) -> Hashable:
     if isinstance(val, torch.Tensor):
         return tuple(val.shape), val.dtype
     return tuple(map(_shape, val)) if isinstance(val, (list, tuple)) else None
+
+
+def _common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    first, last = min(paths), max(paths)
+    length = next((k for k, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:length]
 
 
 def _path(node: Node) -> tuple[str, ...]:

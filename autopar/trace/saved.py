@@ -126,7 +126,8 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _input(val: torch.Tensor, requires_grad: bool) -> torch.Tensor:

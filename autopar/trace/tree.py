@@ -211,9 +211,9 @@ class _Flattener:
 
     def _other(self, value: Any, path: str) -> Node:
         if isinstance(value, (set, frozenset)) and any(isinstance(child, torch.Tensor) for child in value):
-            raise UnsupportedValueError(path, "a set of tensors has no order: use a tuple or a dict")
+            raise UnsupportedValueError(path, "a set of tensors, which has no order: use a tuple or a dict")
         if isinstance(value, Iterator):
-            raise UnsupportedValueError(path, f"a {type(value).__name__} can be read only once: use a tuple")
+            raise UnsupportedValueError(path, f"a {type(value).__name__}, which can be read only once: use a tuple")
         if isinstance(value, _OPAQUE):
             return Constant(value)
         stored = attributes(value)

@@ -9,32 +9,37 @@ from typing import Any
 import torch
 import torch._export.passes.replace_autocast_with_hop_pass as autocast_pass
 import torch._export.passes.replace_set_grad_with_hop_pass as set_grad_pass
+import torch.export._trace as export_trace
 import torch.utils.checkpoint as checkpoint
 from torch import nn
 from torch.export.graph_signature import ExportGraphSignature
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
+from torch.fx.proxy import TracerBase
 
 from autopar.errors import TraceError
 from autopar.trace.grad_regions import apply_grad_modes
-from autopar.trace.origin import CHECKPOINT
+from autopar.trace.origin import CHECKPOINT, stack_of_model
 from autopar.trace.refusal import Refusal
 
-__all__ = ["check_hooks", "watched"]
+__all__ = ["check_autocast", "check_hooks", "watched"]
 
 # autograd functions that torch makes or uses itself, whose gradients do not depend on a lost backward
 _HARMLESS_MODULES = ("torch._library.", "torch._functorch.", "torch._higher_order_ops.")
 
 
 @contextmanager
-def watched(ambient_grad: bool) -> Iterator[None]:
+def watched(ambient_grad: bool, device: torch.device | None) -> Iterator[None]:
     """Stand-ins for the few functions of torch through which gradients get lost."""
 
     def keep_grad_modes(module: GraphModule, signature: ExportGraphSignature) -> tuple[GraphModule, Any]:
         apply_grad_modes(module.graph, signature, ambient_grad)
         return module, signature
 
-    def keep(module: GraphModule, signature: ExportGraphSignature) -> tuple[GraphModule, Any]:
+    def keep_autocast(module: GraphModule, signature: ExportGraphSignature) -> tuple[GraphModule, Any]:
+        for node in module.graph.nodes:
+            if node.target is torch.amp.autocast_mode._enter_autocast and node.args[2]:
+                check_autocast(device, node)
         return module, signature
 
     regions = _CheckpointRegions()
@@ -42,10 +47,17 @@ def watched(ambient_grad: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (set_grad_pass, "replace_set_grad_with_hop_pass", keep_grad_modes),
-            (autocast_pass, "replace_autocast_with_hop_pass", keep),
+            (autocast_pass, "replace_autocast_with_hop_pass", keep_autocast),
             (function, "apply", classmethod(_refusing_apply(function.__dict__["apply"].__func__))),
             (torch.Tensor, "register_hook", _refused_hook("register_hook")),
             (torch.Tensor, "register_post_accumulate_grad_hook", _refused_hook("register_post_accumulate_grad_hook")),
+            (torch.autograd, "grad", _detaching_grad(torch.autograd.grad)),
+            (torch.autograd, "backward", _refused_backward),
+            (torch.inference_mode, "__enter__", _enter_without_grad),
+            (torch.inference_mode, "__exit__", _exit_without_grad),
+            (export_trace, "print", _print_nothing),
+            (torch.fx.config, "do_not_emit_stack_traces", True),  # ours cost a tenth
+            (TracerBase, "create_node", _with_stack(TracerBase.create_node)),
             (checkpoint, "_checkpoint_without_reentrant_generator", regions.generator),
             (checkpoint, "CheckpointFunction", _Reentrant(regions)),
         ):
@@ -55,12 +67,73 @@ def watched(ambient_grad: bool) -> Iterator[None]:
 
 @contextmanager
 def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = owner.__dict__[name]
+    there = name in owner.__dict__
+    original = owner.__dict__.get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        if there:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+def check_autocast(device: torch.device | None, node: Node | None = None) -> None:
+    if device is not None and device.type == "meta":
+        raise Refusal(
+            "autocast does nothing on the meta device, so the trace would lack its casts",
+            "trace the model on the device it will run on, or cast it yourself: model.to(torch.bfloat16)",
+            node,
+        )
+
+
+def _detaching_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Without `create_graph` no gradient flows through what `torch.autograd.grad` gives."""
+
+    def grad(
+        outputs: Any,
+        inputs: Any,
+        grad_outputs: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        **rest: Any,
+    ) -> Any:
+        found = original(outputs, inputs, grad_outputs, retain_graph, create_graph, **rest)
+        return found if create_graph else tuple(g if g is None else g.detach() for g in found)
+
+    return grad
+
+
+def _refused_backward(*args: Any, **kwargs: Any) -> None:
+    raise Refusal(
+        "it calls backward() inside the forward, which changes .grad behind the graph",
+        "use torch.autograd.grad inside the forward, or call backward() outside of it",
+    )
+
+
+def _enter_without_grad(mode: Any) -> None:
+    mode.grad_before = torch.is_grad_enabled()
+    if mode.mode:
+        torch._C._set_grad_enabled(False)
+
+
+def _exit_without_grad(mode: Any, *error: Any) -> None:
+    torch._C._set_grad_enabled(mode.grad_before)
+
+
+def _print_nothing(*args: Any, **kwargs: Any) -> None:
+    """torch.export prints the graph so far when it fails; the user gets a TraceError instead."""
+
+
+def _with_stack(original: Callable[..., Node]) -> Callable[..., Node]:
+    def create_node(tracer: TracerBase, *args: Any, **kwargs: Any) -> Node:
+        node = original(tracer, *args, **kwargs)
+        if not node.stack_trace:
+            node.stack_trace = stack_of_model()
+        return node
+
+    return create_node
 
 
 def _refusing_apply(original: Callable[..., Any]) -> Callable[..., Any]:
