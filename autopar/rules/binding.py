@@ -153,7 +153,7 @@ def _linear_groups(groups: tuple[tuple[int, ...], ...], call: Call) -> tuple[tup
 
 def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:
     """The extent of each factor; of a halo factor its extent in the output."""
-    sizes: dict[str, int] = {}
+    sizes = _sizes_in_arguments(rule, call)
     halos = {name for name, _ in rule.halos}
     open_terms: list[tuple[Term, int]] = []
     for operand, spec in _pairs(rule, call):
@@ -180,6 +180,12 @@ def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:
         raise _misfit(rule, call, f"the sizes of '{_show(open_terms[0][0])}' do not follow from the shapes")
     assert not halos - sizes.keys(), f"{rule}: a halo factor has no extent"
     return sizes
+
+
+def _sizes_in_arguments(rule: Rule, call: Call) -> dict[str, int]:
+    """Extents that arguments hold, as the number of groups in `localise num_groups=g`."""
+    pairs = [(call.get(word.partition("=")[0]), word.partition("=")[2]) for word in rule.localise if "=" in word]
+    return {factor: value for value, factor in pairs if isinstance(value, int)}
 
 
 def _show(term: Term) -> str:

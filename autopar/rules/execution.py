@@ -73,7 +73,7 @@ def materialise(op: torch._ops.OpOverload, sample: Sample, seed: int) -> dict[st
 
     def real(value: Any) -> Any:
         if isinstance(value, Draw):
-            return _leaf(draw(value, generator))
+            return draw(value, generator) if value.fixed else _leaf(draw(value, generator))
         if isinstance(value, torch.Tensor):
             return _leaf(_shuffled(value.detach(), generator) if seed else value.detach().clone())
         return [real(item) for item in value] if isinstance(value, list | tuple) else value

@@ -30,6 +30,8 @@ class Draw:
     below: int = 0
     also: tuple[int, ...] = ()
     """Values that about a third of an index's elements take instead, such as an `ignore_index` outside the range."""
+    fixed: bool = False
+    """No gradient is asked for: a buffer."""
     dtype: torch.dtype | None = None
     """Where it matters; else the widest: float64, complex128, int64."""
 
