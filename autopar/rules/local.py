@@ -46,7 +46,7 @@ class Local:
     """Extent of each factor in this shard."""
     finish: tuple[Callable[[Any], Any], ...] = ()
 
-    def with_arguments(self, **changes: Any) -> Local:
+    def with_arguments(self, /, **changes: Any) -> Local:
         return replace(self, arguments={**self.arguments, **changes})
 
     def output_shape(self, output: int = 0) -> list[int]:
@@ -99,8 +99,12 @@ def factor_position(terms: tuple[Term, ...], factor: str) -> int:
 
 def narrow(tensor: torch.Tensor, terms: tuple[Term, ...], sizes: Mapping[str, int], piece: Piece) -> torch.Tensor:
     """The slice of a tensor that belongs to a piece; the tensor itself where the factor does not stand in it."""
-    if not any(piece.factor in term for term in terms):
+    dim = next((i for i, term in enumerate(terms) if piece.factor in term), None)
+    if dim is None:
         return tensor
-    position = factor_position(terms, piece.factor)
-    part = split_dims(tensor, terms, sizes).narrow(position, piece.start, piece.length)
-    return join_dims(part, terms)
+    term = terms[dim]
+    if len(term) == 1:
+        return tensor.narrow(dim, piece.start, piece.length)
+    opened = tensor.unflatten(dim, [sizes[name] for name in term])
+    part = opened.narrow(dim + term.index(piece.factor), piece.start, piece.length)
+    return part.flatten(dim, dim + len(term) - 1)

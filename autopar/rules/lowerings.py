@@ -13,7 +13,11 @@ import torch
 
 from autopar.rules.call import takes_tensors
 from autopar.rules.local import Local, Piece, narrow
+from autopar.rules.localisers import LOCALISERS
+from autopar.rules.lookups import masked_lookup, masked_write
 from autopar.rules.notation import FactorKind, Operand, Rule
+from autopar.rules.rows import causal_rows, grouped_experts, grouped_rows
+from autopar.rules.windows import arange_part, own_part, window, window_mean
 
 __all__ = ["LOCALISERS", "LOWERINGS", "local_call", "localiser"]
 
@@ -73,16 +77,14 @@ def _extent(argument: str, factor: str) -> Lowering:
     return localise
 
 
-def _output_shape(name: str) -> Lowering:
-    """Arguments that repeat the shape of the output, or its last dims."""
-
-    def localise(local: Local, piece: Piece) -> Local:
-        shape = local.output_shape()
-        return local.with_arguments(**{name: shape[len(shape) - len(local.arguments[name]) :]})
-
-    return localise
-
-
-LOCALISERS: dict[str, Lowering] = {name: _output_shape(name) for name in ("size", "shape", "output_size")}
-
-LOWERINGS: dict[str, Lowering] = {}
+LOWERINGS: dict[str, Lowering] = {
+    "masked_lookup": masked_lookup,
+    "masked_write": masked_write,
+    "window": window,
+    "window_mean": window_mean,
+    "own_part": own_part,
+    "arange_part": arange_part,
+    "causal_rows": causal_rows,
+    "grouped_rows": grouped_rows,
+    "grouped_experts": grouped_experts,
+}

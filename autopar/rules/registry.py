@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autopar.errors import RuleError
-from autopar.rules import elementwise, matmul, reduce
+from autopar.rules import attention, elementwise, index, matmul, norm, permute, reduce, scatter, slicing, view
 from autopar.rules.call import takes_tensors
 from autopar.rules.lowerings import LOCALISERS, LOWERINGS
 from autopar.rules.notation import Rule, parse_rule
@@ -20,7 +20,7 @@ from autopar.rules.table import Entry, Table, parse_table
 
 __all__ = ["register_rule", "registered", "rule_table", "topics"]
 
-MODULES: tuple[ModuleType, ...] = (elementwise, reduce, matmul)
+MODULES: tuple[ModuleType, ...] = (elementwise, reduce, matmul, view, permute, slicing, index, scatter, attention, norm)
 
 _registered: dict[str, Entry] = {}
 
