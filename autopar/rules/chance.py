@@ -101,8 +101,8 @@ def _repeats(run: Run, kind: FactorKind, pieces: Sequence[Piece]) -> bool:
 def _same_draw(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
     if first is None or second is None:
         return True
-    common = tuple(slice(min(sizes)) for sizes in zip(first.shape, second.shape, strict=True))
-    first, second = first[common], second[common]
+    common = min(first.numel(), second.numel())  # numbers are drawn in the order of the flat elements
+    first, second = first.flatten()[:common], second.flatten()[:common]
     if bool((first == 0).any()):
         return torch.equal(first == 0, second == 0)
     return torch.equal(first, second)

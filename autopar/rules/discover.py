@@ -23,10 +23,9 @@ from autopar.rules.chance import Draws, draws_of, is_random, recombines
 from autopar.rules.execution import RUN_ERRORS, Run, additivity, materialise, pieces_of, reference
 from autopar.rules.lowerings import LOCALISERS, local_call
 from autopar.rules.notation import CONTRACTIONS, FactorKind, Operand, Rule, Term
-from autopar.rules.ops import display_name
 from autopar.rules.samples import Draw, Sample
 
-__all__ = ["Discoveries", "Labels", "discover", "no_rule_message"]
+__all__ = ["Discoveries", "Labels", "discover"]
 
 Labels = Sequence[Sequence[Hashable] | None]
 """For each tensor operand the label of each dim; None for an absent operand."""
@@ -394,45 +393,3 @@ def _linear_groups(runs: Sequence[Run]) -> Iterator[tuple[int, ...]]:
         for group in combinations(floats, width):
             if all(additivity(run, group, 2) is None for run in runs):
                 yield group
-
-
-# -- when nothing is found --------------------------------------------------------------------------------------------
-
-
-def no_rule_message(op: torch._ops.OpOverload, call: Call, labels: Labels) -> str:
-    """What to tell the user of an op that will run replicated, with a line to start from."""
-    names: dict[Hashable, str] = {}
-    operands = []
-    for spec, dims in zip(call.operands, labels, strict=True):
-        if spec is None or dims is None:
-            operands.append("?")
-            continue
-        for label in dims:
-            if label not in names:
-                names[label] = fresh_names(1, set(names.values()))[0]
-        operands.append(" ".join(names[label] for label in dims) or "()")
-    extents = {
-        names[label]: size
-        for spec, dims in _labelled(call, labels)
-        for label, size in zip(dims, spec.shape, strict=True)
-    }
-    outputs = [_suggested_dims(spec, extents) for spec in call.outputs]
-    shown = str(call).replace(str(op), display_name(op), 1)
-    suggestion = f"{', '.join(operands)} -> {', '.join(outputs)}".strip()
-    return (
-        f"no rule for {shown}, and none found by running it in shards; it will run replicated on every device.\n"
-        f"If it can be split, add a rule, for instance (its dims here are guessed from their extents):\n"
-        f'  autopar.register_rule("{display_name(op)}", "{suggestion}")'
-    )
-
-
-def _suggested_dims(spec: TensorSpec | None, extents: Mapping[str, int]) -> str:
-    if spec is None:
-        return "?"
-    dims: list[str] = []
-    taken = set(extents)
-    for size in spec.shape:
-        same = next((name for name, extent in extents.items() if extent == size and name not in dims), None)
-        dims.append(same or ("1" if size == 1 else fresh_names(1, taken)[0]))
-        taken.add(dims[-1])
-    return " ".join(dims)

@@ -90,7 +90,7 @@ class Proof:
         return "\n".join([f"{len(self.cases)} cases proved, {len(self.failures)} failures", *map(str, self.failures)])
 
 
-def prove_table(entries: Iterable[Entry], seeds: Iterable[int] = SEEDS) -> Proof:
+def prove_table(entries: Iterable[Entry], seeds: Sequence[int] = SEEDS) -> Proof:
     """Prove many lines."""
     proofs = [prove_entry(entry, seeds) for entry in entries]
     return Proof(
@@ -100,7 +100,7 @@ def prove_table(entries: Iterable[Entry], seeds: Iterable[int] = SEEDS) -> Proof
     )
 
 
-def prove_entry(entry: Entry, seeds: Iterable[int] = SEEDS, samples: Iterable[Sample] | None = None) -> Proof:
+def prove_entry(entry: Entry, seeds: Sequence[int] = SEEDS, samples: Iterable[Sample] | None = None) -> Proof:
     """Prove one line with its own samples, or with the given ones."""
     if entry.tries.needs:
         try:
@@ -114,8 +114,8 @@ def prove_entry(entry: Entry, seeds: Iterable[int] = SEEDS, samples: Iterable[Sa
         except RUN_ERRORS as error:
             walk.fail("samples", f"no calls to prove it with: {first_line(error)}")
             todo = []
-        for number, (sample, seed) in enumerate(product(todo, tuple(seeds))):
-            walk.sample(sample, seed, integers=number % len(tuple(seeds)) == 0)
+        for number, (sample, seed) in enumerate(product(todo, seeds)):
+            walk.sample(sample, seed, integers=number % len(seeds) == 0)
         walk.finish()
     return Proof(frozenset(walk.proved), tuple(walk.failures.values()), tuple(walk.refused))
 
