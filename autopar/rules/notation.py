@@ -341,7 +341,7 @@ def _parse_clause(text: str, column: int, clause: str, rule: Rule, *, checked: b
             _fail(
                 text,
                 column,
-                f"the clause names operand {rest[0]}, but the rule has only {len(rule.operands)}, from 0 on",
+                f"the clause names operand {rest[0]}, but the rule has {len(rule.operands)} (the first is 0)",
             )
         return replace(rule, indices=(*rule.indices, (int(rest[0]), rest[1])))
     if head == "localise":
