@@ -22,7 +22,7 @@ from autopar.trace.quiet import quiet
 from autopar.trace.refusal import Refusal, Refusing, check_static
 from autopar.trace.state import Autocast, autocast_state, entered
 from autopar.trace.tree import Flattened, Mapped, UnsupportedValueError, flatten, shallow_state, unflatten
-from autopar.trace.watch import check_autocast, check_hooks, watched
+from autopar.trace.watch import check_autocast, check_hooks, new_attributes_removed, random_ops_kept, watched
 
 __all__ = ["export"]
 
@@ -42,9 +42,11 @@ def export(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Exp
     with quiet(owner), Refusing(owner):
         if autocast:
             check_autocast(device)
-        with watched(torch.is_grad_enabled(), device), tracing():
-            program = torch.export.export(call, flat.tensors, strict=False)
-        program = program.run_decompositions({})
+        examples = tuple(tensor if tensor.is_leaf else tensor.detach() for tensor in flat.tensors)
+        with watched(torch.is_grad_enabled(), device), tracing(), new_attributes_removed(model):
+            program = torch.export.export(call, examples, strict=False)
+        with random_ops_kept():
+            program = program.run_decompositions({})
     graph_module = program.graph_module
     record_origins(graph_module.graph, PREFIX)
     normalise(graph_module.graph, device)

@@ -19,10 +19,11 @@ from torch.fx.proxy import TracerBase
 
 from autopar.errors import TraceError
 from autopar.trace.grad_regions import apply_grad_modes
+from autopar.trace.normalise import is_random
 from autopar.trace.origin import CHECKPOINT, stack_of_model
 from autopar.trace.refusal import Refusal
 
-__all__ = ["check_autocast", "check_hooks", "watched"]
+__all__ = ["check_autocast", "check_hooks", "new_attributes_removed", "random_ops_kept", "watched"]
 
 # autograd functions that torch makes or uses itself, whose gradients do not depend on a lost backward
 _HARMLESS_MODULES = ("torch._library.", "torch._functorch.", "torch._higher_order_ops.")
@@ -51,8 +52,8 @@ def watched(ambient_grad: bool, device: torch.device | None) -> Iterator[None]:
             (function, "apply", classmethod(_refusing_apply(function.__dict__["apply"].__func__))),
             (torch.Tensor, "register_hook", _refused_hook("register_hook")),
             (torch.Tensor, "register_post_accumulate_grad_hook", _refused_hook("register_post_accumulate_grad_hook")),
-            (torch.autograd, "grad", _detaching_grad(torch.autograd.grad)),
-            (torch.autograd, "backward", _refused_backward),
+            (torch.autograd, "grad", _refused_gradient("torch.autograd.grad")),
+            (torch.autograd, "backward", _refused_gradient("backward()")),
             (torch.inference_mode, "__enter__", _enter_without_grad),
             (torch.inference_mode, "__exit__", _exit_without_grad),
             (export_trace, "print", _print_nothing),
@@ -63,6 +64,31 @@ def watched(ambient_grad: bool, device: torch.device | None) -> Iterator[None]:
         ):
             stack.enter_context(_swapped(owner, name, value))
         yield
+
+
+@contextmanager
+def random_ops_kept() -> Iterator[None]:
+    """While this stands, no random op counts as dead code: the next one would draw other numbers."""
+    original = Node.is_impure
+
+    def is_impure(node: Node, impure_random: bool = True) -> bool:
+        return is_random(node) or original(node, impure_random)
+
+    with _swapped(Node, "is_impure", is_impure):
+        yield
+
+
+@contextmanager
+def new_attributes_removed(model: nn.Module) -> Iterator[None]:
+    """torch.export takes back what a forward changes on a module, but not what it adds."""
+    tables = [t for module in model.modules() for t in (module.__dict__, module._buffers, module._modules)]
+    before = [frozenset(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, names in zip(tables, before, strict=True):
+            for name in table.keys() - names:
+                del table[name]
 
 
 @contextmanager
@@ -88,28 +114,14 @@ def check_autocast(device: torch.device | None, node: Node | None = None) -> Non
         )
 
 
-def _detaching_grad(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Without `create_graph` no gradient flows through what `torch.autograd.grad` gives."""
+def _refused_gradient(name: str) -> Callable[..., Any]:
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        raise Refusal(
+            f"the forward itself computes gradients, by {name}",
+            "write this part as an operator: torch.library.custom_op with register_fake and register_autograd",
+        )
 
-    def grad(
-        outputs: Any,
-        inputs: Any,
-        grad_outputs: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        **rest: Any,
-    ) -> Any:
-        found = original(outputs, inputs, grad_outputs, retain_graph, create_graph, **rest)
-        return found if create_graph else tuple(g if g is None else g.detach() for g in found)
-
-    return grad
-
-
-def _refused_backward(*args: Any, **kwargs: Any) -> None:
-    raise Refusal(
-        "it calls backward() inside the forward, which changes .grad behind the graph",
-        "use torch.autograd.grad inside the forward, or call backward() outside of it",
-    )
+    return gradient
 
 
 def _enter_without_grad(mode: Any) -> None:
