@@ -88,13 +88,16 @@ def _broadcast(
             if len(term) == 1:
                 largest[term[0]] = max(size, largest.get(term[0], 0))
 
-    def narrowed(operand: Operand | None, spec: TensorSpec | None) -> Operand | None:
+    def narrowed(operand: Operand | None, spec: TensorSpec | None, *, output: bool = False) -> Operand | None:
         if operand is None or spec is None:
             return None
         terms: list[Term] = []
         for term, size in zip(operand.terms, spec.shape, strict=True):
             single = len(term) == 1 and term[0] not in halos
             if single and size == 1 and largest[term[0]] > 1:
+                if output:
+                    reason = f"an output is 1 along factor '{term[0]}', which is {largest[term[0]]} in an operand"
+                    raise _misfit(pattern, call, f"{reason}; write 1 where the op reduces it")
                 terms.append(())
             elif single and size != largest[term[0]]:
                 raise _misfit(
@@ -109,7 +112,7 @@ def _broadcast(
     bound = replace(
         bound,
         operands=tuple(narrowed(operand, spec) for operand, spec in zip_longest(operands, call.operands)),
-        outputs=tuple(narrowed(operand, spec) for operand, spec in zip_longest(outputs, call.outputs)),
+        outputs=tuple(narrowed(operand, spec, output=True) for operand, spec in zip_longest(outputs, call.outputs)),
     )
     return _without_absent(bound, call)
 
@@ -168,9 +171,9 @@ def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:
         for term, size in list(open_terms):
             unknown = [name for name in term if name not in sizes]
             known = prod(sizes[name] for name in term if name in sizes)
-            if len(unknown) > 1:
+            if len(unknown) > 1 or (unknown and known == size == 0):
                 continue
-            if size % known or (not unknown and known != size):
+            if known == 0 < size or (known and size % known) or (not unknown and known != size):
                 raise _misfit(rule, call, f"'{_show(term)}' does not multiply to {size}")
             if unknown:
                 sizes[unknown[0]] = size // known
