@@ -276,6 +276,8 @@ def _parse_operand(text: str, part: str, column: int, whole: set[str]) -> Operan
     group: list[str] | None = None
     optional = False
     last: str | None = None
+    opened = column
+    seen: set[str] = set()
     for match in _TOKEN.finditer(part):
         dots, name, symbol = match.groups()
         here = column + (match.end() - len(match.group().lstrip()))
@@ -284,6 +286,9 @@ def _parse_operand(text: str, part: str, column: int, whole: set[str]) -> Operan
         if optional:
             _fail(text, here, "'?' stands after the last term of an operand")
         if name:
+            if name in seen:
+                _fail(text, here, f"factor '{name}' stands twice in one operand; name its two dims apart")
+            seen.add(name)
             if group is None:
                 terms.append((name,))
             else:
@@ -293,7 +298,7 @@ def _parse_operand(text: str, part: str, column: int, whole: set[str]) -> Operan
         if symbol == "!" and last is not None:
             whole.add(last)
         elif symbol == "(" and group is None:
-            group = []
+            group, opened = [], here
         elif symbol == ")" and group:
             terms.append(tuple(group))
             group = None
@@ -307,12 +312,8 @@ def _parse_operand(text: str, part: str, column: int, whole: set[str]) -> Operan
             _fail(text, here, f"'{dots or symbol}' cannot stand here")
         last = None
     if group is not None:
-        _fail(text, column, "a '(' is not closed in this operand")
-    operand = Operand(tuple(terms), optional)
-    for name in operand.factors:
-        if operand.factors.count(name) > 1:
-            _fail(text, column, f"factor '{name}' stands twice in one operand; name its two dims apart")
-    return operand
+        _fail(text, opened, "this '(' is not closed")
+    return Operand(tuple(terms), optional)
 
 
 def _parse_clause(text: str, column: int, clause: str, rule: Rule, *, checked: bool) -> Rule:

@@ -10,7 +10,20 @@ from typing import Any
 import torch
 
 from autopar.errors import RuleError
-from autopar.rules import attention, elementwise, index, matmul, norm, permute, reduce, scatter, slicing, view
+from autopar.rules import (
+    attention,
+    elementwise,
+    index,
+    loss,
+    matmul,
+    norm,
+    permute,
+    randomness,
+    reduce,
+    scatter,
+    slicing,
+    view,
+)
 from autopar.rules.call import takes_tensors
 from autopar.rules.lowerings import LOCALISERS, LOWERINGS
 from autopar.rules.notation import Rule, parse_rule
@@ -20,7 +33,20 @@ from autopar.rules.table import Entry, Table, parse_table
 
 __all__ = ["register_rule", "registered", "rule_table", "topics"]
 
-MODULES: tuple[ModuleType, ...] = (elementwise, reduce, matmul, view, permute, slicing, index, scatter, attention, norm)
+MODULES: tuple[ModuleType, ...] = (
+    elementwise,
+    reduce,
+    matmul,
+    view,
+    permute,
+    slicing,
+    index,
+    scatter,
+    attention,
+    norm,
+    loss,
+    randomness,
+)
 
 _registered: dict[str, Entry] = {}
 
@@ -47,7 +73,9 @@ def registered(op: Any) -> Entry:
     found = find_op(op)
     entry = rule_table().get(str(found))
     if entry is None:
-        raise RuleError(f'{display_name(found)} has no rule; autopar.register_rule("{display_name(found)}", "...")')
+        raise RuleError(
+            f'{display_name(found)} has no rule; add one: autopar.register_rule("{display_name(found)}", "...")'
+        )
     return entry
 
 
