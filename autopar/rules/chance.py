@@ -74,8 +74,10 @@ def _random_recombination(
         found = _draw_many(run, lambda: recombine(run, kind, pieces, run_shards(run, kind, pieces), others))
     except RUN_ERRORS as error:
         return f"the shards do not run: {first_line(error)}"
-    return _compare(expected.outputs, found.outputs, "output") or _compare(
-        expected.gradients, found.gradients, "the gradient of float operand"
+    return (
+        _compare(expected.outputs, found.outputs, "output")
+        or _compare(expected.gradients, found.gradients, "the gradient of float operand")
+        or _same_sums(run, expected, found, pieces[0].factor)
     )
 
 
@@ -116,10 +118,21 @@ def _compare(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor], wh
             return f"{what} {i} comes back as {parts.dtype}{list(parts.shape[1:])}, not as the whole call's"
         if (support := _support(whole)) is not None and support != _support(parts):
             return f"{what} {i} takes other values"
-        scale = whole.abs().double().mean().clamp(min=1e-12)
+        scale = whole.double().abs().mean().clamp(min=1e-12)
         bounded = [torch.arctan(draws.double() / scale) for draws in (whole, parts)]
         if not _same_mean(*bounded) or not _same_mean(*(draws.square() for draws in bounded)):
             return f"{what} {i} is drawn from another distribution"
+    return None
+
+
+def _same_sums(run: Run, expected: Draws, found: Draws, factor: str) -> str | None:
+    """Elements that are drawn together (a channel that is dropped) have sums that take few values."""
+    operands = [operand for operand, output in zip(run.rule.outputs, run.outputs, strict=True) if output is not None]
+    for i, (operand, whole, parts) in enumerate(zip(operands, expected.outputs, found.outputs, strict=True)):
+        dims = [d + 1 for d, term in enumerate(operand.terms if operand else ()) if factor in term]
+        support = _support(whole.sum(dims)) if dims else None
+        if support is not None and support != _support(parts.sum(dims)):
+            return f"elements of output {i} that are drawn together in the whole call are not in the shards"
     return None
 
 

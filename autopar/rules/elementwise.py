@@ -314,7 +314,7 @@ aten.zero.default                                           pointwise; linear 0
 aten.zeros_like.default                                     pointwise; linear 0
 aten.ones_like.default                                      pointwise
 aten.full_like.default                                      linear_when fill_value 0 0.7 0
-aten.empty_like.default                                     pointwise; random   # any values are right
+aten.empty_like.default                                     pointwise
 
 # complex numbers
 aten.{conj,conj_physical,_conj,_conj_physical,real}.default  pointwise complex; linear 0

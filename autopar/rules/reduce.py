@@ -92,6 +92,21 @@ def _norm_samples(op: torch._ops.OpOverload, tries: Tries, argument: str) -> Ite
         yield from samples if power == 2 else samples[:2]
 
 
+def _linalg_norm(call: Call) -> str:
+    """A norm of vectors (one dim, or all of them flattened) or of matrices, of which any split needs the whole."""
+    dim, rank = call["dim"], call.operand(0).rank
+    vectors = isinstance(dim, int) or (len(dim) == 1 if dim is not None else rank == 1)
+    return _norm(call, "ord") if vectors else _reduce(call, "whole")
+
+
+def _linalg_norm_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for power in (None, 2, 1, inf, "fro"):
+        if isinstance(power, str) == ("str" in op._overloadname):
+            for shape, dim in (((5, 7), [-1]), ((5, 7), [0, 1]), ((3, 5, 7), [-2, -1]), ((5,), None), ((5, 7), None)):
+                if power != "fro" or len(dim or shape) == 2:
+                    yield make_sample(op, [Draw(shape)], {"ord": power, "dim": dim, "keepdim": dim == [-1]}, tries)
+
+
 def _index_of(call: Call) -> str:
     """The position of an extreme; of a flattened tensor when no dim is named."""
     return _reduce(call, "whole")
@@ -169,6 +184,7 @@ FAMILIES = {
     "reduce": Family(_reduce, _reduce_samples),
     "sum_to_size": Family(_sum_to_size, _sum_to_size_samples),
     "norm": Family(_norm, _norm_samples),
+    "linalg_norm": Family(_linalg_norm, _linalg_norm_samples),
     "index_of": Family(_index_of, _index_of_samples),
     "moments": Family(_moments, _moments_samples),
     "between": Family(_between, _between_samples),
@@ -193,6 +209,8 @@ aten.{amax,max}.default                                     reduce max
 aten.{amin,min}.default                                     reduce min
 aten.any.{default,dim,dims}                                 reduce max bool
 aten.all.{default,dim,dims}                                 reduce min bool
+aten._is_any_true.default                                   reduce max bool
+aten._is_all_true.default                                   reduce min bool
 aten.{max,min,median,nanmedian}.dim                         reduce whole
 aten.{median,nanmedian}.default                             reduce whole
 aten.{mode,kthvalue}.default                                reduce whole int; try k=2
@@ -203,6 +221,7 @@ aten.{quantile,nanquantile}.scalar                          reduce whole; try q=
 # variances, norms, soft extremes
 aten.{var,std,var_mean,std_mean}.{default,dim,correction}   moments
 aten.linalg_vector_norm.default                             norm ord
+aten.linalg_norm.{default,ord_str}                          linalg_norm
 aten.norm.{Scalar,ScalarOpt_dim}                            norm p
 aten.norm.{ScalarOpt_dtype,ScalarOpt_dim_dtype}             norm p
 aten.{logsumexp,special_logsumexp}.default                  reduce whole
