@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
+from autopar.errors import AutoparWarning
+from autopar.rules.discover import Discoveries
 from autopar.rules.registry import rule_table
 from autopar.trace.assemble import assemble
 from autopar.trace.binding import bind_graph
@@ -16,6 +19,9 @@ from autopar.trace.naming import name_dims
 from autopar.trace.regions import repeated_layers
 
 __all__ = ["trace"]
+
+_DISCOVERIES = Discoveries()
+"""Rules found for ops that the table lacks, kept between traces."""
 
 
 def trace(
@@ -28,7 +34,9 @@ def trace(
     `{"input_ids": "batch seq", "layers.*.up_proj.weight": "d_ff d_model"}`.
     """
     exported = export(model, inputs)
-    binding = bind_graph(exported, rule_table())
+    binding = bind_graph(exported, rule_table(), _DISCOVERIES)
+    for reason in dict.fromkeys(bound.reason for bound in binding.nodes if bound.source == "replicated"):
+        warnings.warn(reason, AutoparWarning, stacklevel=2)
     repeats = repeated_layers(exported)
     naming = name_dims(model, exported, binding, dims, repeats)
     return assemble(model, exported, binding, naming, repeats)

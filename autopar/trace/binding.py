@@ -17,6 +17,7 @@ from torch.fx import Node
 from autopar.errors import RuleError
 from autopar.rules.binding import factor_sizes, fresh_names
 from autopar.rules.call import Call, arguments_by_name, describe_call, flat_results, operands_of
+from autopar.rules.missing import no_rule_message
 from autopar.rules.notation import Operand, Rule, Term
 from autopar.rules.table import Table
 from autopar.trace.dims import DimSpace
@@ -143,7 +144,7 @@ def _rule_of(
     table: Table,
     discover: Discover | None,
 ) -> tuple[Rule, Source, str]:
-    reason = f"no rule for {op}"
+    reason = f"the table has no rule for {op}"
     if str(op) in table:
         try:
             rule = table[str(op)].rule(call)
@@ -155,6 +156,8 @@ def _rule_of(
     found = discover(op, call, labels) if discover else None
     if found is not None:
         return found, "discovered", reason
+    if str(op) not in table:
+        reason = no_rule_message(op, call, labels)
     return replicated_rule(call), "replicated", reason
 
 

@@ -35,7 +35,7 @@ class DimSpace:
     def compound(self, parts: Iterable[int]) -> int:
         """The class of a physical dim made of these parts, major first; parts of size 1 do not count."""
         roots = tuple(self.find(part) for part in parts)
-        kept = tuple(part for part in roots if self._size[part] > 1)
+        kept = roots if len(roots) == 1 else tuple(part for part in roots if self._size[part] > 1)
         if len(kept) == 1:
             return kept[0]
         dim = self.new(prod(self._size[part] for part in kept))

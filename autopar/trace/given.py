@@ -128,7 +128,7 @@ def _plain_jaxtyping(text: str, rank: int) -> str | None:
     if variadic:
         i = variadic[0]
         words[i : i + 1] = ["_"] * max(rank - len(words) + 1, 0)
-    plain = [word.rpartition("=")[2].lstrip("#?") for word in words]
+    plain = [word.partition("=")[0].lstrip("#?") for word in words]
     return " ".join(word if re.fullmatch(r"[A-Za-z_]\w*", word) else "_" for word in plain)
 
 
@@ -139,7 +139,7 @@ def _assign(binding: Binding, names: dict[int, Given], key: ValueKey, text: str,
         spec = (None,) * (len(dims) - len(spec) + 1) + spec[1:]
     if len(spec) != len(dims):
         shape = [binding.space.size(dim) for dim in dims]
-        raise DimsError(f"{place}: '{text}' names {len(spec)} dims, but {key!r} has {len(dims)}: {shape}")
+        raise DimsError(f"{place}: '{text}' names {len(spec)} dims, but the tensor has {len(dims)}: {shape}")
     flat = [name for entry in spec if entry for name in entry]
     for name in flat:
         if flat.count(name) > 1:

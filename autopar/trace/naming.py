@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.trace.regions import Repeat
 from torch import nn
 
 from autopar.trace.binding import Binding, ValueKey
 from autopar.trace.exported import Exported
 from autopar.trace.given import given_names
-from autopar.trace.structure import standard_names
+from autopar.trace.regions import Repeat
+from autopar.trace.roles import standard_names
 
 __all__ = ["Naming", "name_dims"]
 

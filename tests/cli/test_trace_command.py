@@ -64,7 +64,7 @@ def test_settings_reach_the_function_and_modes_the_model(capsys: pytest.CaptureF
         ([MLP, "--set", "no_such_argument=3"], "unexpected keyword argument 'no_such_argument'"),
         ([MLP, "--dims", "x"], "--dims x: expected TENSOR=NAMES"),
         ([MLP, "--dims", "y=batch d"], "dims['y']: no input, parameter or buffer has this name"),
-        ([MLP, "--dims", "x=batch"], "dims['x']: 'batch' names 1 dims, but 'x' has 2"),
+        ([MLP, "--dims", "x=batch"], "dims['x']: 'batch' names 1 dims, but the tensor has 2"),
         ([MLP, "--dims", "x=batch batch"], "gives the name 'batch' to two dims of one tensor"),
         ([MLP, "--dims", "x=batch (d"], "a '(' is not closed"),
     ],
