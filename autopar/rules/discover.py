@@ -33,6 +33,8 @@ Labels = Sequence[Sequence[Hashable] | None]
 SMALL = ((5, 7, 4, 9, 11, 13), (7, 4, 9, 5, 13, 11))
 """Two extents for each label, coprime, so that no dim is taken for another, and large enough for three shards."""
 MOST_ELEMENTS = 1_000_000
+MOST_SHARDS = 8
+"""On tensors of the call's own sizes all even splits up to this are tried: the op may insist on blocks."""
 MOST_FOLLOWERS = 8
 MOST_ORDERS = 24
 
@@ -371,7 +373,8 @@ def _attempts(rule: Rule, factor: str) -> Iterator[tuple[FactorKind, FactorKind 
 def _holds(trial: _Trial, runs: Sequence[Run], factor: str, kind: FactorKind, others: FactorKind | None) -> bool:
     for run, draws in zip(runs, trial.draws, strict=True):
         size = run.sizes[factor]
-        counts = [shards for shards in (2, 3) if size >= shards and (trial.small or size % shards == 0)]
+        counts = [2, 3] if trial.small else [shards for shards in range(2, MOST_SHARDS + 1) if size % shards == 0]
+        counts = [shards for shards in counts if shards <= size]
         if not counts:
             return False
         for shards in counts:
