@@ -227,7 +227,6 @@ aten.lerp.{Scalar,Tensor}                                   pointwise; linear 0+
 aten.{maximum,minimum,fmax,fmin}.default                    pointwise
 aten.{max,min}.other                                        pointwise
 aten.{hypot,atan2,arctan2,logaddexp,logaddexp2}.default     pointwise
-aten.ldexp.Tensor                                           pointwise normal int; linear 0
 aten.copysign.{Tensor,Scalar}                               pointwise
 aten.xlogy.Tensor                                           pointwise normal int   # not linear: 0 * log 0 is 0
 aten.xlogy.Scalar_Other                                     pointwise; try other=0

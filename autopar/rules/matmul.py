@@ -215,10 +215,8 @@ def _chain(call: Call) -> str:
 
 
 def _chain_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    yield make_sample(op, [_draws((3, 4), (4, 5), (5, 7))], {}, tries)
-    if op._schema.name == "aten::linalg_multi_dot":
-        yield make_sample(op, [_draws((4,), (4, 5), (5, 7))], {}, tries)
-        yield make_sample(op, [_draws((4,), (4, 5), (5,))], {}, tries)
+    for first, last in (((3, 4), (5, 7)), ((4,), (5, 7)), ((4,), (5,))):
+        yield make_sample(op, [_draws(first, (4, 5), last)], {}, tries)
 
 
 # -- rows in groups, each with a matrix of its own --------------------------------------------------------------------
@@ -328,7 +326,7 @@ aten.addbmm.default                                         added bmk bkn mn
 aten.einsum.default                                         einsum
 aten.tensordot.default                                      tensordot
 aten.kron.default                                           kron
-aten.{linalg_multi_dot,chain_matmul}.default                chain
+aten.linalg_multi_dot.default                               chain
 aten._grouped_mm.default                                    grouped
 transformers.grouped_mm_fallback.default                    grouped; try @transformers.integrations.moe
 aten.cdist.default                                          cdist
@@ -336,7 +334,7 @@ aten.pdist.default                                          n! d! -> pairs!
 
 # linear algebra, matrix by matrix
 aten.{linalg_inv,inverse,linalg_det,det,linalg_slogdet,slogdet,logdet}.default  batched
-aten.{linalg_matrix_exp,matrix_exp,linalg_cholesky,cholesky,linalg_cholesky_ex}.default  batched
+aten.{linalg_matrix_exp,matrix_exp,linalg_cholesky,linalg_cholesky_ex}.default  batched
 aten.{linalg_eigh,linalg_eigvalsh,linalg_svd,linalg_svdvals,linalg_qr}.default  batched
 aten.{linalg_matrix_power,matrix_power}.default             batched
 aten.linalg_pinv.{atol_rtol_float,default}                  batched

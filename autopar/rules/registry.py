@@ -19,6 +19,7 @@ from autopar.rules import (
     norm,
     permute,
     randomness,
+    recurrent,
     reduce,
     scatter,
     slicing,
@@ -46,6 +47,7 @@ MODULES: tuple[ModuleType, ...] = (
     norm,
     loss,
     randomness,
+    recurrent,
 )
 
 _registered: dict[str, Entry] = {}
