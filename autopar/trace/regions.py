@@ -165,7 +165,7 @@ class _Calls:
             reached = stop
             count, slack = divmod(stop - start, period)
             shifts = [d for d in range(slack + 1) if _valid_until(carried, start + d, period, stop) == stop]
-            shift = max(shifts, key=lambda d: (len(self.prefix(start + d, period)), -d))
+            shift = max(shifts, key=lambda d: (len(self.prefix(start + d, period)), len(self.paths[start + d]), -d))
             run = _Run(start + shift, period, count + 1)
             if self._is_layer(run):
                 yield run

@@ -138,7 +138,13 @@ def _place(exported: Exported, device: torch.device | None) -> tuple[GraphModule
             moved = node.kwargs.get("device") == home
             if moved or (is_factory(node) and "device" not in node.kwargs):
                 node.update_kwarg("device", device)
-        constants = {name: tensor.to(device) if tensor.device == home else tensor for name, tensor in constants.items()}
+        for name, tensor in exported.constants.items():
+            if tensor.is_meta and device.type != "meta":
+                raise AutoparError(
+                    f"the tensor {name!r} was on the meta device when the model was traced, so its data is not known. "
+                    "Register it as a buffer; then it gets its data with the model."
+                )
+            constants[name] = tensor.to(device) if tensor.device == home else tensor
     return with_checkpoints(graph), constants
 
 

@@ -6,13 +6,13 @@ formula says what it keeps; there is no table per op. A view counts as the value
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves
 
 from autopar.trace.checkpoint import checkpoint_regions
@@ -63,15 +63,15 @@ def saved_values(exported: Exported) -> Saved:
                 run.call(node, recomputed=node in inside)
         for _, nodes in checkpoint_regions(graph):
             run.keep_inputs(nodes)
-    return run.saved(graph.nodes)
+    return run.saved(graph)
 
 
 class _Run:
     def __init__(self) -> None:
         self.results: dict[Node, Any] = {}  # kept, so that no address of a storage is used twice
         self.owners: dict[int, Node] = {}
-        self.kept: set[Node] = set()
-        self.internal: dict[int, tuple[Node, torch.Tensor]] = {}
+        self.kept: dict[Node, set[Node]] = {}  # by the node whose backward needs them
+        self.internal: dict[Node, list[torch.Tensor]] = {}
         self.packed: list[torch.Tensor] = []
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -83,8 +83,13 @@ class _Run:
 
     def place(self, node: Node, result: Any) -> None:
         self.results[node] = result
-        for tensor in _tensors(result):
-            self.owners.setdefault(_address(tensor), node)
+        if isinstance(result, torch.Tensor):
+            self.owners.setdefault(_address(result), node)
+        elif isinstance(result, (tuple, list)):
+            items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+            for index, element in enumerate(result):
+                if isinstance(element, torch.Tensor) and index in items:
+                    self.owners.setdefault(_address(element), items[index])
 
     def call(self, node: Node, recomputed: bool) -> None:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.results.__getitem__)
@@ -96,29 +101,41 @@ class _Run:
         for tensor in self.packed:
             owner = self.owners.get(_address(tensor))
             if owner is not None:
-                self.kept.add(owner)
+                self.kept.setdefault(node, set()).add(owner)
             else:
-                self.internal.setdefault(_address(tensor), (node, tensor))
+                self.internal.setdefault(node, []).append(tensor)
 
     def keep_inputs(self, nodes: list[Node]) -> None:
-        """A checkpointed region keeps what enters it, if its results need a gradient."""
-        if not any(tensor.requires_grad for node in nodes for tensor in _tensors(self.results[node])):
-            return
+        """A checkpointed region keeps what enters it, for each of its results that leads to an output."""
         inside = set(nodes)
-        for source in (source for node in nodes for source in node.all_input_nodes if source not in inside):
-            self.kept.update(self.owners[_address(tensor)] for tensor in _tensors(self.results[source]))
+        entering = [source for node in nodes for source in node.all_input_nodes if source not in inside]
+        addresses = [_address(tensor) for source in entering for tensor in _tensors(self.results[source])]
+        owners = {self.owners[address] for address in addresses if address in self.owners}
+        for node in nodes:
+            if any(user not in inside for user in node.users):
+                self.kept.setdefault(node, set()).update(owners)
 
-    def saved(self, order: Any) -> Saved:
-        internal = tuple(
-            InternalSave(node.name, tuple(tensor.shape), tensor.dtype, tensor.untyped_storage().nbytes())
-            for node, tensor in self.internal.values()
-        )
-        return Saved(tuple(_names(node for node in order if node in self.kept)), internal)
+    def saved(self, graph: Graph) -> Saved:
+        alive = self._leading_to_outputs(graph)
+        kept = set().union(*(owners for node, owners in self.kept.items() if node in alive))
+        internal: dict[int, InternalSave] = {}
+        for node, tensors in self.internal.items():
+            for tensor in tensors if node in alive else ():
+                size = tensor.untyped_storage().nbytes()
+                if size:
+                    save = InternalSave(node.name, tuple(tensor.shape), tensor.dtype, size)
+                    internal.setdefault(_address(tensor), save)
+        return Saved(tuple(node.name for node in graph.nodes if node in kept), tuple(internal.values()))
 
-
-def _names(nodes: Iterator[Node]) -> Iterator[str]:
-    for node in nodes:
-        yield node.name
+    def _leading_to_outputs(self, graph: Graph) -> set[Node]:
+        """The nodes whose backward can be called once the forward is over; what others saved is free again."""
+        alive: set[Node] = set()
+        for node in reversed(graph.nodes):
+            if node.op != "call_function" or not any(t.requires_grad for t in _tensors(self.results[node])):
+                continue
+            if any(user.op == "output" or user in alive for user in node.users):
+                alive.add(node)
+        return alive
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:

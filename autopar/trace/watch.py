@@ -54,6 +54,8 @@ def watched(ambient_grad: bool, device: torch.device | None) -> Iterator[None]:
             (torch.Tensor, "register_post_accumulate_grad_hook", _refused_hook("register_post_accumulate_grad_hook")),
             (torch.autograd, "grad", _refused_gradient("torch.autograd.grad")),
             (torch.autograd, "backward", _refused_gradient("backward()")),
+            (torch, "tensor", _keeping_data(torch.tensor)),
+            (torch.Tensor, "new_tensor", _new_tensor),
             (torch.inference_mode, "__enter__", _enter_without_grad),
             (torch.inference_mode, "__exit__", _exit_without_grad),
             (export_trace, "print", _print_nothing),
@@ -122,6 +124,22 @@ def _refused_gradient(name: str) -> Callable[..., Any]:
         )
 
     return gradient
+
+
+def _keeping_data(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.tensor` on meta forgets the numbers; made on the CPU and moved, they stay in the graph as a constant."""
+
+    def tensor(data: Any, *, device: Any = None, **rest: Any) -> torch.Tensor:
+        target = torch.get_default_device() if device is None else torch.device(device)
+        if target.type != "meta":
+            return original(data, device=device, **rest)
+        return original(data, device="cpu", **rest).to(target)
+
+    return tensor
+
+
+def _new_tensor(like: torch.Tensor, data: Any, *, dtype: Any = None, device: Any = None, **rest: Any) -> torch.Tensor:
+    return torch.tensor(data, dtype=dtype or like.dtype, device=like.device if device is None else device, **rest)
 
 
 def _enter_without_grad(mode: Any) -> None:

@@ -360,7 +360,7 @@ def test_frozen_parameters_are_known() -> None:
     }
 
 
-Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - the untyped form is what is tested
+Pair = namedtuple("Pair", ["left", "right"])
 
 
 @dataclass
