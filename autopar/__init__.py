@@ -15,11 +15,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import AutoparError, AutoparWarning, DimsError, RuleError, TargetError, TraceError
+from autopar.errors import (
+    AutoparError,
+    AutoparWarning,
+    DimsError,
+    LayoutError,
+    MeshError,
+    RuleError,
+    TargetError,
+    TraceError,
+)
 
 if TYPE_CHECKING:
     from autopar.annotate import named
     from autopar.api import trace
+    from autopar.mesh import Mesh
     from autopar.rules.proof import prove_rule
     from autopar.rules.registry import register_rule
     from autopar.trace.graph import Dim, NamedGraph, NamedNode, NamedTensor
@@ -31,6 +41,9 @@ __all__ = [
     "AutoparWarning",
     "Dim",
     "DimsError",
+    "LayoutError",
+    "Mesh",
+    "MeshError",
     "NamedGraph",
     "NamedNode",
     "NamedTensor",
@@ -45,6 +58,7 @@ __all__ = [
 
 _HOMES = {
     "Dim": "autopar.trace.graph",
+    "Mesh": "autopar.mesh",
     "NamedGraph": "autopar.trace.graph",
     "NamedNode": "autopar.trace.graph",
     "NamedTensor": "autopar.trace.graph",

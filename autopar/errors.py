@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["AutoparError", "AutoparWarning", "DimsError", "RuleError", "TargetError", "TraceError"]
+__all__ = [
+    "AutoparError",
+    "AutoparWarning",
+    "DimsError",
+    "LayoutError",
+    "MeshError",
+    "RuleError",
+    "TargetError",
+    "TraceError",
+]
 
 
 class AutoparError(Exception):
@@ -23,6 +32,22 @@ class DimsError(AutoparError):
 
 class TargetError(AutoparError):
     """A TARGET of the command line (`file.py:function`) cannot be loaded or does not return `(model, inputs)`."""
+
+
+class MeshError(AutoparError):
+    """A device mesh is not written as one, or is asked for an axis or a rank that it lacks."""
+
+
+class LayoutError(AutoparError):
+    """A layout is not in the layout language or does not fit the model; `code`: E0 to E7, of docs/language.md."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(code, text)
+        self.code = code
+
+    def __str__(self) -> str:
+        text: str = self.args[1]
+        return text
 
 
 class AutoparWarning(UserWarning):
