@@ -1,0 +1,1 @@
+"""Layouts: the language in which users, strategies and plans say how tensors are split."""

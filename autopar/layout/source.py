@@ -1,0 +1,60 @@
+"""Where a statement of a layout was written, and errors that show it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autopar.errors import LayoutError
+from autopar.words import did_you_mean
+
+__all__ = ["Span", "layout_error", "unknown_name"]
+
+WIDTH = 160
+"""Longer lines are cut around the caret."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A place in a layout: file, line (from 1), column (from 0), and the whole text of the line."""
+
+    name: str
+    line: int
+    column: int
+    text: str
+
+    def at(self, word: str) -> Span:
+        """The first place on this line, from here on, where `word` stands by itself; else this place."""
+        found = re.search(rf"(?<![\w.]){re.escape(word)}(?![\w.])", self.text[self.column :])
+        return Span(self.name, self.line, self.column + found.start(), self.text) if found else self
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.line}"
+
+
+def layout_error(code: str, message: str, fix: str, *places: Span | str | None) -> LayoutError:
+    """An error that shows each place with a caret; a text stands for what was not read from a file."""
+    shown = [place for place in dict.fromkeys(places) if place is not None]
+    width = max((len(str(place)) for place in shown if isinstance(place, Span)), default=0)
+    lines = [f"{code}: {message}"]
+    for place in shown:
+        lines += _excerpt(place, width) if isinstance(place, Span) else [f"  {place}"]
+    return LayoutError(code, "\n".join([*lines, f"fix: {fix}"]))
+
+
+def unknown_name(what: str, name: str, known: Iterable[str], *places: Span | str | None) -> LayoutError:
+    """E1: `what` ("dim", "axis") is called `name`, which is none of the known ones."""
+    names = sorted(known)
+    fix = f"the names are {', '.join(names)}" if names else f"there is no {what} at all here"
+    return layout_error("E1", f"there is no {what} '{name}'{did_you_mean(name, names)}", fix, *places)
+
+
+def _excerpt(span: Span, width: int) -> list[str]:
+    # One column per character, whatever a bad file holds: the caret must point, and nothing may reach the terminal.
+    text = "".join(" " if c == "\t" else c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in span.text)
+    column = span.column
+    if len(text) > WIDTH:
+        start = max(0, column - WIDTH // 2)
+        text, column = text[start : start + WIDTH], column - start
+    return [f"  {span!s:>{width}} | {text}".rstrip(), f"  {'':>{width}} | {' ' * column}^"]
