@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from autopar.cli import trace
+from autopar.cli import strategies, trace
 from autopar.errors import AutoparError, TraceError
 
 __all__ = ["main"]
 
-COMMANDS = (trace,)
+COMMANDS = (trace, strategies)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

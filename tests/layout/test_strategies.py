@@ -1,0 +1,58 @@
+"""The strategies that autopar ships are layouts that say who they are."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.errors import LayoutError
+from autopar.layout.language import parse_layout, print_layout
+from autopar.layout.strategies import load_strategy, strategy_names, strategy_path
+from autopar.resources import data_folder
+
+
+def test_names() -> None:
+    assert strategy_names() == (
+        *("ddp", "fsdp", "fsdp_tp", "gshard_moe", "megatron", "megatron_sp", "spatial", "zero1"),
+    )
+
+
+@pytest.mark.parametrize("name", strategy_names())
+def test_strategy(name: str) -> None:
+    layout = load_strategy(name)
+    assert parse_layout(print_layout(layout)) == layout
+    assert layout.strategy is not None
+    assert layout.strategy.name == name
+    assert layout.strategy.description
+    assert layout.mesh is None, "a strategy is for any mesh"
+    assert strategy_path(name).read_text(encoding="utf-8").startswith("# "), "it says first where it comes from"
+
+
+@pytest.mark.parametrize("name", strategy_names())
+def test_the_readme_of_the_folder_lists_it(name: str) -> None:
+    strategy = load_strategy(name).strategy
+    assert strategy is not None
+    readme = (data_folder("strategies") / "README.md").read_text(encoding="utf-8")
+    assert f"| [`{name}.lay`]({name}.lay) | {strategy.description} |" in readme
+
+
+def test_what_megatron_says() -> None:
+    assert print_layout(load_strategy("megatron")) == (
+        'strategy megatron "tensor parallel: heads, d_ff and vocab"\n'
+        "batch -> dp\n"
+        "(heads, kv_heads, d_ff) -> tp\n"
+        "vocab -> tp pad\n"
+        "* -> none\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("megatrn", "; did you mean 'megatron'?"), ("../fsdp", "; did you mean 'fsdp'?"), ("zzz", "")]
+)
+def test_unknown_name(name: str, hint: str) -> None:
+    with pytest.raises(LayoutError) as error:
+        load_strategy(name)
+    assert error.value.code == "E1"
+    assert str(error.value) == (
+        f"E1: there is no strategy '{name}'{hint}\n"
+        "fix: the names are ddp, fsdp, fsdp_tp, gshard_moe, megatron, megatron_sp, spatial, zero1"
+    )
