@@ -105,6 +105,8 @@ def narrow(tensor: torch.Tensor, terms: tuple[Term, ...], sizes: Mapping[str, in
     term = terms[dim]
     if len(term) == 1:
         return tensor.narrow(dim, piece.start, piece.length)
-    opened = tensor.unflatten(dim, [sizes[name] for name in term])
+    before, after = tensor.shape[:dim], tensor.shape[dim + 1 :]
+    opened = tensor.reshape([*before, *(sizes[name] for name in term), *after])
     part = opened.narrow(dim + term.index(piece.factor), piece.start, piece.length)
-    return part.flatten(dim, dim + len(term) - 1)
+    extent = prod(part.shape[dim : dim + len(term)])
+    return part.reshape([*before, extent, *after])

@@ -94,6 +94,13 @@ def _padding_index(local: Local, piece: Piece) -> Local:
     return local.with_arguments(padding_idx=row - piece.start if piece.start <= row < piece.stop else -1)
 
 
+def _resized(local: Local, piece: Piece) -> Local:
+    """The output's size in numbers, in place of factors that would have to be rounded."""
+    count = len(local.arguments.get("scale_factors") or local.arguments.get("output_size") or ())
+    scales = {name: None for name in local.arguments if name.startswith("scale")}
+    return local.with_arguments(**scales, output_size=local.output_shape()[-count:])
+
+
 LOCALISERS: dict[str, Localiser] = {
     **{name: _output_shape(name) for name in ("size", "shape", "output_size")},
     "as_reshape": _as_reshape,
@@ -102,6 +109,7 @@ LOCALISERS: dict[str, Localiser] = {
     "start": _chunk_bounds,
     "split_size": _chunk_lengths("split_size"),
     "split_sizes": _chunk_lengths("split_sizes"),
+    "resized": _resized,
     "diagonal": _diagonal,
     "padding_idx": _padding_index,
 }

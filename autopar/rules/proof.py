@@ -195,6 +195,8 @@ class _Walk:
     def positive(self, run: Run, draws: Draws | None, shard_counts: Iterable[int]) -> None:
         rule = str(run.rule)
         self.kinds.update(run.rule.kinds.values())
+        if not run.rule.operands and not run.rule.factors:  # a number made from numbers: every shard makes it
+            self.record(run, Case(self.entry.op, rule, "nothing to split", 1), None, None)
         for factor, kind in run.rule.kinds.items():
             if kind is FactorKind.WHOLE:
                 continue

@@ -11,13 +11,18 @@ import torch
 
 from autopar.errors import RuleError
 from autopar.rules import (
+    along,
     attention,
+    conv,
     elementwise,
+    factories,
     index,
     loss,
     matmul,
+    misc,
     norm,
     permute,
+    pool,
     randomness,
     recurrent,
     reduce,
@@ -30,7 +35,7 @@ from autopar.rules.lowerings import LOCALISERS, LOWERINGS
 from autopar.rules.notation import Rule, parse_rule
 from autopar.rules.ops import display_name, find_op
 from autopar.rules.samples import Tries
-from autopar.rules.table import Entry, Table, parse_table
+from autopar.rules.table import Entry, Family, Table, parse_table
 
 __all__ = ["register_rule", "registered", "rule_table", "topics"]
 
@@ -43,11 +48,16 @@ MODULES: tuple[ModuleType, ...] = (
     slicing,
     index,
     scatter,
+    along,
     attention,
     norm,
+    conv,
+    pool,
     loss,
     randomness,
     recurrent,
+    factories,
+    misc,
 )
 
 _registered: dict[str, Entry] = {}
@@ -56,7 +66,11 @@ _registered: dict[str, Entry] = {}
 @cache
 def topics() -> Mapping[str, tuple[Entry, ...]]:
     """The lines of the table, by the file they stand in."""
-    families = {name: family for module in MODULES for name, family in module.FAMILIES.items()}
+    families: dict[str, Family] = {}
+    for module in MODULES:
+        clash = families.keys() & module.FAMILIES.keys()
+        assert not clash, f"{module.__name__} has a family of rules that another file has: {clash}"
+        families |= module.FAMILIES
     return {module.__name__.rpartition(".")[2]: tuple(parse_table(module.TABLE, families)) for module in MODULES}
 
 

@@ -89,6 +89,12 @@ def _index_put_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Samp
             for values in (full, full[1:]):
                 tensors = [Draw(shape), index_draws(shape, indices), Draw(values)]
                 yield make_sample(op, tensors, {"accumulate": accumulate})
+    if "unsafe" not in op._schema.name:
+        yield from _mask_samples(op)
+
+
+def _mask_samples(op: torch._ops.OpOverload) -> Iterable[Sample]:
+    for accumulate in (True, False):
         for shape, masks in MASKS:
             for values in ((), (1,), shape[2:]):
                 drawn = [None if mask is None else Draw(mask, "bool") for mask in masks]
@@ -211,7 +217,7 @@ FAMILIES = {
 }
 
 TABLE = """
-aten.index_put.default                               index_put
+aten.{index_put,_unsafe_index_put}.default           index_put
 aten.scatter.{src,value,reduce,value_reduce}         scatter
 aten.scatter_add.default                             scatter
 aten.scatter_reduce.two                              scatter
