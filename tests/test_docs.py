@@ -10,11 +10,13 @@ from types import ModuleType
 
 import pytest
 
+from autopar.layout.language import parse_layout
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MARKDOWN = [*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "cost_models/README.md", "strategies/README.md"))]
 
-CHECKED_LANGUAGES = {"python", "bash"}
+CHECKED_LANGUAGES = {"python", "bash", "layout"}
 SHOWN_LANGUAGES = {"text", "json", "toml", "yaml"}  # results and file formats: nothing in them runs
 
 FENCE = re.compile(
@@ -78,6 +80,14 @@ def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
             # Empty lines first: an error then names the line of the page.
             source = "\n" * (block.first_line - 1) + dedent(block.body)
             exec(compile(source, str(page), "exec"), module.__dict__)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "```layout" in page.read_text()], ids=page_name)
+def test_layout_blocks_are_layouts(page: Path) -> None:
+    for block in blocks(page.read_text()):
+        if block.language == "layout":
+            # Empty lines first, as above.
+            assert parse_layout("\n" * (block.first_line - 1) + dedent(block.body), page.name).statements
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
