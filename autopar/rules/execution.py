@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -235,10 +236,13 @@ def _recombine_one(
 def _concatenate(run: Run, output: int, pieces: Sequence[Piece], parts: Sequence[torch.Tensor]) -> torch.Tensor:
     operand, factor = run.rule.outputs[output], pieces[0].factor
     assert operand is not None, f"output {output} has no dims"
-    opened = [
-        split_dims(part, operand.terms, {**run.sizes, factor: piece.length})
-        for part, piece in zip(parts, pieces, strict=True)
-    ]
+    opened = []
+    for part, piece in zip(parts, pieces, strict=True):
+        sizes = {**run.sizes, factor: piece.length}
+        expected = [prod(sizes[name] for name in term) for term in operand.terms]
+        if list(part.shape) != expected:
+            raise ValueError(f"output {output} of a shard is {list(part.shape)}, not {expected}")
+        opened.append(split_dims(part, operand.terms, sizes))
     return join_dims(torch.cat(opened, factor_position(operand.terms, factor)), operand.terms)
 
 

@@ -235,7 +235,11 @@ def _embedding_bag_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[
 
 
 def _one_hot(call: Call) -> str:
+    """The number of classes, if not given, is the largest in the whole tensor."""
     names = Names("c")
+    if call["num_classes"] == -1:
+        dims = [names.whole() for _ in range(call.operand(0).rank)]
+        return text([dims], [[*dims, "c!"]])
     dims = names.some(call.operand(0).rank)
     return text([dims], [[*dims, "c"]], "lower c own_part")
 
@@ -243,6 +247,7 @@ def _one_hot(call: Call) -> str:
 def _one_hot_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
     for shape in ((), (5,), (4, 5)):
         yield make_sample(op, [Draw(shape, "index", 7)], {"num_classes": 7})
+        yield make_sample(op, [Draw(shape, "index", 7)], {"num_classes": -1})
 
 
 def _buckets(call: Call) -> str:

@@ -117,7 +117,7 @@ def _adaptive(call: Call) -> str:
             contracted.append(parts)
             left[i], right[i] = (parts, "1") if made == 1 else (compound([left[i], parts]), left[i])
     clause = f"mean {' '.join(contracted)}" if contracted else ""
-    return text([left], [right] * len(call.outputs), clause, "localise output_size")
+    return text([left], [right] * len(call.outputs), clause, "localise output_size" if len(call.outputs) == 1 else "")
 
 
 def _adaptive_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:

@@ -330,7 +330,8 @@ FAMILIES = {
 TABLE = """
 aten.{reshape,view_copy}.default                     view; linear 0; localise as_reshape
 aten.{view,_unsafe_view,_reshape_alias}.default      view; linear 0; localise as_reshape
-aten.{view_as,reshape_as}.default                    view_as; linear 0 0+1; localise as_reshape
+aten.view_as.default                                 view_as; linear 0 0+1; localise as_reshape
+aten.reshape_as.default                              view_as; linear 0 0+1
 aten.flatten.using_ints                              flatten; linear 0
 aten.unflatten.int                                   unflatten; linear 0; localise as_reshape
 aten.{squeeze,squeeze_copy}.{default,dim,dims}       squeeze; linear 0; localise as_reshape
