@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from autopar.mesh import Mesh
     from autopar.rules.proof import prove_rule
     from autopar.rules.registry import register_rule
-    from autopar.trace.graph import Dim, NamedGraph, NamedNode, NamedTensor
+    from autopar.tracing.graph import Dim, NamedGraph, NamedNode, NamedTensor
 
 __version__ = "0.1.0"
 
@@ -57,11 +57,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Dim": "autopar.trace.graph",
+    "Dim": "autopar.tracing.graph",
     "Mesh": "autopar.mesh",
-    "NamedGraph": "autopar.trace.graph",
-    "NamedNode": "autopar.trace.graph",
-    "NamedTensor": "autopar.trace.graph",
+    "NamedGraph": "autopar.tracing.graph",
+    "NamedNode": "autopar.tracing.graph",
+    "NamedTensor": "autopar.tracing.graph",
     "named": "autopar.annotate",
     "prove_rule": "autopar.rules.proof",
     "register_rule": "autopar.rules.registry",
@@ -74,7 +74,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'autopar' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value  # also over the subpackage of the same name, which the import has put here
+    globals()[name] = value
     return value
 
 

@@ -11,12 +11,12 @@ from torch import nn
 from autopar.errors import AutoparWarning
 from autopar.rules.discover import Discoveries
 from autopar.rules.registry import rule_table
-from autopar.trace.assemble import assemble
-from autopar.trace.binding import bind_graph
-from autopar.trace.export import export
-from autopar.trace.graph import NamedGraph
-from autopar.trace.naming import name_dims
-from autopar.trace.regions import repeated_layers
+from autopar.tracing.assemble import assemble
+from autopar.tracing.binding import bind_graph
+from autopar.tracing.export import export
+from autopar.tracing.graph import NamedGraph
+from autopar.tracing.naming import name_dims
+from autopar.tracing.regions import repeated_layers
 
 __all__ = ["trace"]
 

@@ -1,0 +1,116 @@
+"""The named graph: what `autopar.trace` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from autopar.rules.notation import Rule
+from autopar.tracing.binding import Source
+from autopar.tracing.exported import Exported, NodeOrigin
+from autopar.tracing.regions import Repeat
+from autopar.tracing.render import render_json, render_text
+from autopar.tracing.run import TracedModule
+from autopar.tracing.saved import Saved, saved_values
+
+__all__ = ["Dim", "Kind", "NamedGraph", "NamedNode", "NamedTensor"]
+
+Kind = Literal["input", "param", "buffer", "constant", "activation"]
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A named dimension: one role in the model; its extent may differ from place to place (feature maps)."""
+
+    name: str
+    sizes: tuple[int, ...]
+    parts: tuple[str, ...]
+    """The dims this one is made of, major first, where a view takes it apart."""
+    source: str
+    """`structure`, `generated`, or the place where the user gave the name."""
+    tensors: int
+    """How many tensors carry it."""
+
+    @property
+    def size(self) -> int:
+        """The extent; the largest where it differs from place to place."""
+        return max(self.sizes)
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor of the graph. `dims` has one entry per physical dim: a name, `(heads head_dim)`, or `1`."""
+
+    name: str
+    kind: Kind
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    node: str
+    """The fx node that holds it."""
+
+    def __str__(self) -> str:
+        return f"{self.name}[{' '.join(self.dims)}]"
+
+
+@dataclass(frozen=True)
+class NamedNode:
+    """An op of the graph: its rule, and the dim each factor of the rule is tied to."""
+
+    name: str
+    op: str
+    operands: tuple[str | None, ...]
+    outputs: tuple[str | None, ...]
+    rule: Rule
+    source: Source
+    reason: str
+    factors: Mapping[str, str]
+    sizes: Mapping[str, int]
+    origin: NodeOrigin
+    node: str
+
+
+@dataclass(frozen=True, eq=False)
+class NamedGraph:
+    """A model's forward graph, with a rule for every op and a name for every dim."""
+
+    model: nn.Module = field(repr=False)
+    exported: Exported = field(repr=False)
+    tensors: Mapping[str, NamedTensor] = field(repr=False)
+    nodes: tuple[NamedNode, ...] = field(repr=False)
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    dims: Mapping[str, Dim]
+    repeats: tuple[Repeat, ...]
+
+    def coverage(self) -> dict[str, int]:
+        """How many ops have a rule of the table, a discovered one, or none (and run replicated)."""
+        counts = {"table": 0, "discovered": 0, "replicated": 0}
+        for node in self.nodes:
+            counts[node.source] += 1
+        return counts
+
+    @property
+    def parameters(self) -> tuple[NamedTensor, ...]:
+        return tuple(tensor for tensor in self.tensors.values() if tensor.kind == "param")
+
+    def module(self) -> TracedModule:
+        """The graph as a module: same signature, parameters and results as the model."""
+        return TracedModule(self.model, self.exported)
+
+    @cached_property
+    def saved(self) -> Saved:
+        """The values that autograd keeps for the backward, exactly."""
+        return saved_values(self.exported)
+
+    def __str__(self) -> str:
+        return render_text(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """The graph as plain data (`autopar trace --json`)."""
+        return render_json(self)

@@ -1,0 +1,46 @@
+"""Names by structure: what role a dim plays is read off the graph, not off the names of parameters.
+
+Each detector looks at the bound graph and yields `(class of dims, name)`. `standard_names` asks them in order; the
+first name a class is given stays. A detector sees the names given so far, its own included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from autopar.tracing.binding import Binding
+from autopar.tracing.exported import Exported
+from autopar.tracing.roles.attention import attention, head_dims
+from autopar.tracing.roles.experts import experts
+from autopar.tracing.roles.images import channels, images
+from autopar.tracing.roles.leftovers import inputs, tied
+from autopar.tracing.roles.streams import layers, streams
+from autopar.tracing.roles.structure import Proposal, Structure
+from autopar.tracing.roles.tables import tables
+
+__all__ = ["standard_names"]
+
+DETECTORS: tuple[Callable[[Structure], Iterator[Proposal]], ...] = (
+    tables,
+    attention,
+    head_dims,
+    experts,
+    images,
+    tied,
+    streams,
+    channels,
+    layers,
+    inputs,
+    tied,
+)
+
+
+def standard_names(exported: Exported, binding: Binding, names: dict[int, str]) -> dict[int, str]:
+    """Add the standard names that the structure shows to `names` (class -> name); given names stay."""
+    structure = Structure(exported, binding, dict(names))
+    for detector in DETECTORS:
+        for dim, name in detector(structure):
+            root = structure.space.find(dim)
+            if root not in structure.names:
+                structure.names[root] = name
+    return structure.names

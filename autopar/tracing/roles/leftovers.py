@@ -1,0 +1,38 @@
+"""What the user feeds, and dims that stand beside named ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.tracing.roles.structure import Proposal, Structure, op_name
+from autopar.tracing.roles.tables import LOOKUPS
+
+__all__ = ["inputs", "tied"]
+
+
+def inputs(structure: Structure) -> Iterator[Proposal]:
+    """What the user feeds: `batch` leads; the second dim of ids is `seq`."""
+    for placeholder in structure.inputs:
+        value = structure.values[placeholder.node]
+        dims = structure.dims(placeholder.node)
+        if value.dim() >= 2 and not structure.space.parts(dims[0]):
+            yield dims[0], "batch"
+        if value.dim() == 2 and not value.is_floating_point():
+            yield dims[1], "seq"
+        if value.dim() == 1 and not value.is_floating_point() and structure.users.get(placeholder.node):
+            lookup = any(op_name(user) in LOOKUPS for user in structure.users[placeholder.node])
+            yield dims[0], "seq" if lookup else "batch"
+
+
+def tied(structure: Structure) -> Iterator[Proposal]:
+    """A dim kept apart from a named one (another extent, or the same tensor) takes its name too."""
+    for _ in range(len(structure.binding.ties)):
+        before = len(structure.names)
+        for tie in structure.binding.ties:
+            for dim, other in ((tie.first, tie.second), (tie.second, tie.first)):
+                name = structure.name(other)
+                known = structure.name(dim) is not None or structure.space.parts(dim) or structure.space.size(dim) == 1
+                if name is not None and not known:
+                    yield dim, name
+        if len(structure.names) == before:
+            return

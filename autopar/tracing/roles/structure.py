@@ -1,0 +1,78 @@
+"""What the detectors of roles ask of a bound graph."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from autopar.rules.notation import FactorKind
+from autopar.tracing.binding import Binding, BoundNode, ValueKey
+from autopar.tracing.exported import Exported
+
+__all__ = ["Proposal", "Structure", "op_name"]
+
+Proposal = tuple[int, str]
+
+"""A class of dims, and the name its place in the graph suggests."""
+
+
+class Structure:
+    """The bound graph, with what the detectors ask of it: who makes a value, who uses it, who is named already."""
+
+    def __init__(self, exported: Exported, binding: Binding, names: dict[int, str]) -> None:
+        self.binding = binding
+        self.space = binding.space
+        self.names = names
+        self.kinds = {p.node: p.kind for p in exported.placeholders}
+        self.inputs = [p for p in exported.placeholders if p.kind == "input"]
+        self.values = {node.name: node.meta["val"] for node in exported.graph_module.graph.nodes if "val" in node.meta}
+        self.maker: dict[ValueKey, BoundNode] = {}
+        self.users: dict[ValueKey, list[BoundNode]] = defaultdict(list)
+        self.order: dict[ValueKey, int] = {}
+        for i, bound in enumerate(binding.nodes):
+            for key in bound.outputs:
+                if key is not None:
+                    self.maker[key] = bound
+                    self.order[key] = i
+            for key in dict.fromkeys(key for key in bound.operands if key is not None):
+                self.users[key].append(bound)
+
+    def dims(self, key: ValueKey) -> tuple[int, ...]:
+        return tuple(map(self.space.find, self.binding.dims[key]))
+
+    def name(self, dim: int) -> str | None:
+        return self.names.get(self.space.find(dim))
+
+    def factor_dim(self, bound: BoundNode, factor: str) -> int:
+        return self.space.find(bound.factors[factor])
+
+    def is_weight(self, key: ValueKey | None) -> bool:
+        return key is not None and key in self.binding.stored
+
+    def contractions(self, bound: BoundNode) -> Iterator[str]:
+        """The factors this op sums away between an activation and a weight, as `linear` and convolutions do."""
+        for factor, kind in bound.rule.kinds.items():
+            if kind is not FactorKind.SUM:
+                continue
+            holders = _holders(bound, factor)
+            if len(holders) > 1 and any(map(self.is_weight, holders)) and not all(map(self.is_weight, holders)):
+                yield factor
+
+    def born(self, bound: BoundNode) -> Iterator[str]:
+        """The factors that come into the output from the weight alone: what a linear layer makes new."""
+        if not any(True for _ in self.contractions(bound)):
+            return
+        for factor in bound.rule.outputs[0].factors if bound.rule.outputs[0] else ():
+            holders = _holders(bound, factor)
+            if holders and all(map(self.is_weight, holders)):
+                yield factor
+
+
+def _holders(bound: BoundNode, factor: str) -> list[ValueKey | None]:
+    """The operands that have a factor."""
+    pairs = zip(bound.rule.operands, bound.operands, strict=False)
+    return [key for operand, key in pairs if operand is not None and factor in operand.factors]
+
+
+def op_name(bound: BoundNode) -> str:
+    return bound.call.op.split(".")[1]
