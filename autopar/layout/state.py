@@ -1,0 +1,164 @@
+"""The four states of a tensor along a mesh axis, and the frozen layout that holds one for every axis.
+
+    R replicated   the same value on every rank; so is its gradient
+    B broadcast    the same value on every rank; the ranks' gradients add up to its gradient
+    S split        rank i holds piece i of one dim; its gradient is split the same way
+    P partial      the ranks' values add up to the value; its gradient is the same on every rank
+
+A physical dim may be made of several named dims, `(heads head_dim)`, and an axis may split any of them. So a layout
+speaks of a tensor's *atoms*: its sizes as if every compound dim were unfolded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+from itertools import product
+from math import prod
+
+from autopar.errors import LayoutError
+
+__all__ = ["Atoms", "Layout", "Piece", "State", "chunk", "coordinates"]
+
+Piece = tuple[int, int]
+"""Where a rank's part of one atom starts, and how long it is."""
+
+
+class State(Enum):
+    REPLICATED = "R"
+    BROADCAST = "B"
+    SPLIT = "S"
+    PARTIAL = "P"
+
+
+@dataclass(frozen=True)
+class Atoms:
+    """The global sizes of a tensor's atoms, row-major; `dims[i]` says how many of them make up physical dim i."""
+
+    sizes: tuple[int, ...]
+    dims: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if sum(self.dims) != len(self.sizes) or min((*self.sizes, *self.dims), default=0) < 0:
+            raise ValueError(f"{len(self.sizes)} atoms {self.sizes} cannot be dealt to physical dims as {self.dims}")
+
+    @classmethod
+    def plain(cls, shape: Iterable[int]) -> Atoms:
+        """A tensor in which no dim is compound."""
+        sizes = tuple(shape)
+        return cls(sizes, (1,) * len(sizes))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.fold(self.sizes)
+
+    def fold(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """The physical shape of a tensor whose atoms have these (local) sizes."""
+        return tuple(prod(sizes[i] for i in members) for members in self.members)
+
+    @cached_property
+    def members(self) -> tuple[range, ...]:
+        """The atoms of each physical dim."""
+        ends = [sum(self.dims[: i + 1]) for i in range(len(self.dims))]
+        return tuple(range(end - count, end) for end, count in zip(ends, self.dims, strict=True))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tensor's state along every axis: `splits[atom]` are the axes that split it, major to minor; the rest is R."""
+
+    splits: tuple[tuple[str, ...], ...]
+    partial: frozenset[str] = frozenset()
+    broadcast: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for axis in self.axes:
+            if axis in seen:
+                raise LayoutError(
+                    "E3", f"axis '{axis}' stands twice in the layout {self}: an axis does one thing to a tensor"
+                )
+            seen.add(axis)
+
+    @classmethod
+    def replicated(cls, atoms: Atoms) -> Layout:
+        return cls(((),) * len(atoms.sizes))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All axes that are mentioned: those that are not, replicate."""
+        return (*(axis for axes in self.splits for axis in axes), *sorted(self.partial), *sorted(self.broadcast))
+
+    def state(self, axis: str) -> State:
+        if axis in self.partial:
+            return State.PARTIAL
+        if axis in self.broadcast:
+            return State.BROADCAST
+        return State.REPLICATED if self.atom(axis) is None else State.SPLIT
+
+    def atom(self, axis: str) -> int | None:
+        """The atom that the axis splits."""
+        return next((atom for atom, axes in enumerate(self.splits) if axis in axes), None)
+
+    @property
+    def value(self) -> Layout:
+        """What the ranks hold, without what becomes of the gradient: R and B are one."""
+        return replace(self, broadcast=frozenset())
+
+    @property
+    def gradient(self) -> Layout:
+        """The layout of the gradient. B and P change places, so the gradient's gradient has the first layout again."""
+        return Layout(self.splits, partial=self.broadcast, broadcast=self.partial)
+
+    def without(self, axes: Iterable[str]) -> Layout:
+        """This layout with some axes replicated."""
+        gone = frozenset(axes)
+        splits = tuple(tuple(axis for axis in split if axis not in gone) for split in self.splits)
+        return Layout(splits, self.partial - gone, self.broadcast - gone)
+
+    def check(self, atoms: Atoms, axes: Mapping[str, int]) -> None:
+        """Raise if this is no layout of such a tensor on such a mesh."""
+        if len(self.splits) != len(atoms.sizes):
+            raise ValueError(f"the layout {self} is for {len(self.splits)} atoms, the tensor has {len(atoms.sizes)}")
+        for axis in self.axes:
+            if axis not in axes:
+                raise LayoutError("E1", f"the layout {self} names axis '{axis}', but the mesh has {', '.join(axes)}")
+
+    def pieces(self, atoms: Atoms, axes: Mapping[str, int], coordinate: Mapping[str, int]) -> tuple[Piece, ...]:
+        """Which part of every atom the rank at this coordinate holds."""
+        return tuple(
+            _nested(size, [(axes[axis], coordinate[axis]) for axis in split])
+            for size, split in zip(atoms.sizes, self.splits, strict=True)
+        )
+
+    def local_sizes(self, atoms: Atoms, axes: Mapping[str, int], coordinate: Mapping[str, int]) -> tuple[int, ...]:
+        """The sizes of the local atoms; `atoms.fold` makes the local shape of them."""
+        return tuple(length for _, length in self.pieces(atoms, axes, coordinate))
+
+    def __str__(self) -> str:
+        rules = ", ".join(f"{atom} -> {'*'.join(axes)}" for atom, axes in enumerate(self.splits) if axes)
+        marks = [("partial", self.partial), ("broadcast", self.broadcast)]
+        return f"[{rules}]" + "".join(f" + {word}({'*'.join(sorted(axes))})" for word, axes in marks if axes)
+
+
+def chunk(extent: int, count: int, index: int) -> Piece:
+    """The pieces of `torch.chunk`, and of DTensor: all of the ceiling size, the last ones shorter or empty."""
+    step = -(-extent // count)
+    start = min(index * step, extent)
+    return start, min(step, extent - start)
+
+
+def _nested(extent: int, cuts: Iterable[tuple[int, int]]) -> Piece:
+    start = 0
+    for count, index in cuts:
+        offset, extent = chunk(extent, count, index)
+        start += offset
+    return start, extent
+
+
+def coordinates(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """The coordinates of all ranks, row-major: the last axis runs fastest."""
+    for indices in product(*map(range, axes.values())):
+        yield dict(zip(axes, indices, strict=True))

@@ -1,0 +1,352 @@
+"""Layout to layout: the steps that turn one into the other, forward and backward, and what each of them sends.
+
+Seen as values, a tensor is along each axis either the same on every rank (R and B), in pieces (S), or a sum (P). One
+table serves both directions, because a gradient is a tensor with a layout of its own (`Layout.gradient`):
+
+    same  -> sum    keep_one         the first rank keeps the value, the others hold zeros
+    sum   -> same   all_reduce
+    sum   -> piece  reduce_scatter
+    piece -> same   all_gather
+    same  -> piece  slice
+    piece -> piece  all_to_all       another dim, or the same dim with its axes in another order
+    piece -> sum    pad              with zeros, to the full extent
+
+So R -> B sends nothing forward, and its backward, which takes a sum to one value, is an all-reduce. The two directions
+are planned one by one: the backward of S -> R is a slice, whichever way the forward took.
+
+The steps of a direction are the cheapest over all orders: a shortest path, whose nodes are layouts, whose edges are
+steps, over one axis or over several at once. Only axes that the two layouts treat differently take part, so the
+communication stays on the axes that the user sees change.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from fractions import Fraction
+from functools import lru_cache
+from itertools import combinations, permutations
+from math import prod
+
+from autopar.layout.state import Atoms, Layout
+
+__all__ = ["LOCAL", "Link", "Reshard", "Step", "StepKind", "reshard", "steps"]
+
+Axes = tuple[tuple[str, int], ...]
+
+
+class StepKind(Enum):
+    """The order is the order of preference between equally cheap steps."""
+
+    SLICE = "slice"
+    KEEP_ONE = "keep_one"
+    PAD = "pad"
+    ALL_REDUCE = "all_reduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
+    ALL_TO_ALL = "all_to_all"
+
+
+_RANK = {kind: rank for rank, kind in enumerate(StepKind)}
+LOCAL = frozenset((StepKind.SLICE, StepKind.KEEP_ONE, StepKind.PAD))
+
+
+@dataclass(frozen=True)
+class Link:
+    """What sending costs along an axis, in any unit that all axes share: by default, elements sent."""
+
+    per_element: float = 1.0
+    per_collective: float = 0.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one direction.
+
+    `axes` are the axes it is over, major to minor as they cut `atom` where it cuts one; an all-to-all cuts `to_atom`
+    by `to_axes` instead (the same axes; the same atom where only their order changes). The numbers hold for the rank
+    that has most to do: `numel` is the size of the buffer that the collective works on (what is reduced, gathered or
+    exchanged, padding included), `sent_numel` what a bandwidth-optimal algorithm sends of it.
+    """
+
+    kind: StepKind
+    axes: tuple[str, ...]
+    atom: int | None
+    before: Layout
+    after: Layout
+    to_atom: int | None = None
+    to_axes: tuple[str, ...] = ()
+    numel: int = 0
+    sent_numel: int = 0
+
+    @property
+    def local(self) -> bool:
+        """Whether it sends nothing."""
+        return self.kind in LOCAL
+
+    def __str__(self) -> str:
+        text = f"{self.kind.value}({'*'.join(self.axes)})"
+        if self.atom is not None:
+            text += f" {self.atom}"
+        return text if self.to_atom is None else f"{text} -> {self.to_atom}({'*'.join(self.to_axes)})"
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """A conversion with both its directions; `gradient` is the conversion that its backward makes."""
+
+    atoms: Atoms
+    axes: Axes
+    source: Layout
+    target: Layout
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+
+    @property
+    def gradient(self) -> Reshard:
+        return Reshard(self.atoms, self.axes, self.target.gradient, self.source.gradient, self.backward, self.forward)
+
+    def __str__(self) -> str:
+        ways = [", ".join(map(str, way)) or "nothing" for way in (self.forward, self.backward)]
+        return f"{self.source} -> {self.target}: forward {ways[0]}; backward {ways[1]}"
+
+
+def reshard(
+    atoms: Atoms,
+    source: Layout,
+    target: Layout,
+    axes: Mapping[str, int],
+    links: Mapping[str, Link] | None = None,
+) -> Reshard:
+    """The cheapest steps from one layout to another and, for the gradient, back."""
+    return Reshard(
+        atoms,
+        tuple(axes.items()),
+        source,
+        target,
+        steps(atoms, source, target, axes, links),
+        steps(atoms, target.gradient, source.gradient, axes, links),
+    )
+
+
+def steps(
+    atoms: Atoms,
+    source: Layout,
+    target: Layout,
+    axes: Mapping[str, int],
+    links: Mapping[str, Link] | None = None,
+) -> tuple[Step, ...]:
+    """The cheapest steps from one layout to another, one direction only."""
+    source.check(atoms, axes)
+    target.check(atoms, axes)
+    # An axis of size 1 does nothing: along it all states are one.
+    single = [axis for axis, size in axes.items() if size == 1]
+    source, target = source.value.without(single), target.value.without(single)
+    if source == target:
+        return ()
+    links = links or {}
+    return _cheapest(
+        atoms, source, target, tuple(axes.items()), tuple((axis, links.get(axis, Link())) for axis in axes)
+    )
+
+
+# -- the search -------------------------------------------------------------------------------------------------------
+
+# Compared from left to right: what is sent, collectives, axes that take part, steps. Then the steps themselves.
+_Cost = tuple[Fraction, int, int, int]
+_Key = tuple[tuple[int, ...], ...]
+
+
+@lru_cache(maxsize=65536)
+def _cheapest(
+    atoms: Atoms, source: Layout, target: Layout, axes: Axes, links: tuple[tuple[str, Link], ...]
+) -> tuple[Step, ...]:
+    search = _Search(atoms, source, target, dict(axes), dict(links))
+    zero: _Cost = (Fraction(0), 0, 0, 0)
+    # Two entries with one cost and one key do not occur, so layouts are never compared.
+    queue: list[tuple[_Cost, _Key, Layout, tuple[Step, ...]]] = [(zero, (), source, ())]
+    done: set[Layout] = set()
+    while queue:
+        cost, key, layout, path = heapq.heappop(queue)
+        if layout == target:
+            return path
+        if layout in done:
+            continue
+        done.add(layout)
+        for step in search.steps_from(layout):
+            if step.after not in done:
+                entry = (search.added(cost, step), (*key, search.key(step)), step.after, (*path, step))
+                heapq.heappush(queue, entry)
+    raise AssertionError(f"no steps lead from {source} to {target}")
+
+
+def _orders(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """All ordered choices of at least one axis."""
+    return [order for count in range(1, len(axes) + 1) for order in permutations(axes, count)]
+
+
+@dataclass
+class _Search:
+    atoms: Atoms
+    source: Layout
+    target: Layout
+    axes: dict[str, int]
+    links: dict[str, Link]
+    fixed: tuple[int, ...] = field(init=False)
+    active: tuple[str, ...] = field(init=False)
+    summed: frozenset[str] = field(init=False)
+    cut: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        pairs = list(zip(self.source.splits, self.target.splits, strict=True))
+        # The major axes that an atom has in both layouts stay where they are.
+        self.fixed = tuple(_common(before, after) for before, after in pairs)
+        kept = {axis for (split, _), fixed in zip(pairs, self.fixed, strict=True) for axis in split[:fixed]}
+        kept |= self.source.partial & self.target.partial
+        mentioned = {*self.source.axes, *self.target.axes}
+        self.active = tuple(axis for axis in self.axes if axis in mentioned and axis not in kept)
+        # A sum is made only where the target wants one, and then for good. To pad with zeros and reduce them again
+        # would send less at times, but takes buffers of the full size.
+        self.summed = frozenset(self.active) & self.target.partial
+        self.cut = self._worth_cutting(pairs)
+
+    def _worth_cutting(self, pairs: list[tuple[tuple[str, ...], tuple[str, ...]]]) -> tuple[int, ...]:
+        cut = {
+            atom for atom, ((s, t), fixed) in enumerate(zip(pairs, self.fixed, strict=True)) if s[fixed:] or t[fixed:]
+        }
+        # An atom that neither layout cuts may serve on the way: to scatter a sum over the fast axis first, or to use an
+        # axis that replicates in order to send less. One is enough: best an even one, best a long one.
+        sizes, p = self.atoms.sizes, prod(self.axes[axis] for axis in self.active)
+        others = [atom for atom in range(len(sizes)) if atom not in cut]
+        cut.update(sorted(others, key=lambda atom: (sizes[atom] % p != 0, -sizes[atom], atom))[:1])
+        return tuple(sorted(cut))
+
+    # -- costs
+
+    def added(self, cost: _Cost, step: Step) -> _Cost:
+        if step.local:
+            return (cost[0], cost[1], cost[2] + len(step.axes), cost[3] + 1)
+        links = [self.links[axis] for axis in step.axes]
+        price = Fraction(max(link.per_element for link in links)) * step.sent_numel
+        price += Fraction(max(link.per_collective for link in links))
+        return (cost[0] + price, cost[1] + 1, cost[2] + len(step.axes), cost[3] + 1)
+
+    def key(self, step: Step) -> tuple[int, ...]:
+        places = {axis: place for place, axis in enumerate(self.axes)}
+        atoms = [-1 if atom is None else atom for atom in (step.atom, step.to_atom)]
+        return (_RANK[step.kind], *atoms, *(places[axis] for axis in (*step.axes, *step.to_axes)))
+
+    def _ranks(self, axes: tuple[str, ...]) -> int:
+        return prod(self.axes[axis] for axis in axes)
+
+    def _extent(self, atom: int, split: tuple[str, ...]) -> int:
+        """The longest local extent of an atom."""
+        extent = self.atoms.sizes[atom]
+        for axis in split:
+            extent = -(-extent // self.axes[axis])
+        return extent
+
+    def _local_numel(self, layout: Layout, leave_out: tuple[int, ...] = ()) -> int:
+        splits = enumerate(layout.splits)
+        return prod(self._extent(atom, split) for atom, split in splits if atom not in leave_out)
+
+    # -- edges
+
+    def steps_from(self, layout: Layout) -> list[Step]:
+        sums = tuple(axis for axis in self.active if axis in layout.partial and axis not in self.summed)
+        split = {axis for axes in layout.splits for axis in axes}
+        same = tuple(axis for axis in self.active if axis not in layout.partial and axis not in split)
+        kept = tuple(axis for axis in same if axis in self.summed)
+        found: list[Step] = []
+        if kept:
+            found.append(Step(StepKind.KEEP_ONE, kept, None, layout, _partial(layout, kept)))
+        found += [
+            self._all_reduce(layout, axes) for count in range(1, len(sums) + 1) for axes in combinations(sums, count)
+        ]
+        for atom in self.cut:
+            found += [Step(StepKind.SLICE, axes, atom, layout, _cut(layout, atom, axes)) for axes in _orders(same)]
+            found += [self._reduce_scatter(layout, atom, axes) for axes in _orders(sums)]
+            movable = layout.splits[atom][self.fixed[atom] :]
+            for count in range(1, len(movable) + 1):
+                found += self._from_pieces(layout, atom, movable[-count:])
+        return found
+
+    def _from_pieces(self, layout: Layout, atom: int, axes: tuple[str, ...]) -> list[Step]:
+        """What can be done with the most minor axes of an atom."""
+        joined = _joined(layout, atom, axes)
+        chunk = self._local_numel(layout)
+        numel = chunk * self._ranks(axes)
+        found = [Step(StepKind.ALL_GATHER, axes, atom, layout, joined, numel=numel, sent_numel=numel - chunk)]
+        if self.summed.issuperset(axes):
+            found.append(Step(StepKind.PAD, axes, atom, layout, _partial(joined, axes)))
+        for to_atom in self.cut:
+            for to_axes in permutations(axes):
+                if to_atom != atom or to_axes[0] != axes[0]:
+                    after = _cut(joined, to_atom, to_axes)
+                    sent = self._exchanged(layout, after, atom, axes, to_atom, to_axes)
+                    kind = StepKind.ALL_TO_ALL
+                    found.append(Step(kind, axes, atom, layout, after, to_atom, to_axes, numel=chunk, sent_numel=sent))
+        return found
+
+    def _all_reduce(self, layout: Layout, axes: tuple[str, ...]) -> Step:
+        after = Layout(layout.splits, layout.partial - set(axes))
+        numel, ranks = self._local_numel(layout), self._ranks(axes)
+        sent = -(-2 * (ranks - 1) * numel // ranks)
+        return Step(StepKind.ALL_REDUCE, axes, None, layout, after, numel=numel, sent_numel=sent)
+
+    def _reduce_scatter(self, layout: Layout, atom: int, axes: tuple[str, ...]) -> Step:
+        after = _cut(Layout(layout.splits, layout.partial - set(axes)), atom, axes)
+        chunk = self._local_numel(after)
+        numel = chunk * self._ranks(axes)
+        return Step(StepKind.REDUCE_SCATTER, axes, atom, layout, after, numel=numel, sent_numel=numel - chunk)
+
+    def _exchanged(
+        self, before: Layout, after: Layout, atom: int, axes: tuple[str, ...], to_atom: int, to_axes: tuple[str, ...]
+    ) -> int:
+        """What the busiest rank of an all-to-all sends: all that it holds but what it holds afterwards too."""
+        rest = self._local_numel(before, (atom, to_atom))
+        busiest = 0
+        # The rank at 0 of all other axes has the longest pieces of what they cut.
+        origin = dict.fromkeys(self.axes, 0)
+        for place in range(self._ranks(axes)):
+            held, wanted = (
+                layout.pieces(self.atoms, self.axes, origin | self._place(axes, place)) for layout in (before, after)
+            )
+            stays = prod(_overlap(held[i], wanted[i]) for i in {atom, to_atom})
+            busiest = max(busiest, (prod(held[i][1] for i in {atom, to_atom}) - stays) * rest)
+        return busiest
+
+    def _place(self, axes: tuple[str, ...], place: int) -> dict[str, int]:
+        coordinate = {}
+        for axis in reversed(axes):
+            place, coordinate[axis] = divmod(place, self.axes[axis])
+        return coordinate
+
+
+def _common(one: tuple[str, ...], other: tuple[str, ...]) -> int:
+    count = 0
+    while count < min(len(one), len(other)) and one[count] == other[count]:
+        count += 1
+    return count
+
+
+def _overlap(one: tuple[int, int], other: tuple[int, int]) -> int:
+    return max(0, min(one[0] + one[1], other[0] + other[1]) - max(one[0], other[0]))
+
+
+def _cut(layout: Layout, atom: int, axes: tuple[str, ...]) -> Layout:
+    splits = list(layout.splits)
+    splits[atom] += axes
+    return Layout(tuple(splits), layout.partial)
+
+
+def _joined(layout: Layout, atom: int, axes: tuple[str, ...]) -> Layout:
+    splits = list(layout.splits)
+    splits[atom] = splits[atom][: -len(axes)]
+    return Layout(tuple(splits), layout.partial)
+
+
+def _partial(layout: Layout, axes: tuple[str, ...]) -> Layout:
+    return Layout(layout.splits, layout.partial | set(axes))

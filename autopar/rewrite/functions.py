@@ -1,0 +1,171 @@
+"""The one differentiable collective: a reshard as a function on the tensor that a rank holds.
+
+Its forward runs the forward steps of the reshard and its backward the backward steps, so what is priced is what runs.
+The collectives are the functional ones and are waited for at once, which `torch.compile` traces as one graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import MeshError
+from autopar.reshard import Reshard, Step, StepKind
+from autopar.rewrite.moves import Move, bind, finish, keep_local, prepare
+
+__all__ = ["Conversion", "Groups", "convert"]
+
+
+@dataclass(frozen=True)
+class _Group:
+    name: str
+    members: tuple[dict[str, int], ...]
+
+
+class Groups:
+    """The process groups of a device mesh: one for every set of axes that some collective is over.
+
+    They are created when a conversion first needs them, by all ranks in the same order; every rank must bind the same
+    conversions in the same order.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        if mesh.mesh_dim_names is None:
+            raise MeshError("the dims of the DeviceMesh have no names; give it mesh_dim_names")
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise MeshError(f"rank {dist.get_rank()} is not in the mesh {mesh}; start one process per device of it")
+        self.mesh = mesh
+        self.names: tuple[str, ...] = tuple(mesh.mesh_dim_names)
+        self.coordinate: Mapping[str, int] = dict(zip(self.names, coordinate, strict=True))
+        self._found: dict[tuple[str, ...], _Group] = {}
+
+    def of(self, axes: tuple[str, ...]) -> _Group:
+        """The group of the ranks that differ from this one along these axes only."""
+        ordered = tuple(axis for axis in self.names if axis in axes)
+        if ordered not in self._found:
+            self._found[ordered] = self._group(ordered)
+        return self._found[ordered]
+
+    def _group(self, axes: tuple[str, ...]) -> _Group:
+        line = self.mesh[axes[0]] if len(axes) == 1 else self.mesh[axes]._flatten()
+        group = line.get_group()
+        places = {
+            rank: dict(zip(self.names, map(int, place), strict=True))
+            for place, rank in _places(self.mesh)
+            if all(place[self.names.index(axis)] == at for axis, at in self.coordinate.items() if axis not in axes)
+        }
+        members = tuple(places[rank] for rank in dist.get_process_group_ranks(group))
+        return _Group(group.group_name, members)
+
+
+def _places(mesh: DeviceMesh) -> list[tuple[tuple[int, ...], int]]:
+    shape = tuple(mesh.mesh.shape)
+    indices = [tuple(int(i) for i in torch.unravel_index(torch.tensor(n), shape)) for n in range(mesh.mesh.numel())]
+    return list(zip(indices, mesh.mesh.flatten().tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A reshard bound to this rank; called on its local tensor. `gradient` is what its backward does."""
+
+    reshard: Reshard
+    forward: tuple[Move, ...]
+    backward: tuple[Move, ...]
+    groups: tuple[tuple[tuple[str, ...], str], ...]
+    shape: tuple[int, ...]
+    result_shape: tuple[int, ...]
+
+    @classmethod
+    def bind(cls, reshard: Reshard, groups: Groups) -> Conversion:
+        """All ranks of the mesh bind the same conversions, in the same order."""
+        axes = dict(reshard.axes)
+
+        def bound(steps: tuple[Step, ...]) -> tuple[Move, ...]:
+            return tuple(
+                bind(step, reshard, groups.coordinate, () if step.local else groups.of(step.axes).members)
+                for step in steps
+            )
+
+        over = {
+            step.axes: groups.of(step.axes).name for step in (*reshard.forward, *reshard.backward) if not step.local
+        }
+        shapes = [
+            reshard.atoms.fold(layout.local_sizes(reshard.atoms, axes, groups.coordinate))
+            for layout in (reshard.source, reshard.target)
+        ]
+        return cls(reshard, bound(reshard.forward), bound(reshard.backward), tuple(over.items()), *shapes)
+
+    @cached_property
+    def gradient(self) -> Conversion:
+        return replace(
+            self,
+            reshard=self.reshard.gradient,
+            forward=self.backward,
+            backward=self.forward,
+            shape=self.result_shape,
+            result_shape=self.shape,
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return convert(x, self)
+
+
+def convert(x: Tensor, conversion: Conversion) -> Tensor:
+    """The tensor in its new layout; differentiable where `x` needs a gradient."""
+    if tuple(x.shape) != conversion.shape:
+        raise ValueError(
+            f"a conversion from {conversion.reshard.source} is for a local tensor of shape {conversion.shape}, "
+            f"this one has {tuple(x.shape)}"
+        )
+    if x.requires_grad and torch.is_grad_enabled() and (conversion.forward or conversion.backward):
+        converted: Tensor = _Convert.apply(x, conversion)  # type: ignore[no-untyped-call]
+        return converted
+    return _run(x, conversion)
+
+
+class _Convert(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, conversion: Conversion) -> Tensor:
+        ctx.conversion = conversion
+        # Where nothing is done, still another tensor: a Function that gives back its input marks it as changed.
+        return _run(x, conversion) if conversion.forward else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # Through `convert`, so that gradients of gradients come out right.
+        return convert(gradient, ctx.conversion.gradient), None
+
+
+def _run(x: Tensor, conversion: Conversion) -> Tensor:
+    if not conversion.forward:
+        return x
+    names = dict(conversion.groups)
+    x = x.reshape(conversion.forward[0].before)
+    for move in conversion.forward:
+        x = keep_local(move, x) if move.local else _exchange(move, x, names[move.axes])
+    return x.reshape(conversion.result_shape)
+
+
+def _exchange(move: Move, x: Tensor, group: str) -> Tensor:
+    buffer = prepare(move, x)
+    if buffer.numel() == 0 and move.kind is not StepKind.ALL_TO_ALL:
+        # The tensor itself is empty: so it is on all members of the group.
+        return x.new_zeros(move.after)
+    ops = torch.ops._c10d_functional
+    if move.kind is StepKind.ALL_REDUCE:
+        buffer = ops.all_reduce(buffer, "sum", group)
+    elif move.kind is StepKind.ALL_GATHER:
+        buffer = ops.all_gather_into_tensor(buffer, move.ranks, group)
+    elif move.kind is StepKind.REDUCE_SCATTER:
+        buffer = ops.reduce_scatter_tensor(buffer, "sum", move.ranks, group)
+    else:
+        buffer = ops.all_to_all_single(buffer, list(move.received), list(move.sent), group)
+    return finish(move, ops.wait_tensor(buffer))

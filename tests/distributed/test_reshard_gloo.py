@@ -1,0 +1,177 @@
+"""Conversions in real processes: the same values and gradients as on simulated ranks, in eager mode and compiled."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from autopar.layout.state import Atoms, Layout
+from autopar.reshard import Reshard, StepKind, reshard
+from autopar.rewrite.functions import Conversion, Groups
+from tests.distributed.launcher import launch
+from tests.simulation import all_layouts, run, scatter
+
+CASES = [
+    (Atoms.plain((6, 4)), {"a": 2}),
+    (Atoms.plain((5, 3)), {"a": 2}),
+    (Atoms.plain((12, 8)), {"a": 2, "b": 2}),
+    (Atoms((3, 5, 4), (2, 1)), {"a": 2, "b": 2}),
+    (Atoms.plain((1,)), {"a": 2, "b": 2}),
+    (Atoms.plain((7, 3)), {"a": 4}),
+]
+
+
+def groups_of(axes: Mapping[str, int]) -> Groups:
+    return Groups(init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes)))
+
+
+def sampled(atoms: Atoms, axes: Mapping[str, int], count: int) -> list[Reshard]:
+    """Some conversions, the same on every rank; all of them if there are not more."""
+    layouts = list(all_layouts(atoms, axes))
+    pairs = [(source, target) for source in layouts for target in layouts]
+    if len(pairs) > count:
+        pairs = random.Random(5).sample(pairs, count)
+    return [reshard(atoms, source, target, axes) for source, target in pairs]
+
+
+def convert_there_and_back(atoms: Atoms, axes: Mapping[str, int], count: int) -> set[StepKind]:
+    """Compares this rank's forward and backward with the simulation; says which kinds of steps were met."""
+    rank, groups = dist.get_rank(), groups_of(axes)
+    torch.manual_seed(0)
+    kinds: set[StepKind] = set()
+    for way in sampled(atoms, axes, count):
+        conversion = Conversion.bind(way, groups)
+        value, gradient = torch.randn(2, *atoms.shape, dtype=torch.float64)
+        local = scatter(value, way.source, atoms, axes)
+        coming = scatter(gradient, way.target.gradient, atoms, axes)
+        expected = run(way, way.forward, local)[0][rank]
+        returning = run(way.gradient, way.backward, coming)[0][rank]
+        mine = local[rank].requires_grad_()
+        result = conversion(mine)
+        torch.testing.assert_close(result, expected, msg=str(way))
+        (actual,) = torch.autograd.grad(result, mine, coming[rank])
+        torch.testing.assert_close(actual, returning, msg=str(way))
+        kinds |= {step.kind for step in (*way.forward, *way.backward)}
+    return kinds
+
+
+@pytest.mark.parametrize(("atoms", "axes"), CASES, ids=str)
+def test_forward_and_backward_in_real_processes(atoms: Atoms, axes: Mapping[str, int]) -> None:
+    ranks = 4 if len(axes) == 2 else axes["a"]
+    kinds = launch(convert_there_and_back, atoms, axes, 60, ranks=ranks)
+    assert kinds[0] == set(StepKind) or len(atoms.sizes) == 1
+
+
+def convert_integers(axes: Mapping[str, int]) -> list[bool]:
+    groups, rank = groups_of(axes), dist.get_rank()
+    atoms = Atoms.plain((5, 4))
+    found = []
+    for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool, torch.bfloat16):
+        value = torch.arange(20).reshape(5, 4).remainder(7).to(dtype)
+        for source, target in [("a-", "--"), ("--", "-a"), ("a-", "-a"), ("ab", "--")]:
+            layouts = [Layout(tuple(tuple(word.strip("-")) for word in text)) for text in (source, target)]
+            way = reshard(atoms, *layouts, axes)
+            local = scatter(value.double(), way.source, atoms, axes)[rank].to(dtype)
+            expected = scatter(value.double(), way.target, atoms, axes)[rank].to(dtype)
+            result = Conversion.bind(way, groups)(local)
+            found.append(torch.equal(result, expected) and result.dtype == dtype and not result.requires_grad)
+    return found
+
+
+def test_integers_and_booleans_are_converted_without_gradients() -> None:
+    assert all(map(all, launch(convert_integers, {"a": 2, "b": 2}, ranks=4)))
+
+
+COMPILED_ATOMS = Atoms.plain((6, 8))
+
+
+def split_by(*words: str, partial: str = "", broadcast: str = "") -> Layout:
+    return Layout(tuple(map(tuple, words)), frozenset(partial), frozenset(broadcast))
+
+
+def program(axes: Mapping[str, int]) -> list[Reshard]:
+    """Conversions that follow upon each other, with every kind of step."""
+    layouts = [
+        split_by("a", "b"),
+        split_by("", "b", broadcast="a"),
+        split_by("", "ab"),
+        split_by("ab", ""),
+        split_by("ba", ""),
+        split_by("", "", broadcast="ab"),
+        split_by("", "", partial="ab"),
+        split_by("a", "", partial="b"),
+        split_by("", "", broadcast="ab"),
+        split_by("", ""),
+    ]
+    layouts = [layout.without({"a", "b"} - axes.keys()) for layout in layouts]
+    return [reshard(COMPILED_ATOMS, s, t, axes) for s, t in pairwise(layouts)]
+
+
+def run_compiled(backend: str, axes: Mapping[str, int]) -> list[float]:
+    """The largest difference of the compiled outputs and gradients from the eager ones."""
+    torch.manual_seed(0)
+    groups, ways = groups_of(axes), program(axes)
+    conversions = [Conversion.bind(way, groups) for way in ways]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for conversion in conversions:
+            x = conversion(x * 1.5 if conversion.reshard.source.partial else torch.sin(x))
+        return x
+
+    value = torch.randn(COMPILED_ATOMS.shape, dtype=torch.float64)
+    local = scatter(value, ways[0].source, COMPILED_ATOMS, axes)[dist.get_rank()]
+    found = []
+    for call in (function, torch.compile(function, fullgraph=True, backend=backend)):
+        leaf = local.clone().requires_grad_()
+        result = call(leaf)
+        result.square().sum().backward()
+        assert leaf.grad is not None
+        with torch.no_grad():
+            found.append((result.detach(), leaf.grad, call(leaf)))
+    return [float((one - other).abs().max()) for one, other in zip(*found, strict=True)]
+
+
+def test_a_compiled_function_with_conversions_is_one_graph() -> None:
+    for differences in launch(run_compiled, "aot_eager", {"a": 2, "b": 2}, ranks=4, seconds=120):
+        assert max(differences) < 1e-12
+
+
+@pytest.mark.slow
+def test_a_function_compiled_by_inductor_gives_the_same() -> None:
+    for differences in launch(run_compiled, "inductor", {"a": 2}, ranks=2, seconds=300):
+        assert max(differences) < 1e-12
+
+
+def differentiate_twice() -> list[float]:
+    """The second derivative of a sum of cubes across a gather and a scatter, against one process."""
+    torch.manual_seed(0)
+    atoms, axes, groups = Atoms.plain((6,)), {"a": 2}, groups_of({"a": 2})
+    there = Conversion.bind(reshard(atoms, split_by("a"), split_by("", broadcast="a"), axes), groups)
+    back = Conversion.bind(reshard(atoms, split_by("", broadcast="a"), split_by("a"), axes), groups)
+    value = torch.randn(atoms.shape, dtype=torch.float64)
+    leaf = scatter(value, split_by("a"), atoms, axes)[dist.get_rank()].requires_grad_()
+    (first,) = torch.autograd.grad((back(there(leaf).pow(3)) * 1.0).sum(), leaf, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), leaf)
+    return [float((first - 3 * leaf**2).abs().max()), float((second - 6 * leaf).abs().max())]
+
+
+def test_second_derivatives() -> None:
+    for differences in launch(differentiate_twice, ranks=2):
+        assert max(differences) < 1e-12
+
+
+def stall() -> None:
+    if dist.get_rank() == 0:
+        dist.barrier()
+    raise ValueError("rank 1 has had enough")
+
+
+def test_the_launcher_ends_all_ranks_when_one_fails() -> None:
+    with pytest.raises(AssertionError, match="rank 1 has had enough"):
+        launch(stall, ranks=2)
