@@ -259,7 +259,7 @@ aten.linear.default aten.matmul.default aten.bmm.default aten.addmm.default aten
 aten.sum.dim_IntList aten.mean.dim aten.amax.default aten.argmax.default aten.any.dim aten.var.correction
 aten.layer_norm.default aten.group_norm.default aten.scaled_dot_product_attention.default
 aten.embedding.default aten.index_select.default aten.gather.default aten.cat.default aten.stack.default
-aten.transpose.int aten.permute.default aten.flip.default aten.sort.default aten.topk.default aten.tril.default
+aten.transpose.int aten.permute.default aten.flip.default aten.sort.default aten.topk.default
 """
 
 
