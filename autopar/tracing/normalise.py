@@ -59,7 +59,7 @@ def is_random(node: Node) -> bool:
     """Whether a node draws random numbers."""
     if node.target is aten.scaled_dot_product_attention.default:
         rate = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return rate != 0.0
+        return bool(rate != 0.0)
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 

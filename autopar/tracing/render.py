@@ -25,7 +25,7 @@ def _header(graph: NamedGraph) -> str:
     mode = "train" if exported.training else "eval"
     lines = [
         f"{type(graph.model).__name__} ({mode} mode): {len(graph.nodes):,} ops, rules: {rules}",
-        f"{len(graph.parameters):,} parameters, {_count(_parameter_count(graph))} numbers",
+        f"{len(graph.parameters):,} parameters, {_count(_parameter_count(graph))} elements",
     ]
     for repeat in graph.repeats:
         lines.append(f"{repeat.count} times the same {repeat.period} ops: {_span(repeat.module_paths)}")
