@@ -27,10 +27,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
 from functools import lru_cache
-from itertools import combinations, permutations
+from itertools import combinations, permutations, product
 from math import prod
 
-from autopar.layout.state import Atoms, Layout
+from autopar.layout.state import Atoms, Layout, Piece, nested
 
 __all__ = ["LOCAL", "Link", "Reshard", "Step", "StepKind", "reshard", "steps"]
 
@@ -155,7 +155,7 @@ def steps(
 # -- the search -------------------------------------------------------------------------------------------------------
 
 # Compared from left to right: what is sent, collectives, axes that take part, steps. Then the steps themselves.
-_Cost = tuple[Fraction, int, int, int]
+_Cost = tuple[int | Fraction, int, int, int]
 _Key = tuple[tuple[int, ...], ...]
 
 
@@ -164,7 +164,7 @@ def _cheapest(
     atoms: Atoms, source: Layout, target: Layout, axes: Axes, links: tuple[tuple[str, Link], ...]
 ) -> tuple[Step, ...]:
     search = _Search(atoms, source, target, dict(axes), dict(links))
-    zero: _Cost = (Fraction(0), 0, 0, 0)
+    zero: _Cost = (0, 0, 0, 0)
     # Two entries with one cost and one key do not occur, so layouts are never compared.
     queue: list[tuple[_Cost, _Key, Layout, tuple[Step, ...]]] = [(zero, (), source, ())]
     done: set[Layout] = set()
@@ -229,8 +229,8 @@ class _Search:
         if step.local:
             return (cost[0], cost[1], cost[2] + len(step.axes), cost[3] + 1)
         links = [self.links[axis] for axis in step.axes]
-        price = Fraction(max(link.per_element for link in links)) * step.sent_numel
-        price += Fraction(max(link.per_collective for link in links))
+        price = _exact(max(link.per_element for link in links)) * step.sent_numel
+        price += _exact(max(link.per_collective for link in links))
         return (cost[0] + price, cost[1] + 1, cost[2] + len(step.axes), cost[3] + 1)
 
     def key(self, step: Step) -> tuple[int, ...]:
@@ -306,23 +306,30 @@ class _Search:
         self, before: Layout, after: Layout, atom: int, axes: tuple[str, ...], to_atom: int, to_axes: tuple[str, ...]
     ) -> int:
         """What the busiest rank of an all-to-all sends: all that it holds but what it holds afterwards too."""
-        rest = self._local_numel(before, (atom, to_atom))
-        busiest = 0
-        # The rank at 0 of all other axes has the longest pieces of what they cut.
-        origin = dict.fromkeys(self.axes, 0)
-        for place in range(self._ranks(axes)):
-            held, wanted = (
-                layout.pieces(self.atoms, self.axes, origin | self._place(axes, place)) for layout in (before, after)
-            )
-            stays = prod(_overlap(held[i], wanted[i]) for i in {atom, to_atom})
-            busiest = max(busiest, (prod(held[i][1] for i in {atom, to_atom}) - stays) * rest)
-        return busiest
+        extent = self._extent(atom, before.splits[atom][: -len(axes)])
+        other = None if to_atom == atom else self._extent(to_atom, before.splits[to_atom])
+        sizes, order = tuple(self.axes[axis] for axis in axes), tuple(axes.index(axis) for axis in to_axes)
+        return _busiest(extent, other, sizes, order) * self._local_numel(before, (atom, to_atom))
 
-    def _place(self, axes: tuple[str, ...], place: int) -> dict[str, int]:
-        coordinate = {}
-        for axis in reversed(axes):
-            place, coordinate[axis] = divmod(place, self.axes[axis])
-        return coordinate
+
+@lru_cache(maxsize=65536)
+def _busiest(extent: int, other: int | None, sizes: tuple[int, ...], order: tuple[int, ...]) -> int:
+    """The most that one rank sends when pieces of one extent are exchanged for pieces of another, or in another order.
+
+    Ranks at 0 of all other axes have the longest pieces of what those cut, so only the axes of the exchange count.
+    """
+    busiest = 0
+    for place in product(*map(range, sizes)):
+        held = nested(extent, zip(sizes, place, strict=True))
+        wanted = nested(extent if other is None else other, [(sizes[i], place[i]) for i in order])
+        sent = held[1] - _overlap(held, wanted) if other is None else held[1] * (other - wanted[1])
+        busiest = max(busiest, sent)
+    return busiest
+
+
+def _exact(number: float) -> int | Fraction:
+    """Sums of these do not depend on their order, so ties are ties. Whole numbers are much the faster ones."""
+    return int(number) if number == int(number) else Fraction(number)
 
 
 def _common(one: tuple[str, ...], other: tuple[str, ...]) -> int:
@@ -332,7 +339,7 @@ def _common(one: tuple[str, ...], other: tuple[str, ...]) -> int:
     return count
 
 
-def _overlap(one: tuple[int, int], other: tuple[int, int]) -> int:
+def _overlap(one: Piece, other: Piece) -> int:
     return max(0, min(one[0] + one[1], other[0] + other[1]) - max(one[0], other[0]))
 
 

@@ -20,7 +20,7 @@ from math import prod
 
 from autopar.errors import LayoutError
 
-__all__ = ["Atoms", "Layout", "Piece", "State", "chunk", "coordinates"]
+__all__ = ["Atoms", "Layout", "Piece", "State", "chunk", "coordinates", "nested"]
 
 Piece = tuple[int, int]
 """Where a rank's part of one atom starts, and how long it is."""
@@ -129,7 +129,7 @@ class Layout:
     def pieces(self, atoms: Atoms, axes: Mapping[str, int], coordinate: Mapping[str, int]) -> tuple[Piece, ...]:
         """Which part of every atom the rank at this coordinate holds."""
         return tuple(
-            _nested(size, [(axes[axis], coordinate[axis]) for axis in split])
+            nested(size, [(axes[axis], coordinate[axis]) for axis in split])
             for size, split in zip(atoms.sizes, self.splits, strict=True)
         )
 
@@ -150,7 +150,8 @@ def chunk(extent: int, count: int, index: int) -> Piece:
     return start, min(step, extent - start)
 
 
-def _nested(extent: int, cuts: Iterable[tuple[int, int]]) -> Piece:
+def nested(extent: int, cuts: Iterable[tuple[int, int]]) -> Piece:
+    """The piece of a piece of ...: how many there are and which one, major to minor."""
     start = 0
     for count, index in cuts:
         offset, extent = chunk(extent, count, index)

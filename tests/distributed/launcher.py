@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-__all__ = ["launch"]
+__all__ = ["in_turn", "launch"]
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -25,7 +25,7 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int, seconds: f
     """What the function returns on each rank; the first failure, or running out of time, ends all ranks."""
     context = multiprocessing.get_context("forkserver")
     # Loaded once, in a process that the ranks are forked from: importing torch takes longer than most tests.
-    context.set_forkserver_preload(["torch.distributed.device_mesh", "torch.distributed._functional_collectives"])
+    context.set_forkserver_preload(["torch.distributed.tensor", "torch._dynamo", "torch._functorch.aot_autograd"])
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "arguments").write_bytes(pickle.dumps(arguments))
         place = (function.__module__, function.__qualname__, folder)
@@ -39,6 +39,11 @@ def launch(function: Callable[..., Any], *arguments: Any, ranks: int, seconds: f
             texts = [f"-- rank {i}\n{log.read_text()[-4000:]}" for i, log in enumerate(logs) if log.exists()]
             raise AssertionError("\n".join([f"{function.__name__} on {ranks} ranks: {problem}", *texts]))
         return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(ranks)]
+
+
+def in_turn(*calls: tuple[Callable[..., Any], tuple[Any, ...]]) -> dict[str, Any]:
+    """Several functions in one launch, for tests that share the price of starting the ranks; results by name."""
+    return {function.__name__: function(*arguments) for function, arguments in calls}
 
 
 def _rank(module: str, name: str, folder: str, rank: int, ranks: int, port: int) -> None:

@@ -5,26 +5,31 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
+from autopar.layout.placements import to_placements
 from autopar.layout.state import Atoms, Layout
 from autopar.reshard import Reshard, StepKind, reshard
 from autopar.rewrite.functions import Conversion, Groups
-from tests.distributed.launcher import launch
+from tests.distributed.launcher import in_turn, launch
 from tests.simulation import all_layouts, run, scatter
 
-CASES = [
-    (Atoms.plain((6, 4)), {"a": 2}),
-    (Atoms.plain((5, 3)), {"a": 2}),
-    (Atoms.plain((12, 8)), {"a": 2, "b": 2}),
-    (Atoms((3, 5, 4), (2, 1)), {"a": 2, "b": 2}),
-    (Atoms.plain((1,)), {"a": 2, "b": 2}),
-    (Atoms.plain((7, 3)), {"a": 4}),
-]
+CASES = {
+    2: [(Atoms.plain((6, 4)), {"a": 2}), (Atoms.plain((5, 3)), {"a": 2})],
+    4: [
+        (Atoms.plain((12, 8)), {"a": 2, "b": 2}),
+        (Atoms((3, 5, 4), (2, 1)), {"a": 2, "b": 2}),
+        (Atoms.plain((1,)), {"a": 2, "b": 2}),
+        (Atoms.plain((7, 3)), {"a": 4}),
+    ],
+    8: [(Atoms.plain((8, 9)), {"a": 2, "b": 2, "c": 2})],
+}
 
 
 def groups_of(axes: Mapping[str, int]) -> Groups:
@@ -40,32 +45,80 @@ def sampled(atoms: Atoms, axes: Mapping[str, int], count: int) -> list[Reshard]:
     return [reshard(atoms, source, target, axes) for source, target in pairs]
 
 
-def convert_there_and_back(atoms: Atoms, axes: Mapping[str, int], count: int) -> set[StepKind]:
+def convert_there_and_back(cases: list[tuple[Atoms, dict[str, int]]], count: int) -> set[StepKind]:
     """Compares this rank's forward and backward with the simulation; says which kinds of steps were met."""
-    rank, groups = dist.get_rank(), groups_of(axes)
     torch.manual_seed(0)
     kinds: set[StepKind] = set()
-    for way in sampled(atoms, axes, count):
-        conversion = Conversion.bind(way, groups)
-        value, gradient = torch.randn(2, *atoms.shape, dtype=torch.float64)
-        local = scatter(value, way.source, atoms, axes)
-        coming = scatter(gradient, way.target.gradient, atoms, axes)
-        expected = run(way, way.forward, local)[0][rank]
-        returning = run(way.gradient, way.backward, coming)[0][rank]
-        mine = local[rank].requires_grad_()
-        result = conversion(mine)
-        torch.testing.assert_close(result, expected, msg=str(way))
-        (actual,) = torch.autograd.grad(result, mine, coming[rank])
-        torch.testing.assert_close(actual, returning, msg=str(way))
-        kinds |= {step.kind for step in (*way.forward, *way.backward)}
+    for atoms, axes in cases:
+        groups = groups_of(axes)
+        for way in sampled(atoms, axes, count):
+            compare_with_simulation(way, groups)
+            kinds |= {step.kind for step in (*way.forward, *way.backward)}
     return kinds
 
 
-@pytest.mark.parametrize(("atoms", "axes"), CASES, ids=str)
-def test_forward_and_backward_in_real_processes(atoms: Atoms, axes: Mapping[str, int]) -> None:
-    ranks = 4 if len(axes) == 2 else axes["a"]
-    kinds = launch(convert_there_and_back, atoms, axes, 60, ranks=ranks)
-    assert kinds[0] == set(StepKind) or len(atoms.sizes) == 1
+def compare_with_simulation(way: Reshard, groups: Groups) -> None:
+    rank, atoms, axes = dist.get_rank(), way.atoms, dict(way.axes)
+    conversion = Conversion.bind(way, groups)
+    value, gradient = torch.randn(2, *atoms.shape, dtype=torch.float64)
+    local = scatter(value, way.source, atoms, axes)
+    coming = scatter(gradient, way.target.gradient, atoms, axes)
+    mine = local[rank].requires_grad_()
+    result = conversion(mine)
+    torch.testing.assert_close(result, run(way, way.forward, local)[0][rank], msg=str(way))
+    (actual,) = torch.autograd.grad(result, mine, coming[rank])
+    torch.testing.assert_close(actual, run(way.gradient, way.backward, coming)[0][rank], msg=str(way))
+
+
+@pytest.fixture(scope="module")
+def on_two() -> list[dict[str, Any]]:
+    calls = [
+        (convert_there_and_back, (CASES[2], 40)),
+        (differentiate_twice, ()),
+        (run_compiled, ("aot_eager", {"a": 2})),
+    ]
+    return launch(in_turn, *calls, ranks=2)
+
+
+@pytest.fixture(scope="module")
+def on_four() -> list[dict[str, Any]]:
+    axes = {"a": 2, "b": 2}
+    calls = [(convert_there_and_back, (CASES[4], 40)), (store_as_dtensors, (axes,)), (convert_integers, (axes,))]
+    return launch(in_turn, *calls, ranks=4)
+
+
+def test_forward_and_backward_in_real_processes(on_two: list[dict[str, Any]], on_four: list[dict[str, Any]]) -> None:
+    assert [found["convert_there_and_back"] for found in (*on_two, *on_four)] == [set(StepKind)] * 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "count"), [(2, 10_000), (4, 400), (8, 60)])
+def test_many_more_of_them(ranks: int, count: int) -> None:
+    launch(convert_there_and_back, CASES[ranks], count, ranks=ranks, seconds=300)
+
+
+def store_as_dtensors(axes: Mapping[str, int]) -> list[bool]:
+    """Whether a DTensor made of the local tensors, by the layout's placements, has the global value."""
+    groups, rank = groups_of(axes), dist.get_rank()
+    cases = [
+        (Atoms.plain((7, 4)), split_by("ab", "")),
+        (Atoms.plain((8, 4)), split_by("ba", "")),
+        (Atoms((3, 4, 2), (2, 1)), split_by("", "a", "b")),
+        (Atoms((2, 4, 3), (3,)), split_by("b", "a", "")),
+    ]
+    found = []
+    for atoms, layout in cases:
+        value = torch.arange(float(torch.Size(atoms.shape).numel())).reshape(atoms.shape)
+        local = scatter(value, layout, atoms, axes)[rank]
+        stored = DTensor.from_local(
+            local, groups.mesh, to_placements(layout, atoms, axes), shape=value.shape, stride=value.stride()
+        )
+        found.append(torch.equal(stored.full_tensor(), value))
+    return found
+
+
+def test_dtensors_hold_the_local_tensors(on_four: list[dict[str, Any]]) -> None:
+    assert [found["store_as_dtensors"] for found in on_four] == [[True] * 4] * 4
 
 
 def convert_integers(axes: Mapping[str, int]) -> list[bool]:
@@ -84,8 +137,8 @@ def convert_integers(axes: Mapping[str, int]) -> list[bool]:
     return found
 
 
-def test_integers_and_booleans_are_converted_without_gradients() -> None:
-    assert all(map(all, launch(convert_integers, {"a": 2, "b": 2}, ranks=4)))
+def test_integers_and_booleans_are_converted_without_gradients(on_four: list[dict[str, Any]]) -> None:
+    assert [found["convert_integers"] for found in on_four] == [[True] * 20] * 4
 
 
 COMPILED_ATOMS = Atoms.plain((6, 8))
@@ -137,7 +190,13 @@ def run_compiled(backend: str, axes: Mapping[str, int]) -> list[float]:
     return [float((one - other).abs().max()) for one, other in zip(*found, strict=True)]
 
 
-def test_a_compiled_function_with_conversions_is_one_graph() -> None:
+def test_a_compiled_function_with_conversions_is_one_graph(on_two: list[dict[str, Any]]) -> None:
+    for found in on_two:
+        assert max(found["run_compiled"]) < 1e-12
+
+
+@pytest.mark.slow
+def test_a_compiled_function_over_two_axes() -> None:
     for differences in launch(run_compiled, "aot_eager", {"a": 2, "b": 2}, ranks=4, seconds=120):
         assert max(differences) < 1e-12
 
@@ -161,9 +220,9 @@ def differentiate_twice() -> list[float]:
     return [float((first - 3 * leaf**2).abs().max()), float((second - 6 * leaf).abs().max())]
 
 
-def test_second_derivatives() -> None:
-    for differences in launch(differentiate_twice, ranks=2):
-        assert max(differences) < 1e-12
+def test_second_derivatives(on_two: list[dict[str, Any]]) -> None:
+    for found in on_two:
+        assert max(found["differentiate_twice"]) < 1e-12
 
 
 def stall() -> None:
