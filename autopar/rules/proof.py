@@ -157,6 +157,9 @@ class _Walk:
     refused: list[str] = field(default_factory=list)
     pending: dict[Case, tuple[_Claim, dict[int, Sample]]] = field(default_factory=dict)
     """Negative claims that no call has refuted yet, with the calls that might."""
+    said_random: str = ""
+    """The first call whose rule says that it draws random numbers."""
+    drew: bool = False
     kinds: set[FactorKind] = field(default_factory=set)
     proved_kinds: set[FactorKind] = field(default_factory=set)
 
@@ -174,6 +177,8 @@ class _Walk:
             self.fail("samples", reason, str(run.rule), str(run.call))
             return
         draws = draws_of(run) if run.rule.random and is_random(run) else None
+        self.drew |= draws is not None
+        self.said_random = self.said_random or (str(run.call) if run.rule.random else "")
         self.positive(run, draws, SHARDS)
         self.negative(run, draws, sample)
         twin = integer_twin(sample) if integers and draws is None else None
@@ -238,6 +243,8 @@ class _Walk:
         if not self.proved and not self.failures:
             reason = self.refused[0] if self.refused else "its samples have nothing to split"
             self.fail("samples", f"nothing is proved: {reason}")
+        if self.said_random and not self.drew:
+            self.fail("random", "no call of its samples draws anything", call=self.said_random)
         for kind in self.kinds - self.proved_kinds:
             if not self.failures:
                 self.fail("samples", f"no call of its samples can split a factor of kind {kind.value}")

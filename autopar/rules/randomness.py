@@ -97,7 +97,7 @@ aten.bernoulli.p                                            drawn_like; random; 
 aten.bernoulli.Tensor                                       drawn_like normal probability; random
 aten.normal.{Tensor_float,float_Tensor,Tensor_Tensor}       drawn_like positive; random
 aten.{poisson,_standard_gamma}.default                      drawn_like positive; random
-aten.binomial.default                                       drawn_like positive probability; random
+aten.binomial.default                                       drawn_like above_one probability; random
 aten._sample_dirichlet.default                              b n! -> b n!; random; try positive
 aten.multinomial.default                                    ... n! -> ... s!; random; try positive num_samples=3
 """

@@ -207,10 +207,10 @@ aten.trace.default                                          a! b! ->; linear 0
 # extremes
 aten.{amax,max}.default                                     reduce max
 aten.{amin,min}.default                                     reduce min
-aten.any.{default,dim,dims}                                 reduce max bool
-aten.all.{default,dim,dims}                                 reduce min bool
-aten._is_any_true.default                                   reduce max bool
-aten._is_all_true.default                                   reduce min bool
+aten.any.{default,dim,dims}                                 reduce max one_true
+aten.all.{default,dim,dims}                                 reduce min one_false
+aten._is_any_true.default                                   reduce max one_true
+aten._is_all_true.default                                   reduce min one_false
 aten.{max,min,median,nanmedian}.dim                         reduce whole
 aten.{median,nanmedian}.default                             reduce whole
 aten.{mode,kthvalue}.default                                reduce whole int; try k=2

@@ -25,8 +25,8 @@ class Draw:
     shape: tuple[int, ...]
     kind: str = "normal"
     """normal, wide (normal, 8 times as large), positive, unit (in (-1, 1)), probability (in (0, 1)), above_one,
-    sign (-1 or 1), holes (normal, with some NaN), definite (a positive definite matrix), complex, bool, int, count (an
-    int in [1, 5)), or index (in [0, below))."""
+    sign (-1 or 1), holes (normal, with some NaN), definite (a positive definite matrix), complex, bool, one_true and
+    one_false (all others are the opposite), int, count (an int in [1, 5)), or index (in [0, below))."""
     below: int = 0
     also: tuple[int, ...] = ()
     """Values that about a third of an index's elements take instead, such as an `ignore_index` outside the range."""
@@ -71,6 +71,9 @@ def _draw(request: Draw, generator: torch.Generator) -> torch.Tensor:
         return torch.randint(-4, 9, shape, generator=generator)
     if kind == "bool":
         return torch.rand(shape, generator=generator) < 0.5
+    if kind in ("one_true", "one_false"):
+        numbers = torch.rand(shape, generator=generator)
+        return (numbers == numbers.max()) if kind == "one_true" else (numbers != numbers.max())
     if kind == "count":
         return torch.randint(1, 5, shape, generator=generator)
     if kind == "sign":

@@ -113,7 +113,15 @@ WRONG = {
         "aten.dropout.default  a b -> a b; linear 0; try p=0.5 train=True",
         "factor a parallel: in 2 shards: output 0 differs",
     ),
-    "a reduction under dropout": (
+    "random where nothing is drawn": (
+        "aten.exp.default  a b -> a b; random",
+        "random: no call of its samples draws anything",
+    ),
+    "a maximum of booleans that is a minimum": (
+        "aten.any.default  a b ->; min a b; try one_true",
+        "factor a min: in 2 shards: output 0 differs",
+    ),
+    "whole where numbers are drawn for each element": (
         "aten.bernoulli.default  a b! -> a b!; random; try probability",
         r"factor b whole: it is marked whole \(!\), but can be split in 2",
     ),
