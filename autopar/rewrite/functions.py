@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
@@ -57,19 +58,13 @@ class Groups:
     def _group(self, axes: tuple[str, ...]) -> _Group:
         line = self.mesh[axes[0]] if len(axes) == 1 else self.mesh[axes]._flatten()
         group = line.get_group()
+        indices = product(*map(range, self.mesh.shape))
         places = {
-            rank: dict(zip(self.names, map(int, place), strict=True))
-            for place, rank in _places(self.mesh)
-            if all(place[self.names.index(axis)] == at for axis, at in self.coordinate.items() if axis not in axes)
+            rank: dict(zip(self.names, place, strict=True))
+            for place, rank in zip(indices, self.mesh.mesh.flatten().tolist(), strict=True)
         }
         members = tuple(places[rank] for rank in dist.get_process_group_ranks(group))
         return _Group(group.group_name, members)
-
-
-def _places(mesh: DeviceMesh) -> list[tuple[tuple[int, ...], int]]:
-    shape = tuple(mesh.mesh.shape)
-    indices = [tuple(int(i) for i in torch.unravel_index(torch.tensor(n), shape)) for n in range(mesh.mesh.numel())]
-    return list(zip(indices, mesh.mesh.flatten().tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,6 @@ class Conversion:
     reshard: Reshard
     forward: tuple[Move, ...]
     backward: tuple[Move, ...]
-    groups: tuple[tuple[tuple[str, ...], str], ...]
     shape: tuple[int, ...]
     result_shape: tuple[int, ...]
 
@@ -88,20 +82,17 @@ class Conversion:
         """All ranks of the mesh bind the same conversions, in the same order."""
         axes = dict(reshard.axes)
 
-        def bound(steps: tuple[Step, ...]) -> tuple[Move, ...]:
-            return tuple(
-                bind(step, reshard, groups.coordinate, () if step.local else groups.of(step.axes).members)
-                for step in steps
-            )
+        def bound(step: Step) -> Move:
+            if step.local:
+                return bind(step, reshard, groups.coordinate, ())
+            group = groups.of(step.axes)
+            return replace(bind(step, reshard, groups.coordinate, group.members), group=group.name)
 
-        over = {
-            step.axes: groups.of(step.axes).name for step in (*reshard.forward, *reshard.backward) if not step.local
-        }
         shapes = [
             reshard.atoms.fold(layout.local_sizes(reshard.atoms, axes, groups.coordinate))
             for layout in (reshard.source, reshard.target)
         ]
-        return cls(reshard, bound(reshard.forward), bound(reshard.backward), tuple(over.items()), *shapes)
+        return cls(reshard, tuple(map(bound, reshard.forward)), tuple(map(bound, reshard.backward)), *shapes)
 
     @cached_property
     def gradient(self) -> Conversion:
@@ -147,25 +138,24 @@ class _Convert(torch.autograd.Function):
 def _run(x: Tensor, conversion: Conversion) -> Tensor:
     if not conversion.forward:
         return x
-    names = dict(conversion.groups)
     x = x.reshape(conversion.forward[0].before)
     for move in conversion.forward:
-        x = keep_local(move, x) if move.local else _exchange(move, x, names[move.axes])
+        x = keep_local(move, x) if move.local else _exchange(move, x)
     return x.reshape(conversion.result_shape)
 
 
-def _exchange(move: Move, x: Tensor, group: str) -> Tensor:
+def _exchange(move: Move, x: Tensor) -> Tensor:
     buffer = prepare(move, x)
     if buffer.numel() == 0 and move.kind is not StepKind.ALL_TO_ALL:
         # The tensor itself is empty: so it is on all members of the group.
         return x.new_zeros(move.after)
     ops = torch.ops._c10d_functional
     if move.kind is StepKind.ALL_REDUCE:
-        buffer = ops.all_reduce(buffer, "sum", group)
+        buffer = ops.all_reduce(buffer, "sum", move.group)
     elif move.kind is StepKind.ALL_GATHER:
-        buffer = ops.all_gather_into_tensor(buffer, move.ranks, group)
+        buffer = ops.all_gather_into_tensor(buffer, move.ranks, move.group)
     elif move.kind is StepKind.REDUCE_SCATTER:
-        buffer = ops.reduce_scatter_tensor(buffer, "sum", move.ranks, group)
+        buffer = ops.reduce_scatter_tensor(buffer, "sum", move.ranks, move.group)
     else:
-        buffer = ops.all_to_all_single(buffer, list(move.received), list(move.sent), group)
+        buffer = ops.all_to_all_single(buffer, list(move.received), list(move.sent), move.group)
     return finish(move, ops.wait_tensor(buffer))

@@ -29,11 +29,10 @@ class Move:
     Lists over the members of the group stand in the order of their ranks in it. `pieces` is what each member takes of
     this rank's tensor along `to_atom` (all-to-all) or `atom`, or adds to it (all-gather); `shapes` is what comes back
     from each, and `order` lists the members by the place of their pieces along `atom`. `direct` says that the tensor
-    lies in memory just as the collective wants it, or gives it.
+    lies in memory just as the collective wants it, or gives it. `group` is the name of the process group.
     """
 
     kind: StepKind
-    axes: tuple[str, ...]
     before: tuple[int, ...]
     after: tuple[int, ...]
     atom: int = 0
@@ -47,6 +46,7 @@ class Move:
     order: tuple[int, ...] = ()
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
+    group: str = ""
 
     @property
     def local(self) -> bool:
@@ -59,13 +59,16 @@ class Move:
 
 
 def bind(step: Step, reshard: Reshard, coordinate: Mapping[str, int], members: tuple[Mapping[str, int], ...]) -> Move:
-    """A step as the rank at `coordinate` runs it; `members` are the coordinates of its group, in rank order."""
+    """A step as the rank at `coordinate` runs it; `members` are the coordinates of its group, in rank order.
+
+    The name of the group is left to whoever knows of process groups.
+    """
     atoms, axes = reshard.atoms, dict(reshard.axes)
     here = {axis: coordinate[axis] for axis in axes}
     before = step.before.pieces(atoms, axes, here)
     after = step.after.pieces(atoms, axes, here)
     atom = step.atom or 0
-    move = Move(step.kind, step.axes, _lengths(before), _lengths(after), atom)
+    move = Move(step.kind, _lengths(before), _lengths(after), atom)
     if step.kind in (StepKind.ALL_REDUCE, StepKind.KEEP_ONE):
         keep = all(coordinate[axis] == 0 for axis in step.axes)
         return replace(move, keep=keep, order=tuple(range(len(members))))

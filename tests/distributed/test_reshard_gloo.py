@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autopar.layout.placements import to_placements
@@ -58,7 +58,8 @@ def convert_there_and_back(cases: list[tuple[Atoms, dict[str, int]]], count: int
 
 
 def compare_with_simulation(way: Reshard, groups: Groups) -> None:
-    rank, atoms, axes = dist.get_rank(), way.atoms, dict(way.axes)
+    rank = groups.mesh.mesh.flatten().tolist().index(dist.get_rank())
+    atoms, axes = way.atoms, dict(way.axes)
     conversion = Conversion.bind(way, groups)
     value, gradient = torch.randn(2, *atoms.shape, dtype=torch.float64)
     local = scatter(value, way.source, atoms, axes)
@@ -68,6 +69,15 @@ def compare_with_simulation(way: Reshard, groups: Groups) -> None:
     torch.testing.assert_close(result, run(way, way.forward, local)[0][rank], msg=str(way))
     (actual,) = torch.autograd.grad(result, mine, coming[rank])
     torch.testing.assert_close(actual, run(way.gradient, way.backward, coming)[0][rank], msg=str(way))
+
+
+def convert_on_a_turned_mesh() -> None:
+    """The order of ranks in a process group need not be that of the mesh."""
+    axes = {"a": 2, "b": 2}
+    groups = Groups(DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=tuple(axes)))
+    torch.manual_seed(0)
+    for way in sampled(Atoms.plain((5, 8)), axes, 25):
+        compare_with_simulation(way, groups)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +93,12 @@ def on_two() -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def on_four() -> list[dict[str, Any]]:
     axes = {"a": 2, "b": 2}
-    calls = [(convert_there_and_back, (CASES[4], 40)), (store_as_dtensors, (axes,)), (convert_integers, (axes,))]
+    calls = [
+        (convert_there_and_back, (CASES[4], 40)),
+        (convert_on_a_turned_mesh, ()),
+        (store_as_dtensors, (axes,)),
+        (convert_integers, (axes,)),
+    ]
     return launch(in_turn, *calls, ranks=4)
 
 

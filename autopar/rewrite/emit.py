@@ -1,0 +1,305 @@
+"""The traced graph and the decisions about it, as a graph that every rank runs on its own shards.
+
+Wherever a value is wanted in another layout than it has, a conversion is inserted, once per value and layout; its
+module's name says what it sends. Ops whose arguments follow the shard get them in numbers; ops that need a function of
+ours instead get a module that runs it.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.choices import Choice
+from autopar.completion import Decisions, OpDecision
+from autopar.layout.resolve import atoms_of
+from autopar.layout.state import Layout, chunk
+from autopar.reshard import Reshard, Step, reshard
+from autopar.rewrite.functions import Conversion, Groups
+from autopar.rules.call import arguments_by_name, takes_tensors
+from autopar.rules.local import Local, Piece, call_by_name
+from autopar.rules.lowerings import LOWERINGS, localiser
+from autopar.rules.notation import FactorKind
+from autopar.tracing.graph import NamedGraph, NamedNode
+
+__all__ = ["Emitted", "Inserted", "emit"]
+
+
+@dataclass(frozen=True)
+class Inserted:
+    """One conversion in the generated graph: of which tensor, before which op, and what it sends in each direction."""
+
+    tensor: str
+    op: str
+    reshard: Reshard
+    itemsize: int
+    differentiable: bool
+
+    def collectives(self) -> Iterator[tuple[str, Step]]:
+        """The steps that send something, with their direction."""
+        yield from (("forward", step) for step in self.reshard.forward if not step.local)
+        if self.differentiable:
+            yield from (("backward", step) for step in self.reshard.backward if not step.local)
+
+
+@dataclass(frozen=True)
+class Emitted:
+    graph_module: GraphModule
+    inserted: tuple[Inserted, ...]
+
+
+class Convert(nn.Module):
+    """A conversion as a step of the generated graph."""
+
+    def __init__(self, conversion: Conversion) -> None:
+        super().__init__()
+        self.conversion = conversion
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conversion(x)
+
+    def extra_repr(self) -> str:
+        return str(self.conversion.reshard)
+
+
+class Lowered(nn.Module):
+    """An op of which some factor is split and which needs a function of ours for it (a masked lookup)."""
+
+    def __init__(self, local: Local, pieces: tuple[Piece, ...], names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.local = local
+        self.pieces = pieces
+        self.names = names
+
+    def forward(self, *tensors: Any) -> Any:
+        local = self.local.with_arguments(**dict(zip(self.names, tensors, strict=True)))
+        for piece in self.pieces:
+            lowering = local.rule.lowering(piece.factor)
+            if lowering is not None:
+                local = LOWERINGS[lowering](local, piece)
+        return local.run()
+
+    def extra_repr(self) -> str:
+        return f"{self.local.op} split {', '.join(piece.factor for piece in self.pieces)}; rule {self.local.rule}"
+
+
+def emit(graph: NamedGraph, decisions: Decisions, groups: Groups) -> Emitted:
+    """Generate the graph of this rank; every rank does the same, in the same order."""
+    return _Emitter(graph, decisions, groups).run()
+
+
+class _Emitter:
+    def __init__(self, graph: NamedGraph, decisions: Decisions, groups: Groups) -> None:
+        self.graph = graph
+        self.decisions = decisions
+        self.groups = groups
+        self.axes = decisions.axes
+        self.out = Graph()
+        self.modules: dict[str, nn.Module] = {}
+        self.held: dict[str, Node] = {}
+        self.layouts: dict[str, Layout] = {}
+        self.converted: dict[tuple[str, Layout], Node] = {}
+        self.inserted: list[Inserted] = []
+        self.by_node = {tensor.node: tensor for tensor in graph.tensors.values()}
+
+    def run(self) -> Emitted:
+        source = self.graph.exported.graph_module.graph
+        ops = {node.node: node for node in self.graph.nodes}
+        for node in source.nodes:
+            if node.op == "placeholder":
+                self._place(node)
+            elif node.name in ops:
+                self._call(node, ops[node.name])
+            elif node.op == "output":
+                self.out.output(torch.fx.node.map_arg(node.args[0], self._result))
+        module = GraphModule(self.modules, self.out)
+        return Emitted(module, tuple(self.inserted))
+
+    def _place(self, node: Node) -> None:
+        name = self.by_node[node.name].name
+        self.held[name] = self.out.placeholder(node.name)
+        self.layouts[name] = self.decisions.stored[name]
+
+    def _result(self, node: Node) -> Node:
+        """A result of the whole graph, as it stands: how it is handed out is the module's affair."""
+        return self.held[self.by_node[node.name].name]
+
+    def _call(self, source: Node, node: NamedNode) -> None:
+        decision = self.decisions.ops[node.name]
+        assert isinstance(source.target, torch._ops.OpOverload), source
+        operands = iter(
+            None if name is None else self._as(name, layout, node)
+            for name, layout in zip(node.operands, decision.operands, strict=True)
+        )
+        arguments = arguments_by_name(source.target, source.args, source.kwargs)
+        for name, is_list in takes_tensors(source.target).items():
+            value = arguments[name]
+            if is_list:
+                arguments[name] = None if value is None else [self._operand(item, next(operands)) for item in value]
+            else:
+                arguments[name] = self._operand(value, next(operands))
+        result = self._scaled(self._local(source, node, decision.choice, arguments), node, decision.choice)
+        self._keep(source, node, decision, result)
+
+    def _operand(self, given: Any, converted: Node | None) -> Any:
+        return converted if isinstance(given, Node) else given
+
+    def _local(self, source: Node, node: NamedNode, choice: Choice, arguments: dict[str, Any]) -> Node:
+        """The op on this rank's shards."""
+        pieces = tuple(self._pieces(node, choice))
+        sizes = dict(node.sizes)
+        local_sizes = {**sizes, **{piece.factor: piece.length for piece in pieces}}
+        local = Local(source.target, arguments, node.rule, sizes, local_sizes)  # type: ignore[arg-type]
+        if pieces:
+            local = self._localised(local, pieces)
+        lowered = [piece for piece in pieces if node.rule.lowering(piece.factor)]
+        if lowered:
+            names = tuple(name for name, value in local.arguments.items() if _has_node(value))
+            plain = {name: None if name in names else value for name, value in local.arguments.items()}
+            module = Lowered(replace(local, arguments=plain), tuple(lowered), names)
+            return self._module(f"{node.name}_split", module, tuple(local.arguments[name] for name in names))
+        recorder = _Recorder(self.out, local.op)
+        result: Node = call_by_name(recorder, local.arguments) if False else recorder.record(local.arguments)
+        return result
+
+    def _localised(self, local: Local, pieces: tuple[Piece, ...]) -> Local:
+        """Arguments that follow the shard; localisers see shapes where the tensors will be."""
+        nodes = local.arguments
+        shapes = {name: self._shapes(value) for name, value in nodes.items()}
+        seen = replace(local, arguments=shapes)
+        for piece in pieces:
+            for word in local.rule.localise:
+                seen = localiser(word)(seen, piece)
+        back = {id(shape): nodes[name] for name, shape in shapes.items()}
+        arguments = {name: back[id(v)] if id(v) in back and _has_node(back[id(v)]) else v for name, v in seen.arguments.items()}
+        return replace(seen, arguments=arguments)
+
+    def _shapes(self, value: Any) -> Any:
+        if isinstance(value, Node):
+            return torch.empty(value.meta["local_shape"], device="meta")
+        return value
+
+    def _pieces(self, node: NamedNode, choice: Choice) -> Iterator[Piece]:
+        """What this rank has of each split factor. Of a factor split in an inner atom only the length is meant."""
+        factors: dict[str, list[int]] = {}
+        for (factor, atom), axes in choice.splits:
+            lengths = factors.setdefault(factor, list(node.atoms[factor]))
+            start, length = 0, lengths[atom]
+            for axis in axes:
+                offset, length = chunk(length, self.axes[axis], self.groups.coordinate[axis])
+                start += offset
+            lengths[atom] = length
+            total = node.sizes[factor]
+            inner = 1
+            for size in lengths[1:]:
+                inner *= size
+            local = lengths[0] * inner
+            begin = start * inner if atom == 0 else 0
+            index = 0 if start == 0 else 1
+            factors[factor] = lengths
+            piece = Piece(factor, index, begin, begin + local, total)
+            factors[factor] = lengths
+            self._latest = piece
+            yield piece
+
+    def _scaled(self, result: Node, node: NamedNode, choice: Choice) -> Node:
+        """A mean over a shard is a part of the whole mean: its share of the count."""
+        share = 1.0
+        for (factor, atom), axes in choice.splits:
+            if node.rule.kinds[factor] is FactorKind.MEAN:
+                for axis in axes:
+                    share /= self.axes[axis]
+        if share == 1.0:
+            return result
+        scaled = self.out.call_function(torch.ops.aten.mul.Scalar, (result, share))
+        return scaled
+
+    def _keep(self, source: Node, node: NamedNode, decision: OpDecision, result: Node) -> None:
+        single = len(node.outputs) == 1 and isinstance(source.meta["val"], Tensor)
+        for i, name in enumerate(node.outputs):
+            if name is None:
+                continue
+            produced, wanted = decision.produced[i], decision.results[i]
+            assert produced is not None, node.name
+            assert wanted is not None, node.name
+            value = result if single else self.out.call_function(operator.getitem, (result, i))
+            value.meta["local_shape"] = self._local_shape(name, produced)
+            self.held[name] = value
+            self.layouts[name] = produced
+            if produced != wanted:
+                self.held[name] = self._convert(name, produced, wanted, node)
+                self.layouts[name] = wanted
+
+    # -- conversions --------------------------------------------------------------------------------------------------
+
+    def _as(self, name: str, wanted: Layout | None, node: NamedNode) -> Node:
+        """A value in the layout that an op wants."""
+        have = self.layouts[name]
+        if wanted is None or wanted == have:
+            self.held[name].meta.setdefault("local_shape", self._local_shape(name, have))
+            return self.held[name]
+        key = name, wanted
+        if key not in self.converted:
+            self.converted[key] = self._convert(name, have, wanted, node)
+        return self.converted[key]
+
+    def _convert(self, name: str, have: Layout, wanted: Layout, node: NamedNode) -> Node:
+        tensor = self.graph.tensors[name]
+        found = reshard(atoms_of(tensor), have, wanted, self.axes)
+        value = self.held[name]
+        ways = (*found.forward, *(found.backward if tensor.requires_grad else ()))
+        if not ways:
+            value.meta["local_shape"] = self._local_shape(name, wanted)
+            return value
+        self.inserted.append(Inserted(name, node.name, found, tensor.dtype.itemsize, tensor.requires_grad))
+        kinds = "_".join(dict.fromkeys(f"{step.kind.value}_{'_'.join(step.axes)}" for step in ways))
+        module = Convert(Conversion.bind(found, self.groups))
+        converted = self._module(f"{name}_{kinds}", module, (value,))
+        converted.meta["local_shape"] = self._local_shape(name, wanted)
+        return converted
+
+    def _local_shape(self, name: str, layout: Layout) -> tuple[int, ...]:
+        atoms = atoms_of(self.graph.tensors[name])
+        return atoms.fold(layout.local_sizes(atoms, self.axes, self.groups.coordinate))
+
+    def _module(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> Node:
+        stem = re.sub(r"\W+", "_", name).strip("_")
+        stem = f"_{stem}" if stem[:1].isdigit() else stem
+        unique, count = stem, 1
+        while unique in self.modules:
+            unique, count = f"{stem}_{count}", count + 1
+        self.modules[unique] = module
+        return self.out.call_module(unique, args)
+
+
+class _Recorder:
+    """Writes a call with arguments under their schema names into a graph."""
+
+    def __init__(self, graph: Graph, op: Any) -> None:
+        self.graph = graph
+        self.op = op
+
+    def record(self, arguments: Mapping[str, Any]) -> Node:
+        schema = self.op._schema.arguments
+        keyword_only = {argument.name for argument in schema if argument.kwarg_only}
+        args = tuple(value for name, value in arguments.items() if name not in keyword_only)
+        defaults = {a.name: a.default_value for a in schema if a.kwarg_only and a.has_default_value()}
+        kwargs = {
+            name: value
+            for name, value in arguments.items()
+            if name in keyword_only and (name not in defaults or _has_node(value) or value != defaults[name])
+        }
+        return self.graph.call_function(self.op, args, kwargs)
+
+
+def _has_node(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_node, value))
+    return isinstance(value, Node)
