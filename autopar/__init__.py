@@ -28,7 +28,7 @@ from autopar.errors import (
 
 if TYPE_CHECKING:
     from autopar.annotate import named
-    from autopar.api import trace
+    from autopar.api import parallelize, trace
     from autopar.mesh import Mesh
     from autopar.rules.proof import prove_rule
     from autopar.rules.registry import register_rule
@@ -51,6 +51,7 @@ __all__ = [
     "TargetError",
     "TraceError",
     "named",
+    "parallelize",
     "prove_rule",
     "register_rule",
     "trace",
@@ -63,6 +64,7 @@ _HOMES = {
     "NamedNode": "autopar.tracing.graph",
     "NamedTensor": "autopar.tracing.graph",
     "named": "autopar.annotate",
+    "parallelize": "autopar.api",
     "prove_rule": "autopar.rules.proof",
     "register_rule": "autopar.rules.registry",
     "trace": "autopar.api",

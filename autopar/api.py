@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.completion import complete
+from autopar.engine import device_mesh
 from autopar.errors import AutoparWarning
+from autopar.layout.choosing import choose_layout
+from autopar.layout.language import Layout
+from autopar.mesh import Mesh
+from autopar.module import ParallelModule
+from autopar.rewrite.emit import Outputs
 from autopar.rules.discover import Discoveries
 from autopar.rules.registry import rule_table
 from autopar.tracing.assemble import assemble
@@ -18,7 +27,7 @@ from autopar.tracing.graph import NamedGraph
 from autopar.tracing.naming import name_dims
 from autopar.tracing.regions import repeated_layers
 
-__all__ = ["trace"]
+__all__ = ["parallelize", "trace"]
 
 _DISCOVERIES = Discoveries()
 """Rules found for ops that the table lacks, kept between traces."""
@@ -40,3 +49,26 @@ def trace(
     repeats = repeated_layers(exported)
     naming = name_dims(model, exported, binding, dims, repeats)
     return assemble(model, exported, binding, naming, repeats)
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: str | Mesh | DeviceMesh,
+    inputs: tuple[Any, ...] | Mapping[str, Any],
+    *,
+    layout: str | Path | Layout,
+    dims: Mapping[str, str] | None = None,
+    outputs: Outputs = "sharded",
+    local_inputs: bool = False,
+) -> ParallelModule:
+    """The model on all devices of the mesh, under a layout: text, a `.lay` file, or the name of a strategy.
+
+    Every process of the mesh calls this with the same model and inputs. The result is called as the model is; its
+    parameters are DTensors under the model's names.
+    """
+    named_axes = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
+    axes = {axis: size for axis, size in named_axes.axes.items() if size is not None}
+    graph = trace(model, inputs, dims=dims)
+    decisions = complete(graph, choose_layout(layout, axes), axes)
+    devices = device_mesh(named_axes) if isinstance(mesh, str | Mesh) else mesh
+    return ParallelModule(graph, decisions, devices, outputs, local_inputs)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from math import prod
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +25,16 @@ from autopar.layout.state import Layout, chunk
 from autopar.reshard import Reshard, Step, reshard
 from autopar.rewrite.functions import Conversion, Groups
 from autopar.rules.call import arguments_by_name, takes_tensors
-from autopar.rules.local import Local, Piece, call_by_name
+from autopar.rules.local import Local, Piece
 from autopar.rules.lowerings import LOWERINGS, localiser
 from autopar.rules.notation import FactorKind
 from autopar.tracing.graph import NamedGraph, NamedNode
 
-__all__ = ["Emitted", "Inserted", "emit"]
+__all__ = ["Emitted", "Inserted", "Outputs", "emit"]
+
+
+Outputs = Literal["sharded", "full", "local"]
+"""How results are handed out: as DTensors, gathered, or as plain shards."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,12 @@ class Inserted:
 
 @dataclass(frozen=True)
 class Emitted:
+    """The graph of one rank, what was inserted in it, and the layouts of its results."""
+
     graph_module: GraphModule
     inserted: tuple[Inserted, ...]
+    results: tuple[tuple[str, Layout] | None, ...]
+    """Name and layout of each result of the model; None for one that is no tensor."""
 
 
 class Convert(nn.Module):
@@ -90,14 +99,18 @@ class Lowered(nn.Module):
         return f"{self.local.op} split {', '.join(piece.factor for piece in self.pieces)}; rule {self.local.rule}"
 
 
-def emit(graph: NamedGraph, decisions: Decisions, groups: Groups) -> Emitted:
+def emit(graph: NamedGraph, decisions: Decisions, groups: Groups, outputs: Outputs, local_inputs: bool) -> Emitted:
     """Generate the graph of this rank; every rank does the same, in the same order."""
-    return _Emitter(graph, decisions, groups).run()
+    return _Emitter(graph, decisions, groups, outputs, local_inputs).run()
 
 
 class _Emitter:
-    def __init__(self, graph: NamedGraph, decisions: Decisions, groups: Groups) -> None:
+    def __init__(
+        self, graph: NamedGraph, decisions: Decisions, groups: Groups, outputs: Outputs, local_inputs: bool
+    ) -> None:
         self.graph = graph
+        self.outputs = outputs
+        self.local_inputs = local_inputs
         self.decisions = decisions
         self.groups = groups
         self.axes = decisions.axes
@@ -117,25 +130,39 @@ class _Emitter:
                 self._place(node)
             elif node.name in ops:
                 self._call(node, ops[node.name])
-            elif node.op == "output":
-                self.out.output(torch.fx.node.map_arg(node.args[0], self._result))
+        results = source.output_node().args[0]
+        assert isinstance(results, tuple), "the graph returns a flat tuple"
+        mutated = len(self.graph.exported.mutations)
+        handed = [self._result(result, whole=i < mutated) for i, result in enumerate(results)]
+        self.out.output(tuple(value for value, _ in handed))
         module = GraphModule(self.modules, self.out)
-        return Emitted(module, tuple(self.inserted))
+        return Emitted(module, tuple(self.inserted), tuple(place for _, place in handed[mutated:]))
 
     def _place(self, node: Node) -> None:
-        name = self.by_node[node.name].name
-        self.held[name] = self.out.placeholder(node.name)
-        self.layouts[name] = self.decisions.stored[name]
+        tensor = self.by_node[node.name]
+        stored = self.decisions.stored[tensor.name]
+        self.held[tensor.name] = self.out.placeholder(node.name)
+        self.layouts[tensor.name] = stored
+        if tensor.kind == "input" and not self.local_inputs:
+            whole = Layout.replicated(atoms_of(tensor))
+            self.held[tensor.name] = self._convert(tensor.name, whole, stored, "the inputs")
 
-    def _result(self, node: Node) -> Node:
-        """A result of the whole graph, as it stands: how it is handed out is the module's affair."""
-        return self.held[self.by_node[node.name].name]
+    def _result(self, result: Any, whole: bool) -> tuple[Any, tuple[str, Layout] | None]:
+        """A result of the graph as it is handed out: scalars and what is written back as a whole."""
+        if not isinstance(result, Node):
+            return result, None
+        tensor = self.by_node[result.name]
+        if whole or self.outputs == "full" or not tensor.shape:
+            wanted = Layout.replicated(atoms_of(tensor))
+        else:
+            wanted = self.layouts[tensor.name]
+        return self._as(tensor.name, wanted, "the outputs"), (tensor.name, wanted)
 
     def _call(self, source: Node, node: NamedNode) -> None:
         decision = self.decisions.ops[node.name]
         assert isinstance(source.target, torch._ops.OpOverload), source
         operands = iter(
-            None if name is None else self._as(name, layout, node)
+            None if name is None else self._as(name, layout, node.name)
             for name, layout in zip(node.operands, decision.operands, strict=True)
         )
         arguments = arguments_by_name(source.target, source.args, source.kwargs)
@@ -165,9 +192,7 @@ class _Emitter:
             plain = {name: None if name in names else value for name, value in local.arguments.items()}
             module = Lowered(replace(local, arguments=plain), tuple(lowered), names)
             return self._module(f"{node.name}_split", module, tuple(local.arguments[name] for name in names))
-        recorder = _Recorder(self.out, local.op)
-        result: Node = call_by_name(recorder, local.arguments) if False else recorder.record(local.arguments)
-        return result
+        return self._record(local)
 
     def _localised(self, local: Local, pieces: tuple[Piece, ...]) -> Local:
         """Arguments that follow the shard; localisers see shapes where the tensors will be."""
@@ -177,49 +202,46 @@ class _Emitter:
         for piece in pieces:
             for word in local.rule.localise:
                 seen = localiser(word)(seen, piece)
-        back = {id(shape): nodes[name] for name, shape in shapes.items()}
-        arguments = {name: back[id(v)] if id(v) in back and _has_node(back[id(v)]) else v for name, v in seen.arguments.items()}
-        return replace(seen, arguments=arguments)
+        back = {id(shape): nodes[name] for name, shape in shapes.items() if _has_node(nodes[name])}
+        return replace(seen, arguments={name: back.get(id(value), value) for name, value in seen.arguments.items()})
 
     def _shapes(self, value: Any) -> Any:
-        if isinstance(value, Node):
-            return torch.empty(value.meta["local_shape"], device="meta")
-        return value
+        if isinstance(value, list):
+            return [self._shapes(item) for item in value]
+        return torch.empty(value.meta["local_shape"], device="meta") if isinstance(value, Node) else value
+
+    def _record(self, local: Local) -> Node:
+        """An op with arguments under their schema names, written into the graph."""
+        assert isinstance(local.op, torch._ops.OpOverload), local.op
+        schema = local.op._schema.arguments
+        args = tuple(local.arguments[argument.name] for argument in schema if not argument.kwarg_only)
+        kwargs = {}
+        for argument in schema:
+            value = local.arguments.get(argument.name)
+            given = not argument.has_default_value() or _has_node(value) or value != argument.default_value
+            if argument.kwarg_only and given:
+                kwargs[argument.name] = value
+        return self.out.call_function(local.op, args, kwargs)
 
     def _pieces(self, node: NamedNode, choice: Choice) -> Iterator[Piece]:
         """What this rank has of each split factor. Of a factor split in an inner atom only the length is meant."""
-        factors: dict[str, list[int]] = {}
-        for (factor, atom), axes in choice.splits:
-            lengths = factors.setdefault(factor, list(node.atoms[factor]))
-            start, length = 0, lengths[atom]
-            for axis in axes:
-                offset, length = chunk(length, self.axes[axis], self.groups.coordinate[axis])
-                start += offset
-            lengths[atom] = length
-            total = node.sizes[factor]
-            inner = 1
-            for size in lengths[1:]:
-                inner *= size
-            local = lengths[0] * inner
-            begin = start * inner if atom == 0 else 0
-            index = 0 if start == 0 else 1
-            factors[factor] = lengths
-            piece = Piece(factor, index, begin, begin + local, total)
-            factors[factor] = lengths
-            self._latest = piece
-            yield piece
+        for factor in dict.fromkeys(factor for (factor, _), _ in choice.splits):
+            parts = []
+            for atom, size in enumerate(node.atoms[factor]):
+                start, length = 0, size
+                for axis in choice.of((factor, atom)):
+                    offset, length = chunk(length, self.axes[axis], self.groups.coordinate[axis])
+                    start += offset
+                parts.append((start, length))
+            inner = prod(length for _, length in parts[1:])
+            begin = parts[0][0] * inner
+            yield Piece(factor, int(begin > 0), begin, begin + parts[0][1] * inner, node.sizes[factor])
 
     def _scaled(self, result: Node, node: NamedNode, choice: Choice) -> Node:
         """A mean over a shard is a part of the whole mean: its share of the count."""
-        share = 1.0
-        for (factor, atom), axes in choice.splits:
-            if node.rule.kinds[factor] is FactorKind.MEAN:
-                for axis in axes:
-                    share /= self.axes[axis]
-        if share == 1.0:
-            return result
-        scaled = self.out.call_function(torch.ops.aten.mul.Scalar, (result, share))
-        return scaled
+        means = (axes for (factor, _), axes in choice.splits if node.rule.kinds[factor] is FactorKind.MEAN)
+        count = prod(self.axes[axis] for axes in means for axis in axes)
+        return result if count == 1 else self.out.call_function(torch.ops.aten.div.Scalar, (result, count))
 
     def _keep(self, source: Node, node: NamedNode, decision: OpDecision, result: Node) -> None:
         single = len(node.outputs) == 1 and isinstance(source.meta["val"], Tensor)
@@ -234,12 +256,12 @@ class _Emitter:
             self.held[name] = value
             self.layouts[name] = produced
             if produced != wanted:
-                self.held[name] = self._convert(name, produced, wanted, node)
+                self.held[name] = self._convert(name, produced, wanted, node.name)
                 self.layouts[name] = wanted
 
     # -- conversions --------------------------------------------------------------------------------------------------
 
-    def _as(self, name: str, wanted: Layout | None, node: NamedNode) -> Node:
+    def _as(self, name: str, wanted: Layout | None, op: str) -> Node:
         """A value in the layout that an op wants."""
         have = self.layouts[name]
         if wanted is None or wanted == have:
@@ -247,10 +269,10 @@ class _Emitter:
             return self.held[name]
         key = name, wanted
         if key not in self.converted:
-            self.converted[key] = self._convert(name, have, wanted, node)
+            self.converted[key] = self._convert(name, have, wanted, op)
         return self.converted[key]
 
-    def _convert(self, name: str, have: Layout, wanted: Layout, node: NamedNode) -> Node:
+    def _convert(self, name: str, have: Layout, wanted: Layout, op: str) -> Node:
         tensor = self.graph.tensors[name]
         found = reshard(atoms_of(tensor), have, wanted, self.axes)
         value = self.held[name]
@@ -258,7 +280,7 @@ class _Emitter:
         if not ways:
             value.meta["local_shape"] = self._local_shape(name, wanted)
             return value
-        self.inserted.append(Inserted(name, node.name, found, tensor.dtype.itemsize, tensor.requires_grad))
+        self.inserted.append(Inserted(name, op, found, tensor.dtype.itemsize, tensor.requires_grad))
         kinds = "_".join(dict.fromkeys(f"{step.kind.value}_{'_'.join(step.axes)}" for step in ways))
         module = Convert(Conversion.bind(found, self.groups))
         converted = self._module(f"{name}_{kinds}", module, (value,))
@@ -277,26 +299,6 @@ class _Emitter:
             unique, count = f"{stem}_{count}", count + 1
         self.modules[unique] = module
         return self.out.call_module(unique, args)
-
-
-class _Recorder:
-    """Writes a call with arguments under their schema names into a graph."""
-
-    def __init__(self, graph: Graph, op: Any) -> None:
-        self.graph = graph
-        self.op = op
-
-    def record(self, arguments: Mapping[str, Any]) -> Node:
-        schema = self.op._schema.arguments
-        keyword_only = {argument.name for argument in schema if argument.kwarg_only}
-        args = tuple(value for name, value in arguments.items() if name not in keyword_only)
-        defaults = {a.name: a.default_value for a in schema if a.kwarg_only and a.has_default_value()}
-        kwargs = {
-            name: value
-            for name, value in arguments.items()
-            if name in keyword_only and (name not in defaults or _has_node(value) or value != defaults[name])
-        }
-        return self.graph.call_function(self.op, args, kwargs)
 
 
 def _has_node(value: Any) -> bool:

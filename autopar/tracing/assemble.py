@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from autopar.rules.binding import factor_sizes
 from autopar.tracing.binding import Binding, BoundNode, ValueKey
 from autopar.tracing.exported import Exported, NodeOrigin
-from autopar.tracing.graph import Dim, Kind, NamedGraph, NamedNode, NamedTensor
+from autopar.tracing.graph import Atom, Dim, Kind, NamedGraph, NamedNode, NamedTensor
 from autopar.tracing.naming import Naming
 from autopar.tracing.regions import Repeat
 
@@ -57,14 +58,56 @@ def _node_name(bound: BoundNode, counts: dict[str, int]) -> str:
 
 def _tensors(exported: Exported, binding: Binding, naming: Naming, names: dict[ValueKey, str]) -> list[NamedTensor]:
     kinds: dict[ValueKey, Kind] = {p.node: p.kind for p in exported.placeholders}
+    differentiable = _differentiable(exported)
     tensors = []
     for node in exported.graph_module.graph.nodes:
         if node.name in binding.dims:
             dims = tuple(naming.show(dim) for dim in binding.dims[node.name])
             value = node.meta["val"]
-            kind = kinds.get(node.name, "activation")
-            tensors.append(NamedTensor(names[node.name], kind, dims, tuple(value.shape), value.dtype, node.name))
+            tensors.append(
+                NamedTensor(
+                    name=names[node.name],
+                    kind=kinds.get(node.name, "activation"),
+                    dims=dims,
+                    shape=tuple(value.shape),
+                    dtype=value.dtype,
+                    node=node.name,
+                    atoms=tuple(_atoms(binding.dims[node.name], naming)),
+                    requires_grad=node.name in differentiable,
+                )
+            )
     return tensors
+
+
+def _atoms(dims: Iterable[int], naming: Naming) -> Iterator[Atom]:
+    space = naming.binding.space
+
+    def within(position: int, dim: int, outer: tuple[str, ...]) -> Iterator[Atom]:
+        root = space.find(dim)
+        names = (*outer, naming.names[root]) if root in naming.names else outer
+        parts = space.parts(root)
+        if not parts:
+            yield Atom(position, space.size(root), names)
+        for part in parts:
+            yield from within(position, part, names)
+
+    for position, dim in enumerate(dims):
+        yield from within(position, dim, ())
+
+
+def _differentiable(exported: Exported) -> set[str]:
+    """The values that autograd follows: what depends on a parameter or input that requires a gradient."""
+    if not exported.grad_enabled:
+        return set()
+    found = {p.node for p in exported.placeholders if p.requires_grad}
+    for node in exported.graph_module.graph.nodes:
+        value = node.meta.get("val")
+        float_valued = not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()
+        detached = node.target is torch.ops.aten.detach.default
+        follows = any(source.name in found for source in node.all_input_nodes)
+        if node.op == "call_function" and float_valued and follows and not detached:
+            found.add(node.name)
+    return found
 
 
 def _node(bound: BoundNode, names: dict[ValueKey, str], naming: Naming) -> NamedNode:
@@ -80,6 +123,10 @@ def _node(bound: BoundNode, names: dict[ValueKey, str], naming: Naming) -> Named
         reason=bound.reason,
         factors={factor: naming.show(dim) for factor, dim in bound.factors.items()},
         sizes=factor_sizes(bound.rule, bound.call),
+        atoms={
+            factor: tuple(map(naming.binding.space.size, naming.binding.space.atoms(dim)))
+            for factor, dim in bound.factors.items()
+        },
         origin=bound.node.meta["origin"],
         node=bound.node.name,
     )

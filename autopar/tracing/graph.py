@@ -18,7 +18,7 @@ from autopar.tracing.render import render_json, render_text
 from autopar.tracing.run import TracedModule
 from autopar.tracing.saved import Saved, saved_values
 
-__all__ = ["Dim", "Kind", "NamedGraph", "NamedNode", "NamedTensor"]
+__all__ = ["Atom", "Dim", "Kind", "NamedGraph", "NamedNode", "NamedTensor"]
 
 Kind = Literal["input", "param", "buffer", "constant", "activation"]
 
@@ -43,6 +43,16 @@ class Dim:
 
 
 @dataclass(frozen=True)
+class Atom:
+    """A smallest piece of a physical dim: `(heads head_dim)` has two, and `heads` may be `(kv_heads group)` itself."""
+
+    dim: int
+    size: int
+    names: tuple[str, ...]
+    """What it is called, from the outermost named dim inwards: `("heads", "kv_heads")`; nothing where it is a `1`."""
+
+
+@dataclass(frozen=True)
 class NamedTensor:
     """A tensor of the graph. `dims` has one entry per physical dim: a name, `(heads head_dim)`, or `1`."""
 
@@ -53,6 +63,8 @@ class NamedTensor:
     dtype: torch.dtype
     node: str
     """The fx node that holds it."""
+    atoms: tuple[Atom, ...] = ()
+    requires_grad: bool = False
 
     def __str__(self) -> str:
         return f"{self.name}[{' '.join(self.dims)}]"
@@ -71,6 +83,8 @@ class NamedNode:
     reason: str
     factors: Mapping[str, str]
     sizes: Mapping[str, int]
+    atoms: Mapping[str, tuple[int, ...]]
+    """The extents of the atoms of each factor, major first."""
     origin: NodeOrigin
     node: str
 

@@ -8,6 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.annotate import named_op
+from autopar.tracing.losses import mean_losses_as_sums
 
 __all__ = ["normalise"]
 
@@ -45,6 +46,7 @@ def normalise(graph: Graph, device: torch.device | None) -> None:
             _replace_copy(graph, node)
         elif "device" in node.kwargs:
             _free_of_device(node, device)
+    mean_losses_as_sums(graph)
     remove_dead(graph)
 
 
@@ -88,13 +90,18 @@ def _replace_copy(graph: Graph, node: Node) -> None:
 def _drop_nothing(node: Node) -> None:
     """`cat` takes tensors of shape [0], whatever the shape of the others: an empty cache, for instance."""
     tensors: Any = node.args[0]
-    kept = [source for source in tensors if source.meta["val"].shape != (0,)]
+    kept = [source for source in tensors if not _is_nothing(source.meta["val"])]
     if not kept or len(kept) == len(tensors):
         return
     if len(kept) == 1 and kept[0].meta["val"].dtype == node.meta["val"].dtype:
         _replace(node, kept[0])
     else:
         node.args = (kept, *node.args[1:])
+
+
+def _is_nothing(val: torch.Tensor) -> bool:
+    """Whether a tensor has the shape [0]; a size that is not known yet is refused later."""
+    return val.dim() == 1 and isinstance(val.shape[0], int) and val.shape[0] == 0
 
 
 def _like(made: Node, node: Node, val: torch.Tensor) -> Node:

@@ -18,7 +18,7 @@ from autopar.tracing.normalise import is_factory
 from autopar.tracing.state import Autocast, autocast_state, entered
 from autopar.tracing.tree import Flattened, Mapped, difference, unflatten
 
-__all__ = ["TracedModule"]
+__all__ = ["TracedCall", "TracedModule"]
 
 
 class TracedModule(nn.Module):
@@ -28,7 +28,7 @@ class TracedModule(nn.Module):
         super().__init__()
         _share(model, self, {})
         self.train(model.training)
-        self._call = _Call(type(model).__name__, model, exported)
+        self._call = TracedCall(type(model).__name__, model, exported)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(self, args, kwargs)
@@ -47,7 +47,7 @@ def _share(model: nn.Module, shell: nn.Module, shells: dict[int, nn.Module]) -> 
     return shell
 
 
-class _Call:
+class TracedCall:
     """One traced call: checks that it is called as it was traced, runs the graph, writes back what it changed."""
 
     def __init__(self, owner: str, model: nn.Module, exported: Exported) -> None:
@@ -71,11 +71,11 @@ class _Call:
         tensors.update(module.named_parameters(remove_duplicate=False))
         tensors.update(module.named_buffers(remove_duplicate=False))
         given = dict(zip(self.inputs, flat.tensors, strict=True))
-        graph_module, constants = self._on(_device_of(tensors, given))
+        graph_module, constants = self.graph_on(_device_of(tensors, given))
         sources = {"param": tensors, "buffer": tensors, "constant": constants, "input": given}
         values = []
         for placeholder in exported.placeholders:
-            value = sources[placeholder.kind][placeholder.name]
+            value = self.local_value(sources[placeholder.kind][placeholder.name])
             if exported.grad_enabled and placeholder.name in self.mutated:
                 value = value.clone()  # the backward may read the old value after the new one is written
             values.append(value)
@@ -86,9 +86,17 @@ class _Call:
             with torch.set_grad_enabled(torch.is_grad_enabled() and mutation.kind == "input"):
                 target.copy_(outputs[mutation.output])
         reused = {number: flat.containers[mine] for number, mine in exported.output_tree.reused.items()}
-        rest = outputs[len(exported.mutations) :]
+        rest = self.results(outputs[len(exported.mutations) :])
         (result, _), _ = unflatten(exported.output_tree.node, rest, flat.containers, reused)
         return result
+
+    def local_value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the graph takes of a tensor of the module or of the call: here all of it."""
+        return tensor
+
+    def results(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the caller gets of the graph's results: here the results."""
+        return outputs
 
     def _check_state(self, module: nn.Module) -> None:
         exported = self.exported
@@ -117,7 +125,7 @@ class _Call:
                     "Trace it again with these inputs."
                 )
 
-    def _on(self, device: torch.device | None) -> tuple[GraphModule, Mapping[str, torch.Tensor]]:
+    def graph_on(self, device: torch.device | None) -> tuple[GraphModule, Mapping[str, torch.Tensor]]:
         """The graph and its constants for a model that stands on `device` now."""
         if device not in self.placed:
             self.placed[device] = _place(self.exported, device)

@@ -1,0 +1,66 @@
+"""Which layout the user means: text, a file, a strategy by name, with its axes matched to those of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from autopar.layout.language import Layout, parse_layout, parse_strategy_call
+from autopar.layout.source import unknown_name
+from autopar.layout.strategies import load_strategy, strategy_names
+from autopar.layout.syntax import Block, DimRule, Guard, Let, OpPin, Pin, Split
+
+__all__ = ["axes_of", "choose_layout"]
+
+
+def choose_layout(layout: str | Path | Layout, axes: Mapping[str, int]) -> Layout:
+    """The layout that `layout=` means on a mesh with these axes.
+
+    A strategy is for any mesh: its axes that the mesh lacks have size 1, and `fsdp(fsdp=dp*tp)` matches them by hand.
+    """
+    if isinstance(layout, Layout):
+        found = layout
+    elif isinstance(layout, Path) or layout.endswith(".lay"):
+        found = Layout.load(layout)
+    elif _is_call(layout):
+        name, meaning = parse_strategy_call(layout)
+        found = load_strategy(name).on_axes(meaning)
+        for axis in (axis for product in meaning.values() for axis in product):
+            if axis not in axes:
+                raise unknown_name("axis", axis, axes, layout)
+    else:
+        found = parse_layout(layout)
+    if found.strategy is not None:
+        found = found.on_axes({axis: () for axis in axes_of(found) if axis not in axes})
+    return found
+
+
+def _is_call(text: str) -> bool:
+    """Whether a text is a strategy's name, or a call of one, and not a layout."""
+    name = text.partition("(")[0].strip()
+    return name in strategy_names() or (name.isidentifier() and "->" not in text and ":" not in text)
+
+
+def axes_of(layout: Layout) -> tuple[str, ...]:
+    """All mesh axes that a layout speaks of."""
+    found: list[str] = []
+
+    def of_rules(rules: tuple[DimRule, ...]) -> None:
+        for rule in rules:
+            for term in rule.place.terms:
+                if isinstance(term, Split):
+                    found.extend(term.axes)
+
+    for statement in layout:
+        if isinstance(statement, DimRule):
+            of_rules((statement,))
+        elif isinstance(statement, Block):
+            of_rules(statement.rules)
+        elif isinstance(statement, Pin):
+            of_rules(statement.rules)
+            found.extend(axis for state in statement.states for axis in state.axes)
+        elif isinstance(statement, OpPin):
+            found.extend(axis for _, axes in statement.choice for axis in axes)
+        elif isinstance(statement, Guard | Let):
+            found.extend(statement.axes)
+    return tuple(dict.fromkeys(found))
