@@ -114,6 +114,8 @@ aten.{sort,argsort}.{default,stable}                        along
 aten.topk.default                                           along
 aten.msort.default                                          along 0
 aten.diff.default                                           along; linear 0+1+2
+aten.{trapz,trapezoid,cumulative_trapezoid}.dx              along; linear 0
+aten.gradient.scalarint                                     along; linear 0; try spacing=0.5
 aten.flip.default                                           along dims; linear 0
 aten.fliplr.default                                         a b! ... -> a b! ...; linear 0
 aten.flipud.default                                         along 0; linear 0

@@ -226,6 +226,7 @@ aten.addcdiv.default                                        pointwise; linear 0+
 aten.lerp.{Scalar,Tensor}                                   pointwise; linear 0+1
 aten.{maximum,minimum,fmax,fmin}.default                    pointwise
 aten.{max,min}.other                                        pointwise
+aten.ldexp.Tensor                                           pointwise normal int; linear 0
 aten.{hypot,atan2,arctan2,logaddexp,logaddexp2}.default     pointwise
 aten.copysign.{Tensor,Scalar}                               pointwise
 aten.xlogy.Tensor                                           pointwise normal int   # not linear: 0 * log 0 is 0
@@ -300,7 +301,7 @@ aten.masked_fill.Tensor                                     filled; linear 0+2
 
 # copies and casts
 aten.{clone,alias,detach,contiguous,lift_fresh,lift_fresh_copy,alias_copy}.default  pointwise; linear 0
-aten.{resolve_conj,resolve_neg,_lazy_clone,lift}.default  pointwise; linear 0
+aten.{resolve_conj,resolve_neg,_neg_view,_lazy_clone,lift}.default  pointwise; linear 0
 aten._to_copy.default                                       cast
 aten.to.{dtype,device}                                      cast
 aten.to.other                                               cast_like

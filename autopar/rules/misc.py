@@ -1,4 +1,4 @@
-"""Ops of no other family: spectra of frames, grids of coordinates, positions in a flattened tensor."""
+"""Ops of no other family: spectra of frames, grids of coordinates, positions in a flattened tensor, sums of areas."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from autopar.rules.call import Call
+from autopar.rules.elementwise import aligned_dims
+from autopar.rules.index import all_whole
 from autopar.rules.samples import Draw, Sample, Tries, make_sample
 from autopar.rules.table import Family
 from autopar.rules.writing import Names, text, wrap
@@ -77,7 +79,37 @@ def _diagonal_scatter_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterab
         yield make_sample(op, [Draw(shape), Draw(part)], {"offset": offset, "dim1": dim1, "dim2": dim2})
 
 
+def _broadcast(call: Call) -> str:
+    """All operands in the one shape to which they broadcast."""
+    names = Names()
+    dims = names.some(call.output.rank)
+    read = aligned_dims([spec.shape for spec in call.operands if spec is not None], dims, call.output.shape)
+    return f"{', '.join(read)} -> {text([], [dims] * len(read)).removeprefix(' -> ')}"
+
+
+def _broadcast_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for shapes in (((5, 7), (5, 7)), ((5, 7), (7,), ()), ((5, 1), (1, 7)), ((5,),)):
+        yield make_sample(op, [[Draw(shape) for shape in shapes]], {})
+
+
+def _diagonal_matrix(call: Call) -> str:
+    """A matrix of which this is the diagonal, or the diagonal of a matrix."""
+    return "a! -> b! c!" if call.operand(0).rank == 1 else "a! b! -> c!"
+
+
+def _diagonal_matrix_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for shape, diagonal in (((5,), 0), ((5,), 1), ((5, 5), 0), ((4, 5), -1)):
+        yield make_sample(op, [Draw(shape)], {"diagonal": diagonal}, tries)
+
+
+def _blocks_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    yield make_sample(op, [[Draw((4, 5)), Draw((3, 7))]], {}, tries)
+
+
 FAMILIES = {
+    "broadcast": Family(_broadcast, _broadcast_samples),
+    "diagonal_matrix": Family(_diagonal_matrix, _diagonal_matrix_samples),
+    "blocks": Family(all_whole, _blocks_samples),
     "spectrogram": Family(_spectrogram, _spectrogram_samples),
     "meshgrid": Family(_meshgrid, _meshgrid_samples),
     "take": Family(_take, _take_samples),
@@ -85,6 +117,9 @@ FAMILIES = {
 }
 
 TABLE = """
+aten.broadcast_tensors.default                       broadcast; linear *
+aten.diag.default                                    diagonal_matrix; linear 0
+aten.block_diag.default                              blocks; linear *
 aten.stft.{default,center}                           spectrogram
 aten.meshgrid.{default,indexing}                     meshgrid; linear *
 aten.take.default                                    take; linear 0

@@ -218,7 +218,24 @@ def _grid_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
             yield make_sample(op, tensors, way)
 
 
+def _unpool(call: Call) -> str:
+    """Positions count in the whole image that is made."""
+    names = Names()
+    leading = names.some(call.operand(0).rank - _spatial(call.op))
+    space = call.operand(0).shape[len(leading) :]
+    read = [[*leading, *(names.whole() for _ in space)] for _ in range(2)]
+    return text(read, [[*leading, *(names.whole() for _ in space)]])
+
+
+def _unpool_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    count = _spatial(op._schema.name)
+    for leading in ((2,), (2, 3)):
+        drawn = [Draw((*leading, *(2,) * (count - 1), 4)), Draw((*leading, *(2,) * (count - 1), 4), "index", 4)]
+        yield make_sample(op, drawn, {"output_size": [4] * (count - 1) + [8]}, tries)
+
+
 FAMILIES = {
+    "unpool": Family(_unpool, _unpool_samples),
     "pool": Family(_pool, _pool_samples),
     "adaptive": Family(_adaptive, _adaptive_samples),
     "resize": Family(_resize, _resize_samples),
@@ -229,6 +246,7 @@ FAMILIES = {
 TABLE = """
 aten.{max_pool1d,max_pool2d,max_pool3d}.default             pool
 aten.{max_pool1d_with_indices,max_pool2d_with_indices,max_pool3d_with_indices}.default  pool
+aten.max_unpool2d.default                                   unpool; linear 0
 aten.{avg_pool1d,avg_pool2d,avg_pool3d}.default             pool
 aten.{adaptive_avg_pool1d,adaptive_avg_pool2d,adaptive_avg_pool3d}.default  adaptive; linear 0
 aten.{_adaptive_avg_pool2d,_adaptive_avg_pool3d}.default    adaptive; linear 0
