@@ -85,13 +85,20 @@ def _by_argument(exported: Exported, dims: Mapping[str, str]) -> Iterator[tuple[
         place = f"dims[{pattern!r}]"
         if not isinstance(text, str):
             raise DimsError(f"{place}: expected text such as 'batch seq', got {text!r}")
-        matches = [pattern] if pattern in known else fnmatch.filter(known, pattern)
+        matches = _matching(pattern, known)
         if not matches:
             nearest = difflib.get_close_matches(pattern, known, n=1, cutoff=0.4)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise DimsError(f"{place}: no input, parameter or buffer has this name{hint}")
         for name in matches:
             yield known[name], text, place
+
+
+def _matching(pattern: str, known: Mapping[str, ValueKey]) -> list[str]:
+    """The names that a pattern means; `layers.*.up.weight` also finds them inside `model.layers`."""
+    if pattern in known:
+        return [pattern]
+    return fnmatch.filter(known, pattern) or fnmatch.filter(known, f"*.{pattern}")
 
 
 def _by_annotation_op(exported: Exported) -> Iterator[tuple[ValueKey, str, str]]:

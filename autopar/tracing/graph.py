@@ -16,7 +16,7 @@ from autopar.tracing.exported import Exported, NodeOrigin
 from autopar.tracing.regions import Repeat
 from autopar.tracing.render import render_json, render_text
 from autopar.tracing.run import TracedModule
-from autopar.tracing.saved import Saved, saved_values
+from autopar.tracing.saved import InternalSave, Saved, saved_values
 
 __all__ = ["Atom", "Dim", "Kind", "NamedGraph", "NamedNode", "NamedTensor"]
 
@@ -118,8 +118,18 @@ class NamedGraph:
         return TracedModule(self.model, self.exported)
 
     @cached_property
-    def saved(self) -> Saved:
-        """The values that autograd keeps for the backward, exactly."""
+    def saved(self) -> tuple[NamedTensor, ...]:
+        """The values that autograd keeps for the backward, exactly; a view counts as what it is a view of."""
+        by_node = {tensor.node: tensor for tensor in self.tensors.values()}
+        return tuple(by_node[name] for name in self._saves.values)
+
+    @property
+    def saved_inside(self) -> tuple[InternalSave, ...]:
+        """What ops keep for the backward beside the values of the graph (attention's logsumexp ...)."""
+        return self._saves.internal
+
+    @cached_property
+    def _saves(self) -> Saved:
         return saved_values(self.exported)
 
     def __str__(self) -> str:

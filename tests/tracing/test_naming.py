@@ -143,6 +143,15 @@ def test_dims_argument_by_name_and_by_pattern() -> None:
     assert graph.tensors["2.bias"].dims == ("units.1",), "on its own tensor too: a class has one name"
 
 
+def test_a_pattern_is_found_inside_a_module_too() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(6, 10), nn.Linear(10, 6)])})
+    model.forward = lambda x: model["layers"][1](model["layers"][0](x).relu())  # type: ignore[method-assign]
+    dims = {"*.0.weight": "hidden features", "1.weight": "features hidden"}
+    graph = autopar.trace(model, (torch.randn(3, 6),), dims=dims)
+    assert graph.tensors["layers.0.bias"].dims == ("hidden",)
+    assert graph.tensors["layers.1.weight"].dims == ("features", "hidden")
+
+
 def test_a_compound_is_named_by_its_parts() -> None:
     graph = autopar.trace(Attention(), (torch.randn(2, 5, 24),), dims={"out.weight": "_ (h e)"})
     assert graph.tensors["out.weight"].dims == ("d_model", "(h e)")
