@@ -1,0 +1,217 @@
+"""Whole models under strategies, on real processes: `python -m benchmarks.zoo [ARCHITECTURE ...]`.
+
+Prints a table of architecture x strategy: the largest relative difference of outputs and gradients from one process, or
+the reason why there is none. The mesh is given by its sizes, `--mesh 2x2`: strategies with a model axis take the last
+for it and the others for data, the rest take all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import autopar
+from autopar.completion import complete
+from autopar.engine import device_mesh
+from autopar.errors import AutoparError, AutoparWarning
+from autopar.layout.choosing import choose_layout
+from autopar.mesh import Mesh
+from autopar.module import ParallelModule
+from benchmarks.architectures import STANDARD
+from examples.hf import hf, small_config
+from tests.distributed.launcher import launch
+
+STRATEGIES = {
+    "ddp": ("dp", None),
+    "fsdp": ("fsdp", None),
+    "megatron": ("dp", "tp"),
+    "megatron_sp": ("dp", "tp"),
+    "fsdp_tp": ("fsdp", "tp"),
+}
+"""Each strategy with its axis for data and its axis for the model."""
+
+MODEL_DIMS = {"heads", "kv_heads", "d_ff", "vocab"}
+AXES = "abc"
+BATCH, SEQ, VOCAB = 8, 16, 104
+ALLOWED, ALLOWED_FLOAT32 = 1e-9, 1e-5
+FLOAT32 = {"t5", "llama", "mistral", "qwen3", "gemma2", "phi3", "bart", "whisper"}
+"""Models that compute in float32 inside, whatever their dtype."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one model under one strategy: the error, or the reason why there is none."""
+
+    strategy: str
+    error: float | None
+    where: str
+    """What differs most, or the reason."""
+    collectives: int = 0
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=__doc__)
+    parser.add_argument("architectures", nargs="*", default=STANDARD)
+    parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
+    parser.add_argument("--mesh", default="2", help="sizes, as in 2x2")
+    parser.add_argument("--train", action="store_true", help="in train mode, with every dropout 0")
+    parser.add_argument("--seconds", type=float, default=240, help="limit for one architecture")
+    given = parser.parse_args(arguments)
+    sizes = tuple(int(size) for size in given.mesh.split("x"))
+    table = Table("architecture", *given.strategies, "seconds", title=f"largest relative error on a mesh {given.mesh}")
+    reasons: list[str] = []
+    wrong = 0
+    for architecture in given.architectures:
+        started = time.perf_counter()
+        outcomes = zoo_outcomes(architecture, given.strategies, sizes, given.train, given.seconds)
+        seconds = f"{time.perf_counter() - started:.0f}"
+        table.add_row(architecture, *(_cell(architecture, outcome) for outcome in outcomes), seconds)
+        for outcome in outcomes:
+            bad = not is_right(architecture, outcome)
+            wrong += bad and outcome.where != "no dims"
+            if bad:
+                reasons.append(f"{architecture} under {outcome.strategy}: {outcome.where}")
+                print(reasons[-1], file=sys.stderr, flush=True)
+    console = Console(width=140)
+    console.print(table)
+    for reason in reasons:
+        console.print(reason, markup=False, highlight=False)
+    return 1 if wrong else 0
+
+
+def is_right(architecture: str, outcome: Outcome) -> bool:
+    """Whether outputs and gradients are those of one process."""
+    allowed = ALLOWED_FLOAT32 if architecture in FLOAT32 else ALLOWED
+    return outcome.error is not None and outcome.error <= allowed
+
+
+def _cell(architecture: str, outcome: Outcome) -> str:
+    if outcome.error is None:
+        return outcome.where if outcome.where == "no dims" else outcome.where.split()[0][:12]
+    return f"{outcome.error:.0e}" + ("" if is_right(architecture, outcome) else " WRONG")
+
+
+def zoo_outcomes(
+    architecture: str, strategies: Iterable[str], sizes: tuple[int, ...], train: bool = False, seconds: float = 240
+) -> list[Outcome]:
+    """All strategies in one launch; if some rank fails, each in its own."""
+    strategies = tuple(strategies)
+    try:
+        found: list[Outcome] = launch(
+            rank_outcomes, architecture, strategies, sizes, train, ranks=prod(sizes), seconds=seconds
+        )[0]
+    except AssertionError as error:
+        if len(strategies) > 1:
+            return [zoo_outcomes(architecture, [name], sizes, train, seconds)[0] for name in strategies]
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        return [Outcome(strategies[0], None, f"failed: {lines[0]} {lines[-1]}")]
+    return found
+
+
+def rank_outcomes(
+    architecture: str, strategies: tuple[str, ...], sizes: tuple[int, ...], train: bool
+) -> list[Outcome]:
+    """What one rank finds."""
+    warnings.simplefilter("ignore", AutoparWarning)
+    model, inputs = zoo_model(architecture, train)
+    graph = autopar.trace(model, inputs)
+    expected = step(model, inputs)
+    mesh = Mesh(**dict(zip(AXES, sizes, strict=False)))
+    axes = {axis: size for axis, size in mesh.axes.items() if size is not None}
+    devices = device_mesh(mesh)
+    outcomes = []
+    for strategy in strategies:
+        if STRATEGIES[strategy][1] is not None and MODEL_DIMS.isdisjoint(graph.dims):
+            outcomes.append(Outcome(strategy, None, "no dims"))
+            continue
+        try:
+            decisions = complete(graph, choose_layout(strategy_call(strategy, len(sizes)), axes), axes)
+            parallel = ParallelModule(graph, decisions, devices, outputs="full")
+        except AutoparError as error:
+            outcomes.append(Outcome(strategy, None, str(error)))
+            continue
+        error_of, where = largest_difference(expected, step(parallel, inputs))
+        outcomes.append(Outcome(strategy, error_of, where, len(parallel.collectives())))
+    return outcomes
+
+
+def strategy_call(strategy: str, count: int) -> str:
+    """The strategy with its axes on a mesh of so many axes."""
+    data, split = STRATEGIES[strategy]
+    if split is None:
+        return f"{strategy}({data}={'*'.join(AXES[:count])})"
+    if count == 1:
+        return f"{strategy}({split}={AXES[0]})"
+    return f"{strategy}({data}={'*'.join(AXES[: count - 1])},{split}={AXES[count - 1]})"
+
+
+def zoo_model(architecture: str, train: bool) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model in float64, with sizes that small meshes divide."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB} if hasattr(small_config(architecture, SEQ), "vocab_size") else {}
+    model, inputs = hf(architecture, batch=BATCH, seq=SEQ, train=train, dropout=0.0, **sizes)
+    if "decoder_input_ids" in inputs:
+        inputs["decoder_input_ids"] = inputs["decoder_input_ids"][:, :-1].contiguous()
+    inputs = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
+    return model.double(), inputs
+
+
+def step(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    """Outputs and gradients of one forward and backward, from random gradients of the outputs."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    results = model(**inputs)
+    leaves = [leaf for leaf in tree_leaves(results if isinstance(results, tuple) else dict(results))]
+    outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    torch.manual_seed(1)
+    differentiable = [output for output in outputs if output.requires_grad]
+    torch.autograd.backward(differentiable, [torch.randn_like(output) for output in differentiable])
+    found: dict[str, Tensor | None] = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+    for name, parameter in model.named_parameters():
+        gradient: Any = parameter.grad
+        found[f"gradient of {name}"] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        parameter.grad = None
+    for name, buffer in model.named_buffers():
+        found[f"buffer {name}"] = buffer.clone()
+        buffer.copy_(buffers[name])
+    return found
+
+
+def largest_difference(expected: dict[str, Tensor | None], found: dict[str, Tensor | None]) -> tuple[float, str]:
+    """The largest relative difference, and of what. What is zero but for rounding is judged by the largest gradient."""
+    worst, where = 0.0, ""
+    if expected.keys() != found.keys():
+        return float("inf"), f"other results: {sorted(expected.keys() ^ found.keys())}"
+    floor = 1e-3 * max(_largest(value) for name, value in expected.items() if name.startswith("gradient"))
+    for name, theirs in expected.items():
+        mine = found[name]
+        if mine is None or theirs is None:
+            if mine is not theirs:
+                return float("inf"), f"{name}: one of the two is None"
+            continue
+        if mine.shape != theirs.shape:
+            return float("inf"), f"{name}: shape {list(mine.shape)}, not {list(theirs.shape)}"
+        scale = max(_largest(theirs), floor if name.startswith("gradient") else 1e-12)
+        error = _largest(mine.double() - theirs.double()) / scale
+        if error > worst or error != error:
+            worst, where = error, name
+    return worst, where
+
+
+def _largest(value: Tensor | None) -> float:
+    return float(value.double().abs().max()) if value is not None and value.numel() else 0.0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
