@@ -1,0 +1,276 @@
+"""The time of a training step beside torch's own ways of doing the same, side by side in one run.
+
+    python -m benchmarks.step                        # all comparisons, on 1, 2 and 4 Gloo ranks of one thread each
+    python -m benchmarks.step --only ddp --ranks 2 --size small --steps 100
+    python -m benchmarks.step --compiled --json step.json
+
+A step is: gradients dropped, forward, backward (and `--optimizer` step). Ours and the peer take turns step by step, so
+that a machine that drifts drifts for both; a step takes as long as its slowest rank. The ratio is that of the medians;
+the noise beside it is the ratio of the peer's median over its odd steps to that over its even ones. What is sent is
+counted where torch hands collectives to the process group, for ours and for the peer alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import socket
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autopar
+from benchmarks.peers import PEERS, Peer
+from examples.gpt import gpt
+
+SIZES: dict[str, dict[str, Any]] = {
+    "small": {"layers": 4, "d_model": 128, "heads": 4, "vocab": 1024, "seq": 64, "batch": 8},
+    "25M": {"layers": 6, "d_model": 512, "heads": 8, "vocab": 12000, "seq": 64, "batch": 8},
+}
+STEPS = {"small": 100, "25M": 24}
+WARM_UP = 4
+
+
+@dataclass(frozen=True)
+class Comparison:
+    name: str
+    layout: str
+    axis: str
+    peer: str
+    target: float
+    peer_name: str
+
+
+COMPARISONS = (
+    Comparison("one rank", "ddp", "dp", "plain", 1.03, "the plain model"),
+    Comparison("ddp", "ddp", "dp", "ddp", 1.05, "DistributedDataParallel"),
+    Comparison("fsdp", "fsdp", "fsdp", "fsdp", 0.90, "fully_shard, gathered once"),
+    Comparison("fsdp again", "fsdp", "fsdp", "fsdp_again", 0.90, "fully_shard, gathered again"),
+    Comparison("megatron", "megatron", "tp", "megatron", 1.00, "parallelize_module"),
+)
+COMPILED_TARGET = 1.05
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    peer: str
+    size: str
+    ranks: int
+    compiled: bool
+    optimizer: str
+    steps: int
+    ours_ms: float
+    peer_ms: float
+    ratio: float
+    noise: float
+    target: float
+    ours_sent_mib: float
+    peer_sent_mib: float
+    ours_collectives: int
+    peer_collectives: int
+    loss_difference: float
+
+
+class Sent(TorchDispatchMode):
+    """Counts the collectives that are handed to the process group, and the bytes that a rank sends by them."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.count = 0
+        self.bytes = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd") and "wait" not in name:
+            self._count(name, [_bytes(value) for value in args])
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, sizes: Sequence[int]) -> None:
+        share = (self.ranks - 1) / self.ranks
+        factor = 2.0 if "reduce" in name and "scatter" not in name else 1.0
+        whole = max(sizes)
+        if name in ("all_gather_into_tensor",):  # the functional one is given its shard only
+            whole *= self.ranks
+        self.count += 1
+        self.bytes += whole * factor * share
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 0
+
+
+def stepper(peer: Peer, optimizer: str, compiled: bool) -> Callable[[], Tensor]:
+    model: Any = torch.compile(peer.model) if compiled else peer.model
+    kinds: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+        "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-4),
+        "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-5),
+    }
+    optimise = kinds[optimizer](peer.model.parameters()) if optimizer != "none" else None
+    parameters = list(peer.model.parameters())
+
+    def step() -> Tensor:
+        for parameter in parameters:
+            parameter.grad = None
+        with peer.around():
+            loss: Tensor = model(**peer.inputs)
+            loss.backward()
+        if optimise is not None:
+            optimise.step()
+        return loss.detach()
+
+    return step
+
+
+def compare(comparison: Comparison, size: str, arguments: argparse.Namespace, rank: int, ranks: int) -> Row:
+    steps = arguments.steps or STEPS[size]
+    torch.manual_seed(0)
+    model, inputs = gpt(**SIZES[size])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", autopar.AutoparWarning)
+        ours = autopar.parallelize(model, f"{comparison.axis}={ranks}", inputs, layout=comparison.layout)
+    peer = PEERS[comparison.peer](model, inputs, rank, ranks)
+    pair = [stepper(each, arguments.optimizer, arguments.compiled) for each in (Peer(ours, inputs), peer)]
+    losses, sent = [], []
+    for step in pair:
+        for _ in range(WARM_UP):
+            step()
+        counter = Sent(ranks)
+        with counter if not arguments.compiled else nullcontext():
+            loss = step()
+        losses.append(_mean(loss))
+        sent.append(counter)
+    times: list[list[float]] = [[], []]
+    gc.collect()
+    for turn in range(steps):
+        for which in ((0, 1), (1, 0))[turn % 2]:
+            times[which].append(_timed(pair[which]))
+    slowest = [_slowest(each) for each in times]
+    medians = [statistics.median(each) for each in slowest]
+    noise = statistics.median(slowest[1][::2]) / statistics.median(slowest[1][1::2])
+    return Row(
+        comparison.name,
+        comparison.peer_name,
+        size,
+        ranks,
+        arguments.compiled,
+        arguments.optimizer,
+        steps,
+        medians[0] * 1e3,
+        medians[1] * 1e3,
+        medians[0] / medians[1],
+        noise,
+        COMPILED_TARGET if arguments.compiled else comparison.target,
+        sent[0].bytes / 2**20,
+        sent[1].bytes / 2**20,
+        sent[0].count,
+        sent[1].count,
+        abs(losses[0] - losses[1]) / losses[1],
+    )
+
+
+def _timed(step: Callable[[], Tensor]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def _slowest(seconds: list[float]) -> list[float]:
+    found = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    slowest: list[float] = found.tolist()
+    return slowest
+
+
+def _mean(loss: Tensor) -> float:
+    """The loss of the whole batch: ours has it, a data-parallel peer has its rank's."""
+    local = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+    total = local.to(torch.float64).clone()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def run_rank(rank: int, ranks: int, port: int, arguments: argparse.Namespace, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # Gloo would look the host's name up, which not every machine can
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    for size in arguments.size:
+        for comparison in COMPARISONS:
+            wanted = not arguments.only or comparison.name in arguments.only
+            if wanted and (comparison.peer == "plain") == (ranks == 1):
+                row = compare(comparison, size, arguments, rank, ranks)
+                if rank == 0:
+                    print(_line(row), flush=True)
+                    with Path(folder, "rows").open("a") as file:
+                        file.write(json.dumps(asdict(row)) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+HEAD = f"{'ours ÷ peer':42} {'size':6} ranks   ours ms   peer ms  ratio  noise  target   MiB sent     collectives"
+
+
+def _line(row: Row) -> str:
+    name = f"{row.name}{' compiled' if row.compiled else ''} ÷ {row.peer}"
+    mark = "" if row.ratio <= row.target else "  over"
+    sent = "" if row.compiled else f"{row.ours_sent_mib:6.1f} {row.peer_sent_mib:6.1f}"
+    counts = "" if row.compiled else f"{row.ours_collectives:5} {row.peer_collectives:5}"
+    return (
+        f"{name:42} {row.size:6} {row.ranks:5} {row.ours_ms:9.1f} {row.peer_ms:9.1f} {row.ratio:6.3f} {row.noise:6.3f}"
+        f" {row.target:6.2f}  {sent:13} {counts}{mark}"
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=[c.name for c in COMPARISONS], help="may be repeated")
+    parser.add_argument("--size", action="append", choices=list(SIZES), help="may be repeated")
+    parser.add_argument("--ranks", action="append", type=int, help="may be repeated; by default 1, 2 and 4")
+    parser.add_argument("--steps", type=int, help="timed steps of each; by default " + str(STEPS))
+    parser.add_argument("--optimizer", choices=["none", "sgd", "adamw"], default="none")
+    parser.add_argument("--compiled", action="store_true", help="both under torch.compile")
+    parser.add_argument("--json", help="write the rows to this file")
+    arguments = parser.parse_args()
+    arguments.size = arguments.size or list(SIZES)
+    print(HEAD, flush=True)
+    rows = []
+    for ranks in arguments.ranks or [1, 2, 4]:
+        with tempfile.TemporaryDirectory() as folder:
+            given = (ranks, _free_port(), arguments, folder)
+            torch.multiprocessing.spawn(run_rank, args=given, nprocs=ranks)
+            found = Path(folder, "rows")
+            if found.exists():
+                rows.extend(json.loads(line) for line in found.read_text().splitlines())
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(rows, indent=1) + "\n")
+    worst = max((row["loss_difference"] for row in rows), default=0.0)
+    print(f"largest relative difference between our loss and the peer's: {worst:.1e}")
+
+
+if __name__ == "__main__":
+    main()
