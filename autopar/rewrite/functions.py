@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -69,7 +68,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A reshard bound to this rank; called on its local tensor. `gradient` is what its backward does."""
+    """A reshard bound to this rank; called on its local tensor."""
 
     reshard: Reshard
     forward: tuple[Move, ...]
@@ -94,54 +93,45 @@ class Conversion:
         ]
         return cls(reshard, tuple(map(bound, reshard.forward)), tuple(map(bound, reshard.backward)), *shapes)
 
-    @cached_property
-    def gradient(self) -> Conversion:
-        return replace(
-            self,
-            reshard=self.reshard.gradient,
-            forward=self.backward,
-            backward=self.forward,
-            shape=self.result_shape,
-            result_shape=self.shape,
-        )
-
     def __call__(self, x: Tensor) -> Tensor:
         return convert(x, self)
 
 
-def convert(x: Tensor, conversion: Conversion) -> Tensor:
-    """The tensor in its new layout; differentiable where `x` needs a gradient."""
-    if tuple(x.shape) != conversion.shape:
+def convert(x: Tensor, conversion: Conversion, backward: bool = False) -> Tensor:
+    """The tensor in its new layout, differentiable where `x` needs a gradient; `backward` converts a gradient."""
+    shape = conversion.result_shape if backward else conversion.shape
+    if tuple(x.shape) != shape:
         raise ValueError(
-            f"a conversion from {conversion.reshard.source} is for a local tensor of shape {conversion.shape}, "
-            f"this one has {tuple(x.shape)}"
+            f"a conversion from {conversion.reshard.source} to {conversion.reshard.target} is for a local tensor of "
+            f"shape {shape}, this one has {tuple(x.shape)}"
         )
     if x.requires_grad and torch.is_grad_enabled() and (conversion.forward or conversion.backward):
-        converted: Tensor = _Convert.apply(x, conversion)  # type: ignore[no-untyped-call]
+        converted: Tensor = _Convert.apply(x, conversion, backward)  # type: ignore[no-untyped-call]
         return converted
-    return _run(x, conversion)
+    return _run(x, conversion, backward)
 
 
 class _Convert(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, conversion: Conversion) -> Tensor:
-        ctx.conversion = conversion
+    def forward(ctx: Any, x: Tensor, conversion: Conversion, backward: bool) -> Tensor:
+        ctx.conversion, ctx.backward_way = conversion, backward
         # Where nothing is done, still another tensor: a Function that gives back its input marks it as changed.
-        return _run(x, conversion) if conversion.forward else x.view_as(x)
+        return _run(x.view_as(x), conversion, backward)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         # Through `convert`, so that gradients of gradients come out right.
-        return convert(gradient, ctx.conversion.gradient), None
+        return convert(gradient, ctx.conversion, not ctx.backward_way), None, None
 
 
-def _run(x: Tensor, conversion: Conversion) -> Tensor:
-    if not conversion.forward:
+def _run(x: Tensor, conversion: Conversion, backward: bool) -> Tensor:
+    moves = conversion.backward if backward else conversion.forward
+    if not moves:
         return x
-    x = x.reshape(conversion.forward[0].before)
-    for move in conversion.forward:
+    x = x.reshape(moves[0].before)
+    for move in moves:
         x = keep_local(move, x) if move.local else _exchange(move, x)
-    return x.reshape(conversion.result_shape)
+    return x.reshape(conversion.shape if backward else conversion.result_shape)
 
 
 def _exchange(move: Move, x: Tensor) -> Tensor:

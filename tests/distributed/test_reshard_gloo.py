@@ -195,7 +195,8 @@ def run_compiled(backend: str, axes: Mapping[str, int]) -> list[float]:
     value = torch.randn(COMPILED_ATOMS.shape, dtype=torch.float64)
     local = scatter(value, ways[0].source, COMPILED_ATOMS, axes)[dist.get_rank()]
     found = []
-    for call in (function, torch.compile(function, fullgraph=True, backend=backend)):
+    # Compiled first: nothing may depend on what an eager call has left behind.
+    for call in (torch.compile(function, fullgraph=True, backend=backend), function):
         leaf = local.clone().requires_grad_()
         result = call(leaf)
         result.square().sum().backward()
