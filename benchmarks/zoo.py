@@ -49,6 +49,9 @@ ALLOWED, ALLOWED_FLOAT32 = 1e-9, 1e-5
 FLOAT32 = {"t5", "llama", "mistral", "qwen3", "gemma2", "phi3", "bart", "whisper"}
 """Models that compute in float32 inside, whatever their dtype."""
 
+DIVIDED: dict[str, dict[str, Any]] = {"swin": {"num_heads": [2, 4, 8, 8]}}
+"""Sizes that examples/hf.py makes odd."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -160,8 +163,11 @@ def strategy_call(strategy: str, count: int) -> str:
 def zoo_model(architecture: str, train: bool) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model in float64, with sizes that small meshes divide."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB} if hasattr(small_config(architecture, SEQ), "vocab_size") else {}
-    model, inputs = hf(architecture, batch=BATCH, seq=SEQ, train=train, dropout=0.0, **sizes)
+    default = small_config(architecture, SEQ)
+    sizes: dict[str, Any] = {"vocab_size": VOCAB} if hasattr(default, "vocab_size") else {}
+    if hasattr(default, "text_config"):
+        sizes["text_config"] = {"vocab_size": VOCAB}
+    model, inputs = hf(architecture, batch=BATCH, seq=SEQ, train=train, dropout=0.0, **sizes, **DIVIDED.get(architecture, {}))
     if "decoder_input_ids" in inputs:
         inputs["decoder_input_ids"] = inputs["decoder_input_ids"][:, :-1].contiguous()
     inputs = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
@@ -176,7 +182,8 @@ def step(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor | None
     outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     torch.manual_seed(1)
     differentiable = [output for output in outputs if output.requires_grad]
-    torch.autograd.backward(differentiable, [torch.randn_like(output) for output in differentiable])
+    # Not randn_like, which follows the strides: the same result may be transposed in one and not in the other.
+    torch.autograd.backward(differentiable, [torch.randn(o.shape, dtype=o.dtype) for o in differentiable])
     found: dict[str, Tensor | None] = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
     for name, parameter in model.named_parameters():
         gradient: Any = parameter.grad

@@ -54,8 +54,8 @@ def layers(structure: Structure) -> Iterator[Proposal]:
     summed: dict[int, None] = {}
     normalised: set[int] = set()
     for bound in structure.binding.nodes:
-        if "conv" in op_name(bound) and len(bound.call.operand(1).shape) > 3:
-            continue
+        if "conv" in op_name(bound) and bound.call.operand(1).shape[2:] != (1,):
+            continue  # channels are what stands between convolutions, but for the pointwise ones of sequence models
         if "norm" in op_name(bound):
             normalised.update(
                 structure.factor_dim(bound, factor) for factor in bound.rule.whole if factor in bound.factors
