@@ -6,6 +6,7 @@ graph.dims["d_model"].size               # one name along the whole residual str
 graph.coverage()                         # {"table": 431, "discovered": 0, "replicated": 0}
 graph.module()                           # the graph as a module: same outputs, same gradients
 autopar.named(x, "batch seq d_model")    # name dims inside a model; an identity
+autopar.constrain(x, "batch -> dp")      # say where they go; an identity too
 autopar.register_rule("mylib::op", "b s d -> b s d")
 autopar.prove_rule("mylib::op")          # runs the op whole and in shards, and compares
 """
@@ -27,7 +28,7 @@ from autopar.errors import (
 )
 
 if TYPE_CHECKING:
-    from autopar.annotate import named
+    from autopar.annotate import constrain, named
     from autopar.api import parallelize, trace
     from autopar.mesh import Mesh
     from autopar.rules.proof import prove_rule
@@ -50,6 +51,7 @@ __all__ = [
     "RuleError",
     "TargetError",
     "TraceError",
+    "constrain",
     "named",
     "parallelize",
     "prove_rule",
@@ -63,6 +65,7 @@ _HOMES = {
     "NamedGraph": "autopar.tracing.graph",
     "NamedNode": "autopar.tracing.graph",
     "NamedTensor": "autopar.tracing.graph",
+    "constrain": "autopar.annotate",
     "named": "autopar.annotate",
     "parallelize": "autopar.api",
     "prove_rule": "autopar.rules.proof",

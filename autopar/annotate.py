@@ -1,4 +1,4 @@
-"""`named`: say inside a model what the dims of a tensor are called."""
+"""`named` and `constrain`: say inside a model what the dims of a tensor are called, and where they go."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["named", "named_op", "tracing"]
+__all__ = ["constrain", "constrain_op", "named", "named_op", "tracing"]
 
 _tracing: ContextVar[bool] = ContextVar("autopar_tracing", default=False)
 
@@ -23,9 +23,17 @@ def named(x: torch.Tensor, dims: str) -> torch.Tensor:
     return result
 
 
+def constrain(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """`x` itself; a layout is made to say this about it: `constrain(x, "batch -> dp, seq -> tp")`."""
+    if not _tracing.get():
+        return x
+    result: torch.Tensor = constrain_op()(x, layout)
+    return result
+
+
 @contextmanager
 def tracing() -> Iterator[None]:
-    """While this stands, `named` leaves a mark in the graph."""
+    """While this stands, `named` and `constrain` leave a mark in the graph."""
     token = _tracing.set(True)
     try:
         yield
@@ -36,10 +44,19 @@ def tracing() -> Iterator[None]:
 @cache
 def named_op() -> Any:
     """The operator behind `named`, defined at its first use."""
+    return _mark("named")
 
-    def copied(x: torch.Tensor, dims: str) -> torch.Tensor:
+
+@cache
+def constrain_op() -> Any:
+    """The operator behind `constrain`, defined at its first use."""
+    return _mark("constrain")
+
+
+def _mark(name: str) -> Any:
+    def copied(x: torch.Tensor, text: str) -> torch.Tensor:
         return x.clone()  # an operator must not return what it was given
 
-    op = torch.library.custom_op("autopar::named", copied, mutates_args=())
-    op.register_fake(lambda x, dims: torch.empty_like(x))
-    return torch.ops.autopar.named.default
+    op = torch.library.custom_op(f"autopar::{name}", copied, mutates_args=())
+    op.register_fake(lambda x, text: torch.empty_like(x))
+    return getattr(torch.ops.autopar, name).default

@@ -14,9 +14,12 @@ from dataclasses import dataclass
 
 from autopar.choices import Choice, Site, choices, layouts_of, sites_of
 from autopar.errors import LayoutError
+from autopar.layout.check import check_layout
 from autopar.layout.language import Layout as LayoutText
-from autopar.layout.resolve import Wanted, atoms_of, check_words, resolve
+from autopar.layout.resolve import Wanted, atoms_of, resolve
 from autopar.layout.state import Atoms, Layout
+from autopar.layout.storage import stored_splits
+from autopar.pinned import allows, cannot_be_had, pin_of, pinned_sites, with_constraints, words_of
 from autopar.reshard import Reshard, reshard
 from autopar.tracing.graph import NamedGraph, NamedNode, NamedTensor
 
@@ -48,9 +51,9 @@ class Decisions:
 
 def complete(graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int]) -> Decisions:
     """Decide everything about a graph under a layout."""
-    names = {name for tensor in graph.tensors.values() for atom in tensor.atoms for name in atom.names}
-    check_words(layout, names, set(graph.tensors), axes)
-    return _Completion(graph, layout, axes).run()
+    whole = with_constraints(layout, graph, axes)
+    check_layout(whole, words_of(graph), axes)
+    return _Completion(graph, whole, axes).run()
 
 
 class _Completion:
@@ -76,6 +79,8 @@ class _Completion:
         held = self._closed(resolve(self.layout, tensor, kind, self.axes))
         if tensor.kind in ("buffer", "constant"):
             held = Layout.replicated(atoms_of(tensor))  # small, and equal on all ranks
+        elif tensor.kind == "param":
+            held = Layout(stored_splits(self.layout, tensor, self.axes))
         self.stored[tensor.name] = self.values[tensor.name] = held
         if tensor.kind == "param":
             use = resolve(self.layout, tensor, "use", self.axes)
@@ -88,7 +93,11 @@ class _Completion:
     def _decide(self, node: NamedNode) -> None:
         best: tuple[tuple[int, int], OpDecision] | None = None
         targets = [None if name is None else self._target(self.graph.tensors[name]) for name in node.outputs]
-        for choice in choices(node, self._candidates(node, targets), self.axes):
+        pin = pin_of(self.layout, node)
+        sites = self._candidates(node, targets) if pin is None else pinned_sites(pin, node)
+        for choice in choices(node, sites, self.axes):
+            if pin is not None and not allows(pin, choice):
+                continue
             found = layouts_of(self.graph, node, choice)
             if found is None:
                 continue
@@ -99,6 +108,8 @@ class _Completion:
             rank = (-len(choice.axes), self._sent_bytes(node, operands, produced, results))
             if best is None or rank < best[0]:
                 best = rank, OpDecision(choice, operands, produced, results)
+        if best is None and pin is not None:
+            raise cannot_be_had(pin, node, self.axes)
         if best is None:
             raise LayoutError("E5", self._no_choice(node))
         self.ops[node.name] = best[1]
@@ -107,7 +118,7 @@ class _Completion:
                 self.values[name] = result
 
     def _target(self, tensor: NamedTensor) -> Wanted:
-        return resolve(self.layout, tensor, "act", self.axes)
+        return resolve(self.layout, tensor, "output" if tensor.name in self.graph.outputs else "act", self.axes)
 
     def _candidates(self, node: NamedNode, targets: list[Wanted | None]) -> dict[str, list[Site]]:
         """For each axis the sites that it splits in some operand as it stands, or in some result as it is wanted."""

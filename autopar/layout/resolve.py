@@ -13,11 +13,11 @@ from typing import Protocol
 
 from autopar.layout.language import Layout as LayoutText
 from autopar.layout.precedence import Specificity, glob_matches, matches, specificity
-from autopar.layout.source import layout_error, unknown_name
+from autopar.layout.source import layout_error
 from autopar.layout.state import Atoms
 from autopar.layout.syntax import Axes, Block, DimRule, Hole, NotSplit, Pin, Scope, Split
 
-__all__ = ["HasAtoms", "Wanted", "atoms_of", "check_words", "resolve"]
+__all__ = ["HasAtoms", "Wanted", "atoms_of", "resolve"]
 
 
 class NamedAtom(Protocol):
@@ -55,8 +55,15 @@ class _Entry:
 @dataclass(frozen=True)
 class _Claim:
     entry: _Entry
+    rank: Specificity
     rule: DimRule
-    order: int
+    where: Pin | Scope | None
+
+    @property
+    def means_one_dim(self) -> bool:
+        """In storage, a bare * with axes means one dim: the first that is free and divisible."""
+        storage = isinstance(self.where, Scope) and self.where.kind in ("param", "grad", "opt")
+        return storage and self.rule.dims == ("*",)
 
 
 def atoms_of(tensor: HasAtoms) -> Atoms:
@@ -70,62 +77,74 @@ def atoms_of(tensor: HasAtoms) -> Atoms:
 def resolve(layout: LayoutText, tensor: HasAtoms, kind: str, axes: Mapping[str, int]) -> Wanted:
     """What the layout wants of a tensor in its role as `kind` (param, use, act, input, output, buffer ...)."""
     claims: list[_Claim] = []
-    one_dim: tuple[Specificity, DimRule] | None = None
-    for entry in _entries(tensor):
-        found = _rule_for(layout, tensor, entry, kind)
-        if found is None:
-            continue
-        rank, rule, where = found
-        if rule.dims == ("*",) and isinstance(where, Scope) and where.kind in ("param", "grad", "opt"):
-            one_dim = rank, rule  # in storage, a bare * with axes means one dim: the first that is free and divisible
+    one_dim: DimRule | None = None
+    for claim in _claims(layout, tensor, kind):
+        if claim.means_one_dim:
+            one_dim = claim.rule
         else:
-            claims.append(_Claim(entry, rule, len(claims)))
+            claims.append(claim)
     taken: dict[str, _Claim] = {}
     wanted: list[Axes | None] = [None] * len(tensor.atoms)
-    for claim in sorted(claims, key=lambda claim: (claim.rule.place.priority, claim.order)):
+    for claim in sorted(claims, key=lambda claim: claim.rule.place.priority):
         _grant(claim, tensor, axes, taken, wanted)
     if one_dim is not None:
-        _grant_one_dim(one_dim[1], tensor, axes, taken, wanted)
+        spoken = {tensor.atoms[i].dim for claim in claims for i in claim.entry.atoms}
+        _grant_one_dim(one_dim, tensor, axes, taken, spoken, wanted)
     return tuple(() if axes is None and tensor.atoms[i].size == 1 else axes for i, axes in enumerate(wanted))
 
 
-def _entries(tensor: HasAtoms) -> list[_Entry]:
-    """The outermost named dims of a tensor, with their atoms."""
-    entries: dict[tuple[int, str], list[int]] = {}
+def _claims(layout: LayoutText, tensor: HasAtoms, kind: str) -> list[_Claim]:
+    """For each dim of a tensor the rule that is about it; where the layout speaks of its parts, for each part."""
+    dims: dict[int, list[int]] = {}
     for i, atom in enumerate(tensor.atoms):
         if atom.names:
-            entries.setdefault((atom.dim, atom.names[0]), []).append(i)
-    return [_Entry(name, tuple(members)) for (_, name), members in entries.items()]
+            dims.setdefault(atom.dim, []).append(i)
+    found: list[_Claim] = []
+    for members in dims.values():
+        found += _claims_of(layout, tensor, kind, tuple(members), 0)
+    return found
+
+
+def _claims_of(layout: LayoutText, tensor: HasAtoms, kind: str, atoms: tuple[int, ...], level: int) -> list[_Claim]:
+    """The claims of the dims that stand at one level of the names of some atoms."""
+    groups: dict[str, list[int]] = {}
+    for i in atoms:
+        if level < len(tensor.atoms[i].names):
+            groups.setdefault(tensor.atoms[i].names[level], []).append(i)
+    claims: list[_Claim] = []
+    for name, members in groups.items():
+        own = _rule_for(layout, tensor, name, kind)
+        parts = _claims_of(layout, tensor, kind, tuple(members), level + 1)
+        if parts and (own is None or max(part.rank for part in parts) > own[0]):
+            claims += parts
+        elif own is not None:
+            claims.append(_Claim(_Entry(name, tuple(members)), *own))
+    return claims
 
 
 def _rule_for(
-    layout: LayoutText, tensor: HasAtoms, entry: _Entry, kind: str
+    layout: LayoutText, tensor: HasAtoms, name: str, kind: str
 ) -> tuple[Specificity, DimRule, Pin | Scope | None] | None:
-    """The most specific rule for a dim; for one without a rule of its own, that of the dims it is made of."""
-    names = [entry.name, *dict.fromkeys(name for i in entry.atoms for name in tensor.atoms[i].names[1:])]
-    for name in names:
-        found = [item for item in _rules_about(layout, tensor, kind) if any(matches(p, name) for p in item[0].dims)]
-        ranked = [
-            (max(specificity(where, pattern) for pattern in rule.dims if matches(pattern, name)), rule, where)
-            for rule, where in found
-        ]
-        if not ranked:
-            continue
-        best = max(rank for rank, _, _ in ranked)
-        winners = [(rule, where) for rank, rule, where in ranked if rank == best]
-        for rule, _ in winners[1:]:
-            if rule.place != winners[0][0].place:
-                raise layout_error(
-                    "E2",
-                    f"two rules say different things about the dim '{name}' of {tensor.name}",
-                    "drop one of the lines, or make one more specific: a kind, dims in [...], an @name",
-                    winners[0][0].span,
-                    rule.span,
-                )
-        inner_only = name != entry.name and best.exactness == 0
-        if not inner_only:
-            return best, *winners[0]
-    return None
+    """The most specific rule for a dim."""
+    ranked = [
+        (max(specificity(where, pattern) for pattern in rule.dims if matches(pattern, name)), rule, where)
+        for rule, where in _rules_about(layout, tensor, kind)
+        if any(matches(pattern, name) for pattern in rule.dims)
+    ]
+    if not ranked:
+        return None
+    best = max(rank for rank, _, _ in ranked)
+    (rule, where), *others = [(rule, where) for rank, rule, where in ranked if rank == best]
+    for other, _ in others:
+        if other.place != rule.place:
+            raise layout_error(
+                "E2",
+                f"two rules say different things about the dim '{name}' of {tensor.name}",
+                "drop one of the lines, or make one more specific: a kind, dims in [...], an @name",
+                rule.span,
+                other.span,
+            )
+    return best, rule, where
 
 
 def _rules_about(layout: LayoutText, tensor: HasAtoms, kind: str) -> Iterator[tuple[DimRule, Pin | Scope | None]]:
@@ -219,9 +238,10 @@ def _grant_one_dim(
     tensor: HasAtoms,
     axes: Mapping[str, int],
     taken: Mapping[str, _Claim],
+    spoken: set[int],
     wanted: list[Axes | None],
 ) -> None:
-    """`param { * -> fsdp }`: one dim of the tensor, the first that is not split and that the axes divide."""
+    """`param { * -> fsdp }`: one dim of the tensor, the first without a rule of its own that the axes divide."""
     for i, axes_of in enumerate(wanted):
         wanted[i] = () if axes_of is None else axes_of
     for term in rule.place.terms:
@@ -233,8 +253,7 @@ def _grant_one_dim(
         for axis in term.axes:
             count *= axes[axis]
         for i, atom in enumerate(tensor.atoms):
-            free = not any(wanted[j] for j, other in enumerate(tensor.atoms) if other.dim == atom.dim)
-            if free and atom.size > 1 and atom.size % count == 0:
+            if atom.dim not in spoken and atom.size > 1 and atom.size % count == 0:
                 wanted[i] = term.axes
                 return
     raise layout_error(
@@ -243,23 +262,3 @@ def _grant_one_dim(
         "add an alternative, as in '* -> fsdp | none'",
         rule.span,
     )
-
-
-def check_words(layout: LayoutText, dims: set[str], tensors: set[str], axes: Mapping[str, int]) -> None:
-    """E1 for dims, axes and names of tensors that neither the model nor the mesh has; a strategy may name any dim."""
-    for statement in layout:
-        rules = statement.rules if isinstance(statement, Block | Pin) else ()
-        rules = (statement,) if isinstance(statement, DimRule) else rules
-        for rule in rules:
-            for pattern in rule.dims:
-                if layout.strategy is None and not any(matches(pattern, dim) for dim in dims):
-                    raise unknown_name("dim", pattern, dims, rule.span)
-            for term in rule.place.terms:
-                for axis in term.axes if isinstance(term, Split) else ():
-                    if axis not in axes:
-                        raise unknown_name("axis", axis, axes, rule.span)
-        globs = [statement.glob] if isinstance(statement, Pin) else []
-        globs += [scope.glob for scope in statement.scopes if scope.glob] if isinstance(statement, Block) else []
-        for glob in globs:
-            if not any(glob_matches(glob, name) for name in tensors):
-                raise unknown_name("tensor", glob, tensors, getattr(statement, "span", None))

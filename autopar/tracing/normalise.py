@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autopar.annotate import named_op
+from autopar.annotate import constrain_op, named_op
 from autopar.tracing.losses import mean_losses_as_sums
 
 __all__ = ["normalise"]
@@ -26,7 +26,7 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 def normalise(graph: Graph, device: torch.device | None) -> None:
-    named = named_op()
+    marks = {named_op(): "named", constrain_op(): "constrain"}
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -34,9 +34,9 @@ def normalise(graph: Graph, device: torch.device | None) -> None:
             graph.erase_node(node)
         elif node.target is aten.alias.default:
             _replace(node, node.args[0])
-        elif node.target is named:
+        elif node.target in marks:
             source: Any = node.args[0]
-            source.meta.setdefault("named", []).append(node.args[1])
+            source.meta.setdefault(marks[node.target], []).append(node.args[1])
             _replace(node, source)
         elif node.target in _VIEWS:
             node.target = aten.reshape.default  # the inputs may have other strides than in the trace
