@@ -68,7 +68,11 @@ class Groups:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A reshard bound to this rank; called on its local tensor."""
+    """A reshard bound to this rank; called on its local tensor.
+
+    To be compiled it belongs in a module, whose numbers are constants to `torch.compile`. In a closure they become
+    symbols as soon as the same code meets another conversion.
+    """
 
     reshard: Reshard
     forward: tuple[Move, ...]

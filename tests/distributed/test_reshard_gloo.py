@@ -103,7 +103,16 @@ def on_four() -> list[dict[str, Any]]:
 
 
 def test_forward_and_backward_in_real_processes(on_two: list[dict[str, Any]], on_four: list[dict[str, Any]]) -> None:
-    assert [found["convert_there_and_back"] for found in (*on_two, *on_four)] == [set(StepKind)] * 6
+    kinds = {
+        StepKind.SLICE,
+        StepKind.KEEP_ONE,
+        StepKind.PAD,
+        StepKind.ALL_REDUCE,
+        StepKind.REDUCE_SCATTER,
+        StepKind.ALL_GATHER,
+        StepKind.ALL_TO_ALL,
+    }
+    assert [found["convert_there_and_back"] for found in (*on_two, *on_four)] == [kinds] * 6
 
 
 @pytest.mark.slow
@@ -156,14 +165,14 @@ def test_integers_and_booleans_are_converted_without_gradients(on_four: list[dic
     assert [found["convert_integers"] for found in on_four] == [[True] * 20] * 4
 
 
-COMPILED_ATOMS = Atoms.plain((6, 8))
+EVEN, UNEVEN = Atoms.plain((6, 8)), Atoms.plain((1, 3))
 
 
 def split_by(*words: str, partial: str = "", broadcast: str = "") -> Layout:
     return Layout(tuple(map(tuple, words)), frozenset(partial), frozenset(broadcast))
 
 
-def program(axes: Mapping[str, int]) -> list[Reshard]:
+def program(atoms: Atoms, axes: Mapping[str, int]) -> list[Reshard]:
     """Conversions that follow upon each other, with every kind of step."""
     layouts = [
         split_by("a", "b"),
@@ -178,22 +187,34 @@ def program(axes: Mapping[str, int]) -> list[Reshard]:
         split_by("", ""),
     ]
     layouts = [layout.without({"a", "b"} - axes.keys()) for layout in layouts]
-    return [reshard(COMPILED_ATOMS, s, t, axes) for s, t in pairwise(layouts)]
+    return [reshard(atoms, s, t, axes) for s, t in pairwise(layouts)]
 
 
 def run_compiled(backend: str, axes: Mapping[str, int]) -> list[float]:
-    """The largest difference of the compiled outputs and gradients from the eager ones."""
+    """How far the compiled outputs and gradients are from the eager ones; uneven, some ranks hold nothing at all."""
     torch.manual_seed(0)
-    groups, ways = groups_of(axes), program(axes)
-    conversions = [Conversion.bind(way, groups) for way in ways]
+    groups = groups_of(axes)
+    return [distance for atoms in (EVEN, UNEVEN) for distance in distances(backend, atoms, axes, groups)]
 
-    def function(x: torch.Tensor) -> torch.Tensor:
-        for conversion in conversions:
+
+class Program(torch.nn.Module):
+    """A module, as in a parallel model: the compiler takes the numbers that a module holds for constants."""
+
+    def __init__(self, conversions: list[Conversion]) -> None:
+        super().__init__()
+        self.conversions = conversions
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for conversion in self.conversions:
             x = conversion(x * 1.5 if conversion.reshard.source.partial else torch.sin(x))
         return x
 
-    value = torch.randn(COMPILED_ATOMS.shape, dtype=torch.float64)
-    local = scatter(value, ways[0].source, COMPILED_ATOMS, axes)[dist.get_rank()]
+
+def distances(backend: str, atoms: Atoms, axes: Mapping[str, int], groups: Groups) -> list[float]:
+    ways = program(atoms, axes)
+    function = Program([Conversion.bind(way, groups) for way in ways])
+    value = torch.randn(atoms.shape, dtype=torch.float64)
+    local = scatter(value, ways[0].source, atoms, axes)[dist.get_rank()]
     found = []
     # Compiled first: nothing may depend on what an eager call has left behind.
     for call in (torch.compile(function, fullgraph=True, backend=backend), function):
@@ -203,7 +224,7 @@ def run_compiled(backend: str, axes: Mapping[str, int]) -> list[float]:
         assert leaf.grad is not None
         with torch.no_grad():
             found.append((result.detach(), leaf.grad, call(leaf)))
-    return [float((one - other).abs().max()) for one, other in zip(*found, strict=True)]
+    return [float((one - other).abs().sum()) for one, other in zip(*found, strict=True)]
 
 
 def test_a_compiled_function_with_conversions_is_one_graph(on_two: list[dict[str, Any]]) -> None:
