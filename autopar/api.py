@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.completion import complete
+from autopar.contracts import check_contracts
 from autopar.engine import device_mesh
 from autopar.errors import AutoparWarning
 from autopar.layout.choosing import choose_layout
@@ -69,6 +70,9 @@ def parallelize(
     named_axes = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     axes = {axis: size for axis, size in named_axes.axes.items() if size is not None}
     graph = trace(model, inputs, dims=dims)
-    decisions = complete(graph, choose_layout(layout, axes), axes)
+    text = choose_layout(layout, axes)
+    decisions = complete(graph, text, axes)
     devices = device_mesh(named_axes) if isinstance(mesh, str | Mesh) else mesh
-    return ParallelModule(graph, decisions, devices, outputs, local_inputs)
+    module = ParallelModule(graph, decisions, devices, outputs, local_inputs)
+    check_contracts(text, graph, decisions, module.emitted.inserted)
+    return module

@@ -102,7 +102,7 @@ class _Completion:
             if found is None:
                 continue
             operands, produced = found
-            if not self._uses_agree(node, operands):
+            if pin is None and not self._uses_agree(node, operands):
                 continue
             results = tuple(self._result(layout, target) for layout, target in zip(produced, targets, strict=True))
             rank = (-len(choice.axes), self._sent_bytes(node, operands, produced, results))

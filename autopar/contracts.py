@@ -1,0 +1,152 @@
+"""What a layout promises of the whole: `forbid` and `warn`, `same`, `limit halo`. Checked on what is about to run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.completion import Decisions
+from autopar.errors import AutoparWarning
+from autopar.layout.language import Layout
+from autopar.layout.precedence import glob_matches
+from autopar.layout.source import layout_error
+from autopar.layout.syntax import Guard, Limit, Same, Scope
+from autopar.rewrite.emit import Inserted
+from autopar.rules.notation import FactorKind
+from autopar.tracing.graph import NamedGraph, NamedTensor
+
+__all__ = ["check_contracts"]
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """One collective: of what, for which op."""
+
+    kind: str
+    axes: tuple[str, ...]
+    direction: str
+    tensor: NamedTensor
+    op: str
+    bytes: int
+
+    def __str__(self) -> str:
+        over = "*".join(self.axes)
+        return f"the {self.kind} over {over} of {self.tensor}, {self.direction}, for {self.op}: {self.bytes:,} bytes"
+
+
+def check_contracts(layout: Layout, graph: NamedGraph, decisions: Decisions, inserted: Iterable[Inserted]) -> None:
+    """Raise E6 for a guard or a limit that the decisions break, E7 for tensors that were to share one layout."""
+    sent = [
+        _Sent(
+            step.kind.value,
+            step.axes,
+            direction,
+            graph.tensors[conversion.tensor],
+            conversion.op,
+            step.numel * conversion.itemsize,
+        )
+        for conversion in inserted
+        for direction, step in conversion.collectives()
+    ]
+    for statement in layout:
+        if isinstance(statement, Guard):
+            _check_guard(statement, [one for one in sent if _is_about(statement, one, graph)])
+        elif isinstance(statement, Same):
+            _check_same(statement, graph, decisions)
+        elif isinstance(statement, Limit) and statement.quantity == "halo":
+            _check_halo(statement, graph, decisions)
+
+
+def _check_guard(guard: Guard, broken: list[_Sent]) -> None:
+    if not broken:
+        return
+    count = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+    message = f"{guard.action} {guard.collective} over {'*'.join(guard.axes)} is broken by {broken[0]}{count}"
+    fix = "split the tensor so that the op takes it as it is, or drop the line"
+    error = layout_error("E6", message, fix, guard.span)
+    if guard.action == "forbid":
+        raise error
+    warnings.warn(str(error), AutoparWarning, stacklevel=4)
+
+
+def _is_about(guard: Guard, one: _Sent, graph: NamedGraph) -> bool:
+    """A collective over more axes than the guard's is over those too."""
+    if one.kind != guard.collective or not set(guard.axes) <= set(one.axes):
+        return False
+    scope: Scope = guard.scope
+    dims = {name for atom in one.tensor.atoms for name in atom.names}
+    return (
+        (scope.kind is None or scope.kind in _kinds(one, graph))
+        and (scope.glob is None or glob_matches(scope.glob, one.tensor.name))
+        and set(scope.dims) <= dims
+    )
+
+
+def _kinds(one: _Sent, graph: NamedGraph) -> tuple[str, ...]:
+    """What is sent of a parameter in the backward is its gradient; of another value it goes by the value's name."""
+    kind = one.tensor.kind
+    if kind == "param":
+        return ("param", "use") if one.direction == "forward" else ("grad",)
+    if kind == "activation":
+        return ("output",) if one.tensor.name in graph.outputs else ("act",)
+    return ("buffer",) if kind == "constant" else (kind,)
+
+
+def _check_same(same: Same, graph: NamedGraph, decisions: Decisions) -> None:
+    left, right = ([name for name in graph.tensors if glob_matches(glob, name)] for glob in (same.left, same.right))
+    first = left[0]
+    for name in (*left, *right):
+        if _layouts(name, graph, decisions) != _layouts(first, graph, decisions):
+            raise layout_error(
+                "E7",
+                f"{first} and {name} are to share one layout, but {first} is {_layouts(first, graph, decisions)} and "
+                f"{name} is {_layouts(name, graph, decisions)}",
+                "give both the same rules, or drop the line",
+                same.span,
+            )
+
+
+def _layouts(name: str, graph: NamedGraph, decisions: Decisions) -> str:
+    """The layout of a tensor by physical dims: tensors of other dims may share it."""
+    layout = decisions.stored.get(name, decisions.values.get(name))
+    tensor = graph.tensors[name]
+    if layout is None:
+        return "unused"
+    dims: list[list[str]] = [[] for _ in tensor.shape]
+    for atom, axes in zip(tensor.atoms, layout.splits, strict=True):
+        dims[atom.dim].extend(axes)
+    return f"[{', '.join('*'.join(axes) or 'none' for axes in dims)}]"
+
+
+def _check_halo(limit: Limit, graph: NamedGraph, decisions: Decisions) -> None:
+    for op, factor, share in _halo_shares(graph, decisions):
+        assert limit.percent is not None, limit
+        if 100 * share > limit.percent:
+            raise layout_error(
+                "E6",
+                f"{op} split by {factor} gets {100 * share:.0f}% of a shard's extent from its neighbours, "
+                f"more than {limit.percent:g}%",
+                "split this op over fewer ranks, or by another dim",
+                limit.span,
+            )
+
+
+def _halo_shares(graph: NamedGraph, decisions: Decisions) -> Iterator[tuple[str, str, float]]:
+    """For each op with a split window the share of a shard's extent that its neighbours send."""
+    for node in graph.nodes:
+        halos = dict(node.rule.halos)
+        for (factor, atom), axes in decisions.ops[node.name].choice.splits:
+            halo = halos.get(factor)
+            if node.rule.kinds[factor] is not FactorKind.HALO or halo is None:
+                continue
+            extent = node.atoms[factor][atom] / _count(axes, decisions.axes)
+            reach = max(0, (halo.kernel - 1) * halo.dilation - (halo.stride - 1))
+            yield node.name, factor, reach / (extent * halo.stride)
+
+
+def _count(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
+    count = 1
+    for axis in axes:
+        count *= sizes[axis]
+    return count
