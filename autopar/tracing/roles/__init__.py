@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from autopar.tracing.binding import Binding
 from autopar.tracing.exported import Exported
-from autopar.tracing.roles.attention import attention, head_dims
+from autopar.tracing.roles.attention import attention, head_dims, head_parts
 from autopar.tracing.roles.experts import experts
 from autopar.tracing.roles.images import channels, images
 from autopar.tracing.roles.leftovers import inputs, tied
@@ -28,6 +28,7 @@ DETECTORS: tuple[Callable[[Structure], Iterator[Proposal]], ...] = (
     images,
     tied,
     streams,
+    head_parts,
     channels,
     layers,
     inputs,

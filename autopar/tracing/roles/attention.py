@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from autopar.rules.notation import FactorKind
 from autopar.tracing.binding import BoundNode, ValueKey
 from autopar.tracing.roles.structure import Proposal, Structure, op_name
 
-__all__ = ["attention", "head_dims"]
+__all__ = ["attention", "head_dims", "head_parts"]
+
+FAR = 80
+"""How many ops may lie between attention's softmax and its products, masks included."""
 
 
 def attention(structure: Structure) -> Iterator[Proposal]:
@@ -17,15 +21,15 @@ def attention(structure: Structure) -> Iterator[Proposal]:
         if "attention" in op_name(bound):
             keys = bound.operands[:3]
             if None not in keys:
-                query, key, value = (structure.dims(k) for k in keys if k is not None)
-                yield from _attention_dims(structure, query, key, value)
-        elif "softmax" in op_name(bound):
-            found = _written_out(structure, bound)
-            if found is not None:
-                yield from _attention_dims(structure, *found)
+                yield from _fused(structure, *(structure.dims(k) for k in keys if k is not None))
+        elif "softmax" in op_name(bound) and bound.operands[0] is not None and bound.outputs[0] is not None:
+            yield from _written_out(structure, bound, bound.operands[0], bound.outputs[0])
 
 
-def _attention_dims(
+# -- fused ------------------------------------------------------------------------------------------------------------
+
+
+def _fused(
     structure: Structure, query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]
 ) -> Iterator[Proposal]:
     if min(len(query), len(key), len(value)) < 3:
@@ -36,13 +40,8 @@ def _attention_dims(
     yield key[-2], "seq"
     for dims in (query, key):
         heads = _heads(structure, dims)
-        if heads is None:
-            continue
-        parts = structure.space.parts(heads)
-        yield heads, "kv_heads" if dims is key and heads != _heads(structure, query) else "heads"
-        if len(parts) == 2:
-            yield parts[0], "kv_heads"
-            yield parts[1], "group"
+        if heads is not None:
+            yield from _named_heads(structure, heads, shared=dims is key and heads != _heads(structure, query))
     if len(query) > 3 and not structure.space.parts(query[0]):
         yield query[0], "batch"
 
@@ -55,115 +54,180 @@ def _heads(structure: Structure, dims: tuple[int, ...]) -> int | None:
     return parts[-1] if parts and structure.name(dims[-3]) is None else None
 
 
-PASS_THROUGH = frozenset(
-    [
-        "mul",
-        "div",
-        "add",
-        "sub",
-        "clone",
-        "_to_copy",
-        "masked_fill",
-        "where",
-        "tanh",
-        "dropout",
-        "native_dropout",
-        "expand",
-        "detach",
-        "clamp",
-        "maximum",
-        "reshape",
-        "view",
-        "type_as",
-        "slice",
-        "softmax",
-        "nan_to_num",
-    ]
-)
+def _named_heads(structure: Structure, heads: int, shared: bool) -> Iterator[Proposal]:
+    yield heads, "kv_heads" if shared else "heads"
+    parts = structure.space.parts(heads)
+    if len(parts) == 2:
+        yield parts[0], "kv_heads"
+        yield parts[1], "group"
 
 
-def _written_out(
-    structure: Structure, softmax: BoundNode
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """Query, key and value dims when a softmax stands between two products of activations."""
-    if not softmax.call.operands or softmax.outputs[0] is None:
+# -- written out ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Product:
+    """A product of two activations: its dims by where they stand."""
+
+    shared: tuple[int, ...]
+    """In both operands and the result."""
+    query: tuple[int, ...]
+    """In the first of the operands and the result."""
+    other: tuple[int, ...]
+    """In the second and the result."""
+    summed: tuple[int, ...]
+
+    def turned(self) -> _Product:
+        return _Product(self.shared, self.other, self.query, self.summed)
+
+
+def _written_out(structure: Structure, softmax: BoundNode, scores: ValueKey, weights: ValueKey) -> Iterator[Proposal]:
+    """A softmax between two products of activations: scores of queries and keys, and a mix of values."""
+    columns = {structure.factor_dim(softmax, factor) for factor in softmax.rule.whole if factor in softmax.factors}
+    mixes = _products(structure, [*structure.users.get(weights, ())], _users)
+    second = next((mix for mix in mixes if columns & {*mix.summed}), mixes[0] if mixes else None)
+    products = _products(structure, [structure.maker[scores]] if scores in structure.maker else [], _makers)
+    if second is None or not products:
+        return
+    fitting = [product for product in products if columns & {*product.other, *product.query}] or products
+    first = next(
+        (product for product in fitting if _atoms(structure, product.shared) == _atoms(structure, second.shared)),
+        fitting[0],
+    )
+    if columns & {*first.query}:
+        first = first.turned()
+    if {*first.other} & {*second.other} - {*first.query}:
+        second = second.turned()
+    mixed = [dim for dim in (*second.query, *second.other) if dim not in first.query]
+    yield from ((dim, "head_dim") for dim in (*first.summed, *mixed))
+    beside = structure.stored_with({*first.summed, *mixed})
+    yield from _scores(structure, first, beside)
+
+
+def _scores(structure: Structure, product: _Product, beside: set[int]) -> Iterator[Proposal]:
+    """Names in a product of queries and keys; heads are what weights carry `beside` the head dim."""
+    shared = list(_maximal(structure, product.shared, beside))
+    alone = list(_maximal(structure, product.query, beside))
+    if not beside and len(product.shared) > 1:
+        shared = [product.shared[-1]]  # queries that no weight has made
+    for heads in shared:
+        yield from _named_heads(structure, heads, shared=bool(alone))
+    for heads in alone:
+        yield heads, "group" if shared else "heads"
+    named = {*beside, *shared, *alone}
+    for dim in (*_maximal(structure, product.query, named, inside=False), *product.other):
+        yield dim, "seq"
+    for dim in _maximal(structure, product.shared[:1], named, inside=False):
+        if not structure.space.parts(dim):
+            yield dim, "batch"
+
+
+def _atoms(structure: Structure, dims: Iterable[int]) -> set[int]:
+    return {atom for dim in dims for atom in structure.space.atoms(dim)}
+
+
+def _maximal(structure: Structure, dims: Iterable[int], atoms: set[int], inside: bool = True) -> Iterator[int]:
+    """The largest classes, among these and their parts, all of whose atoms are (not) among the given ones."""
+    for dim in dims:
+        if all((atom in atoms) is inside for atom in structure.space.atoms(dim)):
+            yield dim
+        else:
+            yield from _maximal(structure, structure.space.parts(dim), atoms, inside)
+
+
+def _makers(structure: Structure, bound: BoundNode) -> Iterator[BoundNode]:
+    yield from (structure.maker[key] for key in bound.operands if key in structure.maker)
+
+
+def _users(structure: Structure, bound: BoundNode) -> Iterator[BoundNode]:
+    yield from (user for key in bound.outputs if key is not None for user in structure.users.get(key, ()))
+
+
+def _products(
+    structure: Structure, pending: list[BoundNode], onward: Callable[[Structure, BoundNode], Iterator[BoundNode]]
+) -> list[_Product]:
+    """The products of two activations that are reached first, nearest first; no way leads through linear layers."""
+    seen = {id(bound) for bound in pending}
+    found = []
+    while pending and len(seen) < FAR:
+        bound = pending.pop(0)
+        product = _product(structure, bound)
+        if product is not None:
+            found.append(product)
+        elif not any(True for _ in structure.contractions(bound)):
+            fresh = {id(other): other for other in onward(structure, bound) if id(other) not in seen}
+            seen.update(fresh)
+            pending.extend(fresh.values())
+    return found
+
+
+def _product(structure: Structure, bound: BoundNode) -> _Product | None:
+    """The dims of a product, if an op multiplies two activations and sums."""
+    summed = [factor for factor, kind in bound.rule.kinds.items() if kind is FactorKind.SUM]
+    if not summed or len(bound.rule.operands) < 2 or bound.outputs[0] is None:
         return None
-    second = _product_after(structure, softmax.outputs[0])
-    first = _product_before(structure, softmax.operands[0])
-    if second is None or first is None:
+    holders = [i for i, operand in enumerate(bound.rule.operands) if operand and summed[0] in operand.factors]
+    if len(holders) != 2 or not all(_is_activation(structure, bound.operands[i]) for i in holders):
         return None
-    scores = _product_dims(structure, first)
-    mixed = _product_dims(structure, second)
-    if scores is None or mixed is None:
-        return None
-    batch, query_seq, key_seq, head_dim = scores
-    value_dim = mixed[2]
-    return (*batch, query_seq, head_dim), (*batch, key_seq, head_dim), (*batch, key_seq, value_dim)
+    left, right = ({*operand.factors} if (operand := bound.rule.operands[i]) else set() for i in holders)
+    output = bound.rule.outputs[0]
+    made = output.factors if output is not None else ()
+
+    def dims(factors: Iterable[str]) -> tuple[int, ...]:
+        return tuple(structure.factor_dim(bound, factor) for factor in factors)
+
+    return _Product(
+        dims(factor for factor in made if factor in left and factor in right),
+        dims(factor for factor in made if factor in left and factor not in right),
+        dims(factor for factor in made if factor in right and factor not in left),
+        dims(summed),
+    )
 
 
-def _is_product(structure: Structure, bound: BoundNode) -> bool:
-    """Whether an op multiplies and sums two activations."""
-    if op_name(bound) not in ("matmul", "bmm", "einsum", "baddbmm"):
-        return False
-    return not any(map(structure.is_weight, bound.operands[-2:]))
-
-
-def _product_after(structure: Structure, key: ValueKey) -> BoundNode | None:
-    for _ in range(8):
-        users = structure.users.get(key, [])
-        for user in users:
-            if _is_product(structure, user):
-                return user
-        onward = [user for user in users if op_name(user) in PASS_THROUGH and user.outputs[0] is not None]
-        if not onward:
-            return None
-        key = onward[0].outputs[0] or key
-    return None
-
-
-def _product_before(structure: Structure, key: ValueKey | None) -> BoundNode | None:
-    for _ in range(12):
+def _is_activation(structure: Structure, key: ValueKey | None) -> bool:
+    """Computed from an input; or from weights alone, but by a layer, such as queries that are learned."""
+    for _ in range(FAR):
+        if not structure.is_weight(key):
+            return True
         bound = structure.maker.get(key) if key is not None else None
-        if bound is None or _is_product(structure, bound):
-            return bound
-        if op_name(bound) not in PASS_THROUGH:
-            return None
-        candidates = [k for k in bound.operands if k is not None and not structure.is_weight(k)]
-        products = [k for k in candidates if _leads_to_product(structure, k)]
-        key = next(iter(products or candidates), None)
-    return None
-
-
-def _leads_to_product(structure: Structure, key: ValueKey) -> bool:
-    for _ in range(12):
-        bound = structure.maker.get(key)
         if bound is None:
             return False
-        if _is_product(structure, bound):
+        if "linear" in op_name(bound):
             return True
-        if op_name(bound) not in PASS_THROUGH or bound.operands[0] is None:
-            return False
-        key = bound.operands[0]
+        key = bound.operands[0] if bound.operands else None
     return False
 
 
-def _product_dims(structure: Structure, bound: BoundNode) -> tuple[tuple[int, ...], int, int, int] | None:
-    """Batch dims, rows, columns and contracted dim of a product of two activations."""
-    key = bound.outputs[0]
-    contracted = [f for f, kind in bound.rule.kinds.items() if kind is FactorKind.SUM]
-    if key is None or len(contracted) != 1:
-        return None
-    dims = structure.dims(key)
-    if len(dims) < 2:
-        return None
-    return dims[:-2], dims[-2], dims[-1], structure.factor_dim(bound, contracted[0])
+# -- by what is named -------------------------------------------------------------------------------------------------
 
 
 def head_dims(structure: Structure) -> Iterator[Proposal]:
     """Before and after rotary embeddings a head dim may be two classes: beside `heads`, the same extent is the same."""
     extents = {structure.space.size(dim) for dim, name in structure.names.items() if name == "head_dim"}
+
+    def may_be(dim: int) -> bool:
+        named = any(map(structure.name, structure.space.within(dim)))
+        return not named and structure.space.size(dim) in extents
+
     for dims in map(structure.dims, structure.binding.dims):
         if any(structure.name(dim) in ("heads", "kv_heads") for dim in dims):
-            for dim in dims:
-                if structure.name(dim) is None and structure.space.size(dim) in extents:
-                    yield dim, "head_dim"
+            yield from ((dim, "head_dim") for dim in dims if may_be(dim))
+
+
+def head_parts(structure: Structure) -> Iterator[Proposal]:
+    """`(heads head_dim)` is what a layer that makes `d_model` sums away, where nothing else has named its two parts."""
+    for bound in structure.binding.nodes:
+        made = [structure.name(structure.factor_dim(bound, factor)) for factor in structure.born(bound)]
+        if "conv" in op_name(bound) or made != ["d_model"]:
+            continue
+        for factor in structure.contractions(bound):
+            parts = structure.space.parts(structure.factor_dim(bound, factor))
+            if len(parts) == 2 and not any(map(structure.name, parts)) and _stand_apart(structure, *parts):
+                yield parts[0], "heads"
+                yield parts[1], "head_dim"
+
+
+def _stand_apart(structure: Structure, first: int, second: int) -> bool:
+    """Whether a tensor has both as dims of their own: pieces put side by side have only the second."""
+    numbers = structure.space.tensors(first) & structure.space.tensors(second)
+    return any({first, second} <= {*structure.dims(structure.binding.numbers[number])} for number in numbers)

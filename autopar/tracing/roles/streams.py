@@ -21,10 +21,27 @@ def streams(structure: Structure) -> Iterator[Proposal]:
         dims = structure.dims(bound.outputs[0])
         if structure.dims(left) != dims or structure.dims(right) != dims:
             continue
-        summed = _summed_between(structure, left, right) & set(dims)
+        pairs = ((near, far) for near, far in ((left, right), (right, left)) for near in _unscaled(structure, near))
+        summed = next((found for pair in pairs if (found := _summed_between(structure, *pair) & set(dims))), set())
         maps = {structure.name(dim) for dim in dims} & {"height", "width", "depth"}
         for dim in summed:
             yield dim, "channels" if maps else "d_model"
+
+
+SCALING = ("mul", "div", "clone", "_to_copy", "dropout", "native_dropout")
+
+
+def _unscaled(structure: Structure, key: ValueKey) -> Iterator[ValueKey]:
+    """A value, and what it is a multiple of: some residual streams are scaled before the sum."""
+    for _ in range(4):
+        yield key
+        bound = structure.maker.get(key)
+        if bound is None or op_name(bound) not in SCALING:
+            return
+        source = next((k for k in bound.operands if k is not None and not structure.is_weight(k)), None)
+        if source is None or structure.dims(source) != structure.dims(key):
+            return
+        key = source
 
 
 def _summed_between(structure: Structure, left: ValueKey, right: ValueKey) -> set[int]:
@@ -49,8 +66,10 @@ def _summed_between(structure: Structure, left: ValueKey, right: ValueKey) -> se
 
 
 def layers(structure: Structure) -> Iterator[Proposal]:
-    """`d_ff`: born in one linear layer and summed away in a later one. Normalised on the way it is a stream again."""
+    """`d_ff`: born in one linear layer and summed away in a later one, or one of the halves of what was born, summed
+    away onto the stream. Normalised on the way it is a stream again."""
     made: set[int] = set()
+    into_stream: set[int] = set()
     summed: dict[int, None] = {}
     normalised: set[int] = set()
     for bound in structure.binding.nodes:
@@ -60,13 +79,16 @@ def layers(structure: Structure) -> Iterator[Proposal]:
             normalised.update(
                 structure.factor_dim(bound, factor) for factor in bound.rule.whole if factor in bound.factors
             )
+        to_stream = any(structure.name(structure.factor_dim(bound, f)) == "d_model" for f in structure.born(bound))
         for factor in structure.contractions(bound):
             summed[structure.factor_dim(bound, factor)] = None
+            if to_stream and structure.is_inner(structure.factor_dim(bound, factor)):
+                into_stream.add(structure.factor_dim(bound, factor))
         for factor in structure.born(bound):
             made.update(structure.space.within(structure.factor_dim(bound, factor)))
     streams = {structure.space.size(dim) for dim, name in structure.names.items() if name == "d_model"}
     for dim in summed:
         inside = [structure.name(part) for part in structure.space.within(dim)]
-        if dim in made and not any(inside):
+        if (dim in made or dim in into_stream) and not any(inside):
             stream = dim in normalised and structure.space.size(dim) in streams
             yield dim, "d_model" if stream else "d_ff"

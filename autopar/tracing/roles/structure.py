@@ -29,6 +29,7 @@ class Structure:
         self.maker: dict[ValueKey, BoundNode] = {}
         self.users: dict[ValueKey, list[BoundNode]] = defaultdict(list)
         self.order: dict[ValueKey, int] = {}
+        self._beside: dict[int, set[int]] | None = None
         for i, bound in enumerate(binding.nodes):
             for key in bound.outputs:
                 if key is not None:
@@ -48,6 +49,25 @@ class Structure:
 
     def is_weight(self, key: ValueKey | None) -> bool:
         return key is not None and key in self.binding.stored
+
+    def stored_with(self, dims: set[int]) -> set[int]:
+        """The atoms that some weight carries together with one of these dims, in one compound or beside each other."""
+        if self._beside is None:
+            self._beside = defaultdict(set)
+            for key in (key for key, kind in self.kinds.items() if kind != "input"):
+                atoms = {atom for dim in self.dims(key) for atom in self.space.atoms(dim) if self.space.size(atom) > 1}
+                for atom in atoms:
+                    self._beside[atom] |= atoms
+        wanted = {atom for dim in dims for atom in self.space.atoms(dim)}
+        return set().union(*(self._beside.get(atom, ()) for atom in wanted)) - wanted
+
+    def is_inner(self, dim: int) -> bool:
+        """Whether no input and no table that is looked up has a dim: only layers make it and use it."""
+        if self.space.parts(dim):
+            return False
+        keys = {self.binding.numbers[number] for number in self.space.tensors(dim)}
+        looked_up = (user for key in keys for user in self.users.get(key, ()) if user.rule.indices)
+        return not any(self.kinds.get(key) == "input" for key in keys) and not any(looked_up)
 
     def contractions(self, bound: BoundNode) -> Iterator[str]:
         """The factors this op sums away between an activation and a weight, as `linear` and convolutions do."""

@@ -45,6 +45,8 @@ KEEPS_VALUES = frozenset(
 )
 PICKS_VALUES = ("gather", "index", "index_select")
 CONSTANTS = ("full", "zeros", "ones", "zeros_like", "new_zeros", "full_like")
+CHOICES = {"topk": 2, "max": 2, "min": 2, "sort": 2, "argsort": 1, "argmax": 1, "argmin": 1, "multinomial": 1}
+"""Ops that say where something is found, and how many results they have then."""
 LOOKUPS = ("embedding", "index_select", "index", "embedding_bag")
 
 
@@ -57,7 +59,8 @@ def tables(structure: Structure) -> Iterator[Proposal]:
         table, indices = bound.operands[0], next((k for k in bound.operands[1:] if k is not None), None)
         if table is None or indices is None or not structure.values[table].is_floating_point():
             continue
-        rows = structure.dims(table)[0]
+        indexed = [name for _, name in bound.rule.indices if name in bound.factors]
+        rows = structure.factor_dim(bound, indexed[0]) if indexed else structure.dims(table)[0]
         found[rows] = _origin(structure, indices, structure.space.size(rows))
     size = structure.space.size
     positions = {size(rows) for rows, origin in found.items() if origin == "positions"}
@@ -67,7 +70,7 @@ def tables(structure: Structure) -> Iterator[Proposal]:
             yield rows, "vocab" if size(rows) == largest or _is_output(structure, rows) else "types"
         elif origin == "buffer" and not positions:
             yield rows, "position"  # a table of relative positions
-        else:
+        elif origin != "choice":
             yield rows, "position" if origin == "positions" else "types"
     if largest:
         yield from _heads_onto(structure, largest)
@@ -95,7 +98,8 @@ def _heads_onto(structure: Structure, vocab: int) -> Iterator[Proposal]:
 
 
 def _origin(structure: Structure, key: ValueKey, rows: int) -> str:
-    """Where indices come from: the user's "ids", "positions" counted in the model, a "buffer", or "constants"."""
+    """Where indices come from: the user's "ids", "positions" counted in the model, a "choice" between computed
+    numbers, a "buffer", or "constants"."""
     found = "constants"
     seen = {key}
     pending = [key]
@@ -111,6 +115,8 @@ def _origin(structure: Structure, key: ValueKey, rows: int) -> str:
         if bound is None:
             continue
         operation = op_name(bound)
+        if operation in CHOICES and len(bound.outputs) == CHOICES[operation]:
+            return "choice"
         if operation in ("arange", "cumsum"):
             found = "positions"
         elif operation in KEEPS_VALUES or (operation in ("add", "sub", "mul") and len(seen) < 20):
