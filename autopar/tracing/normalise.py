@@ -101,7 +101,7 @@ def _drop_nothing(node: Node) -> None:
 
 def _is_nothing(val: torch.Tensor) -> bool:
     """Whether a tensor has the shape [0]; a size that is not known yet is refused later."""
-    return val.dim() == 1 and isinstance(val.shape[0], int) and val.shape[0] == 0
+    return [str(size) for size in val.shape] == ["0"]
 
 
 def _like(made: Node, node: Node, val: torch.Tensor) -> Node:
