@@ -249,12 +249,11 @@ def _grant_one_dim(
             return
         if any(axis in taken for axis in term.axes):
             continue
-        count = 1
-        for axis in term.axes:
-            count *= axes[axis]
-        for i, atom in enumerate(tensor.atoms):
-            if atom.dim not in spoken and atom.size > 1 and atom.size % count == 0:
-                wanted[i] = term.axes
+        for atoms in _free_atoms(tensor, spoken):
+            granted = _spread(_Entry("*", atoms), term, tensor, axes)
+            if granted is not None:
+                for i, given in granted.items():
+                    wanted[i] = given
                 return
     raise layout_error(
         "E4",
@@ -262,3 +261,14 @@ def _grant_one_dim(
         "add an alternative, as in '* -> fsdp | none'",
         rule.span,
     )
+
+
+def _free_atoms(tensor: HasAtoms, spoken: set[int]) -> Iterator[tuple[int, ...]]:
+    """The atoms of each dim that has no rule of its own; then those that stand within a dim, of which no shard of it is
+    one stretch."""
+    dims: dict[int, list[int]] = {}
+    for i, atom in enumerate(tensor.atoms):
+        if atom.dim not in spoken and atom.size > 1:
+            dims.setdefault(atom.dim, []).append(i)
+    yield from map(tuple, dims.values())
+    yield from ((i,) for members in dims.values() for i in members[1:])
