@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout
+from autopar.rewrite.lowerings import communicating
 from autopar.rules.notation import FactorKind, Operand
 from autopar.tracing.graph import NamedGraph, NamedNode, NamedTensor
 
@@ -81,7 +83,12 @@ def choices(node: NamedNode, candidates: Mapping[str, Iterable[Site]], axes: Map
 def _legal(node: NamedNode, site: Site, used: tuple[str, ...], axes: Mapping[str, int]) -> bool:
     factor, atom = site
     kind = node.rule.kinds.get(factor)
-    if kind not in SPLITTABLE or atom >= len(node.atoms.get(factor, ())):
+    if atom >= len(node.atoms.get(factor, ())):
+        return False
+    lowering = communicating(node, factor)
+    if lowering is not None and not lowering.allows(node, factor, atom, prod(axes[axis] for axis in used)):
+        return False
+    if lowering is None and kind not in SPLITTABLE:
         return False
     by_offset = node.rule.lowering(factor) is not None or "diagonal" in node.rule.localise
     if by_offset and (atom != 0 or len(used) > 1):
@@ -134,6 +141,8 @@ def _layout(
         if factor in operand.factors:
             return None  # the tensor has the factor, but not the atom that is split
         if position is None:
+            if communicating(node, factor) is not None:
+                continue  # whatever it adds up inside, all ranks get
             if node.rule.kinds[factor] is FactorKind.PARALLEL:
                 return None
             partial.update(axes)

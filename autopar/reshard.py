@@ -47,6 +47,8 @@ class StepKind(Enum):
     REDUCE_SCATTER = "reduce_scatter"
     ALL_GATHER = "all_gather"
     ALL_TO_ALL = "all_to_all"
+    HALO_EXCHANGE = "halo_exchange"
+    """Of no conversion: windows that slide along a split dim (convolutions) need the edges of the neighbours."""
 
 
 _RANK = {kind: rank for rank, kind in enumerate(StepKind)}

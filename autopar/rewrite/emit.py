@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
@@ -24,6 +24,8 @@ from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout, chunk
 from autopar.reshard import Reshard, Step, reshard
 from autopar.rewrite.functions import Conversion, Groups
+from autopar.rewrite.lowerings import Split, split_of
+from autopar.rewrite.lowerings.base import Send
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.local import Local, Piece
 from autopar.rules.lowerings import LOWERINGS, localiser
@@ -99,6 +101,28 @@ class Lowered(nn.Module):
         return f"{self.local.op} split {', '.join(piece.factor for piece in self.pieces)}; rule {self.local.rule}"
 
 
+class Communicating(nn.Module):
+    """An op that runs on shards with messages of its own (a halo exchange, statistics of all shards)."""
+
+    def __init__(
+        self, split: Split, local: Local, pieces: Mapping[str, Piece], names: tuple[str, ...], sends: tuple[Send, ...]
+    ) -> None:
+        super().__init__()
+        self.split = split
+        self.local = local
+        self.pieces = pieces
+        self.names = names
+        self.sends = sends
+
+    def forward(self, *tensors: Any) -> Any:
+        local = self.local.with_arguments(**dict(zip(self.names, tensors, strict=True)))
+        return self.split.lowering.run(self.split, local, self.pieces, self.sends)
+
+    def extra_repr(self) -> str:
+        factors = ", ".join(f"{factor} -> {'*'.join(axes)}" for factor, axes in self.split.factors.items())
+        return f"{self.local.op} split {factors}; rule {self.local.rule}"
+
+
 def emit(graph: NamedGraph, decisions: Decisions, groups: Groups, outputs: Outputs, local_inputs: bool) -> Emitted:
     """Generate the graph of this rank; every rank does the same, in the same order."""
     return _Emitter(graph, decisions, groups, outputs, local_inputs).run()
@@ -172,20 +196,24 @@ class _Emitter:
                 arguments[name] = None if value is None else [self._operand(item, next(operands)) for item in value]
             else:
                 arguments[name] = self._operand(value, next(operands))
-        result = self._scaled(self._local(source, node, decision.choice, arguments), node, decision.choice)
+        result = self._scaled(self._local(source, node, decision, arguments), node, decision.choice)
         self._keep(source, node, decision, result)
 
     def _operand(self, given: Any, converted: Node | None) -> Any:
         return converted if isinstance(given, Node) else given
 
-    def _local(self, source: Node, node: NamedNode, choice: Choice, arguments: dict[str, Any]) -> Node:
+    def _local(self, source: Node, node: NamedNode, decision: OpDecision, arguments: dict[str, Any]) -> Node:
         """The op on this rank's shards."""
-        pieces = tuple(self._pieces(node, choice))
+        split = split_of(self.graph, node, decision.choice.splits, decision.operands, self.axes)
+        everything = tuple(self._pieces(node, decision.choice))
+        pieces = tuple(piece for piece in everything if split is None or piece.factor not in split.factors)
         sizes = dict(node.sizes)
         local_sizes = {**sizes, **{piece.factor: piece.length for piece in pieces}}
         local = Local(source.target, arguments, node.rule, sizes, local_sizes)  # type: ignore[arg-type]
         if pieces:
             local = self._localised(local, pieces)
+        if split is not None:
+            return self._communicating(split, local, {piece.factor: piece for piece in everything})
         lowered = [piece for piece in pieces if node.rule.lowering(piece.factor)]
         if lowered:
             names = tuple(name for name, value in local.arguments.items() if _has_node(value))
@@ -193,6 +221,21 @@ class _Emitter:
             module = Lowered(replace(local, arguments=plain), tuple(lowered), names)
             return self._module(f"{node.name}_split", module, tuple(local.arguments[name] for name in names))
         return self._record(local)
+
+    def _communicating(self, split: Split, local: Local, pieces: Mapping[str, Piece]) -> Node:
+        """An op that sends something itself."""
+        messages = split.messages()
+        name = split.node.operands[0]
+        assert name is not None, split.node.name
+        for message in messages:
+            item = Inserted(name, split.node.name, message.reshard, message.itemsize, message.differentiable)
+            self.inserted.append(item)
+        names = tuple(name for name, value in local.arguments.items() if _has_node(value))
+        plain = {name: None if name in names else value for name, value in local.arguments.items()}
+        sends = tuple(message.bind(self.groups) for message in messages)
+        module = Communicating(split, replace(local, arguments=plain), pieces, names, sends)
+        stem = f"{split.node.name}_split_{'_'.join(split.axes)}"
+        return self._module(stem, module, tuple(local.arguments[name] for name in names))
 
     def _localised(self, local: Local, pieces: tuple[Piece, ...]) -> Local:
         """Arguments that follow the shard; localisers see shapes where the tensors will be."""

@@ -8,39 +8,73 @@ stride, dilation and padding, and uneven pieces, come out exactly.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from autopar.rules.local import Local, Piece, narrow
+from autopar.rules.notation import Halo
 from autopar.rules.writing import as_list
 
-__all__ = ["arange_part", "own_part", "window", "window_mean"]
+__all__ = [
+    "Reach",
+    "arange_part",
+    "numeric_padding",
+    "own_part",
+    "padded",
+    "reach",
+    "unpadded",
+    "window",
+    "window_mean",
+]
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a piece of an output reads along a dim: positions `first` to `last`, and padding on both sides of them."""
+
+    first: int
+    last: int
+    before: int
+    after: int
+
+
+def reach(halo: Halo, start: int, stop: int, extent: int) -> Reach:
+    """What the output positions `start` to `stop` read of an input with this extent."""
+    begin = start * halo.stride - halo.padding
+    end = (stop - 1) * halo.stride - halo.padding + (halo.kernel - 1) * halo.dilation + 1
+    first, last = (min(max(position, 0), extent) for position in (begin, end))
+    before = min(max(-begin, 0), end - begin)
+    return Reach(first, last, before, (end - begin) - before - (last - first))
 
 
 def window(local: Local, piece: Piece) -> Local:
     """Cut out what this piece of the output reads; the rest of the call stays as it is."""
-    local = _with_numeric_padding(local, piece)
     operand, halo = local.rule.operands[0], local.rule.halo(piece.factor)
     assert operand is not None, "a window op has an input"
     assert halo is not None, f"{local.rule}: a window needs its geometry"
+    dim = operand.terms.index((piece.factor,))
+    local = numeric_padding(local, (dim,))
     name = "input" if "input" in local.arguments else "self"
     whole = local.arguments[name]
-    dim = operand.terms.index((piece.factor,))
-    start = piece.start * halo.stride - halo.padding
-    stop = (piece.stop - 1) * halo.stride - halo.padding + (halo.kernel - 1) * halo.dilation + 1
-    first, last = (min(max(end, 0), whole.shape[dim]) for end in (start, stop))
-    before = min(max(-start, 0), stop - start)
-    after = (stop - start) - before - (last - first)
-    changes: dict[str, Any] = {name: _padded(local, whole.narrow(dim, first, last - first), dim, before, after)}
-    if "padding" in local.arguments:
-        count = _spatial_dims(local)
-        padding = as_list(local.arguments["padding"], count)
-        padding[dim - whole.dim()] = 0
-        changes["padding"] = padding
-    return local.with_arguments(**changes)
+    part = reach(halo, piece.start, piece.stop, whole.shape[dim])
+    read = whole.narrow(dim, part.first, part.last - part.first)
+    return unpadded(local.with_arguments(**{name: padded(local, read, dim, part.before, part.after)}), (dim,))
+
+
+def unpadded(local: Local, dims: Collection[int]) -> Local:
+    """The call with no padding of its own in these dims of its input."""
+    if "padding" not in local.arguments:
+        return local
+    count = _spatial_dims(local)
+    operand = local.rule.operands[0]
+    assert operand is not None, "a window op has an input"
+    padding = as_list(local.arguments["padding"], count)
+    for dim in dims:
+        padding[dim - len(operand.terms)] = 0
+    return local.with_arguments(padding=padding)
 
 
 def window_mean(local: Local, piece: Piece) -> Local:
@@ -52,7 +86,8 @@ def window_mean(local: Local, piece: Piece) -> Local:
     return replace(means, finish=(*means.finish, lambda result: result / counts))
 
 
-def _padded(local: Local, tensor: torch.Tensor, dim: int, before: int, after: int) -> torch.Tensor:
+def padded(local: Local, tensor: torch.Tensor, dim: int, before: int, after: int) -> torch.Tensor:
+    """With what the op takes for padding: zeros, or less than anything for a maximum."""
     if not before and not after:
         return tensor
     lowest = float("-inf") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
@@ -69,22 +104,19 @@ def _spatial_dims(local: Local) -> int:
     return int(found.group(1))
 
 
-def _with_numeric_padding(local: Local, piece: Piece) -> Local:
+def numeric_padding(local: Local, split: Collection[int]) -> Local:
     """Padding that is said by a word, with numbers: the dims that are not split are padded here."""
     word = local.arguments.get("padding")
     if not isinstance(word, str):
         return local
     tensor, count = local.arguments["input"], _spatial_dims(local)
-    operand = local.rule.operands[0]
-    assert operand is not None, "a convolution has an input"
-    split = operand.terms.index((piece.factor,))
     if word == "same":
         kernel = local.arguments["weight"].shape[2:]
         dilation = as_list(local.arguments["dilation"], count)
-        for dim, size, spread in zip(range(-count, 0), kernel, dilation, strict=True):
+        for dim, size, spread in zip(range(tensor.dim() - count, tensor.dim()), kernel, dilation, strict=True):
             total = spread * (size - 1)
-            if total and dim + tensor.dim() != split:
-                tensor = _padded(local, tensor, dim + tensor.dim(), total // 2, total - total // 2)
+            if total and dim not in split:
+                tensor = padded(local, tensor, dim, total // 2, total - total // 2)
     arguments = {**local.arguments, "input": tensor, "padding": [0] * count}
     op = getattr(torch.ops.aten, f"conv{count}d").default
     return replace(local, op=op, arguments=arguments)

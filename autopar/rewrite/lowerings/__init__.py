@@ -1,0 +1,70 @@
+"""Ops that run on shards with a little communication of their own, where their rules keep a factor whole or need halos.
+
+`communicating` says whether an op has such a lowering for a factor; `split_of` what that is under a choice, with its
+messages: reshards, as conversions are. Choices, prices and the generated graph all read these two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from autopar.layout.resolve import atoms_of
+from autopar.layout.state import Layout
+from autopar.rewrite.lowerings.base import CommunicatingLowering, Message, Split
+from autopar.rewrite.lowerings.batch_norm import BatchNorm
+from autopar.rewrite.lowerings.cross_entropy import CrossEntropy
+from autopar.rewrite.lowerings.halo import Window
+from autopar.rewrite.lowerings.moments import Moments
+from autopar.rewrite.lowerings.normalisation import LayerNorm, RmsNorm
+from autopar.rewrite.lowerings.softmax import Softmax
+from autopar.tracing.graph import NamedGraph, NamedNode
+
+__all__ = ["CommunicatingLowering", "Message", "Split", "communicating", "split_of"]
+
+LOWERINGS: Mapping[str, CommunicatingLowering] = {
+    "aten.cross_entropy_loss.default": CrossEntropy(),
+    "aten.softmax.int": Softmax(),
+    "aten._softmax.default": Softmax(),
+    "aten.log_softmax.int": Softmax(log=True),
+    "aten._log_softmax.default": Softmax(log=True),
+    "aten.layer_norm.default": LayerNorm(),
+    "aten.native_layer_norm.default": LayerNorm(),
+    "aten.rms_norm.default": RmsNorm(),
+    "aten._fused_rms_norm.default": RmsNorm(),
+    **{f"aten.var.{overload}": Moments() for overload in ("correction", "dim")},
+    **{f"aten.var_mean.{overload}": Moments(with_mean=True) for overload in ("correction", "dim")},
+    **{f"aten.std.{overload}": Moments(root=True) for overload in ("correction", "dim")},
+    **{f"aten.std_mean.{overload}": Moments(root=True, with_mean=True) for overload in ("correction", "dim")},
+    "aten._native_batch_norm_legit_functional.default": BatchNorm(),
+    "aten._native_batch_norm_legit.no_stats": BatchNorm(),
+    **{f"aten.conv{n}d.{overload}": Window() for n in (1, 2, 3) for overload in ("default", "padding")},
+    "aten.convolution.default": Window(),
+    **{f"aten.{kind}_pool{n}d.default": Window() for n in (1, 2, 3) for kind in ("max", "avg")},
+}
+
+
+def communicating(node: NamedNode, factor: str) -> CommunicatingLowering | None:
+    """The lowering that runs an op whose `factor` is split, where its rule alone does not allow it."""
+    lowering = LOWERINGS.get(node.op)
+    return lowering if lowering is not None and node.source == "table" and lowering.takes(node, factor) else None
+
+
+def split_of(
+    graph: NamedGraph,
+    node: NamedNode,
+    splits: Iterable[tuple[tuple[str, int], tuple[str, ...]]],
+    operands: tuple[Layout | None, ...],
+    axes: Mapping[str, int],
+) -> Split | None:
+    """What a lowering has to know of a choice (its splits and the layouts it takes); None where none is at work."""
+    own: dict[str, tuple[str, ...]] = {}
+    for (factor, _), used in splits:
+        if communicating(node, factor) is not None:
+            own[factor] = (*own.get(factor, ()), *used)
+    name, layout = node.operands[0], operands[0]
+    if not own or name is None or layout is None:
+        return None
+    tensor = graph.tensors[name]
+    atoms = atoms_of(tensor)
+    shape = atoms.fold(layout.local_sizes(atoms, axes, dict.fromkeys(axes, 0)))
+    return Split(LOWERINGS[node.op], node, axes, own, shape, tensor.dtype, tensor.requires_grad)
