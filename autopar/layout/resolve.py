@@ -230,7 +230,9 @@ def _why_not(entry: _Entry, term: Split, tensor: HasAtoms, axes: Mapping[str, in
     count = 1
     for axis in term.axes:
         count *= axes[axis]
-    return f"{'*'.join(term.axes)} = {count} does not divide {extents}"
+    parts = [tensor.atoms[i].names[-1] for i in entry.atoms if tensor.atoms[i].names]
+    made_of = f", its parts {' x '.join(parts)}" if len(entry.atoms) > 1 else ""
+    return f"{'*'.join(term.axes)} = {count} does not divide {extents}{made_of}"
 
 
 def _grant_one_dim(

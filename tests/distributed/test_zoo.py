@@ -1,0 +1,96 @@
+"""Whole architectures under strategies, on real processes: a fast subset of `python -m benchmarks.zoo`."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+import autopar
+from autopar.completion import complete
+from autopar.errors import LayoutError
+from autopar.layout.strategies import load_strategy
+from benchmarks.architectures import STANDARD
+from benchmarks.zoo import STRATEGIES, is_right, largest_difference, zoo_model, zoo_outcomes
+from tests.distributed.launcher import launch
+
+pytest.importorskip("transformers")
+
+FAST = ("llama", "t5", "clip")
+WITHOUT_MODEL_DIMS = ("resnet",)
+LAYERS = 2
+
+Counts = dict[tuple[str, str], int]
+
+
+def check(architecture: str, sizes: tuple[int, ...], train: bool = False) -> None:
+    for outcome in zoo_outcomes(architecture, STRATEGIES, sizes, train):
+        if outcome.where == "no dims":
+            assert architecture in WITHOUT_MODEL_DIMS
+            continue
+        assert is_right(architecture, outcome), f"{outcome.strategy}: {outcome.error} {outcome.where}"
+        assert outcome.collectives > 0, f"{outcome.strategy}: nothing was split"
+
+
+@pytest.mark.parametrize("architecture", FAST)
+def test_outputs_and_gradients_are_those_of_one_process(architecture: str) -> None:
+    check(architecture, (2,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [name for name in STANDARD if name not in FAST])
+def test_every_architecture(architecture: str) -> None:
+    check(architecture, (2,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama", "bart", "swin"])
+def test_two_axes(architecture: str) -> None:
+    check(architecture, (2, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["gpt2", "vit"])
+def test_train_mode_without_dropout(architecture: str) -> None:
+    check(architecture, (2,), train=True)
+
+
+def test_a_wrong_gradient_is_seen() -> None:
+    whole = {"output 0": torch.ones(3), "gradient of weight": torch.ones(2), "gradient of bias": torch.zeros(2)}
+    assert largest_difference(whole, dict(whole))[0] == 0
+    worst, where = largest_difference(whole, {**whole, "gradient of weight": torch.tensor([1.0, 1.5])})
+    assert (worst, where) == (0.5, "gradient of weight")
+    assert largest_difference(whole, {**whole, "gradient of bias": None})[0] == float("inf")
+    noise = torch.full((2,), 1e-12)
+    assert largest_difference(whole, {**whole, "gradient of bias": noise})[0] == pytest.approx(1e-9)
+
+
+def count_collectives(strategy: str, mesh: str) -> tuple[Counts, int]:
+    """The collectives of a Llama by direction and kind, and how many of its parameters are split."""
+    model, inputs = zoo_model("llama", train=False)
+    parallel = autopar.parallelize(model, mesh, inputs, layout=strategy)
+    split = sum(bool(parallel.decisions.stored[tensor.name].axes) for tensor in parallel.graph.parameters)
+    return dict(Counter((c.direction, c.kind) for c in parallel.collectives())), split
+
+
+def test_grouped_queries_under_megatron_send_what_megatron_sends() -> None:
+    counts, _ = launch(count_collectives, "megatron", "tp=2", ranks=2)[0]
+    assert counts == {
+        ("forward", "all_reduce"): 2 * LAYERS + 1,  # two a layer, and the embedding's
+        ("backward", "all_reduce"): 2 * LAYERS + 1,  # two a layer, and the head's
+    }
+
+
+def test_fsdp_gathers_each_split_parameter_once_and_scatters_its_gradient() -> None:
+    counts, split = launch(count_collectives, "fsdp", "fsdp=2", ranks=2)[0]
+    assert split == 3 + 9 * LAYERS  # embedding, last norm, head; seven linears and two norms a layer
+    assert counts == {("forward", "all_gather"): split, ("backward", "reduce_scatter"): split}
+
+
+def test_fewer_kv_heads_than_ranks_is_an_error_that_says_so() -> None:
+    model, inputs = zoo_model("llama", train=False)
+    with pytest.raises(LayoutError) as raised:
+        complete(autopar.trace(model, inputs), load_strategy("megatron").on_axes({"dp": ()}), {"tp": 4})
+    assert "E4: the dim 'heads' of model.layers.0.self_attn.q_proj.weight can take no alternative" in str(raised.value)
+    assert "tp = 4 does not divide 2 x 2, its parts kv_heads x " in str(raised.value)
