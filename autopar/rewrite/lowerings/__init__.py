@@ -61,9 +61,11 @@ def split_of(
     for (factor, _), used in splits:
         if communicating(node, factor) is not None:
             own[factor] = (*own.get(factor, ()), *used)
-    name, layout = node.operands[0], operands[0]
-    if not own or name is None or layout is None:
+    if not own:
         return None
+    name, layout = node.operands[0], operands[0]
+    assert name is not None, node.name
+    assert layout is not None, node.name
     tensor = graph.tensors[name]
     atoms = atoms_of(tensor)
     shape = atoms.fold(layout.local_sizes(atoms, axes, dict.fromkeys(axes, 0)))
