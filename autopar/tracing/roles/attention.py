@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from autopar.rules.notation import FactorKind
+from autopar.rules.notation import FactorKind, Operand
 from autopar.tracing.binding import BoundNode, ValueKey
 from autopar.tracing.roles.structure import Proposal, Structure, op_name
 
@@ -171,17 +171,24 @@ def _product(structure: Structure, bound: BoundNode) -> _Product | None:
         return None
     left, right = ({*operand.factors} if (operand := bound.rule.operands[i]) else set() for i in holders)
     output = bound.rule.outputs[0]
-    made = output.factors if output is not None else ()
+    def dims(keep: Callable[[str], bool]) -> tuple[int, ...]:
+        """Those of the result, which may differ from those of the operands: scores have `seq` twice."""
+        return tuple(dim for factor, dim in _own_dims(structure, output, bound.outputs[0]) if keep(factor))
 
-    def dims(factors: Iterable[str]) -> tuple[int, ...]:
-        return tuple(structure.factor_dim(bound, factor) for factor in factors)
-
+    read = [_own_dims(structure, bound.rule.operands[i], bound.operands[i]) for i in holders]
     return _Product(
-        dims(factor for factor in made if factor in left and factor in right),
-        dims(factor for factor in made if factor in left and factor not in right),
-        dims(factor for factor in made if factor in right and factor not in left),
-        dims(summed),
+        dims(lambda factor: factor in left and factor in right),
+        dims(lambda factor: factor in left and factor not in right),
+        dims(lambda factor: factor in right and factor not in left),
+        tuple(dict.fromkeys(dim for pairs in read for factor, dim in pairs if factor in summed)),
     )
+
+
+def _own_dims(structure: Structure, operand: Operand | None, key: ValueKey | None) -> list[tuple[str, int]]:
+    """The factors that are dims of their own in a value, with its dims."""
+    if operand is None or key is None:
+        return []
+    return [(term[0], dim) for term, dim in zip(operand.terms, structure.dims(key), strict=True) if len(term) == 1]
 
 
 def _is_activation(structure: Structure, key: ValueKey | None) -> bool:
