@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import permutations, product
 from math import prod
+
+import torch
 
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout
@@ -19,7 +21,7 @@ from autopar.rewrite.lowerings import communicating
 from autopar.rules.notation import FactorKind, Operand
 from autopar.tracing.graph import NamedGraph, NamedNode, NamedTensor
 
-__all__ = ["Choice", "Site", "choices", "layouts_of", "sites_of"]
+__all__ = ["Choice", "Site", "can_split", "choices", "layouts_of", "sites_of"]
 
 SPLITTABLE = (FactorKind.PARALLEL, FactorKind.SUM, FactorKind.MEAN)
 
@@ -67,7 +69,10 @@ def sites_of(node: NamedNode, operand: Operand | None, tensor: NamedTensor) -> t
 
 
 def choices(node: NamedNode, candidates: Mapping[str, Iterable[Site]], axes: Mapping[str, int]) -> Iterator[Choice]:
-    """All choices that give each axis one of its candidate sites or none, and that the op allows."""
+    """All choices that give each axis one of its candidate sites or none, and that the op allows.
+
+    Axes that split one site do so in every order; the mesh's comes first.
+    """
     names = list(candidates)
     options: list[list[Site | None]] = [[None, *dict.fromkeys(candidates[name])] for name in names]
     for picked in product(*options):
@@ -75,12 +80,14 @@ def choices(node: NamedNode, candidates: Mapping[str, Iterable[Site]], axes: Map
         for axis, site in zip(names, picked, strict=True):
             if site is not None:
                 splits[site] = (*splits.get(site, ()), axis)
-        choice = Choice(tuple(sorted(splits.items())))
-        if all(_legal(node, site, used, axes) for site, used in choice.splits):
-            yield choice
+        if all(can_split(node, site, used, axes) for site, used in splits.items()):
+            sites = sorted(splits)
+            for orders in product(*(permutations(splits[site]) for site in sites)):
+                yield Choice(tuple(zip(sites, orders, strict=True)))
 
 
-def _legal(node: NamedNode, site: Site, used: tuple[str, ...], axes: Mapping[str, int]) -> bool:
+def can_split(node: NamedNode, site: Site, used: tuple[str, ...], axes: Mapping[str, int]) -> bool:
+    """Whether an op allows these axes, together, to split an atom of a factor."""
     factor, atom = site
     kind = node.rule.kinds.get(factor)
     if atom >= len(node.atoms.get(factor, ())):
@@ -91,7 +98,7 @@ def _legal(node: NamedNode, site: Site, used: tuple[str, ...], axes: Mapping[str
     if lowering is None and kind not in SPLITTABLE:
         return False
     by_offset = node.rule.lowering(factor) is not None or "diagonal" in node.rule.localise
-    if by_offset and (atom != 0 or len(used) > 1):
+    if by_offset and atom != 0:
         return False  # these count positions from the shard's first one, so a shard must be one stretch
     count = 1
     for axis in used:
@@ -145,6 +152,8 @@ def _layout(
                 continue  # whatever it adds up inside, all ranks get
             if node.rule.kinds[factor] is FactorKind.PARALLEL:
                 return None
+            if tensor.dtype is torch.bool or (len(node.outputs) > 1 and node.rule.kinds[factor] is FactorKind.MEAN):
+                return None  # truths do not add up; a mean beside other results has no share of its own
             partial.update(axes)
         elif node.rule.kinds[factor] is FactorKind.SUM and position in node.rule.added_operands(factor):
             partial.update(axes)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
-from autopar.choices import Choice, Site, choices, layouts_of, sites_of
+from autopar.choices import Choice, Site, can_split, choices, layouts_of, sites_of
 from autopar.errors import LayoutError
 from autopar.layout.check import check_layout
 from autopar.layout.language import Layout as LayoutText
@@ -144,7 +145,7 @@ class _Completion:
             if name is None or wanted is None or name not in self.used:
                 continue
             pairs = zip(self.used[name], wanted.splits, strict=True)
-            if any(use is not None and set(use) != set(split) for use, split in pairs):
+            if any(use is not None and use != split for use, split in pairs):
                 return False
         return True
 
@@ -182,15 +183,36 @@ class _Completion:
         return sum(step.sent_numel for step in ways) * tensor.dtype.itemsize
 
     def _no_choice(self, node: NamedNode) -> str:
-        wanted = ", ".join(
-            f"{name} used as {self.values[name]}" for name in node.operands if name is not None and name in self.used
-        )
+        """Which parameters the op cannot take as the layout wants them used, and which factors are in the way."""
+        used: list[str] = []
+        reasons: dict[str, None] = {}
+        for operand, name in zip(node.rule.operands, node.operands, strict=False):
+            if operand is None or name is None or name not in self.used:
+                continue
+            tensor = self.graph.tensors[name]
+            used.append(f"{tensor} used as {self.values[name]}")
+            sites = sites_of(node, operand, tensor) or (None,) * len(tensor.atoms)
+            for site, atom, axes in zip(sites, tensor.atoms, self.values[name].splits, strict=True):
+                if axes:
+                    reasons[self._in_the_way(node, site, atom.size, axes)] = None
         return (
-            f"E5: the op {node.name} ({node.op}) cannot be split as the layout wants it: {wanted}\n"
+            f"E5: the op {node.name} ({node.op}) cannot be split as the layout wants it: {', '.join(used)}\n"
             f"  rule  {node.rule}\n"
             f"  line  {node.origin.source}: {node.origin.source_code}\n"
+            f"{''.join(f'  {reason}' + chr(10) for reason in reasons)}"
             "fix: split another dim of these parameters where they are used, or none: use @name { * -> none }"
         )
+
+    def _in_the_way(self, node: NamedNode, site: Site | None, extent: int, axes: tuple[str, ...]) -> str:
+        count = prod(self.axes[axis] for axis in axes)
+        over = f"{'*'.join(axes)} = {count}"
+        if site is None:
+            return f"the op does not cut this dim as its tensors do, so {over} cannot split it"
+        if extent % count:
+            return f"the factor {site[0]} has {extent}, which {over} does not divide: uneven shards are not computed on"
+        if can_split(node, site, axes, self.axes):
+            return f"the factor {site[0]} can be split by {over}, but not with what its other operands or results need"
+        return f"the factor {site[0]} cannot be split by {over}: the op needs all of it"
 
 
 def conversion(atoms: Atoms, source: Layout, target: Layout, axes: Mapping[str, int]) -> Reshard:

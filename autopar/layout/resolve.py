@@ -251,7 +251,7 @@ def _grant_one_dim(
             return
         if any(axis in taken for axis in term.axes):
             continue
-        for atoms in _free_atoms(tensor, spoken):
+        for atoms in _free_atoms(tensor, spoken, strided=len(term.axes) == 1):
             granted = _spread(_Entry("*", atoms), term, tensor, axes)
             if granted is not None:
                 for i, given in granted.items():
@@ -265,12 +265,13 @@ def _grant_one_dim(
     )
 
 
-def _free_atoms(tensor: HasAtoms, spoken: set[int]) -> Iterator[tuple[int, ...]]:
-    """The atoms of each dim that has no rule of its own; then those that stand within a dim, of which no shard of it is
-    one stretch."""
+def _free_atoms(tensor: HasAtoms, spoken: set[int], strided: bool) -> Iterator[tuple[int, ...]]:
+    """The atoms of each dim that has no rule of its own; then, if `strided`, those that stand within such a dim: shards
+    of these are no one stretch of it, which DTensors can be along one axis only."""
     dims: dict[int, list[int]] = {}
     for i, atom in enumerate(tensor.atoms):
         if atom.dim not in spoken and atom.size > 1:
             dims.setdefault(atom.dim, []).append(i)
     yield from map(tuple, dims.values())
-    yield from ((i,) for members in dims.values() for i in members[1:])
+    if strided:
+        yield from ((i,) for members in dims.values() for i in members[1:])

@@ -10,9 +10,10 @@ import torch
 import autopar
 from autopar.completion import complete
 from autopar.errors import LayoutError
+from autopar.layout.language import parse_layout
 from autopar.layout.strategies import load_strategy
 from benchmarks.architectures import STANDARD
-from benchmarks.zoo import STRATEGIES, is_right, largest_difference, zoo_model, zoo_outcomes
+from benchmarks.zoo import STRATEGIES, is_right, largest_difference, step, zoo_model, zoo_outcomes
 from tests.distributed.launcher import launch
 
 pytest.importorskip("transformers")
@@ -94,3 +95,26 @@ def test_fewer_kv_heads_than_ranks_is_an_error_that_says_so() -> None:
         complete(autopar.trace(model, inputs), load_strategy("megatron").on_axes({"dp": ()}), {"tp": 4})
     assert "E4: the dim 'heads' of model.layers.0.self_attn.q_proj.weight can take no alternative" in str(raised.value)
     assert "tp = 4 does not divide 2 x 2, its parts kv_heads x " in str(raised.value)
+
+
+def test_what_cannot_be_split_where_it_is_used_is_an_error_that_says_why() -> None:
+    model, inputs = zoo_model("llama", train=False)
+    graph = autopar.trace(model, inputs)
+    with pytest.raises(LayoutError) as raised:
+        complete(graph, parse_layout("vocab -> tp pad; * -> none"), {"tp": 3})
+    message = str(raised.value)
+    assert "E5: the op model.embed_tokens/embedding (aten.embedding.default) cannot be split" in message
+    assert "the factor v has 104, which tp = 3 does not divide: uneven shards are not computed on" in message
+    assert "fix: split another dim of these parameters where they are used" in message
+
+
+def test_two_axes_on_one_dim_may_stand_in_any_order() -> None:
+    worst, where = launch(compare_orders, ranks=4)[0]
+    assert worst < 1e-12, where
+
+
+def compare_orders() -> tuple[float, str]:
+    """A vocabulary over two axes, in another order than the mesh's."""
+    model, inputs = zoo_model("llama", train=False)
+    parallel = autopar.parallelize(model, "a=2,b=2", inputs, layout="vocab -> b*a; * -> none", outputs="full")
+    return largest_difference(step(model, inputs), step(parallel, inputs))
