@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 
 from autopar.completion import Decisions
 from autopar.errors import AutoparWarning
@@ -13,7 +14,7 @@ from autopar.layout.precedence import glob_matches
 from autopar.layout.source import layout_error
 from autopar.layout.syntax import Guard, Limit, Same, Scope
 from autopar.rewrite.emit import Inserted
-from autopar.rules.notation import FactorKind
+from autopar.rules.windows import reach
 from autopar.tracing.graph import NamedGraph, NamedTensor
 
 __all__ = ["check_contracts"]
@@ -133,20 +134,18 @@ def _check_halo(limit: Limit, graph: NamedGraph, decisions: Decisions) -> None:
 
 
 def _halo_shares(graph: NamedGraph, decisions: Decisions) -> Iterator[tuple[str, str, float]]:
-    """For each op with a split window the share of a shard's extent that its neighbours send."""
+    """For each op that slides a window along a split dim: how much of a shard's extent its neighbours send."""
     for node in graph.nodes:
-        halos = dict(node.rule.halos)
-        for (factor, atom), axes in decisions.ops[node.name].choice.splits:
-            halo = halos.get(factor)
-            if node.rule.kinds[factor] is not FactorKind.HALO or halo is None:
+        for (factor, _), axes in decisions.ops[node.name].choice.splits:
+            halo, operand, name = node.rule.halo(factor), node.rule.operands[0], node.operands[0]
+            if halo is None or operand is None or name is None:
                 continue
-            extent = node.atoms[factor][atom] / _count(axes, decisions.axes)
-            reach = max(0, (halo.kernel - 1) * halo.dilation - (halo.stride - 1))
-            yield node.name, factor, reach / (extent * halo.stride)
-
-
-def _count(axes: tuple[str, ...], sizes: Mapping[str, int]) -> int:
-    count = 1
-    for axis in axes:
-        count *= sizes[axis]
-    return count
+            extent = graph.tensors[name].shape[operand.terms.index((factor,))]
+            count = prod(decisions.axes[axis] for axis in axes)
+            held, made = extent // count, node.sizes[factor] // count
+            received = []
+            for place in range(count):
+                read = reach(halo, place * made, (place + 1) * made, extent)
+                start, stop = place * held, (place + 1) * held
+                received.append(max(0, start - read.first) + max(0, read.last - stop))
+            yield node.name, factor, max(received) / held
