@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -114,6 +115,22 @@ LOSSES = {
 
 def test_cross_entropy_over_split_classes_sends_numbers_per_target() -> None:
     run(LOSSES, 2 / 8)
+
+
+def lose_a_target() -> str:
+    model = Op(entropy(), (6, 8), ()).double()
+    inputs = (torch.randn(6, 8, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 4, 8]))
+    fine = (inputs[0], inputs[1].clamp(max=7))
+    parallel = autopar.parallelize(model, "a=1,b=2", fine, layout="c:b; *:none", dims={"x": "n c"})
+    parallel(*fine)
+    with pytest.raises(RuntimeError) as caught:
+        parallel(*inputs)
+    return str(caught.value)
+
+
+def test_a_target_that_is_no_class_is_an_error_on_every_rank() -> None:
+    for message in launch(lose_a_target, ranks=2):
+        assert "a target is not one of 8 classes" in message
 
 
 # -- normalisations ---------------------------------------------------------------------------------------------------

@@ -45,6 +45,8 @@ class CrossEntropy:
         largest, added = sends
         logits: Tensor = given["self"].to(widened(split.dtype))
         counted = given["target"] != given["ignore_index"]
+        known = (given["target"] >= 0) & (given["target"] < piece.total)
+        torch._assert_async((known | ~counted).all(), f"cross_entropy: a target is not one of {piece.total} classes")
         top = largest(logits.detach().amax(dim)).unsqueeze(dim)
         logits = logits - torch.where(top.isinf(), 0, top)
         index = torch.where(counted, given["target"], 0) - piece.start
