@@ -12,9 +12,14 @@ from autopar.errors import LayoutError
 from autopar.layout.language import parse_layout
 
 
+class Sums(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(dim=-1)
+
+
 @pytest.fixture(scope="module")
 def graph() -> autopar.NamedGraph:
-    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 6))
+    model = nn.Sequential(nn.Linear(8, 16), Sums(), nn.Linear(16, 6))
     return autopar.trace(model, (torch.randn(4, 8),), dims={"input": "batch d_model"})
 
 
@@ -27,7 +32,7 @@ def answer(graph: autopar.NamedGraph, pin: str, **axes: int) -> str:
 @pytest.mark.parametrize(
     ("pin", "factor"),
     [
-        ("op @1/layer_norm[b -> tp]", "b: whole, extent 16, over tp=2"),
+        ("op @1/cumsum[b -> tp]", "b: whole, extent 16, over tp=2"),
         ("op @2/linear[n -> dp]", "n: parallel, extent 6, over dp=4"),
         ("op @2/linear[n -> dp*tp]", "n: parallel, extent 6, over dp=4 * tp=2"),
     ],
