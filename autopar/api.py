@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.completion import complete
+from autopar.completion import Decisions, complete
 from autopar.contracts import check_contracts
 from autopar.engine import device_mesh
-from autopar.errors import AutoparWarning
+from autopar.errors import AutoparError, AutoparWarning
 from autopar.layout.choosing import choose_layout
 from autopar.layout.language import Layout
+from autopar.layout.resolve import resolve
+from autopar.layout.strategies import strategy_names
 from autopar.mesh import Mesh
-from autopar.module import ParallelModule
-from autopar.rewrite.emit import Outputs
+from autopar.module import ParallelModule, Settings
+from autopar.rewrite.emit import Inserted, Outputs
 from autopar.rules.discover import Discoveries
 from autopar.rules.registry import rule_table
 from autopar.tracing.assemble import assemble
 from autopar.tracing.binding import bind_graph
 from autopar.tracing.export import export
-from autopar.tracing.graph import NamedGraph
+from autopar.tracing.graph import NamedGraph, NamedTensor
 from autopar.tracing.naming import name_dims
 from autopar.tracing.regions import repeated_layers
 
@@ -55,24 +60,73 @@ def trace(
 def parallelize(
     model: nn.Module,
     mesh: str | Mesh | DeviceMesh,
-    inputs: tuple[Any, ...] | Mapping[str, Any],
+    inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
     *,
-    layout: str | Path | Layout,
+    layout: str | Path | Layout | None = None,
     dims: Mapping[str, str] | None = None,
     outputs: Outputs = "sharded",
     local_inputs: bool = False,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> ParallelModule:
     """The model on all devices of the mesh, under a layout: text, a `.lay` file, or the name of a strategy.
 
     Every process of the mesh calls this with the same model and inputs. The result is called as the model is; its
-    parameters are DTensors under the model's names.
+    parameters are DTensors under the model's names. Without `inputs` it is traced at its first call. `outputs`: tensors
+    that are no scalars come back as DTensors (`sharded`), gathered (`full`) or as this rank's plain shards (`local`).
+    `local_inputs`: the inputs are this rank's shards already. `compute_dtype` and
+    `reduce_dtype` are refused for now.
     """
+    if layout is None:
+        raise AutoparError(
+            "parallelize needs a layout: it does not search for one\n"
+            f"fix: layout='ddp', another strategy ({', '.join(strategy_names())}), a .lay file, or text"
+        )
+    if outputs not in get_args(Outputs):
+        raise AutoparError(f"outputs={outputs!r} is none of {', '.join(map(repr, get_args(Outputs)))}")
+    if compute_dtype is not None or reduce_dtype is not None:
+        raise AutoparError(
+            "compute_dtype and reduce_dtype are not supported yet\nfix: leave them out; cast the model before, as in "
+            "model.to(torch.bfloat16), to compute and to keep the weights in another dtype"
+        )
     named_axes = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
-    axes = {axis: size for axis, size in named_axes.axes.items() if size is not None}
-    graph = trace(model, inputs, dims=dims)
-    text = choose_layout(layout, axes)
-    decisions = complete(graph, text, axes)
-    devices = device_mesh(named_axes) if isinstance(mesh, str | Mesh) else mesh
-    module = ParallelModule(graph, decisions, devices, outputs, local_inputs)
-    check_contracts(text, graph, decisions, module.emitted.inserted)
-    return module
+    devices = mesh if not isinstance(mesh, str | Mesh) else device_mesh(named_axes)
+    axes = dict(zip(named_axes.names, named_axes.sizes, strict=True))
+    settings = Settings(outputs, local_inputs, compute_dtype, reduce_dtype)
+    return ParallelModule(model, devices, _Planner(choose_layout(layout, axes), axes, dims), settings, inputs)
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """A call's graph and decisions, under a layout."""
+
+    layout: Layout
+    axes: Mapping[str, int]
+    dims: Mapping[str, str] | None
+
+    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
+        return trace(model, inputs, dims=self.dims)
+
+    def decide(self, graph: NamedGraph) -> Decisions:
+        return complete(graph, self.layout, self.axes)
+
+    def check(self, graph: NamedGraph, decisions: Decisions, inserted: tuple[Inserted, ...]) -> None:
+        check_contracts(self.layout, graph, decisions, inserted)
+
+    def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
+        return {name: self._whole(graph.tensors[name]) for name in graph.inputs}
+
+    def _whole(self, tensor: NamedTensor) -> tuple[int, ...]:
+        """The shape of an input of which one rank has a shard of this shape."""
+        # Asked about a tensor that all axes divide: what the shard itself could still be split into does not matter.
+        scale = prod(self.axes.values())
+        atoms = tuple(replace(atom, size=atom.size * scale if atom.names else atom.size) for atom in tensor.atoms)
+        sizes = [prod(atom.size for atom in atoms if atom.dim == dim) for dim in range(len(tensor.shape))]
+        wanted = resolve(self.layout, replace(tensor, atoms=atoms, shape=tuple(sizes)), "input", self.axes)
+        shape = list(tensor.shape)
+        for atom, axes in zip(atoms, wanted, strict=True):
+            shape[atom.dim] *= prod(self.axes[axis] for axis in axes or ())
+        return tuple(shape)
+
+    def facts(self) -> Mapping[str, str]:
+        return {"layout": str(self.layout), "dims": str(dict(self.dims or {})), "mesh": str(dict(self.axes))}

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autopar.completion import Decisions
-from autopar.layout.placements import to_placements
-from autopar.layout.resolve import atoms_of
-from autopar.layout.state import Layout
-from autopar.rewrite.emit import Emitted, Outputs, emit
-from autopar.rewrite.functions import Groups
+from autopar.errors import AutoparError
+from autopar.planned import Given, Planned
+from autopar.plans import NO_PARAMETERS, Fixed, Planner, Plans, Settings
+from autopar.rewrite.emit import Emitted, Outputs
 from autopar.tracing.graph import NamedGraph
-from autopar.tracing.run import TracedCall
 
-__all__ = ["Collective", "ParallelModule"]
+__all__ = ["Collective", "ParallelModule", "Planner", "Settings"]
 
 
 @dataclass(frozen=True)
@@ -40,30 +37,59 @@ class Collective:
 
 
 class ParallelModule(nn.Module):
-    """Called as the model is; its parameters are DTensors under the model's names."""
+    """Called as the model is; its parameters are DTensors under the model's names.
+
+    Another input shape, train or eval mode, or grad mode is traced and decided at its first call; the parameters stay.
+    """
+
+    _plans: Plans
 
     def __init__(
         self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        planner: Planner,
+        settings: Settings,
+        inputs: tuple[Any, ...] | Mapping[str, Any] | None,
+    ) -> None:
+        super().__init__()
+        # Outside of the tables of the module, where the names of the model's own modules are.
+        object.__setattr__(self, "_plans", Plans(self, model, mesh, planner, settings))
+        self.training = model.training
+        if inputs is not None:
+            self._plans.prepare(inputs)
+
+    @classmethod
+    def planned(
+        cls,
         graph: NamedGraph,
         decisions: Decisions,
         mesh: DeviceMesh,
         outputs: Outputs = "sharded",
         local_inputs: bool = False,
-    ) -> None:
-        super().__init__()
-        groups = Groups(mesh)
-        self.graph = graph
-        self.decisions = decisions
-        self.emitted = emit(graph, decisions, groups, outputs, local_inputs)
-        _Sharding(graph, decisions, mesh, groups).build(graph.model, self)
-        self.train(graph.exported.training)
-        self._call = _ParallelCall(graph, decisions, mesh, self.emitted, outputs)
+    ) -> ParallelModule:
+        """The model of a graph under decisions already made; for calls of that shape and mode alone."""
+        made = cls(graph.model, mesh, Fixed(graph, decisions), Settings(outputs, local_inputs), None)
+        made._plans.prepare_traced(graph)
+        return made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(self, args, kwargs)
+        # The two ends cannot be traced by torch.compile; what is between them is one graph.
+        plan, given, values = self._begin(args, kwargs)
+        outputs = plan.graph_module(*values)
+        return self._end(plan, given, outputs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Planned, Given, list[Tensor]]:
+        plan, given = self._plans.find(args, kwargs)
+        return plan, given, plan.values(given)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _end(self, plan: Planned, given: Given, outputs: tuple[Any, ...]) -> Any:
+        return plan.finish(given, outputs)
 
     def collectives(self) -> tuple[Collective, ...]:
-        """Every collective of one forward and backward, in the order of the graph."""
+        """Every collective of one forward and backward, in the order of the graph of the latest call."""
         return tuple(
             Collective(
                 step.kind.value, step.axes, direction, inserted.tensor, inserted.op, step.numel * inserted.itemsize
@@ -72,90 +98,47 @@ class ParallelModule(nn.Module):
             for direction, step in inserted.collectives()
         )
 
+    @property
+    def graph(self) -> NamedGraph:
+        """The named graph of the latest call, or of the inputs that `parallelize` was given."""
+        return self._plans.current().graph
 
-class _ParallelCall(TracedCall):
-    """One call: the traced call, on shards."""
+    @property
+    def decisions(self) -> Decisions:
+        """What was decided about that graph."""
+        return self._plans.current().decisions
 
-    def __init__(
-        self, graph: NamedGraph, decisions: Decisions, mesh: DeviceMesh, emitted: Emitted, outputs: Outputs
-    ) -> None:
-        super().__init__(type(graph.model).__name__, graph.model, graph.exported)
-        self.graph = graph
-        self.axes = decisions.axes
-        self.mesh = mesh
-        self.emitted = emitted
-        self.outputs = outputs
+    @property
+    def emitted(self) -> Emitted:
+        """The graph that this rank runs."""
+        return self._plans.current().emitted
 
-    def graph_on(self, device: torch.device | None) -> tuple[Any, Mapping[str, Tensor]]:
-        return self.emitted.graph_module, self.exported.constants
+    def init_weights(self, init: Callable[[nn.Module], None] | None = None) -> None:
+        """Give values to a model that was built on the meta device, one module of it at a time.
 
-    def local_value(self, tensor: Tensor) -> Tensor:
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        `init` sets the parameters and buffers that a module itself holds, as a function for `nn.Module.apply` does;
+        without it each module's own `reset_parameters` runs. Every rank draws the same numbers, so that the weights
+        do not depend on the layout.
+        """
+        self._plans.init_weights(init)
 
-    def results(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self.outputs != "sharded":
-            return outputs
-        return tuple(self._handed_out(*pair) for pair in zip(outputs, self.emitted.results, strict=True))
+    def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Take this rank's part of a state dict of whole tensors; mapped files (`torch.load(..., mmap=True)`) do."""
+        self._plans.load_full(state_dict)
 
-    def _handed_out(self, value: Any, place: tuple[str, Layout] | None) -> Any:
-        if place is None or not place[1].axes:
-            return value
-        name, layout = place
-        tensor = self.graph.tensors[name]
-        placements = to_placements(layout, atoms_of(tensor), self.axes, name)
-        return DTensor.from_local(
-            value, self.mesh, placements, run_check=False, shape=torch.Size(tensor.shape), stride=_strides(tensor.shape)
-        )
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        found = super().load_state_dict(state_dict, strict, assign)
+        self._plans.has_values = self._plans.has_values or not found.missing_keys
+        return found
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        if not self._plans.shells:
+            raise AutoparError(NO_PARAMETERS)
+        return super().named_parameters(prefix, recurse, remove_duplicate)
 
-class _Sharding:
-    """Makes the parameters of this rank: each a DTensor under its name, tied ones one."""
-
-    def __init__(self, graph: NamedGraph, decisions: Decisions, mesh: DeviceMesh, groups: Groups) -> None:
-        self.graph = graph
-        self.decisions = decisions
-        self.mesh = mesh
-        self.groups = groups
-        self.made: dict[int, nn.Parameter] = {}
-        self.names = {id(p): name for name, p in graph.model.named_parameters()}
-
-    def build(self, model: nn.Module, shell: nn.Module) -> None:
-        for name, parameter in model._parameters.items():
-            shell.register_parameter(name, None if parameter is None else self._parameter(parameter))
-        for name, buffer in model._buffers.items():
-            persistent = name not in model._non_persistent_buffers_set
-            shell.register_buffer(name, None if buffer is None else buffer.detach().clone(), persistent)
-        for name, child in model._modules.items():
-            if child is not None:
-                made = nn.Module()
-                shell.add_module(name, made)
-                self.build(child, made)
-
-    def _parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        if id(parameter) not in self.made:
-            self.made[id(parameter)] = nn.Parameter(self._sharded(parameter), parameter.requires_grad)
-        return self.made[id(parameter)]
-
-    def _sharded(self, parameter: nn.Parameter) -> DTensor:
-        tensor = self.graph.tensors[self.names[id(parameter)]]
-        layout, atoms, axes = self.decisions.stored[tensor.name], atoms_of(tensor), self.decisions.axes
-        part = parameter.detach().reshape(atoms.sizes)
-        for atom, (start, length) in enumerate(layout.pieces(atoms, axes, self.groups.coordinate)):
-            part = part.narrow(atom, start, length)
-        local = part.reshape(atoms.fold(tuple(part.shape))).clone()
-        placements = to_placements(layout, atoms, axes, tensor.name)
-        return DTensor.from_local(
-            local,
-            self.mesh,
-            placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=_strides(tuple(parameter.shape)),
-        )
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * size)
-    return tuple(reversed(strides)) if shape else ()
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._plans.shells:
+            raise AutoparError(NO_PARAMETERS)
+        return super().state_dict(*args, **kwargs)

@@ -141,7 +141,7 @@ def rank_outcomes(architecture: str, strategies: tuple[str, ...], sizes: tuple[i
             continue
         try:
             decisions = complete(graph, choose_layout(strategy_call(strategy, len(sizes)), axes), axes)
-            parallel = ParallelModule(graph, decisions, devices, outputs="full")
+            parallel = ParallelModule.planned(graph, decisions, devices, outputs="full")
         except AutoparError as error:
             outcomes.append(Outcome(strategy, None, str(error)))
             continue

@@ -1,0 +1,207 @@
+"""One way to call a parallel module: what it was called with, and the generated graph that runs such calls."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.agreement import kind_of
+from autopar.completion import Decisions
+from autopar.errors import AutoparError
+from autopar.rewrite.emit import Emitted
+from autopar.sharding import Held, Rank, owner_of
+from autopar.tracing.arguments import bind_call, flatten_arguments, plain_call, without_defaults
+from autopar.tracing.graph import NamedGraph
+from autopar.tracing.state import Autocast
+from autopar.tracing.tree import Constant, Flattened, Items, Mapped, Node, Original, Shared, TensorLeaf, unflatten
+
+__all__ = ["Given", "Planned", "Results"]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a module is called with, and the state that it is in."""
+
+    signature: inspect.Signature
+    flat: Flattened
+    training: tuple[bool, ...]
+    trained: tuple[bool, ...]
+    grad_enabled: bool
+    autocast: tuple[Autocast, ...]
+
+    @classmethod
+    def read(cls, signature: inspect.Signature, owner: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flattened:
+        """The arguments of a call, taken apart."""
+        return flatten_arguments(bind_call(signature, owner, args, kwargs, AutoparError), owner, AutoparError)
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """What two calls have in common that run the same graph, but for what is no tensor among the arguments."""
+        kinds = tuple((tensor.shape, tensor.dtype, tensor.requires_grad, _sharded(tensor)) for tensor in self.tensors)
+        return kinds, self.training, self.trained, self.grad_enabled, self.autocast
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.flat.tensors
+
+    @cached_property
+    def structure(self) -> Mapped:
+        """The arguments that differ from the defaults of `forward`, with places for the tensors."""
+        assert isinstance(self.flat.node, Mapped), "arguments are a dict"
+        return without_defaults(self.signature, self.flat.node)
+
+    def facts(self) -> dict[str, str]:
+        """What all ranks must have in common, as text."""
+        found = {"structure of the inputs": outline(self.structure)}
+        for path, tensor in zip(self.flat.paths, self.tensors, strict=True):
+            placements = f" {tensor.placements}" if isinstance(tensor, DTensor) else ""
+            found[f"shape of {path}"] = kind_of(tensor) + placements + (" with gradient" * tensor.requires_grad)
+        found["train or eval mode"] = "".join("et"[mode] for mode in self.training)
+        found["parameters that require a gradient"] = "".join("ny"[mode] for mode in self.trained)
+        found["grad mode"] = str(self.grad_enabled)
+        found["autocast"] = ", ".join(map(str, self.autocast)) or "off"
+        return found
+
+    def example(
+        self, shapes: Mapping[str, tuple[int, ...]] | None, dtype: torch.dtype | None
+    ) -> tuple[Any, ...] | dict[str, Any]:
+        """Inputs to trace the call with: of these (global) shapes, floating point ones in this dtype."""
+        tensors = []
+        for path, tensor in zip(self.flat.paths, self.tensors, strict=True):
+            shape = tensor.shape if shapes is None else shapes[path]
+            kind = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+            if shape == tensor.shape and kind == tensor.dtype and not isinstance(tensor, DTensor):
+                tensors.append(tensor)
+            else:
+                made = torch.zeros(shape, dtype=kind, device=tensor.device)
+                tensors.append(made.requires_grad_(tensor.requires_grad))
+        arguments, _ = unflatten(self.flat.node, tensors)
+        args, kwargs = plain_call(self.signature, arguments)
+        if args and kwargs:
+            raise AutoparError("forward takes *args; call it with positional arguments only")
+        return tuple(args) if args else kwargs
+
+
+def _sharded(tensor: Tensor) -> Any:
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
+def outline(node: Node) -> str:
+    """How a value is built, as text that is the same in every process."""
+    if isinstance(node, TensorLeaf):
+        return "tensor"
+    if isinstance(node, Constant):
+        plain = node.value is None or isinstance(node.value, bool | int | float | complex | str | bytes | torch.dtype)
+        return repr(node.value) if plain else f"a {type(node.value).__qualname__}"
+    if isinstance(node, Items):
+        return f"{node.kind.__name__}({', '.join(map(outline, node.children))})"
+    if isinstance(node, Shared | Original):
+        return repr(node)
+    names = node.keys if isinstance(node, Mapped) else node.names
+    inside = ", ".join(f"{name}={outline(child)}" for name, child in zip(names, node.children, strict=True))
+    return f"{node.kind.__name__}({inside})"
+
+
+@dataclass(frozen=True)
+class Results:
+    """How the module hands out what the graph gives."""
+
+    sharded: bool
+    local_inputs: bool
+    compute_dtype: torch.dtype | None
+
+
+class Planned:
+    """A traced, decided and generated call; runs on the shards of a module."""
+
+    def __init__(
+        self,
+        given: Given,
+        graph: NamedGraph,
+        decisions: Decisions,
+        emitted: Emitted,
+        held: Mapping[str, Held],
+        module: nn.Module,
+        rank: Rank,
+        results: Results,
+    ) -> None:
+        exported = graph.exported
+        self.structure = given.structure
+        self.graph = graph
+        self.decisions = decisions
+        self.emitted = emitted
+        self.graph_module = emitted.graph_module
+        self.held = held
+        self.results = results
+        self.mutated = {mutation.target for mutation in exported.mutations} if exported.grad_enabled else set()
+        self.places = [_place(module, placeholder.kind, placeholder.name) for placeholder in exported.placeholders]
+        self.inputs = tuple(p.name for p in exported.placeholders if p.kind == "input")
+        self.digest = 0
+        places = emitted.results if results.sharded else ()
+        tensors = [None if place is None else (graph.tensors[place[0]], place[1]) for place in places]
+        self.handed = tuple(
+            None if found is None or not found[0].shape else Held.of(*found, rank=rank) for found in tensors
+        )
+
+    def values(self, given: Given) -> list[Tensor]:
+        """What the graph is called with: this rank's shards of everything."""
+        inputs = dict(zip(self.inputs, given.tensors, strict=True))
+        values = []
+        for placeholder, table in zip(self.graph.exported.placeholders, self.places, strict=True):
+            if placeholder.kind == "input":
+                value = self._input(placeholder.name, inputs[placeholder.name])
+            elif placeholder.kind == "constant":
+                value = self.graph.exported.constants[placeholder.name]
+            else:
+                assert table is not None, placeholder
+                stored = table[placeholder.name.rpartition(".")[2]]
+                assert stored is not None, placeholder
+                value = stored.to_local() if isinstance(stored, DTensor) else stored
+            if placeholder.name in self.mutated:
+                value = value.clone()  # the backward may read the old value after the new one is written
+            values.append(value)
+        return values
+
+    def _input(self, name: str, tensor: Tensor) -> Tensor:
+        local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        dtype = self.results.compute_dtype
+        return local if dtype is None or not local.is_floating_point() else local.to(dtype)
+
+    def finish(self, given: Given, outputs: tuple[Any, ...]) -> Any:
+        """Write back what the call changed, and build what the model returns."""
+        exported = self.graph.exported
+        inputs = dict(zip(self.inputs, given.tensors, strict=True))
+        targets = {p.name: place for p, place in zip(exported.placeholders, self.places, strict=True)}
+        for mutation in exported.mutations:
+            if mutation.kind == "input":
+                target: Tensor | None = inputs[mutation.target]
+            else:
+                table = targets[mutation.target]
+                assert table is not None, mutation
+                target = table[mutation.target.rpartition(".")[2]]
+            assert target is not None, mutation
+            with torch.set_grad_enabled(torch.is_grad_enabled() and mutation.kind == "input"):
+                target.copy_(outputs[mutation.output])
+        flat = given.flat
+        reused = {number: flat.containers[mine] for number, mine in exported.output_tree.reused.items()}
+        rest = outputs[len(exported.mutations) :]
+        if self.results.sharded:
+            pairs = zip(rest, self.handed, strict=True)
+            rest = tuple(value if held is None else held.wrap(value) for value, held in pairs)
+        (result, _), _ = unflatten(exported.output_tree.node, rest, flat.containers, reused)
+        return result
+
+
+def _place(module: nn.Module, kind: str, name: str) -> dict[str, Any] | None:
+    """The table that holds a parameter or buffer: parameters may be replaced in it, so it is looked up in each call."""
+    if kind not in ("param", "buffer"):
+        return None
+    owner, _ = owner_of(module, name)
+    return owner._parameters if kind == "param" else owner._buffers

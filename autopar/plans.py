@@ -1,0 +1,364 @@
+"""The graphs of a parallel module: one for every way in which it has been called, decided by all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.agreement import Agreement, checksum, digest, kind_of
+from autopar.completion import Decisions
+from autopar.errors import AutoparError
+from autopar.planned import Given, Planned, Results
+from autopar.rewrite.emit import Emitted, Inserted, Outputs, emit
+from autopar.rewrite.functions import Groups
+from autopar.sharding import Held, Rank, held_by, hollow, initialise, load_full, mirror, owner_of, unset
+from autopar.tracing.arguments import bind, flatten_arguments, signature_of
+from autopar.tracing.graph import NamedGraph
+from autopar.tracing.state import autocast_state
+from autopar.tracing.tree import Flattened
+
+__all__ = ["Fixed", "Planner", "Plans", "Settings"]
+
+SAME_MODEL = "build the same model on every rank: the same seed before it is built, or the same weights loaded into it"
+SAME_CALL = "call the module on every rank in the same way, with tensors of the same shapes"
+LOCAL = (
+    "a plain tensor is the whole input, the same on every rank; if each rank loads a part of the batch of its own, "
+    "say local_inputs=True"
+)
+NO_PARAMETERS = (
+    "the module has no parameters yet: how they are split is decided when it is first traced\n"
+    "fix: give parallelize the inputs, or call the module once before you make the optimizer"
+)
+
+
+class Planner(Protocol):
+    """How a call becomes a graph with decisions."""
+
+    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph: ...
+
+    def decide(self, graph: NamedGraph) -> Decisions: ...
+
+    def check(self, graph: NamedGraph, decisions: Decisions, inserted: tuple[Inserted, ...]) -> None:
+        """Raise where the generated graph does what the user does not allow."""
+        ...
+
+    def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the whole inputs, for a graph that was traced with the shards of one rank."""
+        ...
+
+    def facts(self) -> Mapping[str, str]:
+        """What it decides by, as text."""
+        ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose about inputs, outputs and precision."""
+
+    outputs: Outputs = "sharded"
+    local_inputs: bool = False
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A graph with its decisions, for calls like the one that it was traced with."""
+
+    graph: NamedGraph
+    decisions: Decisions
+
+    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
+        return self.graph
+
+    def decide(self, graph: NamedGraph) -> Decisions:
+        return self.decisions
+
+    def check(self, graph: NamedGraph, decisions: Decisions, inserted: tuple[Inserted, ...]) -> None:
+        """Whoever decided has checked it."""
+
+    def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(graph.tensors[name].shape) for name in graph.inputs}
+
+    def facts(self) -> Mapping[str, str]:
+        return {}
+
+
+class Plans:
+    """The graphs of a parallel module: one for every way in which it has been called."""
+
+    def __init__(
+        self, shell: nn.Module, model: nn.Module, mesh: DeviceMesh, planner: Planner, settings: Settings
+    ) -> None:
+        self.shell = shell
+        self.owner = type(model).__name__
+        self.planner = planner
+        self.settings = settings
+        self.results = Results(settings.outputs == "sharded", settings.local_inputs, settings.compute_dtype)
+        self.groups = Groups(mesh)
+        self.agreement = Agreement(mesh)
+        axes = dict(zip(self.groups.names, mesh.shape, strict=True))
+        self.rank = Rank(mesh, axes, self.groups.coordinate)
+        self.device = torch.device(mesh.device_type)
+        if self.device.type != "cpu":
+            self.device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
+        self.given: nn.Module | None = model  # until its weights are split; then only its skeleton is kept
+        self.skeleton = hollow(model, self.device, settings.compute_dtype)
+        self.signature = signature_of(self.skeleton)
+        self.has_values = not any(parameter.is_meta for parameter in model.parameters())
+        self.shells: list[nn.Module] = []
+        self.stored: dict[str, Held] = {}
+        self.tables: list[tuple[dict[str, nn.Parameter | None], str]] = []
+        self.found: dict[Any, list[Planned]] = {}
+        self.latest: Planned | None = None
+        self.agreement.same(self._facts(model), SAME_MODEL)
+        sums = {
+            f"the {kind} {name}": ((), checksum(tensor))
+            for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers()))
+            for name, tensor in tensors
+        }
+        if self.agreement.size > 1:
+            self.agreement.same_values(sums, lambda name: SAME_MODEL)
+
+    def _facts(self, model: nn.Module) -> dict[str, str]:
+        facts = {"model": self.owner}
+        facts.update({f"shape of parameter {name}": kind_of(p) for name, p in model.named_parameters()})
+        facts.update({f"shape of buffer {name}": kind_of(buffer) for name, buffer in model.named_buffers()})
+        facts.update(self.planner.facts())
+        facts["settings"] = str(self.settings)
+        return facts
+
+    def current(self) -> Planned:
+        if self.latest is None:
+            raise AutoparError("the module has not been traced yet: give parallelize the inputs, or call it first")
+        return self.latest
+
+    # -- which graph a call is for ------------------------------------------------------------------------------------
+
+    def prepare(self, inputs: tuple[Any, ...] | Mapping[str, Any]) -> None:
+        """Trace and decide before the first call."""
+        arguments = bind(self.signature, self.owner, inputs)
+        given = self._given(flatten_arguments(arguments, self.owner))
+        self.agreement.same(given.facts(), SAME_CALL)
+        self._plan(given)
+
+    def prepare_traced(self, graph: NamedGraph) -> None:
+        """The same, for a graph that was traced before."""
+        nodes = graph.exported.graph_module.graph.find_nodes(op="placeholder")
+        pairs = zip(graph.exported.placeholders, nodes, strict=True)
+        tensors = {
+            p.name: torch.zeros(node.meta["val"].shape, dtype=node.meta["val"].dtype).requires_grad_(p.requires_grad)
+            for p, node in pairs
+            if p.kind == "input"
+        }
+        flat = Flattened(tuple(tensors.values()), tuple(tensors), graph.exported.input_tree, ())
+        self._plan(self._given(flat))
+
+    def _given(self, flat: Flattened) -> Given:
+        modes = tuple(shell.training for shell in self.shells)
+        trained = tuple(bool(table[name].requires_grad) for table, name in self.tables)  # type: ignore[union-attr]
+        if not self.shells:
+            model = self.given
+            assert model is not None, "kept until there are shells"
+            modes = tuple(module.training for module in model.modules())
+            if self.shell.training != modes[0]:
+                modes = (self.shell.training,) * len(modes)
+            trained = tuple(parameter.requires_grad for parameter in model.parameters())
+        return Given(self.signature, flat, modes, trained, torch.is_grad_enabled(), autocast_state())
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Planned, Given]:
+        """The graph for a call; all ranks call in the same way, or all get an error."""
+        own: AutoparError | None = None
+        try:
+            given = self._given(Given.read(self.signature, self.owner, args, kwargs))
+        except AutoparError as error:
+            own = error
+            given = None
+        plan = None
+        if given is not None:
+            plan = next((p for p in self.found.get(given.key, ()) if p.structure == given.structure), None)
+        if self.agreement.is_cheap or plan is None:
+            sign = 0 if own is not None else plan.digest if plan is not None else 1
+            signs = self.agreement.numbers(sign)
+            if any(other != [sign] for other in signs) or sign in (0, 1):
+                self.agreement.together(lambda: _reraise(own))
+                assert given is not None, "else its error was raised"
+                self.agreement.same(given.facts(), SAME_CALL)
+                plan = self._plan(given)
+        assert given is not None, "else its error was raised"
+        assert plan is not None, "found or made"
+        if not self.has_values:
+            raise AutoparError(
+                f"{self.owner} was built on the meta device and its parameters have no values yet\n"
+                "fix: call init_weights() or load_full_state_dict(state_dict) of the parallel module first"
+            )
+        self.latest = plan
+        return plan, given
+
+    # -- making one ---------------------------------------------------------------------------------------------------
+
+    def _plan(self, given: Given) -> Planned:
+        agreement = self.agreement
+        graph = agreement.together(lambda: self._trace(given))
+        agreement.same({"traced graph": str(digest(_outline(graph)))}, SAME_CALL)
+        decisions = agreement.decided_by_first(lambda: self.planner.decide(graph))
+        held = agreement.together(lambda: self._held(graph, decisions, given))
+        self._check_values(given, held)
+        local = self.settings.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
+        emitted = agreement.together(lambda: self._emit(graph, decisions, local))
+        if not self.shells:
+            self._build(held)
+        plan = Planned(given, graph, decisions, emitted, held, self.shell, self.rank, self.results)
+        plan.digest = max(2, digest("\n".join(f"{name}: {fact}" for name, fact in given.facts().items())))
+        self.found.setdefault(given.key, []).append(plan)
+        self.latest = plan
+        return plan
+
+    def _emit(self, graph: NamedGraph, decisions: Decisions, local: bool) -> Emitted:
+        for mutation in graph.exported.mutations:
+            if mutation.kind == "input" and local:
+                raise AutoparError(
+                    f"the model changes its input {mutation.target} in place, which works for whole inputs only\n"
+                    "fix: give plain tensors, and local_inputs=False"
+                )
+        emitted = emit(graph, decisions, self.groups, self.settings.outputs, local)
+        self.planner.check(graph, decisions, emitted.inserted)
+        self._check_draws(graph)
+        return emitted
+
+    def _check_draws(self, graph: NamedGraph) -> None:
+        """Shards must draw different numbers and replicas the same, which no generator of this module does yet."""
+        drawing = next((node for node in graph.nodes if node.rule.random), None)
+        if drawing is not None and self.agreement.size > 1:
+            raise AutoparError(
+                f"{drawing.name} ({drawing.op}) draws random numbers, at {drawing.origin.source}: "
+                f"{drawing.origin.source_code}\non several ranks this is not supported yet: shards would draw the same "
+                "numbers\nfix: set the probability of dropout to 0, or call eval()"
+            )
+
+    def _trace(self, given: Given) -> NamedGraph:
+        """Trace the call with the whole inputs, whatever part of them this rank was given."""
+        for module, training in zip(self.skeleton.modules(), given.training, strict=True):
+            module.training = training
+        for parameter, trained in zip(self.skeleton.parameters(), given.trained, strict=True):
+            parameter.requires_grad_(trained)
+        sharded = [isinstance(tensor, DTensor) for tensor in given.tensors]
+        if any(sharded) and (self.settings.local_inputs or not all(sharded)):
+            raise AutoparError(
+                "some inputs are DTensors and some are not, or local_inputs=True says that they are plain shards\n"
+                "fix: give all tensors as DTensors, or none"
+            )
+        dtype = self.settings.compute_dtype
+        graph = self.planner.trace(self.skeleton, given.example(None, dtype))
+        if self.settings.local_inputs:
+            shapes = self.planner.whole_shapes(graph)
+            graph = self.planner.trace(self.skeleton, given.example(shapes, dtype))
+        return graph
+
+    def _held(self, graph: NamedGraph, decisions: Decisions, given: Given) -> dict[str, Held]:
+        held = held_by(graph, decisions, self.rank)
+        for name, place in self.stored.items():
+            if held[name].layout != place.layout:
+                raise AutoparError(
+                    f"in this call the layout stores the parameter {name} as {held[name].layout}, and it is stored as "
+                    f"{place.layout} since the first\nfix: name its dims with dims=, so that all calls agree on them"
+                )
+        for path, tensor in zip(given.flat.paths, given.tensors, strict=True):
+            place = held[path]
+            if isinstance(tensor, DTensor):
+                if tensor.device_mesh != self.rank.mesh or tensor.placements != place.placements:
+                    raise AutoparError(
+                        f"the DTensor {path} has the placements {tensor.placements} on {tensor.device_mesh}; "
+                        f"the layout wants {place.placements} on {self.rank.mesh}\n"
+                        "fix: redistribute it, or give the whole tensor"
+                    )
+            elif self.settings.local_inputs and tuple(tensor.shape) != place.local_shape:
+                raise AutoparError(
+                    f"local_inputs=True: the layout makes this rank's shard of {path} {list(place.local_shape)}, "
+                    f"but it was given {kind_of(tensor)}\n"
+                    "fix: give every rank a shard of the same shape, as the layout splits the input"
+                )
+        return held
+
+    def _check_values(self, given: Given, held: Mapping[str, Held]) -> None:
+        """Compare what ranks were given, where it should be the same."""
+        if self.agreement.size == 1:
+            return
+        sums: dict[str, tuple[tuple[int, ...], int]] = {}
+        for path, tensor in zip(given.flat.paths, given.tensors, strict=True):
+            whole = not self.settings.local_inputs and not isinstance(tensor, DTensor)
+            axes = () if whole else tuple(axis for split in held[path].layout.splits for axis in split)
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            sums[path] = tuple(self.rank.at[axis] for axis in axes), checksum(local)
+        self.agreement.same_values(sums, lambda path: self._fix_of(held[path]))
+
+    def _fix_of(self, held: Held) -> str:
+        if not self.settings.local_inputs:
+            return LOCAL
+        split = [axis for axes in held.layout.splits for axis in axes]
+        kept = [axis for axis in self.rank.axes if axis not in split]
+        return f"ranks along the axes {', '.join(kept)} work on the same data: give them the same tensor"
+
+    def _build(self, held: Mapping[str, Held]) -> None:
+        """Split the weights of the model that was given, and let go of it."""
+        model = self.given
+        assert model is not None, "built once"
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.stored = {name: place for name, place in held.items() if name in set(names.values())}
+
+        def parameter_of(parameter: nn.Parameter) -> nn.Parameter:
+            place = self.stored[names[id(parameter)]]
+            if parameter.is_meta:
+                local = unset(place.local_shape, parameter.dtype, self.device)
+            else:
+                local = torch.empty(place.local_shape, dtype=parameter.dtype, device=self.device)
+                local.copy_(place.cut(parameter.detach()))
+            return nn.Parameter(place.wrap(local), parameter.requires_grad)
+
+        def buffer_of(buffer: Tensor) -> Tensor:
+            if buffer.is_meta:
+                return unset(buffer.shape, buffer.dtype, self.device)
+            return buffer.detach().clone().to(self.device)
+
+        training = self.shell.training
+        with torch.inference_mode(False):
+            self.shells = mirror(model, self.shell, parameter_of, buffer_of)
+        if self.shell.training != training:  # train() or eval() was called before there was anything to set
+            self.shell.train(training)
+        owners = [owner_of(self.shell, name) for name in names.values()]
+        self.tables = [(owner._parameters, leaf) for owner, leaf in owners]
+        self.given = None
+
+    # -- values for a model from the meta device ----------------------------------------------------------------------
+
+    def init_weights(self, init: Callable[[nn.Module], None] | None) -> None:
+        if not self.shells:
+            raise AutoparError(NO_PARAMETERS)
+        rows = self.agreement.numbers(int(torch.randint(2**62, ())))
+        with torch.random.fork_rng():
+            torch.manual_seed(rows[0][0])
+            self.agreement.together(lambda: initialise(self.skeleton, self.shell, self.stored, self.device, init))
+        self.has_values = True
+
+    def load_full(self, state_dict: Mapping[str, Tensor]) -> None:
+        if not self.shells:
+            raise AutoparError(NO_PARAMETERS)
+        self.agreement.together(lambda: load_full(self.shell, self.stored, state_dict))
+        self.has_values = True
+
+
+def _reraise(error: AutoparError | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _outline(graph: NamedGraph) -> str:
+    lines = [f"{tensor} {tensor.dtype} {tensor.shape} {tensor.requires_grad}" for tensor in graph.tensors.values()]
+    lines += [f"{node.name} {node.op} {node.operands} {node.rule}" for node in graph.nodes]
+    return "\n".join(lines)
