@@ -99,7 +99,7 @@ def test_regions_recompute_and_give_equal_gradients(mode: str) -> None:
 def test_a_region_keeps_only_what_enters_it() -> None:
     model = Stack("plain").double()
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
-    graph_module, _ = TracedModule(model, export(model, (x,)))._call._on(torch.device("cpu"))
+    graph_module, _ = TracedModule(model, export(model, (x,)))._call.graph_on(torch.device("cpu"))
     names = [node.target for node in graph_module.graph.nodes if node.op == "get_attr"]
     assert names == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
     calls = [node for node in graph_module.graph.nodes if node.target is checkpoint]
