@@ -108,6 +108,7 @@ def test_what_cannot_be_split_where_it_is_used_is_an_error_that_says_why() -> No
     assert "fix: split another dim of these parameters where they are used" in message
 
 
+@pytest.mark.slow
 def test_two_axes_on_one_dim_may_stand_in_any_order() -> None:
     worst, where = launch(compare_orders, ranks=4)[0]
     assert worst < 1e-12, where
