@@ -23,6 +23,7 @@ from autopar.completion import Decisions, OpDecision
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout, chunk
 from autopar.reshard import Reshard, Step, reshard
+from autopar.rewrite.buckets import put_in_buckets
 from autopar.rewrite.functions import Conversion, Groups
 from autopar.rewrite.lowerings import Split, split_of
 from autopar.rewrite.lowerings.base import Send
@@ -159,6 +160,7 @@ class _Emitter:
         mutated = len(self.graph.exported.mutations)
         handed = [self._result(result, whole=i < mutated) for i, result in enumerate(results)]
         self.out.output(tuple(value for value, _ in handed))
+        put_in_buckets(self.out, self.modules, self.by_node)
         module = GraphModule(self.modules, self.out)
         return Emitted(module, tuple(self.inserted), tuple(place for _, place in handed[mutated:]))
 

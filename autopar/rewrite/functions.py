@@ -20,7 +20,7 @@ from autopar.errors import MeshError
 from autopar.reshard import Reshard, Step, StepKind
 from autopar.rewrite.moves import Move, bind, finish, keep_local, prepare
 
-__all__ = ["Conversion", "Groups", "convert"]
+__all__ = ["Conversion", "Groups", "convert", "send"]
 
 
 @dataclass(frozen=True)
@@ -143,13 +143,19 @@ def _exchange(move: Move, x: Tensor) -> Tensor:
     if buffer.numel() == 0 and move.kind is not StepKind.ALL_TO_ALL:
         # The tensor itself is empty: so it is on all members of the group.
         return x.new_zeros(move.after)
+    return finish(move, torch.ops._c10d_functional.wait_tensor(send(move, buffer)))
+
+
+def send(move: Move, buffer: Tensor) -> Tensor:
+    """Start the collective on the flat buffer; what comes back may be read after `wait_tensor` only."""
     ops = torch.ops._c10d_functional
+    sent: Tensor
     if move.kind is StepKind.ALL_REDUCE:
-        buffer = ops.all_reduce(buffer, "sum", move.group)
+        sent = ops.all_reduce(buffer, "sum", move.group)
     elif move.kind is StepKind.ALL_GATHER:
-        buffer = ops.all_gather_into_tensor(buffer, move.ranks, move.group)
+        sent = ops.all_gather_into_tensor(buffer, move.ranks, move.group)
     elif move.kind is StepKind.REDUCE_SCATTER:
-        buffer = ops.reduce_scatter_tensor(buffer, "sum", move.ranks, move.group)
+        sent = ops.reduce_scatter_tensor(buffer, "sum", move.ranks, move.group)
     else:
-        buffer = ops.all_to_all_single(buffer, list(move.received), list(move.sent), move.group)
-    return finish(move, ops.wait_tensor(buffer))
+        sent = ops.all_to_all_single(buffer, list(move.received), list(move.sent), move.group)
+    return sent

@@ -1,0 +1,124 @@
+"""Buckets on real ranks: the same gradients as one conversion per parameter, with fewer collectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autopar
+from autopar.mesh import Mesh
+from autopar.rewrite import emit
+from autopar.rewrite.buckets import put_in_buckets
+from examples.gpt import gpt
+from tests.distributed.launcher import in_turn, launch
+
+
+class Sent(TorchDispatchMode):
+    """Counts what is sent, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "_c10d_functional" and name != "wait_tensor":
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def models(layout: str, mesh: str, limit_bytes: int) -> tuple[nn.Module, nn.Module, nn.Module, dict[str, Tensor]]:
+    """A GPT, it with a conversion for every parameter, and it with buckets."""
+    torch.manual_seed(0)
+    model, inputs = gpt(batch=8, seq=12, vocab=104)
+    model = model.double()
+    found = []
+    for limit in (0, limit_bytes):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(emit, "put_in_buckets", lambda *given, limit=limit: put_in_buckets(*given, limit))
+            found.append(autopar.parallelize(model, mesh, inputs, layout=layout, outputs="full"))
+    return model, *found, inputs  # type: ignore[return-value]
+
+
+def whole(gradient: Any) -> Tensor:
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max(
+        float((found[name] - one).abs().max() / one.abs().max().clamp_min(1e-3)) for name, one in expected.items()
+    )
+
+
+def backward(layout: str, mesh: str, limit_bytes: int) -> tuple[float, float, dict[str, int], dict[str, int]]:
+    model, single, bucketed, inputs = models(layout, mesh, limit_bytes)
+    model(**inputs).backward()
+    counts = []
+    for parallel in (single, bucketed):
+        with Sent() as sent:
+            parallel(**inputs).backward()
+        counts.append(dict(sent.counts))
+    expected = gradients(model)
+    return worst(gradients(bucketed), gradients(single)), worst(gradients(bucketed), expected), counts[0], counts[1]
+
+
+def accumulation(layout: str, mesh: str) -> float:
+    model, _, bucketed, inputs = models(layout, mesh, 10000)
+    for _ in range(3):
+        model(**inputs).backward()
+        bucketed(**inputs).backward()
+    return worst(gradients(bucketed), gradients(model))
+
+
+def autograd_grad(layout: str, mesh: str) -> tuple[float, bool]:
+    """Of some parameters only, and twice through one graph; nothing is written to `.grad`."""
+    model, _, bucketed, inputs = models(layout, mesh, 10000)
+    names = ["blocks.0.up.weight", "blocks.1.attention.qkv.bias", "tokens.weight"]
+    found = []
+    for each in (model, bucketed):
+        loss = each(**inputs)
+        for _ in range(2):
+            given = torch.autograd.grad(loss, [each.get_parameter(name) for name in names], retain_graph=True)
+        found.append({name: whole(gradient) for name, gradient in zip(names, given, strict=True)})
+    return worst(found[1], found[0]), all(parameter.grad is None for parameter in bucketed.parameters())
+
+
+CASES = [("ddp", "dp=2"), ("fsdp", "fsdp=2"), ("megatron", "dp=2,tp=2"), ("fsdp_tp", "fsdp=2,tp=2")]
+
+
+@pytest.mark.parametrize(("layout", "mesh"), CASES)
+@pytest.mark.parametrize("limit_bytes", [10_000, 25 * 2**20])
+def test_gradients_are_those_of_single_conversions(layout: str, mesh: str, limit_bytes: int) -> None:
+    for unlike_single, unlike_model, single, bucketed in launch(
+        backward, layout, mesh, limit_bytes, ranks=Mesh(mesh).size
+    ):
+        assert unlike_single < 1e-12
+        assert unlike_model < 1e-12
+        assert sum(bucketed.values()) < sum(single.values())
+
+
+def test_data_parallel_reduces_all_gradients_at_once() -> None:
+    _, _, single, bucketed = launch(backward, "ddp", "dp=2", 25 * 2**20, ranks=2)[0]
+    parameters = len(list(gpt()[0].parameters()))
+    beside = single["all_reduce"] - parameters
+    assert bucketed["all_reduce"] <= beside + 2
+
+
+def test_accumulation_and_gradients_of_some() -> None:
+    for mesh, layout in (("dp=2", "ddp"), ("fsdp=2", "fsdp")):
+        given = (layout, mesh)
+        for found in launch(in_turn, (accumulation, given), (autograd_grad, given), ranks=2):
+            assert found["accumulation"] < 1e-12
+            error, untouched = found["autograd_grad"]
+            assert error < 1e-12
+            assert untouched
