@@ -26,8 +26,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class _Failure:
-    rank: int
-    text: str
+    error: AutoparError
 
 
 class Agreement:
@@ -73,12 +72,12 @@ class Agreement:
             try:
                 sent = [decide()]
             except AutoparError as error:
-                own, sent = error, [_Failure(self.ranks[0], str(error))]
+                own, sent = error, [_Failure(error)]
         dist.broadcast_object_list(sent, src=self.ranks[0], group=self.group, device=self.device)
         if own is not None:
             raise own
         if isinstance(sent[0], _Failure):
-            raise AutoparError(sent[0].text)
+            raise sent[0].error
         return sent[0]  # type: ignore[no-any-return]
 
     def same(self, facts: Mapping[str, str], fix: str) -> None:
