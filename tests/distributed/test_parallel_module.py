@@ -125,8 +125,8 @@ class Ties(nn.Module):
         self.emitted = self.graph
         self.register_buffer("calls", torch.zeros(()))
         self.inner = nn.Module()
-        self.inner.register_buffer("calls", self.calls)
-        self.register_buffer("hidden", torch.ones(8), persistent=False)
+        self.inner.register_buffer("scale", torch.ones(8))
+        self.register_buffer("hidden", self.inner.scale, persistent=False)
         self.unused = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -144,7 +144,8 @@ def keep_what_is_shared() -> dict[str, Any]:
     found["keys"] = list(parallel.state_dict()) == list(model.state_dict())
     found["parameters"] = [n for n, _ in parallel.named_parameters()] == [n for n, _ in model.named_parameters()]
     found["module"] = parallel._modules["graph"] is parallel._modules["emitted"]
-    found["buffer"] = float(parallel.get_buffer("inner.calls"))
+    found["buffer"] = parallel.get_buffer("inner.scale") is parallel.get_buffer("hidden")
+    found["calls"] = float(parallel.get_buffer("calls"))
     return found
 
 
@@ -266,7 +267,7 @@ def test_inputs_that_are_shards_already(on_two: list[dict[str, Any]]) -> None:
 def test_what_is_shared_in_the_model_is_shared(on_two: list[dict[str, Any]]) -> None:
     for found in (one["keep_what_is_shared"] for one in on_two):
         assert found.pop("value") < 1e-6
-        assert found == {"keys": True, "parameters": True, "module": True, "buffer": 1.0}
+        assert found == {"keys": True, "parameters": True, "module": True, "buffer": True, "calls": 1.0}
 
 
 def test_what_is_missing_or_unknown_is_said(on_two: list[dict[str, Any]]) -> None:
