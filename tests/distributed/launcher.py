@@ -21,7 +21,7 @@ __all__ = ["in_turn", "launch"]
 ROOT = str(Path(__file__).parents[2])
 
 
-def launch(function: Callable[..., Any], *arguments: Any, ranks: int, seconds: float = 60) -> list[Any]:
+def launch(function: Callable[..., Any], *arguments: Any, ranks: int, seconds: float = 240) -> list[Any]:
     """What the function returns on each rank; the first failure, or running out of time, ends all ranks."""
     context = multiprocessing.get_context("forkserver")
     # Loaded once, in a process that the ranks are forked from: importing torch takes longer than most tests.
