@@ -103,6 +103,7 @@ def bind_graph(exported: Exported, table: Table, discover: Discover | None = Non
             _bind_node(binding, node, table, discover, rules)
     for bound in binding.nodes:
         _tie_stored(binding, bound)
+    binding.space.unite_compounds()
     return binding
 
 

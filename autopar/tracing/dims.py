@@ -83,6 +83,17 @@ class DimSpace:
             return True
         return self._all_or_nothing(lambda: self._merge(first, second))
 
+    def unite_compounds(self) -> None:
+        """Make one class of compounds that have the same parts."""
+        again = True
+        while again:
+            again = False
+            first: dict[tuple[int, ...], int] = {}
+            for dim in range(len(self._parent)):
+                parts = self.parts(dim) if self._parent[dim] == dim else ()
+                if parts and self.find(first.setdefault(parts, dim)) != dim:
+                    again |= self.merge(first[parts], dim)
+
     # Every change below leaves its own undoing on the trail, so that a refusal half-way leaves no trace.
 
     def _all_or_nothing(self, change: Callable[[], bool]) -> bool:

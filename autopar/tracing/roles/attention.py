@@ -163,14 +163,21 @@ def _products(
 
 def _product(structure: Structure, bound: BoundNode) -> _Product | None:
     """The dims of a product, if an op multiplies two activations and sums."""
-    summed = [factor for factor, kind in bound.rule.kinds.items() if kind is FactorKind.SUM]
-    if not summed or len(bound.rule.operands) < 2 or bound.outputs[0] is None:
+    if len(bound.rule.operands) < 2 or bound.outputs[0] is None:
         return None
-    holders = [i for i, operand in enumerate(bound.rule.operands) if operand and summed[0] in operand.factors]
-    if len(holders) != 2 or not all(_is_activation(structure, bound.operands[i]) for i in holders):
+    pairs = {}
+    for factor, kind in bound.rule.kinds.items():
+        holders = tuple(i for i, operand in enumerate(bound.rule.operands) if operand and factor in operand.factors)
+        activations = all(_is_activation(structure, bound.operands[i]) for i in holders)
+        if kind is FactorKind.SUM and len(holders) == 2 and activations:
+            pairs[factor] = holders
+    if not pairs:
         return None
+    holders = next(iter(pairs.values()))
+    summed = [factor for factor, pair in pairs.items() if pair == holders]
     left, right = ({*operand.factors} if (operand := bound.rule.operands[i]) else set() for i in holders)
     output = bound.rule.outputs[0]
+
     def dims(keep: Callable[[str], bool]) -> tuple[int, ...]:
         """Those of the result, which may differ from those of the operands: scores have `seq` twice."""
         return tuple(dim for factor, dim in _own_dims(structure, output, bound.outputs[0]) if keep(factor))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from autopar.tracing.binding import BoundNode
 from autopar.tracing.roles.structure import Proposal, Structure, op_name
+from autopar.tracing.roles.tables import looked_up
 
 __all__ = ["experts"]
 
@@ -25,6 +26,19 @@ def experts(structure: Structure) -> Iterator[Proposal]:
             if chosen or structure.space.find(stack) in routers[structure.space.size(stack)]:
                 yield stack, "expert"
                 yield from ((dim, "expert") for dim in chosen)
+    yield from _chosen(structure, {dim for dims in routers.values() for dim in dims})
+
+
+def _chosen(structure: Structure, routed: set[int]) -> Iterator[Proposal]:
+    """What a router's layer makes and `topk` chooses from; rows of tables that are looked up by such a choice."""
+    for bound in structure.binding.nodes:
+        if op_name(bound) == "topk":
+            whole = (structure.factor_dim(bound, factor) for factor in bound.rule.whole if factor in bound.factors)
+            yield from ((dim, "expert") for dim in whole if dim in routed)
+    extents = {structure.space.size(dim) for dim, name in structure.names.items() if name == "expert"}
+    for rows, origin, rank in looked_up(structure):
+        if origin == "choice" and (rank > 2 or structure.space.size(rows) in extents):
+            yield rows, "expert"
 
 
 def _stacks(structure: Structure, bound: BoundNode) -> Iterator[int]:

@@ -34,9 +34,18 @@ def images(structure: Structure) -> Iterator[Proposal]:
 
 
 def channels(structure: Structure) -> Iterator[Proposal]:
-    """Every feature dim of a convolution that is not the stream of a transformer."""
+    """Every feature dim of a convolution over a window that is not the stream of a transformer."""
     for bound in structure.binding.nodes:
-        if "conv" in op_name(bound) and len(bound.call.operand(1).shape) > 3:
-            for key in (bound.operands[0], bound.outputs[0]):
-                if key is not None and len(structure.dims(key)) > 3:
-                    yield from ((dim, "channels") for dim in structure.space.atoms(structure.dims(key)[1]))
+        if "conv" not in op_name(bound) or bound.operands[0] is None or bound.operands[1] is None:
+            continue
+        weight = structure.dims(bound.operands[1])
+        pointwise = set(bound.call.operand(1).shape[2:]) == {1}
+        mixes = any(True for _ in structure.contractions(bound))
+        if len(weight) == 3 and (pointwise or not mixes):
+            continue  # sequence models use these as layers like any other
+        for key in (bound.operands[0], bound.outputs[0]):
+            if key is not None and len(structure.dims(key)) == len(weight):
+                dim = structure.dims(key)[1]
+                inside = {structure.name(part) for part in structure.space.within(dim)}
+                if not inside - {None, "channels"}:
+                    yield dim, "channels"

@@ -11,14 +11,17 @@ __all__ = ["inputs", "tied"]
 
 
 def inputs(structure: Structure) -> Iterator[Proposal]:
-    """What the user feeds: `batch` leads; the second dim of ids is `seq`."""
+    """What the user feeds: `batch` leads; the second dim of ids is `seq`, and what stands between it and `d_model`."""
     for placeholder in structure.inputs:
         value = structure.values[placeholder.node]
         dims = structure.dims(placeholder.node)
-        if value.dim() >= 2 and not structure.space.parts(dims[0]):
+        names = [structure.name(dim) for dim in dims]
+        if value.dim() >= 2 and not structure.space.parts(dims[0]) and "batch" not in names:
             yield dims[0], "batch"
         if value.dim() == 2 and not value.is_floating_point():
             yield dims[1], "seq"
+        if value.dim() == 3 and names[2] == "d_model" and "seq" not in names:
+            yield dims[names[:2].index("batch") - 1 if "batch" in names else 1], "seq"
         if value.dim() == 1 and not value.is_floating_point() and structure.users.get(placeholder.node):
             lookup = any(op_name(user) in LOOKUPS for user in structure.users[placeholder.node])
             yield dims[0], "seq" if lookup else "batch"

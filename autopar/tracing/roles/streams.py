@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.tracing.binding import ValueKey
+from autopar.tracing.binding import BoundNode, ValueKey
 from autopar.tracing.roles.structure import Proposal, Structure, op_name
 
-__all__ = ["layers", "streams"]
+__all__ = ["around_heads", "layers", "streams"]
 
 
 def streams(structure: Structure) -> Iterator[Proposal]:
@@ -21,13 +21,32 @@ def streams(structure: Structure) -> Iterator[Proposal]:
         dims = structure.dims(bound.outputs[0])
         if structure.dims(left) != dims or structure.dims(right) != dims:
             continue
-        pairs = ((near, far) for near, far in ((left, right), (right, left)) for near in _unscaled(structure, near))
-        summed = next((found for pair in pairs if (found := _summed_between(structure, *pair) & set(dims))), set())
-        maps = {structure.name(dim) for dim in dims} & {"height", "width", "depth"}
-        for dim in summed:
-            yield dim, "channels" if maps else "d_model"
+        maps = {structure.name(dim) for dim in dims} & SPACE
+        for dim in _stream_dims(structure, left, right, dims):
+            if not {structure.name(atom) for atom in structure.space.atoms(dim)} & POSITIONS:
+                yield dim, "channels" if maps else "d_model"
 
 
+def _stream_dims(structure: Structure, left: ValueKey, right: ValueKey, dims: tuple[int, ...]) -> Iterator[int]:
+    """The dims that every way from one value to the other sums away; none when there is no way."""
+    for near, far in ((left, right), (right, left)):
+        for start in _unscaled(structure, near):
+            between = _ways(structure, start, far)
+            if between is not None:
+                summed = {dim for bound in between for dim in _summed(structure, bound)}
+                for dim in dims:
+                    if summed & {*structure.space.atoms(dim), dim} and _ways(structure, start, far, dim) is None:
+                        yield dim
+                return
+
+
+def _summed(structure: Structure, bound: BoundNode) -> Iterator[int]:
+    yield from (structure.factor_dim(bound, factor) for factor in structure.contractions(bound))
+
+
+SPACE = {"height", "width", "depth"}
+POSITIONS = {"seq", *SPACE}
+"""What layers may mix as they mix features; it stays what it is."""
 SCALING = ("mul", "div", "clone", "_to_copy", "dropout", "native_dropout")
 
 
@@ -44,25 +63,25 @@ def _unscaled(structure: Structure, key: ValueKey) -> Iterator[ValueKey]:
         key = source
 
 
-def _summed_between(structure: Structure, left: ValueKey, right: ValueKey) -> set[int]:
-    """The dims summed away against weights on the way from one value to the other; empty when there is no way."""
-    first, last = sorted((left, right), key=lambda key: structure.order.get(key, -1))
+def _ways(structure: Structure, first: ValueKey, last: ValueKey, without: int | None = None) -> list[BoundNode] | None:
+    """The ops on the ways back from `last`; None when none leads to `first`, or none `without` summing a dim away."""
     start = structure.order.get(first, -1)
+    barred = set() if without is None else {without, *structure.space.atoms(without)}
     seen = {last}
     pending = [last]
-    summed: set[int] = set()
-    reached = False
+    passed: list[BoundNode] = []
+    reached = first == last
     while pending:
         bound = structure.maker.get(pending.pop())
-        if bound is None:
+        if bound is None or (barred and barred.intersection(_summed(structure, bound))):
             continue
-        summed.update(structure.factor_dim(bound, factor) for factor in structure.contractions(bound))
+        passed.append(bound)
         for key in bound.operands:
             reached |= key == first
             if key is not None and key not in seen and structure.order.get(key, -1) > start:
                 seen.add(key)
                 pending.append(key)
-    return summed if reached else set()
+    return passed if reached else None
 
 
 def layers(structure: Structure) -> Iterator[Proposal]:
@@ -92,3 +111,15 @@ def layers(structure: Structure) -> Iterator[Proposal]:
         if (dim in made or dim in into_stream) and not any(inside):
             stream = dim in normalised and structure.space.size(dim) in streams
             yield dim, "d_model" if stream else "d_ff"
+
+
+def around_heads(structure: Structure) -> Iterator[Proposal]:
+    """`d_model` where there is no residual stream: what layers sum away for heads, and make of them."""
+    if "d_model" in structure.names.values():
+        return
+    for bound in structure.binding.nodes:
+        summed, made = [*_summed(structure, bound)], [structure.factor_dim(bound, f) for f in structure.born(bound)]
+        for these, others in ((summed, made), (made, summed)):
+            atoms = {structure.name(atom) for dim in others for atom in structure.space.atoms(dim)}
+            if "heads" in atoms and len(these) == 1:
+                yield these[0], "d_model"

@@ -9,7 +9,7 @@ import torch
 from autopar.tracing.binding import ValueKey
 from autopar.tracing.roles.structure import Proposal, Structure, op_name
 
-__all__ = ["LOOKUPS", "tables"]
+__all__ = ["LOOKUPS", "looked_up", "tables"]
 
 KEEPS_VALUES = frozenset(
     [
@@ -52,16 +52,7 @@ LOOKUPS = ("embedding", "index_select", "index", "embedding_bag")
 
 def tables(structure: Structure) -> Iterator[Proposal]:
     """`vocab` are the rows of a table looked up by the user's ids, `position` those looked up by positions."""
-    found: dict[int, str] = {}
-    for bound in structure.binding.nodes:
-        if op_name(bound) not in LOOKUPS or not structure.is_weight(bound.operands[0]):
-            continue
-        table, indices = bound.operands[0], next((k for k in bound.operands[1:] if k is not None), None)
-        if table is None or indices is None or not structure.values[table].is_floating_point():
-            continue
-        indexed = [name for _, name in bound.rule.indices if name in bound.factors]
-        rows = structure.factor_dim(bound, indexed[0]) if indexed else structure.dims(table)[0]
-        found[rows] = _origin(structure, indices, structure.space.size(rows))
+    found = {rows: origin for rows, origin, _ in looked_up(structure)}
     size = structure.space.size
     positions = {size(rows) for rows, origin in found.items() if origin == "positions"}
     largest = max((size(rows) for rows, origin in found.items() if origin == "ids"), default=0)
@@ -74,6 +65,20 @@ def tables(structure: Structure) -> Iterator[Proposal]:
             yield rows, "position" if origin == "positions" else "types"
     if largest:
         yield from _heads_onto(structure, largest)
+
+
+def looked_up(structure: Structure) -> Iterator[tuple[int, str, int]]:
+    """The rows of each table, what they are looked up by, and the rank of the table."""
+    for bound in structure.binding.nodes:
+        if op_name(bound) not in LOOKUPS or not structure.is_weight(bound.operands[0]):
+            continue
+        table, indices = bound.operands[0], next((k for k in bound.operands[1:] if k is not None), None)
+        if table is None or indices is None or not structure.values[table].is_floating_point():
+            continue
+        indexed = [name for _, name in bound.rule.indices if name in bound.factors]
+        dims = structure.dims(table)
+        rows = structure.factor_dim(bound, indexed[0]) if indexed else dims[0]
+        yield rows, _origin(structure, indices, structure.space.size(rows)), len(dims)
 
 
 def _is_output(structure: Structure, dim: int) -> bool:
