@@ -15,10 +15,12 @@ __all__ = ["experts"]
 def experts(structure: Structure) -> Iterator[Proposal]:
     """The leading dim of a stack of equal matrices, of the extent that a router chooses from."""
     routers: dict[int, list[int]] = defaultdict(list)
-    for bound in structure.binding.nodes:
+    nodes = structure.binding.nodes
+    summed = {structure.factor_dim(bound, factor) for bound in nodes for factor in structure.contractions(bound)}
+    for bound in nodes:
         for factor in structure.born(bound):
             dim = structure.factor_dim(bound, factor)
-            if not structure.space.parts(dim):
+            if not structure.space.parts(dim) and dim not in summed:
                 routers[structure.space.size(dim)].append(dim)
     for bound in structure.binding.nodes:
         for stack in _stacks(structure, bound):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.tracing.roles.structure import Proposal, Structure, op_name
-from autopar.tracing.roles.tables import LOOKUPS
+from autopar.tracing.roles.structure import LOOKUPS, Proposal, Structure, op_name
 
 __all__ = ["inputs", "tied"]
 

@@ -73,7 +73,9 @@ def _ways(structure: Structure, first: ValueKey, last: ValueKey, without: int | 
     reached = first == last
     while pending:
         bound = structure.maker.get(pending.pop())
-        if bound is None or (barred and barred.intersection(_summed(structure, bound))):
+        if bound is None or op_name(bound).endswith("_like") or op_name(bound).startswith("new_"):
+            continue  # only the shape is taken
+        if barred and barred.intersection(_summed(structure, bound)):
             continue
         passed.append(bound)
         for key in bound.operands:

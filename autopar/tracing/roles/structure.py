@@ -9,10 +9,11 @@ from autopar.rules.notation import FactorKind
 from autopar.tracing.binding import Binding, BoundNode, ValueKey
 from autopar.tracing.exported import Exported
 
-__all__ = ["Proposal", "Structure", "op_name"]
+__all__ = ["LOOKUPS", "Proposal", "Structure", "op_name"]
+
+LOOKUPS = ("embedding", "index_select", "index", "embedding_bag")
 
 Proposal = tuple[int, str]
-
 """A class of dims, and the name its place in the graph suggests."""
 
 
@@ -29,12 +30,15 @@ class Structure:
         self.maker: dict[ValueKey, BoundNode] = {}
         self.users: dict[ValueKey, list[BoundNode]] = defaultdict(list)
         self.order: dict[ValueKey, int] = {}
+        self._picked: set[ValueKey] = set()
         self._beside: dict[int, set[int]] | None = None
         for i, bound in enumerate(binding.nodes):
             for key in bound.outputs:
                 if key is not None:
                     self.maker[key] = bound
                     self.order[key] = i
+            if op_name(bound) in LOOKUPS and self.is_weight(bound.operands[0]) and bound.call.operand(0).rank > 2:
+                self._picked.update(key for key in bound.outputs if key is not None)
             for key in dict.fromkeys(key for key in bound.operands if key is not None):
                 self.users[key].append(bound)
 
@@ -74,8 +78,8 @@ class Structure:
         for factor, kind in bound.rule.kinds.items():
             if kind is not FactorKind.SUM:
                 continue
-            holders = _holders(bound, factor)
-            if len(holders) > 1 and any(map(self.is_weight, holders)) and not all(map(self.is_weight, holders)):
+            matrices = [self._is_matrix(key) for key in _holders(bound, factor)]
+            if len(matrices) > 1 and any(matrices) and not all(matrices):
                 yield factor
 
     def born(self, bound: BoundNode) -> Iterator[str]:
@@ -84,8 +88,12 @@ class Structure:
             return
         for factor in bound.rule.outputs[0].factors if bound.rule.outputs[0] else ():
             holders = _holders(bound, factor)
-            if holders and all(map(self.is_weight, holders)):
+            if holders and all(map(self._is_matrix, holders)):
                 yield factor
+
+    def _is_matrix(self, key: ValueKey | None) -> bool:
+        """A weight, or for each token the one of a stack that was chosen for it."""
+        return self.is_weight(key) or key in self._picked
 
 
 def _holders(bound: BoundNode, factor: str) -> list[ValueKey | None]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from autopar.tracing.binding import ValueKey
-from autopar.tracing.roles.structure import Proposal, Structure, op_name
+from autopar.tracing.roles.structure import LOOKUPS, Proposal, Structure, op_name
 
-__all__ = ["LOOKUPS", "looked_up", "tables"]
+__all__ = ["looked_up", "tables"]
 
 KEEPS_VALUES = frozenset(
     [
@@ -47,7 +47,6 @@ PICKS_VALUES = ("gather", "index", "index_select")
 CONSTANTS = ("full", "zeros", "ones", "zeros_like", "new_zeros", "full_like")
 CHOICES = {"topk": 2, "max": 2, "min": 2, "sort": 2, "argsort": 1, "argmax": 1, "argmin": 1, "multinomial": 1}
 """Ops that say where something is found, and how many results they have then."""
-LOOKUPS = ("embedding", "index_select", "index", "embedding_bag")
 
 
 def tables(structure: Structure) -> Iterator[Proposal]:
