@@ -128,7 +128,7 @@ def store_as_dtensors(axes: Mapping[str, int]) -> list[bool]:
         (Atoms.plain((7, 4)), split_by("ab", "")),
         (Atoms.plain((8, 4)), split_by("ba", "")),
         (Atoms((3, 4, 2), (2, 1)), split_by("", "a", "b")),
-        (Atoms((2, 4, 3), (3,)), split_by("b", "a", "")),
+        (Atoms((2, 4, 3), (3,)), split_by("", "a", "")),
     ]
     found = []
     for atoms, layout in cases:
