@@ -16,7 +16,7 @@ from autopar.tracing.roles.images import channels, images
 from autopar.tracing.roles.leftovers import inputs, tied
 from autopar.tracing.roles.streams import around_heads, layers, streams
 from autopar.tracing.roles.structure import Proposal, Structure
-from autopar.tracing.roles.tables import tables
+from autopar.tracing.roles.tables import tables, untied_heads
 
 __all__ = ["standard_names"]
 
@@ -25,6 +25,7 @@ DETECTORS: tuple[Callable[[Structure], Iterator[Proposal]], ...] = (
     attention,
     head_dims,
     experts,
+    untied_heads,
     images,
     tied,
     streams,

@@ -14,8 +14,10 @@ __all__ = ["experts"]
 
 def experts(structure: Structure) -> Iterator[Proposal]:
     """The leading dim of a stack of equal matrices, of the extent that a router chooses from."""
-    routers: dict[int, list[int]] = defaultdict(list)
     nodes = structure.binding.nodes
+    routed = {structure.factor_dim(bound, factor) for bound in nodes for factor in structure.born(bound)}
+    yield from _chosen(structure, routed)
+    routers: dict[int, list[int]] = defaultdict(list)
     summed = {structure.factor_dim(bound, factor) for bound in nodes for factor in structure.contractions(bound)}
     for bound in nodes:
         for factor in structure.born(bound):
@@ -24,19 +26,25 @@ def experts(structure: Structure) -> Iterator[Proposal]:
                 routers[structure.space.size(dim)].append(dim)
     for bound in structure.binding.nodes:
         for stack in _stacks(structure, bound):
-            chosen = [dim for dim in routers[structure.space.size(stack)] if structure.name(dim) in (None, "expert")]
+            alike = routers[structure.space.size(stack)]
+            chosen = [dim for dim in alike if structure.name(dim) == "expert"]
+            chosen = chosen or [dim for dim in alike if structure.name(dim) is None]
             if chosen or structure.space.find(stack) in routers[structure.space.size(stack)]:
                 yield stack, "expert"
                 yield from ((dim, "expert") for dim in chosen)
-    yield from _chosen(structure, {dim for dims in routers.values() for dim in dims})
+    yield from _rows(structure)
 
 
 def _chosen(structure: Structure, routed: set[int]) -> Iterator[Proposal]:
-    """What a router's layer makes and `topk` chooses from; rows of tables that are looked up by such a choice."""
+    """What a router's layer makes and `topk` chooses from."""
     for bound in structure.binding.nodes:
         if op_name(bound) == "topk":
             whole = (structure.factor_dim(bound, factor) for factor in bound.rule.whole if factor in bound.factors)
             yield from ((dim, "expert") for dim in whole if dim in routed)
+
+
+def _rows(structure: Structure) -> Iterator[Proposal]:
+    """Rows of tables, and matrices of stacks, that are looked up by a choice."""
     extents = {structure.space.size(dim) for dim, name in structure.names.items() if name == "expert"}
     for rows, origin, rank in looked_up(structure):
         if origin == "choice" and (rank > 2 or structure.space.size(rows) in extents):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from autopar.tracing.binding import ValueKey
 from autopar.tracing.roles.structure import LOOKUPS, Proposal, Structure, op_name
 
-__all__ = ["looked_up", "tables"]
+__all__ = ["looked_up", "tables", "untied_heads"]
 
 KEEPS_VALUES = frozenset(
     [
@@ -54,7 +54,7 @@ def tables(structure: Structure) -> Iterator[Proposal]:
     found = {rows: origin for rows, origin, _ in looked_up(structure)}
     size = structure.space.size
     positions = {size(rows) for rows, origin in found.items() if origin == "positions"}
-    largest = max((size(rows) for rows, origin in found.items() if origin == "ids"), default=0)
+    largest = _largest(structure, found)
     for rows, origin in found.items():
         if origin == "ids":
             yield rows, "vocab" if size(rows) == largest or _is_output(structure, rows) else "types"
@@ -62,8 +62,10 @@ def tables(structure: Structure) -> Iterator[Proposal]:
             yield rows, "position"  # a table of relative positions
         elif origin != "choice":
             yield rows, "position" if origin == "positions" else "types"
-    if largest:
-        yield from _heads_onto(structure, largest)
+
+
+def _largest(structure: Structure, found: Mapping[int, str]) -> int:
+    return max((structure.space.size(rows) for rows, origin in found.items() if origin == "ids"), default=0)
 
 
 def looked_up(structure: Structure) -> Iterator[tuple[int, str, int]]:
@@ -89,8 +91,9 @@ def _is_output(structure: Structure, dim: int) -> bool:
     )
 
 
-def _heads_onto(structure: Structure, vocab: int) -> Iterator[Proposal]:
-    """An untied head makes a dim of the extent of the vocabulary that no later layer sums away."""
+def untied_heads(structure: Structure) -> Iterator[Proposal]:
+    """A head that is not tied makes a dim of the extent of the vocabulary that no later layer sums away."""
+    vocab = _largest(structure, {rows: origin for rows, origin, _ in looked_up(structure)})
     made: set[int] = set()
     summed: set[int] = set()
     for bound in structure.binding.nodes:
