@@ -22,7 +22,7 @@ def experts(structure: Structure) -> Iterator[Proposal]:
     for bound in nodes:
         for factor in structure.born(bound):
             dim = structure.factor_dim(bound, factor)
-            if not structure.space.parts(dim) and dim not in summed:
+            if not any(map(structure.name, structure.space.parts(dim))) and dim not in summed:
                 routers[structure.space.size(dim)].append(dim)
     for bound in structure.binding.nodes:
         for stack in _stacks(structure, bound):
