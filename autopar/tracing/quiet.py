@@ -19,6 +19,8 @@ _LOGGERS = (
     "torch._subclasses.fake_tensor",
     "torch.fx.experimental.symbolic_shapes",
 )
+# Recurrent layers keep their parameters in a list too, which follows when torch.export swaps them.
+_OWN_LIST = re.compile(r"\S+\._flat_weights\[\d+\](, )?")
 _ASSIGNED = re.compile(r"The tensor attributes? (.*) (?:was|were) assigned during export")
 
 
@@ -36,7 +38,8 @@ def quiet(owner: str) -> Iterator[None]:
         def collect(message: Any, *rest: Any) -> None:
             found = _ASSIGNED.match(str(message))
             if found:
-                assigned.append(found[1].replace("self.model.", "self."))
+                names = _OWN_LIST.sub("", found[1]).rstrip(", ")
+                assigned.extend([names.replace("self.model.", "self.")] if names else [])
             else:
                 show(message, *rest)
 

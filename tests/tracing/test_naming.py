@@ -79,6 +79,21 @@ def test_standard_names_are_found_by_structure(architecture: str) -> None:
         assert len(named) == len(set(named)), f"{tensor} has a name twice"
 
 
+EQUAL = {
+    "llama": {"batch": 4, "seq": 4, "intermediate_size": 48, "head_dim": 4, "vocab_size": 48},
+    "gpt2": {"batch": 48, "seq": 48, "n_inner": 48, "vocab_size": 48, "n_positions": 48},
+    "bert": {"batch": 12, "seq": 12, "intermediate_size": 48, "vocab_size": 48, "max_position_embeddings": 48},
+    "mixtral": {"batch": 4, "seq": 4, "intermediate_size": 48, "num_local_experts": 48, "vocab_size": 48},
+}
+
+
+@pytest.mark.parametrize("architecture", EQUAL)
+def test_equal_extents_do_not_confuse_names(architecture: str) -> None:
+    graphs = [autopar.trace(*hf(architecture, **sizes)) for sizes in ({}, EQUAL[architecture])]
+    first, second = ({tensor.name: tensor.dims for tensor in graph.parameters} for graph in graphs)
+    assert first == second
+
+
 def test_d_model_is_one_dim_along_the_residual_stream() -> None:
     graph = autopar.trace(*hf("llama"))
     stream = [t for t in graph.tensors.values() if t.kind == "activation" and t.dims == ("batch", "seq", "d_model")]

@@ -41,6 +41,11 @@ KEEPS_VALUES = frozenset(
         "roll",
         "split",
         "flip",
+        "unbind",
+        "stack",
+        "chunk",
+        "repeat",
+        "repeat_interleave",
     ]
 )
 PICKS_VALUES = ("gather", "index", "index_select")
