@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.completion import Decisions, complete
 from autopar.contracts import check_contracts
+from autopar.conversions import Inserted, Outputs
 from autopar.engine import device_mesh
 from autopar.errors import AutoparError, AutoparWarning
 from autopar.layout.choosing import choose_layout
@@ -23,7 +24,6 @@ from autopar.layout.resolve import resolve
 from autopar.layout.strategies import strategy_names
 from autopar.mesh import Mesh
 from autopar.module import ParallelModule, Settings
-from autopar.rewrite.emit import Inserted, Outputs
 from autopar.rules.discover import Discoveries
 from autopar.rules.registry import rule_table
 from autopar.tracing.assemble import assemble

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.completion import Decisions
+from autopar.conversions import Inserted
 from autopar.errors import AutoparWarning
 from autopar.layout.language import Layout
 from autopar.layout.precedence import glob_matches
 from autopar.layout.source import layout_error
 from autopar.layout.syntax import Guard, Limit, Same, Scope
-from autopar.rewrite.emit import Inserted
 from autopar.rules.windows import reach
 from autopar.tracing.graph import NamedGraph, NamedTensor
 

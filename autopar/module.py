@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.completion import Decisions
+from autopar.conversions import Outputs
 from autopar.errors import AutoparError
 from autopar.planned import Given, Planned
 from autopar.plans import NO_PARAMETERS, Fixed, Planner, Plans, Settings
-from autopar.rewrite.emit import Emitted, Outputs
+from autopar.rewrite.emit import Emitted
 from autopar.tracing.graph import NamedGraph
 
 __all__ = ["Collective", "ParallelModule", "Planner", "Settings"]

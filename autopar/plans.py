@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from autopar.agreement import Agreement, checksum, digest, kind_of
 from autopar.completion import Decisions
+from autopar.conversions import Inserted, Outputs
 from autopar.errors import AutoparError
 from autopar.planned import Given, Planned, Results
-from autopar.rewrite.emit import Emitted, Inserted, Outputs, emit
+from autopar.rewrite.emit import Emitted, emit
 from autopar.rewrite.functions import Groups
 from autopar.sharding import Held, Rank, held_by, hollow, initialise, load_full, mirror, owner_of, unset
 from autopar.tracing.arguments import bind, flatten_arguments, signature_of

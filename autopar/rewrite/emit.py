@@ -1,8 +1,7 @@
 """The traced graph and the decisions about it, as a graph that every rank runs on its own shards.
 
-Wherever a value is wanted in another layout than it has, a conversion is inserted, once per value and layout; its
-module's name says what it sends. Ops whose arguments follow the shard get them in numbers; ops that need a function of
-ours instead get a module that runs it.
+The conversions are those of `conversions`, each a module whose name says what it sends. Ops whose arguments follow the
+shard get them in numbers; ops that need a function of ours instead get a module that runs it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +19,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.choices import Choice
 from autopar.completion import Decisions, OpDecision
+from autopar.conversions import Inserted, OpConversions, Outputs, wire
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout, chunk
-from autopar.reshard import Reshard, Step, reshard
 from autopar.rewrite.buckets import put_in_buckets
 from autopar.rewrite.functions import Conversion, Groups
-from autopar.rewrite.lowerings import Split, split_of
+from autopar.rewrite.lowerings import Split
 from autopar.rewrite.lowerings.base import Send
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.local import Local, Piece
@@ -33,28 +32,7 @@ from autopar.rules.lowerings import LOWERINGS, localiser
 from autopar.rules.notation import FactorKind
 from autopar.tracing.graph import NamedGraph, NamedNode
 
-__all__ = ["Emitted", "Inserted", "Outputs", "emit"]
-
-
-Outputs = Literal["sharded", "full", "local"]
-"""How results are handed out: as DTensors, gathered, or as plain shards."""
-
-
-@dataclass(frozen=True)
-class Inserted:
-    """One conversion in the generated graph: of which tensor, before which op, and what it sends in each direction."""
-
-    tensor: str
-    op: str
-    reshard: Reshard
-    itemsize: int
-    differentiable: bool
-
-    def collectives(self) -> Iterator[tuple[str, Step]]:
-        """The steps that send something, with their direction."""
-        yield from (("forward", step) for step in self.reshard.forward if not step.local)
-        if self.differentiable:
-            yield from (("backward", step) for step in self.reshard.backward if not step.local)
+__all__ = ["Emitted", "emit"]
 
 
 @dataclass(frozen=True)
@@ -134,17 +112,13 @@ class _Emitter:
         self, graph: NamedGraph, decisions: Decisions, groups: Groups, outputs: Outputs, local_inputs: bool
     ) -> None:
         self.graph = graph
-        self.outputs = outputs
-        self.local_inputs = local_inputs
         self.decisions = decisions
         self.groups = groups
         self.axes = decisions.axes
+        self.wiring = wire(graph, decisions, outputs, local_inputs)
         self.out = Graph()
         self.modules: dict[str, nn.Module] = {}
-        self.held: dict[str, Node] = {}
-        self.layouts: dict[str, Layout] = {}
-        self.converted: dict[tuple[str, Layout], Node] = {}
-        self.inserted: list[Inserted] = []
+        self.held: dict[tuple[str, Layout], Node] = {}
         self.by_node = {tensor.node: tensor for tensor in graph.tensors.values()}
 
     def run(self) -> Emitted:
@@ -155,42 +129,31 @@ class _Emitter:
                 self._place(node)
             elif node.name in ops:
                 self._call(node, ops[node.name])
+        for one in self.wiring.outputs:
+            self._convert(one)
         results = source.output_node().args[0]
         assert isinstance(results, tuple), "the graph returns a flat tuple"
-        mutated = len(self.graph.exported.mutations)
-        handed = [self._result(result, whole=i < mutated) for i, result in enumerate(results)]
-        self.out.output(tuple(value for value, _ in handed))
+        pairs = zip(results, self.wiring.results, strict=True)
+        self.out.output(tuple(result if place is None else self._value(*place) for result, place in pairs))
         put_in_buckets(self.out, self.modules, self.by_node)
+        mutated = len(self.graph.exported.mutations)
         module = GraphModule(self.modules, self.out)
-        return Emitted(module, tuple(self.inserted), tuple(place for _, place in handed[mutated:]))
+        return Emitted(module, self.wiring.inserted(), self.wiring.results[mutated:])
 
     def _place(self, node: Node) -> None:
         tensor = self.by_node[node.name]
-        stored = self.decisions.stored[tensor.name]
-        self.held[tensor.name] = self.out.placeholder(node.name)
-        self.layouts[tensor.name] = stored
-        if tensor.kind == "input" and not self.local_inputs:
-            whole = Layout.replicated(atoms_of(tensor))
-            self.held[tensor.name] = self._convert(tensor.name, whole, stored, "the inputs")
-
-    def _result(self, result: Any, whole: bool) -> tuple[Any, tuple[str, Layout] | None]:
-        """A result of the graph as it is handed out: scalars and what is written back as a whole."""
-        if not isinstance(result, Node):
-            return result, None
-        tensor = self.by_node[result.name]
-        if whole or self.outputs == "full" or not tensor.shape:
-            wanted = Layout.replicated(atoms_of(tensor))
-        else:
-            wanted = self.layouts[tensor.name]
-        return self._as(tensor.name, wanted, "the outputs"), (tensor.name, wanted)
+        whole = self.wiring.inputs.get(tensor.name)
+        given = self.decisions.stored[tensor.name] if whole is None else whole.reshard.source
+        self.held[tensor.name, given] = self.out.placeholder(node.name)
+        if whole is not None:
+            self._convert(whole)
 
     def _call(self, source: Node, node: NamedNode) -> None:
-        decision = self.decisions.ops[node.name]
+        decision, wired = self.decisions.ops[node.name], self.wiring.ops[node.name]
         assert isinstance(source.target, torch._ops.OpOverload), source
-        operands = iter(
-            None if name is None else self._as(name, layout, node.name)
-            for name, layout in zip(node.operands, decision.operands, strict=True)
-        )
+        for one in wired.before:
+            self._convert(one)
+        operands = iter(None if place is None else self._value(*place) for place in wired.operands)
         arguments = arguments_by_name(source.target, source.args, source.kwargs)
         for name, is_list in takes_tensors(source.target).items():
             value = arguments[name]
@@ -198,15 +161,19 @@ class _Emitter:
                 arguments[name] = None if value is None else [self._operand(item, next(operands)) for item in value]
             else:
                 arguments[name] = self._operand(value, next(operands))
-        result = self._scaled(self._local(source, node, decision, arguments), node, decision.choice)
+        result = self._scaled(self._local(source, node, decision, wired, arguments), node, decision.choice)
         self._keep(source, node, decision, result)
+        for one in wired.after:
+            self._convert(one)
 
     def _operand(self, given: Any, converted: Node | None) -> Any:
         return converted if isinstance(given, Node) else given
 
-    def _local(self, source: Node, node: NamedNode, decision: OpDecision, arguments: dict[str, Any]) -> Node:
+    def _local(
+        self, source: Node, node: NamedNode, decision: OpDecision, wired: OpConversions, arguments: dict[str, Any]
+    ) -> Node:
         """The op on this rank's shards."""
-        split = split_of(self.graph, node, decision.choice.splits, decision.operands, self.axes)
+        split = wired.split
         everything = tuple(self._pieces(node, decision.choice))
         pieces = tuple(piece for piece in everything if split is None or piece.factor not in split.factors)
         sizes = dict(node.sizes)
@@ -226,15 +193,9 @@ class _Emitter:
 
     def _communicating(self, split: Split, local: Local, pieces: Mapping[str, Piece]) -> Node:
         """An op that sends something itself."""
-        messages = split.messages()
-        name = split.node.operands[0]
-        assert name is not None, split.node.name
-        for message in messages:
-            item = Inserted(name, split.node.name, message.reshard, message.itemsize, message.differentiable)
-            self.inserted.append(item)
         names = tuple(name for name, value in local.arguments.items() if _has_node(value))
         plain = {name: None if name in names else value for name, value in local.arguments.items()}
-        sends = tuple(message.bind(self.groups) for message in messages)
+        sends = tuple(message.bind(self.groups) for message in split.messages())
         module = Communicating(split, replace(local, arguments=plain), pieces, names, sends)
         stem = f"{split.node.name}_split_{'_'.join(split.axes)}"
         return self._module(stem, module, tuple(local.arguments[name] for name in names))
@@ -293,44 +254,27 @@ class _Emitter:
         for i, name in enumerate(node.outputs):
             if name is None:
                 continue
-            produced, wanted = decision.produced[i], decision.results[i]
+            produced = decision.produced[i]
             assert produced is not None, node.name
-            assert wanted is not None, node.name
             value = result if single else self.out.call_function(operator.getitem, (result, i))
             value.meta["local_shape"] = self._local_shape(name, produced)
-            self.held[name] = value
-            self.layouts[name] = produced
-            if produced != wanted:
-                self.held[name] = self._convert(name, produced, wanted, node.name)
-                self.layouts[name] = wanted
+            self.held[name, produced] = value
 
     # -- conversions --------------------------------------------------------------------------------------------------
 
-    def _as(self, name: str, wanted: Layout | None, op: str) -> Node:
-        """A value in the layout that an op wants."""
-        have = self.layouts[name]
-        if wanted is None or wanted == have:
-            self.held[name].meta.setdefault("local_shape", self._local_shape(name, have))
-            return self.held[name]
-        key = name, wanted
-        if key not in self.converted:
-            self.converted[key] = self._convert(name, have, wanted, op)
-        return self.converted[key]
+    def _value(self, name: str, layout: Layout) -> Node:
+        """A value in a layout in which it is held by now."""
+        value = self.held[name, layout]
+        value.meta["local_shape"] = self._local_shape(name, layout)
+        return value
 
-    def _convert(self, name: str, have: Layout, wanted: Layout, op: str) -> Node:
-        tensor = self.graph.tensors[name]
-        found = reshard(atoms_of(tensor), have, wanted, self.axes)
-        value = self.held[name]
-        ways = (*found.forward, *(found.backward if tensor.requires_grad else ()))
-        if not ways:
-            value.meta["local_shape"] = self._local_shape(name, wanted)
-            return value
-        self.inserted.append(Inserted(name, op, found, tensor.dtype.itemsize, tensor.requires_grad))
-        kinds = "_".join(dict.fromkeys(f"{step.kind.value}_{'_'.join(step.axes)}" for step in ways))
-        module = Convert(Conversion.bind(found, self.groups))
-        converted = self._module(f"{name}_{kinds}", module, (value,))
-        converted.meta["local_shape"] = self._local_shape(name, wanted)
-        return converted
+    def _convert(self, one: Inserted) -> None:
+        name, found = one.tensor, one.reshard
+        value = self.held[name, found.source]
+        if one.ways:
+            kinds = "_".join(dict.fromkeys(f"{step.kind.value}_{'_'.join(step.axes)}" for step in one.ways))
+            value = self._module(f"{name}_{kinds}", Convert(Conversion.bind(found, self.groups)), (value,))
+        self.held[name, found.target] = value
 
     def _local_shape(self, name: str, layout: Layout) -> tuple[int, ...]:
         atoms = atoms_of(self.graph.tensors[name])
