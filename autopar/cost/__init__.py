@@ -1,0 +1,1 @@
+"""What a plan costs: time, communication and memory, from constants of the cluster."""

@@ -1,0 +1,86 @@
+"""Pipelines against the closed forms of the papers that introduced their schedules."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.cost.pipeline import StageCosts, Way, orders, pipeline
+
+SIZES = [(1, 1), (1, 5), (2, 1), (2, 8), (4, 4), (4, 3), (8, 32)]
+
+
+def equal_stages(count: int, **more: float) -> list[StageCosts]:
+    return [StageCosts(forward_seconds=1.0, backward_seconds=2.0, **more)] * count
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_bubble_of_equal_stages(stages: int, micro_batches: int, schedule: str) -> None:
+    """(p - 1) / m of the busy time, for both: they differ in memory."""
+    costs = pipeline(equal_stages(stages), micro_batches, schedule)
+    assert costs.bubble == pytest.approx((stages - 1) / micro_batches)
+    assert costs.seconds == pytest.approx(3.0 * (micro_batches + stages - 1))
+    assert costs.busy_seconds == pytest.approx((3.0 * micro_batches,) * stages)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "chunks"), [(2, 4, 2), (4, 8, 2), (4, 16, 3), (8, 8, 4)])
+def test_bubble_of_interleaved_stages(stages: int, micro_batches: int, chunks: int) -> None:
+    """(p - 1) / (m v): the chunks of Narayanan et al., 2021."""
+    costs = pipeline(equal_stages(stages), micro_batches, "interleaved", chunks)
+    assert costs.bubble == pytest.approx((stages - 1) / (micro_batches * chunks))
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
+def test_in_flight_micro_batches(stages: int, micro_batches: int) -> None:
+    gpipe = pipeline(equal_stages(stages), micro_batches, "gpipe")
+    assert gpipe.in_flight == (micro_batches,) * stages
+    alternating = pipeline(equal_stages(stages), micro_batches, "1f1b")
+    assert alternating.in_flight == tuple(min(micro_batches, stages - stage) for stage in range(stages))
+
+
+@pytest.mark.parametrize(("stages", "micro_batches", "chunks"), [(2, 4, 2), (4, 8, 2), (8, 16, 3)])
+def test_in_flight_of_interleaved_stages(stages: int, micro_batches: int, chunks: int) -> None:
+    """The first stage holds p (1 + (p - 1) / (p v)) micro-batches: Korthikanti et al., 2022."""
+    costs = pipeline(equal_stages(stages), micro_batches, "interleaved", chunks)
+    assert costs.in_flight[0] == pytest.approx(stages * (1 + (stages - 1) / (stages * chunks)))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_every_task_runs_once(schedule: str) -> None:
+    for order in orders(3, 5, schedule):
+        assert len(order) == len(set(order)) == 10
+        for micro_batch in range(5):
+            ways = [task.way for task in order if task.micro_batch == micro_batch]
+            assert ways == [Way.FORWARD, Way.BACKWARD]
+
+
+def test_one_chunk_interleaved_is_1f1b() -> None:
+    assert pipeline(equal_stages(4), 8, "interleaved") == pipeline(equal_stages(4), 8, "1f1b")
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    """Through a slow last stage micro-batches go one by one; the first of them must get there, the last come back."""
+    stages = [*equal_stages(3), StageCosts(forward_seconds=3.0, backward_seconds=5.0)]
+    costs = pipeline(stages, 16)
+    assert costs.seconds == pytest.approx(16 * 8.0 + 3 * (1.0 + 2.0))
+    assert costs.finished_seconds[3] < costs.finished_seconds[0]
+
+
+def test_sends_take_their_time() -> None:
+    """Two stages, one micro-batch: forward, send, forward, backward, send, backward."""
+    costs = pipeline(equal_stages(2, send_seconds=0.25), 1)
+    assert costs.seconds == pytest.approx(1.0 + 0.25 + 1.0 + 2.0 + 0.25 + 2.0)
+    assert pipeline(equal_stages(1, send_seconds=0.25), 4).seconds == pytest.approx(12.0)
+
+
+def test_memory_is_what_is_held_and_what_is_in_flight() -> None:
+    stages = equal_stages(4, held_bytes=100.0, activation_bytes=10.0)
+    assert pipeline(stages, 8).memory_bytes == (140.0, 130.0, 120.0, 110.0)
+    assert pipeline(stages, 8, "gpipe").memory_bytes == (180.0,) * 4
+
+
+def test_interleaving_needs_micro_batches_that_divide() -> None:
+    with pytest.raises(AssertionError, match="do not interleave"):
+        orders(4, 6, "interleaved", 2)
+    with pytest.raises(AssertionError, match="one chunk"):
+        orders(4, 8, "1f1b", 2)
