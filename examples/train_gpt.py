@@ -9,65 +9,38 @@ The model and the training loop are those of one process; `autopar.parallelize` 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from gpt import gpt
+from training import Characters, finish, parser, report
 
 import autopar
-
-TEXT = Path(__file__).with_suffix(".txt")
 
 
 def main() -> None:
     options = parse()
     torch.manual_seed(0)  # every process makes the same model and draws the same batches
-    text = TEXT.read_text(encoding="utf-8")
-    characters = sorted(set(text))
-    codes = torch.tensor([characters.index(character) for character in text])
-    # Rows that no character uses, so that the vocabulary can be split.
-    vocab = -(-len(characters) // 16) * 16
-    model, inputs = gpt(
-        layers=options.layers, d_model=options.d_model, heads=4, vocab=vocab, seq=options.seq, batch=options.batch
-    )
+    text = Characters()
+    sizes = {"layers": options.layers, "d_model": options.d_model, "seq": options.seq, "batch": options.batch}
+    model, inputs = gpt(heads=4, vocab=text.vocab, **sizes)
     parallel = autopar.parallelize(model, options.mesh, inputs, layout=options.layout)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=options.lr)
     for step in range(options.steps):
-        ids, targets = draw(codes, options.batch, options.seq)
+        ids, targets = text.draw(options.batch, options.seq)
         optimizer.zero_grad()
         loss = parallel(ids=ids, targets=targets)
         loss.backward()
         optimizer.step()
-        last = step == options.steps - 1
-        if dist.get_rank() == 0 and (step % options.every == 0 or last):
-            print(f"step {step:4d}  loss {loss.item():.4f}", flush=True)
-    if options.collectives and dist.get_rank() == 0:
-        print(*parallel.collectives(), sep="\n")
-    dist.destroy_process_group()
-
-
-def draw(codes: torch.Tensor, batch: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pieces of the text, and the same one character on."""
-    starts = torch.randint(len(codes) - seq - 1, (batch, 1))
-    places = starts + torch.arange(seq + 1)
-    pieces = codes[places]
-    return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
+        report(options, step, loss)
+    finish(options, parallel)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layout", default="ddp", help="a strategy, a .lay file, or a layout")
-    parser.add_argument("--mesh", default="dp=1", help="as many ranks as there are processes: dp=2,tp=2")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--seq", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--d-model", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--every", type=int, default=10, help="print the loss every so many steps")
-    parser.add_argument("--collectives", action="store_true", help="list at the end what one step sends")
-    return parser.parse_args()
+    found = parser(__doc__, layout="ddp", steps=100, batch=16, lr=3e-3)
+    found.add_argument("--seq", type=int, default=64)
+    found.add_argument("--layers", type=int, default=2)
+    found.add_argument("--d-model", type=int, default=64)
+    return found.parse_args()
 
 
 if __name__ == "__main__":

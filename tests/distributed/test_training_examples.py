@@ -1,0 +1,79 @@
+"""The training examples, started as their users start them: the loss falls, and what a step sends is what it should."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def train(script: str, ranks: int, options: str) -> tuple[list[float], list[tuple[str, str, str]]]:
+    """The losses that a script prints, and direction, kind and axes of what it lists."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port)]
+    done = subprocess.run(
+        [sys.executable, *torchrun, f"examples/{script}", *options.split(), "--collectives"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)$", done.stdout, re.MULTILINE)]
+    return losses, re.findall(r"^(forward|backward) (\w+) over ([\w*]+): [\d,]+ bytes, ", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_gpt() -> None:
+    sizes = "--steps 12 --every 4 --batch 4 --seq 32 --layers 1 --d-model 32"
+    losses, sent = train("train_gpt.py", 2, f"--layout megatron --mesh tp=2 {sizes}")
+    assert len(losses) == 4, "rank 0 alone prints, at the steps 0, 4, 8 and 11"
+    assert losses[-1] < losses[0] - 0.1
+    assert ("forward", "all_reduce", "tp") in sent
+    assert ("backward", "all_reduce", "tp") in sent
+
+
+@pytest.mark.slow
+def test_moe() -> None:
+    layers = 2
+    losses, sent = train("train_moe.py", 4, f"--mesh dp=2,ep=2 --steps 12 --every 11 --layers {layers}")
+    assert len(losses) == 2
+    assert losses[-1] < losses[0] - 0.5
+    for direction in ("forward", "backward"):
+        assert sent.count((direction, "all_to_all", "ep")) == 2 * layers
+    assert {kind for _, kind, _ in sent} == {"all_to_all", "all_reduce"}
+
+
+@pytest.mark.slow
+def test_resnet() -> None:
+    losses, sent = train("train_resnet.py", 4, "--mesh dp=1,sy=2,sx=2 --steps 9 --every 8")
+    assert len(losses) == 2
+    assert losses[-1] < losses[0] - 0.4
+    assert {axes for _, kind, axes in sent if kind == "halo_exchange"} == {"sy", "sx"}
+    assert {kind for _, kind, _ in sent} == {"halo_exchange", "all_reduce"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        ("--architecture llama --layout fsdp_tp --mesh fsdp=2,tp=2", {"all_gather", "reduce_scatter", "all_reduce"}),
+        ("--architecture gpt2 --layout megatron --mesh dp=2,tp=2", {"all_reduce"}),
+    ],
+)
+def test_hugging_face(options: str, kinds: set[str]) -> None:
+    pytest.importorskip("transformers")
+    losses, sent = train("train_hf.py", 4, f"{options} --steps 9 --every 8")
+    assert len(losses) == 2
+    assert losses[-1] < losses[0] - 0.4
+    assert {kind for _, kind, _ in sent} == kinds
+    assert {axes for _, _, axes in sent} == set(options.rpartition(" ")[2].replace("=2", "").split(","))
