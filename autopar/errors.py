@@ -5,9 +5,11 @@ from __future__ import annotations
 __all__ = [
     "AutoparError",
     "AutoparWarning",
+    "ClusterError",
     "DimsError",
     "LayoutError",
     "MeshError",
+    "ProblemError",
     "RuleError",
     "TargetError",
     "TraceError",
@@ -36,6 +38,14 @@ class TargetError(AutoparError):
 
 class MeshError(AutoparError):
     """A device mesh is not written as one, or is asked for an axis or a rank that it lacks."""
+
+
+class ProblemError(AutoparError):
+    """An instance of the abstract search problem is not stated as one; names the file and the place in it."""
+
+
+class ClusterError(AutoparError):
+    """A cluster's file is wrong or a cluster is unknown, or a mesh does not fit on one; shows the line."""
 
 
 class LayoutError(AutoparError):

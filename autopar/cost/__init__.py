@@ -1,1 +1,1 @@
-"""What a plan costs: time, communication and memory, from constants of the cluster."""
+"""What a plan costs: clusters as data, the price of communication, of computation, of memory."""

@@ -1,0 +1,251 @@
+"""Clusters as data: devices, the links between them, the library that uses the links; read from TOML.
+
+A cluster is a file of `cost_models/` or of the user. Devices and libraries may be written in it or be named: those that
+several clusters share lie in `cost_models/devices` and `cost_models/libraries`. Field names carry the units; the keys
+of the files leave them to the values (autopar/cost/quantity.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar
+
+from autopar.cost.reading import Document, Source, read_document
+from autopar.errors import ClusterError
+from autopar.resources import data_folder
+from autopar.words import did_you_mean
+
+__all__ = ["Algorithm", "Cluster", "Device", "Level", "Library", "cluster_names", "cluster_path", "load_cluster"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or one process of a CPU."""
+
+    name: str
+    memory_bytes: float
+    hbm_bytes_per_second: float
+    """What its memory can read and write, by the datasheet."""
+    launch_seconds: float
+    """The shortest time from one op of an eager program to the next, however small it is."""
+    peak_flops: Mapping[str, float]
+    """By the name of the dtype, as torch writes it: `bfloat16`; `tf32` for matrices of float32 in TensorFloat-32."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """The links that join `units` of the level below: ranks to a node, nodes to a cluster."""
+
+    name: str
+    link: str
+    """The kind of link, by which the library knows the latency of a hop: `nvlink`, `network`, `memory`."""
+    ports: int
+    """Links of one unit of the level below: NVLinks of a GPU, NICs of a node."""
+    port_bytes_per_second: float
+    """Of one link in one direction, by the datasheet."""
+    achieved_bytes_per_second: float | None = None
+    """What a library gets out of one link in one direction; by default all of it."""
+    units: int | None = None
+    """How many units of the level below are joined; None: any number."""
+    hop_seconds: float = 0.0
+    """What a hop over these links takes beyond what the library needs on links of this kind."""
+    backplane_bytes_per_second: float | None = None
+    """What all links of one level-wide unit carry together, where that is less: a blocking switch, a memory bus."""
+    wires: tuple[str, ...] = ()
+    """Where units are wired in pairs and not by a switch: a row per unit, a digit per unit it leads to."""
+    offers: tuple[str, ...] = ()
+    """What the switches can do: `nvls` (reduce and multicast), `sharp` (reduce)."""
+    send_fraction: float = 1.0
+    """The share of `achieved` that many messages between pairs get, of all-to-all and point-to-point."""
+
+    @property
+    def rate_bytes_per_second(self) -> float:
+        """Of one link in one direction, in practice."""
+        return self.achieved_bytes_per_second or self.port_bytes_per_second
+
+    def wired(self, one: int, other: int) -> int:
+        """How many links lead from one unit to another, where they are wired in pairs."""
+        return int(self.wires[one][other])
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One way of the library: an algorithm with a protocol. `base` and `hop` are its latencies."""
+
+    name: str
+    collectives: tuple[str, ...]
+    base_seconds: float
+    hop_seconds: Mapping[str, float]
+    """By kind of link."""
+    bandwidth_fraction: float = 1.0
+    """The share of the bandwidth that carries data, with this protocol."""
+    limit_bytes_per_second: float = math.inf
+    """The most that one rank moves, however wide the links."""
+    protocol: str = ""
+    needs: tuple[str, ...] = ()
+    """What the switches must offer: `nvls` the innermost level, `sharp` the outer ones."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library of collectives: the algorithms that it chooses among."""
+
+    name: str
+    algorithm: tuple[Algorithm, ...]
+    fill_bytes: float = math.inf
+    """How much a rank has under way at most: what pipelines need to fill."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hardware: devices, links from the innermost to the outermost, a library."""
+
+    name: str
+    description: str
+    device: Device
+    level: tuple[Level, ...]
+    library: Library
+    sources: Mapping[str, Source] = field(default_factory=dict, metadata={"key": False})
+    uncited: tuple[str, ...] = field(default=(), metadata={"key": False})
+    """The quantities that are given without a source."""
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """How many devices the innermost links join; None: any number."""
+        return self.level[0].units
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def cluster_names() -> tuple[str, ...]:
+    """The clusters that autopar ships, in alphabetical order."""
+    return tuple(sorted(path.stem for path in data_folder("cost_models").glob("*.toml")))
+
+
+def cluster_path(name_or_path: str | Path) -> Path:
+    """The file of a cluster that autopar ships, or the file itself."""
+    path = Path(name_or_path)
+    if path.suffix == ".toml" or path.is_file():
+        return path
+    names = cluster_names()
+    if str(name_or_path) not in names:
+        raise ClusterError(
+            f"there is no cluster '{name_or_path}'{did_you_mean(str(name_or_path), names)}\n"
+            f"fix: take one of {', '.join(names)}, or give the path of a .toml file (docs/costs.md)"
+        )
+    return data_folder("cost_models") / f"{name_or_path}.toml"
+
+
+def load_cluster(name_or_path: str | Path) -> Cluster:
+    """A cluster by name, or from a file."""
+    path = cluster_path(name_or_path)
+    stamp = path.stat().st_mtime_ns if path.is_file() else 0
+    return _load(path, stamp)
+
+
+@lru_cache(maxsize=64)
+def _load(path: Path, stamp: int) -> Cluster:
+    document = read_document(path)
+    sources = dict(document.sources())
+    uncited = list[str]()
+    table = dict(document.table)
+    table.pop("sources", None)
+    device, library = _part(document, "device", Device), _part(document, "library", Library)
+    for _, shared in (device, library):
+        sources |= shared.sources()
+        uncited += shared.uncited if shared is not document else []
+    del table["device"], table["library"]
+    for key in table:
+        if key not in ("name", "description", "level"):
+            hint = did_you_mean(key, KEYS)
+            document.fail((key,), f"unknown key '{key}'{hint}", f"the keys are {', '.join(KEYS)}")
+    shell = document.read(_Shell, (), table)
+    _check(document, shell.level)
+    return Cluster(
+        shell.name,
+        shell.description,
+        device[0],
+        shell.level,
+        library[0],
+        MappingProxyType(sources),
+        tuple(uncited + document.uncited),
+    )
+
+
+FOLDERS = {"device": "devices", "library": "libraries"}
+KEYS = ("name", "description", "device", "library", "level", "sources")
+Part = TypeVar("Part", Device, Library)
+
+
+@dataclass(frozen=True)
+class _Shell:
+    """What stands in a cluster's own file."""
+
+    name: str
+    description: str
+    level: tuple[Level, ...]
+
+
+def _shared_names(folder: str) -> list[str]:
+    return sorted(path.stem for path in (data_folder("cost_models") / folder).glob("*.toml"))
+
+
+def _part(document: Document, key: str, record: type[Part]) -> tuple[Part, Document]:
+    """The device or the library of a cluster, and the file it stands in: this one, or one that clusters share."""
+    names = _shared_names(FOLDERS[key])
+    if key not in document.table:
+        document.fail((), f"the file lacks '{key}'", f"name one of {', '.join(names)}, or write it under [{key}]")
+    name = document.table[key]
+    if not isinstance(name, str):
+        return document.read(record, (key,), name), document
+    if name not in names:
+        fix = f"take one of {', '.join(names)}, or write it under [{key}]"
+        document.fail((key,), f"there is no {key} '{name}'{did_you_mean(name, names)}", fix)
+    shared = read_document(data_folder("cost_models") / FOLDERS[key] / f"{name}.toml")
+    table = {entry: value for entry, value in shared.table.items() if entry != "sources"}
+    return shared.read(record, (), table), shared
+
+
+def _check(document: Document, levels: tuple[Level, ...]) -> None:
+    """What no single value shows."""
+    if not levels:
+        document.fail(("level",), "the cluster has no links", "describe them, the innermost first, as [[level]]")
+    seen: list[str] = []
+    for i, level in enumerate(levels):
+        place = ("level", i)
+        if level.name in seen:
+            document.fail((*place, "name"), f"two levels are called '{level.name}'", "give each level another name")
+        seen.append(level.name)
+        for key, count in (("units", level.units), ("ports", level.ports)):
+            if count is not None and count < 1:
+                document.fail((*place, key), f"'{key}' is impossible: it is at least 1", f"as in {key} = 8")
+        if level.units is None and i < len(levels) - 1:
+            document.fail(place, f"level '{level.name}' lacks 'units'", "only the outermost level joins any number")
+        if level.rate_bytes_per_second > level.port_bytes_per_second:
+            message = "'achieved' is impossible: it is more than the port gives"
+            document.fail((*place, "achieved"), message, "give what is achieved of one port in one direction")
+        _check_wires(document, level, place)
+
+
+def _check_wires(document: Document, level: Level, place: tuple[str | int, ...]) -> None:
+    if not level.wires:
+        return
+    rows, size = level.wires, level.units
+    square = len(rows) == size and all(len(row) == size and row.isdigit() for row in rows)
+    if not square:
+        fix = "a text per unit, with a digit per unit: how many links lead there"
+        document.fail((*place, "wires"), f"'wires' is not a table of {size} rows of {size} digits", fix)
+    for one, row in enumerate(rows):
+        for other in range(len(rows)):
+            if row[other] != rows[other][one] or (one == other and row[other] != "0"):
+                message = f"'wires' is impossible: {row[other]} from unit {one} to {other}, {rows[other][one]} back"
+                document.fail((*place, "wires"), message, "both ends of a link count it; no unit is wired to itself")
+        if sum(map(int, row)) > level.ports:
+            message = f"'wires' is impossible: row {one} has more links than the {level.ports} ports"
+            document.fail((*place, "wires"), message, "give the ports of one unit")
