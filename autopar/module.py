@@ -17,6 +17,7 @@ from autopar.planned import Given, Planned
 from autopar.plans import NO_PARAMETERS, Fixed, Planner, Plans, Settings
 from autopar.rewrite.emit import Emitted
 from autopar.tracing.graph import NamedGraph
+from autopar.sharding import tie
 
 __all__ = ["Collective", "ParallelModule", "Planner", "Settings"]
 
@@ -128,7 +129,15 @@ class ParallelModule(nn.Module):
         self._plans.load_full(state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        found = super().load_state_dict(state_dict, strict, assign)
+        """As of any module; tensors may be whole, or split as another layout on another mesh has them.
+
+        All ranks load together: a tensor that comes split in another way is gathered for a moment.
+        """
+        names = self._plans.names()
+        try:
+            found = super().load_state_dict(self._plans.placed(state_dict), strict, assign)
+        finally:
+            tie(self, names)
         self._plans.has_values = self._plans.has_values or not found.missing_keys
         return found
 

@@ -18,7 +18,20 @@ from autopar.errors import AutoparError
 from autopar.planned import Given, Planned, Results
 from autopar.rewrite.emit import Emitted, emit
 from autopar.rewrite.functions import Groups
-from autopar.sharding import Held, Rank, held_by, hollow, initialise, load_full, mirror, owner_of, unset
+from autopar.sharding import (
+    Held,
+    Rank,
+    canonical_names,
+    held_by,
+    hollow,
+    initialise,
+    load_full,
+    mirror,
+    owner_of,
+    placed,
+    unset,
+)
+from autopar.strided import support_checkpoints
 from autopar.tracing.arguments import bind, flatten_arguments, signature_of
 from autopar.tracing.graph import NamedGraph
 from autopar.tracing.state import autocast_state
@@ -304,6 +317,7 @@ class Plans:
             return LOCAL
         split = [axis for axes in held.layout.splits for axis in axes]
         kept = [axis for axis in self.rank.axes if axis not in split]
+        support_checkpoints(place.placements for place in self.stored.values())
         return f"ranks along the axes {', '.join(kept)} work on the same data: give them the same tensor"
 
     def _build(self, held: Mapping[str, Held]) -> None:
@@ -339,6 +353,16 @@ class Plans:
     # -- values for a model from the meta device ----------------------------------------------------------------------
 
     def init_weights(self, init: Callable[[nn.Module], None] | None) -> None:
+    def names(self) -> dict[str, str]:
+        """Every name of a parameter or buffer -> the first name of that tensor."""
+        if not self.shells:
+            raise AutoparError(NO_PARAMETERS)
+        return canonical_names(self.shell)
+
+    def placed(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict with its tensors split as the module holds them."""
+        return placed(self.shell, self.stored, state_dict)
+
         if not self.shells:
             raise AutoparError(NO_PARAMETERS)
         rows = self.agreement.numbers(int(torch.randint(2**62, ())))

@@ -19,7 +19,21 @@ from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Atoms, Layout
 from autopar.tracing.graph import NamedGraph, NamedTensor
 
-__all__ = ["Held", "Rank", "held_by", "hollow", "initialise", "load_full", "mirror", "owner_of", "strides_of", "unset"]
+__all__ = [
+    "Held",
+    "Rank",
+    "canonical_names",
+    "held_by",
+    "hollow",
+    "initialise",
+    "load_full",
+    "mirror",
+    "owner_of",
+    "placed",
+    "strides_of",
+    "tie",
+    "unset",
+]
 
 
 @dataclass(frozen=True)
@@ -62,6 +76,15 @@ class Held:
         for atom, (start, length) in enumerate(self.pieces):
             part = part.narrow(atom, start, length)
         return part.reshape(self.local_shape)
+
+    def place(self, value: Tensor) -> DTensor:
+        """A tensor that is whole, or split in some way over some mesh, split as it is held here."""
+        if isinstance(value, DTensor):
+            if value.device_mesh == self.mesh and value.placements == self.placements:
+                return value
+            value = value.full_tensor()
+        part = self.cut(value.detach()).to(self.mesh.device_type)
+        return self.wrap(part.clone(memory_format=torch.contiguous_format))
 
     def wrap(self, local: Tensor) -> DTensor:
         """The whole tensor, of which this rank holds `local`."""
@@ -167,7 +190,7 @@ def initialise(
     Every rank draws the same numbers, so the weights do not depend on the layout; only one module is whole at a time.
     """
     filled: set[str] = set()
-    canonical = _canonical_names(skeleton)
+    canonical = canonical_names(skeleton)
     for path, module in reversed(list(skeleton.named_modules())):  # children first, as `nn.Module.apply` does
         stored = dict(module._parameters), dict(module._buffers)
         try:
@@ -217,7 +240,7 @@ def _is_unset(tensor: Tensor) -> bool:
     return tensor.is_meta or (tensor.is_floating_point() and tensor.numel() > 0 and bool(tensor.isnan().all()))
 
 
-def _canonical_names(model: nn.Module) -> dict[str, str]:
+def canonical_names(model: nn.Module) -> dict[str, str]:
     """Every name of a parameter or buffer -> the first name of that tensor."""
     first: dict[int, str] = {}
     both = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -227,7 +250,7 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
 def load_full(shell: nn.Module, held: Mapping[str, Held], state_dict: Mapping[str, Tensor]) -> None:
     """Take this rank's part of every tensor of a whole state dict, one at a time."""
     wanted = dict(_stored(shell))
-    canonical = _canonical_names(shell)
+    canonical = canonical_names(shell)
     given = {canonical[name] for name in state_dict if name in canonical}
     missing = [name for name in wanted if canonical[name] not in given]
     extra = [name for name in state_dict if name not in wanted]
@@ -242,6 +265,34 @@ def load_full(shell: nn.Module, held: Mapping[str, Held], state_dict: Mapping[st
                 f"{name} has shape {list(value.shape)} in the state dict, and {list(shape)} in the model"
             )
         _put(shell, name, place, value)
+
+
+def placed(shell: nn.Module, held: Mapping[str, Held], state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with its tensors split as the module holds them; what does not fit stays, for torch to refuse.
+
+    Of tensors that come split in another way only one at a time is whole.
+    """
+    canonical = canonical_names(shell)
+    found: dict[str, Any] = {}
+    for name, value in state_dict.items():
+        place = held.get(canonical.get(name, ""))
+        if place is None:
+            found[name] = value.full_tensor() if isinstance(value, DTensor) else value
+        else:
+            fits = isinstance(value, Tensor) and tuple(value.shape) == place.shape and not value.is_meta
+            found[name] = place.place(value) if fits else value
+    return found
+
+
+def tie(shell: nn.Module, canonical: Mapping[str, str]) -> None:
+    """Let all names of a tensor be its first one's again, after each of them was assigned another tensor."""
+    for name, first in canonical.items():
+        if name != first:
+            (owner, leaf), (source, first_leaf) = owner_of(shell, name), owner_of(shell, first)
+            if leaf in owner._parameters:
+                owner._parameters[leaf] = source._parameters[first_leaf]
+            else:
+                owner._buffers[leaf] = source._buffers[first_leaf]
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
