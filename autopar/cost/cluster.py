@@ -52,8 +52,9 @@ class Level:
     """What a library gets out of one link in one direction; by default all of it."""
     units: int | None = None
     """How many units of the level below are joined; None: any number."""
-    hop_seconds: float = 0.0
-    """What a hop over these links takes beyond what the library needs on links of this kind."""
+    hop_seconds: Mapping[str, float] = field(default_factory=dict)
+    """What a hop over these links takes beyond what the library gives for links of this kind: for an algorithm with a
+    protocol (`"ring Simple"`), for an algorithm, for a protocol, or for `any`; the first of these that is given."""
     backplane_bytes_per_second: float | None = None
     """What all links of one level-wide unit carry together, where that is less: a blocking switch, a memory bus."""
     wires: tuple[str, ...] = ()
@@ -84,11 +85,23 @@ class Algorithm:
     """By kind of link."""
     bandwidth_fraction: float = 1.0
     """The share of the bandwidth that carries data, with this protocol."""
-    limit_bytes_per_second: float = math.inf
-    """The most that one rank moves, however wide the links."""
+    limit_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
+    """By kind of link: the most that passes it in one direction, however wide the links."""
+    fill_bytes: float = math.inf
+    """How much is under way at most: what pipelines need to fill."""
     protocol: str = ""
     needs: tuple[str, ...] = ()
     """What the switches must offer: `nvls` the innermost level, `sharp` the outer ones."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a level may call it, the most specific first."""
+        return tuple(name for name in (f"{self.name} {self.protocol}".strip(), self.name, self.protocol) if name)
+
+    def hop(self, level: Level) -> float:
+        """What a hop takes."""
+        extra = next((level.hop_seconds[name] for name in (*self.names, "any") if name in level.hop_seconds), 0.0)
+        return self.hop_seconds.get(level.link, 0.0) + extra
 
 
 @dataclass(frozen=True)
@@ -97,8 +110,6 @@ class Library:
 
     name: str
     algorithm: tuple[Algorithm, ...]
-    fill_bytes: float = math.inf
-    """How much a rank has under way at most: what pipelines need to fill."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +177,7 @@ def _load(path: Path, stamp: int) -> Cluster:
             hint = did_you_mean(key, KEYS)
             document.fail((key,), f"unknown key '{key}'{hint}", f"the keys are {', '.join(KEYS)}")
     shell = document.read(_Shell, (), table)
-    _check(document, shell.level)
+    _check(document, shell.level, library[0])
     return Cluster(
         shell.name,
         shell.description,
@@ -212,10 +223,12 @@ def _part(document: Document, key: str, record: type[Part]) -> tuple[Part, Docum
     return shared.read(record, (), table), shared
 
 
-def _check(document: Document, levels: tuple[Level, ...]) -> None:
+def _check(document: Document, levels: tuple[Level, ...], library: Library) -> None:
     """What no single value shows."""
     if not levels:
         document.fail(("level",), "the cluster has no links", "describe them, the innermost first, as [[level]]")
+    links = sorted({link for algorithm in library.algorithm for link in algorithm.hop_seconds})
+    hops = {"any"} | {name for algorithm in library.algorithm for name in algorithm.names}
     seen: list[str] = []
     for i, level in enumerate(levels):
         place = ("level", i)
@@ -230,6 +243,13 @@ def _check(document: Document, levels: tuple[Level, ...]) -> None:
         if level.rate_bytes_per_second > level.port_bytes_per_second:
             message = "'achieved' is impossible: it is more than the port gives"
             document.fail((*place, "achieved"), message, "give what is achieved of one port in one direction")
+        if level.link not in links:
+            message = f"library '{library.name}' knows no links of kind '{level.link}'{did_you_mean(level.link, links)}"
+            document.fail((*place, "link"), message, f"its kinds of links are {', '.join(links)}")
+        for name in level.hop_seconds:
+            if name not in hops:
+                message = f"library '{library.name}' has no '{name}'{did_you_mean(name, hops)}"
+                document.fail((*place, "hop"), message, f"name one of {', '.join(sorted(hops))}")
         _check_wires(document, level, place)
 
 

@@ -4,7 +4,7 @@ An algorithm of the library (autopar/cost/algorithms.py) is, on the links that t
 its hops L, the time β of a byte, and the longest time F to fill its pipeline. The message is cut so that waiting for
 hops and sending overlap best, but pieces are no larger than the library's buffers:
 
-    seconds(S) = L + S β + min(2 sqrt(L S β), F)
+    seconds(S) = L + S β + min(sqrt(L S β), F)
 
 The price is the minimum over the algorithms that the library has. Everything but S is worked out once per (kind, axes).
 """
@@ -46,7 +46,7 @@ class Curve:
 
     def seconds(self, buffer_bytes: float) -> float:
         sending = buffer_bytes * self.seconds_per_byte
-        return self.latency_seconds + sending + min(2 * sqrt(self.latency_seconds * sending), self.fill_seconds)
+        return self.latency_seconds + sending + min(sqrt(self.latency_seconds * sending), self.fill_seconds)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Network:
             curve
             for algorithm in self.cluster.library.algorithm
             if kind in algorithm.collectives
-            if (curve := _curve(kind, algorithm, group, self.cluster.library.fill_bytes)) is not None
+            if (curve := _curve(kind, algorithm, group)) is not None
         )
         if not found:
             raise ClusterError(
@@ -247,7 +247,7 @@ def _largest_divisor(number: int, most: int) -> int:
     return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
 
 
-def _curve(kind: str, algorithm: Algorithm, group: tuple[Span, ...], fill_bytes: float) -> Curve | None:
+def _curve(kind: str, algorithm: Algorithm, group: tuple[Span, ...]) -> Curve | None:
     """An algorithm on the links of a group."""
     if not _offered(algorithm, group):
         return None
@@ -259,14 +259,13 @@ def _curve(kind: str, algorithm: Algorithm, group: tuple[Span, ...], fill_bytes:
     fill = 0.0
     for phase in way:
         for span, hops in zip(group, phase.hops, strict=True):
-            latency += hops * (algorithm.hop_seconds.get(span.level.link, 0.0) + span.level.hop_seconds)
+            latency += hops * algorithm.hop(span.level)
         times = _seconds_per_byte(kind, algorithm, group, phase.traffic, phase.lone)
         per_byte += max(times)
         slowest = times.index(max(times))
         if phase.traffic[slowest]:
-            fill += fill_bytes * max(times) / phase.traffic[slowest]
-    name = f"{algorithm.name} {algorithm.protocol}".strip()
-    return Curve(name, latency, per_byte, fill if fill_bytes < inf else inf)
+            fill += algorithm.fill_bytes * max(times) / phase.traffic[slowest]
+    return Curve(algorithm.names[0], latency, per_byte, fill)
 
 
 def _offered(algorithm: Algorithm, group: tuple[Span, ...]) -> bool:
@@ -285,6 +284,5 @@ def _seconds_per_byte(
         rate = (span.lone_rate if lone else span.rate) * algorithm.bandwidth_fraction
         if kind in ("all_to_all", "send", "halo_exchange", "gather", "scatter"):
             rate *= span.level.send_fraction
-        speakers = 1 if lone else span.members
-        times.append(share / min(rate, algorithm.limit_bytes_per_second * speakers))
+        times.append(share / min(rate, algorithm.limit_bytes_per_second.get(span.level.link, inf)))
     return times
