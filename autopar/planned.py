@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from autopar.agreement import kind_of
 from autopar.completion import Decisions
 from autopar.errors import AutoparError
+from autopar.parameters import LocalParameters
 from autopar.rewrite.emit import Emitted
 from autopar.sharding import Held, Rank, owner_of
 from autopar.tracing.arguments import bind_call, flatten_arguments, plain_call, without_defaults
@@ -142,6 +143,9 @@ class Planned:
         self.results = results
         self.mutated = {mutation.target for mutation in exported.mutations} if exported.grad_enabled else set()
         self.places = [_place(module, placeholder.kind, placeholder.name) for placeholder in exported.placeholders]
+        tables = zip(exported.placeholders, self.places, strict=True)
+        self.parameters = [(table, p.name.rpartition(".")[2]) for p, table in tables if p.kind == "param" and table]
+        self.shards_of = LocalParameters()
         self.inputs = tuple(p.name for p in exported.placeholders if p.kind == "input")
         self.digest = 0
         places = emitted.results if results.sharded else ()
@@ -153,17 +157,18 @@ class Planned:
     def values(self, given: Given) -> list[Tensor]:
         """What the graph is called with: this rank's shards of everything."""
         inputs = dict(zip(self.inputs, given.tensors, strict=True))
-        values = []
+        shards = iter(self.shards_of([table[name] for table, name in self.parameters]))
+        values: list[Tensor] = []
         for placeholder, table in zip(self.graph.exported.placeholders, self.places, strict=True):
             if placeholder.kind == "input":
                 value = self._input(placeholder.name, inputs[placeholder.name])
             elif placeholder.kind == "constant":
                 value = self.graph.exported.constants[placeholder.name]
+            elif placeholder.kind == "param":
+                value = next(shards)
             else:
                 assert table is not None, placeholder
-                stored = table[placeholder.name.rpartition(".")[2]]
-                assert stored is not None, placeholder
-                value = stored.to_local() if isinstance(stored, DTensor) else stored
+                value = table[placeholder.name.rpartition(".")[2]]
             if placeholder.name in self.mutated:
                 value = value.clone()  # the backward may read the old value after the new one is written
             values.append(value)
