@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,17 +79,36 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # The two ends cannot be traced by torch.compile; what is between them is one graph.
         plan, given, values = self._begin(args, kwargs)
-        outputs = plan.graph_module(*values)
+        outputs = self._run_exactly(plan, values) if self._plans.randomness.is_exact else plan.graph_module(*values)
         return self._end(plan, given, outputs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Planned, Given, list[Tensor]]:
         plan, given = self._plans.find(args, kwargs)
-        return plan, given, plan.values(given)
+        values = plan.values(given)
+        if plan.emitted.draws:
+            values.append(self._plans.randomness.key(plan.emitted.draws))
+        return plan, given, values
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _run_exactly(self, plan: Planned, values: list[Tensor]) -> tuple[Any, ...]:
+        """Ops that draw from the default generator draw in the order of the graph, which a compiler may change."""
+        outputs: tuple[Any, ...] = plan.graph_module(*values)
+        return outputs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end(self, plan: Planned, given: Given, outputs: tuple[Any, ...]) -> Any:
         return plan.finish(given, outputs)
+
+    @contextmanager
+    def exact_randomness(self) -> Iterator[None]:
+        """Draw what one process would draw, to compare the two: the same dropout masks from the same `manual_seed`.
+
+        Every rank draws the numbers of the whole tensors from its default generator, and uses those of its shard. The
+        ranks' generators must have one state when this is entered. It is slower, and for verification only.
+        """
+        with self._plans.randomness.exact():
+            yield
 
     def collectives(self) -> tuple[Collective, ...]:
         """Every collective of one forward and backward, in the order of the graph of the latest call."""

@@ -16,6 +16,7 @@ from autopar.completion import Decisions
 from autopar.conversions import Inserted, Outputs
 from autopar.errors import AutoparError
 from autopar.planned import Given, Planned, Results
+from autopar.randomness import Randomness, kept_generators
 from autopar.rewrite.emit import Emitted, emit
 from autopar.rewrite.functions import Groups
 from autopar.sharding import (
@@ -122,6 +123,7 @@ class Plans:
         self.device = torch.device(mesh.device_type)
         if self.device.type != "cpu":
             self.device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
+        self.randomness = Randomness(self.agreement, self.device)
         self.given: nn.Module | None = model  # until its weights are split; then only its skeleton is kept
         self.skeleton = hollow(model, self.device, settings.compute_dtype)
         self.signature = signature_of(self.skeleton)
@@ -204,7 +206,8 @@ class Plans:
                 self.agreement.together(lambda: _reraise(own))
                 assert given is not None, "else its error was raised"
                 self.agreement.same(given.facts(), SAME_CALL)
-                plan = self._plan(given)
+                with kept_generators(self.device):
+                    plan = self._plan(given)
         assert given is not None, "else its error was raised"
         assert plan is not None, "found or made"
         if not self.has_values:
@@ -243,18 +246,7 @@ class Plans:
                 )
         emitted = emit(graph, decisions, self.groups, self.settings.outputs, local)
         self.planner.check(graph, decisions, emitted.inserted)
-        self._check_draws(graph)
         return emitted
-
-    def _check_draws(self, graph: NamedGraph) -> None:
-        """Shards must draw different numbers and replicas the same, which no generator of this module does yet."""
-        drawing = next((node for node in graph.nodes if node.rule.random), None)
-        if drawing is not None and self.agreement.size > 1:
-            raise AutoparError(
-                f"{drawing.name} ({drawing.op}) draws random numbers, at {drawing.origin.source}: "
-                f"{drawing.origin.source_code}\non several ranks this is not supported yet: shards would draw the same "
-                "numbers\nfix: set the probability of dropout to 0, or call eval()"
-            )
 
     def _trace(self, given: Given) -> NamedGraph:
         """Trace the call with the whole inputs, whatever part of them this rank was given."""

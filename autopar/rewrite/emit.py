@@ -23,6 +23,7 @@ from autopar.conversions import Inserted, OpConversions, Outputs, wire
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout, chunk
 from autopar.rewrite.buckets import put_in_buckets
+from autopar.rewrite.drawing import Drawings, DrawnOp
 from autopar.rewrite.functions import Conversion, Groups
 from autopar.rewrite.lowerings import Split
 from autopar.rewrite.lowerings.base import Send
@@ -43,6 +44,8 @@ class Emitted:
     inserted: tuple[Inserted, ...]
     results: tuple[tuple[str, Layout] | None, ...]
     """Name and layout of each result of the model; None for one that is no tensor."""
+    draws: tuple[DrawnOp, ...] = ()
+    """Ops that draw random numbers, on several ranks; where there are any, the last input of the graph is their key."""
 
 
 class Convert(nn.Module):
@@ -120,6 +123,8 @@ class _Emitter:
         self.modules: dict[str, nn.Module] = {}
         self.held: dict[tuple[str, Layout], Node] = {}
         self.by_node = {tensor.node: tensor for tensor in graph.tensors.values()}
+        self.drawings = Drawings(self.axes, groups.coordinate, torch.device(groups.device_type))
+        self.key: Node | None = None
 
     def run(self) -> Emitted:
         source = self.graph.exported.graph_module.graph
@@ -138,7 +143,8 @@ class _Emitter:
         put_in_buckets(self.out, self.modules, self.by_node)
         mutated = len(self.graph.exported.mutations)
         module = GraphModule(self.modules, self.out)
-        return Emitted(module, self.wiring.inserted(), self.wiring.results[mutated:])
+        draws = tuple(self.drawings.ops)
+        return Emitted(module, self.wiring.inserted(), self.wiring.results[mutated:], draws)
 
     def _place(self, node: Node) -> None:
         tensor = self.by_node[node.name]
@@ -181,6 +187,9 @@ class _Emitter:
         local = Local(source.target, arguments, node.rule, sizes, local_sizes)  # type: ignore[arg-type]
         if pieces:
             local = self._localised(local, pieces)
+        drawing = self._drawing(source, node, decision.choice, local)
+        if drawing is not None:
+            return drawing
         if split is not None:
             return self._communicating(split, local, {piece.factor: piece for piece in everything})
         lowered = [piece for piece in pieces if node.rule.lowering(piece.factor)]
@@ -190,6 +199,17 @@ class _Emitter:
             module = Lowered(replace(local, arguments=plain), tuple(lowered), names)
             return self._module(f"{node.name}_split", module, tuple(local.arguments[name] for name in names))
         return self._record(local)
+
+    def _drawing(self, source: Node, node: NamedNode, choice: Choice, local: Local) -> Node | None:
+        """An op that draws random numbers."""
+        differentiable = any(name is not None and self.graph.tensors[name].requires_grad for name in node.outputs)
+        made = self.drawings.make(node, source, choice, local.arguments, differentiable)
+        if made is None:
+            return None
+        if self.key is None:
+            self.key = self.out.placeholder("key")
+        tensors = (value for value in local.arguments.values() if _has_node(value))
+        return self._module(f"{node.name}_drawn", made, (self.key, *tensors))
 
     def _communicating(self, split: Split, local: Local, pieces: Mapping[str, Piece]) -> Node:
         """An op that sends something itself."""

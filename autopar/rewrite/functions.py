@@ -45,6 +45,7 @@ class Groups:
         self.mesh = mesh
         self.names: tuple[str, ...] = tuple(mesh.mesh_dim_names)
         self.coordinate: Mapping[str, int] = dict(zip(self.names, coordinate, strict=True))
+        self.device_type: str = mesh.device_type
         self._found: dict[tuple[str, ...], _Group] = {}
 
     def of(self, axes: tuple[str, ...]) -> _Group:

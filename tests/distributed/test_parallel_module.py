@@ -149,10 +149,6 @@ def keep_what_is_shared() -> dict[str, Any]:
     return found
 
 
-def mesh_after(pair: tuple[nn.Module, Inputs]) -> tuple[nn.Module, str, Inputs]:
-    return pair[0], "dp=2", pair[1]
-
-
 def refuse() -> dict[str, str]:
     model, inputs = small_gpt()
     lazy = autopar.parallelize(model, "dp=2", layout="ddp")
@@ -164,7 +160,6 @@ def refuse() -> dict[str, str]:
         "dtype": error_of(
             lambda: autopar.parallelize(model, "dp=2", inputs, layout="ddp", compute_dtype=torch.bfloat16)
         ),
-        "dropout": error_of(lambda: autopar.parallelize(*mesh_after(small_gpt(dropout=0.1)), layout="ddp")),
         "mesh": error_of(lambda: autopar.parallelize(model, "dp=3", inputs, layout="ddp")),
     }
 
@@ -277,7 +272,6 @@ def test_what_is_missing_or_unknown_is_said(on_two: list[dict[str, Any]]) -> Non
         assert "give parallelize the inputs, or call the module once" in found["parameters"]
         assert "not been traced yet" in found["graph"]
         assert "compute_dtype and reduce_dtype are not supported yet" in found["dtype"]
-        assert "draws random numbers, at gpt.py" in found["dropout"]
         assert "has 3 ranks, but 2 processes are running" in found["mesh"]
 
 

@@ -45,7 +45,7 @@ LOWERINGS: Mapping[str, CommunicatingLowering] = {
 
 def communicating(node: NamedNode, factor: str) -> CommunicatingLowering | None:
     """The lowering that runs an op whose `factor` is split, where its rule alone does not allow it."""
-    lowering = LOWERINGS.get(node.op)
+    lowering = None if node.rule.random else LOWERINGS.get(node.op)  # these draw nothing
     return lowering if lowering is not None and node.source == "table" and lowering.takes(node, factor) else None
 
 
