@@ -15,12 +15,35 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
+from autopar.cost.matrix import Matrix
 from autopar.cost.reading import Document, Source, read_document
 from autopar.errors import ClusterError
 from autopar.resources import data_folder
 from autopar.words import did_you_mean
 
-__all__ = ["Algorithm", "Cluster", "Device", "Level", "Library", "cluster_names", "cluster_path", "load_cluster"]
+__all__ = [
+    "Algorithm",
+    "Attention",
+    "Cluster",
+    "Device",
+    "Level",
+    "Library",
+    "cluster_names",
+    "cluster_path",
+    "load_cluster",
+    "load_device",
+]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """How fast a device runs fused attention."""
+
+    rows: int
+    """Queries that one processor works on at a time."""
+    forward_fraction: float
+    """Of the peak."""
+    backward_fraction: float
 
 
 @dataclass(frozen=True)
@@ -35,6 +58,15 @@ class Device:
     """The shortest time from one op of an eager program to the next, however small it is."""
     peak_flops: Mapping[str, float]
     """By the name of the dtype, as torch writes it: `bfloat16`; `tf32` for matrices of float32 in TensorFloat-32."""
+    stream_bytes_per_second: float | None = None
+    """What ops that read and write a lot get of its memory; by default all of it."""
+    matrix: Matrix | None = None
+    """How it multiplies matrices; by default as fast as its peak and its memory allow."""
+    attention: Attention = Attention(1, 1.0, 1.0)
+
+    @property
+    def stream(self) -> float:
+        return self.stream_bytes_per_second or self.hbm_bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -110,6 +142,8 @@ class Library:
 
     name: str
     algorithm: tuple[Algorithm, ...]
+    overlap_fraction: float = 1.0
+    """The share of the time of computing in which it can move data beside it."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +192,18 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     path = cluster_path(name_or_path)
     stamp = path.stat().st_mtime_ns if path.is_file() else 0
     return _load(path, stamp)
+
+
+def load_device(name: str) -> Device:
+    """A device that autopar ships, by name."""
+    path = data_folder("cost_models") / "devices" / f"{name}.toml"
+    if not path.is_file():
+        names = _shared_names("devices")
+        raise ClusterError(
+            f"there is no device '{name}'{did_you_mean(name, names)}\nfix: take one of {', '.join(names)}"
+        )
+    document = read_document(path)
+    return document.read(Device, (), {key: value for key, value in document.table.items() if key != "sources"})
 
 
 @lru_cache(maxsize=64)

@@ -15,16 +15,18 @@ from autopar.layout.resolve import HasAtoms, resolve
 from autopar.layout.source import layout_error
 from autopar.layout.syntax import Axes, Block
 
-__all__ = ["stored_splits"]
+__all__ = ["storage_of", "stored_splits"]
 
 Splits = tuple[Axes, ...]
 
 
 def stored_splits(layout: LayoutText, tensor: HasAtoms, axes: Mapping[str, int]) -> Splits:
-    """The axes that split each atom of a parameter as it is registered.
+    """The axes that split each atom of a parameter as it is registered."""
+    return storage_of(layout, tensor, axes)[2]
 
-    `opt` and `grad` follow `param` where no block speaks of them.
-    """
+
+def storage_of(layout: LayoutText, tensor: HasAtoms, axes: Mapping[str, int]) -> tuple[Splits, Splits, Splits]:
+    """What `param`, `grad` and `opt` come to; `opt` and `grad` follow `param` where no block speaks of them."""
     param = _closed(layout, tensor, "param", axes)
     opt = _closed(layout, tensor, "opt", axes) if _block(layout, tensor, "opt") else param
     grad = _closed(layout, tensor, "grad", axes) if _block(layout, tensor, "grad") else opt
@@ -46,7 +48,7 @@ def stored_splits(layout: LayoutText, tensor: HasAtoms, axes: Mapping[str, int])
             "let 'grad' say what 'param' or 'opt' says",
             None if block is None else block.span,
         )
-    return opt
+    return param, grad, opt
 
 
 def _block(layout: LayoutText, tensor: HasAtoms, kind: str) -> Block | None:

@@ -1,0 +1,312 @@
+"""The time that ops compute, from the local shapes of a choice: products, attention, and the rest by bytes.
+
+What an op multiplies follows from its rule: a factor that two operands share and the result lacks is summed over, those
+of one operand and the result are rows or columns, those of both are a batch. So a convolution is a product over its
+channels and kernel, and splitting any factor makes any of its sizes smaller. The backward of a product is a product for
+each operand that has a gradient. All other ops are limited by the bytes that they read and write; what an op keeps for
+its backward and which gradients it passes on as they are is seen by running it (`autopar/tracing/footprint.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from autopar.choices import Choice
+from autopar.completion import OpDecision
+from autopar.cost.cluster import Attention, Device
+from autopar.cost.matrix import Product, product_seconds
+from autopar.errors import ClusterError
+from autopar.layout.resolve import atoms_of
+from autopar.layout.state import Layout
+from autopar.rules.notation import Operand
+from autopar.tracing.footprint import Footprint
+from autopar.tracing.graph import NamedGraph, NamedNode
+
+__all__ = ["NOTHING", "OpWork", "Work", "local_bytes", "op_work", "seconds_of_bytes"]
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
+RECURRENT = ("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
+BACKWARD_PRODUCTS = 2.5
+"""FLOPs of the backward of fused attention over its forward's: five products, of which one makes the scores again."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One direction of one op on one device."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    seconds: float = 0.0
+    limited_by_bytes: bool = True
+    """Whether the time follows from what is read and written; then `torch.compile` may fuse it with its neighbours."""
+
+    def __add__(self, other: Work) -> Work:
+        both = self.limited_by_bytes and other.limited_by_bytes
+        return Work(self.flops + other.flops, self.bytes + other.bytes, self.seconds + other.seconds, both)
+
+
+NOTHING = Work()
+
+
+@dataclass(frozen=True)
+class OpWork:
+    forward: Work
+    backward: Work
+
+
+def op_work(
+    graph: NamedGraph,
+    node: NamedNode,
+    decision: OpDecision,
+    footprint: Footprint,
+    axes: Mapping[str, int],
+    device: Device,
+) -> OpWork:
+    """What an op computes under a choice, on the rank that has most to do."""
+    return _Op(graph, node, decision, footprint, axes, device).work()
+
+
+def local_bytes(graph: NamedGraph, name: str, layout: Layout, axes: Mapping[str, int]) -> int:
+    """What the rank with the largest shard holds of a tensor."""
+    tensor = graph.tensors[name]
+    sizes = layout.local_sizes(atoms_of(tensor), axes, dict.fromkeys(axes, 0))
+    return prod(sizes) * tensor.dtype.itemsize
+
+
+def seconds_of_bytes(count: float, device: Device) -> float:
+    """An op that reads and writes so many bytes; one that does nothing takes no time."""
+    return max(device.launch_seconds, count / device.stream) if count else 0.0
+
+
+def peak_of(device: Device, dtype: torch.dtype) -> float:
+    name = str(dtype).removeprefix("torch.")
+    if name not in device.peak_flops:
+        known = ", ".join(device.peak_flops)
+        raise ClusterError(
+            f"device '{device.name}' has no rate for {name}, which the model computes in\n"
+            f"fix: add {name} under [peak] of the device; it has {known}"
+        )
+    return device.peak_flops[name]
+
+
+@dataclass(frozen=True)
+class _Op:
+    graph: NamedGraph
+    node: NamedNode
+    decision: OpDecision
+    footprint: Footprint
+    axes: Mapping[str, int]
+    device: Device
+
+    def work(self) -> OpWork:
+        if all(alias is not None for alias in self.footprint.aliases) and self.node.outputs:
+            return OpWork(NOTHING, self._by_bytes(self._backward_bytes()))
+        if self.node.op == ATTENTION:
+            return self._attention()
+        pair = _multiplied(self.node)
+        if pair is not None:
+            found = self._product(*pair)
+            if min(found.rows, found.columns) > 1:
+                return self._products(found, *pair)
+        flops = self._recurrent_flops() if self.node.op in RECURRENT else 0.0
+        forward, backward = self._by_bytes(self._forward_bytes()), self._by_bytes(self._backward_bytes())
+        if not flops:
+            return OpWork(forward, backward)
+        peak = peak_of(self.device, self._dtype(0))
+        more = [Work(times * flops, 0.0, times * flops / peak, False) for times in (1, 2 if self._trained() else 0)]
+        return OpWork(forward + more[0], backward + more[1])
+
+    # -- sizes
+
+    def _sizes(self) -> dict[str, int]:
+        """The local extent of each factor."""
+        return {factor: _local_extent(self.node, factor, self.decision.choice, self.axes) for factor in self.node.sizes}
+
+    def _operand_bytes(self, position: int) -> int:
+        name, layout = self.node.operands[position], self.decision.operands[position]
+        if name is None:
+            return 0
+        if layout is None:
+            layout = Layout.replicated(atoms_of(self.graph.tensors[name]))
+        return local_bytes(self.graph, name, layout, self.axes)
+
+    def _output_bytes(self, position: int) -> int:
+        name, layout = self.node.outputs[position], self.decision.produced[position]
+        return 0 if name is None or layout is None else local_bytes(self.graph, name, layout, self.axes)
+
+    def _share(self) -> float:
+        """The share of what an op keeps inside that one rank keeps."""
+        return 1 / prod(self.axes[axis] for axis in self.decision.choice.axes)
+
+    def _dtype(self, position: int) -> torch.dtype:
+        name = self.node.operands[position]
+        assert name is not None, self.node.name
+        return self.graph.tensors[name].dtype
+
+    def _trained(self) -> tuple[int, ...]:
+        """The operands that get a gradient."""
+        made = any(name is not None and self.graph.tensors[name].requires_grad for name in self.node.outputs)
+        names = self.node.operands if made else ()
+        return tuple(i for i, name in enumerate(names) if name is not None and self.graph.tensors[name].requires_grad)
+
+    # -- by bytes
+
+    def _forward_bytes(self) -> float:
+        written = sum(self._output_bytes(i) for i, alias in enumerate(self.footprint.aliases) if alias is None)
+        inside = (self.footprint.internal_bytes + 2 * self.footprint.forward_bytes) * self._share()
+        return self._read(written) + written + inside
+
+    def _read(self, written: float) -> float:
+        """What is looked up by position is read as far as it is written."""
+        looked_up = {factor for _, factor in self.node.rule.indices}
+        total = 0.0
+        for i, operand in enumerate(self.node.rule.operands[: len(self.node.operands)]):
+            size = self._operand_bytes(i)
+            total += min(size, written) if operand is not None and looked_up & set(operand.factors) else size
+        return total
+
+    def _backward_bytes(self) -> float:
+        made = [i for i in self._trained() if i not in self.footprint.passes]
+        if not made:
+            return 0.0
+        given = sum(self._output_bytes(i) for i, name in enumerate(self.node.outputs) if self._has_gradient(name))
+        kept = sum(map(self._operand_bytes, self.footprint.keeps)) + sum(
+            map(self._output_bytes, self.footprint.keeps_outputs)
+        )
+        inside = (self.footprint.internal_bytes + 2 * self.footprint.backward_bytes) * self._share()
+        return given + kept + inside + sum(map(self._operand_bytes, made))
+
+    def _has_gradient(self, name: str | None) -> bool:
+        return name is not None and self.graph.tensors[name].requires_grad
+
+    def _by_bytes(self, count: float) -> Work:
+        return Work(0.0, count, seconds_of_bytes(count, self.device))
+
+    # -- products
+
+    def _product(self, one: int, other: int) -> Product:
+        """What is multiplied: operands by position."""
+        sizes, rule = self._sizes(), self.node.rule
+        left, right, output = (
+            _factors(operand) for operand in (rule.operands[one], rule.operands[other], rule.outputs[0])
+        )
+        for (
+            factor,
+            _,
+        ) in rule.halos:  # windows that grow an image do their work where they read, others where they write
+            if factor in sizes:
+                sizes[factor] = min(sizes[factor], self._extent_read(one, factor))
+
+        def size(factors: set[str]) -> int:
+            return prod(sizes[factor] for factor in factors)
+
+        batch = left & right & output
+        return Product(
+            size(batch), size((left & output) - batch), size((right & output) - batch), size((left | right) - output)
+        )
+
+    def _extent_read(self, position: int, factor: str) -> int:
+        """The local extent of a dim of an operand, where the factor's own is that of the result."""
+        name, operand = self.node.operands[position], self.node.rule.operands[position]
+        assert name is not None, self.node.name
+        assert operand is not None, self.node.name
+        if (factor,) not in operand.terms:
+            return self.node.sizes[factor]
+        whole = self.graph.tensors[name].shape[operand.terms.index((factor,))]
+        count = prod(self.axes[axis] for axis in self.decision.choice.of((factor, 0)))
+        return -(-whole // count)
+
+    def _products(self, product: Product, one: int, other: int) -> OpWork:
+        dtype = self._dtype(one)
+        peak = peak_of(self.device, dtype)
+        trained = self._trained()
+        m, n, k = product.rows, product.columns, product.reduction
+        gradients = {one: Product(product.batch, m, k, n), other: Product(product.batch, k, n, m)}
+
+        def work(product: Product) -> Work:
+            seconds = product_seconds(product, dtype.itemsize, self.device.matrix, peak, self.device.stream)
+            size = product.bytes(dtype.itemsize)
+            return Work(product.flops, size, max(seconds, self.device.launch_seconds), False)
+
+        backward = sum((work(gradients[i]) for i in (one, other) if i in trained), Work(limited_by_bytes=False))
+        rest = [i for i in trained if i not in (one, other) and i not in self.footprint.passes]
+        if rest:  # a bias: the gradient of the result is read once more
+            size = self._output_bytes(0) + sum(map(self._operand_bytes, rest))
+            backward += Work(0.0, size, seconds_of_bytes(size, self.device))
+        return OpWork(work(product), backward)
+
+    # -- ops that do more than their rules say
+
+    def _attention(self) -> OpWork:
+        """Fused attention: the scores are never written. Where a mask is given all of them are computed."""
+        sizes, rule = self._sizes(), self.node.rule
+        query, value = (_factors(operand) for operand in (rule.operands[0], rule.operands[2]))
+        output = _factors(rule.outputs[0])
+        rows = prod(sizes[factor] for factor in output & query)
+        keys = prod(sizes[factor] for factor in value - output - {"v"})
+        width = prod(sizes[factor] for factor in (query | value) - (output & query) - (value - output))
+        heads = max(1, rows // sizes.get("s", 1))
+        share = self._causal_share(sizes) if "s" in dict(rule.lowerings) else 1.0
+        flops = 2.0 * rows * keys * width * share
+        moved = sum(map(self._operand_bytes, range(len(self.node.operands)))) + self._output_bytes(0)
+        rates = self.device.attention
+        peak = peak_of(self.device, self._dtype(0))
+        works = []
+        for times, reached in ((1.0, rates.forward_fraction), (BACKWARD_PRODUCTS, rates.backward_fraction)):
+            seconds = times * flops / (peak * reached * self._filled(rates, heads, sizes.get("s", 1)))
+            size = moved * times
+            works.append(Work(times * flops, size, max(seconds, seconds_of_bytes(size, self.device)), False))
+        return OpWork(works[0], works[1] if self._trained() else NOTHING)
+
+    def _causal_share(self, sizes: Mapping[str, int]) -> float:
+        """Of the scores; the last shard of the queries sees most of the keys."""
+        rows, keys = sizes["s"], max(self.node.sizes.get("t", self.node.sizes["s"]), 1)
+        first = keys - rows
+        return min(1.0, (first + (rows + 1) / 2) / keys)
+
+    def _filled(self, rates: Attention, heads: int, rows: int) -> float:
+        """The share of the processors that have something to do."""
+        if self.device.matrix is None:
+            return 1.0
+        blocks = heads * -(-rows // rates.rows)
+        waves = -(-blocks // self.device.matrix.processors)
+        return blocks / (waves * self.device.matrix.processors) if waves == 1 else 1.0
+
+    def _recurrent_flops(self) -> float:
+        """Every weight matrix once for each token."""
+        output = self.graph.tensors[self.node.outputs[0] or ""]
+        tokens = self._output_bytes(0) / output.dtype.itemsize / output.shape[-1]
+        weights = [self.graph.tensors[name] for name in self.node.operands if name is not None]
+        return (
+            2
+            * tokens
+            * sum(prod(weight.shape) for weight in weights if weight.kind == "param" and len(weight.shape) == 2)
+        )
+
+
+def _factors(operand: Operand | None) -> set[str]:
+    return set() if operand is None else set(operand.factors)
+
+
+def _multiplied(node: NamedNode) -> tuple[int, int] | None:
+    """The two operands that share a factor which the result lacks."""
+    output = _factors(node.rule.outputs[0]) if node.rule.outputs else set()
+    holders: dict[str, list[int]] = {}
+    for i, operand in enumerate(node.rule.operands[: len(node.operands)]):
+        for factor in _factors(operand) - output:
+            if node.operands[i] is not None:
+                holders.setdefault(factor, []).append(i)
+    pairs = sorted((found[0], found[1]) for found in holders.values() if len(found) == 2)
+    return pairs[0] if pairs else None
+
+
+def _local_extent(node: NamedNode, factor: str, choice: Choice, axes: Mapping[str, int]) -> int:
+    extent = node.sizes[factor]
+    for (name, _), used in choice.splits:
+        if name == factor:
+            extent = -(-extent // prod(axes[axis] for axis in used))
+    return extent

@@ -1,0 +1,80 @@
+"""A plan: everything that is decided about one graph on one mesh, and nothing that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+
+from autopar.completion import Decisions, complete
+from autopar.conversions import Outputs
+from autopar.layout.language import Layout
+from autopar.layout.storage import storage_of
+from autopar.tracing.graph import NamedGraph
+
+__all__ = ["Plan", "Recompute", "fingerprint"]
+
+Recompute = Literal["none", "selective", "full"]
+"""What a repeated layer computes again in the backward: nothing; what is cheap to compute; all of it."""
+
+_NONE: Mapping[str, Recompute] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one graph runs on one mesh; the graph is that of one micro-batch."""
+
+    graph: str
+    """The fingerprint of the graph that it is for."""
+    decisions: Decisions
+    outputs: Outputs = "sharded"
+    local_inputs: bool = False
+    optimizer: str = "adamw"
+    micro_batches: int = 1
+    recompute: Mapping[str, Recompute] = field(default_factory=lambda: _NONE)
+    """By the module path of a repeated layer."""
+    regather: frozenset[str] = frozenset()
+    """Parameters whose gathered copies are let go of after the forward and gathered again in the backward."""
+    resident: frozenset[str] = frozenset()
+    """Parameters whose gathered copies live until the optimizer steps: gathered once, not in every micro-batch."""
+    accumulated: frozenset[str] = frozenset()
+    """Parameters whose gradients add up locally and are reduced in the last micro-batch alone."""
+    master_dtype: torch.dtype | None = None
+    """What the optimizer updates, where that is not the dtype that the graph computes in."""
+    gradient_dtype: torch.dtype | None = None
+    """What gradients are added up in, where that is not the dtype of what the optimizer updates."""
+    compiled: bool = False
+    """Whether the module runs under `torch.compile`."""
+    links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """The level of the cluster that an axis was put on by hand: `{"dp": "network"}`."""
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        return self.decisions.axes
+
+    @staticmethod
+    def of(graph: NamedGraph, layout: Layout, axes: Mapping[str, int]) -> Plan:
+        """What a layout without holes comes to; `dataclasses.replace` sets the rest."""
+        decisions = complete(graph, layout, axes)
+        resident, accumulated = set[str](), set[str]()
+        for tensor in graph.parameters:
+            param, grad, opt = storage_of(layout, tensor, axes)
+            if param != opt:
+                resident.add(tensor.name)
+            if grad == param and grad == decisions.values[tensor.name].splits:
+                accumulated.add(tensor.name)
+        return Plan(fingerprint(graph), decisions, resident=frozenset(resident), accumulated=frozenset(accumulated))
+
+
+def fingerprint(graph: NamedGraph) -> str:
+    """The same for equal graphs: ops, shapes, dtypes and rules in their order."""
+    text = sha256()
+    for tensor in graph.tensors.values():
+        text.update(f"{tensor} {tensor.shape} {tensor.dtype} {tensor.requires_grad}\n".encode())
+    for node in graph.nodes:
+        text.update(f"{node.name} {node.op} {node.operands} {node.rule}\n".encode())
+    return text.hexdigest()[:16]
