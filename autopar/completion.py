@@ -3,25 +3,36 @@
 A layout says what is split where; it does not say which choice an op takes, nor where a sum is resolved. Here each op,
 in the order of the graph, takes a choice that uses as many of the axes as split its tensors: what is split is worked on
 in parallel. Of these it takes the one with the fewest bytes sent to bring its operands into the layouts it wants and
-its results into theirs, forward and backward, then the first in the order of the rule's factors. Sums are resolved
-where they arise, broadcasts begin where they are used.
+its results into theirs, forward and backward, and by itself; then the first in the order of the rule's factors. Sums
+are resolved where they arise, broadcasts begin where they are used, unless a pin says otherwise.
+
+Where the layout leaves something to choose (`?{tp, dp*tp}`, `tp?`), that is chosen with which the whole sends least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
+from itertools import product
+from math import inf, prod
 
-from autopar.choices import Choice, Site, can_split, choices, layouts_of, sites_of
+import torch
+
+from autopar.choices import Choice, Passing, Site, can_split, choices, layouts_of, passings_of, sites_of
 from autopar.errors import LayoutError
 from autopar.layout.check import check_layout
+from autopar.layout.holes import filled, options_of
 from autopar.layout.language import Layout as LayoutText
 from autopar.layout.resolve import Wanted, atoms_of, resolve
-from autopar.layout.state import Atoms, Layout
+from autopar.layout.sharing import filled_from, groups_of, shared
+from autopar.layout.source import layout_error
+from autopar.layout.state import Layout
+from autopar.layout.states import PinnedStates, check_states, states_of
 from autopar.layout.storage import stored_splits
+from autopar.layout.syntax import Axes
 from autopar.pinned import allows, cannot_be_had, pin_of, pinned_sites, with_constraints, words_of
 from autopar.reshard import Reshard, reshard
+from autopar.rewrite.lowerings import split_of
 from autopar.tracing.graph import NamedGraph, NamedNode, NamedTensor
 
 __all__ = ["Decisions", "OpDecision", "complete"]
@@ -54,29 +65,111 @@ def complete(graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int]) -> 
     """Decide everything about a graph under a layout."""
     whole = with_constraints(layout, graph, axes)
     check_layout(whole, words_of(graph), axes)
-    return _Completion(graph, whole, axes).run()
+    options = options_of(whole, axes)
+    if not options:
+        return _Completion(graph, whole, axes).run()
+    return _Picking(graph, whole, axes, options).run()
+
+
+MOST_TRIED = 32
+"""Where the layout leaves more ways than these to choose, its places are decided in turn, over and over."""
+
+
+class _Picking:
+    """Tries what a layout leaves to choose."""
+
+    def __init__(
+        self, graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int], options: list[tuple[Axes, ...]]
+    ) -> None:
+        self.graph = graph
+        self.layout = layout
+        self.axes = axes
+        self.options = options
+        self.tried: dict[tuple[Axes, ...], tuple[float, Decisions | LayoutError]] = {}
+
+    def run(self) -> Decisions:
+        if prod(map(len, self.options)) <= MOST_TRIED:
+            best = min(product(*self.options), key=self._sent_bytes)
+        else:
+            best = self._in_turn()
+        _, found = self.tried[best]
+        if isinstance(found, LayoutError):
+            raise found
+        return found
+
+    def _in_turn(self) -> tuple[Axes, ...]:
+        best = tuple(options[0] for options in self.options)
+        changed = True
+        while changed:
+            before = best
+            for place, options in enumerate(self.options):
+                best = min(
+                    (best, *((*best[:place], option, *best[place + 1 :]) for option in options)), key=self._sent_bytes
+                )
+            changed = best != before
+        return best
+
+    def _sent_bytes(self, picks: tuple[Axes, ...]) -> float:
+        """What the whole sends with these; endless where it cannot be had."""
+        if picks not in self.tried:
+            completion = _Completion(self.graph, filled(self.layout, self.axes, picks), self.axes)
+            try:
+                decisions = completion.run()
+                self.tried[picks] = sum(completion.sent_bytes.values()), decisions
+            except LayoutError as error:
+                self.tried[picks] = inf, error
+        return self.tried[picks][0]
 
 
 class _Completion:
     def __init__(self, graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int]) -> None:
         self.graph = graph
-        self.layout = layout
         self.axes = axes
+        self.kinds = {tensor.name: self._kinds(tensor) for tensor in graph.tensors.values()}
+        tensors = {name: (graph.tensors[name], kinds) for name, kinds in self.kinds.items()}
+        self.layout = shared(layout, tensors, axes)
+        self.groups = groups_of(layout, list(tensors))
         self.stored: dict[str, Layout] = {}
         self.values: dict[str, Layout] = {}
         self.used: dict[str, Wanted] = {}
+        self.states: dict[str, PinnedStates] = {}
         self.ops: dict[str, OpDecision] = {}
+        self.sent_bytes: dict[tuple[str, Layout | None, Layout | None], int] = {}
+        """By what is converted, from which layout and to which: once for all ops; or what an op itself sends."""
+
+    def _kinds(self, tensor: NamedTensor) -> tuple[str, ...]:
+        """The kinds of rules that say how a tensor is laid out."""
+        if tensor.kind == "activation":
+            return ("output",) if tensor.name in self.graph.outputs else ("act",)
+        return {"param": ("param", "use"), "input": ("input",)}.get(tensor.kind, ("buffer",))
 
     def run(self) -> Decisions:
         for tensor in self.graph.tensors.values():
+            self.states[tensor.name] = self._pinned(tensor)
             if tensor.kind != "activation":
                 self._store(tensor)
         for node in self.graph.nodes:
             self._decide(node)
         return Decisions(self.axes, self.stored, self.ops, self.values)
 
+    def _pinned(self, tensor: NamedTensor) -> PinnedStates:
+        states = states_of(self.layout, tensor.name)
+        if states.partial and (tensor.kind != "activation" or tensor.dtype is torch.bool):
+            what = "truths do" if tensor.dtype is torch.bool else f"what is held as {tensor.kind} does"
+            raise layout_error(
+                "E5",
+                f"{tensor.name} cannot be pinned to be partial: {what} not add up",
+                "drop '+ partial'",
+                states.span,
+            )
+        for kind in self.kinds[tensor.name] if states.axes else ():
+            wanted = resolve(self.layout, tensor, kind, self.axes)
+            names = (atom.names[-1] if atom.names else "1" for atom in tensor.atoms)
+            check_states(states, tensor.name, [(name, axes or ()) for name, axes in zip(names, wanted, strict=True)])
+        return states if tensor.requires_grad else replace(states, broadcast=frozenset())
+
     def _store(self, tensor: NamedTensor) -> None:
-        kind = {"param": "param", "input": "input"}.get(tensor.kind, "buffer")
+        kind = self.kinds[tensor.name][0]
         held = self._closed(resolve(self.layout, tensor, kind, self.axes))
         if tensor.kind in ("buffer", "constant"):
             held = Layout.replicated(atoms_of(tensor))  # small, and equal on all ranks
@@ -87,6 +180,8 @@ class _Completion:
             use = resolve(self.layout, tensor, "use", self.axes)
             self.used[tensor.name] = use
             self.values[tensor.name] = self._closed(use)
+        broadcast = self.states[tensor.name].broadcast
+        self.values[tensor.name] = replace(self.values[tensor.name], broadcast=broadcast)
 
     def _closed(self, wanted: Wanted) -> Layout:
         return Layout(tuple(axes or () for axes in wanted))
@@ -95,35 +190,54 @@ class _Completion:
         best: tuple[tuple[int, int], OpDecision] | None = None
         targets = [None if name is None else self._target(self.graph.tensors[name]) for name in node.outputs]
         pin = pin_of(self.layout, node)
-        sites = self._candidates(node, targets) if pin is None else pinned_sites(pin, node)
-        for choice in choices(node, sites, self.axes):
+        sites, uneven = self._candidates(node, targets)
+        sites = sites if pin is None else pinned_sites(pin, node)
+        for choice in choices(node, sites, self.axes, uneven, self._passing(node)):
             if pin is not None and not allows(pin, choice):
                 continue
             found = layouts_of(self.graph, node, choice)
             if found is None:
                 continue
             operands, produced = found
-            if pin is None and not self._uses_agree(node, operands):
+            if not self._uses_agree(node, operands, broadcasts_only=pin is not None):
                 continue
-            results = tuple(self._result(layout, target) for layout, target in zip(produced, targets, strict=True))
-            rank = (-len(choice.axes), self._sent_bytes(node, operands, produced, results))
+            results = tuple(
+                None if name is None else self._result(name, layout, target)
+                for name, layout, target in zip(node.outputs, produced, targets, strict=True)
+            )
+            decision = OpDecision(choice, operands, produced, results)
+            rank = (-len(choice.axes), sum(self._sent(node, decision).values()))
             if best is None or rank < best[0]:
-                best = rank, OpDecision(choice, operands, produced, results)
+                best = rank, decision
         if best is None and pin is not None:
             raise cannot_be_had(pin, node, self.axes)
         if best is None:
             raise LayoutError("E5", self._no_choice(node))
         self.ops[node.name] = best[1]
+        self.sent_bytes.update(self._sent(node, best[1]))
         for name, result in zip(node.outputs, best[1].results, strict=True):
             if name is not None and result is not None:
                 self.values[name] = result
 
     def _target(self, tensor: NamedTensor) -> Wanted:
-        return resolve(self.layout, tensor, "output" if tensor.name in self.graph.outputs else "act", self.axes)
+        (kind,) = self.kinds[tensor.name]
+        wanted = resolve(self.layout, tensor, kind, self.axes)
+        for group in self.groups if None in wanted else ():
+            if tensor.name in group:
+                decided = (self.graph.tensors[name] for name in group if name in self.values)
+                for other in decided:
+                    wanted = filled_from(tensor, wanted, other, self.values[other.name].splits)
+        return wanted
 
-    def _candidates(self, node: NamedNode, targets: list[Wanted | None]) -> dict[str, list[Site]]:
-        """For each axis the sites that it splits in some operand as it stands, or in some result as it is wanted."""
+    def _candidates(
+        self, node: NamedNode, targets: list[Wanted | None]
+    ) -> tuple[dict[str, list[Site]], set[tuple[Site, Axes]]]:
+        """For each axis the sites that it splits in some operand as it stands, or in some result as it is wanted.
+
+        And all sites with the axes that split them there: these may be cut in uneven pieces, as that tensor is.
+        """
         found: dict[str, list[Site]] = {axis: [] for axis in self.axes}
+        whole: set[tuple[Site, Axes]] = set()
         ends = [
             *zip(node.rule.operands, node.operands, [None] * len(node.operands), strict=False),
             *zip(node.rule.outputs, node.outputs, targets, strict=True),
@@ -135,52 +249,67 @@ class _Completion:
             splits = target if target is not None else self.values[name].splits
             for site, axes in zip(sites_of(node, operand, tensor) or (), splits, strict=False):
                 if site is not None and axes:
+                    whole.add((site, axes))
                     for axis in axes:
                         found[axis].append(site)
-        return {axis: sites for axis, sites in found.items() if sites}
+        return {axis: sites for axis, sites in found.items() if sites}, whole
 
-    def _uses_agree(self, node: NamedNode, operands: tuple[Layout | None, ...]) -> bool:
-        """Whether parameters are taken as the layout wants them where they are used."""
+    def _passing(self, node: NamedNode) -> dict[str, tuple[Passing, ...]]:
+        """What axes may pass through the op: those along which something of it is a sum, or broadcast, as pinned."""
+        axes = {axis for name in node.outputs if name is not None for axis in self.states[name].axes}
+        for name in node.operands:
+            if name is not None:
+                axes |= self.values[name].partial | self.values[name].broadcast
+        ways = passings_of(self.graph, node) if axes else ()
+        return {axis: ways for axis in self.axes if axis in axes}
+
+    def _uses_agree(self, node: NamedNode, operands: tuple[Layout | None, ...], broadcasts_only: bool) -> bool:
+        """Whether what is held is taken as the layout wants it where it is used."""
         for name, wanted in zip(node.operands, operands, strict=True):
-            if name is None or wanted is None or name not in self.used:
+            if name is None or wanted is None or name not in self.stored:
+                continue
+            if not self.states[name].broadcast <= wanted.broadcast:
+                return False
+            if name not in self.used or broadcasts_only:
                 continue
             pairs = zip(self.used[name], wanted.splits, strict=True)
             if any(use is not None and use != split for use, split in pairs):
                 return False
         return True
 
-    def _result(self, produced: Layout | None, target: Wanted | None) -> Layout | None:
+    def _result(self, name: str, produced: Layout | None, target: Wanted | None) -> Layout | None:
         """The layout that a result is brought into: as wanted; what the layout leaves open stays as it comes."""
         if produced is None or target is None:
             return None
-        claimed = {axis for axes in target if axes for axis in axes}
+        states = self.states[name]
+        claimed = {axis for axes in target if axes for axis in axes} | states.axes
         splits = tuple(
             tuple(axis for axis in produced.splits[i] if axis not in claimed) if axes is None else axes
             for i, axes in enumerate(target)
         )
-        return Layout(splits)
+        return Layout(splits, states.partial, states.broadcast)
 
-    def _sent_bytes(
-        self,
-        node: NamedNode,
-        operands: tuple[Layout | None, ...],
-        produced: tuple[Layout | None, ...],
-        results: tuple[Layout | None, ...],
-    ) -> int:
-        total = 0
-        for name, wanted in zip(node.operands, operands, strict=True):
+    def _sent(self, node: NamedNode, decision: OpDecision) -> dict[tuple[str, Layout | None, Layout | None], int]:
+        """The bytes sent for one op: to convert its operands, by itself, and to convert its results."""
+        found: dict[tuple[str, Layout | None, Layout | None], int] = {}
+        for name, wanted in zip(node.operands, decision.operands, strict=True):
             if name is not None and wanted is not None:
                 source = self.stored.get(name, self.values[name])
-                total += self._bytes(self.graph.tensors[name], source, wanted)
-        for name, source_layout, result in zip(node.outputs, produced, results, strict=True):
-            if name is not None and source_layout is not None and result is not None:
-                total += self._bytes(self.graph.tensors[name], source_layout, result)
-        return total
+                found[name, source, wanted] = self._bytes(self.graph.tensors[name], source, wanted)
+        split = split_of(self.graph, node, decision.choice.splits, decision.operands, self.axes)
+        if split is not None:
+            inside = [
+                sent_numel(message.reshard, message.differentiable) * message.itemsize for message in split.messages()
+            ]
+            found[node.name, None, None] = sum(inside)
+        for name, produced, result in zip(node.outputs, decision.produced, decision.results, strict=True):
+            if name is not None and produced is not None and result is not None:
+                found[name, produced, result] = self._bytes(self.graph.tensors[name], produced, result)
+        return found
 
     def _bytes(self, tensor: NamedTensor, source: Layout, target: Layout) -> int:
-        found = conversion(atoms_of(tensor), source, target, self.axes)
-        ways = (*found.forward, *found.backward) if tensor.requires_grad else found.forward
-        return sum(step.sent_numel for step in ways) * tensor.dtype.itemsize
+        found = reshard(atoms_of(tensor), source, target, self.axes)
+        return sent_numel(found, tensor.requires_grad) * tensor.dtype.itemsize
 
     def _no_choice(self, node: NamedNode) -> str:
         """Which parameters the op cannot take as the layout wants them used, and which factors are in the way."""
@@ -208,13 +337,16 @@ class _Completion:
         over = f"{'*'.join(axes)} = {count}"
         if site is None:
             return f"the op does not cut this dim as its tensors do, so {over} cannot split it"
-        if extent % count:
-            return f"the factor {site[0]} has {extent}, which {over} does not divide: uneven shards are not computed on"
-        if can_split(node, site, axes, self.axes):
+        if extent % count and node.source == "discovered":
+            return (
+                f"the factor {site[0]} has {extent}, which {over} does not divide: its rule was found for even shards"
+            )
+        if can_split(node, site, axes, self.axes, uneven=True):
             return f"the factor {site[0]} can be split by {over}, but not with what its other operands or results need"
         return f"the factor {site[0]} cannot be split by {over}: the op needs all of it"
 
 
-def conversion(atoms: Atoms, source: Layout, target: Layout, axes: Mapping[str, int]) -> Reshard:
-    """How one layout is turned into another; forward and backward."""
-    return reshard(atoms, source, target, axes)
+def sent_numel(conversion: Reshard, differentiable: bool) -> int:
+    """The elements that the busiest rank sends, forward and backward."""
+    ways = (*conversion.forward, *conversion.backward) if differentiable else conversion.forward
+    return sum(step.sent_numel for step in ways)

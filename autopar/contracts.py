@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import prod
 
 from autopar.completion import Decisions
 from autopar.conversions import Inserted
@@ -14,7 +13,8 @@ from autopar.layout.language import Layout
 from autopar.layout.precedence import glob_matches
 from autopar.layout.source import layout_error
 from autopar.layout.syntax import Guard, Limit, Same, Scope
-from autopar.rules.windows import reach
+from autopar.rewrite.lowerings import split_of
+from autopar.rewrite.lowerings.halo import Window, received_share
 from autopar.tracing.graph import NamedGraph, NamedTensor
 
 __all__ = ["check_contracts"]
@@ -136,16 +136,7 @@ def _check_halo(limit: Limit, graph: NamedGraph, decisions: Decisions) -> None:
 def _halo_shares(graph: NamedGraph, decisions: Decisions) -> Iterator[tuple[str, str, float]]:
     """For each op that slides a window along a split dim: how much of a shard's extent its neighbours send."""
     for node in graph.nodes:
-        for (factor, _), axes in decisions.ops[node.name].choice.splits:
-            halo, operand, name = node.rule.halo(factor), node.rule.operands[0], node.operands[0]
-            if halo is None or operand is None or name is None:
-                continue
-            extent = graph.tensors[name].shape[operand.terms.index((factor,))]
-            count = prod(decisions.axes[axis] for axis in axes)
-            held, made = extent // count, node.sizes[factor] // count
-            received = []
-            for place in range(count):
-                read = reach(halo, place * made, (place + 1) * made, extent)
-                start, stop = place * held, (place + 1) * held
-                received.append(max(0, start - read.first) + max(0, read.last - stop))
-            yield node.name, factor, max(received) / held
+        decision = decisions.ops[node.name]
+        split = split_of(graph, node, decision.choice.splits, decision.operands, decisions.axes)
+        if split is not None and isinstance(split.lowering, Window):
+            yield from ((node.name, factor, share) for factor, share in received_share(split).items())

@@ -148,7 +148,7 @@ class _Wirer:
         if whole or self.whole_outputs or not tensor.shape:
             wanted = Layout.replicated(atoms_of(tensor))
         else:
-            wanted = self.layouts[name]
+            wanted = Layout(self.layouts[name].splits)  # sums are made, and broadcasts end, where values are handed out
         return name, self._as(name, wanted, "the outputs", handed)
 
     def _as(self, name: str, wanted: Layout | None, op: str, made: list[Inserted]) -> Layout:

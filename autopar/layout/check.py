@@ -147,22 +147,18 @@ def _axes(statement: Statement) -> Iterator[tuple[str, Span | None]]:
 
 def _refusal(statement: Statement, words: Words) -> LayoutError | None:
     """The error for what cannot be executed yet: it is refused, never passed over."""
-    for rule in _rules(statement):
-        for term in rule.place.terms:
-            if isinstance(term, Hole) and term.candidates:
-                return _not_yet("a hole with candidates takes a solver", "name one of them, or write '?'", rule.span)
     match statement:
         case Hold(action="regather", span=span):
             return _not_yet("'regather' is not executed yet: gathered values are kept", "drop the line", span)
         case Hold(action="recompute", span=span):
             return _not_yet("'recompute' is not executed yet", "use torch.utils.checkpoint in the model", span)
-        case Pin(states=states, span=span) if states:
-            word = states[0].state
-            return _not_yet(
-                f"a pin cannot say '{word}' yet: where sums are made follows from the ops", "pin the op: op @...", span
-            )
         case Limit(quantity="memory", span=span):
-            return _not_yet("'limit memory' is not checked yet: memory is not predicted", "drop the line", span)
+            return _not_yet(
+                "'limit memory' is for the planner, which predicts memory; a layout that is run as it stands is not "
+                "checked for it",
+                "drop the line",
+                span,
+            )
         case Block(scopes=scopes, rules=rules, span=span) if any(scope.kind == "buffer" for scope in scopes):
             if _splits(rules):
                 return _not_yet("buffers are held whole on every rank", "write 'buffer { * -> none }'", span)

@@ -8,7 +8,7 @@ from pathlib import Path
 from autopar.layout.language import Layout, parse_layout, parse_strategy_call
 from autopar.layout.source import unknown_name
 from autopar.layout.strategies import load_strategy, strategy_names
-from autopar.layout.syntax import Block, DimRule, Guard, Let, OpPin, Pin, Split
+from autopar.layout.syntax import Block, DimRule, Guard, Hole, Let, OpPin, Pin, Split
 
 __all__ = ["axes_of", "choose_layout"]
 
@@ -50,6 +50,8 @@ def axes_of(layout: Layout) -> tuple[str, ...]:
             for term in rule.place.terms:
                 if isinstance(term, Split):
                     found.extend(term.axes)
+                elif isinstance(term, Hole):
+                    found.extend(axis for candidate in term.candidates for axis in candidate)
 
     for statement in layout:
         if isinstance(statement, DimRule):

@@ -208,7 +208,8 @@ def _grant(
 
 
 def _spread(entry: _Entry, term: Split, tensor: HasAtoms, axes: Mapping[str, int]) -> dict[int, Axes] | None:
-    """The term's axes dealt to the atoms of a dim, major first; None where an axis divides no atom that is its turn."""
+    """The term's axes dealt to the atoms of a dim, major first; None where an axis does not divide the atom whose turn
+    it is, unless pieces may be uneven."""
     granted: dict[int, Axes] = {}
     atoms = list(entry.atoms)
     left = {i: tensor.atoms[i].size for i in atoms}
@@ -216,7 +217,7 @@ def _spread(entry: _Entry, term: Split, tensor: HasAtoms, axes: Mapping[str, int
         while len(atoms) > 1 and left[atoms[0]] == 1:
             atoms.pop(0)
         atom = atoms[0]
-        if left[atom] % axes[axis] and not (term.pad and len(entry.atoms) == 1):
+        if left[atom] % axes[axis] and not term.pad:
             return None
         left[atom] = -(-left[atom] // axes[axis])
         granted[atom] = (*granted.get(atom, ()), axis)

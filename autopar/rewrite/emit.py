@@ -24,8 +24,9 @@ from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout, chunk
 from autopar.rewrite.buckets import put_in_buckets
 from autopar.rewrite.drawing import Drawings, DrawnOp
+from autopar.rewrite.empty import Empty, amounts
 from autopar.rewrite.functions import Conversion, Groups
-from autopar.rewrite.lowerings import Split
+from autopar.rewrite.lowerings import Split, split_of
 from autopar.rewrite.lowerings.base import Send
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.local import Local, Piece
@@ -179,7 +180,7 @@ class _Emitter:
         self, source: Node, node: NamedNode, decision: OpDecision, wired: OpConversions, arguments: dict[str, Any]
     ) -> Node:
         """The op on this rank's shards."""
-        split = wired.split
+        split = None if wired.split is None else self._split(node, decision)
         everything = tuple(self._pieces(node, decision.choice))
         pieces = tuple(piece for piece in everything if split is None or piece.factor not in split.factors)
         sizes = dict(node.sizes)
@@ -192,6 +193,11 @@ class _Emitter:
             return drawing
         if split is not None:
             return self._communicating(split, local, {piece.factor: piece for piece in everything})
+        empty = [piece.factor for piece in pieces if not piece.length and piece.total]
+        if empty and any(node.operands) and not node.rule.random:
+            if not any(map(node.rule.added_operands, empty)) or not any(self._gives_some(node, decision)):
+                return self._empty(source, node, decision, local)
+            local = self._filled(local)
         lowered = [piece for piece in pieces if node.rule.lowering(piece.factor)]
         if lowered:
             names = tuple(name for name, value in local.arguments.items() if _has_node(value))
@@ -219,6 +225,41 @@ class _Emitter:
         module = Communicating(split, replace(local, arguments=plain), pieces, names, sends)
         stem = f"{split.node.name}_split_{'_'.join(split.axes)}"
         return self._module(stem, module, tuple(local.arguments[name] for name in names))
+
+    def _split(self, node: NamedNode, decision: OpDecision) -> Split | None:
+        """As it is on this rank; the wiring has it as on the busiest."""
+        at = self.groups.coordinate
+        return split_of(self.graph, node, decision.choice.splits, decision.operands, self.axes, at)
+
+    def _results(self, node: NamedNode, decision: OpDecision) -> Iterator[tuple[tuple[int, ...], torch.dtype] | None]:
+        """The shapes and dtypes that an op gives on this rank."""
+        for name, layout in zip(node.outputs, decision.produced, strict=True):
+            if name is None or layout is None:
+                yield None
+            else:
+                yield self._local_shape(name, layout), self.graph.tensors[name].dtype
+
+    def _gives_some(self, node: NamedNode, decision: OpDecision) -> Iterator[bool]:
+        return (result is not None and 0 not in result[0] for result in self._results(node, decision))
+
+    def _empty(self, source: Node, node: NamedNode, decision: OpDecision, local: Local) -> Node:
+        """An op of which this rank has nothing."""
+        single = len(node.outputs) == 1 and isinstance(source.meta["val"], Tensor)
+        module = Empty(str(local.op), tuple(self._results(node, decision)), single)
+        given = [each for value in local.arguments.values() for each in (value if isinstance(value, list) else [value])]
+        return self._module(f"{node.name}_empty", module, tuple(value for value in given if isinstance(value, Node)))
+
+    def _filled(self, local: Local) -> Local:
+        """A slice of zeros where this rank has nothing of what is summed."""
+        assert isinstance(local.op, torch._ops.OpOverload), local.op
+        filled = {}
+        for name, operand in zip(takes_tensors(local.op), local.rule.operands, strict=False):
+            added = [] if operand is None else amounts(operand, local.local_sizes)
+            if added and isinstance(local.arguments[name], Node):
+                filled[name] = self.out.call_function(
+                    torch.ops.aten.constant_pad_nd.default, (local.arguments[name], added)
+                )
+        return local.with_arguments(**filled)
 
     def _localised(self, local: Local, pieces: tuple[Piece, ...]) -> Local:
         """Arguments that follow the shard; localisers see shapes where the tensors will be."""
@@ -265,9 +306,13 @@ class _Emitter:
 
     def _scaled(self, result: Node, node: NamedNode, choice: Choice) -> Node:
         """A mean over a shard is a part of the whole mean: its share of the count."""
-        means = (axes for (factor, _), axes in choice.splits if node.rule.kinds[factor] is FactorKind.MEAN)
-        count = prod(self.axes[axis] for axes in means for axis in axes)
-        return result if count == 1 else self.out.call_function(torch.ops.aten.div.Scalar, (result, count))
+        means = [piece for piece in self._pieces(node, choice) if node.rule.kinds[piece.factor] is FactorKind.MEAN]
+        length, total = prod(piece.length for piece in means), prod(piece.total for piece in means)
+        if length == total:
+            return result
+        share = (torch.ops.aten.div.Scalar, total // length) if length and total % length == 0 else None
+        op, number = share or (torch.ops.aten.mul.Scalar, length / max(total, 1))
+        return self.out.call_function(op, (result, number))
 
     def _keep(self, source: Node, node: NamedNode, decision: OpDecision, result: Node) -> None:
         single = len(node.outputs) == 1 and isinstance(source.meta["val"], Tensor)

@@ -21,7 +21,7 @@ from torch import Tensor
 from autopar.layout.state import Piece
 from autopar.reshard import LOCAL, Reshard, Step, StepKind
 
-__all__ = ["Move", "bind", "finish", "keep_local", "prepare"]
+__all__ = ["Move", "bind", "finish", "keep_local", "prepare", "zeros_of"]
 
 
 @dataclass(frozen=True)
@@ -176,6 +176,16 @@ def _kept_op() -> Any:
 def _kept(x: Tensor, shape: tuple[int, ...], keep: bool) -> Tensor:
     kept: Tensor = torch.ops.autopar.kept.default(x, list(shape), keep)
     return kept
+
+
+def zeros_of(shape: Sequence[int], dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
+    """Zeros that depend on some tensors, also for the compiler."""
+    if not torch.compiler.is_compiling():
+        return tensors[0].new_zeros(tuple(shape), dtype=dtype)
+    first, *others = (_kept(x, tuple(shape), False).to(dtype) for x in tensors)
+    for other in others:
+        first = first + other
+    return first
 
 
 def _padded(x: Tensor, atom: int, left: int, right: int) -> Tensor:

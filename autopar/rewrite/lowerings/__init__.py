@@ -55,8 +55,12 @@ def split_of(
     splits: Iterable[tuple[tuple[str, int], tuple[str, ...]]],
     operands: tuple[Layout | None, ...],
     axes: Mapping[str, int],
+    at: Mapping[str, int] | None = None,
 ) -> Split | None:
-    """What a lowering has to know of a choice (its splits and the layouts it takes); None where none is at work."""
+    """What a lowering has to know of a choice (its splits and the layouts it takes); None where none is at work.
+
+    It is that of the rank `at` these coordinates; where shards are uneven, the first rank has the longest.
+    """
     own: dict[str, tuple[str, ...]] = {}
     for (factor, _), used in splits:
         if communicating(node, factor) is not None:
@@ -68,5 +72,8 @@ def split_of(
     assert layout is not None, node.name
     tensor = graph.tensors[name]
     atoms = atoms_of(tensor)
-    shape = atoms.fold(layout.local_sizes(atoms, axes, dict.fromkeys(axes, 0)))
-    return Split(LOWERINGS[node.op], node, axes, own, shape, tensor.dtype, tensor.requires_grad)
+    at = dict.fromkeys(axes, 0) if at is None else at
+    shape = atoms.fold(layout.local_sizes(atoms, axes, at))
+    return Split(
+        LOWERINGS[node.op], node, axes, at, own, shape, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+    )

@@ -20,7 +20,7 @@ from autopar.rewrite.functions import Conversion, Groups
 from autopar.rules.local import Local, Piece
 from autopar.tracing.graph import NamedNode
 
-__all__ = ["CommunicatingLowering", "Message", "Send", "Split", "dims_of", "maximum", "total", "widened"]
+__all__ = ["CommunicatingLowering", "Message", "Send", "Split", "dims_of", "largest_of", "maximum", "total", "widened"]
 
 Send = Callable[[Tensor], Tensor]
 
@@ -45,10 +45,14 @@ class Split:
     lowering: CommunicatingLowering
     node: NamedNode
     mesh: Mapping[str, int]
+    at: Mapping[str, int]
+    """The coordinates of this rank."""
     factors: Mapping[str, tuple[str, ...]]
     """The axes of each of these factors, major to minor."""
     shape: tuple[int, ...]
-    """Of this rank's first operand; shards are even, so it is that of all ranks."""
+    """Of this rank's first operand."""
+    whole: tuple[int, ...]
+    """Of the first operand as a whole."""
     dtype: torch.dtype
     differentiable: bool
 
@@ -65,8 +69,8 @@ class CommunicatingLowering(Protocol):
     def takes(self, node: NamedNode, factor: str) -> bool:
         """Whether it can run this op with this factor split."""
 
-    def allows(self, node: NamedNode, factor: str, atom: int, count: int) -> bool:
-        """Whether it can run with an atom of the factor cut into so many pieces, which divide the atom."""
+    def allows(self, node: NamedNode, factor: str, atom: int) -> bool:
+        """Whether it can run with an atom of the factor cut into pieces; the last ones may be shorter, or empty."""
 
     def messages(self, split: Split) -> tuple[Message, ...]:
         """What it sends, in order."""
@@ -80,6 +84,15 @@ def dims_of(split: Split) -> dict[str, int]:
     operand = split.node.rule.operands[0]
     assert operand is not None, split.node.name
     return {factor: next(i for i, term in enumerate(operand.terms) if factor in term) for factor in split.factors}
+
+
+def largest_of(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    """The largest along a dim, of a shard that may have none."""
+    if x.shape[dim]:
+        return x.detach().amax(dim, keepdim)
+    shape = [size for i, size in enumerate(x.shape) if i != dim]
+    none = x.detach().new_full(shape, float("-inf"))
+    return none.unsqueeze(dim) if keepdim else none
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
@@ -120,7 +133,7 @@ class _Maximum:
         ops = torch.ops._c10d_functional
 
         def send(x: Tensor) -> Tensor:
-            for group in bound:
+            for group in bound if x.numel() else ():
                 x = ops.wait_tensor(ops.all_reduce(x.contiguous(), "max", group))
             return x
 

@@ -25,7 +25,7 @@ class BatchNorm:
         """What the statistics are taken over, where nobody reads those of this batch."""
         return node.rule.kinds[factor] is FactorKind.WHOLE and not any(node.outputs[1:3])
 
-    def allows(self, node: NamedNode, factor: str, atom: int, count: int) -> bool:
+    def allows(self, node: NamedNode, factor: str, atom: int) -> bool:
         return True
 
     def messages(self, split: Split) -> tuple[Message, ...]:
@@ -36,7 +36,7 @@ class BatchNorm:
         given = local.arguments
         x: Tensor = given["input"].to(widened(split.dtype))
         dims = [dim for dim in range(x.dim()) if dim != 1]
-        count = prod(x.shape[dim] for dim in dims) * prod(split.mesh[axis] for axis in split.axes)
+        count = prod(split.whole[dim] for dim in dims)
         along = [1, -1, *[1] * (x.dim() - 2)]
         mean = sends[0](x.sum(dims)) / count
         centred = x - mean.reshape(along)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.rewrite.lowerings.base import Message, Send, Split, dims_of, maximum, total, widened
+from autopar.rewrite.lowerings.base import Message, Send, Split, dims_of, largest_of, maximum, total, widened
 from autopar.rules.local import Local, Piece
 from autopar.tracing.graph import NamedNode
 
@@ -30,7 +30,7 @@ class CrossEntropy:
         classes = scores.terms[1 if len(scores.terms) > 1 else 0]
         return classes == (factor,) and factor not in target.factors
 
-    def allows(self, node: NamedNode, factor: str, atom: int, count: int) -> bool:
+    def allows(self, node: NamedNode, factor: str, atom: int) -> bool:
         return atom == 0  # targets are counted from a shard's first class, so a shard must be one stretch
 
     def messages(self, split: Split) -> tuple[Message, ...]:
@@ -47,11 +47,14 @@ class CrossEntropy:
         counted = given["target"] != given["ignore_index"]
         known = (given["target"] >= 0) & (given["target"] < piece.total)
         torch._assert_async((known | ~counted).all(), f"cross_entropy: a target is not one of {piece.total} classes")
-        top = largest(logits.detach().amax(dim)).unsqueeze(dim)
+        top = largest(largest_of(logits, dim)).unsqueeze(dim)
         logits = logits - torch.where(top.isinf(), 0, top)
         index = torch.where(counted, given["target"], 0) - piece.start
         inside = (index >= 0) & (index < piece.length)
-        found = logits.gather(dim, torch.where(inside, index, 0).unsqueeze(dim)).squeeze(dim)
+        if piece.length:
+            found = logits.gather(dim, torch.where(inside, index, 0).unsqueeze(dim)).squeeze(dim)
+        else:
+            found = logits.sum(dim)  # zeros
         chosen, smoothing = torch.where(inside, found, 0), given["label_smoothing"]
         if smoothing:
             chosen = (1 - smoothing) * chosen + logits.sum(dim) * (smoothing / piece.total)

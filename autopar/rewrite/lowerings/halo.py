@@ -8,7 +8,7 @@ itself then pads no more. Where a window reaches further than the next shard, th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -17,14 +17,16 @@ from torch import Tensor
 
 from autopar.layout.state import Atoms, Layout, nested
 from autopar.reshard import Reshard, Step, StepKind
+from autopar.rewrite.empty import amounts, nothing
 from autopar.rewrite.functions import Groups
 from autopar.rewrite.lowerings.base import Message, Send, Split, dims_of
+from autopar.rules.call import takes_tensors
 from autopar.rules.local import Local, Piece
 from autopar.rules.notation import FactorKind, Halo
 from autopar.rules.windows import Reach, numeric_padding, padded, reach, unpadded
 from autopar.tracing.graph import NamedNode
 
-__all__ = ["Window"]
+__all__ = ["Window", "received_share"]
 
 
 class Window:
@@ -33,9 +35,8 @@ class Window:
         alone = operand is not None and (factor,) in operand.terms and output is not None and (factor,) in output.terms
         return node.rule.kinds[factor] is FactorKind.HALO and node.rule.halo(factor) is not None and alone
 
-    def allows(self, node: NamedNode, factor: str, atom: int, count: int) -> bool:
-        """Both extents are cut evenly; that of the output is the factor's own."""
-        return len(node.atoms[factor]) == 1 and node.sizes[factor] % count == 0
+    def allows(self, node: NamedNode, factor: str, atom: int) -> bool:
+        return len(node.atoms[factor]) == 1
 
     def messages(self, split: Split) -> tuple[Message, ...]:
         return tuple(_Exchange.of(split, stretch) for stretch in _stretches(split))
@@ -49,12 +50,17 @@ class Window:
         for send in sends:
             read = send(read)
         local = unpadded(local, dims)
-        reaches = [(stretch.dim, stretch.read_by(pieces[stretch.factor])) for stretch in stretches]
+        reaches = [(stretch.dim, stretch.reach(stretch.place(split.at))) for stretch in stretches]
+        made = {stretch.factor: stretch.made(stretch.place(split.at))[1] for stretch in stretches}
+        shape = replace(local, local_sizes={**local.local_sizes, **made}).output_shape()
+        if 0 in shape:
+            given = local.with_arguments(**{name: read}).arguments.values()
+            return nothing(shape, split.dtype, [value for value in given if isinstance(value, Tensor)])
 
         def result(read: Tensor, call: Local) -> Any:
             for dim, part in reaches:
                 read = padded(call, read, dim, part.before, part.after)
-            return call.with_arguments(**{name: read}).run()
+            return _filled(call.with_arguments(**{name: read})).run()
 
         if "window_mean" not in [split.node.rule.lowering(stretch.factor) for stretch in stretches]:
             return result(read, local)
@@ -63,31 +69,67 @@ class Window:
         return result(read, local) / result(torch.ones_like(read, requires_grad=False), local)
 
 
+def _filled(local: Local) -> Local:
+    """With a channel of zeros where this rank has no channel of the sum."""
+    filled = {}
+    assert isinstance(local.op, torch._ops.OpOverload), local.op
+    for name, operand in zip(takes_tensors(local.op), local.rule.operands, strict=False):
+        value = local.arguments[name]
+        added = amounts(operand, local.local_sizes) if isinstance(value, Tensor) and operand is not None else []
+        if added:
+            filled[name] = torch.constant_pad_nd(value, added)
+    return local.with_arguments(**filled) if filled else local
+
+
 @dataclass(frozen=True)
 class _Stretch:
-    """One split dim: its whole extents, and what each piece of the output reads."""
+    """One split dim: its whole extents, of the input and of the output, and what each piece of the output reads."""
 
     factor: str
     dim: int
     halo: Halo
     axes: tuple[str, ...]
-    count: int
+    sizes: tuple[int, ...]
+    """Of the axes."""
     extent: int
-    made: int
+    made_extent: int
+
+    @property
+    def count(self) -> int:
+        return prod(self.sizes)
+
+    def place(self, coordinate: Mapping[str, int]) -> int:
+        """Which piece the rank at these coordinates has."""
+        found = 0
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            found = found * size + coordinate[axis]
+        return found
+
+    def held(self, place: int) -> tuple[int, int]:
+        """The piece of the input at this place."""
+        return self._piece(self.extent, place)
+
+    def made(self, place: int) -> tuple[int, int]:
+        """The piece of the output."""
+        return self._piece(self.made_extent, place)
+
+    def _piece(self, extent: int, place: int) -> tuple[int, int]:
+        cuts = []
+        for size in reversed(self.sizes):
+            place, index = divmod(place, size)
+            cuts.append((size, index))
+        return nested(extent, reversed(cuts))
 
     def reach(self, place: int) -> Reach:
-        """What the piece at this place reads."""
-        length = self.made // self.count
-        return reach(self.halo, place * length, (place + 1) * length, self.extent)
-
-    def read_by(self, piece: Piece) -> Reach:
-        return self.reach(piece.start * self.count // self.extent)
+        """What the piece of the output at this place reads."""
+        start, length = self.made(place)
+        return reach(self.halo, start, start + length, self.extent) if length else Reach(0, 0, 0, 0)
 
     def shared(self, holder: int, reader: int) -> tuple[int, int]:
         """The positions that one piece of the input holds and a piece of the output reads: from where, how many."""
-        length, part = self.extent // self.count, self.reach(reader)
-        first, last = max(holder * length, part.first), min((holder + 1) * length, part.last)
-        return (first - holder * length, last - first) if last > first else (0, 0)
+        (start, length), part = self.held(holder), self.reach(reader)
+        first, last = max(start, part.first), min(start + length, part.last)
+        return (first - start, last - first) if last > first else (0, 0)
 
 
 def _stretches(split: Split) -> tuple[_Stretch, ...]:
@@ -95,9 +137,22 @@ def _stretches(split: Split) -> tuple[_Stretch, ...]:
     for factor, dim in sorted(dims_of(split).items(), key=lambda pair: pair[1]):
         axes, halo = split.factors[factor], split.node.rule.halo(factor)
         assert halo is not None, split.node.rule
-        count = prod(split.mesh[axis] for axis in axes)
-        found.append(_Stretch(factor, dim, halo, axes, count, split.shape[dim] * count, split.node.sizes[factor]))
+        sizes = tuple(split.mesh[axis] for axis in axes)
+        found.append(_Stretch(factor, dim, halo, axes, sizes, split.whole[dim], split.node.sizes[factor]))
     return tuple(found)
+
+
+def received_share(split: Split) -> Mapping[str, float]:
+    """For each split dim: what a shard gets from the others at most, as a share of what it holds."""
+    found = {}
+    for stretch in _stretches(split):
+        shares = []
+        for place in range(stretch.count):
+            part, (_, held) = stretch.reach(place), stretch.held(place)
+            got = part.last - part.first - stretch.shared(place, place)[1]
+            shares.append(got / held if held else float(got > 0))
+        found[stretch.factor] = max(shares)
+    return found
 
 
 # -- the exchange -----------------------------------------------------------------------------------------------------
@@ -121,26 +176,21 @@ class _Exchange:
                 shape[other.dim] = max(part.last - part.first for part in read)
         line = prod(shape[: stretch.dim] + shape[stretch.dim + 1 :])
         sent = [[stretch.shared(place, reader)[1] for reader in places if reader != place] for place in places]
-        busiest = line * max(map(sum, sent))
+        most = max(map(sum, sent))
         shape[stretch.dim] = stretch.extent
         layout = Layout(tuple(stretch.axes if dim == stretch.dim else () for dim in range(len(shape))))
         kind, dim = StepKind.HALO_EXCHANGE, stretch.dim
-        step = Step(kind, stretch.axes, dim, layout, layout, numel=busiest, sent_numel=busiest)
-        steps = (step,) if busiest else ()
+        step = Step(kind, stretch.axes, dim, layout, layout, numel=line * most, sent_numel=line * most)
+        steps = (step,) if most else ()
         found = Reshard(Atoms.plain(shape), tuple(split.mesh.items()), layout, layout, steps, steps)
         return cls(found, split.dtype.itemsize, split.differentiable, stretch)
 
     def bind(self, groups: Groups) -> Send:
-        mesh, axes = dict(self.reshard.axes), self.stretch.axes
-
-        def place(coordinate: Mapping[str, int]) -> int:
-            return nested(self.stretch.count, [(mesh[axis], coordinate[axis]) for axis in axes])[0]
-
-        own = place(groups.coordinate)
+        own = self.stretch.place(groups.coordinate)
         if not self.reshard.forward:
             return _Edges(self.stretch, own, (), "")
-        group = groups.of(axes)
-        return _Edges(self.stretch, own, tuple(map(place, group.members)), group.name)
+        group = groups.of(self.stretch.axes)
+        return _Edges(self.stretch, own, tuple(map(self.stretch.place, group.members)), group.name)
 
 
 @dataclass(frozen=True)
@@ -163,7 +213,7 @@ class _Edges:
 
     def _received(self, x: Tensor) -> dict[int, Tensor]:
         dim, own, others = self.stretch.dim, self.own, [place for place in self.members if place != self.own]
-        line = x.numel() // x.shape[dim]
+        line = prod(size for i, size in enumerate(x.shape) if i != dim)
         given = {place: self.stretch.shared(own, place) for place in others} | {own: (0, 0)}
         taken = {place: self.stretch.shared(place, own)[1] for place in others} | {own: 0}
         flat = torch.cat([x.narrow(dim, *given[place]).reshape(-1) for place in self.members])

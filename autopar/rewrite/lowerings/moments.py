@@ -25,7 +25,7 @@ class Moments:
     def takes(self, node: NamedNode, factor: str) -> bool:
         return node.rule.kinds[factor] is FactorKind.WHOLE
 
-    def allows(self, node: NamedNode, factor: str, atom: int, count: int) -> bool:
+    def allows(self, node: NamedNode, factor: str, atom: int) -> bool:
         return True
 
     def messages(self, split: Split) -> tuple[Message, ...]:

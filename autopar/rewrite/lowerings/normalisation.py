@@ -34,7 +34,7 @@ class LayerNorm:
     def takes(self, node: NamedNode, factor: str) -> bool:
         return _takes(node, factor)
 
-    def allows(self, node: NamedNode, factor: str, atom: int, count: int) -> bool:
+    def allows(self, node: NamedNode, factor: str, atom: int) -> bool:
         return True
 
     def messages(self, split: Split) -> tuple[Message, ...]:
@@ -58,7 +58,7 @@ class RmsNorm:
     def takes(self, node: NamedNode, factor: str) -> bool:
         return _takes(node, factor)
 
-    def allows(self, node: NamedNode, factor: str, atom: int, count: int) -> bool:
+    def allows(self, node: NamedNode, factor: str, atom: int) -> bool:
         return True
 
     def messages(self, split: Split) -> tuple[Message, ...]:

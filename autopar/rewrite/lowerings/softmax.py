@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.rewrite.lowerings.base import Message, Send, Split, dims_of, maximum, total, widened
+from autopar.rewrite.lowerings.base import Message, Send, Split, dims_of, largest_of, maximum, total, widened
 from autopar.rules.local import Local, Piece
 from autopar.rules.notation import FactorKind
 from autopar.tracing.graph import NamedNode
@@ -24,7 +24,7 @@ class Softmax:
     def takes(self, node: NamedNode, factor: str) -> bool:
         return node.rule.kinds[factor] is FactorKind.WHOLE
 
-    def allows(self, node: NamedNode, factor: str, atom: int, count: int) -> bool:
+    def allows(self, node: NamedNode, factor: str, atom: int) -> bool:
         return True
 
     def messages(self, split: Split) -> tuple[Message, ...]:
@@ -40,7 +40,7 @@ class Softmax:
         if local.arguments.get("half_to_float"):
             result = torch.float32
         x = given.to(result).to(widened(split.dtype)) if widened(result) == widened(split.dtype) else given.to(result)
-        x = x - largest(x.detach().amax(dim, keepdim=True))
+        x = x - largest(largest_of(x, dim, keepdim=True))
         exponentials = x.exp()
         spread = added(exponentials.sum(dim, keepdim=True))
         return (x - spread.log() if self.log else exponentials / spread).to(result)
