@@ -309,7 +309,6 @@ class Plans:
             return LOCAL
         split = [axis for axes in held.layout.splits for axis in axes]
         kept = [axis for axis in self.rank.axes if axis not in split]
-        support_checkpoints(place.placements for place in self.stored.values())
         return f"ranks along the axes {', '.join(kept)} work on the same data: give them the same tensor"
 
     def _build(self, held: Mapping[str, Held]) -> None:
@@ -318,6 +317,7 @@ class Plans:
         assert model is not None, "built once"
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.stored = {name: place for name, place in held.items() if name in set(names.values())}
+        support_checkpoints(place.placements for place in self.stored.values())
 
         def parameter_of(parameter: nn.Parameter) -> nn.Parameter:
             place = self.stored[names[id(parameter)]]
@@ -345,6 +345,14 @@ class Plans:
     # -- values for a model from the meta device ----------------------------------------------------------------------
 
     def init_weights(self, init: Callable[[nn.Module], None] | None) -> None:
+        if not self.shells:
+            raise AutoparError(NO_PARAMETERS)
+        rows = self.agreement.numbers(int(torch.randint(2**62, ())))
+        with torch.random.fork_rng():
+            torch.manual_seed(rows[0][0])
+            self.agreement.together(lambda: initialise(self.skeleton, self.shell, self.stored, self.device, init))
+        self.has_values = True
+
     def names(self) -> dict[str, str]:
         """Every name of a parameter or buffer -> the first name of that tensor."""
         if not self.shells:
@@ -354,14 +362,6 @@ class Plans:
     def placed(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict with its tensors split as the module holds them."""
         return placed(self.shell, self.stored, state_dict)
-
-        if not self.shells:
-            raise AutoparError(NO_PARAMETERS)
-        rows = self.agreement.numbers(int(torch.randint(2**62, ())))
-        with torch.random.fork_rng():
-            torch.manual_seed(rows[0][0])
-            self.agreement.together(lambda: initialise(self.skeleton, self.shell, self.stored, self.device, init))
-        self.has_values = True
 
     def load_full(self, state_dict: Mapping[str, Tensor]) -> None:
         if not self.shells:
