@@ -70,6 +70,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
     parser.add_argument("--mesh", default="2", help="sizes, as in 2x2")
     parser.add_argument("--train", action="store_true", help="in train mode, with every dropout 0")
+    parser.add_argument("--dropout", type=float, default=0.0, help="in train mode, dropping what one process drops")
     parser.add_argument("--seconds", type=float, default=240, help="limit for one architecture")
     given = parser.parse_args(arguments)
     sizes = tuple(int(size) for size in given.mesh.split("x"))
@@ -78,7 +79,9 @@ def main(arguments: list[str]) -> int:
     wrong = 0
     for architecture in given.architectures:
         started = time.perf_counter()
-        outcomes = zoo_outcomes(architecture, given.strategies, sizes, given.train, given.seconds)
+        outcomes = zoo_outcomes(
+            architecture, given.strategies, sizes, given.train or given.dropout > 0, given.seconds, given.dropout
+        )
         seconds = f"{time.perf_counter() - started:.0f}"
         cells = [_cell(architecture, outcome) for outcome in outcomes]
         table.add_row(architecture, *cells, seconds)
@@ -109,26 +112,33 @@ def _cell(architecture: str, outcome: Outcome) -> str:
 
 
 def zoo_outcomes(
-    architecture: str, strategies: Iterable[str], sizes: tuple[int, ...], train: bool = False, seconds: float = 240
+    architecture: str,
+    strategies: Iterable[str],
+    sizes: tuple[int, ...],
+    train: bool = False,
+    seconds: float = 240,
+    dropout: float = 0.0,
 ) -> list[Outcome]:
     """All strategies in one launch; if some rank fails, each in its own."""
     strategies = tuple(strategies)
     try:
         found: list[Outcome] = launch(
-            rank_outcomes, architecture, strategies, sizes, train, ranks=prod(sizes), seconds=seconds
+            rank_outcomes, architecture, strategies, sizes, train, dropout, ranks=prod(sizes), seconds=seconds
         )[0]
     except AssertionError as error:
         if len(strategies) > 1 and "in time" not in str(error).splitlines()[0]:
-            return [zoo_outcomes(architecture, [name], sizes, train, seconds)[0] for name in strategies]
+            return [zoo_outcomes(architecture, [name], sizes, train, seconds, dropout)[0] for name in strategies]
         lines = [line for line in str(error).splitlines() if line.strip()]
         return [Outcome(strategy, None, f"failed: {lines[0]} {lines[-1]}") for strategy in strategies]
     return found
 
 
-def rank_outcomes(architecture: str, strategies: tuple[str, ...], sizes: tuple[int, ...], train: bool) -> list[Outcome]:
+def rank_outcomes(
+    architecture: str, strategies: tuple[str, ...], sizes: tuple[int, ...], train: bool, dropout: float = 0.0
+) -> list[Outcome]:
     """What one rank finds."""
     warnings.simplefilter("ignore", AutoparWarning)
-    model, inputs = zoo_model(architecture, train)
+    model, inputs = zoo_model(architecture, train, dropout)
     graph = autopar.trace(model, inputs)
     expected = step(model, inputs)
     mesh = Mesh(**dict(zip(AXES, sizes, strict=False)))
@@ -145,7 +155,8 @@ def rank_outcomes(architecture: str, strategies: tuple[str, ...], sizes: tuple[i
         except AutoparError as error:
             outcomes.append(Outcome(strategy, None, str(error)))
             continue
-        error_of, where = largest_difference(expected, step(parallel, inputs))
+        with parallel.exact_randomness():
+            error_of, where = largest_difference(expected, step(parallel, inputs))
         outcomes.append(Outcome(strategy, error_of, where, len(parallel.collectives())))
     return outcomes
 
@@ -160,17 +171,17 @@ def strategy_call(strategy: str, count: int) -> str:
     return f"{strategy}({data}={'*'.join(AXES[: count - 1])},{split}={AXES[count - 1]})"
 
 
-def zoo_model(architecture: str, train: bool) -> tuple[nn.Module, dict[str, Tensor]]:
+def zoo_model(architecture: str, train: bool, dropout: float = 0.0) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model in float64, with sizes that small meshes divide."""
     torch.manual_seed(0)
     default = small_config(architecture, SEQ)
     sizes: dict[str, Any] = {"vocab_size": VOCAB} if hasattr(default, "vocab_size") else {}
     if hasattr(default, "text_config"):
         sizes["text_config"] = {"vocab_size": VOCAB}
-    if train and hasattr(default, "drop_path_rate"):
+    if train and not dropout and hasattr(default, "drop_path_rate"):
         sizes["drop_path_rate"] = 0.0
     sizes |= DIVIDED.get(architecture, {})
-    model, inputs = hf(architecture, batch=BATCH, seq=SEQ, train=train, dropout=0.0, **sizes)
+    model, inputs = hf(architecture, batch=BATCH, seq=SEQ, train=train, dropout=dropout, **sizes)
     if "decoder_input_ids" in inputs:
         inputs["decoder_input_ids"] = inputs["decoder_input_ids"][:, :-1].contiguous()
     inputs = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
@@ -180,6 +191,7 @@ def zoo_model(architecture: str, train: bool) -> tuple[nn.Module, dict[str, Tens
 def step(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
     """Outputs and gradients of one forward and backward, from random gradients of the outputs."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    torch.manual_seed(2)
     results = model(**inputs)
     leaves = tree_leaves(results if isinstance(results, tuple) else dict(results))
     outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
