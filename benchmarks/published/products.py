@@ -1,0 +1,115 @@
+"""The published measurements of matrix products: each row priced on the device it was measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from autopar.cost.cluster import load_device
+from autopar.cost.matrix import Product, product_seconds
+from benchmarks.published.readers.rows import Row, read_rows
+
+__all__ = ["READERS", "JudgedProducts", "MeasuredProduct", "judge", "tables"]
+
+LARGE_FLOPS = 1e9
+"""Below, the start of a kernel counts for more than its rate."""
+ITEMSIZE = 2
+
+
+@dataclass(frozen=True)
+class MeasuredProduct:
+    device: str | None
+    """None: autopar has no such device."""
+    dtype: str
+    product: Product
+    seconds: float
+
+
+@dataclass(frozen=True)
+class JudgedProducts:
+    """How the rows of one device came out; errors are the median of |predicted − measured| / measured."""
+
+    name: str
+    rows: int
+    left_out: int
+    large_rows: int
+    large_error: float | None
+    small_rows: int
+    small_error: float | None
+
+
+def tables(paths: Iterable[Path]) -> list[JudgedProducts]:
+    """Of each file that is one of these tables: the whole of it, then each device in it."""
+    found: list[JudgedProducts] = []
+    for path in paths:
+        reader = next((reader for prefix, reader in READERS.items() if path.name.startswith(prefix)), None)
+        if reader is not None:
+            found += judge(path.stem, [reader(row) for row in read_rows(path)])
+    return found
+
+
+def judge(name: str, measured: Sequence[MeasuredProduct]) -> list[JudgedProducts]:
+    devices = sorted({one.device for one in measured if one.device is not None})
+    parts = [(name, list(measured))]
+    if len(devices) > 1:
+        parts += [(f"{name}, {device}", [one for one in measured if one.device == device]) for device in devices]
+    return [_judged(part, rows) for part, rows in parts]
+
+
+def _judged(name: str, measured: Sequence[MeasuredProduct]) -> JudgedProducts:
+    errors: dict[bool, list[float]] = {True: [], False: []}
+    for one in measured:
+        if one.device is not None:
+            predicted = predicted_seconds(one.device, one.dtype, one.product)
+            errors[one.product.flops > LARGE_FLOPS].append(abs(predicted / one.seconds - 1))
+    large, small = errors[True], errors[False]
+    return JudgedProducts(
+        name,
+        len(measured),
+        sum(one.device is None for one in measured),
+        len(large),
+        median(large) if large else None,
+        len(small),
+        median(small) if small else None,
+    )
+
+
+def predicted_seconds(device_name: str, dtype: str, product: Product) -> float:
+    device = load_device(device_name)
+    return product_seconds(product, ITEMSIZE, device.matrix, device.peak_flops[dtype], device.stream)
+
+
+# -- readers ----------------------------------------------------------------------------------------------------------
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+SWEPT = {"A100": "a100-40", "V100": "v100"}
+BEST = {"A100 SXM": "a100-80", "H100 SXM": "h100", "H200 SXM": "h200", "B200 SXM": "b200", "GB200 SXM": "gb200"}
+
+
+def _swept(row: Row) -> MeasuredProduct:
+    """EleutherAI's sweeps: A[m, n] @ B[n, k], `batch` times; n is the reduction."""
+    dtype = DTYPES.get(row.text("dtype"), "")
+    device = SWEPT.get(row.text("gpu").split(" ")[0]) if dtype else None
+    product = Product(row.whole("batch"), row.whole("m"), row.whole("k_out"), row.whole("n_reduction"))
+    teraflops = row.number("tflops")
+    if teraflops <= 0:  # rounded to nothing
+        return MeasuredProduct(None, dtype, product, 1.0)
+    return MeasuredProduct(device, dtype, product, product.flops / (teraflops * 1e12))
+
+
+def _best(row: Row) -> MeasuredProduct:
+    """The best shape that was found for a device."""
+    dtype = DTYPES.get(row.text("dtype"), "")
+    device = BEST.get(row.text("accelerator").removeprefix("NVIDIA ")) if dtype else None
+    try:
+        rows, columns, reduction = map(int, row.text("best_shape_MxNxK").split("x"))
+    except ValueError:
+        raise row.fail("best_shape_MxNxK", "a shape as in 4096x4096x4096") from None
+    product = Product(1, rows, columns, reduction)
+    return MeasuredProduct(device, dtype, product, product.flops / (row.number("max_achieved_tflops") * 1e12))
+
+
+READERS: Mapping[str, Callable[[Row], MeasuredProduct]] = {"micro_gemm_sweeps": _swept, "micro_gemm_mamf": _best}
+"""By the beginning of the file's name."""

@@ -1,0 +1,1 @@
+"""The published tables: one file for each, from its rows to runs."""

@@ -1,0 +1,62 @@
+"""MosaicML's llm-foundry: MPT models under FSDP on A100 and H100."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks.published.models import Decoder
+from benchmarks.published.readers.rows import Row
+from benchmarks.published.runs import Measured, Run, Sharding, Software
+
+__all__ = ["llmfoundry_runs"]
+
+# Layers, width, heads: llm-foundry's scripts/train/yamls/pretrain/mpt-*.yaml; the table's numbers of parameters agree.
+MODELS = {
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "760m": (24, 1536, 12),
+    "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "70b": (80, 8192, 64),
+}
+VOCAB = 50368
+CLUSTERS = {"h100_80gb": "h100-roce", "a100_80gb": "dgx-a100-80", "a100_40gb": "dgx-a100-40"}
+SHARDING: dict[str, Sharding] = {"FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2"}
+# Composer's mixed precision: DEFAULT reduces gradients in float32, PURE in the type of the computation.
+REDUCED = {"DEFAULT": torch.float32, "PURE": torch.bfloat16}
+
+
+def llmfoundry_runs(rows: Sequence[Row]) -> list[Run]:
+    """Runs in float8 are left out: they need a library of their own (TransformerEngine) for every linear layer."""
+    return [_run(row) for row in rows if row.text("precision") != "amp_fp8"]
+
+
+def _run(row: Row) -> Run:
+    for column, known in (("model", MODELS), ("gpu", CLUSTERS), ("sharding", SHARDING), ("mp_mode", REDUCED)):
+        if row.text(column) not in known:
+            raise row.fail(column, f"one of {', '.join(known)}")
+    layers, width, heads = MODELS[row.text("model")]
+    seq, devices, batch = row.whole("seq_len"), row.whole("gpus"), row.whole("global_bs")
+    return Run(
+        label=row.place,
+        group=f"{row.text('model')} on {devices} {row.text('gpu')}",
+        decoder=Decoder("gpt", layers, width, heads, 4 * width, VOCAB, seq),
+        cluster=CLUSTERS[row.text("gpu")],
+        nodes=-(-devices // 8),
+        devices=devices,
+        dp=devices,
+        tp=1,
+        pp=1,
+        micro_batch=row.whole("micro_bs"),
+        micro_batches=row.whole("grad_accum"),
+        measured=Measured(batch * seq / row.number("throughput_tokens_s")),
+        software=Software(reduce_dtype=REDUCED[row.text("mp_mode")]),
+        sharding=SHARDING[row.text("sharding")],
+        recompute="full" if row.text("act_ckpt") == "True" else "none",
+        tags=frozenset({row.text("gpu")}),
+    )

@@ -1,0 +1,102 @@
+"""One published training run: the model, the devices, the strategy, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+from autopar.cost.pipeline import Schedule
+from autopar.layout.choosing import choose_layout
+from autopar.layout.language import Layout
+from autopar.resources import data_folder
+from benchmarks.published.models import Decoder
+
+__all__ = ["Measured", "Recompute", "Run", "Sharding", "Software", "layout_of", "layout_text"]
+
+Sharding = Literal["none", "zero1", "zero2", "zero3"]
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class Software:
+    """What the authors' training code does, where it differs from code to code and costs time or memory."""
+
+    compiled: bool = False
+    """Pointwise chains run as one kernel."""
+    gradient_dtype: torch.dtype = torch.float32
+    """In which the gradients of the micro-batches add up."""
+    reduce_dtype: torch.dtype = torch.float32
+    """In which gradients are sent."""
+    bucket_bytes: int | None = None
+    """Gradients are sent in pieces of about this size; None: all at once."""
+    overlaps: bool = True
+    """Communication about parameters runs beside the backward."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    step_seconds: float | None = None
+    memory_bytes: float | None = None
+    fits: bool | None = None
+    """None where the source does not say."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row of a table."""
+
+    label: str
+    group: str
+    """Rows of one group are alternatives: the same model and batch on the same devices."""
+    decoder: Decoder
+    cluster: str
+    nodes: int
+    devices: int
+    dp: int
+    tp: int
+    pp: int
+    micro_batch: int
+    """Sequences for each data-parallel rank."""
+    micro_batches: int
+    measured: Measured
+    software: Software
+    sharding: Sharding = "none"
+    sequence_parallel: bool = False
+    recompute: Recompute = "none"
+    schedule: Schedule = "1f1b"
+    chunks: int = 1
+    one_block: bool = False
+    """Only one block of the model was measured."""
+    tries: tuple[Run, ...] = ()
+    """The same run in other ways, where the source tuned what it does not tell: the fastest counts."""
+    balanced: bool = False
+    """Blocks, and the head as one of them, are dealt to the stages by their parameters; else as evenly as they go."""
+    tags: frozenset[str] = frozenset()
+    """What the row is counted under beside the whole table: `pp=1`."""
+
+    @property
+    def batch(self) -> int:
+        """Sequences per step, on all devices."""
+        return self.micro_batch * self.micro_batches * self.dp
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        return {"dp": self.dp, "tp": self.tp}
+
+
+def layout_text(sharding: Sharding, sequence_parallel: bool, tensor_parallel: bool) -> str:
+    """The strategy of a run in the layout language: one of `strategies/`, and where the parameters' states lie."""
+    name = ("megatron_sp" if sequence_parallel else "megatron") if tensor_parallel else "ddp"
+    text = (data_folder("strategies") / f"{name}.lay").read_text()
+    split = "(heads, kv_heads, d_ff) -> tp, vocab -> tp pad, * -> dp | none" if tensor_parallel else "* -> dp | none"
+    held = {"none": "", "zero1": "opt", "zero2": "grad, opt", "zero3": "param, grad, opt"}[sharding]
+    return f"{text}\n{held} {{ {split} }}\n" if held else text
+
+
+@lru_cache(maxsize=256)
+def layout_of(sharding: Sharding, sequence_parallel: bool, dp: int, tp: int) -> Layout:
+    return choose_layout(layout_text(sharding, sequence_parallel, tp > 1), {"dp": dp, "tp": tp})

@@ -1,0 +1,114 @@
+"""Which table a file is, told by its name, and how its predictions are judged."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.published.metrics import Hits, Pair, kendall_tau, mean_of, median_error, precision_recall, regret
+from benchmarks.published.readers.llmfoundry import llmfoundry_runs
+from benchmarks.published.readers.megatron import layer_runs, recompute_runs, sc21_runs
+from benchmarks.published.readers.playbook import playbook_runs
+from benchmarks.published.readers.rows import Row, read_rows
+from benchmarks.published.readers.vtrain import vtrain_runs
+from benchmarks.published.runs import Run
+
+__all__ = ["READERS", "Judged", "Priced", "judge", "reader_of"]
+
+Reader = Callable[[Sequence[Row]], list[Run]]
+
+READERS: Mapping[str, Reader] = {
+    "e2e_ultrascale_playbook": playbook_runs,
+    "e2e_vtrain": vtrain_runs,
+    "e2e_llmfoundry": llmfoundry_runs,
+    "e2e_megatron_sc21": sc21_runs,
+    "e2e_reducing_act_recompute_tab4": layer_runs,
+    "e2e_reducing_act_recompute_tab5": recompute_runs,
+}
+"""By the beginning of the file's name."""
+
+
+def reader_of(path: Path) -> Reader | None:
+    for prefix, reader in READERS.items():
+        if path.name.startswith(prefix):
+            return reader
+    return None
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A run with what the cost model says of it."""
+
+    run: Run
+    step_seconds: float
+    memory_bytes: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Judged:
+    """How some rows of a table came out."""
+
+    name: str
+    rows: int
+    timed: int
+    groups: int
+    tau: float | None
+    tau_by_step: float | None
+    regret: float | None
+    time_error: float | None
+    memory_error: float | None
+    does_not_fit: Hits | None
+
+
+def judge(name: str, priced: Sequence[Priced]) -> list[Judged]:
+    """The whole table, and the rows of each tag."""
+    tags = sorted({tag for one in priced for tag in one.run.tags})
+    parts = [(name, list(priced))]
+    parts += [(f"{name}, {tag}", [one for one in priced if tag in one.run.tags]) for tag in tags]
+    return [_judged(part, rows) for part, rows in parts]
+
+
+def _judged(name: str, priced: Sequence[Priced]) -> Judged:
+    timed = [one for one in priced if one.run.measured.step_seconds is not None]
+    groups = _grouped(timed, lambda run: run.group)
+    batches = _grouped(timed, lambda run: f"{run.group}, batch {run.batch}")
+    per_sequence = [[_pair(one, one.run.batch) for one in group] for group in groups]
+    per_step = [[_pair(one) for one in group] for group in groups]
+    known = [one for one in priced if one.run.measured.fits is not None]
+    failures = any(one.run.measured.fits is False for one in known)
+    return Judged(
+        name,
+        rows=len(priced),
+        timed=len(timed),
+        groups=sum(len(group) > 1 for group in groups),
+        tau=mean_of(kendall_tau(pairs) for pairs in per_sequence),
+        tau_by_step=mean_of(kendall_tau(pairs) for pairs in per_step),
+        regret=mean_of(regret([_pair(one) for one in batch]) for batch in batches if len(batch) > 1),
+        time_error=median_error(_pair(one) for one in timed),
+        memory_error=median_error(_memory_pairs(timed)),
+        does_not_fit=precision_recall((not one.fits, not one.run.measured.fits) for one in known) if failures else None,
+    )
+
+
+def _pair(one: Priced, batch: int = 1) -> Pair:
+    assert one.run.measured.step_seconds is not None, one.run.label
+    return Pair(one.step_seconds / batch, one.run.measured.step_seconds / batch)
+
+
+def _memory_pairs(priced: Iterable[Priced]) -> list[Pair]:
+    measured = ((one, one.run.measured.memory_bytes) for one in priced)
+    return [Pair(one.memory_bytes, memory) for one, memory in measured if memory is not None]
+
+
+def _grouped(priced: Iterable[Priced], key: Callable[[Run], str]) -> list[list[Priced]]:
+    found: dict[str, list[Priced]] = defaultdict(list)
+    for one in priced:
+        found[key(one.run)].append(one)
+    return list(found.values())
+
+
+def runs_of(path: Path, reader: Reader) -> list[Run]:
+    return reader(read_rows(path))
