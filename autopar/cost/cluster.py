@@ -7,7 +7,6 @@ of the files leave them to the values (autopar/cost/quantity.py).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -114,13 +113,13 @@ class Algorithm:
     collectives: tuple[str, ...]
     base_seconds: float
     hop_seconds: Mapping[str, float]
-    """By kind of link."""
-    bandwidth_fraction: float = 1.0
-    """The share of the bandwidth that carries data, with this protocol."""
+    """By kind of link, as are the next three."""
+    bandwidth_fraction: Mapping[str, float] = field(default_factory=dict)
+    """The share of the bandwidth that carries data; all of it by default."""
     limit_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
-    """By kind of link: the most that passes it in one direction, however wide the links."""
-    fill_bytes: float = math.inf
-    """How much is under way at most: what pipelines need to fill."""
+    """The most that passes in one direction, however wide the links."""
+    fill_bytes: Mapping[str, float] = field(default_factory=dict)
+    """How much is under way at most, what a pipeline needs to fill; by default no bound."""
     protocol: str = ""
     needs: tuple[str, ...] = ()
     """What the switches must offer: `nvls` the innermost level, `sharp` the outer ones."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import ceil, inf, prod, sqrt
 from types import MappingProxyType
 
-from autopar.cost.algorithms import ALGORITHMS, Span
+from autopar.cost.algorithms import ALGORITHMS, Phase, Span
 from autopar.cost.cluster import Algorithm, Cluster, Level
 from autopar.errors import ClusterError
 from autopar.mesh import Mesh
@@ -29,6 +29,8 @@ KINDS = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
     *("broadcast", "reduce", "gather", "scatter", "send", "halo_exchange"),
 )
+PAIRWISE = ("all_to_all", "gather", "scatter", "send", "halo_exchange")
+"""Messages between pairs of ranks, each of its own data."""
 LOCAL = ("slice", "keep_one", "pad")
 """Steps of a reshard that send nothing."""
 _LARGE = 2.0**30
@@ -260,15 +262,19 @@ def _curve(kind: str, algorithm: Algorithm, group: tuple[Span, ...]) -> Curve | 
     for phase in way:
         for span, hops in zip(group, phase.hops, strict=True):
             latency += hops * algorithm.hop(span.level)
-        times = _seconds_per_byte(kind, algorithm, group, phase.traffic, phase.lone)
-        per_byte += max(times)
+        times = [
+            _seconds_per_byte(kind, algorithm, span, phase) * share
+            for span, share in zip(group, phase.traffic, strict=True)
+        ]
         slowest = times.index(max(times))
+        per_byte += times[slowest]
         if phase.traffic[slowest]:
-            fill += algorithm.fill_bytes * max(times) / phase.traffic[slowest]
+            fill += algorithm.fill_bytes.get(group[slowest].level.link, inf) * times[slowest] / phase.traffic[slowest]
     return Curve(algorithm.names[0], latency, per_byte, fill)
 
 
 def _offered(algorithm: Algorithm, group: tuple[Span, ...]) -> bool:
+    """Whether the switches can do what the algorithm needs."""
     for need in algorithm.needs:
         spans = group[:1] if need == "nvls" else group[1:]
         if not all(need in span.level.offers for span in spans):
@@ -276,13 +282,11 @@ def _offered(algorithm: Algorithm, group: tuple[Span, ...]) -> bool:
     return True
 
 
-def _seconds_per_byte(
-    kind: str, algorithm: Algorithm, group: tuple[Span, ...], traffic: tuple[float, ...], lone: bool
-) -> list[float]:
-    times = []
-    for span, share in zip(group, traffic, strict=True):
-        rate = (span.lone_rate if lone else span.rate) * algorithm.bandwidth_fraction
-        if kind in ("all_to_all", "send", "halo_exchange", "gather", "scatter"):
-            rate *= span.level.send_fraction
-        times.append(share / min(rate, algorithm.limit_bytes_per_second.get(span.level.link, inf)))
-    return times
+def _seconds_per_byte(kind: str, algorithm: Algorithm, span: Span, phase: Phase) -> float:
+    """Of what passes the links of one unit."""
+    link = span.level.link
+    rate = span.lone_rate if phase.lone else span.rate
+    rate *= algorithm.bandwidth_fraction.get(link, 1.0)
+    if kind in PAIRWISE:
+        rate *= span.level.send_fraction
+    return 1 / min(rate, algorithm.limit_bytes_per_second.get(link, inf))
