@@ -13,6 +13,7 @@ from torch import nn
 from autopar.rules.notation import Rule
 from autopar.tracing.binding import Source
 from autopar.tracing.exported import Exported, NodeOrigin
+from autopar.tracing.footprint import Footprint, footprints
 from autopar.tracing.regions import Repeat
 from autopar.tracing.render import render_json, render_text
 from autopar.tracing.run import TracedModule
@@ -131,6 +132,11 @@ class NamedGraph:
     @cached_property
     def _saves(self) -> Saved:
         return saved_values(self.exported)
+
+    @cached_property
+    def footprints(self) -> Mapping[str, Footprint]:
+        """What each op does to memory, by the name of its fx node; equal calls have one footprint."""
+        return footprints(self.exported)
 
     def __str__(self) -> str:
         return render_text(self)

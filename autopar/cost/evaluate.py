@@ -1,0 +1,105 @@
+"""The price of a plan, solved or written by hand: `evaluate(graph, plan, cluster)`.
+
+    step = compute + communication of values + exposed communication of parameters
+    exposed = max(0, gathers - η forward compute) + max(0, reductions - η backward compute)
+
+Values are waited for where they are used. Parameters are gathered ahead of their use and their gradients reduced beside
+the backward, but only as much as there is to compute beside: η is the share of it that the library of the cluster can
+use (`overlap_fraction`). What happens once per step (a gathered copy that stays, a reduction in the last micro-batch)
+has the forward or backward of one micro-batch to hide behind, what happens in every micro-batch has all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from autopar.cost.cluster import Cluster
+from autopar.cost.compute import peak_of
+from autopar.cost.costs import CommunicationCosts, ComputeCosts, Costs
+from autopar.cost.memory import memory
+from autopar.cost.profile import Profile, Task, profile, wire_of
+from autopar.errors import AutoparError
+from autopar.plan import Plan, fingerprint
+from autopar.tracing.graph import NamedGraph
+
+__all__ = ["evaluate"]
+
+
+def evaluate(graph: NamedGraph, plan: Plan, cluster: Cluster) -> Costs:
+    """What one step of the plan takes on the cluster, and what its devices hold."""
+    if plan.graph != fingerprint(graph):
+        raise AutoparError(
+            f"the plan is for another graph than this one ({plan.graph}, not {fingerprint(graph)})\n"
+            "fix: trace the model with the inputs that the plan was made for, or plan again"
+        )
+    wiring = wire_of(graph, plan)
+    found = profile(graph, plan, cluster, wiring)
+    count = plan.micro_batches
+    compute = ComputeCosts(
+        count * _seconds(found.forward, "forward"),
+        count * _seconds(found.backward, "backward"),
+        count * sum(task.seconds for task in found.backward if task.direction == "recompute" and not task.beside),
+        sum(task.seconds for task in found.optimizer),
+    )
+    values = count * sum(task.seconds for task in (*found.forward, *found.backward) if _of_values(task))
+    exposed = exposed_seconds(found, plan, cluster.library.overlap_fraction)
+    step = compute.seconds + values + exposed
+    device_flops = count * sum(task.flops for task in found)
+    flops = count * found.model_flops
+    devices = 1
+    for size in plan.axes.values():
+        devices *= size
+    peak = peak_of(cluster.device, _dtype(graph))
+    return Costs(
+        step,
+        compute,
+        _communication(found, count),
+        exposed,
+        memory(graph, plan, wiring),
+        flops,
+        device_flops,
+        flops / (step * devices * peak) if step else 0.0,
+    )
+
+
+def exposed_seconds(found: Profile, plan: Plan, overlap_fraction: float) -> float:
+    """What is sent of parameters and not hidden: once per step beside one micro-batch, else beside each."""
+    total = 0.0
+    for tasks in (found.forward, found.backward):
+        room = overlap_fraction * sum(task.seconds for task in tasks if task.kind == "compute")
+        each = sum(task.seconds for task in tasks if task.beside and not task.once)
+        once = sum(task.seconds for task in tasks if task.beside and task.once)
+        total += (plan.micro_batches - 1) * max(0.0, each - room) + max(0.0, each + once - room)
+    return total
+
+
+def _seconds(tasks: Iterable[Task], direction: str) -> float:
+    """Of computing, and of the copies that conversions make."""
+    own = (task for task in tasks if task.direction == direction and not task.beside)
+    return sum(task.seconds for task in own if task.kind in ("compute", "copy"))
+
+
+def _of_values(task: Task) -> bool:
+    return task.kind not in ("compute", "copy") and not task.beside and task.direction != "recompute"
+
+
+def _communication(found: Profile, micro_batches: int) -> tuple[CommunicationCosts, ...]:
+    totals: dict[tuple[str, tuple[str, ...], str, str], tuple[int, float, float]] = {}
+    for task in found:
+        if task.kind in ("compute", "copy"):
+            continue
+        times = 1 if task.once else micro_batches
+        key = task.kind, task.axes, str(task.direction), "parameters" if task.beside else "values"
+        count, size, seconds = totals.get(key, (0, 0.0, 0.0))
+        totals[key] = count + times, size + times * task.bytes, seconds + times * task.seconds
+    return tuple(CommunicationCosts(*key, *total) for key, total in totals.items())
+
+
+def _dtype(graph: NamedGraph) -> torch.dtype:
+    """The dtype that most parameters have."""
+    counts: dict[torch.dtype, int] = {}
+    for tensor in graph.parameters:
+        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + 1
+    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)

@@ -1,0 +1,52 @@
+"""What `torch.compile` saves: ops that only read and write are joined, and what goes from one to the next stays inside.
+
+A value is written if an op that is not joined with its maker reads it, if it is kept for the backward or handed out;
+it is read if it was written. An op that then reads and writes nothing of its own takes no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from autopar.cost.cluster import Device
+from autopar.cost.compute import OpWork, Work, seconds_of_bytes
+from autopar.tracing.graph import NamedGraph, NamedNode
+
+__all__ = ["fused"]
+
+
+def fused(graph: NamedGraph, works: Mapping[str, OpWork], device: Device) -> dict[str, OpWork]:
+    """The work of every op of a compiled module."""
+    joined = {node.name for node in graph.nodes if _joins(node, works[node.name])}
+    makers = {name: node.name for node in graph.nodes for name in node.outputs if name is not None}
+    outside = {name for node in graph.nodes if node.name not in joined for name in node.operands}
+    written = outside | set(graph.outputs) | {tensor.name for tensor in graph.saved}
+    found: dict[str, OpWork] = {}
+    for node in graph.nodes:
+        work = works[node.name]
+        if node.name not in joined:
+            found[node.name] = work
+            continue
+        made = [name for name in node.outputs if name is not None]
+        read = [name for name in node.operands if name is not None]
+        inside = [name for name in made if name not in written]
+        inside += [name for name in read if makers.get(name) in joined and name not in written]
+        ends = [*made, *read]
+        share = 1 - _size(graph, inside) / max(_size(graph, ends), 1)
+        found[node.name] = OpWork(_scaled(work.forward, share, device), _scaled(work.backward, share, device))
+    return found
+
+
+def _joins(node: NamedNode, work: OpWork) -> bool:
+    """Lookups by position read what they need, wherever it is, and are no part of a chain."""
+    return work.forward.limited_by_bytes and work.backward.limited_by_bytes and not node.rule.indices
+
+
+def _size(graph: NamedGraph, names: list[str]) -> float:
+    return float(sum(prod(graph.tensors[name].shape) * graph.tensors[name].dtype.itemsize for name in names))
+
+
+def _scaled(work: Work, share: float, device: Device) -> Work:
+    count = work.bytes * share
+    return Work(work.flops, count, seconds_of_bytes(count, device), True)

@@ -1,0 +1,308 @@
+"""What one device does in a step, in order: ops, conversions, collectives, each with its time.
+
+The conversions are those that the generated graph holds (`autopar.conversions`), parameters in the same buckets. What
+is equal is worked out once: ops by their call and the layouts of their tensors, collectives by kind, axes and size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+from autopar.choices import Choice
+from autopar.conversions import Inserted, OpConversions, Wiring, wire
+from autopar.cost.cluster import Cluster
+from autopar.cost.comm import Network
+from autopar.cost.compute import NOTHING, OpWork, Work, local_bytes, op_work, seconds_of_bytes
+from autopar.cost.fusion import fused
+from autopar.cost.optimizers import optimizer_of
+from autopar.plan import Plan, Recompute
+from autopar.reshard import Step, StepKind
+from autopar.rewrite.buckets import BUCKET_BYTES
+from autopar.tracing.graph import NamedGraph, NamedNode
+
+__all__ = ["Bucket", "Profile", "Task", "buckets_of", "profile"]
+
+Direction = Literal["forward", "backward", "recompute", "optimizer"]
+_GATHERED = frozenset((StepKind.ALL_REDUCE, StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER))
+
+
+class Task(NamedTuple):
+    """One thing that a device does, or that its links do for it."""
+
+    name: str
+    kind: str
+    """`compute`, `copy`, or that of a collective."""
+    direction: Direction
+    seconds: float
+    axes: tuple[str, ...] = ()
+    bytes: float = 0.0
+    flops: float = 0.0
+    beside: bool = False
+    """Of parameters: it may run beside the computing."""
+    once: bool = False
+    """In one micro-batch of the step, not in each."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Conversions of parameters that are done as one, before the first op that wants one of them."""
+
+    members: tuple[Inserted, ...]
+    op: str
+
+    @property
+    def gathers(self) -> bool:
+        return any(step.kind is StepKind.ALL_GATHER for step in self.members[0].reshard.forward)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The tasks of one micro-batch in their order, and those of the optimizer."""
+
+    forward: tuple[Task, ...]
+    backward: tuple[Task, ...]
+    optimizer: tuple[Task, ...]
+    model_flops: float
+    """Of one micro-batch, of the whole model, without what is computed again."""
+
+    def __iter__(self) -> Iterator[Task]:
+        yield from (*self.forward, *self.backward, *self.optimizer)
+
+
+def profile(graph: NamedGraph, plan: Plan, cluster: Cluster, wiring: Wiring | None = None) -> Profile:
+    """Everything that a device does, on the rank that has most to do."""
+    return _Profiler(graph, plan, cluster, wiring or wire_of(graph, plan)).run()
+
+
+def wire_of(graph: NamedGraph, plan: Plan) -> Wiring:
+    return wire(graph, plan.decisions, plan.outputs, plan.local_inputs)
+
+
+def buckets_of(graph: NamedGraph, wiring: Wiring) -> tuple[Bucket, ...]:
+    """The conversions of parameters, as they are done together: of one kind, up to a size, gathers block by block."""
+    found: list[Bucket] = []
+    open_buckets: dict[Any, list[Inserted]] = {}
+    held: dict[Any, int] = {}
+    for op in wiring.ops.values():
+        for one in op.before:
+            tensor = graph.tensors[one.tensor]
+            if tensor.kind != "param" or not one.ways:
+                continue
+            steps = tuple(tuple((step.kind, step.axes) for step in way) for way in _ways(one))
+            gathers = any(step.kind is StepKind.ALL_GATHER for step in one.reshard.forward)
+            block = re.match(r"(.*?\.\d+)\.", tensor.name)
+            key: Any = (steps, tensor.dtype, tensor.requires_grad, (block[1] if block else "") if gathers else None)
+            if any(step.kind not in _GATHERED for way in _ways(one) for step in way):
+                found.append(Bucket((one,), one.op))
+                continue
+            size = max(prod(_before(one, step)) for way in _ways(one) for step in way) * one.itemsize
+            members = open_buckets.setdefault(key, [])
+            if members and held[key] + size > BUCKET_BYTES:
+                found.append(Bucket(tuple(members), members[0].op))
+                members.clear()
+                held[key] = 0
+            members.append(one)
+            held[key] = held.get(key, 0) + size
+    found += [Bucket(tuple(members), members[0].op) for members in open_buckets.values() if members]
+    place = {name: i for i, name in enumerate(wiring.ops)}
+    return tuple(sorted(found, key=lambda bucket: place[bucket.op]))
+
+
+def _ways(one: Inserted) -> tuple[tuple[Step, ...], ...]:
+    return (one.reshard.forward, one.reshard.backward if one.differentiable else ())
+
+
+def _before(one: Inserted, step: Step) -> tuple[int, ...]:
+    axes = dict(one.reshard.axes)
+    return step.before.local_sizes(one.reshard.atoms, axes, dict.fromkeys(axes, 0))
+
+
+@dataclass
+class _Profiler:
+    graph: NamedGraph
+    plan: Plan
+    cluster: Cluster
+    wiring: Wiring
+    works: dict[Any, OpWork] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.device = self.cluster.device
+        self.axes = self.plan.axes
+        self.network = Network(self.cluster, self.axes, self.plan.links)
+        self.buckets: dict[str, list[Bucket]] = {}
+        for bucket in buckets_of(self.graph, self.wiring):
+            self.buckets.setdefault(bucket.op, []).append(bucket)
+        self.layer_of = _layers(self.graph, self.plan)
+        self.last_use = {name: node.name for node in self.graph.nodes for name in node.operands if name is not None}
+
+    def run(self) -> Profile:
+        nodes = self.graph.nodes
+        works = {node.name: self._work(node) for node in nodes}
+        if self.plan.compiled:
+            works = fused(self.graph, works, self.device)
+        forward: list[Task] = [task for one in self.wiring.inputs.values() for task in self._value(one, "forward")]
+        for node in nodes:
+            forward += self._forward(node, works[node.name], "forward", parameters=True)
+        forward += [task for one in self.wiring.outputs for task in self._value(one, "forward")]
+        backward = [task for one in self.wiring.outputs for task in self._value(one, "backward")]
+        again: str | None = None
+        for node in reversed(nodes if self.graph.exported.grad_enabled else ()):
+            layer, mode = self.layer_of.get(node.name, ("", "none"))
+            if mode != "none" and layer != again:
+                backward += self._recomputed(layer, mode, works)
+            again = layer
+            backward += self._backward(node, works[node.name])
+        return Profile(tuple(forward), tuple(backward), self._optimizer(), self._model_flops())
+
+    # -- ops
+
+    def _work(self, node: NamedNode) -> OpWork:
+        decision = self.plan.decisions.ops[node.name]
+        footprint = self.graph.footprints[node.node]
+        key = id(footprint), node.op, decision.choice, decision.operands, decision.produced
+        found = self.works.get(key)
+        if found is None:
+            found = self.works[key] = op_work(self.graph, node, decision, footprint, self.axes, self.device)
+        return found
+
+    def _forward(self, node: NamedNode, work: OpWork, direction: Direction, parameters: bool) -> Iterator[Task]:
+        wired = self.wiring.ops[node.name]
+        if parameters:
+            for bucket in self.buckets.get(node.name, ()):
+                yield from self._bucket(bucket, "forward")
+        for one in self._values(wired):
+            yield from self._value(one, "forward", direction)
+        yield from _task(node.name, direction, work.forward)
+        for one in wired.after:
+            yield from self._value(one, "forward", direction)
+
+    def _backward(self, node: NamedNode, work: OpWork) -> Iterator[Task]:
+        wired = self.wiring.ops[node.name]
+        for one in reversed(wired.after):
+            yield from self._value(one, "backward")
+        for bucket in self.buckets.get(node.name, ()):
+            if bucket.gathers and any(one.tensor in self.plan.regather for one in bucket.members):
+                yield from (task._replace(direction="recompute") for task in self._bucket(bucket, "forward"))
+        yield from _task(node.name, "backward", work.backward)
+        for one in reversed(self._values(wired)):
+            yield from self._value(one, "backward")
+        for name in dict.fromkeys(node.operands):
+            yield from self._added(name, node)
+        for bucket in self.buckets.get(node.name, ()):
+            yield from self._bucket(bucket, "backward")
+
+    def _values(self, wired: OpConversions) -> tuple[Inserted, ...]:
+        """What is converted of values, and what the op sends itself; parameters are in the buckets."""
+        before = (one for one in wired.before if self.graph.tensors[one.tensor].kind != "param")
+        return (*before, *wired.inside)
+
+    def _added(self, name: str | None, node: NamedNode) -> Iterator[Task]:
+        """A gradient that is added to that of another use of the same value; the last use in the graph comes first."""
+        if name is None or not self.graph.tensors[name].requires_grad or self.last_use[name] == node.name:
+            return
+        size = 3.0 * local_bytes(self.graph, name, self.plan.decisions.values[name], self.axes)
+        yield Task(f"{name} +=", "compute", "backward", seconds_of_bytes(size, self.device), bytes=size)
+
+    def _recomputed(self, layer: str, mode: Recompute, works: Mapping[str, OpWork]) -> Iterator[Task]:
+        """The forward of a layer once more: all of it, or what is cheap."""
+        for node in self.graph.nodes:
+            if self.layer_of.get(node.name, ("", "none"))[0] == layer:
+                work = works[node.name]
+                if mode == "full" or self.cheap(work.forward):
+                    yield from self._forward(node, work, "recompute", parameters=False)
+
+    def cheap(self, work: Work) -> bool:
+        """What reads and writes more than it computes, by what the device can do of both."""
+        peak = max(self.device.peak_flops.values())
+        return work.limited_by_bytes or work.flops / peak < work.bytes / self.device.stream
+
+    # -- communication
+
+    def _value(self, one: Inserted, way: str, direction: Direction | None = None) -> Iterator[Task]:
+        if way == "backward" and not one.differentiable:
+            return
+        for step in one.reshard.forward if way == "forward" else one.reshard.backward:
+            size = float(step.numel * one.itemsize)
+            told: Direction = direction or ("forward" if way == "forward" else "backward")
+            if step.local:
+                moved = 2.0 * one.itemsize * max(prod(_local(one, step, after)) for after in (False, True))
+                yield Task(one.tensor, "copy", told, seconds_of_bytes(moved, self.device), step.axes, moved)
+            else:
+                seconds = self.network.seconds(step.kind.value, step.axes, size)
+                yield Task(one.tensor, step.kind.value, told, seconds, step.axes, size)
+
+    def _bucket(self, bucket: Bucket, way: Literal["forward", "backward"]) -> Iterator[Task]:
+        """The steps of all members at once."""
+        first = bucket.members[0]
+        if way == "backward" and not first.differentiable:
+            return
+        once = self.plan.resident if way == "forward" else self.plan.accumulated
+        steps = [one.reshard.forward if way == "forward" else one.reshard.backward for one in bucket.members]
+        for together in zip(*steps, strict=True):
+            step = together[0]
+            pairs = zip(bucket.members, together, strict=True)
+            size = float(sum(each.numel * self._itemsize(one, way) for one, each in pairs))
+            name = first.tensor if len(bucket.members) == 1 else f"{first.tensor} and {len(bucket.members) - 1} more"
+            seconds = 0.0 if step.local else self.network.seconds(step.kind.value, step.axes, size)
+            kind = "copy" if step.local else step.kind.value
+            yield Task(name, kind, way, seconds, step.axes, size, beside=True, once=first.tensor in once)
+
+    def _itemsize(self, one: Inserted, way: str) -> int:
+        dtype = self.plan.gradient_dtype
+        return one.itemsize if way == "forward" or dtype is None else dtype.itemsize
+
+    # -- the whole
+
+    def _optimizer(self) -> tuple[Task, ...]:
+        if not self.graph.exported.grad_enabled:
+            return ()
+        total = 0.0
+        states = optimizer_of(self.plan.optimizer)
+        for tensor in self.graph.parameters:
+            if tensor.requires_grad:
+                count = local_bytes(self.graph, tensor.name, self.plan.decisions.stored[tensor.name], self.axes)
+                numel = count / tensor.dtype.itemsize
+                size = (self.plan.master_dtype or tensor.dtype).itemsize
+                total += numel * size * states.passes
+        return (Task("optimizer", "compute", "optimizer", seconds_of_bytes(total, self.device), bytes=total),)
+
+    def _model_flops(self) -> float:
+        """Of the whole model, whatever is split: forward, and backward where there is one."""
+        total = 0.0
+        found: dict[int, float] = {}
+        for node in self.graph.nodes:
+            footprint = self.graph.footprints[node.node]
+            if id(footprint) not in found:
+                whole = replace(self.plan.decisions.ops[node.name], choice=Choice())
+                work = op_work(self.graph, node, whole, footprint, self.axes, self.device)
+                found[id(footprint)] = work.forward.flops + work.backward.flops
+            total += found[id(footprint)]
+        return total
+
+
+def _task(name: str, direction: Direction, work: Work) -> Iterable[Task]:
+    if work is not NOTHING and work.seconds:
+        yield Task(name, "compute", direction, work.seconds, bytes=work.bytes, flops=work.flops)
+
+
+def _local(one: Inserted, step: Step, after: bool) -> tuple[int, ...]:
+    axes = dict(one.reshard.axes)
+    layout = step.after if after else step.before
+    return layout.local_sizes(one.reshard.atoms, axes, dict.fromkeys(axes, 0))
+
+
+def _layers(graph: NamedGraph, plan: Plan) -> dict[str, tuple[str, Recompute]]:
+    """For each op of a layer that computes something again, the layer and what."""
+    by_node = {node.node: node for node in graph.nodes}
+    found: dict[str, tuple[str, Recompute]] = {}
+    for repeat in graph.repeats:
+        for path, layer in zip(repeat.module_paths, repeat.layers, strict=True):
+            mode = plan.recompute.get(path, "none")
+            for name in layer if mode != "none" else ():
+                if name in by_node:
+                    found[by_node[name].name] = (path, mode)
+    return found
