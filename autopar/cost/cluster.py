@@ -248,6 +248,11 @@ class _Shell:
     level: tuple[Level, ...]
 
 
+def shared_path(key: str, name: str) -> Path:
+    """The file of a device or a library that clusters share."""
+    return data_folder("cost_models") / FOLDERS[key] / f"{name}.toml"
+
+
 def _shared_names(folder: str) -> list[str]:
     return sorted(path.stem for path in (data_folder("cost_models") / folder).glob("*.toml"))
 
@@ -263,7 +268,7 @@ def _part(document: Document, key: str, record: type[Part]) -> tuple[Part, Docum
     if name not in names:
         fix = f"take one of {', '.join(names)}, or write it under [{key}]"
         document.fail((key,), f"there is no {key} '{name}'{did_you_mean(name, names)}", fix)
-    shared = read_document(data_folder("cost_models") / FOLDERS[key] / f"{name}.toml")
+    shared = read_document(shared_path(key, name))
     table = {entry: value for entry, value in shared.table.items() if entry != "sources"}
     return shared.read(record, (), table), shared
 

@@ -1,0 +1,44 @@
+"""`autopar clusters [NAME]`: the clusters that come with autopar."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from autopar.cost.cluster import cluster_names, load_cluster
+from autopar.cost.describe import cluster_table, describe, standalone
+
+__all__ = ["add_parser"]
+
+EXAMPLES = """examples:
+  autopar clusters
+  autopar clusters dgx-h100
+  autopar clusters --toml dgx-h100 > mine.toml
+  autopar clusters mine.toml
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add this command to the command line."""
+    parser = subparsers.add_parser(
+        "clusters",
+        help="list the clusters that come with autopar, or describe one",
+        description="List the clusters that come with autopar; with a NAME or a file, say what autopar believes of it.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", help="the cluster to describe: a name, or a TOML file")
+    parser.add_argument("--toml", action="store_true", help="print it as a file that can be edited")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List, describe or print."""
+    if arguments.name is None:
+        print(cluster_table([load_cluster(name) for name in cluster_names()]))
+    elif arguments.toml:
+        load_cluster(arguments.name)  # a file with mistakes is not printed
+        print(standalone(arguments.name), end="")
+    else:
+        print(describe(load_cluster(arguments.name)))
+    return 0
