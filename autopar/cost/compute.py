@@ -248,7 +248,7 @@ class _Op:
         output = _factors(rule.outputs[0])
         rows = prod(sizes[factor] for factor in output & query)
         keys = prod(sizes[factor] for factor in value - output - {"v"})
-        width = prod(sizes[factor] for factor in (query | value) - (output & query) - (value - output))
+        width = sum(sizes[factor] for factor in (query | value) - (output & query) - (value - output))
         heads = max(1, rows // sizes.get("s", 1))
         share = self._causal_share(sizes) if "s" in dict(rule.lowerings) else 1.0
         flops = 2.0 * rows * keys * width * share
