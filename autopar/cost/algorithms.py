@@ -25,9 +25,14 @@ from dataclasses import dataclass
 from math import ceil, log2, prod
 from types import MappingProxyType
 
-from autopar.cost.cluster import Level
+from autopar.cost.links import Level
 
-__all__ = ["ALGORITHMS", "Phase", "Span", "Way"]
+__all__ = ["ALGORITHMS", "KINDS", "Phase", "Span", "Way"]
+
+KINDS = (
+    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
+    *("broadcast", "reduce", "gather", "scatter", "send", "halo_exchange"),
+)
 
 
 @dataclass(frozen=True)

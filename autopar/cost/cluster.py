@@ -14,6 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
+from autopar.cost.algorithms import ALGORITHMS, KINDS
+from autopar.cost.links import Level, Library
 from autopar.cost.matrix import Matrix
 from autopar.cost.reading import Document, Source, read_document
 from autopar.errors import ClusterError
@@ -21,12 +23,9 @@ from autopar.resources import data_folder
 from autopar.words import did_you_mean
 
 __all__ = [
-    "Algorithm",
     "Attention",
     "Cluster",
     "Device",
-    "Level",
-    "Library",
     "cluster_names",
     "cluster_path",
     "load_cluster",
@@ -66,83 +65,6 @@ class Device:
     @property
     def stream(self) -> float:
         return self.stream_bytes_per_second or self.hbm_bytes_per_second
-
-
-@dataclass(frozen=True)
-class Level:
-    """The links that join `units` of the level below: ranks to a node, nodes to a cluster."""
-
-    name: str
-    link: str
-    """The kind of link, by which the library knows the latency of a hop: `nvlink`, `network`, `memory`."""
-    ports: int
-    """Links of one unit of the level below: NVLinks of a GPU, NICs of a node."""
-    port_bytes_per_second: float
-    """Of one link in one direction, by the datasheet."""
-    achieved_bytes_per_second: float | None = None
-    """What a library gets out of one link in one direction; by default all of it."""
-    units: int | None = None
-    """How many units of the level below are joined; None: any number."""
-    hop_seconds: Mapping[str, float] = field(default_factory=dict)
-    """What a hop over these links takes beyond what the library gives for links of this kind: for an algorithm with a
-    protocol (`"ring Simple"`), for an algorithm, for a protocol, or for `any`; the first of these that is given."""
-    backplane_bytes_per_second: float | None = None
-    """What all links of one level-wide unit carry together, where that is less: a blocking switch, a memory bus."""
-    wires: tuple[str, ...] = ()
-    """Where units are wired in pairs and not by a switch: a row per unit, a digit per unit it leads to."""
-    offers: tuple[str, ...] = ()
-    """What the switches can do: `nvls` (reduce and multicast), `sharp` (reduce)."""
-    send_fraction: float = 1.0
-    """The share of `achieved` that many messages between pairs get, of all-to-all and point-to-point."""
-
-    @property
-    def rate_bytes_per_second(self) -> float:
-        """Of one link in one direction, in practice."""
-        return self.achieved_bytes_per_second or self.port_bytes_per_second
-
-    def wired(self, one: int, other: int) -> int:
-        """How many links lead from one unit to another, where they are wired in pairs."""
-        return int(self.wires[one][other])
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """One way of the library: an algorithm with a protocol. `base` and `hop` are its latencies."""
-
-    name: str
-    collectives: tuple[str, ...]
-    base_seconds: float
-    hop_seconds: Mapping[str, float]
-    """By kind of link, as are the next three."""
-    bandwidth_fraction: Mapping[str, float] = field(default_factory=dict)
-    """The share of the bandwidth that carries data; all of it by default."""
-    limit_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
-    """The most that passes in one direction, however wide the links."""
-    fill_bytes: Mapping[str, float] = field(default_factory=dict)
-    """How much is under way at most, what a pipeline needs to fill; by default no bound."""
-    protocol: str = ""
-    needs: tuple[str, ...] = ()
-    """What the switches must offer: `nvls` the innermost level, `sharp` the outer ones."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What a level may call it, the most specific first."""
-        return tuple(name for name in (f"{self.name} {self.protocol}".strip(), self.name, self.protocol) if name)
-
-    def hop(self, level: Level) -> float:
-        """What a hop takes."""
-        extra = next((level.hop_seconds[name] for name in (*self.names, "any") if name in level.hop_seconds), 0.0)
-        return self.hop_seconds.get(level.link, 0.0) + extra
-
-
-@dataclass(frozen=True)
-class Library:
-    """A library of collectives: the algorithms that it chooses among."""
-
-    name: str
-    algorithm: tuple[Algorithm, ...]
-    overlap_fraction: float = 1.0
-    """The share of the time of computing in which it can move data beside it."""
 
 
 @dataclass(frozen=True)
@@ -213,9 +135,10 @@ def _load(path: Path, stamp: int) -> Cluster:
     table = dict(document.table)
     table.pop("sources", None)
     device, library = _part(document, "device", Device), _part(document, "library", Library)
-    for _, shared in (device, library):
-        sources |= shared.sources()
-        uncited += shared.uncited if shared is not document else []
+    for key, (_, shared) in (("device", device), ("library", library)):
+        if shared is not document:
+            sources |= {f"{key}-{name}": source for name, source in shared.sources().items()}
+            uncited += [f"{key}.{name}" for name in shared.uncited]
     del table["device"], table["library"]
     for key in table:
         if key not in ("name", "description", "level"):
@@ -277,6 +200,7 @@ def _check(document: Document, levels: tuple[Level, ...], library: Library) -> N
     """What no single value shows."""
     if not levels:
         document.fail(("level",), "the cluster has no links", "describe them, the innermost first, as [[level]]")
+    _check_library(document, library)
     links = sorted({link for algorithm in library.algorithm for link in algorithm.hop_seconds})
     hops = {"any"} | {name for algorithm in library.algorithm for name in algorithm.names}
     seen: list[str] = []
@@ -285,9 +209,6 @@ def _check(document: Document, levels: tuple[Level, ...], library: Library) -> N
         if level.name in seen:
             document.fail((*place, "name"), f"two levels are called '{level.name}'", "give each level another name")
         seen.append(level.name)
-        for key, count in (("units", level.units), ("ports", level.ports)):
-            if count is not None and count < 1:
-                document.fail((*place, key), f"'{key}' is impossible: it is at least 1", f"as in {key} = 8")
         if level.units is None and i < len(levels) - 1:
             document.fail(place, f"level '{level.name}' lacks 'units'", "only the outermost level joins any number")
         if level.rate_bytes_per_second > level.port_bytes_per_second:
@@ -301,6 +222,18 @@ def _check(document: Document, levels: tuple[Level, ...], library: Library) -> N
                 message = f"library '{library.name}' has no '{name}'{did_you_mean(name, hops)}"
                 document.fail((*place, "hop"), message, f"name one of {', '.join(sorted(hops))}")
         _check_wires(document, level, place)
+
+
+def _check_library(document: Document, library: Library) -> None:
+    for i, algorithm in enumerate(library.algorithm):
+        place = ("library", "algorithm", i)
+        if algorithm.name not in ALGORITHMS:
+            message = f"there is no algorithm '{algorithm.name}'{did_you_mean(algorithm.name, ALGORITHMS)}"
+            document.fail((*place, "name"), message, f"the algorithms are {', '.join(ALGORITHMS)}")
+        for kind in algorithm.collectives:
+            if kind not in KINDS:
+                message = f"there is no collective '{kind}'{did_you_mean(kind, KINDS)}"
+                document.fail((*place, "collectives"), message, f"the collectives are {', '.join(KINDS)}")
 
 
 def _check_wires(document: Document, level: Level, place: tuple[str | int, ...]) -> None:

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from math import ceil, inf, prod, sqrt
 from types import MappingProxyType
 
-from autopar.cost.algorithms import ALGORITHMS, Phase, Span
-from autopar.cost.cluster import Algorithm, Cluster, Level
+from autopar.cost.algorithms import ALGORITHMS, KINDS, Phase, Span
+from autopar.cost.cluster import Cluster
+from autopar.cost.links import Algorithm, Level
 from autopar.errors import ClusterError
 from autopar.mesh import Mesh
 from autopar.reshard import Link
@@ -25,10 +26,6 @@ from autopar.words import did_you_mean
 
 __all__ = ["KINDS", "Curve", "Network"]
 
-KINDS = (
-    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
-    *("broadcast", "reduce", "gather", "scatter", "send", "halo_exchange"),
-)
 PAIRWISE = ("all_to_all", "gather", "scatter", "send", "halo_exchange")
 """Messages between pairs of ranks, each of its own data."""
 LOCAL = ("slice", "keep_one", "pad")

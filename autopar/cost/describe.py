@@ -112,13 +112,14 @@ def standalone(name_or_path: str | Path) -> str:
     for key in ("device", "library"):
         name = document.table.get(key)
         if isinstance(name, str):
-            body, cited = _split(shared_path(key, name).read_text(encoding="utf-8"))
+            shared = shared_path(key, name).read_text(encoding="utf-8")
+            body, cited = _split(re.sub(r'\[([\w.-]+)\]"', rf'[{key}-\1]"', shared))
             text = re.sub(rf'^{key}\s*=\s*".*"[^\n]*\n', "", text, count=1, flags=re.MULTILINE)
             parts.append(f"[{key}]\n{_under(key, body)}")
-            sources += cited
+            sources += [f"{key}-{line}" for line in cited]
     head, cited = _split(text)
-    lines = list(dict.fromkeys([*cited, *sources]))
-    return "\n".join([head.rstrip("\n"), "", *(part.strip("\n") + "\n" for part in parts), "[sources]", *lines, ""])
+    tables = [part.strip("\n") + "\n" for part in parts]
+    return "\n".join([head.rstrip("\n"), "", *tables, "[sources]", *cited, *sources, ""])
 
 
 def _split(text: str) -> tuple[str, list[str]]:

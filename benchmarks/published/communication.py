@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from autopar.cost.algorithms import KINDS
 from autopar.cost.cluster import Cluster, load_cluster
-from autopar.cost.comm import KINDS, Network
+from autopar.cost.comm import Network
 
 __all__ = ["READERS", "Judged", "Measured", "cluster_of", "judge", "predicted_seconds", "tables"]
 
