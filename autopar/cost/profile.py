@@ -6,7 +6,6 @@ is equal is worked out once: ops by their call and the layouts of their tensors,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -14,20 +13,19 @@ from typing import Any, Literal, NamedTuple
 
 from autopar.choices import Choice
 from autopar.conversions import Inserted, OpConversions, Wiring, wire
+from autopar.cost.buckets import Bucket, buckets_of, shape_of
 from autopar.cost.cluster import Cluster
 from autopar.cost.comm import Network
 from autopar.cost.compute import NOTHING, OpWork, Work, local_bytes, op_work, seconds_of_bytes
 from autopar.cost.fusion import fused
+from autopar.cost.layers import again, layers_of
 from autopar.cost.optimizers import optimizer_of
-from autopar.plan import Plan, Recompute
-from autopar.reshard import Step, StepKind
-from autopar.rewrite.buckets import BUCKET_BYTES
+from autopar.plan import Plan
 from autopar.tracing.graph import NamedGraph, NamedNode
 
-__all__ = ["Bucket", "Profile", "Task", "buckets_of", "profile"]
+__all__ = ["Profile", "Task", "profile", "wire_of"]
 
 Direction = Literal["forward", "backward", "recompute", "optimizer"]
-_GATHERED = frozenset((StepKind.ALL_REDUCE, StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER))
 
 
 class Task(NamedTuple):
@@ -45,18 +43,6 @@ class Task(NamedTuple):
     """Of parameters: it may run beside the computing."""
     once: bool = False
     """In one micro-batch of the step, not in each."""
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Conversions of parameters that are done as one, before the first op that wants one of them."""
-
-    members: tuple[Inserted, ...]
-    op: str
-
-    @property
-    def gathers(self) -> bool:
-        return any(step.kind is StepKind.ALL_GATHER for step in self.members[0].reshard.forward)
 
 
 @dataclass(frozen=True)
@@ -82,45 +68,6 @@ def wire_of(graph: NamedGraph, plan: Plan) -> Wiring:
     return wire(graph, plan.decisions, plan.outputs, plan.local_inputs)
 
 
-def buckets_of(graph: NamedGraph, wiring: Wiring) -> tuple[Bucket, ...]:
-    """The conversions of parameters, as they are done together: of one kind, up to a size, gathers block by block."""
-    found: list[Bucket] = []
-    open_buckets: dict[Any, list[Inserted]] = {}
-    held: dict[Any, int] = {}
-    for op in wiring.ops.values():
-        for one in op.before:
-            tensor = graph.tensors[one.tensor]
-            if tensor.kind != "param" or not one.ways:
-                continue
-            steps = tuple(tuple((step.kind, step.axes) for step in way) for way in _ways(one))
-            gathers = any(step.kind is StepKind.ALL_GATHER for step in one.reshard.forward)
-            block = re.match(r"(.*?\.\d+)\.", tensor.name)
-            key: Any = (steps, tensor.dtype, tensor.requires_grad, (block[1] if block else "") if gathers else None)
-            if any(step.kind not in _GATHERED for way in _ways(one) for step in way):
-                found.append(Bucket((one,), one.op))
-                continue
-            size = max(prod(_before(one, step)) for way in _ways(one) for step in way) * one.itemsize
-            members = open_buckets.setdefault(key, [])
-            if members and held[key] + size > BUCKET_BYTES:
-                found.append(Bucket(tuple(members), members[0].op))
-                members.clear()
-                held[key] = 0
-            members.append(one)
-            held[key] = held.get(key, 0) + size
-    found += [Bucket(tuple(members), members[0].op) for members in open_buckets.values() if members]
-    place = {name: i for i, name in enumerate(wiring.ops)}
-    return tuple(sorted(found, key=lambda bucket: place[bucket.op]))
-
-
-def _ways(one: Inserted) -> tuple[tuple[Step, ...], ...]:
-    return (one.reshard.forward, one.reshard.backward if one.differentiable else ())
-
-
-def _before(one: Inserted, step: Step) -> tuple[int, ...]:
-    axes = dict(one.reshard.axes)
-    return step.before.local_sizes(one.reshard.atoms, axes, dict.fromkeys(axes, 0))
-
-
 @dataclass
 class _Profiler:
     graph: NamedGraph
@@ -136,7 +83,7 @@ class _Profiler:
         self.buckets: dict[str, list[Bucket]] = {}
         for bucket in buckets_of(self.graph, self.wiring):
             self.buckets.setdefault(bucket.op, []).append(bucket)
-        self.layer_of = _layers(self.graph, self.plan)
+        self.layer_of = layers_of(self.graph, self.plan)
         self.last_use = {name: node.name for node in self.graph.nodes for name in node.operands if name is not None}
 
     def run(self) -> Profile:
@@ -149,12 +96,13 @@ class _Profiler:
             forward += self._forward(node, works[node.name], "forward", parameters=True)
         forward += [task for one in self.wiring.outputs for task in self._value(one, "forward")]
         backward = [task for one in self.wiring.outputs for task in self._value(one, "backward")]
-        again: str | None = None
+        recomputed = again(self.layer_of, works, self.device)
+        inside: str | None = None
         for node in reversed(nodes if self.graph.exported.grad_enabled else ()):
             layer, mode = self.layer_of.get(node.name, ("", "none"))
-            if mode != "none" and layer != again:
-                backward += self._recomputed(layer, mode, works)
-            again = layer
+            if mode != "none" and layer != inside:
+                backward += self._recomputed(layer, recomputed, works)
+            inside = layer
             backward += self._backward(node, works[node.name])
         return Profile(tuple(forward), tuple(backward), self._optimizer(), self._model_flops())
 
@@ -207,18 +155,11 @@ class _Profiler:
         size = 3.0 * local_bytes(self.graph, name, self.plan.decisions.values[name], self.axes)
         yield Task(f"{name} +=", "compute", "backward", seconds_of_bytes(size, self.device), bytes=size)
 
-    def _recomputed(self, layer: str, mode: Recompute, works: Mapping[str, OpWork]) -> Iterator[Task]:
+    def _recomputed(self, layer: str, again: frozenset[str], works: Mapping[str, OpWork]) -> Iterator[Task]:
         """The forward of a layer once more: all of it, or what is cheap."""
         for node in self.graph.nodes:
-            if self.layer_of.get(node.name, ("", "none"))[0] == layer:
-                work = works[node.name]
-                if mode == "full" or self.cheap(work.forward):
-                    yield from self._forward(node, work, "recompute", parameters=False)
-
-    def cheap(self, work: Work) -> bool:
-        """What reads and writes more than it computes, by what the device can do of both."""
-        peak = max(self.device.peak_flops.values())
-        return work.limited_by_bytes or work.flops / peak < work.bytes / self.device.stream
+            if node.name in again and self.layer_of[node.name][0] == layer:
+                yield from self._forward(node, works[node.name], "recompute", parameters=False)
 
     # -- communication
 
@@ -229,7 +170,7 @@ class _Profiler:
             size = float(step.numel * one.itemsize)
             told: Direction = direction or ("forward" if way == "forward" else "backward")
             if step.local:
-                moved = 2.0 * one.itemsize * max(prod(_local(one, step, after)) for after in (False, True))
+                moved = 2.0 * one.itemsize * max(prod(shape_of(one, layout)) for layout in (step.before, step.after))
                 yield Task(one.tensor, "copy", told, seconds_of_bytes(moved, self.device), step.axes, moved)
             else:
                 seconds = self.network.seconds(step.kind.value, step.axes, size)
@@ -287,22 +228,3 @@ class _Profiler:
 def _task(name: str, direction: Direction, work: Work) -> Iterable[Task]:
     if work is not NOTHING and work.seconds:
         yield Task(name, "compute", direction, work.seconds, bytes=work.bytes, flops=work.flops)
-
-
-def _local(one: Inserted, step: Step, after: bool) -> tuple[int, ...]:
-    axes = dict(one.reshard.axes)
-    layout = step.after if after else step.before
-    return layout.local_sizes(one.reshard.atoms, axes, dict.fromkeys(axes, 0))
-
-
-def _layers(graph: NamedGraph, plan: Plan) -> dict[str, tuple[str, Recompute]]:
-    """For each op of a layer that computes something again, the layer and what."""
-    by_node = {node.node: node for node in graph.nodes}
-    found: dict[str, tuple[str, Recompute]] = {}
-    for repeat in graph.repeats:
-        for path, layer in zip(repeat.module_paths, repeat.layers, strict=True):
-            mode = plan.recompute.get(path, "none")
-            for name in layer if mode != "none" else ():
-                if name in by_node:
-                    found[by_node[name].name] = (path, mode)
-    return found

@@ -1,0 +1,71 @@
+"""The conversions of parameters, as they are done together."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from autopar.conversions import Inserted, Wiring
+from autopar.reshard import Step, StepKind
+from autopar.rewrite.buckets import BUCKET_BYTES
+from autopar.tracing.graph import NamedGraph
+
+__all__ = ["Bucket", "buckets_of", "shape_of", "ways_of"]
+
+_BUCKETED = frozenset((StepKind.ALL_REDUCE, StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER))
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Conversions of parameters that are done as one, before the first op that wants one of them."""
+
+    members: tuple[Inserted, ...]
+    op: str
+
+    @property
+    def gathers(self) -> bool:
+        return any(step.kind is StepKind.ALL_GATHER for step in self.members[0].reshard.forward)
+
+
+def buckets_of(graph: NamedGraph, wiring: Wiring) -> tuple[Bucket, ...]:
+    """Those of one kind together, up to a size; gathers block by block. In the order of their first uses."""
+    found: list[Bucket] = []
+    open_buckets: dict[Any, list[Inserted]] = {}
+    held: dict[Any, int] = {}
+    for op in wiring.ops.values():
+        for one in op.before:
+            tensor = graph.tensors[one.tensor]
+            if tensor.kind != "param" or not one.ways:
+                continue
+            steps = tuple(tuple((step.kind, step.axes) for step in way) for way in ways_of(one))
+            if any(kind not in _BUCKETED for way in steps for kind, _ in way):
+                found.append(Bucket((one,), one.op))
+                continue
+            block = re.match(r"(.*?\.\d+)\.", tensor.name)
+            gathers = any(kind is StepKind.ALL_GATHER for kind, _ in steps[0])
+            key = steps, tensor.dtype, tensor.requires_grad, (block[1] if block else "") if gathers else None
+            size = max(prod(shape_of(one, step.before)) for way in ways_of(one) for step in way) * one.itemsize
+            members = open_buckets.setdefault(key, [])
+            if members and held[key] + size > BUCKET_BYTES:
+                found.append(Bucket(tuple(members), members[0].op))
+                members.clear()
+                held[key] = 0
+            members.append(one)
+            held[key] = held.get(key, 0) + size
+    found += [Bucket(tuple(members), members[0].op) for members in open_buckets.values() if members]
+    place = {name: i for i, name in enumerate(wiring.ops)}
+    return tuple(sorted(found, key=lambda bucket: place[bucket.op]))
+
+
+def ways_of(one: Inserted) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """The steps forward and backward; none backward where there is no gradient."""
+    return one.reshard.forward, one.reshard.backward if one.differentiable else ()
+
+
+def shape_of(one: Inserted, layout: Any) -> tuple[int, ...]:
+    """The local atoms of the rank with the largest shard."""
+    axes = dict(one.reshard.axes)
+    sizes: tuple[int, ...] = layout.local_sizes(one.reshard.atoms, axes, dict.fromkeys(axes, 0))
+    return sizes
