@@ -47,6 +47,12 @@ class Curve:
         sending = buffer_bytes * self.seconds_per_byte
         return self.latency_seconds + sending + min(sqrt(self.latency_seconds * sending), self.fill_seconds)
 
+    def beats(self, other: Curve, ties: bool) -> bool:
+        """Whether it is never slower; with all numbers equal only if `ties` are won."""
+        mine = (self.latency_seconds, self.seconds_per_byte, self.fill_seconds)
+        its = (other.latency_seconds, other.seconds_per_byte, other.fill_seconds)
+        return all(a <= b for a, b in zip(mine, its, strict=True)) and (mine != its or ties)
+
 
 @dataclass(frozen=True)
 class Network:
@@ -59,6 +65,9 @@ class Network:
     axes: Mapping[str, int]
     links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     _curves: dict[tuple[str, tuple[str, ...]], tuple[Curve, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _best: dict[tuple[str, tuple[str, ...]], tuple[Curve, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     _seconds: dict[tuple[str, tuple[str, ...], float], float] = field(
@@ -99,10 +108,9 @@ class Network:
         key = (kind, axes, buffer_bytes)
         found = self._seconds.get(key)
         if found is None:
-            curves = self.curves(kind, axes)
-            found = min((curve.seconds(buffer_bytes) for curve in curves), default=0.0) if buffer_bytes else 0.0
-            self._seconds[key] = found
-        return found
+            found = min((curve.seconds(buffer_bytes) for curve in self._useful(kind, axes)), default=0.0)
+            self._seconds[key] = found if buffer_bytes else 0.0
+        return self._seconds[key]
 
     def curves(self, kind: str, axes: tuple[str, ...]) -> tuple[Curve, ...]:
         """What the library can do, as functions of the size; empty where there is nothing to send."""
@@ -110,6 +118,18 @@ class Network:
         if key not in self._curves:
             self._curves[key] = self._all_curves(kind, axes)
         return self._curves[key]
+
+    def _useful(self, kind: str, axes: tuple[str, ...]) -> tuple[Curve, ...]:
+        """Those that no other beats at every size."""
+        key = (kind, axes)
+        if key not in self._best:
+            curves = self.curves(kind, axes)
+            self._best[key] = tuple(
+                one
+                for i, one in enumerate(curves)
+                if not any(other.beats(one, j < i) for j, other in enumerate(curves))
+            )
+        return self._best[key]
 
     def algorithm(self, kind: str, axes: tuple[str, ...], buffer_bytes: float) -> str:
         """The name of the cheapest algorithm; empty where there is nothing to send."""
