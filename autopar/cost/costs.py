@@ -45,17 +45,19 @@ class MemoryCosts:
     """Bytes on the device that holds most; the kinds are what they are at the peak."""
 
     parameters_bytes: float
-    """As they are stored, master copies included; buffers too."""
+    """As they are stored, in the dtype that the optimizer updates; buffers too."""
+    copies_bytes: float
+    """Of parameters, for the whole step: in the dtype that is computed in, or gathered."""
     gradients_bytes: float
     """At the end of the backward."""
     optimizer_bytes: float
     inputs_bytes: float
     saved_bytes: float
-    """Kept by the forward for the backward, of one micro-batch, gathered parameters included."""
+    """What the forward leaves for the backward, of one micro-batch, gathered parameters and results included."""
     peak_bytes: float
     """The most at any moment of a step."""
     peak_at: str
-    """The op at whose forward or backward that is."""
+    """When that is: `the backward of head/linear`."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def evaluate(graph: NamedGraph, plan: Plan, cluster: Cluster) -> Costs:
         compute,
         _communication(found, count),
         exposed,
-        memory(graph, plan, wiring),
+        memory(graph, plan, wiring, found.again),
         flops,
         device_flops,
         flops / (step * devices * peak) if step else 0.0,

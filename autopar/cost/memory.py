@@ -1,35 +1,74 @@
-"""What one device holds: parameters, gradients, optimizer states, what is saved for the backward; and the peak."""
+"""What one device holds in a step, by what fills it, and the most at any moment.
+
+The forward and the backward are followed op by op (`autopar/cost/liveness.py`), for eager mode: a compiled module keeps
+what its partitioner chooses. The optimizer's states are there from the second step on, and so they count in every one.
+"""
 
 from __future__ import annotations
 
 from math import prod
 
 from autopar.conversions import Wiring
-from autopar.cost.compute import local_bytes
 from autopar.cost.costs import MemoryCosts
-from autopar.cost.optimizers import optimizer_of
+from autopar.cost.liveness import Liveness
+from autopar.cost.optimizers import Optimizer, optimizer_of
+from autopar.layout.resolve import atoms_of
 from autopar.plan import Plan
-from autopar.tracing.graph import NamedGraph
+from autopar.tracing.graph import NamedGraph, NamedTensor
 
 __all__ = ["memory"]
 
 
-def memory(graph: NamedGraph, plan: Plan, wiring: Wiring) -> MemoryCosts:
-    """The bytes of one step, on the rank that holds most."""
-    axes = plan.axes
-    stored = optimizer = gradients = 0.0
-    optimizer_kind = optimizer_of(plan.optimizer)
-    for tensor in graph.tensors.values():
-        if tensor.kind in ("param", "buffer", "constant"):
-            count = local_bytes(graph, tensor.name, plan.decisions.stored[tensor.name], axes) / tensor.dtype.itemsize
-            size = (plan.master_dtype or tensor.dtype).itemsize if tensor.kind == "param" else tensor.dtype.itemsize
-            stored += count * size
-            if tensor.kind == "param" and tensor.requires_grad:
-                optimizer += optimizer_kind.states * count * size
-                gradients += count * (plan.gradient_dtype or plan.master_dtype or tensor.dtype).itemsize
-    saved = sum(
-        local_bytes(graph, tensor.name, plan.decisions.values[tensor.name], axes)
-        for tensor in graph.saved
-        if tensor.kind != "param"
-    ) + sum(save.bytes for save in graph.saved_inside) / prod(axes.values())
-    return MemoryCosts(stored, gradients, optimizer, 0.0, saved, stored + gradients + optimizer + saved, "")
+def memory(graph: NamedGraph, plan: Plan, wiring: Wiring, again: frozenset[str] = frozenset()) -> MemoryCosts:
+    """The bytes of one step, on the rank that holds most; `again` are the ops that are computed again."""
+    trains = graph.exported.grad_enabled
+    later = plan.micro_batches > 1 or plan.gradient_dtype is not None
+    run = Liveness(graph, plan, wiring, again, later)
+    run.forward()
+    inputs = parameters = 0.0
+    for (name, _), storage in run.given.items():
+        if graph.tensors[name].kind == "input":
+            inputs += run.storages.sizes[storage]
+        else:
+            parameters += run.storages.sizes[storage]
+    copies = sum(run.storages.sizes[storage] for storage in run.copied.values())
+    saved = run.storages.live - inputs - parameters - copies
+    if not trains:
+        return MemoryCosts(parameters, copies, 0.0, 0.0, inputs, 0.0, run.storages.peak, run.storages.peak_at)
+    run.backward()
+    gradients = run.gradient_bytes()
+    states, largest = _optimizer_bytes(graph, plan, optimizer_of(plan.optimizer))
+    held = parameters + copies + inputs + states
+    moments = {
+        run.storages.peak_at: run.storages.peak + states,
+        "the optimizer": held + gradients + largest,
+    }
+    at = max(moments, key=lambda moment: moments[moment])
+    return MemoryCosts(parameters, copies, gradients, states, inputs, saved, moments[at], at)
+
+
+def _optimizer_bytes(graph: NamedGraph, plan: Plan, optimizer: Optimizer) -> tuple[float, float]:
+    """Its states; and what it holds in between for the largest parameter, which it steps one by one."""
+    states = largest = 0.0
+    for tensor in graph.parameters:
+        if tensor.requires_grad:
+            itemsize = (plan.master_dtype or tensor.dtype).itemsize
+            shape = _local_shape(tensor, plan)
+            count = prod(shape)
+            states += optimizer.states * count * itemsize
+            if optimizer.factored:
+                states += _factored(shape) * itemsize
+            largest = max(largest, optimizer.temporaries * count * itemsize)
+    return states, largest
+
+
+def _local_shape(tensor: NamedTensor, plan: Plan) -> tuple[int, ...]:
+    atoms, stored = atoms_of(tensor), plan.decisions.stored[tensor.name]
+    return atoms.fold(stored.local_sizes(atoms, plan.axes, dict.fromkeys(plan.axes, 0)))
+
+
+def _factored(shape: tuple[int, ...]) -> int:
+    """A number for each row and one for each column of the last two dims; all of what has one dim."""
+    if len(shape) < 2:
+        return prod(shape)
+    return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]

@@ -54,6 +54,8 @@ class Profile:
     optimizer: tuple[Task, ...]
     model_flops: float
     """Of one micro-batch, of the whole model, without what is computed again."""
+    again: frozenset[str] = frozenset()
+    """The ops that are computed again in the backward."""
 
     def __iter__(self) -> Iterator[Task]:
         yield from (*self.forward, *self.backward, *self.optimizer)
@@ -104,7 +106,7 @@ class _Profiler:
                 backward += self._recomputed(layer, recomputed, works)
             inside = layer
             backward += self._backward(node, works[node.name])
-        return Profile(tuple(forward), tuple(backward), self._optimizer(), self._model_flops())
+        return Profile(tuple(forward), tuple(backward), self._optimizer(), self._model_flops(), recomputed)
 
     # -- ops
 
