@@ -108,16 +108,6 @@ class Gamma(Drawing):
         return drawn + slope * (alpha - alpha.detach())
 
 
-class Dirichlet(Drawing):
-    def forward(self, key: Tensor, alpha: Tensor) -> Tensor:
-        drawn = draw(key, (alpha,), self.draw)
-        if not alpha.requires_grad:
-            return drawn
-        total = alpha.detach().sum(-1, keepdim=True).expand_as(alpha)
-        moved: Tensor = aten._dirichlet_grad.default(drawn, alpha.detach(), total) * (alpha - alpha.detach())
-        return drawn + moved - drawn * moved.sum(-1, keepdim=True)
-
-
 class Attention(Drawing):
     """Attention that drops weights: `first_row` is where this rank's queries start."""
 
@@ -262,8 +252,14 @@ def _gamma(op: _Op) -> Drawing:
     return Gamma(_sampled(op), str(op.node.rule))
 
 
-def _dirichlet(op: _Op) -> Drawing:
-    return Dirichlet(_sampled(op), str(op.node.rule))
+def _flat(op: _Op) -> Drawing:
+    """An op that torch has no derivative of."""
+    if op.differentiable:
+        raise AutoparError(
+            f"{op.node.name} ({op.node.op}) has no derivative, and its operand requires a gradient, at "
+            f"{op.node.origin.source}: {op.node.origin.source_code}\nfix: detach() its operands"
+        )
+    return _sample(op)
 
 
 _SAMPLES = """
@@ -271,7 +267,7 @@ rand.default randn.default randperm.default randint.default randint.low normal.f
 rand_like.default randn_like.default randint_like.default randint_like.low_dtype
 uniform.default normal_functional.default exponential.default cauchy.default log_normal.default geometric.default
 random.default random.from random.to bernoulli.default bernoulli.p bernoulli.Tensor
-normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor multinomial.default poisson.default binomial.default
+normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor multinomial.default poisson.default
 """
 
 _MAKERS: dict[str, Callable[[_Op], Drawing]] = {
@@ -281,7 +277,8 @@ _MAKERS: dict[str, Callable[[_Op], Drawing]] = {
     "aten.scaled_dot_product_attention.default": _attention,
     "aten.rrelu.default": _rrelu,
     "aten._standard_gamma.default": _gamma,
-    "aten._sample_dirichlet.default": _dirichlet,
+    "aten._sample_dirichlet.default": _flat,
+    "aten.binomial.default": _flat,
 }
 
 _BY_VALUE = frozenset(

@@ -124,6 +124,8 @@ class Kept:
         return kept.bernoulli_(1 - self.rate, generator=generator)
 
     def whole(self, operands: Sequence[Tensor]) -> Tensor:
+        if self.rate == 1:
+            return torch.zeros(self.cut.shape, dtype=torch.bool, device=self.device)  # `dropout` draws nothing then
         ones = torch.empty_strided(self.cut.shape, self.strides, device=self.device).fill_(1)
         kept: Tensor = torch.ops.aten.native_dropout.default(ones, self.rate, True)[1]
         return kept

@@ -25,8 +25,8 @@ LAYERS = 2
 Counts = dict[tuple[str, str], int]
 
 
-def check(architecture: str, sizes: tuple[int, ...], train: bool = False) -> None:
-    for outcome in zoo_outcomes(architecture, STRATEGIES, sizes, train):
+def check(architecture: str, sizes: tuple[int, ...], train: bool = False, dropout: float = 0.0) -> None:
+    for outcome in zoo_outcomes(architecture, STRATEGIES, sizes, train, dropout=dropout):
         if outcome.where == "no dims":
             assert architecture in WITHOUT_MODEL_DIMS
             continue
@@ -55,6 +55,22 @@ def test_two_axes(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ["gpt2", "vit"])
 def test_train_mode_without_dropout(architecture: str) -> None:
     check(architecture, (2,), train=True)
+
+
+def test_dropout_drops_what_one_process_drops() -> None:
+    check("gpt2", (2,), train=True, dropout=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["bert", "t5", "swin"])
+def test_dropout_of_more_architectures(architecture: str) -> None:
+    check(architecture, (2,), train=True, dropout=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["bert", "gpt2"])
+def test_dropout_over_two_axes(architecture: str) -> None:
+    check(architecture, (2, 2), train=True, dropout=0.1)
 
 
 def test_a_wrong_gradient_is_seen() -> None:
