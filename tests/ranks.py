@@ -21,6 +21,7 @@ from autopar.layout.resolve import atoms_of
 from autopar.layout.state import coordinates
 from autopar.rewrite.emit import emit
 from autopar.rewrite.functions import Groups, _Group
+from autopar.rewrite.moves import _kept_op
 from autopar.tracing.graph import NamedGraph
 from tests.simulation import gather
 
@@ -36,6 +37,7 @@ class SimulatedGroups(Groups):
         self.places = list(coordinates(axes))
         self.names = tuple(axes)
         self.rank = rank
+        self.device_type = "cpu"
         self.coordinate = self.places[rank]
         self.device_type = "cpu"
         self._found = {}
@@ -49,6 +51,7 @@ class SimulatedGroups(Groups):
 def on_ranks(axes: Mapping[str, int], function: Callable[[SimulatedGroups], T]) -> list[T]:
     """What the function returns on each rank of a mesh; the first error of a rank is raised."""
     count = len(list(coordinates(axes)))
+    _kept_op()  # not by several threads at once
     meeting = _Meeting(count)
     results: list[Any] = [None] * count
 

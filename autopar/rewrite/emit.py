@@ -24,7 +24,7 @@ from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout, chunk
 from autopar.rewrite.buckets import put_in_buckets
 from autopar.rewrite.drawing import Drawings, DrawnOp
-from autopar.rewrite.empty import Empty, amounts
+from autopar.rewrite.empty import Empty, amounts, nodes_of, reached
 from autopar.rewrite.functions import Conversion, Groups
 from autopar.rewrite.lowerings import Split, split_of
 from autopar.rewrite.lowerings.base import Send
@@ -196,7 +196,7 @@ class _Emitter:
         empty = [piece.factor for piece in pieces if not piece.length and piece.total]
         if empty and any(node.operands) and not node.rule.random:
             if not any(map(node.rule.added_operands, empty)) or not any(self._gives_some(node, decision)):
-                return self._empty(source, node, decision, local)
+                return self._empty(source, node, decision, arguments)
             local = self._filled(local)
         lowered = [piece for piece in pieces if node.rule.lowering(piece.factor)]
         if lowered:
@@ -242,12 +242,14 @@ class _Emitter:
     def _gives_some(self, node: NamedNode, decision: OpDecision) -> Iterator[bool]:
         return (result is not None and 0 not in result[0] for result in self._results(node, decision))
 
-    def _empty(self, source: Node, node: NamedNode, decision: OpDecision, local: Local) -> Node:
+    def _empty(self, source: Node, node: NamedNode, decision: OpDecision, arguments: Mapping[str, Any]) -> Node:
         """An op of which this rank has nothing."""
         single = len(node.outputs) == 1 and isinstance(source.meta["val"], Tensor)
-        module = Empty(str(local.op), tuple(self._results(node, decision)), single)
-        given = [each for value in local.arguments.values() for each in (value if isinstance(value, list) else [value])]
-        return self._module(f"{node.name}_empty", module, tuple(value for value in given if isinstance(value, Node)))
+        assert isinstance(source.target, torch._ops.OpOverload), source
+        found = reached(source.target, arguments_by_name(source.target, source.args, source.kwargs))
+        pairs = zip(self._results(node, decision), found, strict=True)
+        results = tuple(None if result is None else (*result, reaches) for result, reaches in pairs)
+        return self._module(f"{node.name}_empty", Empty(str(source.target), results, single), nodes_of(arguments))
 
     def _filled(self, local: Local) -> Local:
         """A slice of zeros where this rank has nothing of what is summed."""

@@ -15,11 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
 
 from autopar.rewrite.moves import zeros_of
+from autopar.rules.call import flat_results
+from autopar.rules.local import call_by_name
 from autopar.rules.notation import Operand
 
-__all__ = ["Empty", "amounts", "nothing"]
+__all__ = ["Empty", "Result", "amounts", "nodes_of", "nothing", "reached"]
 
 
 def nothing(shape: Sequence[int], dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
@@ -45,21 +49,71 @@ class _Nothing(torch.autograd.Function):
         return None, None, *made
 
 
-class Empty(nn.Module):
-    """An op on a rank that has nothing to do for it; `results` are the shapes and dtypes that it gives."""
+Result = tuple[tuple[int, ...], torch.dtype, frozenset[int]]
+"""The shape and dtype of what an op gives, and the operands that its gradient would go to."""
 
-    def __init__(self, op: str, results: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...], single: bool) -> None:
+
+class Empty(nn.Module):
+    """An op on a rank that has nothing to do for it."""
+
+    def __init__(self, op: str, results: tuple[Result | None, ...], single: bool) -> None:
         super().__init__()
         self.op = op
         self.results = results
         self.single = single
 
     def forward(self, *tensors: Tensor) -> Any:
-        made = [None if result is None else nothing(*result, tensors) for result in self.results]
+        made = [None if result is None else self._made(result, tensors) for result in self.results]
         return made[0] if self.single else made
+
+    def _made(self, result: Result, tensors: Sequence[Tensor]) -> Tensor:
+        shape, dtype, reached = result
+        return nothing(shape, dtype, [x if i in reached else x.detach() for i, x in enumerate(tensors)])
 
     def extra_repr(self) -> str:
         return f"{self.op}: this rank has nothing of it"
+
+
+def nodes_of(arguments: Mapping[str, Any]) -> tuple[Node, ...]:
+    """The values among an op's arguments, lists flattened."""
+    listed = [each for value in arguments.values() for each in (value if isinstance(value, list | tuple) else [value])]
+    return tuple(value for value in listed if isinstance(value, Node))
+
+
+def reached(op: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> list[frozenset[int]]:
+    """For each result of an op, which of the values it takes its gradient goes to: not all of them (`ones_like`).
+
+    All ranks must find the same values to have a gradient, or their backwards run in different orders. So the op is
+    run, whole and without memory, and its derivative is looked at.
+    """
+    leaves: list[Tensor] = []
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [leaf(each) for each in value]
+        if not isinstance(value, Node):
+            return value
+        given = value.meta["val"]
+        made = torch.empty(given.shape, dtype=given.dtype, device=given.device)
+        leaves.append(made.requires_grad_(made.is_floating_point() or made.is_complex()))
+        return made.clone()  # an op may give back what it takes, which then has no history
+
+    with FakeTensorMode(), torch.enable_grad():
+        results = flat_results(call_by_name(op, {name: leaf(value) for name, value in arguments.items()}))
+    return [_leaves_of(result, leaves) for result in results]
+
+
+def _leaves_of(result: Tensor | None, leaves: Sequence[Tensor]) -> frozenset[int]:
+    todo = [result.grad_fn] if result is not None and result.grad_fn is not None else []
+    seen, found = set(todo), set()
+    while todo:
+        function = todo.pop()
+        variable = getattr(function, "variable", None)
+        found.update(i for i, leaf in enumerate(leaves) if leaf is variable)
+        following = {step for step, _ in function.next_functions if step is not None} - seen
+        seen |= following
+        todo += following
+    return frozenset(found)
 
 
 def amounts(operand: Operand, local_sizes: Mapping[str, int]) -> list[int]:
