@@ -1,0 +1,202 @@
+"""The predicted peak of memory and the measured one, for models under strategies with AdamW, in eager mode.
+
+    python -m benchmarks.memory [--models gpt,bert] [--rank 0]
+
+One rank runs for itself, with real tensors, on a process group whose collectives move nothing but give tensors of the
+right shapes. A dispatch mode counts the bytes of the storages that live.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import autopar
+from autopar.cost.memory import memory
+from autopar.cost.profile import wire_of
+from autopar.layout.choosing import choose_layout
+from autopar.layout.resolve import atoms_of
+from autopar.plan import Plan
+from autopar.rewrite.emit import emit
+from autopar.rewrite.functions import Groups
+from autopar.tracing.footprint import LiveBytes
+from autopar.tracing.graph import NamedGraph
+from examples.gpt import gpt
+from examples.resnet import resnet
+
+LAYOUTS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
+    "gpt": {
+        "ddp": {"dp": 4},
+        "zero1": {"dp": 4},
+        "fsdp": {"fsdp": 4},
+        "megatron": {"dp": 2, "tp": 2},
+        "megatron_sp": {"dp": 2, "tp": 2},
+    },
+    "resnet": {
+        "ddp": {"dp": 4},
+        "zero1": {"dp": 4},
+        "fsdp": {"fsdp": 4},
+        "batch -> dp; height -> sy; * -> none": {"dp": 2, "sy": 2},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    forward_bytes: int
+    saved_bytes: int
+    peak_bytes: int
+
+
+def models() -> Mapping[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]]:
+    """Models that a CPU runs in a moment; large enough that what is kept matters."""
+    return {
+        "gpt": lambda: gpt(layers=4, d_model=256, heads=8, vocab=2048, seq=128, batch=8),
+        "resnet": lambda: resnet(depth=18, width=16, image=64, batch=16, loss=True, train=True),
+        "llama": llama,
+        "bert": bert,
+    }
+
+
+def llama() -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=2048,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        use_cache=False,
+    )
+    ids = torch.randint(2048, (8, 128))
+    return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
+def bert() -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=2048,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        max_position_embeddings=256,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    ids = torch.randint(2048, (8, 128))
+    return BertForMaskedLM(config), {"input_ids": ids, "labels": ids}
+
+
+def measure(graph: NamedGraph, plan: Plan, rank: int = 0) -> Measured:
+    """The second step of one rank, when the optimizer's states are there."""
+    with _groups(plan.axes, rank) as groups:
+        module = emit(graph, plan.decisions, groups, plan.outputs, plan.local_inputs).graph_module
+        values, parameters = _values(graph, plan, groups.coordinate)
+        counter = _Alone()
+        for value in values:
+            counter.count(value)
+        optimizer = torch.optim.AdamW(parameters)
+        for _ in range(2):
+            found = _step(module, values, optimizer, counter)
+        return found
+
+
+def _step(module: nn.Module, values: list[Tensor], optimizer: torch.optim.Optimizer, counter: LiveBytes) -> Measured:
+    with counter:
+        before = counter.peak = counter.live
+        outputs = module(*values)
+        forward, after = counter.peak, counter.live
+        trained = [value for value in outputs if isinstance(value, Tensor) and value.requires_grad]
+        loss = next((value for value in trained if not value.shape), None)
+        (trained[0].sum() if loss is None else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return Measured(forward, after - before, counter.peak)
+
+
+class _Alone(LiveBytes):
+    """Counts; and takes part in exchanges by itself: without the others they refuse to send nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops._c10d_functional.all_to_all_single.default:
+            received = args[0].new_zeros((sum(args[1]), *args[0].shape[1:]))
+            self.count(received)
+            return received
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _groups:
+    """A process group whose collectives move nothing."""
+
+    def __init__(self, axes: Mapping[str, int], rank: int) -> None:
+        self.axes, self.rank = axes, rank
+
+    def __enter__(self) -> Groups:
+        size = prod(self.axes.values())
+        dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=size)
+        return Groups(init_device_mesh("cpu", tuple(self.axes.values()), mesh_dim_names=tuple(self.axes)))
+
+    def __exit__(self, *error: Any) -> None:
+        dist.destroy_process_group()
+
+
+def _values(graph: NamedGraph, plan: Plan, coordinate: Mapping[str, int]) -> tuple[list[Tensor], list[nn.Parameter]]:
+    """What the graph is called with: shards of parameters, whole inputs."""
+    values: list[Tensor] = []
+    parameters: list[nn.Parameter] = []
+    for placeholder in graph.exported.placeholders:
+        tensor = graph.tensors[placeholder.name]
+        shape = tensor.shape
+        if tensor.kind != "input" or plan.local_inputs:
+            atoms = atoms_of(tensor)
+            shape = atoms.fold(plan.decisions.stored[tensor.name].local_sizes(atoms, plan.axes, coordinate))
+        value = torch.zeros(shape, dtype=tensor.dtype)
+        if tensor.kind == "param":
+            value = nn.Parameter(value, placeholder.requires_grad)
+            parameters.append(value)
+        values.append(value)
+    return values, [parameter for parameter in parameters if parameter.requires_grad]
+
+
+def cases(names: list[str]) -> Iterator[tuple[str, str, NamedGraph, Plan]]:
+    for name in names:
+        model, inputs = models()[name]()
+        graph = autopar.trace(model, inputs)
+        for layout, axes in LAYOUTS.get(name, LAYOUTS["gpt"]).items():
+            yield name, layout, graph, Plan.of(graph, choose_layout(layout, axes), axes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(models()), help="names, with commas between them")
+    parser.add_argument("--rank", type=int, default=0)
+    options = parser.parse_args()
+    print(f"{'model':8} {'layout':20} {'saved MB':>19}  {'peak MB':>19}   error  at")
+    worst = 0.0
+    for name, layout, graph, plan in cases(options.models.split(",")):
+        predicted = memory(graph, plan, wire_of(graph, plan))
+        measured = measure(graph, plan, options.rank)
+        error = predicted.peak_bytes / measured.peak_bytes - 1
+        worst = max(worst, abs(error))
+        saved = f"{predicted.saved_bytes / 1e6:8.2f} / {measured.saved_bytes / 1e6:8.2f}"
+        peak = f"{predicted.peak_bytes / 1e6:8.2f} / {measured.peak_bytes / 1e6:8.2f}"
+        print(f"{name:8} {layout[:20]:20} {saved:>19}  {peak:>19}  {error:6.1%}  {predicted.peak_at}")
+    print(f"predicted / measured; the largest error is {worst:.1%}")
+
+
+if __name__ == "__main__":
+    main()
