@@ -61,6 +61,10 @@ class Device:
     matrix: Matrix | None = None
     """How it multiplies matrices; by default as fast as its peak and its memory allow."""
     attention: Attention = Attention(1, 1.0, 1.0)
+    host_seconds: float = 0.0
+    """What the host takes to launch one kernel of an eager program; it runs ahead, so the sum of all counts."""
+    sustained_fraction: float = 1.0
+    """The share of the rate of products that is left to a device that has been busy for long."""
 
     @property
     def stream(self) -> float:

@@ -43,10 +43,13 @@ class Work:
     seconds: float = 0.0
     limited_by_bytes: bool = True
     """Whether the time follows from what is read and written; then `torch.compile` may fuse it with its neighbours."""
+    launches: int = 0
+    """Kernels that the host launches for it."""
 
     def __add__(self, other: Work) -> Work:
         both = self.limited_by_bytes and other.limited_by_bytes
-        return Work(self.flops + other.flops, self.bytes + other.bytes, self.seconds + other.seconds, both)
+        launches = self.launches + other.launches
+        return Work(self.flops + other.flops, self.bytes + other.bytes, self.seconds + other.seconds, both, launches)
 
 
 NOTHING = Work()
@@ -184,7 +187,7 @@ class _Op:
         return name is not None and self.graph.tensors[name].requires_grad
 
     def _by_bytes(self, count: float) -> Work:
-        return Work(0.0, count, seconds_of_bytes(count, self.device))
+        return Work(0.0, count, seconds_of_bytes(count, self.device), launches=int(count > 0))
 
     # -- products
 
@@ -229,14 +232,15 @@ class _Op:
 
         def work(product: Product) -> Work:
             seconds = product_seconds(product, dtype.itemsize, self.device.matrix, peak, self.device.stream)
+            seconds /= self.device.sustained_fraction
             size = product.bytes(dtype.itemsize)
-            return Work(product.flops, size, max(seconds, self.device.launch_seconds), False)
+            return Work(product.flops, size, max(seconds, self.device.launch_seconds), False, launches=1)
 
         backward = sum((work(gradients[i]) for i in (one, other) if i in trained), Work(limited_by_bytes=False))
         rest = [i for i in trained if i not in (one, other) and i not in self.footprint.passes]
         if rest:  # a bias: the gradient of the result is read once more
             size = self._output_bytes(0) + sum(map(self._operand_bytes, rest))
-            backward += Work(0.0, size, seconds_of_bytes(size, self.device))
+            backward += self._by_bytes(size)
         return OpWork(work(product), backward)
 
     # -- ops that do more than their rules say
@@ -257,9 +261,10 @@ class _Op:
         peak = peak_of(self.device, self._dtype(0))
         works = []
         for times, reached in ((1.0, rates.forward_fraction), (BACKWARD_PRODUCTS, rates.backward_fraction)):
-            seconds = times * flops / (peak * reached * self._filled(rates, heads, sizes.get("s", 1)))
+            rate = peak * reached * self.device.sustained_fraction * self._filled(rates, heads, sizes.get("s", 1))
             size = moved * times
-            works.append(Work(times * flops, size, max(seconds, seconds_of_bytes(size, self.device)), False))
+            seconds = max(times * flops / rate, seconds_of_bytes(size, self.device))
+            works.append(Work(times * flops, size, seconds, False, launches=1))
         return OpWork(works[0], works[1] if self._trained() else NOTHING)
 
     def _causal_share(self, sizes: Mapping[str, int]) -> float:

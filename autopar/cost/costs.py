@@ -76,6 +76,8 @@ class Costs:
     """Of the busiest device, with it."""
     mfu: float
     """Model FLOP/s over the peak of the devices."""
+    waiting_seconds: float = 0.0
+    """What the devices wait for their host to launch kernels."""
 
     @property
     def communication_seconds(self) -> float:

@@ -1,12 +1,14 @@
 """The price of a plan, solved or written by hand: `evaluate(graph, plan, cluster)`.
 
-    step = compute + communication of values + exposed communication of parameters
+    step = compute + communication of values + exposed communication of parameters + waiting
     exposed = max(0, gathers - η forward compute) + max(0, reductions - η backward compute)
 
 Values are waited for where they are used. Parameters are gathered ahead of their use and their gradients reduced beside
 the backward, but only as much as there is to compute beside: η is the share of it that the library of the cluster can
 use (`overlap_fraction`). What happens once per step (a gathered copy that stays, a reduction in the last micro-batch)
-has the forward or backward of one micro-batch to hide behind, what happens in every micro-batch has all of them.
+has the forward or backward of one micro-batch to hide behind, what happens in every micro-batch has all of them. An
+eager program launches its kernels one by one: where the host takes longer for all of them than the device does to run
+them, the device waits.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def evaluate(graph: NamedGraph, plan: Plan, cluster: Cluster) -> Costs:
     )
     values = count * sum(task.seconds for task in (*found.forward, *found.backward) if _of_values(task))
     exposed = exposed_seconds(found, plan, cluster.library.overlap_fraction)
-    step = compute.seconds + values + exposed
+    waiting = count * waiting_seconds(found)
+    step = compute.seconds + values + exposed + waiting
     device_flops = count * sum(task.flops for task in found)
     flops = count * found.model_flops
     devices = 1
@@ -61,6 +64,7 @@ def evaluate(graph: NamedGraph, plan: Plan, cluster: Cluster) -> Costs:
         flops,
         device_flops,
         flops / (step * devices * peak) if step else 0.0,
+        waiting,
     )
 
 
@@ -73,6 +77,13 @@ def exposed_seconds(found: Profile, plan: Plan, overlap_fraction: float) -> floa
         once = sum(task.seconds for task in tasks if task.beside and task.once)
         total += (plan.micro_batches - 1) * max(0.0, each - room) + max(0.0, each + once - room)
     return total
+
+
+def waiting_seconds(found: Profile) -> float:
+    """What the host takes for one micro-batch beyond what the device does."""
+    tasks = (*found.forward, *found.backward)
+    host = sum(task.host_seconds for task in tasks if not task.once)
+    return max(0.0, host - sum(task.seconds for task in tasks if not task.beside))
 
 
 def _seconds(tasks: Iterable[Task], direction: str) -> float:

@@ -83,3 +83,5 @@ class Library:
     algorithm: tuple[Algorithm, ...]
     overlap_fraction: float = 1.0
     """The share of the time of computing in which it can move data beside it."""
+    host_seconds: Mapping[str, float] = field(default_factory=dict)
+    """What the host takes to start a collective, by its kind."""

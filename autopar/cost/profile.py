@@ -6,7 +6,7 @@ is equal is worked out once: ops by their call and the layouts of their tensors,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -21,6 +21,7 @@ from autopar.cost.fusion import fused
 from autopar.cost.layers import again, layers_of
 from autopar.cost.optimizers import optimizer_of
 from autopar.plan import Plan
+from autopar.reshard import Step
 from autopar.tracing.graph import NamedGraph, NamedNode
 
 __all__ = ["Profile", "Task", "profile", "wire_of"]
@@ -43,6 +44,8 @@ class Task(NamedTuple):
     """Of parameters: it may run beside the computing."""
     once: bool = False
     """In one micro-batch of the step, not in each."""
+    host_seconds: float = 0.0
+    """What the host takes to start it."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,11 @@ class _Profiler:
         for bucket in buckets_of(self.graph, self.wiring):
             self.buckets.setdefault(bucket.op, []).append(bucket)
         self.layer_of = layers_of(self.graph, self.plan)
+        self.launch = self.device.launch_seconds if self.plan.compiled else self.device.host_seconds
+        self.first_use: dict[str, str] = {}
+        for node in self.graph.nodes:
+            for name in node.operands:
+                self.first_use.setdefault(name or "", node.name)
         self.last_use = {name: node.name for node in self.graph.nodes for name in node.operands if name is not None}
 
     def run(self) -> Profile:
@@ -126,7 +134,7 @@ class _Profiler:
                 yield from self._bucket(bucket, "forward")
         for one in self._values(wired):
             yield from self._value(one, "forward", direction)
-        yield from _task(node.name, direction, work.forward)
+        yield from self._task(node.name, direction, work.forward)
         for one in wired.after:
             yield from self._value(one, "forward", direction)
 
@@ -137,11 +145,12 @@ class _Profiler:
         for bucket in self.buckets.get(node.name, ()):
             if bucket.gathers and any(one.tensor in self.plan.regather for one in bucket.members):
                 yield from (task._replace(direction="recompute") for task in self._bucket(bucket, "forward"))
-        yield from _task(node.name, "backward", work.backward)
+        yield from self._task(node.name, "backward", work.backward)
         for one in reversed(self._values(wired)):
             yield from self._value(one, "backward")
         for name in dict.fromkeys(node.operands):
             yield from self._added(name, node)
+            yield from self._accumulated(name, node)
         for bucket in self.buckets.get(node.name, ()):
             yield from self._bucket(bucket, "backward")
 
@@ -155,13 +164,35 @@ class _Profiler:
         if name is None or not self.graph.tensors[name].requires_grad or self.last_use[name] == node.name:
             return
         size = 3.0 * local_bytes(self.graph, name, self.plan.decisions.values[name], self.axes)
-        yield Task(f"{name} +=", "compute", "backward", seconds_of_bytes(size, self.device), bytes=size)
+        yield self._moved(f"{name} +=", "backward", size)
+
+    def _accumulated(self, name: str | None, node: NamedNode) -> Iterator[Task]:
+        """The gradient of a parameter is added to that of the micro-batches before, once it is complete."""
+        plan = self.plan
+        if name is None or self.first_use[name] != node.name or not self.graph.tensors[name].requires_grad:
+            return
+        tensor = self.graph.tensors[name]
+        if tensor.kind == "param" and (plan.micro_batches > 1 or plan.gradient_dtype is not None):
+            layout = plan.decisions.values[name] if name in plan.accumulated else plan.decisions.stored[name]
+            count = local_bytes(self.graph, name, layout, self.axes) / tensor.dtype.itemsize
+            added = (plan.gradient_dtype or plan.master_dtype or tensor.dtype).itemsize
+            yield self._moved(f"{name}.grad +=", "backward", count * (tensor.dtype.itemsize + 2 * added))
 
     def _recomputed(self, layer: str, again: frozenset[str], works: Mapping[str, OpWork]) -> Iterator[Task]:
         """The forward of a layer once more: all of it, or what is cheap."""
         for node in self.graph.nodes:
             if node.name in again and self.layer_of[node.name][0] == layer:
                 yield from self._forward(node, works[node.name], "recompute", parameters=False)
+
+    def _task(self, name: str, direction: Direction, work: Work) -> Iterator[Task]:
+        if work is not NOTHING and work.seconds:
+            host = work.launches * self.launch
+            yield Task(name, "compute", direction, work.seconds, bytes=work.bytes, flops=work.flops, host_seconds=host)
+
+    def _moved(self, name: str, direction: Direction, size: float) -> Task:
+        """An op that does nothing but read and write."""
+        seconds = seconds_of_bytes(size, self.device)
+        return Task(name, "compute", direction, seconds, bytes=size, host_seconds=self.launch if size else 0.0)
 
     # -- communication
 
@@ -173,10 +204,10 @@ class _Profiler:
             told: Direction = direction or ("forward" if way == "forward" else "backward")
             if step.local:
                 moved = 2.0 * one.itemsize * max(prod(shape_of(one, layout)) for layout in (step.before, step.after))
-                yield Task(one.tensor, "copy", told, seconds_of_bytes(moved, self.device), step.axes, moved)
+                yield self._moved(one.tensor, told, moved)._replace(kind="copy", axes=step.axes)
             else:
-                seconds = self.network.seconds(step.kind.value, step.axes, size)
-                yield Task(one.tensor, step.kind.value, told, seconds, step.axes, size)
+                seconds, host = self.network.seconds(step.kind.value, step.axes, size), self._host(step)
+                yield Task(one.tensor, step.kind.value, told, seconds, step.axes, size, host_seconds=host)
 
     def _bucket(self, bucket: Bucket, way: Literal["forward", "backward"]) -> Iterator[Task]:
         """The steps of all members at once."""
@@ -192,7 +223,11 @@ class _Profiler:
             name = first.tensor if len(bucket.members) == 1 else f"{first.tensor} and {len(bucket.members) - 1} more"
             seconds = 0.0 if step.local else self.network.seconds(step.kind.value, step.axes, size)
             kind = "copy" if step.local else step.kind.value
-            yield Task(name, kind, way, seconds, step.axes, size, beside=True, once=first.tensor in once)
+            host = self._host(step)
+            yield Task(name, kind, way, seconds, step.axes, size, 0.0, True, first.tensor in once, host)
+
+    def _host(self, step: Step) -> float:
+        return self.launch if step.local else self.cluster.library.host_seconds.get(step.kind.value, self.launch)
 
     def _itemsize(self, one: Inserted, way: str) -> int:
         dtype = self.plan.gradient_dtype
@@ -211,7 +246,7 @@ class _Profiler:
                 numel = count / tensor.dtype.itemsize
                 size = (self.plan.master_dtype or tensor.dtype).itemsize
                 total += numel * size * states.passes
-        return (Task("optimizer", "compute", "optimizer", seconds_of_bytes(total, self.device), bytes=total),)
+        return (self._moved("optimizer", "optimizer", total),)
 
     def _model_flops(self) -> float:
         """Of the whole model, whatever is split: forward, and backward where there is one."""
@@ -225,8 +260,3 @@ class _Profiler:
                 found[id(footprint)] = work.forward.flops + work.backward.flops
             total += found[id(footprint)]
         return total
-
-
-def _task(name: str, direction: Direction, work: Work) -> Iterable[Task]:
-    if work is not NOTHING and work.seconds:
-        yield Task(name, "compute", direction, work.seconds, bytes=work.bytes, flops=work.flops)
