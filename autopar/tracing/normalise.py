@@ -44,6 +44,8 @@ def normalise(graph: Graph, device: torch.device | None) -> None:
             _drop_nothing(node)
         elif node.target is aten.copy.default:
             _replace_copy(graph, node)
+        elif node.target is aten.type_as.default:
+            _replace(node, _cast(graph, node.args[0], node))  # the other tensor is asked for its type only
         elif "device" in node.kwargs:
             _free_of_device(node, device)
     mean_losses_as_sums(graph)
@@ -79,12 +81,18 @@ def _replace_copy(graph: Graph, node: Node) -> None:
             value = _like(
                 graph.call_function(aten.expand.default, (value, list(want.shape))), node, have.expand(want.shape)
             )
-        changed = {
-            name: getattr(want, name) for name in ("dtype", "device") if getattr(have, name) != getattr(want, name)
-        }
-        if changed:
-            value = _like(graph.call_function(aten._to_copy.default, (value,), changed), node, want)
+        value = _cast(graph, value, node)
     _replace(node, value)
+
+
+def _cast(graph: Graph, value: Any, node: Node) -> Any:
+    """A value in the dtype and on the device of a node, which it stands in for."""
+    have, want = value.meta["val"], node.meta["val"]
+    changed = {name: getattr(want, name) for name in ("dtype", "device") if getattr(have, name) != getattr(want, name)}
+    if not changed:
+        return value
+    with graph.inserting_before(node):
+        return _like(graph.call_function(aten._to_copy.default, (value,), changed), node, want)
 
 
 def _drop_nothing(node: Node) -> None:

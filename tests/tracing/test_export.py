@@ -232,7 +232,12 @@ def several_results(net: Net, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return a * b, indices, top, values.max(), torch.tensor([1.0, 2.0])
 
 
-@pytest.mark.parametrize("function", [inplace, zeroed, accumulated, strided, heads, several_results])
+def typed(net: Net, x: torch.Tensor) -> torch.Tensor:
+    narrow = net.first(x).float().type_as(x.float())
+    return net.second(x).type_as(x) + narrow.type_as(x)
+
+
+@pytest.mark.parametrize("function", [inplace, zeroed, accumulated, strided, heads, several_results, typed])
 def test_ops_that_need_care(function: Callable[..., Any]) -> None:
     assert_equal(function)
 
@@ -241,6 +246,12 @@ def test_no_view_and_no_copy_is_left() -> None:
     for function in (strided, zeroed):
         targets = ops(export(Net(function), (example(),)))
         assert not {aten.view.default, aten._unsafe_view.default, aten.copy.default, aten.alias.default} & set(targets)
+
+
+def test_of_a_tensor_that_gives_its_type_only_the_type_is_left() -> None:
+    exported = export(Net(typed), (example(),))
+    assert aten.type_as.default not in ops(exported)
+    assert ops(exported).count(aten._to_copy.default) == 2, "where the type changes"
 
 
 def dropout(net: Net, x: torch.Tensor) -> torch.Tensor:
