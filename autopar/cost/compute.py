@@ -41,15 +41,25 @@ class Work:
     flops: float = 0.0
     bytes: float = 0.0
     seconds: float = 0.0
-    limited_by_bytes: bool = True
-    """Whether the time follows from what is read and written; then `torch.compile` may fuse it with its neighbours."""
+    multiplying_seconds: float = 0.0
+    """What the FLOPs take at the peak rate of the dtype; none where only what is read and written counts."""
+
     launches: int = 0
     """Kernels that the host launches for it."""
 
+    @property
+    def limited_by_bytes(self) -> bool:
+        """Whether `torch.compile` may join it with its neighbours."""
+        return not self.multiplying_seconds
+
     def __add__(self, other: Work) -> Work:
-        both = self.limited_by_bytes and other.limited_by_bytes
-        launches = self.launches + other.launches
-        return Work(self.flops + other.flops, self.bytes + other.bytes, self.seconds + other.seconds, both, launches)
+        return Work(
+            self.flops + other.flops,
+            self.bytes + other.bytes,
+            self.seconds + other.seconds,
+            self.multiplying_seconds + other.multiplying_seconds,
+            self.launches + other.launches,
+        )
 
 
 NOTHING = Work()
@@ -120,7 +130,10 @@ class _Op:
         if not flops:
             return OpWork(forward, backward)
         peak = peak_of(self.device, self._dtype(0))
-        more = [Work(times * flops, 0.0, times * flops / peak, False) for times in (1, 2 if self._trained() else 0)]
+        more = [
+            Work(times * flops, 0.0, times * flops / peak, times * flops / peak)
+            for times in (1, 2 if self._trained() else 0)
+        ]
         return OpWork(forward + more[0], backward + more[1])
 
     # -- sizes
@@ -234,9 +247,9 @@ class _Op:
             seconds = product_seconds(product, dtype.itemsize, self.device.matrix, peak, self.device.stream)
             seconds /= self.device.sustained_fraction
             size = product.bytes(dtype.itemsize)
-            return Work(product.flops, size, max(seconds, self.device.launch_seconds), False, launches=1)
+            return Work(product.flops, size, max(seconds, self.device.launch_seconds), product.flops / peak, 1)
 
-        backward = sum((work(gradients[i]) for i in (one, other) if i in trained), Work(limited_by_bytes=False))
+        backward = sum((work(gradients[i]) for i in (one, other) if i in trained), NOTHING)
         rest = [i for i in trained if i not in (one, other) and i not in self.footprint.passes]
         if rest:  # a bias: the gradient of the result is read once more
             size = self._output_bytes(0) + sum(map(self._operand_bytes, rest))
@@ -264,7 +277,7 @@ class _Op:
             rate = peak * reached * self.device.sustained_fraction * self._filled(rates, heads, sizes.get("s", 1))
             size = moved * times
             seconds = max(times * flops / rate, seconds_of_bytes(size, self.device))
-            works.append(Work(times * flops, size, seconds, False, launches=1))
+            works.append(Work(times * flops, size, seconds, times * flops / peak, 1))
         return OpWork(works[0], works[1] if self._trained() else NOTHING)
 
     def _causal_share(self, sizes: Mapping[str, int]) -> float:

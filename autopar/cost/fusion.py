@@ -49,4 +49,4 @@ def _size(graph: NamedGraph, names: list[str]) -> float:
 
 def _scaled(work: Work, share: float, device: Device) -> Work:
     count = work.bytes * share
-    return Work(work.flops, count, seconds_of_bytes(count, device), True, work.launches if count else 0)
+    return Work(work.flops, count, seconds_of_bytes(count, device), launches=work.launches if count else 0)

@@ -36,6 +36,4 @@ def is_cheap(work: OpWork, device: Device) -> bool:
     Of attention that is written out these are the scores and the softmax (Korthikanti et al., 2022); what a product of
     two long dims has made is kept.
     """
-    forward = work.forward
-    peak = max(device.peak_flops.values())
-    return forward.limited_by_bytes or forward.flops / peak < forward.bytes / device.stream
+    return work.forward.multiplying_seconds <= work.forward.bytes / device.stream

@@ -177,18 +177,20 @@ class Liveness:
                     continue
                 found.append(self.values[version])
         found += [self.values[version] for i in footprint.keeps_outputs if (version := outputs[i]) is not None]
+        layer = self._layer(node)
+        inside = self.made.get(layer, set())
+        lost = self.lost.setdefault(layer, [])
+        lost += [one for one in found if one in inside]
+        outside = [one for one in found if one not in inside]
         if node.name not in self.again:
-            self.kept[node.name] = [self.storages.take(one) for one in found]
+            self.kept[node.name] = [self.storages.take(one) for one in outside]
             if internal:
                 self.kept[node.name].append(self.storages.new(internal))
             return
-        layer = self._layer(node)
-        entering, inside = self.entering.setdefault(layer, set()), self.made.get(layer, set())
-        for one in found:
-            if one not in inside and one not in entering:
+        entering = self.entering.setdefault(layer, set())
+        for one in outside:
+            if one not in entering:
                 entering.add(self.storages.take(one))
-        lost = self.lost.setdefault(layer, [])
-        lost += [one for one in found if one in inside]
         if internal:
             lost.append(self.storages.new(internal))
             self.storages.drop(lost[-1])
