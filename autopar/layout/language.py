@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autopar.errors import LayoutError
 from autopar.layout.axes import expand_lets, replace_axes
 from autopar.layout.parser import Parser
 from autopar.layout.printer import print_statement
-from autopar.layout.source import layout_error
+from autopar.layout.source import layout_error, read_text
 from autopar.layout.syntax import Axes, DimRule, MeshStatement, Statement, StrategyStatement
 from autopar.mesh import Mesh
 
@@ -27,13 +26,7 @@ class Layout:
     @staticmethod
     def load(path: str | Path) -> Layout:
         """Read a `.lay` file."""
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise LayoutError("E0", f"E0: {path} is no text: {error}\nfix: give a layout file, in UTF-8") from error
-        except OSError as error:
-            raise LayoutError("E0", f"E0: {path} cannot be read: {error.strerror}\nfix: give a layout file") from error
-        return parse_layout(text, str(path))
+        return parse_layout(read_text(path), str(path))
 
     @property
     def strategy(self) -> StrategyStatement | None:

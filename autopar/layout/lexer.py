@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from autopar.layout.source import Span, layout_error
+from autopar.layout.source import MAX_CHARACTERS, Span, layout_error
 from autopar.words import NAME, RESERVED
 
 __all__ = ["Token", "TokenKind", "tokenize"]
@@ -25,6 +25,10 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
+
+MAX_LINE = 2**16
+MAX_WORD = 1000
+"""Longer lines and words, in characters, are of files that are no layouts; messages repeat words."""
 
 FOREIGN = {
     "\N{RIGHTWARDS ARROW}": "write '->'",
@@ -63,6 +67,9 @@ class Token:
 
 def tokenize(text: str, name: str) -> list[Token]:
     """All words of a layout; lines end with a "line end" token, the layout with "end"."""
+    if len(text) > MAX_CHARACTERS:
+        message = f"a layout has at most {MAX_CHARACTERS:,} characters, and this text has {len(text):,}"
+        raise layout_error("E0", message, "give a layout", name)
     tokens: list[Token] = []
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     for number, line in enumerate(lines, start=1):
@@ -73,6 +80,9 @@ def tokenize(text: str, name: str) -> list[Token]:
 
 
 def _line_tokens(line: Span) -> list[Token]:
+    if len(line.text) > MAX_LINE:
+        message = f"a line has at most {MAX_LINE:,} characters, and this one has {len(line.text):,}"
+        raise layout_error("E0", message, "write statements and the rules of a block on lines of their own", line)
     tokens: list[Token] = []
     column = 0
     while column < len(line.text):
@@ -81,9 +91,12 @@ def _line_tokens(line: Span) -> list[Token]:
         if match is None:
             character = line.text[column]
             shown = f"'{character}'" if character.isprintable() else f"the character U+{ord(character):04X}"
-            fix = FOREIGN.get(character, "a comment starts with '#'")
+            fix = FOREIGN.get(character, "a comment starts with '#'" if character.isprintable() else "remove it")
             raise layout_error("E0", f"{shown} has no meaning here", fix, span)
         column = match.end()
+        if match.lastgroup not in ("blank", "string") and column - span.column > MAX_WORD:
+            message = f"a word has at most {MAX_WORD:,} characters, and this one has {column - span.column:,}"
+            raise layout_error("E0", message, "take a shorter name", span)
         if match.lastgroup != "blank":
             tokens.append(_token(match, span))
     return tokens

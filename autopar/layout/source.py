@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from autopar.errors import LayoutError
 from autopar.words import did_you_mean
 
-__all__ = ["Span", "layout_error", "unknown_name"]
+__all__ = ["MAX_CHARACTERS", "Span", "layout_error", "read_text", "unknown_name"]
 
 WIDTH = 160
 """Longer lines are cut around the caret."""
+
+MAX_CHARACTERS = 4 * 2**20
+"""Room for a plan that pins every tensor of a model of ten thousand ops; a longer file is something else."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,28 @@ class Span:
 
     def __str__(self) -> str:
         return f"{self.name}:{self.line}"
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a layout file. Of what is no such file, or a huge one, little is read."""
+    shown = repr(str(path)) if "\0" in str(path) else str(path)
+    try:
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # to open a pipe would wait for a writer
+            raise LayoutError("E0", f"E0: {shown} is not a regular file\nfix: give a layout file")
+        with open(path, "rb") as file:
+            data = file.read(MAX_CHARACTERS + 1)
+    except OSError as error:
+        raise LayoutError("E0", f"E0: {shown} cannot be read: {error.strerror}\nfix: give a layout file") from error
+    except ValueError as error:
+        raise LayoutError("E0", f"E0: {shown} cannot be read: {error}\nfix: give a layout file") from error
+    if len(data) > MAX_CHARACTERS:
+        message = f"E0: {shown} is longer than {MAX_CHARACTERS:,} bytes, which no layout is"
+        raise LayoutError("E0", f"{message}\nfix: give a layout file")
+    try:
+        return data.decode("utf-8-sig")  # some editors put a mark before the first line
+    except UnicodeDecodeError as error:
+        raise LayoutError("E0", f"E0: {shown} is no text: {error}\nfix: give a layout file, in UTF-8") from error
 
 
 def layout_error(code: str, message: str, fix: str, *places: Span | str | None) -> LayoutError:
