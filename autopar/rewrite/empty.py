@@ -9,7 +9,7 @@ Where something is added to the sum (a bias), the op does run, on a slice of zer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -80,8 +80,10 @@ def nodes_of(arguments: Mapping[str, Any]) -> tuple[Node, ...]:
     return tuple(value for value in listed if isinstance(value, Node))
 
 
-def reached(op: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> list[frozenset[int]]:
-    """For each result of an op, which of the values it takes its gradient goes to: not all of them (`ones_like`).
+def reached(
+    op: torch._ops.OpOverload, arguments: Mapping[str, Any], trained: Callable[[Node], bool]
+) -> list[frozenset[int]]:
+    """For each result of an op, which of the values it takes its gradient goes to: not all that have one (`ones_like`).
 
     All ranks must find the same values to have a gradient, or their backwards run in different orders. So the op is
     run, whole and without memory, and its derivative is looked at.
@@ -95,7 +97,7 @@ def reached(op: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> list[fro
             return value
         given = value.meta["val"]
         made = torch.empty(given.shape, dtype=given.dtype, device=given.device)
-        leaves.append(made.requires_grad_(made.is_floating_point() or made.is_complex()))
+        leaves.append(made.requires_grad_(trained(value)))
         return made.clone()  # an op may give back what it takes, which then has no history
 
     with FakeTensorMode(), torch.enable_grad():
