@@ -74,8 +74,9 @@ def parallelize(
     Every process of the mesh calls this with the same model and inputs. The result is called as the model is; its
     parameters are DTensors under the model's names. Without `inputs` it is traced at its first call. `outputs`: tensors
     that are no scalars come back as DTensors (`sharded`), gathered (`full`) or as this rank's plain shards (`local`).
-    `local_inputs`: the inputs are this rank's shards already. `compute_dtype` and
-    `reduce_dtype` are refused for now.
+    `local_inputs`: the inputs are this rank's shards already. `compute_dtype`: parameters and inputs are cast to it for
+    the forward and backward, while the parameters that the optimizer sees stay as they are; `reduce_dtype`: gradients
+    are added up in it, by default in the dtype of their parameter.
     """
     if layout is None:
         raise AutoparError(
@@ -84,11 +85,9 @@ def parallelize(
         )
     if outputs not in get_args(Outputs):
         raise AutoparError(f"outputs={outputs!r} is none of {', '.join(map(repr, get_args(Outputs)))}")
-    if compute_dtype is not None or reduce_dtype is not None:
-        raise AutoparError(
-            "compute_dtype and reduce_dtype are not supported yet\nfix: leave them out; cast the model before, as in "
-            "model.to(torch.bfloat16), to compute and to keep the weights in another dtype"
-        )
+    for argument, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
+        if dtype is not None and not getattr(dtype, "is_floating_point", False):
+            raise AutoparError(f"{argument}={dtype!r} is no floating point dtype\nfix: {argument}=torch.bfloat16, say")
     named_axes = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     devices = mesh if not isinstance(mesh, str | Mesh) else device_mesh(named_axes)
     axes = dict(zip(named_axes.names, named_axes.sizes, strict=True))

@@ -12,7 +12,7 @@ Where the layout leaves something to choose (`?{tp, dp*tp}`, `tp?`), that is cho
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf, prod
 
@@ -21,6 +21,7 @@ import torch
 from autopar.choices import Choice, Passing, Site, can_split, choices, layouts_of, passings_of, sites_of
 from autopar.errors import LayoutError
 from autopar.layout.check import check_layout
+from autopar.layout.holds import Holding, holding_of
 from autopar.layout.holes import filled, options_of
 from autopar.layout.language import Layout as LayoutText
 from autopar.layout.resolve import Wanted, atoms_of, resolve
@@ -59,6 +60,8 @@ class Decisions:
     """By the name of the op."""
     values: Mapping[str, Layout]
     """Every value as its consumers find it."""
+    holdings: Mapping[str, Holding] = field(default_factory=dict)
+    """How parameters are held between uses."""
 
 
 def complete(graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int]) -> Decisions:
@@ -134,6 +137,7 @@ class _Completion:
         self.used: dict[str, Wanted] = {}
         self.states: dict[str, PinnedStates] = {}
         self.ops: dict[str, OpDecision] = {}
+        self.holdings: dict[str, Holding] = {}
         self.sent_bytes: dict[tuple[str, Layout | None, Layout | None], int] = {}
         """By what is converted, from which layout and to which: once for all ops; or what an op itself sends."""
 
@@ -150,7 +154,7 @@ class _Completion:
                 self._store(tensor)
         for node in self.graph.nodes:
             self._decide(node)
-        return Decisions(self.axes, self.stored, self.ops, self.values)
+        return Decisions(self.axes, self.stored, self.ops, self.values, self.holdings)
 
     def _pinned(self, tensor: NamedTensor) -> PinnedStates:
         states = states_of(self.layout, tensor.name)
@@ -175,6 +179,8 @@ class _Completion:
             held = Layout.replicated(atoms_of(tensor))  # small, and equal on all ranks
         elif tensor.kind == "param":
             held = Layout(stored_splits(self.layout, tensor, self.axes))
+            used = self._closed(resolve(self.layout, tensor, "use", self.axes)).splits
+            self.holdings[tensor.name] = holding_of(self.layout, tensor, used, self.axes)
         self.stored[tensor.name] = self.values[tensor.name] = held
         if tensor.kind == "param":
             use = resolve(self.layout, tensor, "use", self.axes)

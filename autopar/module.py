@@ -17,8 +17,8 @@ from autopar.errors import AutoparError
 from autopar.planned import Given, Planned
 from autopar.plans import NO_PARAMETERS, Fixed, Planner, Plans, Settings
 from autopar.rewrite.emit import Emitted
-from autopar.tracing.graph import NamedGraph
 from autopar.sharding import tie
+from autopar.tracing.graph import NamedGraph
 
 __all__ = ["Collective", "ParallelModule", "Planner", "Settings"]
 
@@ -99,6 +99,16 @@ class ParallelModule(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end(self, plan: Planned, given: Given, outputs: tuple[Any, ...]) -> Any:
         return plan.finish(given, outputs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For gradient accumulation: gradients of a backward in here stay on their rank, until one outside sends all.
+
+        The next backward outside adds them to its own and sends the sums, so `.grad` is set (or added to) there. Where
+        a layout splits the gradients (`fsdp`) every backward sends them, in here as well.
+        """
+        with self._plans.synchronisation.off():
+            yield
 
     @contextmanager
     def exact_randomness(self) -> Iterator[None]:

@@ -59,4 +59,4 @@ def _wrapped(gradient: Tensor, spec: Any) -> Tensor:
         return DTensor.from_local(
             gradient, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
         )
-    return DTensor(gradient.contiguous(), spec, requires_grad=False)  # type: ignore[no-any-return, call-arg]
+    return DTensor(gradient.contiguous(), spec, requires_grad=False)  # type: ignore[no-untyped-call]

@@ -15,8 +15,11 @@ from autopar.agreement import Agreement, checksum, digest, kind_of
 from autopar.completion import Decisions
 from autopar.conversions import Inserted, Outputs
 from autopar.errors import AutoparError
+from autopar.layout.holds import Holding
 from autopar.planned import Given, Planned, Results
 from autopar.randomness import Randomness, kept_generators
+from autopar.rewrite.bucket import Handling, Synchronisation
+from autopar.rewrite.buckets import Parameters
 from autopar.rewrite.emit import Emitted, emit
 from autopar.rewrite.functions import Groups
 from autopar.sharding import (
@@ -126,6 +129,8 @@ class Plans:
         self.randomness = Randomness(self.agreement, self.device)
         self.given: nn.Module | None = model  # until its weights are split; then only its skeleton is kept
         self.skeleton = hollow(model, self.device, settings.compute_dtype)
+        self.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        self.synchronisation = Synchronisation()
         self.signature = signature_of(self.skeleton)
         self.has_values = not any(parameter.is_meta for parameter in model.parameters())
         self.shells: list[nn.Module] = []
@@ -244,9 +249,23 @@ class Plans:
                     f"the model changes its input {mutation.target} in place, which works for whole inputs only\n"
                     "fix: give plain tensors, and local_inputs=False"
                 )
-        emitted = emit(graph, decisions, self.groups, self.settings.outputs, local)
+        emitted = emit(graph, decisions, self.groups, self.settings.outputs, local, self._parameters(graph, decisions))
         self.planner.check(graph, decisions, emitted.inserted)
         return emitted
+
+    def _parameters(self, graph: NamedGraph, decisions: Decisions) -> Parameters:
+        """How the parameters of a graph are handled in it."""
+        found = {}
+        for tensor in graph.tensors.values():
+            if tensor.kind != "param":
+                continue
+            stored = self.dtypes[tensor.name]
+            reduced = (self.settings.reduce_dtype if stored.is_floating_point else None) or stored
+            holding = decisions.holdings.get(tensor.name, Holding(False, False, False))
+            found[tensor.name] = Handling(
+                stored, tensor.dtype, reduced, holding.deferred, holding.again, holding.lasting
+            )
+        return Parameters(found, self.synchronisation)
 
     def _trace(self, given: Given) -> NamedGraph:
         """Trace the call with the whole inputs, whatever part of them this rank was given."""

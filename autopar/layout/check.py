@@ -148,8 +148,9 @@ def _axes(statement: Statement) -> Iterator[tuple[str, Span | None]]:
 def _refusal(statement: Statement, words: Words) -> LayoutError | None:
     """The error for what cannot be executed yet: it is refused, never passed over."""
     match statement:
-        case Hold(action="regather", span=span):
-            return _not_yet("'regather' is not executed yet: gathered values are kept", "drop the line", span)
+        case Hold(action="regather", glob=glob, span=span):
+            if not any(glob_matches(glob, name) for name in words.of_kind("param")):
+                return _not_yet(f"'{glob}' is no parameter, and only parameters are gathered again", "name those", span)
         case Hold(action="recompute", span=span):
             return _not_yet("'recompute' is not executed yet", "use torch.utils.checkpoint in the model", span)
         case Limit(quantity="memory", span=span):

@@ -29,7 +29,7 @@ def storage_of(layout: LayoutText, tensor: HasAtoms, axes: Mapping[str, int]) ->
     """What `param`, `grad` and `opt` come to; `opt` and `grad` follow `param` where no block speaks of them."""
     param = _closed(layout, tensor, "param", axes)
     opt = _closed(layout, tensor, "opt", axes) if _block(layout, tensor, "opt") else param
-    grad = _closed(layout, tensor, "grad", axes) if _block(layout, tensor, "grad") else opt
+    grad = _closed(layout, tensor, "grad", axes) if _block(layout, tensor, "grad") else param
     if not all(whole == part[: len(whole)] for whole, part in zip(param, opt, strict=True)):
         block = _block(layout, tensor, "opt") or _block(layout, tensor, "param")
         raise layout_error(

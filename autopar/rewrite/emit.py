@@ -22,7 +22,7 @@ from autopar.completion import Decisions, OpDecision
 from autopar.conversions import Inserted, OpConversions, Outputs, wire
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout, chunk
-from autopar.rewrite.buckets import put_in_buckets
+from autopar.rewrite.buckets import Parameters, put_in_buckets
 from autopar.rewrite.drawing import Drawings, DrawnOp
 from autopar.rewrite.empty import Empty, amounts, nodes_of, reached
 from autopar.rewrite.functions import Conversion, Groups
@@ -106,16 +106,30 @@ class Communicating(nn.Module):
         return f"{self.local.op} split {factors}; rule {self.local.rule}"
 
 
-def emit(graph: NamedGraph, decisions: Decisions, groups: Groups, outputs: Outputs, local_inputs: bool) -> Emitted:
+def emit(
+    graph: NamedGraph,
+    decisions: Decisions,
+    groups: Groups,
+    outputs: Outputs,
+    local_inputs: bool,
+    parameters: Parameters | None = None,
+) -> Emitted:
     """Generate the graph of this rank; every rank does the same, in the same order."""
-    return _Emitter(graph, decisions, groups, outputs, local_inputs).run()
+    return _Emitter(graph, decisions, groups, outputs, local_inputs, parameters or Parameters()).run()
 
 
 class _Emitter:
     def __init__(
-        self, graph: NamedGraph, decisions: Decisions, groups: Groups, outputs: Outputs, local_inputs: bool
+        self,
+        graph: NamedGraph,
+        decisions: Decisions,
+        groups: Groups,
+        outputs: Outputs,
+        local_inputs: bool,
+        parameters: Parameters,
     ) -> None:
         self.graph = graph
+        self.parameters = parameters
         self.decisions = decisions
         self.groups = groups
         self.axes = decisions.axes
@@ -141,7 +155,7 @@ class _Emitter:
         assert isinstance(results, tuple), "the graph returns a flat tuple"
         pairs = zip(results, self.wiring.results, strict=True)
         self.out.output(tuple(result if place is None else self._value(*place) for result, place in pairs))
-        put_in_buckets(self.out, self.modules, self.by_node)
+        put_in_buckets(self.out, self.modules, self.by_node, self.parameters)
         mutated = len(self.graph.exported.mutations)
         module = GraphModule(self.modules, self.out)
         draws = tuple(self.drawings.ops)
@@ -246,7 +260,8 @@ class _Emitter:
         """An op of which this rank has nothing."""
         single = len(node.outputs) == 1 and isinstance(source.meta["val"], Tensor)
         assert isinstance(source.target, torch._ops.OpOverload), source
-        found = reached(source.target, arguments_by_name(source.target, source.args, source.kwargs))
+        given = arguments_by_name(source.target, source.args, source.kwargs)
+        found = reached(source.target, given, lambda node: self.by_node[node.name].requires_grad)
         pairs = zip(self._results(node, decision), found, strict=True)
         results = tuple(None if result is None else (*result, reaches) for result, reaches in pairs)
         return self._module(f"{node.name}_empty", Empty(str(source.target), results, single), nodes_of(arguments))

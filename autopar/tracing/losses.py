@@ -16,19 +16,17 @@ from torch.fx import Graph, Node
 __all__ = ["mean_losses_as_sums"]
 
 aten = torch.ops.aten
-MEAN, SUM = 1, 2
+NONE, MEAN, SUM = 0, 1, 2
 WIDE = (torch.float32, torch.float64)
-"""In narrower types a sum over many targets could overflow."""
+"""In narrower types a sum over many targets could overflow: there the losses are widened before they are added."""
 
 
 def mean_losses_as_sums(graph: Graph) -> None:
     """Rewrite every mean over class indices without class weights."""
     for node in graph.find_nodes(op="call_function", target=aten.cross_entropy_loss.default):
         arguments = _arguments(node)
-        logits, target = arguments["self"], arguments["target"]
-        indices = not target.meta["val"].dtype.is_floating_point
-        wide = logits.meta["val"].dtype in WIDE
-        if arguments["reduction"] == MEAN and arguments["weight"] is None and indices and wide:
+        indices = not arguments["target"].meta["val"].dtype.is_floating_point
+        if arguments["reduction"] == MEAN and arguments["weight"] is None and indices:
             _rewrite(graph, node, arguments)
 
 
@@ -41,20 +39,21 @@ def _arguments(node: Node) -> dict[str, Any]:
 
 
 def _rewrite(graph: Graph, node: Node, arguments: dict[str, Any]) -> None:
+    dtype = node.meta["val"].dtype
+    wide = dtype in WIDE
     with graph.inserting_before(node):
-        summed = (
-            arguments["self"],
-            arguments["target"],
-            None,
-            SUM,
-            arguments["ignore_index"],
-            arguments["label_smoothing"],
-        )
-        total = _insert(graph, node, aten.cross_entropy_loss.default, *summed)
+        given = arguments["self"], arguments["target"], None, SUM if wide else NONE
+        rest = arguments["ignore_index"], arguments["label_smoothing"]
+        total = _insert(graph, node, aten.cross_entropy_loss.default, *given, *rest)
+        if not wide:
+            losses = _insert(graph, node, aten._to_copy.default, total, dtype=torch.float32)
+            total = _insert(graph, node, aten.sum.default, losses)
         counted = _insert(graph, node, aten.ne.Scalar, arguments["target"], arguments["ignore_index"])
         count = _insert(graph, node, aten.sum.default, counted)
-        as_float = _insert(graph, node, aten._to_copy.default, count, dtype=node.meta["val"].dtype)
+        as_float = _insert(graph, node, aten._to_copy.default, count, dtype=dtype if wide else torch.float32)
         mean = _insert(graph, node, aten.div.Tensor, total, as_float)
+        if not wide:
+            mean = _insert(graph, node, aten._to_copy.default, mean, dtype=dtype)
     node.replace_all_uses_with(mean)
     graph.erase_node(node)
 

@@ -101,7 +101,6 @@ def test_a_layout_for_another_mesh(mesh: str) -> None:
 @pytest.mark.parametrize(
     ("line", "column", "message"),
     [
-        ("regather @up.weight", 0, "'regather' is not executed yet: gathered values are kept"),
         ("recompute full @up*", 0, "'recompute' is not executed yet"),
         ("recompute none @up*", 0, "'recompute' is not executed yet"),
         ("limit memory 90%", 0, "'limit memory' is for the planner, which predicts memory"),
