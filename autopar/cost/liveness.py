@@ -8,7 +8,9 @@ by running it (`autopar/tracing/footprint.py`). Conversions hold their buffers a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import inf, prod
+from typing import Any
 
 import torch
 
@@ -16,10 +18,12 @@ from autopar.conversions import Inserted, OpConversions, Wiring
 from autopar.cost.buckets import Bucket, buckets_of, shape_of
 from autopar.cost.compute import local_bytes
 from autopar.cost.layers import layers_of
+from autopar.cost.lowered import exchanges_edges, lowered_footprint
 from autopar.cost.storages import Storages
 from autopar.layout.state import Layout
 from autopar.plan import Plan
 from autopar.reshard import Step, StepKind
+from autopar.tracing.footprint import Footprint
 from autopar.tracing.graph import NamedGraph, NamedNode
 
 __all__ = ["Liveness"]
@@ -54,6 +58,8 @@ class Liveness:
         """By layer: what enters it from outside; what its ops that are computed again have made."""
         self.copied: dict[str, int] = {}
         """Copies of parameters that live for the whole step."""
+        self.footprints: dict[str, Footprint] = {}
+        self.known: dict[Any, Footprint] = {}
         self.pending: list[tuple[Version, int]] = []
         self.sizes: dict[Version, float] = {}
         self.buckets: dict[str, list[Bucket]] = {}
@@ -115,14 +121,13 @@ class Liveness:
 
     def _op_forward(self, node: NamedNode, place: int) -> None:
         wired = self.wiring.ops[node.name]
-        footprint = self.graph.footprints[node.node]
+        footprint = self._footprint(node)
         for bucket in self.buckets.get(node.name, ()):
             self._gather(bucket)
         for one in wired.before:
             if (one.tensor, one.reshard.target) not in self.in_bucket:
                 self._convert(one)
         own = self._own_copies(wired)
-        share = self._share(node)
         outputs: list[Version | None] = []
         for name, produced, alias in zip(
             node.outputs, self.plan.decisions.ops[node.name].produced, footprint.aliases, strict=False
@@ -139,8 +144,8 @@ class Liveness:
             else:
                 self.values[version] = self.storages.take(self.values[source])
             outputs.append(version)
-        internal = footprint.internal_bytes * share
-        self.storages.touch(footprint.forward_bytes * share + internal)
+        internal = footprint.internal_bytes
+        self.storages.touch(footprint.forward_bytes + internal)
         if self._trains(node):
             self._keep(node, wired, outputs, internal, own)
         for copy in own.values():
@@ -166,7 +171,7 @@ class Liveness:
         internal: float,
         own: Mapping[int, int],
     ) -> None:
-        footprint = self.graph.footprints[node.node]
+        footprint = self._footprint(node)
         found: list[int] = []
         for i in footprint.keeps:
             version = wired.operands[i]
@@ -283,7 +288,7 @@ class Liveness:
         return scalars or found
 
     def _op_backward(self, node: NamedNode) -> None:
-        wired, footprint = self.wiring.ops[node.name], self.graph.footprints[node.node]
+        wired, footprint = self.wiring.ops[node.name], self._footprint(node)
         for one in reversed(wired.after):
             self._convert_back(one)
         decision = self.plan.decisions.ops[node.name]
@@ -295,7 +300,7 @@ class Liveness:
         given = [self.gradients.pop(version) for version in outputs if version in self.gradients]
         if given and self._trains(node):
             self._op_gradients(node, wired, given)
-            self.storages.touch(footprint.backward_bytes * self._share(node))
+            self.storages.touch(footprint.backward_bytes)
         for storage in given:
             self.storages.drop(storage)
         for storage in self.kept.pop(node.name, ()):
@@ -310,7 +315,7 @@ class Liveness:
 
     def _op_gradients(self, node: NamedNode, wired: OpConversions, given: list[int]) -> None:
         """The gradients of the operands, beside those that are there; `_add` adds them up."""
-        footprint = self.graph.footprints[node.node]
+        footprint = self._footprint(node)
         regathered = 0.0
         for i, version in enumerate(wired.operands):
             if version is None:
@@ -405,8 +410,20 @@ class Liveness:
             found = self.sizes[version] = float(local_bytes(self.graph, *version, self.axes))
         return found
 
-    def _share(self, node: NamedNode) -> float:
-        return 1 / prod(self.axes[axis] for axis in self.plan.decisions.ops[node.name].choice.axes)
+    def _footprint(self, node: NamedNode) -> Footprint:
+        """Of this rank: its share of what the whole op holds, or what the lowering holds that runs instead of it."""
+        found = self.footprints.get(node.name)
+        if found is None:
+            decision, split = self.plan.decisions.ops[node.name], self.wiring.ops[node.name].split
+            whole = self.graph.footprints[node.node]
+            key = id(whole), decision.choice, decision.operands
+            found = self.known.get(key)
+            if found is None and split is not None and not exchanges_edges(split):
+                found = lowered_footprint(self.graph, node, decision, split, self.axes)
+            elif found is None:
+                found = _scaled(whole, 1 / prod(self.axes[axis] for axis in decision.choice.axes))
+            self.footprints[node.name] = self.known[key] = found
+        return found
 
     def _trains(self, node: NamedNode) -> bool:
         made = any(name is not None and self.graph.tensors[name].requires_grad for name in node.outputs)
@@ -428,6 +445,15 @@ class Liveness:
             if result is not None:
                 found[result] = inf
         return found
+
+
+def _scaled(whole: Footprint, share: float) -> Footprint:
+    return replace(
+        whole,
+        internal_bytes=round(whole.internal_bytes * share),
+        forward_bytes=round(whole.forward_bytes * share),
+        backward_bytes=round(whole.backward_bytes * share),
+    )
 
 
 def _buffers(step: Step, one: Inserted) -> float:

@@ -7,7 +7,7 @@ that live, so that each op's own autograd formula says what it keeps and what it
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autopar.rules.call import arguments_by_name, operands_of
 from autopar.tracing.exported import Exported
 
-__all__ = ["Footprint", "LiveBytes", "footprints"]
+__all__ = ["Footprint", "LiveBytes", "fake_input", "footprints", "measure"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def footprints(exported: Exported) -> Mapping[str, Footprint]:
             continue
         key = _key(node, trained)
         if key not in known:
-            known[key] = _Probe(node, trained).run()
+            known[key] = _probe(node, trained)
         found[node.name] = known[key]
     return found
 
@@ -119,96 +119,84 @@ def _key(node: Node, trained: frozenset[Node]) -> Any:
     return node.target, tuple(map(described, leaves)), str(tree_map(lambda value: 0, (node.args, node.kwargs)))
 
 
-class _Probe:
-    """One op, alone, on fake tensors of a CPU: fused kernels keep the same values there as elsewhere."""
+def _probe(node: Node, trained: frozenset[Node]) -> Footprint:
+    """One op of a graph, alone, on fake tensors of a CPU: fused kernels keep the same values there as elsewhere."""
+    made: dict[Node, Any] = {}
 
-    def __init__(self, node: Node, trained: frozenset[Node]) -> None:
-        self.node = node
-        self.trained = trained
-        self.packed: list[Tensor] = []
-
-    def run(self) -> Footprint:
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), hooks:
-            made: dict[Node, Tensor] = {}
-            args, kwargs = torch.fx.node.map_arg(
-                (self.node.args, self.node.kwargs), lambda source: self._input(source, made)
-            )
-            target: Any = self.node.target
-            operands = operands_of(target, arguments_by_name(target, args, kwargs))
-            return self._measure(operands, lambda: target(*args, **_on_cpu(target, kwargs)))
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        self.packed.append(tensor)
-        return tensor
-
-    def _input(self, source: Node, made: dict[Node, Tensor]) -> Any:
+    def given(source: Node) -> Any:
         val = source.meta["val"]
         if not isinstance(val, Tensor):
             return val
         if source not in made:
-            fake = torch.empty_strided(val.size(), val.stride(), dtype=val.dtype, device="cpu")
-            # Not a leaf: some ops treat leaves in another way.
-            made[source] = fake.requires_grad_().view_as(fake) if source in self.trained else fake
+            made[source] = fake_input(tuple(val.size()), val.dtype, source in trained, tuple(val.stride()))
         return made[source]
 
-    def _measure(self, operands: list[Any], call: Any) -> Footprint:
-        places = {_address(value): i for i, value in reversed(list(enumerate(operands))) if isinstance(value, Tensor)}
-        self.packed.clear()
-        counter = LiveBytes()
-        counter.known |= set(places)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), given)
+        target: Any = node.target
+        operands = operands_of(target, arguments_by_name(target, args, kwargs))
+        return measure(operands, lambda: target(*args, **_on_cpu(target, kwargs)))
+
+
+def fake_input(
+    shape: tuple[int, ...], dtype: torch.dtype, trained: bool, strides: tuple[int, ...] | None = None
+) -> Tensor:
+    """A tensor without memory, under a fake tensor mode."""
+    made = torch.empty(shape, dtype=dtype) if strides is None else torch.empty_strided(shape, strides, dtype=dtype)
+    # Not a leaf: some ops treat leaves in another way.
+    return made.requires_grad_().view_as(made) if trained else made
+
+
+def measure(operands: Sequence[Any], call: Callable[[], Any]) -> Footprint:
+    """Run a call and its backward on its operands, which are fake."""
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    places = {_address(value): i for i, value in reversed(list(enumerate(operands))) if isinstance(value, Tensor)}
+    counter = LiveBytes()
+    counter.known |= set(places)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         with counter:
             result = call()
         outputs = [value if isinstance(value, Tensor) else None for value in _flat(result)]
-        aliases = tuple(None if value is None else places.get(_address(value)) for value in outputs)
+        del result
         owned = {_address(value): i for i, value in enumerate(outputs) if value is not None}
-        keeps = {places[_address(tensor)] for tensor in self.packed if _address(tensor) in places}
-        kept_outputs = {owned[_address(t)] for t in self.packed if _address(t) in owned and _address(t) not in places}
-        inside = {
-            _address(tensor): tensor.untyped_storage().nbytes()
-            for tensor in self.packed
-            if _address(tensor) not in places and _address(tensor) not in owned
-        }
-        forward = max(0, counter.peak - max(counter.live, 0))
-        temporary, passes = self._backward(operands, outputs, counter)
-        return Footprint(
-            aliases,
-            tuple(sorted(keeps)),
-            tuple(sorted(kept_outputs)),
-            sum(inside.values()),
-            forward,
-            temporary,
-            passes,
-        )
+        kept = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in packed}
+        packed.clear()
+        forward = max(0, counter.peak - counter.live)
+        temporary, passes = _backward(operands, outputs, counter)
+    return Footprint(
+        tuple(None if value is None else places.get(_address(value)) for value in outputs),
+        tuple(sorted(places[address] for address in kept if address in places)),
+        tuple(sorted(owned[address] for address in kept if address in owned and address not in places)),
+        sum(size for address, size in kept.items() if address not in places and address not in owned),
+        forward,
+        temporary,
+        passes,
+    )
 
-    def _backward(
-        self, operands: list[Any], outputs: list[Tensor | None], counter: LiveBytes
-    ) -> tuple[int, frozenset[int]]:
-        """What the backward holds in between, and the operands whose gradient is that of an output."""
-        starts = [value for value in outputs if value is not None and value.requires_grad]
-        wanted = [(i, value) for i, value in enumerate(operands) if isinstance(value, Tensor) and value.requires_grad]
-        if not starts or not wanted:
-            return 0, frozenset()
-        given = [torch.empty_like(value) for value in starts]
-        counter.known |= {_address(gradient) for gradient in given}
-        before = counter.live
-        counter.peak = before
-        with counter:
-            gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
-                starts, [value for _, value in wanted], given, allow_unused=True
-            )
-        shared = {_address(gradient) for gradient in given}
-        fresh = {
-            _address(gradient): gradient.untyped_storage().nbytes()
-            for gradient in gradients
-            if gradient is not None and _address(gradient) not in shared
-        }
-        passes = frozenset(
-            i
-            for (i, _), gradient in zip(wanted, gradients, strict=True)
-            if gradient is not None and _address(gradient) in shared
+
+def _backward(operands: Sequence[Any], outputs: list[Tensor | None], counter: LiveBytes) -> tuple[int, frozenset[int]]:
+    """What the backward holds in between, and the operands whose gradient is that of an output."""
+    starts = [value for value in outputs if value is not None and value.requires_grad]
+    wanted = [(i, value) for i, value in enumerate(operands) if isinstance(value, Tensor) and value.requires_grad]
+    if not starts or not wanted:
+        return 0, frozenset()
+    given = [torch.empty_like(value) for value in starts]
+    counter.known |= {_address(gradient) for gradient in given}
+    before = counter.peak = counter.live
+    with counter:
+        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+            starts, [value for _, value in wanted], given, allow_unused=True
         )
-        return max(0, counter.peak - before - sum(fresh.values())), passes
+    shared = {_address(gradient) for gradient in given}
+    found = [(i, gradient) for (i, _), gradient in zip(wanted, gradients, strict=True) if gradient is not None]
+    fresh = {_address(one): one.untyped_storage().nbytes() for _, one in found if _address(one) not in shared}
+    passes = frozenset(i for i, gradient in found if _address(gradient) in shared)
+    return max(0, counter.peak - before - sum(fresh.values())), passes
 
 
 def _address(tensor: Tensor) -> int:

@@ -1,0 +1,100 @@
+"""What ops hold that run on shards with messages of their own: seen by running their lowerings on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+
+from autopar.completion import OpDecision
+from autopar.layout.resolve import atoms_of
+from autopar.reshard import StepKind
+from autopar.rewrite.lowerings import Split
+from autopar.rewrite.lowerings.base import Message, Send
+from autopar.rules.call import arguments_by_name, takes_tensors
+from autopar.rules.local import Local, Piece
+from autopar.tracing.footprint import Footprint, fake_input, measure
+from autopar.tracing.graph import NamedGraph, NamedNode
+
+__all__ = ["exchanges_edges", "lowered_footprint"]
+
+
+def exchanges_edges(split: Split) -> bool:
+    """Whether its messages are the edges of neighbours: then the op itself runs on what is put together."""
+    return any(step.kind is StepKind.HALO_EXCHANGE for message in split.messages() for step in message.reshard.forward)
+
+
+def lowered_footprint(
+    graph: NamedGraph, node: NamedNode, decision: OpDecision, split: Split, axes: Mapping[str, int]
+) -> Footprint:
+    """Of one rank, in bytes of that rank."""
+    source = next(found for found in graph.exported.graph_module.graph.nodes if found.name == node.node)
+    target: Any = source.target
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        operands = [
+            None if name is None else _operand(graph, name, decision, i, axes) for i, name in enumerate(node.operands)
+        ]
+        left = iter(operands)
+        arguments = arguments_by_name(target, source.args, source.kwargs)
+        for name, is_list in takes_tensors(target).items():
+            value = arguments[name]
+            if is_list:
+                arguments[name] = None if value is None else [_taken(item, next(left)) for item in value]
+            else:
+                arguments[name] = _taken(value, next(left))
+        pieces = {factor: _piece(node, decision, factor, axes) for factor in node.sizes}
+        sizes = {factor: pieces[factor].length for factor in node.sizes if factor not in split.factors}
+        local = Local(target, arguments, node.rule, dict(node.sizes), {**node.sizes, **sizes})
+        sends = tuple(map(_sent, split.messages()))
+        return measure(operands, lambda: split.lowering.run(split, local, pieces, sends))
+
+
+def _operand(graph: NamedGraph, name: str, decision: OpDecision, position: int, axes: Mapping[str, int]) -> Tensor:
+    tensor, layout = graph.tensors[name], decision.operands[position]
+    atoms = atoms_of(tensor)
+    shape = tensor.shape if layout is None else atoms.fold(layout.local_sizes(atoms, axes, dict.fromkeys(axes, 0)))
+    return fake_input(shape, tensor.dtype, tensor.requires_grad)
+
+
+def _taken(given: Any, made: Tensor | None) -> Any:
+    return made if isinstance(given, Node) else given
+
+
+def _piece(node: NamedNode, decision: OpDecision, factor: str, axes: Mapping[str, int]) -> Piece:
+    """What the first rank has of a factor."""
+    length = node.sizes[factor]
+    for (name, _), used in decision.choice.splits:
+        if name == factor:
+            length = -(-length // prod(axes[axis] for axis in used))
+    return Piece(factor, 0, 0, length, node.sizes[factor])
+
+
+def _sent(message: Message) -> Send:
+    """What comes back of a message: of the right shape, with a gradient where the message has one."""
+    found = message.reshard
+    axes = dict(found.axes)
+    shape = found.atoms.fold(found.target.local_sizes(found.atoms, axes, dict.fromkeys(axes, 0)))
+
+    def send(x: Tensor) -> Tensor:
+        if not message.differentiable:
+            return x.detach().new_empty(shape)
+        received: Tensor = _Received.apply(x, shape)  # type: ignore[no-untyped-call]
+        return received
+
+    return send
+
+
+class _Received(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        ctx.shape = x.shape
+        return x.new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.new_empty(ctx.shape), None
