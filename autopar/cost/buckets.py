@@ -12,7 +12,7 @@ from autopar.reshard import Step, StepKind
 from autopar.rewrite.buckets import BUCKET_BYTES
 from autopar.tracing.graph import NamedGraph
 
-__all__ = ["Bucket", "buckets_of", "shape_of", "ways_of"]
+__all__ = ["Bucket", "buckets_of", "buffers_of", "copied", "shape_of", "ways_of"]
 
 _BUCKETED = frozenset((StepKind.ALL_REDUCE, StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER))
 
@@ -69,3 +69,21 @@ def shape_of(one: Inserted, layout: Any) -> tuple[int, ...]:
     axes = dict(one.reshard.axes)
     sizes: tuple[int, ...] = layout.local_sizes(one.reshard.atoms, axes, dict.fromkeys(axes, 0))
     return sizes
+
+
+def buffers_of(step: Step, one: Inserted) -> float:
+    """What a step holds beside the tensors before and after it."""
+    if step.local or step.kind is StepKind.ALL_REDUCE:
+        return 0.0
+    before, after = (prod(shape_of(one, layout)) * one.itemsize for layout in (step.before, step.after))
+    if step.kind is StepKind.ALL_TO_ALL:
+        return float(before + after)
+    return copied(step, one) if step.kind is StepKind.REDUCE_SCATTER else copied(step, one) and float(after)
+
+
+def copied(step: Step, one: Inserted) -> float:
+    """The copy that is made where pieces do not lie in memory one after the other."""
+    if step.atom is None or step.kind is StepKind.ALL_REDUCE:
+        return 0.0
+    leading = shape_of(one, step.before)[: step.atom]
+    return 0.0 if all(size == 1 for size in leading) else float(prod(shape_of(one, step.before)) * one.itemsize)

@@ -8,28 +8,22 @@ by running it (`autopar/tracing/footprint.py`). Conversions hold their buffers a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from math import inf, prod
-from typing import Any
+from math import prod
 
 import torch
 
 from autopar.conversions import Inserted, OpConversions, Wiring
-from autopar.cost.buckets import Bucket, buckets_of, shape_of
+from autopar.cost.buckets import Bucket, buckets_of, buffers_of, copied, shape_of
 from autopar.cost.compute import local_bytes
 from autopar.cost.layers import layers_of
-from autopar.cost.lowered import exchanges_edges, lowered_footprint
+from autopar.cost.lowered import LocalFootprints
 from autopar.cost.storages import Storages
-from autopar.layout.state import Layout
+from autopar.cost.versions import Version, last_uses, results_of
 from autopar.plan import Plan
 from autopar.reshard import Step, StepKind
-from autopar.tracing.footprint import Footprint
 from autopar.tracing.graph import NamedGraph, NamedNode
 
 __all__ = ["Liveness"]
-
-Version = tuple[str, Layout]
-"""A value in one of its layouts."""
 
 
 class Liveness:
@@ -58,8 +52,7 @@ class Liveness:
         """By layer: what enters it from outside; what its ops that are computed again have made."""
         self.copied: dict[str, int] = {}
         """Copies of parameters that live for the whole step."""
-        self.footprints: dict[str, Footprint] = {}
-        self.known: dict[Any, Footprint] = {}
+        self.local = LocalFootprints(graph, plan, wiring)
         self.pending: list[tuple[Version, int]] = []
         self.sizes: dict[Version, float] = {}
         self.buckets: dict[str, list[Bucket]] = {}
@@ -75,7 +68,7 @@ class Liveness:
         self.in_bucket = {
             (one.tensor, one.reshard.target) for of_op in self.buckets.values() for b in of_op for one in b.members
         }
-        self.last = self._last_uses()
+        self.last = last_uses(graph, wiring)
 
     # -- the forward
 
@@ -121,7 +114,7 @@ class Liveness:
 
     def _op_forward(self, node: NamedNode, place: int) -> None:
         wired = self.wiring.ops[node.name]
-        footprint = self._footprint(node)
+        footprint = self.local.of(node)
         for bucket in self.buckets.get(node.name, ()):
             self._gather(bucket)
         for one in wired.before:
@@ -171,7 +164,7 @@ class Liveness:
         internal: float,
         own: Mapping[int, int],
     ) -> None:
-        footprint = self._footprint(node)
+        footprint = self.local.of(node)
         found: list[int] = []
         for i in footprint.keeps:
             version = wired.operands[i]
@@ -228,7 +221,7 @@ class Liveness:
         now = self.storages.take(held)
         for step in steps:
             after = self.storages.new(prod(shape_of(one, step.after)) * one.itemsize)
-            self.storages.touch(_buffers(step, one))
+            self.storages.touch(buffers_of(step, one))
             self.storages.drop(now)
             now = after
         return now
@@ -260,7 +253,7 @@ class Liveness:
     def backward(self) -> None:
         if self.later:
             self._earlier_gradients()
-        for version in self._results():
+        for version in results_of(self.graph, self.wiring):
             self.gradients[version] = self.storages.new(self._bytes(version))
         for one in reversed(self.wiring.outputs):
             self._convert_back(one)
@@ -280,15 +273,8 @@ class Liveness:
         names = {tensor.name for tensor in self.graph.parameters}
         return sum(self.storages.sizes[one] for (name, _), one in self.gradients.items() if name in names)
 
-    def _results(self) -> list[Version]:
-        """The results that have a gradient: the loss, where there is one."""
-        found = [place for place in self.wiring.results if place is not None]
-        found = [version for version in found if self.graph.tensors[version[0]].requires_grad]
-        scalars = [version for version in found if not self.graph.tensors[version[0]].shape]
-        return scalars or found
-
     def _op_backward(self, node: NamedNode) -> None:
-        wired, footprint = self.wiring.ops[node.name], self._footprint(node)
+        wired, footprint = self.wiring.ops[node.name], self.local.of(node)
         for one in reversed(wired.after):
             self._convert_back(one)
         decision = self.plan.decisions.ops[node.name]
@@ -315,7 +301,7 @@ class Liveness:
 
     def _op_gradients(self, node: NamedNode, wired: OpConversions, given: list[int]) -> None:
         """The gradients of the operands, beside those that are there; `_add` adds them up."""
-        footprint = self._footprint(node)
+        footprint = self.local.of(node)
         regathered = 0.0
         for i, version in enumerate(wired.operands):
             if version is None:
@@ -367,7 +353,7 @@ class Liveness:
             return
         given = [self.gradients.pop((one.tensor, one.reshard.target)) for one in members]
         whole = sum(self.storages.sizes[storage] for storage in given)
-        prepared = sum(_copied(one.reshard.backward[0], one) for one in members)
+        prepared = sum(copied(one.reshard.backward[0], one) for one in members)
         flat = self.storages.new(whole)
         self.storages.touch(prepared)
         made = [self.storages.new(self._bytes((one.tensor, one.reshard.source))) for one in members]
@@ -410,65 +396,6 @@ class Liveness:
             found = self.sizes[version] = float(local_bytes(self.graph, *version, self.axes))
         return found
 
-    def _footprint(self, node: NamedNode) -> Footprint:
-        """Of this rank: its share of what the whole op holds, or what the lowering holds that runs instead of it."""
-        found = self.footprints.get(node.name)
-        if found is None:
-            decision, split = self.plan.decisions.ops[node.name], self.wiring.ops[node.name].split
-            whole = self.graph.footprints[node.node]
-            key = id(whole), decision.choice, decision.operands
-            found = self.known.get(key)
-            if found is None and split is not None and not exchanges_edges(split):
-                found = lowered_footprint(self.graph, node, decision, split, self.axes)
-            elif found is None:
-                found = _scaled(whole, 1 / prod(self.axes[axis] for axis in decision.choice.axes))
-            self.footprints[node.name] = self.known[key] = found
-        return found
-
     def _trains(self, node: NamedNode) -> bool:
         made = any(name is not None and self.graph.tensors[name].requires_grad for name in node.outputs)
         return made and self.graph.exported.grad_enabled
-
-    def _last_uses(self) -> dict[Version, float]:
-        """The place of the op that uses a version last; what is handed out stays."""
-        found: dict[Version, float] = {}
-        for place, node in enumerate(self.graph.nodes):
-            wired = self.wiring.ops[node.name]
-            for version in wired.operands:
-                if version is not None:
-                    found[version] = place
-            for one in (*wired.before, *wired.after):
-                found[one.tensor, one.reshard.source] = place
-        for one in self.wiring.outputs:
-            found[one.tensor, one.reshard.source] = inf
-        for result in self.wiring.results:
-            if result is not None:
-                found[result] = inf
-        return found
-
-
-def _scaled(whole: Footprint, share: float) -> Footprint:
-    return replace(
-        whole,
-        internal_bytes=round(whole.internal_bytes * share),
-        forward_bytes=round(whole.forward_bytes * share),
-        backward_bytes=round(whole.backward_bytes * share),
-    )
-
-
-def _buffers(step: Step, one: Inserted) -> float:
-    """What a step holds beside the tensors before and after it."""
-    if step.local or step.kind is StepKind.ALL_REDUCE:
-        return 0.0
-    before, after = (prod(shape_of(one, layout)) * one.itemsize for layout in (step.before, step.after))
-    if step.kind is StepKind.ALL_TO_ALL:
-        return float(before + after)
-    return _copied(step, one) if step.kind is StepKind.REDUCE_SCATTER else _copied(step, one) and float(after)
-
-
-def _copied(step: Step, one: Inserted) -> float:
-    """The copy that is made where pieces do not lie in memory one after the other."""
-    if step.atom is None or step.kind is StepKind.ALL_REDUCE:
-        return 0.0
-    leading = shape_of(one, step.before)[: step.atom]
-    return 0.0 if all(size == 1 for size in leading) else float(prod(shape_of(one, step.before)) * one.itemsize)

@@ -1,8 +1,13 @@
-"""What ops hold that run on shards with messages of their own: seen by running their lowerings on fake tensors."""
+"""What ops hold on one rank.
+
+Most hold their share of what the whole op holds. Those that run on shards with messages of their own run other ops:
+what these hold is seen by running their lowerings on fake tensors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -12,7 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
 from autopar.completion import OpDecision
+from autopar.conversions import Wiring
 from autopar.layout.resolve import atoms_of
+from autopar.plan import Plan
 from autopar.reshard import StepKind
 from autopar.rewrite.lowerings import Split
 from autopar.rewrite.lowerings.base import Message, Send
@@ -21,7 +28,40 @@ from autopar.rules.local import Local, Piece
 from autopar.tracing.footprint import Footprint, fake_input, measure
 from autopar.tracing.graph import NamedGraph, NamedNode
 
-__all__ = ["exchanges_edges", "lowered_footprint"]
+__all__ = ["LocalFootprints", "lowered_footprint"]
+
+
+class LocalFootprints:
+    """The footprints of the ops of a plan, each worked out once."""
+
+    def __init__(self, graph: NamedGraph, plan: Plan, wiring: Wiring) -> None:
+        self.graph = graph
+        self.plan = plan
+        self.wiring = wiring
+        self.found: dict[str, Footprint] = {}
+        self.known: dict[Any, Footprint] = {}
+
+    def of(self, node: NamedNode) -> Footprint:
+        found = self.found.get(node.name)
+        if found is None:
+            decision = self.plan.decisions.ops[node.name]
+            whole = self.graph.footprints[node.node]
+            key = id(whole), decision.choice, decision.operands
+            found = self.known.get(key) or self._made(node, decision, whole)
+            self.found[node.name] = self.known[key] = found
+        return found
+
+    def _made(self, node: NamedNode, decision: OpDecision, whole: Footprint) -> Footprint:
+        split, axes = self.wiring.ops[node.name].split, self.plan.axes
+        if split is not None and not exchanges_edges(split):
+            return lowered_footprint(self.graph, node, decision, split, axes)
+        share = 1 / prod(axes[axis] for axis in decision.choice.axes)
+        return replace(
+            whole,
+            internal_bytes=round(whole.internal_bytes * share),
+            forward_bytes=round(whole.forward_bytes * share),
+            backward_bytes=round(whole.backward_bytes * share),
+        )
 
 
 def exchanges_edges(split: Split) -> bool:
