@@ -86,7 +86,7 @@ def resolve(layout: LayoutText, tensor: HasAtoms, kind: str, axes: Mapping[str, 
     taken: dict[str, _Claim] = {}
     wanted: list[Axes | None] = [None] * len(tensor.atoms)
     for claim in sorted(claims, key=lambda claim: claim.rule.place.priority):
-        _grant(claim, tensor, axes, taken, wanted)
+        _grant(claim, tensor, axes, taken, wanted, is_stored=kind not in ("use", "act"))
     if one_dim is not None:
         spoken = {tensor.atoms[i].dim for claim in claims for i in claim.entry.atoms}
         _grant_one_dim(one_dim, tensor, axes, taken, spoken, wanted)
@@ -171,8 +171,12 @@ def _grant(
     axes: Mapping[str, int],
     taken: dict[str, _Claim],
     wanted: list[Axes | None],
+    is_stored: bool,
 ) -> None:
-    """Give a dim the first of its alternatives that can be had."""
+    """Give a dim the first of its alternatives that can be had.
+
+    Uneven pieces of a dim that is made of others lie strided in it: tensors that are stored cannot have them.
+    """
     refused = ""
     for term in claim.rule.place.terms:
         if isinstance(term, Hole):
@@ -191,7 +195,8 @@ def _grant(
                 rival.rule.span,
                 claim.rule.span,
             )
-        granted = None if rival is not None else _spread(claim.entry, term, tensor, axes)
+        uneven = term.pad and (len(claim.entry.atoms) == 1 or not is_stored)
+        granted = None if rival is not None else _spread(claim.entry, term.axes, tensor, axes, uneven)
         if granted is None:
             refused = _why_not(claim.entry, term, tensor, axes, rival)
             continue
@@ -207,17 +212,19 @@ def _grant(
     )
 
 
-def _spread(entry: _Entry, term: Split, tensor: HasAtoms, axes: Mapping[str, int]) -> dict[int, Axes] | None:
-    """The term's axes dealt to the atoms of a dim, major first; None where an axis does not divide the atom whose turn
-    it is, unless pieces may be uneven."""
+def _spread(
+    entry: _Entry, wanted: Axes, tensor: HasAtoms, axes: Mapping[str, int], uneven: bool
+) -> dict[int, Axes] | None:
+    """Axes dealt to the atoms of a dim, major first; None where one does not divide the atom whose turn it is, unless
+    pieces may be uneven."""
     granted: dict[int, Axes] = {}
     atoms = list(entry.atoms)
     left = {i: tensor.atoms[i].size for i in atoms}
-    for axis in term.axes:
+    for axis in wanted:
         while len(atoms) > 1 and left[atoms[0]] == 1:
             atoms.pop(0)
         atom = atoms[0]
-        if left[atom] % axes[axis] and not term.pad:
+        if left[atom] % axes[axis] and not uneven:
             return None
         left[atom] = -(-left[atom] // axes[axis])
         granted[atom] = (*granted.get(atom, ()), axis)
@@ -252,8 +259,11 @@ def _grant_one_dim(
             return
         if any(axis in taken for axis in term.axes):
             continue
-        for atoms in _free_atoms(tensor, spoken, strided=len(term.axes) == 1):
-            granted = _spread(_Entry("*", atoms), term, tensor, axes)
+        free = [(atoms, False) for atoms in _free_atoms(tensor, spoken, strided=len(term.axes) == 1)]
+        if term.pad:  # best one that they divide
+            free += [(atoms, True) for atoms in _free_atoms(tensor, spoken, strided=False) if len(atoms) == 1]
+        for atoms, uneven in free:
+            granted = _spread(_Entry("*", atoms), term.axes, tensor, axes, uneven)
             if granted is not None:
                 for i, given in granted.items():
                     wanted[i] = given
