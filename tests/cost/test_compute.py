@@ -1,0 +1,186 @@
+"""What ops compute, from their rules and local shapes: FLOPs against torch's own count, and how splits divide them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+import autopar
+from autopar.completion import complete
+from autopar.cost.cluster import Device, load_device
+from autopar.cost.compute import OpWork, op_work
+from autopar.errors import ClusterError
+from autopar.layout.language import parse_layout
+from autopar.tracing.graph import NamedGraph
+
+ROOFLINE = Device("roofline", 1e9, 1e12, 0.0, MappingProxyType({"float32": 1e12}))
+
+
+def works(graph: NamedGraph, layout: str, axes: dict[str, int], device: Device = ROOFLINE) -> dict[str, OpWork]:
+    decisions = complete(graph, parse_layout(layout), axes)
+    return {
+        node.name: op_work(graph, node, decisions.ops[node.name], graph.footprints[node.node], axes, device)
+        for node in graph.nodes
+    }
+
+
+class Layer(nn.Module):
+    """One op that multiplies."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(12, 24)
+        self.conv = nn.Conv2d(6, 12, 3, stride=2, padding=1)
+        self.grouped = nn.Conv2d(6, 12, 3, padding=1, groups=2)
+        self.deconv = nn.ConvTranspose2d(6, 8, 4, stride=2, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        match self.kind:
+            case "linear":
+                return self.linear(x)
+            case "conv":
+                return self.conv(x)
+            case "grouped":
+                return self.grouped(x)
+            case "deconv":
+                return self.deconv(x)
+            case "bmm":
+                return torch.bmm(x, x.transpose(1, 2))
+            case "einsum":
+                return torch.einsum("bij,bjk->bik", x, x.transpose(1, 2))
+        return functional.scaled_dot_product_attention(x, x, x)
+
+
+SHAPES = {
+    "linear": (4, 6, 12),
+    "conv": (4, 6, 16, 8),
+    "grouped": (4, 6, 16, 8),
+    "deconv": (4, 6, 8, 8),
+    "bmm": (4, 6, 8),
+    "einsum": (4, 6, 8),
+    "attention": (4, 2, 16, 8),
+}
+
+
+def counted(call: Any, x: torch.Tensor) -> tuple[int, int]:
+    """The FLOPs of the forward and of the backward, as torch counts them; where it does not, as they are."""
+    if call.kind == "attention":
+        return 4 * x.numel() * x.shape[-2], 10 * x.numel() * x.shape[-2]
+    with FlopCounterMode(display=False) as forward:
+        result = call(x)
+    with FlopCounterMode(display=False) as backward:
+        result.sum().backward()
+    if call.kind == "grouped":  # torch takes the weight's gradient for that of all channels by all
+        return forward.get_total_flops(), 2 * forward.get_total_flops()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_flops_are_those_that_torch_counts(kind: str) -> None:
+    model = Layer(kind)
+    x = torch.randn(SHAPES[kind], requires_grad=True)
+    graph = autopar.trace(model, (x,))
+    found = works(graph, "* -> none", {"a": 2}).values()
+    forward, backward = sum(one.forward.flops for one in found), sum(one.backward.flops for one in found)
+    expected = counted(model, x)
+    assert forward == expected[0] > 0
+    assert backward == pytest.approx(expected[1], rel=0.01)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SHAPES if kind != "einsum"])
+def test_a_split_batch_halves_the_work(kind: str) -> None:
+    graph = autopar.trace(
+        Layer(kind), (torch.randn(SHAPES[kind]),), dims={"x": " ".join(["batch", "e", "f", "g"][: len(SHAPES[kind])])}
+    )
+    whole = works(graph, "* -> none", {"a": 2})
+    half = works(graph, "batch -> a; * -> none", {"a": 2})
+    for name, work in whole.items():
+        assert half[name].forward.flops == work.forward.flops / 2
+        assert half[name].forward.bytes <= work.forward.bytes
+
+
+def test_a_gradient_that_nobody_wants_is_not_computed() -> None:
+    model = Layer("linear")
+    wanted = works(autopar.trace(model, (torch.randn(4, 6, 12, requires_grad=True),)), "* -> none", {"a": 2})
+    unwanted = works(autopar.trace(model, (torch.randn(4, 6, 12),)), "* -> none", {"a": 2})
+    (both,), (one,) = wanted.values(), unwanted.values()
+    assert both.forward == one.forward
+    assert both.backward.flops == 2 * one.backward.flops
+
+
+def attention(is_causal: bool) -> dict[str, OpWork]:
+    class Attend(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.scaled_dot_product_attention(x, x, x, is_causal=is_causal)
+
+    x = torch.randn(2, 2, 64, 8, requires_grad=True)
+    return works(autopar.trace(Attend(), (x,), dims={"x": "batch heads seq e"}), "* -> none", {"a": 2})
+
+
+def test_causal_attention_computes_half_of_the_scores() -> None:
+    (full,), (causal,) = attention(False).values(), attention(True).values()
+    assert causal.forward.flops / full.forward.flops == pytest.approx(65 / 128)
+
+
+def test_the_last_shard_of_causal_queries_sees_most() -> None:
+    class Attend(nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return functional.scaled_dot_product_attention(q, k, k, is_causal=True)
+
+    graph = autopar.trace(
+        Attend(),
+        (torch.randn(2, 2, 64, 8), torch.randn(2, 2, 64, 8)),
+        dims={"q": "batch heads seq e", "k": "batch heads keys e"},
+    )
+    (whole,) = works(graph, "* -> none", {"a": 2}).values()
+    (half,) = works(graph, "seq -> a; * -> none", {"a": 2}).values()
+    assert whole.forward.flops / 2 < half.forward.flops < whole.forward.flops
+
+
+class Views(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1000, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        y = x.transpose(1, 2).unsqueeze(1)
+        return (torch.relu(y) + y).sum()
+
+
+def test_views_are_free_and_lookups_read_what_they_give() -> None:
+    graph = autopar.trace(Views(), (torch.randint(1000, (4, 6)),))
+    found = works(graph, "* -> none", {"a": 2})
+    kinds = {node.op.split(".")[1]: found[node.name] for node in graph.nodes}
+    size = 4 * 6 * 16 * 4
+    assert kinds["transpose"].forward.seconds == kinds["unsqueeze"].forward.seconds == 0
+    assert kinds["transpose"].backward.seconds == 0
+    assert kinds["embedding"].forward.bytes == 2 * size + 4 * 6 * 8
+    assert kinds["embedding"].backward.bytes >= 1000 * 16 * 4, "the gradient of the table is written whole"
+    assert kinds["add"].forward.bytes == 3 * size
+    assert kinds["add"].backward.bytes == 0, "it passes the gradient on"
+    assert kinds["relu"].backward.bytes == 3 * size, "the gradient, the result that is kept, and what is made of them"
+
+
+def test_a_dtype_without_a_rate_is_an_error() -> None:
+    graph = autopar.trace(Layer("linear").double(), (torch.randn(4, 6, 12, dtype=torch.float64),))
+    with pytest.raises(ClusterError) as error:
+        works(graph, "* -> none", {"a": 2})
+    assert str(error.value) == (
+        "device 'roofline' has no rate for float64, which the model computes in\n"
+        "fix: add float64 under [peak] of the device; it has float32"
+    )
+
+
+def test_the_launch_is_the_least() -> None:
+    device = replace(load_device("h100"), launch_seconds=1.0)
+    for work in works(autopar.trace(Layer("linear"), (torch.randn(4, 6, 12),)), "* -> none", {"a": 2}, device).values():
+        assert work.forward.seconds == 1.0

@@ -1,0 +1,85 @@
+"""The time of matrix products: tiles, waves, alignment; and a few measured ones."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from types import MappingProxyType
+
+import pytest
+
+from autopar.cost.cluster import load_device
+from autopar.cost.matrix import Matrix, Product, Tile, product_seconds
+from benchmarks.gemm import LARGE_FLOPS, errors, read
+
+PEAK, STREAM = 1e12, 1e12
+PLAIN = Matrix(10, 0.0, 0, 0.0, MappingProxyType({}), (Tile(100, 100, 1.0),))
+
+
+def seconds(product: Product, matrix: Matrix | None = PLAIN, itemsize: int = 2) -> float:
+    return product_seconds(product, itemsize, matrix, PEAK, STREAM)
+
+
+def test_a_full_wave_runs_at_the_peak() -> None:
+    product = Product(1, 1000, 100, 1000)
+    assert seconds(product) == pytest.approx(product.flops / PEAK)
+
+
+def test_one_tile_more_is_one_wave_more() -> None:
+    assert seconds(Product(1, 1001, 100, 200)) == pytest.approx(2 * seconds(Product(1, 1000, 100, 200)))
+    assert seconds(Product(1, 1100, 100, 200)) == seconds(Product(1, 1001, 100, 200))
+    assert seconds(Product(11, 100, 100, 200)) == seconds(Product(1, 1001, 100, 200)), "a batch is dealt out too"
+
+
+def test_few_tiles_cut_the_reduction() -> None:
+    long, short = Product(1, 100, 100, 8192), Product(1, 100, 100, 500)
+    whole = 2 * 100 * 100 * long.reduction / (PEAK / PLAIN.processors)
+    assert seconds(long) < whole / 4
+    assert seconds(short) == pytest.approx(2 * 100 * 100 * 500 / (PEAK / PLAIN.processors)), "too short to be cut"
+
+
+def test_the_roofline_below_everything() -> None:
+    thin = Product(1, 4096, 1, 4096)
+    assert seconds(thin, None) == thin.bytes(2) / STREAM
+    assert seconds(thin) >= thin.bytes(2) / STREAM
+    assert seconds(Product(1, 1000, 1000, 1000), None) == 2e9 / PEAK
+
+
+@pytest.mark.parametrize(("columns", "share"), [(512, 1.0), (500, 0.8), (502, 0.5), (501, 0.2)])
+def test_rows_off_the_grid_are_slower(columns: int, share: float) -> None:
+    matrix = replace(PLAIN, aligned_fraction=MappingProxyType({"2": 0.2, "4": 0.5, "8": 0.8}))
+    product = Product(1, 1000, columns, 496)
+    assert seconds(product, matrix) == pytest.approx(seconds(product) / share)
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "columns", "reduction", "teraflops"),
+    [
+        # EleutherAI/cookbook@27dff48, sizing/results: columns off the grid, a wave too many, a small product
+        ("a100-40", 27648, 256, 4096, 227),
+        ("a100-40", 27648, 258, 4096, 117),
+        ("a100-40", 8192, 51200, 14273, 72),
+        ("a100-40", 4096, 4096, 4096, 249),
+        ("v100", 27648, 384, 4096, 77),
+        ("v100", 4096, 4096, 4096, 84),
+    ],
+)
+def test_measured(device: str, rows: int, columns: int, reduction: int, teraflops: float) -> None:
+    found = load_device(device)
+    product = Product(1, rows, columns, reduction)
+    predicted = product_seconds(product, 2, found.matrix, found.peak_flops["float16"], found.stream)
+    assert product.flops / predicted / 1e12 == pytest.approx(teraflops, rel=0.15)
+
+
+@pytest.mark.parametrize(("device", "most"), [("a100-40", 0.06), ("v100", 0.12)])
+def test_published_sweeps(device: str, most: float) -> None:
+    folder = os.environ.get("AUTOPAR_DATA")
+    if folder is None:
+        pytest.skip("AUTOPAR_DATA does not say where the published tables are")
+    rows = read(Path(folder, "published", "micro_gemm_sweeps_a100_v100.csv"), device.partition("-")[0])
+    large = [row for row in rows if row.product.flops > LARGE_FLOPS]
+    assert len(large) > 300
+    found = load_device(device)
+    assert median(map(abs, errors(large, found.matrix, found))) < most
