@@ -90,6 +90,7 @@ def put_in_buckets(
         ends.append(ended)
         for member, value in zip(members, values, strict=True):
             value.meta.update(member.node.meta)
+            value.meta.pop("origin", None)  # it belongs to no place of the model
             member.node.replace_all_uses_with(value)
             beginning = value if member.node is beginning else beginning
             graph.erase_node(member.node)

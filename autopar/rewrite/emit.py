@@ -23,6 +23,7 @@ from autopar.conversions import Inserted, OpConversions, Outputs, wire
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout, chunk
 from autopar.rewrite.buckets import Parameters, put_in_buckets
+from autopar.rewrite.checkpoints import with_regions
 from autopar.rewrite.drawing import Drawings, DrawnOp
 from autopar.rewrite.empty import Empty, amounts, nodes_of, reached
 from autopar.rewrite.functions import Conversion, Groups
@@ -148,7 +149,12 @@ class _Emitter:
             if node.op == "placeholder":
                 self._place(node)
             elif node.name in ops:
+                last = next(reversed(self.out.nodes), None)
                 self._call(node, ops[node.name])
+                for made in reversed(self.out.nodes):
+                    if made is last:
+                        break
+                    made.meta["origin"] = node.meta.get("origin")
         for one in self.wiring.outputs:
             self._convert(one)
         results = source.output_node().args[0]
@@ -157,7 +163,7 @@ class _Emitter:
         self.out.output(tuple(result if place is None else self._value(*place) for result, place in pairs))
         put_in_buckets(self.out, self.modules, self.by_node, self.parameters)
         mutated = len(self.graph.exported.mutations)
-        module = GraphModule(self.modules, self.out)
+        module = with_regions(self.out, self.modules)
         draws = tuple(self.drawings.ops)
         return Emitted(module, self.wiring.inserted(), self.wiring.results[mutated:], draws)
 

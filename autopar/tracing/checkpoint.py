@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint
@@ -13,13 +12,19 @@ from torch.utils.checkpoint import checkpoint
 __all__ = ["checkpoint_regions", "with_checkpoints"]
 
 
-def with_checkpoints(graph: Graph) -> GraphModule:
-    """A module of `graph` (which is changed) whose regions are called through `torch.utils.checkpoint`."""
+def with_checkpoints(graph: Graph, modules: Mapping[str, nn.Module] | None = None) -> GraphModule:
+    """A module of `graph` (which is changed) whose regions are called through `torch.utils.checkpoint`.
+
+    `modules` are those that the graph calls.
+    """
+    modules = modules or {}
     root = nn.Module()
+    for name, module in modules.items():
+        root.add_module(name, module)
     for number, nodes in list(checkpoint_regions(graph)):
         name = f"checkpoint_{number}"
         inputs, results = _boundary(nodes)
-        root.add_module(name, _body(nodes, inputs, results))
+        root.add_module(name, _body(nodes, inputs, results, modules))
         with graph.inserting_before(nodes[-1].next):
             region = graph.get_attr(name)
             call = graph.call_function(
@@ -53,10 +58,11 @@ def _boundary(nodes: list[Node]) -> tuple[list[Node], list[Node]]:
     return list(inputs), [node for node in nodes if any(user not in inside for user in node.users)]
 
 
-def _body(nodes: list[Node], inputs: list[Node], results: list[Node]) -> GraphModule:
+def _body(nodes: list[Node], inputs: list[Node], results: list[Node], modules: Mapping[str, nn.Module]) -> GraphModule:
     body = Graph()
     values = {source: body.placeholder(source.name) for source in inputs}
     for node in nodes:
         values[node] = body.node_copy(node, values.__getitem__)
     body.output(tuple(values[node] for node in results))
-    return GraphModule(torch.nn.Module(), body)
+    called = {str(node.target): modules[str(node.target)] for node in nodes if node.op == "call_module"}
+    return GraphModule(called, body)
