@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from autopar.cli import clusters, strategies, trace
+from autopar.cli import calibrate, clusters, strategies, trace
 from autopar.errors import AutoparError, TraceError
 
 __all__ = ["main"]
 
-COMMANDS = (trace, strategies, clusters)
+COMMANDS = (trace, strategies, clusters, calibrate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

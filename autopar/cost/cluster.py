@@ -234,6 +234,9 @@ def _check_library(document: Document, library: Library) -> None:
         if algorithm.name not in ALGORITHMS:
             message = f"there is no algorithm '{algorithm.name}'{did_you_mean(algorithm.name, ALGORITHMS)}"
             document.fail((*place, "name"), message, f"the algorithms are {', '.join(ALGORITHMS)}")
+        if algorithm.most is not None and algorithm.most < algorithm.least:
+            message = f"'most' is impossible: it is less than {algorithm.least}, the least"
+            document.fail((*place, "most"), message, "give the smallest and the largest group that it is for")
         for kind in algorithm.collectives:
             if kind not in KINDS:
                 message = f"there is no collective '{kind}'{did_you_mean(kind, KINDS)}"

@@ -270,6 +270,9 @@ def _curve(kind: str, algorithm: Algorithm, group: tuple[Span, ...]) -> Curve | 
     """An algorithm on the links of a group."""
     if not _offered(algorithm, group):
         return None
+    ranks = prod(span.units for span in group)
+    if not algorithm.least <= ranks <= (algorithm.most or ranks):
+        return None
     way = ALGORITHMS[algorithm.name](kind, group)
     if way is None:
         return None

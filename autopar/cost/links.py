@@ -63,6 +63,9 @@ class Algorithm:
     protocol: str = ""
     needs: tuple[str, ...] = ()
     """What the switches must offer: `nvls` the innermost level, `sharp` the outer ones."""
+    least: int = 2
+    """Groups of how many ranks it is for: the constants of a library may differ by the size of the group."""
+    most: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

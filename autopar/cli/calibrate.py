@@ -1,0 +1,167 @@
+"""`autopar calibrate`: measure the machine at hand and write its cluster file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autopar.cost.quantity import measure_of, parse_quantity
+from autopar.errors import AutoparError
+
+if TYPE_CHECKING:
+    from autopar.cost.calibrate import Measurements
+    from autopar.cost.measure import Budget, Tick
+
+__all__ = ["add_parser"]
+
+EXAMPLES = """examples:
+  autopar calibrate --output mine.toml
+  autopar calibrate --processes 8 --largest "4 MiB" --output mine.toml
+  torchrun --nproc-per-node 8 -m autopar calibrate --output mine.toml
+"""
+GPU_LARGEST, CPU_LARGEST = "1 GiB", "16 MiB"
+CPU_PROCESSES = 4
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add this command to the command line."""
+    parser = subparsers.add_parser(
+        "calibrate",
+        help="measure this machine and write its cluster file",
+        description="Measure products of matrices, memory, the start of an op and every collective, fit the cost model "
+        "to the times, write a cluster file, and say how well it holds on sizes that were not fitted. Under torchrun "
+        "the processes are those of the launch; alone, one is started for each GPU, or --processes of them.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", metavar="FILE", required=True, type=Path, help="the TOML file to write")
+    parser.add_argument("--name", help="the name of the cluster (default: that of the file)")
+    parser.add_argument("--processes", metavar="N", type=int, help=f"without GPUs (default: {CPU_PROCESSES})")
+    parser.add_argument("--largest", metavar="SIZE", help=f"buffer ({GPU_LARGEST} on GPUs, {CPU_LARGEST} on CPUs)")
+    parser.add_argument("--seconds", metavar="S", type=float, default=0.2, help="for each measurement (default: 0.2)")
+    parser.add_argument("--times", metavar="CSV", type=Path, help="where to write every collective's time")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, fit, write, judge."""
+    largest = _bytes(arguments.largest) if arguments.largest else None
+    if not arguments.output.parent.is_dir():
+        raise AutoparError(f"there is no folder '{arguments.output.parent}'\nfix: create it, or give another --output")
+    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+        _rank(arguments, largest)
+        return 0
+    import torch
+    from torch.multiprocessing.spawn import spawn
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else arguments.processes or CPU_PROCESSES
+    if count < 2:
+        raise AutoparError(
+            f"{count} process has no links to measure\n"
+            "fix: on a CPU --processes 2 or more; with one GPU start it on several machines under torchrun"
+        )
+    spawn(_started, (arguments, largest, count, _free_port()), nprocs=count)  # type: ignore[no-untyped-call]
+    return 0
+
+
+def _bytes(text: str) -> int:
+    measured = measure_of("largest_bytes")
+    assert measured is not None, "a size"
+    quantity = parse_quantity(text, measured[0])
+    if isinstance(quantity, str):
+        raise AutoparError(f"--largest: {quantity}\nfix: as in {measured[0].example}")
+    return int(quantity.value)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def _started(rank: int, arguments: argparse.Namespace, largest: int | None, count: int, port: int) -> None:
+    """A process that was started here and not by torchrun."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # Gloo would look the host's name up, which not every machine can.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    _rank(arguments, largest)
+
+
+def _rank(arguments: argparse.Namespace, largest: int | None) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from autopar.cost.measure import Budget, measure, steps_of
+
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    try:
+        size = largest or _bytes(GPU_LARGEST if on_gpu else CPU_LARGEST)
+        budget = Budget(size, 8192 if on_gpu else 1024, arguments.seconds)
+        ranks, inside = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        first = dist.get_rank() == 0
+        with _progress(steps_of(budget, ranks, inside, 3 if on_gpu else 2), first) as tick:
+            found = measure(budget, tick)
+        if first:
+            _write(arguments, found, budget, dist.get_backend())
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _progress(steps: int, first: bool) -> Iterator[Tick]:
+    """A bar on the first rank, if someone is looking."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True, quiet=not first)
+    columns = (BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f}"), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=console) as progress:
+        task = progress.add_task("", total=steps)
+
+        def tick(text: str) -> None:
+            progress.update(task, advance=1, description=text)
+
+        yield tick
+
+
+def _write(arguments: argparse.Namespace, found: Measurements, budget: Budget, backend: str) -> None:
+    import torch
+
+    from autopar.cost.calibrate import fit_collectives, fit_products, judge
+    from autopar.cost.cluster import load_cluster
+    from autopar.cost.written import cluster_text, times_table
+
+    products, fits = fit_products(found.products), fit_collectives(found.collectives)
+    how = f"autopar calibrate: {found.ranks} ranks, {backend}, torch {torch.__version__.split('+')[0]}, buffers up to "
+    how += f"{budget.largest_bytes} bytes, medians of the faster half of the repetitions"
+    name = arguments.name or arguments.output.stem
+    nodes = f"{found.nodes} nodes with " if found.nodes > 1 else ""
+    where = f" on {os.cpu_count()} cores" if found.device.startswith("CPU") else ""
+    description = f"Measured: {nodes}{found.ranks_per_node} × {found.device}{where}, {backend}"
+    arguments.output.write_text(
+        cluster_text(name, description, found, products, fits, date.today().isoformat(), how), encoding="utf-8"
+    )
+    if arguments.times is not None:
+        arguments.times.write_text(times_table(found.collectives), encoding="utf-8")
+    judged = judge(load_cluster(arguments.output), found)
+    print(f"wrote {arguments.output}\n\nmedian |error| of the file's prices")
+    print(f"  {'':16} {'fitted':>8} {'not fitted':>11}")
+    print(f"  {'products':16} {products.error:>8.0%} {'':>11}")
+    for kind, (inside, outside) in judged.items():
+        shown = ["" if error is None else f"{error:.0%}" for error in (inside, outside)]
+        print(f"  {kind:16} {shown[0]:>8} {shown[1]:>11}")
+    sys.stdout.flush()

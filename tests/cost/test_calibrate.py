@@ -1,0 +1,169 @@
+"""Fits find the constants that times were made of; the written file says the same; a real run on two processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from math import sqrt
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autopar.cli import main
+from autopar.cost.calibrate import Measured, Measurements, Timed, fit_collectives, fit_products, judge
+from autopar.cost.cluster import load_cluster
+from autopar.cost.comm import Network
+from autopar.cost.written import cluster_text, times_table
+
+SIZES = [1024.0 * 2**i for i in range(15)]
+
+
+def products(start: float, fill: int, peaks: dict[str, float]) -> tuple[Timed, ...]:
+    shapes = [(n, k, n) for n in (64, 256, 1024) for k in (64, 256, 1024)]
+    return tuple(
+        Timed(dtype, m, k, n, start + 2 * m * n * (k + fill) / peak)
+        for dtype, peak in peaks.items()
+        for m, k, n in shapes
+    )
+
+
+@pytest.mark.parametrize(("start", "fill"), [(10e-6, 32), (0.0, 100), (50e-6, 1)])
+def test_products(start: float, fill: int) -> None:
+    fit = fit_products(products(start, fill, {"float32": 1e11, "bfloat16": 4e11}))
+    assert fit.start_seconds == pytest.approx(start, rel=1e-3, abs=1e-9)
+    assert fit.fill == fill
+    assert fit.peak_flops == pytest.approx({"float32": 1e11, "bfloat16": 4e11}, rel=1e-3)
+    assert fit.error == pytest.approx(0, abs=1e-6)
+
+
+def ring(
+    kind: str, ranks: int, size: float, base: float, hop: float, rate: float, pipelined: bool, level: int = 0
+) -> Measured:
+    twice = 2 if kind == "all_reduce" else 1
+    latency, sending = base + twice * (ranks - 1) * hop, twice * (ranks - 1) / ranks * size / rate
+    seconds = latency + sending + (sqrt(latency * sending) if pipelined else 0.0)
+    left_out = round(np.log2(size)) % 2 == 1
+    return Measured(kind, level, ranks, size, seconds, left_out)
+
+
+def direct(kind: str, ranks: int, size: float, latency: float, rate: float) -> Measured:
+    share = 1.0 if kind == "send" else (ranks - 1) / ranks
+    return Measured(kind, 0, ranks, size, latency + share * size / rate, round(np.log2(size)) % 2 == 1)
+
+
+def measurements(collectives: list[Measured], nodes: int = 1) -> Measurements:
+    ranks = max(one.ranks for one in collectives if one.level == 0)
+    timed = products(10e-6, 32, {"float32": 1e11})
+    return Measurements("device", 8e9, 2e-6, 1e10, timed, tuple(collectives), nodes, ranks)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_one_node_is_found_again_and_written(tmp_path: Path, pipelined: bool) -> None:
+    collectives = [
+        *(ring("all_reduce", ranks, size, 5e-6, 20e-6 * ranks, 3e9, pipelined) for ranks in (2, 4) for size in SIZES),
+        *(ring("all_gather", ranks, size, 9e-6, 30e-6, 2e9, False) for ranks in (2, 4) for size in SIZES),
+        *(direct("send", ranks, size, 40e-6, 1e9) for ranks in (2, 4) for size in SIZES),
+    ]
+    found = measurements(collectives)
+    fits = fit_collectives(found.collectives)
+    assert [(fit.kind, fit.ranks, fit.pipelined) for fit in fits] == [
+        *(("all_reduce", (ranks,), pipelined) for ranks in (2, 4)),
+        *(("all_gather", (ranks,), False) for ranks in (2, 4)),
+        *(("send", (ranks,), False) for ranks in (2, 4)),
+    ]
+    assert fits[0].bytes_per_second == pytest.approx(3e9, rel=0.02)
+    path = tmp_path / "mine.toml"
+    path.write_text(cluster_text("mine", "Mine", found, fit_products(found.products), fits, "2026-01-31", "a test"))
+    cluster = load_cluster(path)
+    assert cluster.uncited == ()
+    for kind, errors in judge(cluster, found).items():
+        assert errors == pytest.approx((0, 0), abs=0.02), kind
+    # Three ranks are priced as four, as no others were measured; more than four go on as a ring does.
+    network = Network(cluster, {"a": 3})
+    assert network.seconds("all_gather", ("a",), 1.0) == pytest.approx((9e-6 + 3 * 30e-6) * 2 / 3, rel=0.02)
+    assert network.seconds("halo_exchange", ("a",), 1e6) == network.seconds("send", ("a",), 1e6)
+
+
+def test_two_nodes_have_two_levels(tmp_path: Path) -> None:
+    collectives = [
+        *(ring("all_reduce", ranks, size, 5e-6, 2e-6, 100e9, False) for ranks in (2, 4) for size in SIZES),
+        *(ring("all_reduce", ranks, size, 5e-6, 20e-6, 5e9, False, level=1) for ranks in (2, 4) for size in SIZES),
+    ]
+    found = measurements(collectives, nodes=4)
+    path = tmp_path / "mine.toml"
+    fits = fit_collectives(found.collectives)
+    assert [(fit.level, fit.ranks, fit.algorithm) for fit in fits] == [(0, (2, 4), "ring"), (1, (2, 4), "ring")]
+    path.write_text(cluster_text("mine", "Mine", found, fit_products(found.products), fits, "2026-01-31", "a test"))
+    cluster = load_cluster(path)
+    node, network = cluster.level
+    assert (node.name, node.units, network.name, network.units) == ("node", 4, "network", None)
+    assert network.rate_bytes_per_second == pytest.approx(4 * 5e9, rel=0.02), "four ranks of a node at once"
+    assert judge(cluster, found)["all_reduce"] == pytest.approx((0, 0), abs=0.02)
+
+
+def test_the_algorithm_is_the_one_that_fits() -> None:
+    """Latencies that grow with the logarithm are no ring's."""
+    steps = {2: 1, 4: 2, 8: 3}
+    measured = [
+        Measured("all_gather", level, ranks, size, 1e-6 + 50e-6 * count + (ranks - 1) / ranks * size / 1e9)
+        for level in (0, 1)
+        for ranks, count in steps.items()
+        for size in SIZES
+    ]
+    assert {fit.algorithm for fit in fit_collectives(measured)} == {"halving_doubling"}
+
+
+def test_noise_gives_no_negative_numbers() -> None:
+    random = np.random.default_rng(0)
+    collectives = [ring("all_reduce", ranks, size, 0.0, 50e-6, 1e9, False) for ranks in (2, 4) for size in SIZES[:4]]
+    for _ in range(20):
+        noisy = [replace(one, seconds=one.seconds * random.uniform(0.3, 3), left_out=False) for one in collectives]
+        for fit in fit_collectives(noisy):
+            assert fit.base_seconds >= 0
+            assert fit.hop_seconds >= 0
+            assert 0 < fit.bytes_per_second < float("inf")
+
+
+def test_times_as_csv() -> None:
+    assert times_table([Measured("send", 0, 2, 1024.0, 1.5e-5, True)]) == (
+        "kind,level,ranks,buffer_bytes,seconds,fitted\nsend,inside,2,1024,1.5e-05,no\n"
+    )
+
+
+@pytest.mark.slow
+def test_a_real_run(tmp_path: Path) -> None:
+    """Two processes over Gloo; what is measured varies, what must be written does not."""
+    path, times = tmp_path / "mine.toml", tmp_path / "times.csv"
+    command = [sys.executable, "-m", "autopar", "calibrate", "--processes", "2", "--largest", "64 KiB"]
+    command += ["--seconds", "0.01", "--output", str(path), "--times", str(times)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "not fitted" in done.stdout
+    assert "Warning" not in done.stderr
+    cluster = load_cluster(path)
+    assert cluster.name == "mine"
+    assert cluster.uncited == ()
+    assert set(cluster.device.peak_flops) == {"float32", "bfloat16"}
+    network = Network(cluster, {"a": 2})
+    kinds = {line.split(",")[0] for line in times.read_text().splitlines()[1:]}
+    assert kinds == {
+        *("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"),
+        *("all_to_all", "gather", "scatter", "send"),
+    }
+    for kind in kinds:
+        assert 0 < network.seconds(kind, ("a",), 1e3) < network.seconds(kind, ("a",), 1e9)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--processes", "1", "--output", "x.toml"], "1 process has no links to measure\nfix: on a CPU --processes 2"),
+        (["--output", "nowhere/x.toml"], "there is no folder 'nowhere'\nfix: create it"),
+        (["--largest", "1 GHz", "--output", "x.toml"], "--largest: '1 GHz' is not a size: the units are B, "),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert main(["calibrate", *words]) == 2
+    assert message in capsys.readouterr().err
