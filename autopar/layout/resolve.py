@@ -177,7 +177,7 @@ def _grant(
 
     Uneven pieces of a dim that is made of others lie strided in it: tensors that are stored cannot have them.
     """
-    refused = ""
+    refused, fix = "", "add one, as in 'tp | none', allow uneven shards with 'pad', or choose a mesh that divides it"
     for term in claim.rule.place.terms:
         if isinstance(term, Hole):
             return
@@ -199,6 +199,11 @@ def _grant(
         granted = None if rival is not None else _spread(claim.entry, term.axes, tensor, axes, uneven)
         if granted is None:
             refused = _why_not(claim.entry, term, tensor, axes, rival)
+            if term.pad and rival is None:
+                fix = (
+                    "split one of its parts: uneven pieces of a dim that is made of others lie strided, and no tensor "
+                )
+                fix += "is stored so"
             continue
         for i in claim.entry.atoms:
             wanted[i] = granted.get(i, ())
@@ -207,7 +212,7 @@ def _grant(
     raise layout_error(
         "E4",
         f"the dim '{claim.entry.name}' of {tensor.name} can take no alternative of its rule: {refused}",
-        "add one, as in 'tp | none', allow uneven shards with 'pad', or choose a mesh that divides it",
+        fix,
         claim.rule.span,
     )
 
