@@ -48,6 +48,8 @@ class Span:
     """What one of these units sends for the group, in bytes per second; other groups have their share."""
     lone_rate: float
     """The same where one rank of each unit speaks for all."""
+    innermost: bool = True
+    """Whether its units are single devices by the cluster's topology, and not nodes."""
 
 
 Group = tuple[Span, ...]
@@ -123,13 +125,18 @@ def _double_binary_tree(kind: str, group: Group) -> Way | None:
 
 def _tree_of_chains(kind: str, group: Group) -> Way | None:
     """As NCCL has it: a double binary tree over nodes, whose ranks are chains; on one node a chain."""
-    if len(group) == 1:
+    if len(group) == 1 and group[0].innermost:
         span = group[0]
         hops = float(span.units - 1)
         if kind == "all_reduce":
             return (Phase((2 * hops,), (min(2.0, hops),)),)
         return (Phase((hops,), (1.0,)),) if kind in ("broadcast", "reduce") else None
     return _tree(kind, group, lambda units: units - 1)
+
+
+def _exchange_of_chains(kind: str, group: Group) -> Way | None:
+    """The tree of chains over two nodes: each sends the other what it has, and none is inside a tree."""
+    return _tree_of_chains(kind, group) if not group[-1].innermost and group[-1].units == 2 else None
 
 
 def _blocks(units: int) -> list[int]:
@@ -223,6 +230,11 @@ def _nvls_tree(kind: str, group: Group) -> Way | None:
     return _nvls_outer(kind, group, lambda units: 2.0 * _log(units), _tree_traffic)
 
 
+def _nvls_exchange(kind: str, group: Group) -> Way | None:
+    """NVLS inside; two nodes, each of which sends the other what it has."""
+    return _nvls_tree(kind, group) if group[-1].units == 2 else None
+
+
 def _sharp(kind: str, group: Group) -> Way | None:
     """NVLS inside, reduction in the switches of the network: all goes up once and comes down once."""
     return _nvls_outer(kind, group, lambda units: 2.0, lambda units: 1.0)
@@ -248,12 +260,14 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         "ring": _ring,
         "double_binary_tree": _double_binary_tree,
         "tree_of_chains": _tree_of_chains,
+        "exchange_of_chains": _exchange_of_chains,
         "halving_doubling": _halving_doubling,
         "binary_blocks": _binary_blocks,
         "hierarchical_ring": _hierarchical_ring,
         "torus": _torus,
         "nvls": _nvls,
         "nvls_tree": _nvls_tree,
+        "nvls_exchange": _nvls_exchange,
         "sharp": _sharp,
         "direct": _direct,
     }

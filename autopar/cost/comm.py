@@ -179,7 +179,7 @@ class Network:
         for i, (level, count) in enumerate(zip(self.cluster.level, units, strict=True)):
             if count > 1:
                 rate, lone = self._rates(level, i, axes, members, unit_size, count)
-                spans.append(Span(level, count, members, rate, lone))
+                spans.append(Span(level, count, members, rate, lone, i == 0))
             members *= count
             unit_size *= level.units or 1
         return tuple(spans)

@@ -8,7 +8,7 @@ from math import ceil, log2, prod
 
 import pytest
 
-from autopar.cost.algorithms import ALGORITHMS, KINDS, Span
+from autopar.cost.algorithms import ALGORITHMS, KINDS, Phase, Span
 from autopar.cost.links import Level
 
 LEVELS = [Level(f"level{i}", "wire", 1, 1.0) for i in range(3)]
@@ -36,7 +36,7 @@ Group = tuple[Span, ...]
 
 
 def group_of(units: tuple[int, ...]) -> Group:
-    return tuple(Span(LEVELS[i], count, prod(units[:i]), 1.0, 1.0) for i, count in enumerate(units))
+    return tuple(Span(LEVELS[i], count, prod(units[:i]), 1.0, 1.0, i == 0) for i, count in enumerate(units))
 
 
 CASES = [
@@ -108,6 +108,11 @@ def test_formulas_of_hierarchies() -> None:
     assert totals("nvls_tree", "all_reduce", (8, 4)) == ([1.0, 4.0], [1 + 1 / 8, 2.0])
     assert totals("sharp", "all_reduce", (8, 4)) == ([1.0, 2.0], [1 + 1 / 8, 1.0])
     assert totals("tree_of_chains", "all_reduce", (8, 4)) == ([14, 4], [2.0, 2.0])
+    assert totals("exchange_of_chains", "all_reduce", (8, 2)) == ([14, 2], [2.0, 1.0])
+    assert totals("nvls_exchange", "all_reduce", (8, 2)) == ([1.0, 2.0], [1 + 1 / 8, 1.0])
+    # One rank of each node: nothing is a chain.
+    alone = (Span(LEVELS[1], 4, 1, 1.0, 1.0, False),)
+    assert ALGORITHMS["tree_of_chains"]("all_reduce", alone) == (Phase((4.0,), (2.0,)),)
     # Blocks of 4, 2 and 1: the smaller ones send what they hold to the next larger one, and get it back.
     assert totals("binary_blocks", "all_reduce", (7,)) == ([2 * 2 + 2 * 2], [2 * 3 / 4 + 2 / 2 + 2 / 1])
     assert totals("halving_doubling", "all_reduce", (7,)) == ([2 * 2 + 2], [2 * 3 / 4 + 2])
