@@ -88,14 +88,22 @@ def _levels(measurements: Measurements, fits: Sequence[CollectiveFit]) -> list[s
         lines += ["[[level]]", f'name = "{"node" if inside else "network"}"', f'link = "{LINKS[level]}"']
         if inside and measurements.nodes > 1:
             lines.append(f'units = "{measurements.ranks_per_node} [measured]"')
-        # Of the links that a node has to others, all its ranks were given their share.
-        port = rate if inside else rate * measurements.ranks_per_node
-        lone = measurements.lone_bytes_per_second or 0.0
-        lines += ['ports = "1 [measured]"', f"port = {_number(max(port, lone if inside else 0.0) / 1e9, 'GB/s')}"]
-        if inside and lone > rate:
-            lines.append(f"backplane = {_number(rate * measurements.ranks_per_node / 1e9, 'GB/s')}")
+        # What all ranks of a node send together is theirs to share, where two of them alone are faster.
+        together = rate * measurements.ranks_per_node
+        alone = rate * _faster_alone(measurements, fits) if inside else together
+        lines += ['ports = "1 [measured]"', f"port = {_number(alone / 1e9, 'GB/s')}"]
+        if inside and alone > rate:
+            lines.append(f"backplane = {_number(together / 1e9, 'GB/s')}")
         lines.append("")
     return lines
+
+
+def _faster_alone(measurements: Measurements, fits: Sequence[CollectiveFit]) -> float:
+    """How many times faster two ranks gather while the others rest; at least 1."""
+    pairs = [fit for fit in fits if (fit.kind, fit.level) == ("all_gather", 0) and 2 in fit.ranks]
+    if measurements.lone_bytes_per_second is None or not pairs:
+        return 1.0
+    return max(1.0, measurements.lone_bytes_per_second / pairs[0].bytes_per_second)
 
 
 def _library(measurements: Measurements, fits: Sequence[CollectiveFit]) -> list[str]:

@@ -80,6 +80,12 @@ def test_one_node_is_found_again_and_written(tmp_path: Path, pipelined: bool) ->
     assert cluster.uncited == ()
     for kind, errors in judge(cluster, found).items():
         assert errors == pytest.approx((0, 0), abs=0.02), kind
+    assert cluster.level[0].backplane_bytes_per_second is None
+    # Two ranks that were twice as fast alone as all four are: what four send together is shared.
+    alone = replace(found, lone_bytes_per_second=4e9)
+    path.write_text(cluster_text("mine", "Mine", alone, fit_products(found.products), fits, "2026-01-31", "a test"))
+    assert Network(load_cluster(path), {"a": 2}).group(("a",))[0].rate == pytest.approx(6e9, rel=0.02)
+    assert Network(load_cluster(path), {"b": 2, "a": 2}).group(("a",))[0].rate == pytest.approx(3e9, rel=0.02)
     # Three ranks are priced as four, as no others were measured; more than four go on as a ring does.
     network = Network(cluster, {"a": 3})
     assert network.seconds("all_gather", ("a",), 1.0) == pytest.approx((9e-6 + 3 * 30e-6) * 2 / 3, rel=0.02)
