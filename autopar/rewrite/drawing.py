@@ -1,26 +1,27 @@
-"""Ops that draw random numbers, on shards: the numbers come from `draws`, the arithmetic around them is plain torch."""
+"""The ops of a graph that draw random numbers, each as a module that draws for this rank; or refused, by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from math import prod, sqrt
+from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Node
 
 from autopar.choices import Choice
 from autopar.errors import AutoparError
 from autopar.layout.state import Atoms, Piece, nested
-from autopar.rewrite.draws import Cut, Draw, Kept, Sampled, Shard, Slopes, draw, known
+from autopar.rewrite.draws import Cut, Kept, Sampled, Shard, Slopes
+from autopar.rewrite.random_ops import Attention, Drawing, Dropout, Gamma, Rrelu, Sample
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.notation import Operand, Term
 from autopar.tracing.graph import NamedNode
 from autopar.tracing.normalise import is_random
 
-__all__ = ["Drawing", "Drawings", "DrawnOp"]
+__all__ = ["Drawings", "DrawnOp"]
 
 aten = torch.ops.aten
 
@@ -34,123 +35,6 @@ class DrawnOp:
     choice: str
     exact: bool
     """Whether its shards can draw what one process draws."""
-
-
-class Drawing(nn.Module):
-    """An op that draws random numbers. It is called with the key of the call, then with the op's tensors."""
-
-    def __init__(self, what: Draw, rule: str) -> None:
-        super().__init__()
-        self.what = what
-        self.rule = rule
-        self.draw = known(what)
-
-    def extra_repr(self) -> str:
-        shard = self.what.shard
-        return f"shard {shard.index} of {shard.count}; rule {self.rule}"
-
-
-class Dropout(Drawing):
-    """`with_mask` as `native_dropout` gives it."""
-
-    def __init__(self, what: Kept, rule: str, with_mask: bool) -> None:
-        super().__init__(what, rule)
-        self.scale = _scale(what.rate)
-        self.with_mask = with_mask
-
-    def forward(self, key: Tensor, x: Tensor) -> Any:
-        kept = draw(key, (), self.draw)
-        dropped = x * kept * self.scale
-        return (dropped, kept) if self.with_mask else dropped
-
-
-class Rrelu(Drawing):
-    def forward(self, key: Tensor, x: Tensor) -> Tensor:
-        slopes = draw(key, (x,), self.draw)
-        return torch.where(x <= 0, x * slopes, x)
-
-
-class Sample(Drawing):
-    """An op whose result has no gradient, or one of zeros: what is drawn does not follow the operands smoothly."""
-
-    def __init__(self, what: Sampled, rule: str, differentiable: bool) -> None:
-        super().__init__(what, rule)
-        self.differentiable = differentiable
-
-    def forward(self, key: Tensor, *tensors: Tensor) -> Tensor:
-        drawn = draw(key, tensors, self.draw)
-        if self.differentiable and torch.is_grad_enabled():
-            tied: Tensor = _WithoutSlope.apply(drawn, *tensors)  # type: ignore[no-untyped-call]
-            return tied
-        return drawn
-
-
-class _WithoutSlope(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, drawn: Tensor, *operands: Tensor) -> Tensor:
-        ctx.shapes = [(x.shape, x.dtype) if x.is_floating_point() else None for x in operands]
-        return drawn.view_as(drawn)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        zeros = [None if kind is None else gradient.new_zeros(kind[0], dtype=kind[1]) for kind in ctx.shapes]
-        return None, *zeros
-
-
-class Gamma(Drawing):
-    """The sample moves with its parameter as implicit differentiation says."""
-
-    def forward(self, key: Tensor, alpha: Tensor) -> Tensor:
-        drawn = draw(key, (alpha,), self.draw)
-        if not alpha.requires_grad:
-            return drawn
-        slope: Tensor = aten._standard_gamma_grad.default(alpha.detach(), drawn)
-        return drawn + slope * (alpha - alpha.detach())
-
-
-class Attention(Drawing):
-    """Attention that drops weights: `first_row` is where this rank's queries start."""
-
-    def __init__(self, what: Kept, rule: str, arguments: Mapping[str, Any], names: list[str], first_row: int) -> None:
-        super().__init__(what, rule)
-        self.names = names
-        self.first_row = first_row
-        self.is_causal = bool(arguments["is_causal"])
-        self.grouped = bool(arguments["enable_gqa"])
-        self.factor = arguments["scale"]
-        self.scale = _scale(what.rate)
-
-    def forward(self, key: Tensor, *tensors: Tensor) -> Tensor:
-        given = dict(zip(self.names, tensors, strict=True))
-        queries, keys, values, mask = (given.get(name) for name in ("query", "key", "value", "attn_mask"))
-        assert queries is not None, "attention has queries, keys and values"
-        assert keys is not None, "attention has queries, keys and values"
-        assert values is not None, "attention has queries, keys and values"
-        dtype = queries.dtype
-        if dtype in (torch.float16, torch.bfloat16):
-            queries, keys, values = queries.float(), keys.float(), values.float()
-        if self.grouped:
-            keys = keys.repeat_interleave(queries.shape[-3] // keys.shape[-3], -3)
-            values = values.repeat_interleave(queries.shape[-3] // values.shape[-3], -3)
-        factor = 1 / sqrt(queries.shape[-1]) if self.factor is None else self.factor
-        scores = (queries * factor) @ keys.transpose(-1, -2)
-        if self.is_causal:
-            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(self.first_row)
-            scores = scores.masked_fill(~seen, -torch.inf)
-        if mask is None:
-            weights = scores.softmax(-1)
-        else:
-            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
-            weights = aten._safe_softmax.default(scores, -1)  # a row that sees nothing is zero
-        kept = draw(key, (), self.draw)
-        return ((weights * kept) @ (values * self.scale)).to(dtype)
-
-
-def _scale(rate: float) -> float:
-    return 0.0 if rate == 1 else 1 / (1 - rate)
-
-
-# -- making them for a graph ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -200,7 +84,7 @@ def _rrelu(op: _Op) -> Drawing:
     terms = op.output.terms
     bounds = op.whole["lower"], op.whole["upper"]
     what = Slopes(op.shard(terms), op.cut(terms), *bounds, op.value(op.tensors[0]).dtype, op.device)
-    return Rrelu(what, str(op.node.rule))
+    return Rrelu(what, str(op.node.rule), op.target is not aten.rrelu.default)
 
 
 def _attention(op: _Op) -> Drawing:
@@ -276,13 +160,15 @@ _MAKERS: dict[str, Callable[[_Op], Drawing]] = {
     "aten.native_dropout.default": _dropout,
     "aten.scaled_dot_product_attention.default": _attention,
     "aten.rrelu.default": _rrelu,
+    "aten.rrelu_with_noise_functional.default": _rrelu,
     "aten._standard_gamma.default": _gamma,
     "aten._sample_dirichlet.default": _flat,
     "aten.binomial.default": _flat,
 }
 
 _BY_VALUE = frozenset(
-    f"aten.{name}.default" for name in ("rrelu", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
+    f"aten.{name}.default"
+    for name in ("rrelu", "rrelu_with_noise_functional", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
 )
 """Ops that draw more or fewer numbers for other operands."""
 

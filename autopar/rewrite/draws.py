@@ -120,8 +120,8 @@ class Kept:
     dtype: torch.dtype = torch.bool
 
     def local(self, operands: Sequence[Tensor], generator: torch.Generator) -> Tensor:
-        kept = torch.empty(self.cut.local_shape, dtype=torch.bool, device=self.device)
-        return kept.bernoulli_(1 - self.rate, generator=generator)
+        # A fifth of the time of `bernoulli_` on a CPU.
+        return torch.rand(self.cut.local_shape, device=self.device, generator=generator) < 1 - self.rate
 
     def whole(self, operands: Sequence[Tensor]) -> Tensor:
         if self.rate == 1:

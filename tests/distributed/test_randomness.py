@@ -61,12 +61,15 @@ def masked(x: Tensor, kind: str) -> Tensor:
 
 SHAPES = {
     "table": ((8, 6), "rows columns"),
+    "odd": ((5, 6), "rows columns"),
+    "one row": ((1, 6), "rows columns"),
     "deep": ((4, 4, 6), "rows columns inner"),
     "images": ((8, 8, 2, 3), "rows columns height width"),
     "heads": ((4, 4, 6, 2), "batch heads seq width"),
 }
 ROWS = "rows -> a; * -> none"
 BOTH = "rows -> a; columns -> b; * -> none"
+UNEVEN = "rows -> a pad; columns -> b; * -> none"
 ON_HEADS = "batch -> a; heads -> b; * -> none"
 CASES = {
     "dropout": Case(lambda x: functional.dropout(x, 0.4), "table", BOTH),
@@ -75,6 +78,10 @@ CASES = {
     "dropout of all": Case(lambda x: functional.dropout(x, 1.0), "table", BOTH),
     "dropout twice": Case(lambda x: functional.dropout(functional.dropout(x, 0.3), 0.3), "table", BOTH),
     "dropout transposed": Case(lambda x: functional.dropout(x.t(), 0.4), "table", BOTH),
+    "dropout of uneven shards": Case(lambda x: functional.dropout(x, 0.4), "odd", UNEVEN),
+    "dropout of an empty shard": Case(lambda x: functional.dropout(x, 0.4), "one row", UNEVEN),
+    "rand of uneven shards": Case(lambda x: torch.rand_like(x) * x, "odd", UNEVEN),
+    "rand of an empty shard": Case(lambda x: torch.rand_like(x) * x, "one row", UNEVEN),
     "dropout of an inner dim": Case(
         lambda x: functional.dropout(x.transpose(1, 2).reshape(4, 24), 0.4), "deep", "columns -> a*b; * -> none"
     ),
@@ -110,6 +117,10 @@ CASES = {
     "masked attention": Case(lambda x: masked(x, "bool"), "heads", ON_HEADS),
     "biased attention": Case(lambda x: masked(x, "float"), "heads", ON_HEADS),
     "rrelu": Case(lambda x: functional.rrelu(x - 3, training=True), "table", BOTH, exact=False),
+    "rrelu in place": Case(lambda x: functional.rrelu(x - 3, training=True, inplace=True), "table", BOTH, exact=False),
+    "rrelu in place of nothing": Case(
+        lambda x: functional.rrelu(x - 3, training=True, inplace=True), "table", "* -> none", ""
+    ),
     "rrelu of nothing": Case(lambda x: functional.rrelu(x - 3, training=True), "table", "* -> none", ""),
     "poisson": Case(lambda x: torch.poisson(x.exp()), "table", BOTH, exact=False),
     "binomial": Case(
