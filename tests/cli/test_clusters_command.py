@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,10 @@ def test_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert [line.split()[0] for line in lines] == list(cluster_names())
-    assert "dgx-h100         80 GB  DGX H100 nodes: 8 H100 SXM5 80 GB, NVLink 4, 8 × 400 Gb/s InfiniBand" in lines
+    (line,) = (line for line in lines if line.startswith("dgx-h100 "))
+    name, memory, text = re.split(r"\s{2,}", line)
+    assert (name, memory) == ("dgx-h100", "80 GB")
+    assert text == "DGX H100 nodes: 8 H100 SXM5 80 GB, NVLink 4, 8 × 400 Gb/s InfiniBand"
 
 
 @pytest.mark.parametrize("name", cluster_names())
