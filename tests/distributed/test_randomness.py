@@ -62,7 +62,7 @@ def masked(x: Tensor, kind: str) -> Tensor:
 SHAPES = {
     "table": ((8, 6), "rows columns"),
     "odd": ((5, 6), "rows columns"),
-    "one row": ((1, 6), "rows columns"),
+    "one row": ((1, 40), "rows columns"),
     "deep": ((4, 4, 6), "rows columns inner"),
     "images": ((8, 8, 2, 3), "rows columns height width"),
     "heads": ((4, 4, 6, 2), "batch heads seq width"),
@@ -238,13 +238,14 @@ def test_replicas_are_equal_and_shards_differ(on_four: list[dict[str, Any]], nam
         (first, gradient), (again, gradient_again), (other, _) = runs
         assert torch.equal(first, again), "the first rank's seed says what is drawn"
         assert gap(gradient_again, gradient) == 0
-        if name != "dropout of all":
+        varies = name != "dropout of all" and first.numel() > 0
+        if varies:
             assert not torch.equal(first, other), "another seed draws others"
         for further, (theirs, *_) in enumerate(results[:rank]):
             differ = [axis for axis, bit in (("a", 2), ("b", 1)) if (rank ^ further) & bit]
             if not set(differ) & set(axes):
                 assert first.shape != theirs[0].shape or torch.equal(first, theirs[0]), "replicas draw the same"
-            elif name != "dropout of all":
+            elif varies:
                 assert not torch.equal(first, theirs[0]), "shards draw others"
 
 
@@ -252,7 +253,7 @@ def test_replicas_are_equal_and_shards_differ(on_four: list[dict[str, Any]], nam
 
 
 class Dropped(nn.Module):
-    """`layers` of a linear map and dropout; `recomputed`: their activations are computed again in the backward."""
+    """Layers of a linear map and dropout."""
 
     def __init__(self, width: int, layers: int, rate: float) -> None:
         super().__init__()
