@@ -194,7 +194,10 @@ class _Op:
             map(self._output_bytes, self.footprint.keeps_outputs)
         )
         inside = (self.footprint.internal_bytes + 2 * self.footprint.backward_bytes) * self._share()
-        return given + kept + inside + sum(map(self._operand_bytes, made))
+        total = given + kept + inside + sum(map(self._operand_bytes, made))
+        summed = any(self._operand_bytes(i) < given for i in made) and not self.node.rule.indices
+        # What is smaller than the result (the weight of a norm) is summed over the rest in a pass of its own.
+        return total + given + kept if summed else total
 
     def _has_gradient(self, name: str | None) -> bool:
         return name is not None and self.graph.tensors[name].requires_grad

@@ -1,14 +1,14 @@
 """The price of a plan, solved or written by hand: `evaluate(graph, plan, cluster)`.
 
     step = compute + communication of values + exposed communication of parameters + waiting
-    exposed = max(0, gathers - η forward compute) + max(0, reductions - η backward compute)
+    exposed = max(0, gathers - η forward compute) + max(0, reductions - η backward compute) + κ hidden
 
 Values are waited for where they are used. Parameters are gathered ahead of their use and their gradients reduced beside
 the backward, but only as much as there is to compute beside: η is the share of it that the library of the cluster can
-use (`overlap_fraction`). What happens once per step (a gathered copy that stays, a reduction in the last micro-batch)
-has the forward or backward of one micro-batch to hide behind, what happens in every micro-batch has all of them. An
-eager program launches its kernels one by one: where the host takes longer for all of them than the device does to run
-them, the device waits.
+use (`overlap_fraction`). What is hidden slows the computing, as it takes some of the device's processors: κ is their
+share. What happens once per step (a gathered copy that stays, a reduction in the last micro-batch) has the forward or
+backward of one micro-batch to hide behind, what happens in every micro-batch has all of them. An eager program launches
+its kernels one by one: where the host takes longer for all of them than the device does to run them, the device waits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autopar.errors import AutoparError
 from autopar.plan import Plan, fingerprint
 from autopar.tracing.graph import NamedGraph
 
-__all__ = ["evaluate"]
+__all__ = ["beside_seconds", "evaluate"]
 
 
 def evaluate(graph: NamedGraph, plan: Plan, cluster: Cluster) -> Costs:
@@ -46,7 +46,7 @@ def evaluate(graph: NamedGraph, plan: Plan, cluster: Cluster) -> Costs:
         sum(task.seconds for task in found.optimizer),
     )
     values = count * sum(task.seconds for task in (*found.forward, *found.backward) if _of_values(task))
-    exposed = exposed_seconds(found, plan, cluster.library.overlap_fraction)
+    exposed = exposed_seconds(found, plan, cluster)
     waiting = count * waiting_seconds(found)
     step = compute.seconds + values + exposed + waiting
     device_flops = count * sum(task.flops for task in found)
@@ -68,15 +68,24 @@ def evaluate(graph: NamedGraph, plan: Plan, cluster: Cluster) -> Costs:
     )
 
 
-def exposed_seconds(found: Profile, plan: Plan, overlap_fraction: float) -> float:
+def exposed_seconds(found: Profile, plan: Plan, cluster: Cluster) -> float:
     """What is sent of parameters and not hidden: once per step beside one micro-batch, else beside each."""
     total = 0.0
     for tasks in (found.forward, found.backward):
-        room = overlap_fraction * sum(task.seconds for task in tasks if task.kind == "compute")
+        room = sum(task.seconds for task in tasks if task.kind == "compute")
         each = sum(task.seconds for task in tasks if task.beside and not task.once)
         once = sum(task.seconds for task in tasks if task.beside and task.once)
-        total += (plan.micro_batches - 1) * max(0.0, each - room) + max(0.0, each + once - room)
+        total += (plan.micro_batches - 1) * beside_seconds(each, room, cluster)
+        total += beside_seconds(each + once, room, cluster)
     return total
+
+
+def beside_seconds(sent_seconds: float, computed_seconds: float, cluster: Cluster) -> float:
+    """How much longer computing takes with this communication beside it: what does not fit, what it takes away."""
+    hidden = min(sent_seconds, cluster.library.overlap_fraction * computed_seconds)
+    matrix = cluster.device.matrix
+    taken = cluster.library.processors / matrix.processors if matrix is not None else 0.0
+    return sent_seconds - hidden + taken * hidden
 
 
 def waiting_seconds(found: Profile) -> float:

@@ -88,3 +88,5 @@ class Library:
     """The share of the time of computing in which it can move data beside it."""
     host_seconds: Mapping[str, float] = field(default_factory=dict)
     """What the host takes to start a collective, by its kind."""
+    processors: int = 0
+    """Of a device, taken from what is computed while it moves data."""

@@ -93,7 +93,7 @@ def test_the_step_is_the_sum_of_its_parts(graph: NamedGraph, layout: str) -> Non
     assert found.step_seconds == pytest.approx(parts)
     assert found.communication_seconds == pytest.approx(found.seconds_of("values") + found.seconds_of("parameters"))
     assert found == evaluate(graph, plan_of(graph, layout), CLUSTER), "the same twice"
-    assert 0.05 < found.mfu < 0.8
+    assert 0.03 < found.mfu < 0.8
 
 
 def test_flops(graph: NamedGraph) -> None:
@@ -173,7 +173,8 @@ def test_overlap_has_a_capacity(graph: NamedGraph, micro_batches: int, overlap: 
         0,
     )
     plan = plan_of(graph, "ddp", micro_batches=micro_batches)
-    assert exposed_seconds(found, plan, overlap) == exposed
+    library = replace(CLUSTER.library, overlap_fraction=overlap, processors=0)
+    assert exposed_seconds(found, plan, replace(CLUSTER, library=library)) == exposed
 
 
 def test_less_overlap_exposes_more(graph: NamedGraph) -> None:
