@@ -59,7 +59,7 @@ def tables(paths: Iterable[Path]) -> list[Judged]:
     """Of each file that is one of these tables: the whole of it, then each system in it."""
     results = []
     for path in paths:
-        reader = next((reader for prefix, reader in READERS.items() if path.name.startswith(prefix)), None)
+        reader = next((reader for part, reader in READERS.items() if part in path.name), None)
         if reader is not None:
             with path.open(encoding="utf-8", newline="") as file:
                 results += judge(path.stem, reader(list(csv.DictReader(file))))
@@ -268,4 +268,4 @@ READERS: Mapping[str, Callable[[Sequence[Row]], list[Measured]]] = {
     "micro_collective_plateau": _plateau,
     "micro_ultrascale_collective": _by_nodes,
 }
-"""By the beginning of the file's name."""
+"""By a part of the file's name."""

@@ -1,7 +1,6 @@
-"""Decoders of any size, as the published runs had them, cut into the stages of a pipeline.
+"""Decoders of any size, as the published runs had them.
 
-One class has both families: GPT (Megatron-LM, and llm-foundry's MPT) and Llama (nanotron). A stage has the embedding if
-it is the first, the head and the loss if it is the last, and any number of blocks.
+One class has both families: GPT (Megatron-LM, and llm-foundry's MPT) and Llama (nanotron).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["Decoder", "Stage", "padded_vocab", "stage_inputs", "stage_model", "stage_names"]
+__all__ = ["Decoder", "decoder_inputs", "decoder_model", "padded_vocab"]
 
 Family = Literal["gpt", "llama"]
 
@@ -45,16 +44,6 @@ class Decoder:
     def parameters(self) -> int:
         tables = 1 if self.tied else 2
         return self.layers * self.block_parameters + tables * self.vocab * self.d_model
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A part of a decoder: the blocks of one stage of a pipeline, with what stands before and after them."""
-
-    decoder: Decoder
-    layers: int
-    first: bool = True
-    last: bool = True
 
 
 class Attention(nn.Module):
@@ -114,34 +103,25 @@ def norm_of(decoder: Decoder) -> nn.Module:
     return nn.LayerNorm(decoder.d_model, bias=decoder.family == "gpt")
 
 
-class StageModel(nn.Module):
-    """Tokens or the stream in; the stream or the loss out."""
+class DecoderModel(nn.Module):
+    """Tokens in, the loss out."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, decoder: Decoder) -> None:
         super().__init__()
-        decoder = stage.decoder
-        self.stage = stage
-        if stage.first:
-            self.tokens = nn.Embedding(decoder.vocab, decoder.d_model)
-            if decoder.family == "gpt":
-                self.positions = nn.Embedding(decoder.seq, decoder.d_model)
-        self.blocks = nn.ModuleList(Block(decoder) for _ in range(stage.layers))
-        if stage.last:
-            self.norm = norm_of(decoder)
-            self.head = nn.Linear(decoder.d_model, decoder.vocab, bias=False)
-            if stage.first and decoder.tied:
-                self.head.weight = self.tokens.weight
+        self.tokens = nn.Embedding(decoder.vocab, decoder.d_model)
+        self.positions = nn.Embedding(decoder.seq, decoder.d_model) if decoder.family == "gpt" else None
+        self.blocks = nn.ModuleList(Block(decoder) for _ in range(decoder.layers))
+        self.norm = norm_of(decoder)
+        self.head = nn.Linear(decoder.d_model, decoder.vocab, bias=False)
+        if decoder.tied:
+            self.head.weight = self.tokens.weight
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        if self.stage.first:
-            ids = x
-            x = self.tokens(ids)
-            if self.stage.decoder.family == "gpt":
-                x = x + self.positions(torch.arange(ids.shape[1], device=ids.device))
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
-        if targets is None:
-            return x
         logits = self.head(self.norm(x)).float()
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -151,22 +131,14 @@ def padded_vocab(vocab: int, tp: int) -> int:
     return -(-vocab // (128 * tp)) * 128 * tp
 
 
-def stage_names(stage: Stage) -> dict[str, str]:
-    """The names of dims that the part alone does not show."""
-    return {"head.weight": "vocab d_model"} if stage.last else {}
-
-
-def stage_model(stage: Stage) -> nn.Module:
-    """The stage on the meta device."""
+def decoder_model(decoder: Decoder) -> nn.Module:
+    """The model on the meta device."""
     with torch.device("meta"):
-        return StageModel(stage).to(stage.decoder.dtype)
+        return DecoderModel(decoder).to(decoder.dtype)
 
 
-def stage_inputs(stage: Stage, batch: int) -> dict[str, Tensor]:
+def decoder_inputs(decoder: Decoder, batch: int) -> dict[str, Tensor]:
     """Its inputs for a whole micro-batch of all data-parallel ranks."""
-    decoder = stage.decoder
     with torch.device("meta"):
         ids = torch.zeros(batch, decoder.seq, dtype=torch.int64)
-        stream = torch.zeros(batch, decoder.seq, decoder.d_model, dtype=decoder.dtype, requires_grad=True)
-    inputs = {"x": ids if stage.first else stream}
-    return inputs | {"targets": ids} if stage.last else inputs
+    return {"ids": ids, "targets": ids}

@@ -44,7 +44,7 @@ def tables(paths: Iterable[Path]) -> list[JudgedProducts]:
     """Of each file that is one of these tables: the whole of it, then each device in it."""
     found: list[JudgedProducts] = []
     for path in paths:
-        reader = next((reader for prefix, reader in READERS.items() if path.name.startswith(prefix)), None)
+        reader = next((reader for part, reader in READERS.items() if part in path.name), None)
         if reader is not None:
             found += judge(path.stem, [reader(row) for row in read_rows(path)])
     return found
@@ -112,4 +112,4 @@ def _best(row: Row) -> MeasuredProduct:
 
 
 READERS: Mapping[str, Callable[[Row], MeasuredProduct]] = {"micro_gemm_sweeps": _swept, "micro_gemm_mamf": _best}
-"""By the beginning of the file's name."""
+"""By a part of the file's name."""

@@ -17,7 +17,7 @@ from benchmarks.published.models import Decoder
 
 __all__ = ["Measured", "Recompute", "Run", "Sharding", "Software", "layout_of", "layout_text"]
 
-Sharding = Literal["none", "zero1", "zero2", "zero3"]
+Sharding = Literal["none", "zero1", "fsdp"]
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -35,6 +35,10 @@ class Software:
     """Gradients are sent in pieces of about this size; None: all at once."""
     overlaps: bool = True
     """Communication about parameters runs beside the backward."""
+    gathers_again: bool = False
+    """Sequence parallelism keeps the pieces of a gathered value and gathers them again in the backward."""
+    pieces: int = 1
+    """In how many products a gathered value is multiplied, to begin before all of it is there."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ class Run:
     software: Software
     sharding: Sharding = "none"
     sequence_parallel: bool = False
+    regathers: bool = False
+    """Gathered parameters are let go of after the forward and gathered again in the backward."""
     recompute: Recompute = "none"
     schedule: Schedule = "1f1b"
     chunks: int = 1
@@ -79,9 +85,9 @@ class Run:
     """What the row is counted under beside the whole table: `pp=1`."""
 
     @property
-    def batch(self) -> int:
-        """Sequences per step, on all devices."""
-        return self.micro_batch * self.micro_batches * self.dp
+    def tokens(self) -> int:
+        """Of a step, on all devices."""
+        return self.micro_batch * self.micro_batches * self.dp * self.decoder.seq
 
     @property
     def axes(self) -> Mapping[str, int]:
@@ -93,7 +99,7 @@ def layout_text(sharding: Sharding, sequence_parallel: bool, tensor_parallel: bo
     name = ("megatron_sp" if sequence_parallel else "megatron") if tensor_parallel else "ddp"
     text = (data_folder("strategies") / f"{name}.lay").read_text()
     split = "(heads, kv_heads, d_ff) -> tp, vocab -> tp pad, * -> dp | none" if tensor_parallel else "* -> dp | none"
-    held = {"none": "", "zero1": "opt", "zero2": "grad, opt", "zero3": "param, grad, opt"}[sharding]
+    held = {"none": "", "zero1": "opt", "fsdp": "param, grad, opt"}[sharding]
     return f"{text}\n{held} {{ {split} }}\n" if held else text
 
 

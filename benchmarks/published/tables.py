@@ -11,7 +11,7 @@ from benchmarks.published.metrics import Hits, Pair, kendall_tau, mean_of, media
 from benchmarks.published.readers.llmfoundry import llmfoundry_runs
 from benchmarks.published.readers.megatron import layer_runs, recompute_runs, sc21_runs
 from benchmarks.published.readers.playbook import playbook_runs
-from benchmarks.published.readers.rows import Row, read_rows
+from benchmarks.published.readers.rows import Row
 from benchmarks.published.readers.vtrain import vtrain_runs
 from benchmarks.published.runs import Run
 
@@ -20,21 +20,18 @@ __all__ = ["READERS", "Judged", "Priced", "judge", "reader_of"]
 Reader = Callable[[Sequence[Row]], list[Run]]
 
 READERS: Mapping[str, Reader] = {
-    "e2e_ultrascale_playbook": playbook_runs,
+    "e2e_ultrascale_playbook_h100": playbook_runs,
     "e2e_vtrain": vtrain_runs,
     "e2e_llmfoundry": llmfoundry_runs,
     "e2e_megatron_sc21": sc21_runs,
     "e2e_reducing_act_recompute_tab4": layer_runs,
     "e2e_reducing_act_recompute_tab5": recompute_runs,
 }
-"""By the beginning of the file's name."""
+"""By a part of the file's name."""
 
 
 def reader_of(path: Path) -> Reader | None:
-    for prefix, reader in READERS.items():
-        if path.name.startswith(prefix):
-            return reader
-    return None
+    return next((reader for part, reader in READERS.items() if part in path.name), None)
 
 
 @dataclass(frozen=True)
@@ -61,6 +58,9 @@ class Judged:
     time_error: float | None
     memory_error: float | None
     does_not_fit: Hits | None
+    """Of the rows that ran, or that failed for what may have been memory."""
+    crashes: Hits | None
+    """The same with every row that failed, whatever for."""
 
 
 def judge(name: str, priced: Sequence[Priced]) -> list[Judged]:
@@ -74,8 +74,8 @@ def judge(name: str, priced: Sequence[Priced]) -> list[Judged]:
 def _judged(name: str, priced: Sequence[Priced]) -> Judged:
     timed = [one for one in priced if one.run.measured.step_seconds is not None]
     groups = _grouped(timed, lambda run: run.group)
-    batches = _grouped(timed, lambda run: f"{run.group}, batch {run.batch}")
-    per_sequence = [[_pair(one, one.run.batch) for one in group] for group in groups]
+    batches = _grouped(timed, lambda run: f"{run.group}, {run.tokens} tokens")
+    per_token = [[_pair(one, one.run.tokens) for one in group] for group in groups]
     per_step = [[_pair(one) for one in group] for group in groups]
     known = [one for one in priced if one.run.measured.fits is not None]
     failures = any(one.run.measured.fits is False for one in known)
@@ -84,18 +84,23 @@ def _judged(name: str, priced: Sequence[Priced]) -> Judged:
         rows=len(priced),
         timed=len(timed),
         groups=sum(len(group) > 1 for group in groups),
-        tau=mean_of(kendall_tau(pairs) for pairs in per_sequence),
+        tau=mean_of(kendall_tau(pairs) for pairs in per_token),
         tau_by_step=mean_of(kendall_tau(pairs) for pairs in per_step),
         regret=mean_of(regret([_pair(one) for one in batch]) for batch in batches if len(batch) > 1),
         time_error=median_error(_pair(one) for one in timed),
         memory_error=median_error(_memory_pairs(timed)),
-        does_not_fit=precision_recall((not one.fits, not one.run.measured.fits) for one in known) if failures else None,
+        does_not_fit=_hits(known, failures, lambda one: one.run.measured.fits is False),
+        crashes=_hits(priced, failures, lambda one: one.run.measured.fits is not True),
     )
 
 
-def _pair(one: Priced, batch: int = 1) -> Pair:
+def _hits(priced: Sequence[Priced], failures: bool, failed: Callable[[Priced], bool]) -> Hits | None:
+    return precision_recall((not one.fits, failed(one)) for one in priced) if failures else None
+
+
+def _pair(one: Priced, tokens: int = 1) -> Pair:
     assert one.run.measured.step_seconds is not None, one.run.label
-    return Pair(one.step_seconds / batch, one.run.measured.step_seconds / batch)
+    return Pair(one.step_seconds / tokens, one.run.measured.step_seconds / tokens)
 
 
 def _memory_pairs(priced: Iterable[Priced]) -> list[Pair]:
@@ -108,7 +113,3 @@ def _grouped(priced: Iterable[Priced], key: Callable[[Run], str]) -> list[list[P
     for one in priced:
         found[key(one.run)].append(one)
     return list(found.values())
-
-
-def runs_of(path: Path, reader: Reader) -> list[Run]:
-    return reader(read_rows(path))

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.published.models import Decoder
 from benchmarks.published.readers.rows import Row
-from benchmarks.published.runs import Measured, Run, Sharding, Software
+from benchmarks.published.runs import Measured, Run, Software
 
 __all__ = ["llmfoundry_runs"]
 
@@ -26,7 +26,8 @@ MODELS = {
 }
 VOCAB = 50368
 CLUSTERS = {"h100_80gb": "h100-roce", "a100_80gb": "dgx-a100-80", "a100_40gb": "dgx-a100-40"}
-SHARDING: dict[str, Sharding] = {"FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2"}
+# Whether gathered parameters are gathered again in the backward.
+REGATHERS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 # Composer's mixed precision: DEFAULT reduces gradients in float32, PURE in the type of the computation.
 REDUCED = {"DEFAULT": torch.float32, "PURE": torch.bfloat16}
 
@@ -37,7 +38,7 @@ def llmfoundry_runs(rows: Sequence[Row]) -> list[Run]:
 
 
 def _run(row: Row) -> Run:
-    for column, known in (("model", MODELS), ("gpu", CLUSTERS), ("sharding", SHARDING), ("mp_mode", REDUCED)):
+    for column, known in (("model", MODELS), ("gpu", CLUSTERS), ("sharding", REGATHERS), ("mp_mode", REDUCED)):
         if row.text(column) not in known:
             raise row.fail(column, f"one of {', '.join(known)}")
     layers, width, heads = MODELS[row.text("model")]
@@ -56,7 +57,8 @@ def _run(row: Row) -> Run:
         micro_batches=row.whole("grad_accum"),
         measured=Measured(batch * seq / row.number("throughput_tokens_s")),
         software=Software(reduce_dtype=REDUCED[row.text("mp_mode")]),
-        sharding=SHARDING[row.text("sharding")],
+        sharding="fsdp",
+        regathers=REGATHERS[row.text("sharding")],
         recompute="full" if row.text("act_ckpt") == "True" else "none",
         tags=frozenset({row.text("gpu")}),
     )

@@ -21,7 +21,9 @@ MODELS = {
 }
 # Gradients add up in float32 (ACCUMULATE_GRAD_IN_FP32) and are sent so, in DDP's buckets of 25 MB, while the backward
 # of the last micro-batch runs.
-SOFTWARE = Software(bucket_bytes=25 * 2**20)
+# Beside a gather products run in three pieces: the rank's own shard, those before it, those after it
+# (tp_linear_async_communication). What was gathered is gathered again in the backward (tp_recompute_allgather).
+SOFTWARE = Software(bucket_bytes=25 * 2**20, gathers_again=True, pieces=3)
 SHARDING: dict[str, Sharding] = {"0": "none", "1": "zero1"}
 
 

@@ -13,9 +13,7 @@ from benchmarks.published.runs import Measured, Run, Software
 __all__ = ["vtrain_runs"]
 
 # Float16 with float32 masters; gradients are summed in float16, after the last backward.
-SOFTWARE = Software(
-    compiled=True, gradient_dtype=torch.float16, reduce_dtype=torch.float16, bucket_bytes=None, overlaps=False
-)
+SOFTWARE = Software(gradient_dtype=torch.float16, reduce_dtype=torch.float16, bucket_bytes=None, overlaps=False)
 VOCAB = 50257
 
 

@@ -1,0 +1,221 @@
+"""The parts of a decoder and what each of them costs: what stands before the blocks, one block, what stands after.
+
+A decoder of two blocks is traced and profiled as a whole; its tasks are in the order of the graph, so the blocks are
+in the middle of the forward and of the backward. Any number of blocks, and any stage of a pipeline, follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from itertools import pairwise
+from types import MappingProxyType
+from typing import TypeVar
+
+import torch
+
+import autopar
+from autopar.cost.cluster import load_cluster
+from autopar.cost.compute import local_bytes
+from autopar.cost.evaluate import evaluate
+from autopar.cost.profile import Task, profile
+from autopar.plan import Plan
+from autopar.tracing.graph import NamedGraph
+from benchmarks.published.models import Decoder, decoder_inputs, decoder_model
+from benchmarks.published.runs import Run, Software, layout_of
+
+__all__ = ["BLOCKS", "Amounts", "Parts", "parts_of"]
+
+BLOCKS = 2
+"""Of the decoder that is traced: the fewest in which a layer repeats."""
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """What a part takes in one micro-batch, and what it holds."""
+
+    forward_seconds: float = 0.0
+    """With the communication that ops wait for."""
+    backward_seconds: float = 0.0
+    host_seconds: float = 0.0
+    """What it takes to launch it all."""
+    each_seconds: float = 0.0
+    """Communication of parameters in every micro-batch."""
+    once_seconds: float = 0.0
+    """Communication of parameters in one micro-batch of a step."""
+    optimizer_seconds: float = 0.0
+    held_bytes: float = 0.0
+    """Parameters, gradients, optimizer state."""
+    saved_bytes: float = 0.0
+    """From the forward of a micro-batch to its backward."""
+
+    def __add__(self, other: Amounts) -> Amounts:
+        return Amounts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    def __mul__(self, times: float) -> Amounts:
+        return Amounts(*(times * getattr(self, field.name) for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class Parts:
+    before: Amounts
+    block: Amounts
+    after: Amounts
+    passing_bytes: float
+    """Held at the peak beyond what the forward keeps: gradients of values, temporaries. Most are those of the loss."""
+
+
+def parts_of(run: Run) -> Parts:
+    """The parts of a run's decoder, under its strategy on its cluster."""
+    decoder = replace(run.decoder, layers=BLOCKS, tied=run.decoder.tied and run.pp == 1)
+    return _parts(Setting(decoder, run))
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """All that parts depend on; runs that differ in anything else share them."""
+
+    decoder: Decoder
+    run: Run
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        run = self.run
+        strategy = (run.dp, run.tp, run.pp, run.sharding, run.regathers, run.sequence_parallel, run.recompute)
+        return self.decoder, run.cluster, strategy, run.micro_batch, run.software
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Setting) and self.key == other.key
+
+
+@cache
+def _parts(setting: Setting) -> Parts:
+    run = setting.run
+    graph = _traced(setting.decoder, run.micro_batch * run.dp)
+    plan = _plan(graph, run)
+    cluster = load_cluster(run.cluster)
+    found = profile(graph, plan, cluster)
+    memory = evaluate(graph, plan, cluster).memory
+    forward, backward = _cut(found.forward), _cut(found.backward[::-1])
+    elements, saved = _elements(graph, plan), _saved(graph, plan)
+    held = memory.parameters_bytes + memory.copies_bytes + memory.gradients_bytes + memory.optimizer_bytes
+    optimizer = sum(task.seconds for task in found.optimizer)
+    amounts = []
+    for i in range(3):
+        tasks = (*forward[i], *backward[i])
+        extra_seconds, extra_host = _beside_gathers(forward[i], backward[i], run.software, cluster.device.host_seconds)
+        share = elements[i] / sum(elements)
+        amounts.append(
+            Amounts(
+                sum(task.seconds for task in forward[i] if not task.beside),
+                sum(task.seconds for task in backward[i] if not task.beside) + extra_seconds,
+                sum(task.host_seconds for task in tasks if not task.once) + extra_host,
+                sum(task.seconds for task in tasks if task.beside and not task.once),
+                sum(task.seconds for task in tasks if task.beside and task.once),
+                share * optimizer,
+                share * held,
+                saved[i],
+            )
+        )
+    before, blocks, after = amounts
+    passing = max(0.0, memory.peak_bytes - held - memory.saved_bytes)
+    return Parts(before, blocks * (1 / BLOCKS), after, passing)
+
+
+def _beside_gathers(
+    forward: Sequence[Task], backward: Sequence[Task], software: Software, launch_seconds: float
+) -> tuple[float, float]:
+    """What gathered values cost beyond the plan: on the device, and on the host.
+
+    What is gathered again in the backward comes while the product that does not need it runs.
+    """
+    seconds = host = 0.0
+    for task, following in pairwise(forward):
+        if _is_gather(task):
+            host += (software.pieces - 1) * launch_seconds
+            if software.gathers_again:
+                seconds += max(0.0, task.seconds - following.seconds)
+                host += task.host_seconds
+    host += sum((software.pieces - 1) * launch_seconds for task in backward if _is_gather(task))
+    return seconds, host
+
+
+def _is_gather(task: Task) -> bool:
+    return task.kind == "all_gather" and not task.beside
+
+
+# -- which part -------------------------------------------------------------------------------------------------------
+
+Item = TypeVar("Item")
+
+
+def _cut(tasks: Sequence[Task]) -> tuple[Sequence[Task], ...]:
+    return _cut_by(tasks, lambda task: task.name.startswith("blocks."))
+
+
+def _cut_by(items: Sequence[Item], is_inside: Callable[[Item], bool]) -> tuple[Sequence[Item], ...]:
+    """What comes before the blocks, the blocks, and what comes after them."""
+    inside = [i for i, item in enumerate(items) if is_inside(item)]
+    return items[: inside[0]], items[inside[0] : inside[-1] + 1], items[inside[-1] + 1 :]
+
+
+def _elements(graph: NamedGraph, plan: Plan) -> list[float]:
+    """The parameters of each part that one rank stores."""
+    counts = [0.0, 0.0, 0.0]
+    for tensor in graph.parameters:
+        size = local_bytes(graph, tensor.name, plan.decisions.stored[tensor.name], plan.axes)
+        place = 1 if tensor.name.startswith("blocks.") else 2 if tensor.name.split(".")[0] in ("norm", "head") else 0
+        counts[place] += size / tensor.dtype.itemsize
+    return counts
+
+
+def _saved(graph: NamedGraph, plan: Plan) -> list[float]:
+    """What each part keeps for the backward; of blocks that are computed again, their inputs."""
+    cut = _cut_by(graph.nodes, lambda node: node.name.startswith("blocks."))
+    place = {name: i for i, nodes in enumerate(cut) for node in nodes for name in node.outputs if name is not None}
+    makers = {node.node: i for i, nodes in enumerate(cut) for node in nodes}
+    sizes = [0.0, 0.0, 0.0]
+    for tensor in graph.saved:
+        if tensor.kind == "activation":
+            sizes[place[tensor.name]] += local_bytes(graph, tensor.name, plan.decisions.values[tensor.name], plan.axes)
+    ops = {node.node: plan.decisions.ops[node.name] for node in graph.nodes}
+    for kept in graph.saved_inside:
+        ranks = 1
+        for axis in ops[kept.node].choice.axes:
+            ranks *= plan.axes[axis]
+        sizes[makers[kept.node]] += kept.bytes / ranks
+    if set(plan.recompute.values()) == {"full"}:
+        first = cut[0][-1].outputs[0]
+        assert first is not None, "the stream enters the blocks"
+        sizes[1] = BLOCKS * local_bytes(graph, first, plan.decisions.values[first], plan.axes)
+    return sizes
+
+
+# -- graph and plan ---------------------------------------------------------------------------------------------------
+
+
+@cache
+def _traced(decoder: Decoder, batch: int) -> NamedGraph:
+    return autopar.trace(decoder_model(decoder), decoder_inputs(decoder, batch))
+
+
+def _plan(graph: NamedGraph, run: Run) -> Plan:
+    """The run's strategy as a plan: stages are furthest apart, tensor-parallel ranks next to each other."""
+    axes: Mapping[str, int] = {"pp": run.pp, "dp": run.dp, "tp": run.tp}
+    plan = Plan.of(graph, layout_of(run.sharding, run.sequence_parallel, run.dp, run.tp), axes)
+    layers = {path: run.recompute for repeat in graph.repeats for path in repeat.module_paths}
+    parameters = frozenset(tensor.name for tensor in graph.parameters)
+    return replace(
+        plan,
+        local_inputs=True,
+        micro_batches=run.micro_batches,
+        recompute=MappingProxyType(layers),
+        regather=parameters if run.regathers else frozenset(),
+        master_dtype=torch.float32,
+        gradient_dtype=run.software.gradient_dtype,
+        compiled=run.software.compiled,
+    )

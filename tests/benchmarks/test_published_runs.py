@@ -1,0 +1,169 @@
+"""Rows of published tables become the runs that they describe; runs that must cost more do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.published.models import Decoder, decoder_inputs, decoder_model, padded_vocab
+from benchmarks.published.price import price
+from benchmarks.published.readers.rows import TableError, read_rows
+from benchmarks.published.runs import Measured, Run, Software, layout_text
+from benchmarks.published.stages import stages_of
+from benchmarks.published.tables import judge, reader_of
+
+PLAYBOOK = (
+    "model,nodes,gpus,dp,tp,pp,zero_stage,mbs_seqs,grad_acc,gbs_seqs,seq_len,tok_s_gpu,gpu_mem_GB,status\n"
+    "1B,1,8,4,2,1,1,2,32,256,4096,20000,30.5,ok\n"
+    "1B,1,8,4,2,1,1,8,8,256,4096,,,crashed_or_oom\n"
+    "1B,1,8,4,2,1,1,1,64,256,4096,,,crashed_or_oom\n"
+    "1B,4,32,1,1,32,0,1,256,256,4096,,,crashed_or_oom\n"
+)
+TABLE_4 = (
+    "model,heads,hidden,layers,tp,seq_len,micro_batch,sequence_parallel,recompute,total_ms_per_layer\n"
+    "22B,64,6144,48,8,2048,4,yes,selective,20.3\n"
+)
+TINY = Decoder("gpt", 4, 64, 4, 256, 512, 32)
+RUN = Run(
+    label="tiny",
+    group="tiny",
+    decoder=TINY,
+    cluster="dgx-a100-80",
+    nodes=1,
+    devices=8,
+    dp=8,
+    tp=1,
+    pp=1,
+    micro_batch=2,
+    micro_batches=4,
+    measured=Measured(1.0),
+    software=Software(),
+)
+
+
+def runs_of(path: Path, text: str) -> list[Run]:
+    path.write_text(text)
+    reader = reader_of(path)
+    assert reader is not None
+    return reader(read_rows(path))
+
+
+def test_playbook_rows(tmp_path: Path) -> None:
+    ran, larger, smaller, too_deep = runs_of(tmp_path / "other_e2e_ultrascale_playbook_h100_rows.csv", PLAYBOOK)
+    assert (ran.dp, ran.tp, ran.pp, ran.sharding, ran.sequence_parallel) == (4, 2, 1, "zero1", True)
+    assert (ran.decoder.layers, ran.decoder.seq, ran.tokens) == (16, 4096, 256 * 4096)
+    assert ran.measured.step_seconds == pytest.approx(256 * 4096 / (20000 * 8))
+    assert ran.measured.memory_bytes == pytest.approx(30.5 * 2**30)
+    assert larger.measured.fits is False
+    # The same with twice the micro-batch went through; 16 blocks make no 32 stages.
+    assert smaller.measured.fits is None
+    assert too_deep.measured.fits is None
+
+
+def test_rows_of_one_block(tmp_path: Path) -> None:
+    (run,) = runs_of(tmp_path / "e2e_reducing_act_recompute_tab4_x.csv", TABLE_4)
+    assert run.one_block
+    assert run.recompute == "selective"
+    assert run.measured.step_seconds == pytest.approx(0.0203)
+
+
+def test_a_value_that_is_none_of_those_known(tmp_path: Path) -> None:
+    with pytest.raises(TableError, match=r"e2e_ultrascale_playbook_h100\.csv:2: model is '9B'; expected one of 1B, 3B"):
+        runs_of(tmp_path / "e2e_ultrascale_playbook_h100.csv", PLAYBOOK.replace("1B,1,8,4,2,1,1,2", "9B,1,8,4,2,1,1,2"))
+    with pytest.raises(TableError, match=r":2: tp is 'two'; expected a whole number"):
+        runs_of(tmp_path / "e2e_ultrascale_playbook_h100.csv", PLAYBOOK.replace("4,2,1,1,2,32", "4,two,1,1,2,32"))
+    with pytest.raises(TableError, match="no column 'status'"):
+        runs_of(tmp_path / "e2e_ultrascale_playbook_h100.csv", PLAYBOOK.replace("status", "state"))
+
+
+def test_decoders_have_their_parameters() -> None:
+    """MPT-125M has 125,311,488 parameters at 2,048 positions: llm-foundry's table says so."""
+    mpt = Decoder("gpt", 12, 768, 12, 3072, 50368, 2048)
+    assert sum(parameter.numel() for parameter in decoder_model(mpt).parameters()) == 125311488
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_decoders_run(family: str, fused: bool) -> None:
+    decoder = replace(TINY, family=family, fused_attention=fused, dtype=torch.float32)
+    loss = decoder_model(decoder)(**decoder_inputs(decoder, 3))
+    assert loss.shape == ()
+    assert loss.requires_grad
+
+
+def test_vocabularies_are_padded() -> None:
+    assert padded_vocab(50257, 1) == 50304
+    assert padded_vocab(50257, 8) == 51200
+
+
+def test_even_stages() -> None:
+    assert [stage.blocks for stage in stages_of(replace(TINY, layers=7), 3, balanced=False)] == [3, 2, 2]
+
+
+def test_balanced_stages_count_the_head() -> None:
+    """nanotron on 1B: 16 blocks and a head as large as 4; over half of 20 is 11."""
+    decoder = Decoder("llama", 16, 2048, 32, 8192, 131072, 4096)
+    two = stages_of(decoder, 2, balanced=True)
+    assert [stage.blocks for stage in two] == [11, 5]
+    eight = stages_of(decoder, 8, balanced=True)
+    assert sum(stage.blocks for stage in eight) == 16
+    assert [stage.last for stage in eight].count(True) == 1
+    assert eight[0].first
+
+
+@pytest.mark.parametrize(
+    ("sharding", "lines"),
+    [("none", []), ("zero1", ["opt {"]), ("fsdp", ["param, grad, opt {"])],
+)
+def test_layouts_say_where_states_lie(sharding: str, lines: list[str]) -> None:
+    text = layout_text(sharding, sequence_parallel=True, tensor_parallel=True)
+    assert "strategy megatron_sp" in text
+    assert all(line in text for line in lines)
+    assert ("opt {" in text) == bool(lines)
+
+
+def test_more_work_takes_longer_and_more_room() -> None:
+    one = price(RUN)
+    assert price(replace(RUN, micro_batches=8)).step_seconds > 1.5 * one.step_seconds
+    larger = price(replace(RUN, decoder=replace(TINY, layers=8)))
+    assert larger.step_seconds > one.step_seconds
+    assert larger.memory_bytes > one.memory_bytes
+
+
+def test_sharding_saves_memory() -> None:
+    whole, optimizer, everything = (price(replace(RUN, sharding=kind)) for kind in ("none", "zero1", "fsdp"))
+    assert everything.memory_bytes < optimizer.memory_bytes < whole.memory_bytes
+
+
+def test_recomputation_takes_time_and_saves_memory() -> None:
+    wide = replace(RUN, decoder=replace(TINY, d_model=1024, d_ff=4096, seq=512, layers=8), micro_batch=16)
+    plain, again = price(wide), price(replace(wide, recompute="full"))
+    assert plain.step_seconds < again.step_seconds < 1.6 * plain.step_seconds
+    assert again.memory_bytes < plain.memory_bytes
+
+
+def test_a_pipeline_has_a_bubble() -> None:
+    """Four equal stages and two micro-batches: 5 / 2 of the time that their work takes."""
+    wide = replace(RUN, decoder=replace(TINY, d_model=1024, d_ff=4096, seq=512, layers=32), dp=1)
+    few = price(replace(wide, pp=4, micro_batches=2)).step_seconds
+    many = price(replace(wide, pp=4, micro_batches=64)).step_seconds
+    assert 2.0 < (few / 2) / (many / 64) < 2.6
+
+
+def test_the_fastest_of_the_ways_counts() -> None:
+    slow = replace(RUN, micro_batches=64, tries=(RUN,))
+    assert price(slow).step_seconds == price(RUN).step_seconds
+    assert price(slow).run is slow
+
+
+def test_judging_by_group() -> None:
+    runs = [replace(RUN, measured=Measured(seconds)) for seconds in (1.0, 2.0, 4.0)]
+    priced = [replace(price(run), step_seconds=guess) for run, guess in zip(runs, (2.0, 1.0, 4.0), strict=True)]
+    (part,) = judge("table", priced)
+    assert part.tau == pytest.approx(1 / 3)
+    assert part.regret == pytest.approx(1.0)
+    assert part.time_error == pytest.approx(0.5)
+    assert part.does_not_fit is None
