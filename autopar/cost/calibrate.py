@@ -91,6 +91,8 @@ class Measurements:
     ranks_per_node: int
     lone_bytes_per_second: float | None = None
     """What two ranks send while the others rest."""
+    busy_cores: bool = False
+    """Whether ranks compute on all cores, so that none is left for what is sent beside."""
 
     @property
     def ranks(self) -> int:

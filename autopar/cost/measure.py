@@ -67,6 +67,7 @@ def measure(budget: Budget, tick: Tick) -> Measurements:
             tick(f"product {rows} x {reduction} x {columns} in {str(dtype).removeprefix('torch.')}")
             products.append(_product(place, budget, dtype, rows, reduction, columns))
     found = Measurements(name, memory, launch, stream, tuple(products), (), place.nodes, place.ranks_per_node)
+    found = replace(found, busy_cores=_ranks_per_core(place) >= 1)
     if place.ranks == 1:
         return found
     collectives = []
@@ -120,10 +121,14 @@ def _still(place: _Place) -> Iterator[None]:
 def _own_seconds(place: _Place, budget: Budget, run: Callable[[], object]) -> float:
     """The time of a call that waits for no other rank. Undisturbed, it has a core to itself; in training, only a part
     of one where there are more ranks than cores."""
-    shared = 1.0
-    if place.device.type == "cpu":
-        shared = max(1.0, place.ranks_per_node * torch.get_num_threads() / len(os.sched_getaffinity(0)))
-    return shared * _seconds(place, budget, run)
+    return max(1.0, _ranks_per_core(place)) * _seconds(place, budget, run)
+
+
+def _ranks_per_core(place: _Place) -> float:
+    """0 of ranks that compute on GPUs."""
+    if place.device.type != "cpu":
+        return 0.0
+    return place.ranks_per_node * torch.get_num_threads() / len(os.sched_getaffinity(0))
 
 
 def _seconds(place: _Place, budget: Budget, run: Callable[[], object], active: bool = True) -> float:

@@ -107,7 +107,9 @@ def _faster_alone(measurements: Measurements, fits: Sequence[CollectiveFit]) -> 
 
 
 def _library(measurements: Measurements, fits: Sequence[CollectiveFit]) -> list[str]:
-    lines = ["[library]", 'name = "as measured"', ""] if fits else []
+    lines = ["[library]", 'name = "as measured"'] if fits else []
+    # Of the one processor that a device is taken to be: what is sent beside the computing takes all of it, or nothing.
+    lines += ['processors = "1 [measured]"', ""] if fits and measurements.busy_cores else [""]
     rows: dict[tuple[str, int], dict[int, CollectiveFit]] = {}
     for fit in fits:
         # What was fitted to one size of a group is a row of its own; else a row holds all levels.
