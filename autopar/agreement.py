@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.engine import group_over
 from autopar.errors import AutoparError
 
 __all__ = ["Agreement", "checksum", "digest", "kind_of"]
@@ -36,8 +37,7 @@ class Agreement:
         self.size = mesh.size()
         self.group = None
         if self.size > 1:
-            line = mesh if mesh.ndim == 1 else mesh._flatten()
-            self.group = line.get_group()
+            self.group = group_over(mesh)
             self.ranks = dist.get_process_group_ranks(self.group)
             self.device = torch.device("cpu" if mesh.device_type == "cpu" else f"{mesh.device_type}")
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.agreement import Agreement
 from autopar.completion import Decisions, complete
 from autopar.contracts import check_contracts
 from autopar.conversions import Inserted, Outputs
@@ -92,7 +93,9 @@ def parallelize(
     devices = mesh if not isinstance(mesh, str | Mesh) else device_mesh(named_axes)
     axes = dict(zip(named_axes.names, named_axes.sizes, strict=True))
     settings = Settings(outputs, local_inputs, compute_dtype, reduce_dtype)
-    return ParallelModule(model, devices, _Planner(choose_layout(layout, axes), axes, dims), settings, inputs)
+    # A layout file that one rank alone cannot read stops all of them.
+    chosen = Agreement(devices).together(lambda: choose_layout(layout, axes))
+    return ParallelModule(model, devices, _Planner(chosen, axes, dims), settings, inputs)
 
 
 @dataclass(frozen=True)
@@ -128,4 +131,6 @@ class _Planner:
         return tuple(shape)
 
     def facts(self) -> Mapping[str, str]:
-        return {"layout": str(self.layout), "dims": str(dict(self.dims or {})), "mesh": str(dict(self.axes))}
+        lines = enumerate(str(self.layout).splitlines(), start=1)
+        found = {f"line {number} of the layout": line for number, line in lines}
+        return {**found, "dims": str(dict(self.dims or {})), "mesh": str(dict(self.axes))}

@@ -325,7 +325,12 @@ class _Completion:
             if operand is None or name is None or name not in self.used:
                 continue
             tensor = self.graph.tensors[name]
-            used.append(f"{tensor} used as {self.values[name]}")
+            places = [
+                f"{atom.names[0] if atom.names else f'dim {atom.dim}'} -> {'*'.join(axes)}"
+                for atom, axes in zip(tensor.atoms, self.values[name].splits, strict=True)
+                if axes
+            ]
+            used.append(f"{tensor} used {'with ' + ', '.join(places) if places else 'whole'}")
             sites = sites_of(node, operand, tensor) or (None,) * len(tensor.atoms)
             for site, atom, axes in zip(sites, tensor.atoms, self.values[name].splits, strict=True):
                 if axes:

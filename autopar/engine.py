@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
 
-__all__ = ["device_mesh"]
+__all__ = ["device_mesh", "group_over"]
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
@@ -28,7 +30,26 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
             f"the mesh {mesh} has {mesh.size} ranks, but {dist.get_world_size()} processes are running\n"
             f"fix: torchrun --nproc-per-node {mesh.size}, or a mesh of {dist.get_world_size()}"
         )
-    return init_device_mesh(device, tuple(sizes), mesh_dim_names=mesh.names)
+    found = init_device_mesh(device, tuple(sizes), mesh_dim_names=mesh.names)
+    for axis in mesh.names:
+        _keep_time_limit(found.get_group(axis), device)
+    return found
+
+
+def group_over(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The process group of all ranks of a mesh, over one axis or several together."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    group = mesh._flatten().get_group()
+    _keep_time_limit(group, mesh.device_type)
+    return group
+
+
+def _keep_time_limit(group: dist.ProcessGroup, device: str) -> None:
+    """Give a group the limit that `init_process_group` was given; torch gives each group that it makes its own."""
+    world: Any = dist.group.WORLD
+    if group is not world and dist.get_backend(group) in (dist.Backend.GLOO, dist.Backend.NCCL):
+        _set_pg_timeout(world._get_backend(torch.device(device)).options._timeout, group)
 
 
 def _start(mesh: Mesh, device: str) -> None:

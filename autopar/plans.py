@@ -44,6 +44,7 @@ from autopar.tracing.tree import Flattened
 __all__ = ["Fixed", "Planner", "Plans", "Settings"]
 
 SAME_MODEL = "build the same model on every rank: the same seed before it is built, or the same weights loaded into it"
+SAME_ARGUMENTS = "call parallelize on every rank with the same arguments; a layout file must be the same for all"
 SAME_CALL = "call the module on every rank in the same way, with tensors of the same shapes"
 LOCAL = (
     "a plain tensor is the whole input, the same on every rank; if each rank loads a part of the batch of its own, "
@@ -139,6 +140,7 @@ class Plans:
         self.found: dict[Any, list[Planned]] = {}
         self.latest: Planned | None = None
         self.agreement.same(self._facts(model), SAME_MODEL)
+        self.agreement.same({**planner.facts(), "settings": str(settings)}, SAME_ARGUMENTS)
         sums = {
             f"the {kind} {name}": ((), checksum(tensor))
             for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers()))
@@ -151,8 +153,6 @@ class Plans:
         facts = {"model": self.owner}
         facts.update({f"shape of parameter {name}": kind_of(p) for name, p in model.named_parameters()})
         facts.update({f"shape of buffer {name}": kind_of(buffer) for name, buffer in model.named_buffers()})
-        facts.update(self.planner.facts())
-        facts["settings"] = str(self.settings)
         return facts
 
     def current(self) -> Planned:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["INTEGER", "MAX_DIGITS", "NAME", "RESERVED", "did_you_mean"]
+__all__ = ["INTEGER", "MAX_DIGITS", "NAME", "RESERVED", "did_you_mean", "nearest"]
 
 NAME = r"[^\W\d]\w*"
 """A letter or `_`, then letters, digits, `_`: the regular expression."""
@@ -33,3 +33,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     same = [other for other in names if other.casefold() == name.casefold()]
     near = same or difflib.get_close_matches(name, names, n=1)
     return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def nearest(name: str, known: Iterable[str], count: int) -> list[str]:
+    """The known names that are most like this one, the nearest first."""
+    return difflib.get_close_matches(name, sorted(known), n=count, cutoff=0.0)

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.errors import LayoutError
-from autopar.words import did_you_mean
+from autopar.words import did_you_mean, nearest
 
 __all__ = ["MAX_CHARACTERS", "Span", "layout_error", "read_text", "unknown_name"]
 
 WIDTH = 160
 """Longer lines are cut around the caret."""
+
+MAX_NAMES = 20
+"""So many are listed where a name is unknown; a model has thousands of tensors and ops."""
 
 MAX_CHARACTERS = 4 * 2**20
 """Room for a plan that pins every tensor of a model of ten thousand ops; a longer file is something else."""
@@ -74,7 +77,12 @@ def layout_error(code: str, message: str, fix: str, *places: Span | str | None) 
 def unknown_name(what: str, name: str, known: Iterable[str], *places: Span | str | None) -> LayoutError:
     """E1: `what` ("dim", "axis") is called `name`, which is none of the known ones."""
     names = sorted(known)
-    fix = f"the names are {', '.join(names)}" if names else f"there is no {what} at all here"
+    if not names:
+        fix = f"there is no {what} at all here"
+    elif len(names) <= MAX_NAMES:
+        fix = f"the names are {', '.join(names)}"
+    else:
+        fix = f"the nearest of {len(names):,} names are {', '.join(nearest(name, names, MAX_NAMES))}"
     return layout_error("E1", f"there is no {what} '{name}'{did_you_mean(name, names)}", fix, *places)
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.engine import group_over
 from autopar.errors import MeshError
 from autopar.reshard import Reshard, Step, StepKind
 from autopar.rewrite.moves import Move, bind, finish, keep_local, prepare
@@ -56,8 +57,7 @@ class Groups:
         return self._found[ordered]
 
     def _group(self, axes: tuple[str, ...]) -> _Group:
-        line = self.mesh[axes[0]] if len(axes) == 1 else self.mesh[axes]._flatten()
-        group = line.get_group()
+        group = group_over(self.mesh[axes[0]] if len(axes) == 1 else self.mesh[axes])
         indices = product(*map(range, self.mesh.shape))
         places = {
             rank: dict(zip(self.names, place, strict=True))

@@ -12,33 +12,57 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["in_turn", "launch"]
+__all__ = ["Ending", "endings", "in_turn", "launch"]
 
 ROOT = str(Path(__file__).parents[2])
 
 
 def launch(function: Callable[..., Any], *arguments: Any, ranks: int, seconds: float = 240) -> list[Any]:
     """What the function returns on each rank; the first failure, or running out of time, ends all ranks."""
-    context = multiprocessing.get_context("forkserver")
-    # Loaded once, in a process that the ranks are forked from: importing torch takes longer than most tests.
-    context.set_forkserver_preload(["torch.distributed.tensor", "torch._dynamo", "torch._functorch.aot_autograd"])
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "arguments").write_bytes(pickle.dumps(arguments))
-        place = (function.__module__, function.__qualname__, folder)
-        port = _free_port()
-        running = [context.Process(target=_rank, args=(*place, rank, ranks, port)) for rank in range(ranks)]
-        for process in running:
-            process.start()
+        running = _start(function, arguments, Path(folder), ranks, None)
         problem = _wait(running, time.monotonic() + seconds)
         if problem is not None:
-            logs = [Path(folder, f"log{rank}") for rank in range(ranks)]
-            texts = [f"-- rank {i}\n{log.read_text()[-4000:]}" for i, log in enumerate(logs) if log.exists()]
+            texts = [f"-- rank {rank}\n{_log(Path(folder), rank)}" for rank in range(ranks)]
             raise AssertionError("\n".join([f"{function.__name__} on {ranks} ranks: {problem}", *texts]))
         return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(ranks)]
+
+
+class Ending(NamedTuple):
+    """How a rank ended: its exit code, or None where it had to be stopped, and what it printed last."""
+
+    code: int | None
+    log: str
+
+
+def endings(
+    function: Callable[..., Any],
+    *arguments: Any,
+    ranks: int,
+    limit_seconds: float,
+    seconds: float,
+    lost: int | None = None,
+) -> list[Ending]:
+    """How each rank ends when the rank `lost` fails, which is not waited for.
+
+    `limit_seconds` is that of the process group.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        running = _start(function, arguments, Path(folder), ranks, limit_seconds)
+        deadline = time.monotonic() + seconds
+        for rank, process in enumerate(running):
+            if rank != lost:
+                process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in running]
+        for process in running:
+            process.kill()
+            process.join()
+        return [Ending(code, _log(Path(folder), rank)) for rank, code in enumerate(codes)]
 
 
 def in_turn(*calls: tuple[Callable[..., Any], tuple[Any, ...]]) -> dict[str, Any]:
@@ -46,7 +70,29 @@ def in_turn(*calls: tuple[Callable[..., Any], tuple[Any, ...]]) -> dict[str, Any
     return {function.__name__: function(*arguments) for function, arguments in calls}
 
 
-def _rank(module: str, name: str, folder: str, rank: int, ranks: int, port: int) -> None:
+def _start(
+    function: Callable[..., Any], arguments: Any, folder: Path, ranks: int, limit_seconds: float | None
+) -> list[BaseProcess]:
+    context = multiprocessing.get_context("forkserver")
+    # Loaded once, in a process that the ranks are forked from: importing torch takes longer than most tests.
+    context.set_forkserver_preload(["torch.distributed.tensor", "torch._dynamo", "torch._functorch.aot_autograd"])
+    (folder / "arguments").write_bytes(pickle.dumps(arguments))
+    place = (function.__module__, function.__qualname__, str(folder))
+    port = _free_port()
+    running: list[BaseProcess] = [
+        context.Process(target=_rank, args=(*place, rank, ranks, port, limit_seconds)) for rank in range(ranks)
+    ]
+    for process in running:
+        process.start()
+    return running
+
+
+def _log(folder: Path, rank: int) -> str:
+    log = folder / f"log{rank}"
+    return log.read_text()[-4000:] if log.exists() else ""
+
+
+def _rank(module: str, name: str, folder: str, rank: int, ranks: int, port: int, limit_seconds: float | None) -> None:
     log = os.open(Path(folder, f"log{rank}"), os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -57,7 +103,7 @@ def _rank(module: str, name: str, folder: str, rank: int, ranks: int, port: int)
     # A rank that fails goes at once: the others may never come to take leave of it.
     code = 1
     try:
-        _run(module, name, Path(folder), rank, ranks, port)
+        _run(module, name, Path(folder), rank, ranks, port, limit_seconds)
         code = 0
     finally:
         if code:
@@ -67,13 +113,15 @@ def _rank(module: str, name: str, folder: str, rank: int, ranks: int, port: int)
         os._exit(code)
 
 
-def _run(module: str, name: str, folder: Path, rank: int, ranks: int, port: int) -> None:
+def _run(module: str, name: str, folder: Path, rank: int, ranks: int, port: int, limit_seconds: float | None) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     function = getattr(importlib.import_module(module), name)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    limit = None if limit_seconds is None else timedelta(seconds=limit_seconds)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=limit)
     given = function(*pickle.loads((folder / "arguments").read_bytes()))
     (folder / f"result{rank}").write_bytes(pickle.dumps(given))
     dist.barrier()

@@ -282,7 +282,7 @@ def test_a_rank_that_differs_is_an_error_on_all(on_two: list[dict[str, Any]]) ->
             in (found["model shape"])
         )
         assert "the parameter tokens.weight should have the same values on rank 0 and rank 1" in found["model value"]
-        assert "the same layout" in found["layout"]
+        assert "the same line 1 of the layout" in found["layout"]
         assert "ids should have the same values" in found["values"]
         assert "local_inputs=True" in found["values"]
         assert "shape of ids: int64[4, 6] on rank 0, int64[8, 6] on rank 1" in found["shape"]
