@@ -104,14 +104,16 @@ def bert() -> tuple[nn.Module, dict[str, Tensor]]:
 def measure(graph: NamedGraph, plan: Plan, rank: int = 0) -> Measured:
     """The second step of one rank, when the optimizer's states are there."""
     with _groups(plan.axes, rank) as groups:
-        module = emit(graph, plan.decisions, groups, plan.outputs, plan.local_inputs).graph_module
+        emitted = emit(graph, plan.decisions, groups, plan.outputs, plan.local_inputs)
         values, parameters = _values(graph, plan, groups.coordinate)
+        if emitted.draws:
+            values.append(torch.tensor([1, 0]))  # the number that the draws of a call depend on
         counter = _Alone()
         for value in values:
             counter.count(value)
         optimizer = torch.optim.AdamW(parameters)
         for _ in range(2):
-            found = _step(module, values, optimizer, counter)
+            found = _step(emitted.graph_module, values, optimizer, counter)
         return found
 
 

@@ -8,8 +8,10 @@ from math import prod
 from typing import Any
 
 from autopar.conversions import Inserted, Wiring
+from autopar.plan import Plan
 from autopar.reshard import Step, StepKind
 from autopar.rewrite.buckets import BUCKET_BYTES
+from autopar.rewrite.buckets import _buckets as in_buckets
 from autopar.tracing.graph import NamedGraph
 
 __all__ = ["Bucket", "buckets_of", "buffers_of", "copied", "shape_of", "ways_of"]
@@ -28,12 +30,29 @@ class Bucket:
     def gathers(self) -> bool:
         return any(step.kind is StepKind.ALL_GATHER for step in self.members[0].reshard.forward)
 
+    @property
+    def is_sum(self) -> bool:
+        """Whether gradients are only added up: in a buffer that stays, of which the gradients are views."""
+        return all(
+            one.differentiable and [step.kind for step in one.reshard.backward] == [StepKind.ALL_REDUCE]
+            for one in self.members
+        )
 
-def buckets_of(graph: NamedGraph, wiring: Wiring) -> tuple[Bucket, ...]:
-    """Those of one kind together, up to a size; gathers block by block. In the order of their first uses."""
-    found: list[Bucket] = []
-    open_buckets: dict[Any, list[Inserted]] = {}
-    held: dict[Any, int] = {}
+
+@dataclass(frozen=True)
+class _Member:
+    """A conversion as the generated graph groups them."""
+
+    inserted: Inserted
+    kind: tuple[Any, ...]
+    block: str
+    bytes: int
+
+
+def buckets_of(graph: NamedGraph, plan: Plan, wiring: Wiring) -> tuple[Bucket, ...]:
+    """The buckets of the generated graph, in the order of their first uses; what it leaves alone is one by itself."""
+    alone: list[Bucket] = []
+    members: list[_Member] = []
     for op in wiring.ops.values():
         for one in op.before:
             tensor = graph.tensors[one.tensor]
@@ -41,21 +60,16 @@ def buckets_of(graph: NamedGraph, wiring: Wiring) -> tuple[Bucket, ...]:
                 continue
             steps = tuple(tuple((step.kind, step.axes) for step in way) for way in ways_of(one))
             if any(kind not in _BUCKETED for way in steps for kind, _ in way):
-                found.append(Bucket((one,), one.op))
+                alone.append(Bucket((one,), one.op))
                 continue
             block = re.match(r"(.*?\.\d+)\.", tensor.name)
-            gathers = any(kind is StepKind.ALL_GATHER for kind, _ in steps[0])
-            key = steps, tensor.dtype, tensor.requires_grad, (block[1] if block else "") if gathers else None
             size = max(prod(shape_of(one, step.before)) for way in ways_of(one) for step in way) * one.itemsize
-            members = open_buckets.setdefault(key, [])
-            if members and held[key] + size > BUCKET_BYTES:
-                found.append(Bucket(tuple(members), members[0].op))
-                members.clear()
-                held[key] = 0
-            members.append(one)
-            held[key] = held.get(key, 0) + size
-    found += [Bucket(tuple(members), members[0].op) for members in open_buckets.values() if members]
+            handled = tuple(tensor.name in names for names in (plan.resident, plan.accumulated, plan.regather))
+            kind = steps, tensor.dtype, handled, tensor.requires_grad
+            members.append(_Member(one, kind, block[1] if block else "", size))
+    grouped = (tuple(member.inserted for member in group) for group in in_buckets(members, BUCKET_BYTES))
     place = {name: i for i, name in enumerate(wiring.ops)}
+    found = (*alone, *(Bucket(group, group[0].op) for group in grouped))
     return tuple(sorted(found, key=lambda bucket: place[bucket.op]))
 
 

@@ -1,4 +1,4 @@
-"""Which ops are computed again in the backward: those of repeated layers of which the plan says so."""
+"""Which ops are computed again in the backward: layers of which the plan says so, checkpoint regions of the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ __all__ = ["again", "is_cheap", "layers_of"]
 def layers_of(graph: NamedGraph, plan: Plan) -> dict[str, tuple[str, Recompute]]:
     """For each op of a layer that computes something again, the layer and what."""
     by_node = {node.node: node for node in graph.nodes}
-    found: dict[str, tuple[str, Recompute]] = {}
+    found: dict[str, tuple[str, Recompute]] = {
+        node.name: (f"checkpoint {node.origin.checkpoint}", "full")
+        for node in graph.nodes
+        if node.origin.checkpoint is not None
+    }
     for repeat in graph.repeats:
         for path, layer in zip(repeat.module_paths, repeat.layers, strict=True):
             mode = plan.recompute.get(path, "none")

@@ -53,13 +53,15 @@ class Liveness:
         self.copied: dict[str, int] = {}
         """Copies of parameters that live for the whole step."""
         self.local = LocalFootprints(graph, plan, wiring)
+        self.sums: dict[str, int] = {}
+        """The parts of the buffers in which gradients are added up."""
         self.pending: list[tuple[Version, int]] = []
         self.sizes: dict[Version, float] = {}
         self.buckets: dict[str, list[Bucket]] = {}
         self.starting: dict[str, list[Bucket]] = {}
         self.flat: dict[Bucket, int] = {}
         previous: Bucket | None = None
-        for bucket in buckets_of(graph, wiring):
+        for bucket in buckets_of(graph, plan, wiring):
             self.buckets.setdefault(bucket.op, []).append(bucket)
             if bucket.gathers and len(bucket.members) > 1:
                 ahead = bucket if previous is None else previous
@@ -75,6 +77,8 @@ class Liveness:
     def forward(self) -> None:
         self._place_inputs()
         self._place_copies()
+        if self.graph.exported.grad_enabled:
+            self._place_sums()
         for place, node in enumerate(self.graph.nodes):
             self.storages.now = f"the forward of {node.name}"
             self._op_forward(node, place)
@@ -100,6 +104,13 @@ class Liveness:
             if stays or self._has_master(tensor.dtype):
                 values, stored = self.plan.decisions.values[tensor.name], self.plan.decisions.stored[tensor.name]
                 self.copied[tensor.name] = self.storages.new(self._bytes((tensor.name, values if stays else stored)))
+
+    def _place_sums(self) -> None:
+        """The buffers in which gradients are added up stay from step to step."""
+        for of_op in self.buckets.values():
+            for bucket in of_op:
+                for one in bucket.members if bucket.is_sum and not self._waits(bucket.members[0].tensor) else ():
+                    self.sums[one.tensor] = self.storages.new(self._bytes((one.tensor, one.reshard.source)))
 
     def _has_master(self, dtype: torch.dtype) -> bool:
         return self.plan.master_dtype not in (None, dtype)
@@ -186,6 +197,9 @@ class Liveness:
                 self.kept[node.name].append(self.storages.new(internal))
             return
         entering = self.entering.setdefault(layer, set())
+        if self.layers[node.name][1] == "full":  # called through a checkpoint, which holds whatever enters
+            read = (version for version in wired.operands if version is not None and version not in self.in_bucket)
+            outside += [made for version in read if (made := self.values[version]) not in inside]
         for one in outside:
             if one not in entering:
                 entering.add(self.storages.take(one))
@@ -214,7 +228,9 @@ class Liveness:
     def _convert(self, one: Inserted) -> None:
         """A conversion by itself: a chain of steps, each with the buffers that it takes."""
         held = self.values[one.tensor, one.reshard.source]
-        self.values[one.tensor, one.reshard.target] = self._steps(held, one.reshard.forward, one)
+        made = self.values[one.tensor, one.reshard.target] = self._steps(held, one.reshard.forward, one)
+        if made != held and one.op in self.again:
+            self.made.setdefault(self.layers[one.op][0], set()).add(made)
 
     def _steps(self, held: int, steps: tuple[Step, ...], one: Inserted) -> int:
         """What comes out of some steps; the caller keeps what went in."""
@@ -342,7 +358,7 @@ class Liveness:
     def _reduce(self, bucket: Bucket) -> None:
         """The gradients of parameters are laid into one buffer and reduced; what comes back are views of another."""
         members = [one for one in bucket.members if (one.tensor, one.reshard.target) in self.gradients]
-        if len(members) < 2 or not members[0].reshard.backward or self._waits(members[0].tensor):
+        if not members or not members[0].reshard.backward or self._waits(members[0].tensor):
             for one in members:
                 if self._waits(one.tensor):
                     self._accumulate(
@@ -350,6 +366,9 @@ class Liveness:
                     )
                 else:
                     self._convert_back(one)
+            return
+        if bucket.is_sum and len(members) == len(bucket.members):
+            self._sum(bucket)
             return
         given = [self.gradients.pop((one.tensor, one.reshard.target)) for one in members]
         whole = sum(self.storages.sizes[storage] for storage in given)
@@ -362,6 +381,12 @@ class Liveness:
             self.storages.drop(storage)
         for one, storage in zip(members, made, strict=True):
             self._accumulate((one.tensor, one.reshard.source), storage)
+
+    def _sum(self, bucket: Bucket) -> None:
+        """Gradients are copied into the buffer, whose parts they are from then on."""
+        for one in bucket.members:
+            self.storages.drop(self.gradients.pop((one.tensor, one.reshard.target)))
+            self._accumulate((one.tensor, one.reshard.source), self.storages.take(self.sums[one.tensor]))
 
     def _waits(self, name: str) -> bool:
         """Whether a gradient is only added up: it is reduced in the last micro-batch."""

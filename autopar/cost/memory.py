@@ -32,7 +32,8 @@ def memory(graph: NamedGraph, plan: Plan, wiring: Wiring, again: frozenset[str] 
         else:
             parameters += run.storages.sizes[storage]
     copies = sum(run.storages.sizes[storage] for storage in run.copied.values())
-    saved = run.storages.live - inputs - parameters - copies
+    buffers = sum(run.storages.sizes[storage] for storage in run.sums.values())
+    saved = run.storages.live - inputs - parameters - copies - buffers
     if not trains:
         return MemoryCosts(parameters, copies, 0.0, 0.0, inputs, 0.0, run.storages.peak, run.storages.peak_at)
     run.backward()

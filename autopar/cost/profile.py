@@ -86,7 +86,7 @@ class _Profiler:
         self.axes = self.plan.axes
         self.network = Network(self.cluster, self.axes, self.plan.links)
         self.buckets: dict[str, list[Bucket]] = {}
-        for bucket in buckets_of(self.graph, self.wiring):
+        for bucket in buckets_of(self.graph, self.plan, self.wiring):
             self.buckets.setdefault(bucket.op, []).append(bucket)
         self.layer_of = layers_of(self.graph, self.plan)
         self.launch = self.device.launch_seconds if self.plan.compiled else self.device.host_seconds

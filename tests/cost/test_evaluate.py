@@ -192,7 +192,7 @@ def test_less_overlap_exposes_more(graph: NamedGraph) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_parameter_is_in_one_bucket(graph: NamedGraph, layout: str) -> None:
     plan = plan_of(graph, layout)
-    buckets = buckets_of(graph, wire_of(graph, plan))
+    buckets = buckets_of(graph, plan, wire_of(graph, plan))
     members = [one for bucket in buckets for one in bucket.members]
     listed = [one for one in conversions(graph, plan.decisions) if graph.tensors[one.tensor].kind == "param"]
     keys = [(one.tensor, one.reshard) for one in members]

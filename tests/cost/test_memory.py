@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.cost.costs import MemoryCosts
@@ -79,6 +80,39 @@ def test_a_mixture_of_experts_is_measured_as_predicted() -> None:
     model, inputs = moe(batch=8)
     graph = autopar.trace(model, inputs)
     plan = plan_of(graph, "gshard_moe", {"dp": 2, "ep": 2})
+    assert predicted(graph, plan).peak_bytes == pytest.approx(measure(graph, plan).peak_bytes, rel=0.1)
+
+
+class Again(nn.Module):
+    """A block that is computed again in the backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        again: torch.Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return again
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", ["ddp", "megatron"])
+def test_checkpoint_regions_are_measured_as_predicted(layout: str) -> None:
+    model, inputs = gpt(layers=3, d_model=96, heads=4, vocab=512, seq=48, batch=8)
+    blocks: Any = model.get_submodule("blocks")
+    for i, block in enumerate(blocks):
+        blocks[i] = Again(block)
+    graph = autopar.trace(model, inputs)
+    plan = plan_of(graph, layout, GPT_LAYOUTS[layout])
+    found, real = predicted(graph, plan), measure(graph, plan)
+    assert found.peak_bytes == pytest.approx(real.peak_bytes, rel=0.1)
+    assert found.saved_bytes == pytest.approx(real.saved_bytes, rel=0.02)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dropout_is_measured_as_predicted() -> None:
+    graph = autopar.trace(*gpt(layers=3, d_model=96, heads=4, vocab=512, seq=48, batch=8, dropout=0.1))
+    plan = plan_of(graph, "megatron", GPT_LAYOUTS["megatron"])
     assert predicted(graph, plan).peak_bytes == pytest.approx(measure(graph, plan).peak_bytes, rel=0.1)
 
 
