@@ -111,9 +111,10 @@ def _library(measurements: Measurements, fits: Sequence[CollectiveFit]) -> list[
     # Of the one processor that a device is taken to be: what is sent beside the computing takes all of it, or nothing.
     lines += ['processors = "1 [measured]"', ""] if fits and measurements.busy_cores else [""]
     rows: dict[tuple[str, int], dict[int, CollectiveFit]] = {}
+    one_node = _used(fits) == [0]
     for fit in fits:
-        # What was fitted to one size of a group is a row of its own; else a row holds all levels.
-        rows.setdefault((fit.kind, fit.ranks[0] if len(fit.ranks) == 1 and fit.level == 0 else 0), {})[fit.level] = fit
+        # On one node what was fitted to a size of a group is a row of its own; else a row holds all levels.
+        rows.setdefault((fit.kind, fit.ranks[0] if one_node else 0), {})[fit.level] = fit
     for (kind, ranks), row in rows.items():
         lines += [*_algorithm(kind, row, fits), *_range(kind, ranks, list(rows)), ""]
     return lines

@@ -92,20 +92,22 @@ def test_one_node_is_found_again_and_written(tmp_path: Path, pipelined: bool) ->
     assert network.seconds("halo_exchange", ("a",), 1e6) == network.seconds("send", ("a",), 1e6)
 
 
-def test_two_nodes_have_two_levels(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [(2,), (2, 4)])
+def test_nodes_have_two_levels(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    count = max(sizes)
     collectives = [
-        *(ring("all_reduce", ranks, size, 5e-6, 2e-6, 100e9, False) for ranks in (2, 4) for size in SIZES),
-        *(ring("all_reduce", ranks, size, 5e-6, 20e-6, 5e9, False, level=1) for ranks in (2, 4) for size in SIZES),
+        *(ring("all_reduce", ranks, size, 0.0, 2e-6, 100e9, False) for ranks in sizes for size in SIZES),
+        *(ring("all_reduce", ranks, size, 0.0, 20e-6, 5e9, False, level=1) for ranks in sizes for size in SIZES),
     ]
-    found = measurements(collectives, nodes=4)
+    found = measurements(collectives, nodes=count)
     path = tmp_path / "mine.toml"
     fits = fit_collectives(found.collectives)
-    assert [(fit.level, fit.ranks, fit.algorithm) for fit in fits] == [(0, (2, 4), "ring"), (1, (2, 4), "ring")]
+    assert [(fit.level, fit.ranks, fit.algorithm) for fit in fits] == [(0, sizes, "ring"), (1, sizes, "ring")]
     path.write_text(cluster_text("mine", "Mine", found, fit_products(found.products), fits, "2026-01-31", "a test"))
     cluster = load_cluster(path)
     node, network = cluster.level
-    assert (node.name, node.units, network.name, network.units) == ("node", 4, "network", None)
-    assert network.rate_bytes_per_second == pytest.approx(4 * 5e9, rel=0.02), "four ranks of a node at once"
+    assert (node.name, node.units, network.name, network.units) == ("node", count, "network", None)
+    assert network.rate_bytes_per_second == pytest.approx(count * 5e9, rel=0.02), "all ranks of a node at once"
     assert judge(cluster, found)["all_reduce"] == pytest.approx((0, 0), abs=0.02)
 
 
