@@ -162,9 +162,10 @@ class _Transport(TorchDispatchMode):
         place = [int(text) for text in group.split(",")].index(self.rank)
         assert all(other[0] == same for other in met), f"not the same collective: {[other[0] for other in met]}"
         buffers = [other[2] for other in met]
-        if name == "all_reduce":
+        if name in ("all_reduce", "all_reduce_"):
             stacked = torch.stack(buffers)
-            return stacked.sum(0) if options[0] == "sum" else stacked.amax(0)
+            reduced = stacked.sum(0) if options[0] == "sum" else stacked.amax(0)
+            return reduced if name == "all_reduce" else buffer.copy_(reduced)
         if name == "all_gather_into_tensor":
             return torch.cat(buffers)
         if name == "reduce_scatter_tensor":
