@@ -13,7 +13,6 @@ import torch
 from autopar.completion import Decisions, complete
 from autopar.conversions import Outputs
 from autopar.layout.language import Layout
-from autopar.layout.storage import storage_of
 from autopar.tracing.graph import NamedGraph
 
 __all__ = ["Plan", "Recompute", "fingerprint"]
@@ -60,14 +59,14 @@ class Plan:
     def of(graph: NamedGraph, layout: Layout, axes: Mapping[str, int]) -> Plan:
         """What a layout without holes comes to; `dataclasses.replace` sets the rest."""
         decisions = complete(graph, layout, axes)
-        resident, accumulated = set[str](), set[str]()
-        for tensor in graph.parameters:
-            param, grad, opt = storage_of(layout, tensor, axes)
-            if param != opt:
-                resident.add(tensor.name)
-            if grad == param and grad == decisions.values[tensor.name].splits:
-                accumulated.add(tensor.name)
-        return Plan(fingerprint(graph), decisions, resident=frozenset(resident), accumulated=frozenset(accumulated))
+        holdings = decisions.holdings
+        return Plan(
+            fingerprint(graph),
+            decisions,
+            regather=frozenset(name for name, holding in holdings.items() if holding.again),
+            resident=frozenset(name for name, holding in holdings.items() if holding.lasting),
+            accumulated=frozenset(name for name, holding in holdings.items() if holding.deferred),
+        )
 
 
 def fingerprint(graph: NamedGraph) -> str:

@@ -26,6 +26,8 @@ from autopar.cost.profile import wire_of
 from autopar.layout.choosing import choose_layout
 from autopar.layout.resolve import atoms_of
 from autopar.plan import Plan
+from autopar.rewrite.bucket import Handling
+from autopar.rewrite.buckets import Parameters
 from autopar.rewrite.emit import emit
 from autopar.rewrite.functions import Groups
 from autopar.tracing.footprint import LiveBytes
@@ -104,7 +106,7 @@ def bert() -> tuple[nn.Module, dict[str, Tensor]]:
 def measure(graph: NamedGraph, plan: Plan, rank: int = 0) -> Measured:
     """The second step of one rank, when the optimizer's states are there."""
     with _groups(plan.axes, rank) as groups:
-        emitted = emit(graph, plan.decisions, groups, plan.outputs, plan.local_inputs)
+        emitted = emit(graph, plan.decisions, groups, plan.outputs, plan.local_inputs, _parameters(graph, plan))
         values, parameters = _values(graph, plan, groups.coordinate)
         if emitted.draws:
             values.append(torch.tensor([1, 0]))  # the number that the draws of a call depend on
@@ -128,6 +130,23 @@ def _step(module: nn.Module, values: list[Tensor], optimizer: torch.optim.Optimi
         optimizer.step()
         optimizer.zero_grad()
     return Measured(forward, after - before, counter.peak)
+
+
+def _parameters(graph: NamedGraph, plan: Plan) -> Parameters:
+    """How the plan handles parameters, in the words of the generated graph."""
+    return Parameters(
+        {
+            tensor.name: Handling(
+                tensor.dtype,
+                tensor.dtype,
+                tensor.dtype,
+                tensor.name in plan.accumulated,
+                tensor.name in plan.regather,
+                tensor.name in plan.resident,
+            )
+            for tensor in graph.parameters
+        }
+    )
 
 
 class _Alone(LiveBytes):

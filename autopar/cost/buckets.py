@@ -10,8 +10,7 @@ from typing import Any
 from autopar.conversions import Inserted, Wiring
 from autopar.plan import Plan
 from autopar.reshard import Step, StepKind
-from autopar.rewrite.buckets import BUCKET_BYTES
-from autopar.rewrite.buckets import _buckets as in_buckets
+from autopar.rewrite.buckets import in_buckets
 from autopar.tracing.graph import NamedGraph
 
 __all__ = ["Bucket", "buckets_of", "buffers_of", "copied", "shape_of", "ways_of"]
@@ -67,7 +66,7 @@ def buckets_of(graph: NamedGraph, plan: Plan, wiring: Wiring) -> tuple[Bucket, .
             handled = tuple(tensor.name in names for names in (plan.resident, plan.accumulated, plan.regather))
             kind = steps, tensor.dtype, handled, tensor.requires_grad
             members.append(_Member(one, kind, block[1] if block else "", size))
-    grouped = (tuple(member.inserted for member in group) for group in in_buckets(members, BUCKET_BYTES))
+    grouped = (tuple(member.inserted for member in group) for group in in_buckets(members))
     place = {name: i for i, name in enumerate(wiring.ops)}
     found = (*alone, *(Bucket(group, group[0].op) for group in grouped))
     return tuple(sorted(found, key=lambda bucket: place[bucket.op]))

@@ -55,6 +55,9 @@ class Liveness:
         self.local = LocalFootprints(graph, plan, wiring)
         self.sums: dict[str, int] = {}
         """The parts of the buffers in which gradients are added up."""
+        self.refills: dict[str, list[Bucket]] = {}
+        self.next_refill: dict[Bucket, Bucket] = {}
+        self.refilled: dict[Bucket, int] = {}
         self.pending: list[tuple[Version, int]] = []
         self.sizes: dict[Version, float] = {}
         self.buckets: dict[str, list[Bucket]] = {}
@@ -71,6 +74,7 @@ class Liveness:
             (one.tensor, one.reshard.target) for of_op in self.buckets.values() for b in of_op for one in b.members
         }
         self.last = last_uses(graph, wiring)
+        self._place_refills()
 
     # -- the forward
 
@@ -291,6 +295,8 @@ class Liveness:
 
     def _op_backward(self, node: NamedNode) -> None:
         wired, footprint = self.wiring.ops[node.name], self.local.of(node)
+        for bucket in self.refills.get(node.name, ()):
+            self._refill(bucket)
         for one in reversed(wired.after):
             self._convert_back(one)
         decision = self.plan.decisions.ops[node.name]
@@ -318,18 +324,14 @@ class Liveness:
     def _op_gradients(self, node: NamedNode, wired: OpConversions, given: list[int]) -> None:
         """The gradients of the operands, beside those that are there; `_add` adds them up."""
         footprint = self.local.of(node)
-        regathered = 0.0
         for i, version in enumerate(wired.operands):
             if version is None:
                 continue
-            if version[0] in self.plan.regather and version in self.in_bucket:
-                regathered += self._bytes(version)
             if not self.graph.tensors[version[0]].requires_grad:
                 continue
             passed = i in footprint.passes
             made = self.storages.take(given[0]) if passed else self.storages.new(self._bytes(version))
             self.pending.append((version, made))
-        self.storages.touch(regathered)
 
     def _add(self, version: Version) -> None:
         """Add what an op has found to the gradient that other uses have left."""
@@ -357,6 +359,8 @@ class Liveness:
 
     def _reduce(self, bucket: Bucket) -> None:
         """The gradients of parameters are laid into one buffer and reduced; what comes back are views of another."""
+        if bucket in self.refilled:
+            self.storages.drop(self.refilled.pop(bucket))
         members = [one for one in bucket.members if (one.tensor, one.reshard.target) in self.gradients]
         if not members or not members[0].reshard.backward or self._waits(members[0].tensor):
             for one in members:
@@ -412,6 +416,32 @@ class Liveness:
     def _left(self, layer: str) -> None:
         for storage in (*self.kept.pop(f"{layer} again", ()), *self.entering.pop(layer, ())):
             self.storages.drop(storage)
+
+    # -- parameters that are gathered again
+
+    def _place_refills(self) -> None:
+        """By op: the buckets that its backward is the first to read; by bucket: the one that comes next in it."""
+        last = {version: op for op, wired in self.wiring.ops.items() for version in wired.operands if version}
+        place = {name: i for i, name in enumerate(self.wiring.ops)}
+        previous: Bucket | None = None
+        for bucket in (bucket for of_op in self.buckets.values() for bucket in of_op):
+            if bucket.gathers and bucket.members[0].tensor in self.plan.regather:
+                readers = [last.get((one.tensor, one.reshard.target), one.op) for one in bucket.members]
+                self.refills.setdefault(max(readers, key=place.__getitem__), []).append(bucket)
+                if previous is not None:
+                    self.next_refill[bucket] = previous
+                previous = bucket
+
+    def _refill(self, bucket: Bucket) -> None:
+        """Gathered into one buffer, taken out, and copied to where it was; the next bucket is begun."""
+        flat = self.flat.pop(bucket, None)
+        flat = self._start(bucket) if flat is None else flat
+        following = self.next_refill.get(bucket)
+        if following is not None:
+            self.flat[following] = self._start(following)
+        self.refilled[bucket] = self.storages.new(self.storages.sizes[flat])
+        self.storages.touch(self.storages.sizes[flat] if len(bucket.members) > 1 else 0.0)
+        self.storages.drop(flat)
 
     # -- sizes and places
 
