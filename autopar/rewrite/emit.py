@@ -233,7 +233,10 @@ class _Emitter:
         if made is None:
             return None
         if self.key is None:
-            self.key = self.out.placeholder("key")
+            *_, last = (None, *self.out.find_nodes(op="placeholder"))
+            first = next(iter(self.out.nodes), self.out._root)
+            with self.out.inserting_before(first) if last is None else self.out.inserting_after(last):
+                self.key = self.out.placeholder("key")  # not here: this may be a region that is recomputed
         tensors = (value for value in local.arguments.values() if _has_node(value))
         return self._module(f"{node.name}_drawn", made, (self.key, *tensors))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -253,16 +254,20 @@ def test_replicas_are_equal_and_shards_differ(on_four: list[dict[str, Any]], nam
 
 
 class Dropped(nn.Module):
-    """Layers of a linear map and dropout."""
+    """Layers of a linear map and dropout; those from `first_recomputed` on are computed again in the backward."""
 
-    def __init__(self, width: int, layers: int, rate: float) -> None:
+    def __init__(self, width: int, layers: int, rate: float, first_recomputed: int | None = None) -> None:
         super().__init__()
+        self.first_recomputed = layers if first_recomputed is None else first_recomputed
         self.layers = nn.ModuleList([nn.Linear(width, width, dtype=torch.float64) for _ in range(layers)])
         self.dropout = nn.Dropout(rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = self.dropout(layer(x))
+        for i, layer in enumerate(self.layers):
+            if i >= self.first_recomputed:
+                x = checkpoint(lambda x, layer=layer: self.dropout(layer(x)), x, use_reentrant=False)
+            else:
+                x = self.dropout(layer(x))
         return x
 
 
@@ -308,6 +313,35 @@ def recompute() -> dict[str, Any]:
         exact = gradients_of(parallel, lambda: parallel(parallel(leaf)), 5)
         again = gradients_of(parallel, lambda: twice(use_reentrant=False), 5)
     found["exact"] = max(map(gap, again, exact))
+    return found
+
+
+def recompute_inside() -> dict[str, Any]:
+    """Regions that the model checkpoints itself drop the same when they are run again."""
+    found: dict[str, Any] = {}
+    torch.manual_seed(0)
+    x = torch.randn(8, 6, dtype=torch.float64)
+    for first in (0, 1):
+        regions = Dropped(6, 3, 0.4, first).train()
+        plain = copy.deepcopy(regions)
+        plain.first_recomputed = 3
+        parallel, other = (
+            autopar.parallelize(
+                copy.deepcopy(model), "a=2", (x,), layout=ROWS, dims={"x": "rows columns"}, outputs="full"
+            )
+            for model in (plain, regions)
+        )
+        names = [type(module).__name__ for module in other.emitted.graph_module.children()]
+        assert "GraphModule" in names, f"nothing is checkpointed: {names}"
+        expected = gradients_of(parallel, partial(parallel, x), 5)
+        again = gradients_of(other, partial(other, x), 5)
+        found[f"from {first}"] = max(map(gap, again, expected))
+        plain.zero_grad()
+        torch.manual_seed(5)
+        plain(x).square().sum().backward()
+        with other.exact_randomness():
+            again = gradients_of(other, partial(other, x), 5)
+        found[f"from {first}, exact"] = max(gap(a, b.grad) for a, b in zip(again, plain.parameters(), strict=True))
     return found
 
 
@@ -395,6 +429,12 @@ def test_recomputation_drops_the_same(on_two: list[dict[str, Any]]) -> None:
         assert "preserve_rng_state=True" in found["not preserved"]
 
 
+def test_recomputed_regions_drop_the_same(on_two: list[dict[str, Any]]) -> None:
+    for found in (one["recompute_inside"] for one in on_two):
+        assert len(found) == 4
+        assert max(found.values()) < 1e-12, found
+
+
 def test_the_default_generator(on_two: list[dict[str, Any]]) -> None:
     for found in (one["seed_and_state"] for one in on_two):
         assert "the ranks do not have the same state of the random generator" in found["states differ"]
@@ -417,4 +457,12 @@ def test_compiled(on_two: list[dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def on_two() -> list[dict[str, Any]]:
-    return launch(in_turn, (drop_ones, ()), (recompute, ()), (seed_and_state, ()), (compile_it, ()), ranks=2)
+    return launch(
+        in_turn,
+        (drop_ones, ()),
+        (recompute, ()),
+        (recompute_inside, ()),
+        (seed_and_state, ()),
+        (compile_it, ()),
+        ranks=2,
+    )
