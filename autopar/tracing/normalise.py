@@ -23,6 +23,12 @@ _CHECKS = (
     aten.sym_constrain_range_for_size.default,
 )
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
+_FACTORIES: dict[Any, Any] = {
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+    aten.new_empty.default: aten.empty.memory_format,
+}
 
 
 def normalise(graph: Graph, device: torch.device | None) -> None:
@@ -46,6 +52,8 @@ def normalise(graph: Graph, device: torch.device | None) -> None:
             _replace_copy(graph, node)
         elif node.target is aten.type_as.default:
             _replace(node, _cast(graph, node.args[0], node))  # the other tensor is asked for its type only
+        elif node.target in _FACTORIES:
+            _replace(node, _made_anew(graph, node, device))  # the tensor is asked for its type only
         elif "device" in node.kwargs:
             _free_of_device(node, device)
     mean_losses_as_sums(graph)
@@ -93,6 +101,16 @@ def _cast(graph: Graph, value: Any, node: Node) -> Any:
         return value
     with graph.inserting_before(node):
         return _like(graph.call_function(aten._to_copy.default, (value,), changed), node, want)
+
+
+def _made_anew(graph: Graph, node: Node, device: torch.device | None) -> Node:
+    """`x.new_zeros(size)` without `x`, which would have to be brought into a layout for nothing."""
+    val = node.meta["val"]
+    with graph.inserting_before(node):
+        kwargs = {"dtype": val.dtype, "device": val.device}
+        made = graph.call_function(_FACTORIES[node.target], tuple(node.args[1:]), kwargs)
+    _free_of_device(made, device)
+    return _like(made, node, val)
 
 
 def _drop_nothing(node: Node) -> None:

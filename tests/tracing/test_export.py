@@ -234,7 +234,8 @@ def several_results(net: Net, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def typed(net: Net, x: torch.Tensor) -> torch.Tensor:
     narrow = net.first(x).float().type_as(x.float())
-    return net.second(x).type_as(x) + narrow.type_as(x)
+    made = narrow.new_zeros(3, 1) + x.new_ones(1) * x.new_full((3, 1), 2.0)
+    return net.second(x).type_as(x) + narrow.type_as(x) + made
 
 
 @pytest.mark.parametrize("function", [inplace, zeroed, accumulated, strided, heads, several_results, typed])
@@ -252,6 +253,7 @@ def test_of_a_tensor_that_gives_its_type_only_the_type_is_left() -> None:
     exported = export(Net(typed), (example(),))
     assert aten.type_as.default not in ops(exported)
     assert ops(exported).count(aten._to_copy.default) == 2, "where the type changes"
+    assert not {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default} & set(ops(exported))
 
 
 def dropout(net: Net, x: torch.Tensor) -> torch.Tensor:
