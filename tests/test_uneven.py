@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.api import trace
+from autopar.choices import can_split
 from autopar.completion import complete
 from autopar.errors import LayoutError
 from autopar.layout.language import parse_layout
@@ -161,3 +163,14 @@ def test_an_op_is_cut_unevenly_only_where_the_layout_allows_it() -> None:
     dim = next(dim for dim in graph.dims if graph.dims[dim].size == 5)
     text = f"{dim} -> a pad; * -> none; op @/linear[n -> a]"
     assert difference(graph, text, {"a": 2}, [x]) < 1e-12
+
+
+def test_an_op_whose_rule_was_tried_on_even_shards_is_not_cut_unevenly() -> None:
+    graph, _ = traced(lambda x: x.tanh(), (5, 6), "n d")
+    node = next(node for node in graph.nodes if "tanh" in node.op)
+    rows, columns = ((node.rule.factors[i], 0) for i in (0, 1))
+    for source, allowed in (("table", True), ("discovered", False)):
+        found = replace(node, source=source)
+        assert can_split(found, rows, ("a",), {"a": 2}, uneven=True) is allowed
+        assert can_split(found, columns, ("a",), {"a": 2}), "even"
+        assert not can_split(found, rows, ("a",), {"a": 2})

@@ -107,7 +107,7 @@ def reached(
 
 def _leaves_of(result: Tensor | None, leaves: Sequence[Tensor]) -> frozenset[int]:
     todo = [result.grad_fn] if result is not None and result.grad_fn is not None else []
-    seen, found = set(todo), set()
+    seen, found = set(todo), set[int]()
     while todo:
         function = todo.pop()
         variable = getattr(function, "variable", None)
