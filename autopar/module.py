@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.completion import Decisions
 from autopar.conversions import Outputs
 from autopar.errors import AutoparError
+from autopar.parts import tie
 from autopar.planned import Given, Planned
 from autopar.plans import NO_PARAMETERS, Fixed, Planner, Plans, Settings
 from autopar.rewrite.emit import Emitted
-from autopar.sharding import tie
 from autopar.tracing.graph import NamedGraph
 
 __all__ = ["Collective", "ParallelModule", "Planner", "Settings"]
@@ -170,6 +171,25 @@ class ParallelModule(nn.Module):
             tie(self, names)
         self._plans.has_values = self._plans.has_values or not found.missing_keys
         return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A module with values of its own, under the same layout on the same mesh; traced again at its first call."""
+        made = ParallelModule.__new__(ParallelModule)
+        memo[id(self)] = made
+        tables = ("_parameters", "_buffers", "_modules", "_plans")
+        nn.Module.__init__(made)
+        made.__dict__.update(
+            {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items() if name not in tables}
+        )
+        object.__setattr__(made, "_plans", self._plans.copied(made, memo))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise AutoparError(
+            "a parallel module holds process groups and cannot be pickled\n"
+            "fix: save what it has learned, torch.save(module.state_dict(), ...) on every rank, or all ranks together "
+            "with torch.distributed.checkpoint; copy.deepcopy(module) makes another one"
+        )
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -16,8 +16,9 @@ from autopar.agreement import kind_of
 from autopar.completion import Decisions
 from autopar.errors import AutoparError
 from autopar.parameters import LocalParameters
+from autopar.parts import owner_of
 from autopar.rewrite.emit import Emitted
-from autopar.sharding import Held, Rank, owner_of
+from autopar.sharding import Held, Rank
 from autopar.tracing.arguments import bind_call, flatten_arguments, plain_call, without_defaults
 from autopar.tracing.graph import NamedGraph
 from autopar.tracing.state import Autocast
@@ -34,6 +35,8 @@ class Given:
     flat: Flattened
     training: tuple[bool, ...]
     trained: tuple[bool, ...]
+    dtypes: tuple[torch.dtype, ...]
+    """Of all parameters, then of all buffers."""
     grad_enabled: bool
     autocast: tuple[Autocast, ...]
 
@@ -46,7 +49,7 @@ class Given:
     def key(self) -> tuple[Any, ...]:
         """What two calls have in common that run the same graph, but for what is no tensor among the arguments."""
         kinds = tuple((tensor.shape, tensor.dtype, tensor.requires_grad, _sharded(tensor)) for tensor in self.tensors)
-        return kinds, self.training, self.trained, self.grad_enabled, self.autocast
+        return kinds, self.training, self.trained, self.dtypes, self.grad_enabled, self.autocast
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -66,6 +69,7 @@ class Given:
             found[f"shape of {path}"] = kind_of(tensor) + placements + (" with gradient" * tensor.requires_grad)
         found["train or eval mode"] = "".join("et"[mode] for mode in self.training)
         found["parameters that require a gradient"] = "".join("ny"[mode] for mode in self.trained)
+        found["dtypes of parameters and buffers"] = " ".join(map(str, self.dtypes))
         found["grad mode"] = str(self.grad_enabled)
         found["autocast"] = ", ".join(map(str, self.autocast)) or "off"
         return found

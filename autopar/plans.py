@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,25 +17,14 @@ from autopar.completion import Decisions
 from autopar.conversions import Inserted, Outputs
 from autopar.errors import AutoparError
 from autopar.layout.holds import Holding
+from autopar.parts import canonical_names, mirror, owner_of
 from autopar.planned import Given, Planned, Results
 from autopar.randomness import Randomness, kept_generators
 from autopar.rewrite.bucket import Handling, Synchronisation
 from autopar.rewrite.buckets import Parameters
 from autopar.rewrite.emit import Emitted, emit
 from autopar.rewrite.functions import Groups
-from autopar.sharding import (
-    Held,
-    Rank,
-    canonical_names,
-    held_by,
-    hollow,
-    initialise,
-    load_full,
-    mirror,
-    owner_of,
-    placed,
-    unset,
-)
+from autopar.sharding import Held, Rank, held_by, hollow, initialise, load_full, match_dtypes, placed, split
 from autopar.strided import support_checkpoints
 from autopar.tracing.arguments import bind, flatten_arguments, signature_of
 from autopar.tracing.graph import NamedGraph
@@ -130,7 +120,7 @@ class Plans:
         self.randomness = Randomness(self.agreement, self.device)
         self.given: nn.Module | None = model  # until its weights are split; then only its skeleton is kept
         self.skeleton = hollow(model, self.device, settings.compute_dtype)
-        self.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        self.dtypes: dict[str, torch.dtype] = {}  # in which the parameters are stored, in the latest trace
         self.synchronisation = Synchronisation()
         self.signature = signature_of(self.skeleton)
         self.has_values = not any(parameter.is_meta for parameter in model.parameters())
@@ -183,15 +173,18 @@ class Plans:
 
     def _given(self, flat: Flattened) -> Given:
         modes = tuple(shell.training for shell in self.shells)
-        trained = tuple(bool(table[name].requires_grad) for table, name in self.tables)  # type: ignore[union-attr]
+        parameters: list[Any] = [table[name] for table, name in self.tables]
+        buffers: Iterable[Tensor] = self.shell.buffers()
         if not self.shells:
             model = self.given
             assert model is not None, "kept until there are shells"
             modes = tuple(module.training for module in model.modules())
             if self.shell.training != modes[0]:
                 modes = (self.shell.training,) * len(modes)
-            trained = tuple(parameter.requires_grad for parameter in model.parameters())
-        return Given(self.signature, flat, modes, trained, torch.is_grad_enabled(), autocast_state())
+            parameters, buffers = list(model.parameters()), model.buffers()
+        trained = tuple(parameter.requires_grad for parameter in parameters)
+        dtypes = tuple(tensor.dtype for tensor in (*parameters, *buffers))
+        return Given(self.signature, flat, modes, trained, dtypes, torch.is_grad_enabled(), autocast_state())
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Planned, Given]:
         """The graph for a call; all ranks call in the same way, or all get an error."""
@@ -273,6 +266,9 @@ class Plans:
             module.training = training
         for parameter, trained in zip(self.skeleton.parameters(), given.trained, strict=True):
             parameter.requires_grad_(trained)
+        self.dtypes = dict(zip(dict(self.skeleton.named_parameters()), given.dtypes, strict=False))
+        if self.settings.compute_dtype is None:
+            match_dtypes(self.skeleton, given.dtypes)
         sharded = [isinstance(tensor, DTensor) for tensor in given.tensors]
         if any(sharded) and (self.settings.local_inputs or not all(sharded)):
             raise AutoparError(
@@ -334,32 +330,31 @@ class Plans:
         """Split the weights of the model that was given, and let go of it."""
         model = self.given
         assert model is not None, "built once"
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.stored = {name: place for name, place in held.items() if name in set(names.values())}
+        names = {name for name, _ in model.named_parameters()}
+        self.stored = {name: place for name, place in held.items() if name in names}
         support_checkpoints(place.placements for place in self.stored.values())
-
-        def parameter_of(parameter: nn.Parameter) -> nn.Parameter:
-            place = self.stored[names[id(parameter)]]
-            if parameter.is_meta:
-                local = unset(place.local_shape, parameter.dtype, self.device)
-            else:
-                local = torch.empty(place.local_shape, dtype=parameter.dtype, device=self.device)
-                local.copy_(place.cut(parameter.detach()))
-            return nn.Parameter(place.wrap(local), parameter.requires_grad)
-
-        def buffer_of(buffer: Tensor) -> Tensor:
-            if buffer.is_meta:
-                return unset(buffer.shape, buffer.dtype, self.device)
-            return buffer.detach().clone().to(self.device)
 
         training = self.shell.training
         with torch.inference_mode(False):
-            self.shells = mirror(model, self.shell, parameter_of, buffer_of)
+            self.shells = split(model, self.shell, self.stored, self.device)
         if self.shell.training != training:  # train() or eval() was called before there was anything to set
             self.shell.train(training)
-        owners = [owner_of(self.shell, name) for name in names.values()]
-        self.tables = [(owner._parameters, leaf) for owner, leaf in owners]
+        self._find_tables()
         self.given = None
+
+    def _find_tables(self) -> None:
+        owners = [owner_of(self.shell, name) for name, _ in nn.Module.named_parameters(self.shell)]
+        self.tables = [(owner._parameters, leaf) for owner, leaf in owners]
+
+    def copied(self, shell: nn.Module, memo: dict[int, Any]) -> Plans:
+        """The plans of another module, with a copy of the weights; its calls are traced anew."""
+        made = copy.copy(self)
+        made.shell, made.given = shell, copy.deepcopy(self.given, memo)
+        made.found, made.latest, made.synchronisation = {}, None, Synchronisation()
+        if self.shells:
+            made.shells = mirror(self.shell, shell, lambda p: _duplicate(p, memo), lambda b: b.detach().clone())
+            made._find_tables()
+        return made
 
     # -- values for a model from the meta device ----------------------------------------------------------------------
 
@@ -387,6 +382,12 @@ class Plans:
             raise AutoparError(NO_PARAMETERS)
         self.agreement.together(lambda: load_full(self.shell, self.stored, state_dict))
         self.has_values = True
+
+
+def _duplicate(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    made = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+    memo[id(parameter)] = made
+    return made
 
 
 def _reraise(error: AutoparError | None) -> None:

@@ -17,21 +17,20 @@ from autopar.errors import AutoparError
 from autopar.layout.placements import to_placements
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Atoms, Layout
+from autopar.parts import canonical_names, mirror, owner_of
 from autopar.tracing.graph import NamedGraph, NamedTensor
 
 __all__ = [
     "Held",
     "Rank",
-    "canonical_names",
     "held_by",
     "hollow",
     "initialise",
     "load_full",
-    "mirror",
-    "owner_of",
+    "match_dtypes",
     "placed",
+    "split",
     "strides_of",
-    "tie",
     "unset",
 ]
 
@@ -118,15 +117,31 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
 # -- the modules ------------------------------------------------------------------------------------------------------
 
 
+def match_dtypes(skeleton: nn.Module, dtypes: Iterable[torch.dtype]) -> None:
+    """Give the parameters and then the buffers of a skeleton these dtypes."""
+    tensors = (*skeleton.parameters(), *skeleton.buffers())
+    for tensor, dtype in zip(tensors, dtypes, strict=True):
+        if tensor.dtype == dtype:
+            continue
+        if isinstance(tensor, nn.Parameter):
+            tensor.data = _without_memory(tensor, dtype, tensor.device)
+        else:
+            tensor.data = tensor.to(dtype)
+
+
+def _without_memory(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    empty = torch.empty_like(parameter.detach(), dtype=dtype, device=device)
+    if not empty.is_meta:
+        empty.untyped_storage().resize_(0)
+    return empty
+
+
 def hollow(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
     """A copy of a model to trace on a device: its parameters have a shape and a dtype, but no memory."""
 
     def without_data(parameter: nn.Parameter) -> nn.Parameter:
         kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        empty = torch.empty_like(parameter.detach(), dtype=kind, device=device)
-        if not empty.is_meta:
-            empty.untyped_storage().resize_(0)
-        return nn.Parameter(empty, parameter.requires_grad)
+        return nn.Parameter(_without_memory(parameter, kind, device), parameter.requires_grad)
 
     known: dict[int, Any] = {id(parameter): without_data(parameter) for parameter in model.parameters()}
     for buffer in model.buffers():
@@ -140,39 +155,35 @@ def hollow(model: nn.Module, device: torch.device, dtype: torch.dtype | None = N
         ) from error
 
 
-def mirror(
-    model: nn.Module,
-    shell: nn.Module,
-    parameter: Callable[[nn.Parameter], nn.Parameter],
-    buffer_of: Callable[[Tensor], Tensor],
-) -> list[nn.Module]:
-    """Give `shell` modules, parameters and buffers under the names of `model`; all modules, in the model's order.
+def split(model: nn.Module, shell: nn.Module, held: Mapping[str, Held], device: torch.device) -> list[nn.Module]:
+    """Give the shell this rank's parts of a model's weights, and its buffers; all modules, in the model's order."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
 
-    The two functions make the shell's tensors of the model's. What is shared in the model is shared in the shell.
-    """
-    shells: dict[int, nn.Module] = {}
-    made: dict[int, nn.Parameter] = {}
-    buffers: dict[int, Tensor] = {}
+    def parameter_of(parameter: nn.Parameter) -> nn.Parameter:
+        name = names[id(parameter)]
+        _check_no_hooks(name, parameter)
+        place = held[name]
+        if parameter.is_meta:
+            local = unset(place.local_shape, parameter.dtype, device)
+        else:
+            local = torch.empty(place.local_shape, dtype=parameter.dtype, device=device)
+            local.copy_(place.cut(parameter.detach()))
+        made = nn.Parameter(place.wrap(local), parameter.requires_grad)
+        made.__dict__.update(parameter.__dict__)  # what the user has noted on it
+        return made
 
-    def enter(module: nn.Module, shell: nn.Module) -> None:
-        shells[id(module)] = shell
-        shell.training = module.training
-        for name, own in module._parameters.items():
-            if own is not None and id(own) not in made:
-                made[id(own)] = parameter(own)
-            shell._parameters[name] = None if own is None else made[id(own)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in buffers:
-                buffers[id(buffer)] = buffer_of(buffer)
-            shell._buffers[name] = None if buffer is None else buffers[id(buffer)]
-        shell._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-        for name, child in module._modules.items():
-            if child is not None and id(child) not in shells:
-                enter(child, nn.Module())
-            shell._modules[name] = None if child is None else shells[id(child)]
+    def buffer_of(buffer: Tensor) -> Tensor:
+        return unset(buffer.shape, buffer.dtype, device) if buffer.is_meta else buffer.detach().clone().to(device)
 
-    enter(model, shell)
-    return [shells[id(module)] for module in model.modules()]
+    return mirror(model, shell, parameter_of, buffer_of)
+
+
+def _check_no_hooks(name: str, parameter: nn.Parameter) -> None:
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise AutoparError(
+            f"the parameter {name} has a hook on its gradient, which the parallel module would not run\n"
+            f"fix: register it after parallelize, on module.get_parameter({name!r})"
+        )
 
 
 # -- values for a model that was traced on the meta device ------------------------------------------------------------
@@ -240,13 +251,6 @@ def _is_unset(tensor: Tensor) -> bool:
     return tensor.is_meta or (tensor.is_floating_point() and tensor.numel() > 0 and bool(tensor.isnan().all()))
 
 
-def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer -> the first name of that tensor."""
-    first: dict[int, str] = {}
-    both = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name: first.setdefault(id(tensor), name) for name, tensor in both}
-
-
 def load_full(shell: nn.Module, held: Mapping[str, Held], state_dict: Mapping[str, Tensor]) -> None:
     """Take this rank's part of every tensor of a whole state dict, one at a time."""
     wanted = dict(_stored(shell))
@@ -282,28 +286,6 @@ def placed(shell: nn.Module, held: Mapping[str, Held], state_dict: Mapping[str, 
             fits = isinstance(value, Tensor) and tuple(value.shape) == place.shape and not value.is_meta
             found[name] = place.place(value) if fits else value
     return found
-
-
-def tie(shell: nn.Module, canonical: Mapping[str, str]) -> None:
-    """Let all names of a tensor be its first one's again, after each of them was assigned another tensor."""
-    for name, first in canonical.items():
-        if name != first:
-            (owner, leaf), (source, first_leaf) = owner_of(shell, name), owner_of(shell, first)
-            if leaf in owner._parameters:
-                owner._parameters[leaf] = source._parameters[first_leaf]
-            else:
-                owner._buffers[leaf] = source._buffers[first_leaf]
-
-
-def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds a tensor, and its name there; a parallel module may have attributes of these names."""
-    *path, leaf = name.split(".")
-    owner = module
-    for step in path:
-        child = owner._modules[step]
-        assert child is not None, name
-        owner = child
-    return owner, leaf
 
 
 def _stored(shell: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -60,7 +60,7 @@ class Handling:
     again: bool = False
     """Gathered again for the backward."""
     lasting: bool = False
-    """What is gathered serves until the optimizer has made its step."""
+    """While gradients are accumulated without being sent, what is gathered serves all forwards."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class _End(torch.autograd.Function):
         if found is None:
             pieces = started[count:] or bucket.begin(tensors)
             found = bucket.finished(_wait(pieces))
-            if handling.lasting and not compiling:
+            if handling.lasting and not compiling and not running.synchronisation.enabled:
                 running.lasting = _versions(tensors), [x.detach() for x in found]
         else:
             found = [x.view_as(x) for x in found]
@@ -251,6 +251,9 @@ def _exchange(moves: tuple[Move, ...], tensors: Sequence[Tensor]) -> tuple[Tenso
     else:
         flat = torch.cat(parts)
     sent = send(first, flat) if flat.numel() else flat
+    if torch.compiler.is_compiling():
+        # The buffer and not its pieces: the compiler takes what is waited for to be contiguous.
+        sent = torch.ops._c10d_functional.wait_tensor(sent)
     if first.kind is StepKind.ALL_GATHER:
         return torch.split(sent.view(first.ranks, sum(sizes)), sizes, 1)
     return torch.split(sent, sizes)
@@ -263,7 +266,7 @@ def _is_view(move: Move) -> bool:
 def _wait(pieces: Sequence[Tensor | None]) -> Any:
     """All pieces are of one buffer, and wait for it."""
     if torch.compiler.is_compiling():
-        return tuple(torch.ops._c10d_functional.wait_tensor(piece) for piece in pieces)
+        return pieces  # they are there
     for piece in pieces:
         if piece is not None:
             torch.ops._c10d_functional.wait_tensor(piece)
