@@ -129,10 +129,12 @@ def _row_line(row: dict[str, Any]) -> str:
     time = f"{row['predicted_seconds'] * 1e3:.1f} ms"
     if row["measured_seconds"] is not None:
         time += f" of {row['measured_seconds'] * 1e3:.1f} ms ({row['predicted_seconds'] / row['measured_seconds']:.2f})"
-    memory = f"{row['predicted_bytes'] / 2**30:.1f} GiB"
-    if row["measured_bytes"] is not None:
-        memory += f" of {row['measured_bytes'] / 2**30:.1f} GiB"
-    return f"  {row['label']}  {row['group']}  {row['strategy']}: {time}, {memory}"
+    memory = ""
+    if row["predicted_bytes"] is not None:
+        memory = f", {row['predicted_bytes'] / 2**30:.1f} GiB"
+        if row["measured_bytes"] is not None:
+            memory += f" of {row['measured_bytes'] / 2**30:.1f} GiB"
+    return f"  {row['label']}  {row['group']}  {row['strategy']}: {time}{memory}"
 
 
 def _percent(share: float | None) -> str:

@@ -18,8 +18,8 @@ import torch
 import autopar
 from autopar.cost.cluster import load_cluster
 from autopar.cost.compute import local_bytes
-from autopar.cost.evaluate import evaluate
-from autopar.cost.profile import Task, profile
+from autopar.cost.memory import memory
+from autopar.cost.profile import Task, profile, wire_of
 from autopar.plan import Plan
 from autopar.tracing.graph import NamedGraph
 from benchmarks.published.models import Decoder, decoder_inputs, decoder_model
@@ -63,13 +63,25 @@ class Parts:
     block: Amounts
     after: Amounts
     passing_bytes: float
-    """Held at the peak beyond what the forward keeps: gradients of values, temporaries. Most are those of the loss."""
+    """Held at the peak, at the loss, beyond what the forward keeps: gradients of values, temporaries."""
 
 
 def parts_of(run: Run) -> Parts:
     """The parts of a run's decoder, under its strategy on its cluster."""
-    decoder = replace(run.decoder, layers=BLOCKS, tied=run.decoder.tied and run.pp == 1)
-    return _parts(Setting(decoder, run))
+    parts = _parts(Setting(replace(run.decoder, layers=BLOCKS, tied=False), run))
+    return replace(parts, after=_tied(parts.after, run)) if run.decoder.tied and run.pp == 1 else parts
+
+
+def _tied(after: Amounts, run: Run) -> Amounts:
+    """The head without a matrix of its own: what is left is the norm. One trace serves both kinds of models."""
+    left = run.decoder.d_model / (run.decoder.d_model + run.decoder.vocab * run.decoder.d_model)
+    return replace(
+        after,
+        each_seconds=left * after.each_seconds,
+        once_seconds=left * after.once_seconds,
+        optimizer_seconds=left * after.optimizer_seconds,
+        held_bytes=left * after.held_bytes,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +95,8 @@ class Setting:
     def key(self) -> tuple[object, ...]:
         run = self.run
         strategy = (run.dp, run.tp, run.pp, run.sharding, run.regathers, run.sequence_parallel, run.recompute)
-        return self.decoder, run.cluster, strategy, run.micro_batch, run.software
+        several = run.micro_batches > 1
+        return self.decoder, run.cluster, strategy, several, run.micro_batch, run.weighed, run.software
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -98,11 +111,16 @@ def _parts(setting: Setting) -> Parts:
     graph = _traced(setting.decoder, run.micro_batch * run.dp)
     plan = _plan(graph, run)
     cluster = load_cluster(run.cluster)
-    found = profile(graph, plan, cluster)
-    memory = evaluate(graph, plan, cluster).memory
+    wiring = wire_of(graph, plan)
+    found = profile(graph, plan, cluster, wiring)
     forward, backward = _cut(found.forward), _cut(found.backward[::-1])
-    elements, saved = _elements(graph, plan), _saved(graph, plan)
-    held = memory.parameters_bytes + memory.copies_bytes + memory.gradients_bytes + memory.optimizer_bytes
+    elements = _elements(graph, plan)
+    saved, held, passing = [0.0] * 3, 0.0, 0.0
+    if run.weighed:
+        fill = memory(graph, plan, wiring, found.again)
+        saved = _saved(graph, plan)
+        held = fill.parameters_bytes + fill.copies_bytes + fill.gradients_bytes + fill.optimizer_bytes
+        passing = max(0.0, fill.peak_bytes - held - fill.saved_bytes)
     optimizer = sum(task.seconds for task in found.optimizer)
     amounts = []
     for i in range(3):
@@ -122,7 +140,6 @@ def _parts(setting: Setting) -> Parts:
             )
         )
     before, blocks, after = amounts
-    passing = max(0.0, memory.peak_bytes - held - memory.saved_bytes)
     return Parts(before, blocks * (1 / BLOCKS), after, passing)
 
 

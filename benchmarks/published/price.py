@@ -25,13 +25,19 @@ def _priced(way: Run, run: Run) -> Priced:
     parts = parts_of(way)
     if way.one_block:
         block = parts.block
-        return Priced(run, block.forward_seconds + block.backward_seconds, block.held_bytes + block.saved_bytes, True)
-    stages = [_amounts(stage, parts) for stage in stages_of(way.decoder, way.pp, way.balanced)]
+        return Priced(run, block.forward_seconds + block.backward_seconds, None, True)
+    plan = stages_of(way.decoder, way.pp, way.balanced)
+    stages = [_amounts(stage, parts) for stage in plan]
     send = _send_seconds(way)
     costs = pipeline([_stage_costs(one, send, cluster) for one in stages], way.micro_batches, way.schedule, way.chunks)
     end = max(_end_seconds(one, way.software, cluster) for one in stages)
-    memory = max(costs.memory_bytes) + parts.passing_bytes
-    return Priced(run, costs.seconds + end, memory, memory <= cluster.device.memory_bytes)
+    if not way.weighed:
+        return Priced(run, costs.seconds + end, None, True)
+    whole = [
+        size + (parts.passing_bytes if stage.last else 0.0)
+        for size, stage in zip(costs.memory_bytes, plan, strict=True)
+    ]
+    return Priced(run, costs.seconds + end, max(whole), max(whole) <= cluster.device.memory_bytes)
 
 
 def _end_seconds(one: Amounts, software: Software, cluster: Cluster) -> float:

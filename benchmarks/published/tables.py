@@ -40,7 +40,8 @@ class Priced:
 
     run: Run
     step_seconds: float
-    memory_bytes: float
+    memory_bytes: float | None
+    """None where nothing is known to compare it with."""
     fits: bool
 
 
@@ -104,8 +105,8 @@ def _pair(one: Priced, tokens: int = 1) -> Pair:
 
 
 def _memory_pairs(priced: Iterable[Priced]) -> list[Pair]:
-    measured = ((one, one.run.measured.memory_bytes) for one in priced)
-    return [Pair(one.memory_bytes, memory) for one, memory in measured if memory is not None]
+    pairs = ((one.memory_bytes, one.run.measured.memory_bytes) for one in priced)
+    return [Pair(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
 
 
 def _grouped(priced: Iterable[Priced], key: Callable[[Run], str]) -> list[list[Priced]]:
