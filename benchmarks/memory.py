@@ -123,6 +123,7 @@ def _step(module: nn.Module, values: list[Tensor], optimizer: torch.optim.Optimi
     with counter:
         before = counter.peak = counter.live
         outputs = module(*values)
+        counter.recount()
         forward, after = counter.peak, counter.live
         trained = [value for value in outputs if isinstance(value, Tensor) and value.requires_grad]
         loss = next((value for value in trained if not value.shape), None)
@@ -153,6 +154,7 @@ class _Alone(LiveBytes):
     """Counts; and takes part in exchanges by itself: without the others they refuse to send nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.recount()
         if func is torch.ops._c10d_functional.all_to_all_single.default:
             received = args[0].new_zeros((sum(args[1]), *args[0].shape[1:]))
             self.count(received)

@@ -51,6 +51,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
         self.known: set[int] = set()
+        self.sizes: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -67,13 +68,23 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         size = storage.nbytes()
         self.known.add(key)
+        self.sizes[key] = weakref.ref(storage), size
         self.live += size
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._gone, key, size)
+        weakref.finalize(storage, self._gone, key)
 
-    def _gone(self, key: int, size: int) -> None:
+    def recount(self) -> None:
+        """See to storages that were resized, which no op tells of."""
+        for key, (reference, size) in list(self.sizes.items()):
+            storage = reference()
+            if storage is not None and storage.nbytes() != size:
+                self.sizes[key] = reference, storage.nbytes()
+                self.live += storage.nbytes() - size
+        self.peak = max(self.peak, self.live)
+
+    def _gone(self, key: int) -> None:
         self.known.discard(key)
-        self.live -= size
+        self.live -= self.sizes.pop(key)[1]
 
 
 def footprints(exported: Exported) -> Mapping[str, Footprint]:

@@ -129,6 +129,7 @@ def test_by_kind(small_gpt: NamedGraph) -> None:
     assert sgd.peak_bytes <= ddp.peak_bytes - 8 * numel
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_regathered_parameters_are_not_kept(small_gpt: NamedGraph) -> None:
     plan = plan_of(small_gpt, "fsdp", {"fsdp": 4})
     again = replace(plan, regather=frozenset(tensor.name for tensor in small_gpt.parameters))
@@ -136,7 +137,9 @@ def test_regathered_parameters_are_not_kept(small_gpt: NamedGraph) -> None:
     kept, regathered = predicted(small_gpt, plan), predicted(small_gpt, again)
     assert regathered.saved_bytes < kept.saved_bytes
     assert regathered.saved_bytes == pytest.approx(ddp.saved_bytes, rel=0.02)
-    assert regathered.peak_bytes < kept.peak_bytes
+    real = measure(small_gpt, again)
+    assert regathered.saved_bytes == pytest.approx(real.saved_bytes, rel=0.02)
+    assert regathered.peak_bytes == pytest.approx(real.peak_bytes, rel=0.05)
 
 
 def test_recomputation_keeps_less(small_gpt: NamedGraph) -> None:
