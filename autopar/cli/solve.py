@@ -1,0 +1,117 @@
+"""`autopar solve INSTANCE`: an instance of the abstract search problem, from a file in the contest's format."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import ProblemError
+
+__all__ = ["add_parser"]
+
+EXAMPLES = """examples:
+  autopar solve instance.json.gz
+  autopar solve instance.json --time-limit 120 --seed 1 --output answer.json
+"""
+
+# A line of progress is printed when something changed, and at most once in this time.
+PROGRESS_SECONDS = 1.0
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add this command to the command line."""
+    parser = subparsers.add_parser(
+        "solve",
+        help="solve an instance of the search problem: one strategy per node, pairwise costs, a usage limit over time",
+        description="Choose a strategy per node of an instance (.json or .json.gz) at the least cost within its usage "
+        "limit; prints the cost, a proved lower bound and the gap between them.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("instance", metavar="INSTANCE", help="a file in the format of the IOPDDL contest")
+    parser.add_argument(
+        "--time-limit", type=float, default=60.0, metavar="SECONDS", help="reading the file included (default: 60)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the random moves (default: 0)")
+    parser.add_argument("--output", metavar="FILE", help='write {"solution": [...], "cost": ..., "bound": ...}')
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read, solve, print, write; 1 when no solution was found."""
+    began = time.monotonic()
+    if not (math.isfinite(arguments.time_limit) and arguments.time_limit > 0):
+        raise ProblemError(f"--time-limit {arguments.time_limit:g}: expected a number of seconds above 0")
+    if arguments.seed < 0:
+        raise ProblemError(f"--seed {arguments.seed}: expected a whole number from 0 up")
+    output = None if arguments.output is None else Path(arguments.output)
+    if output is not None and not output.resolve().parent.is_dir():
+        raise ProblemError(f"--output {output}: there is no folder {output.resolve().parent}")
+    from autopar.search.contest import read_problem  # late: a wrong word should be told at once
+    from autopar.search.solver import Progress, solve
+
+    problem = read_problem(arguments.instance)
+    print(
+        f"{problem.name or arguments.instance}: {problem.node_count:,} nodes, "
+        f"{sum(problem.strategy_counts):,} strategies, {len(problem.edges):,} edges, {len(problem.limits):,} limits",
+        flush=True,
+    )
+    print("   seconds  stage                      cost                 bound       gap", flush=True)
+    told: list[Progress] = []
+
+    def tell(progress: Progress) -> None:
+        new = not told or progress.stage != told[-1].stage
+        if new or progress.seconds - told[-1].seconds >= PROGRESS_SECONDS:
+            told.append(progress)
+            loaded = solving - began
+            print(
+                f"{progress.seconds + loaded:10.1f}  {progress.stage:10}{number(progress.cost):>20}  "
+                f"{number(progress.bound):>20}  {percent(progress.gap):>8}",
+                flush=True,
+            )
+
+    solving = time.monotonic()
+    solution = solve(problem, arguments.time_limit - (solving - began), arguments.seed, progress=tell)
+    if output is not None:
+        answer = {
+            "solution": None if solution.strategies is None else list(solution.strategies),
+            "cost": plain(solution.cost),
+            "bound": plain(solution.bound),
+        }
+        try:
+            output.write_text(json.dumps(answer) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ProblemError(f"--output {output}: cannot be written: {error}") from error
+    seconds = time.monotonic() - began
+    if solution.strategies is None:
+        reason = "there is none: proved" if solution.infeasible else "the time is up, and whether there is one is open"
+        print(f"no solution in {seconds:.1f} s: {reason}", file=sys.stderr)
+        return 1
+    print(f"cost   {number(solution.cost)}")
+    print(f"bound  {number(solution.bound)}")
+    print(f"gap    {percent(solution.gap)}{', proved optimal' if solution.gap == 0 else ''}")
+    print(f"time   {seconds:.1f} s")
+    return 0
+
+
+def number(value: float) -> str:
+    """A cost for a person: whole where it is whole."""
+    if not math.isfinite(value):
+        return "-"
+    return f"{int(value):,}" if value.is_integer() else f"{value:,.6g}" if abs(value) < 1e6 else f"{value:,.1f}"
+
+
+def percent(gap: float) -> str:
+    return f"{100 * gap:.4f} %" if math.isfinite(gap) else "-"
+
+
+def plain(value: float) -> int | float | None:
+    """A cost for a program; null when there is none."""
+    if not math.isfinite(value):
+        return None
+    return int(value) if value.is_integer() else value

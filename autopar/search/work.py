@@ -1,0 +1,127 @@
+"""The best answer so far, in the terms of the problem as it was given, while the problem that is worked on shrinks."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.search.problem import Problem, cost_of, excess_of
+from autopar.search.shrink import Shrunk, shrink
+
+__all__ = ["Progress", "Work", "relative_gap"]
+
+# A bound this close to the cost is a proof: what is left is rounding of sums.
+PROVED = 1e-9
+# Shrinking may take this part of the time; a problem that is not shrunk to the end is still the same problem.
+SHRINK_PART = 0.5
+
+
+def relative_gap(cost: float, bound: float) -> float:
+    """How far the bound is below the cost, as a part of the cost."""
+    if cost == bound:
+        return 0.0
+    if not (math.isfinite(cost) and math.isfinite(bound)):
+        return math.inf
+    gap = max(0.0, cost - bound) / max(abs(cost), 1e-300)
+    return gap if gap > PROVED else 0.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the search is."""
+
+    stage: str
+    seconds: float
+    cost: float
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        return relative_gap(self.cost, self.bound)
+
+
+class Work:
+    """What the stages share. The core is the problem after all reductions so far."""
+
+    def __init__(
+        self, problem: Problem, time_limit: float, seed: int, progress: Callable[[Progress], None] | None, gap: float
+    ) -> None:
+        self.problem = problem
+        self.began = time.monotonic()
+        self.deadline = self.began + time_limit
+        self.seed = seed
+        self.progress = progress
+        self.wanted = gap
+        self.layers: list[Shrunk] = []
+        self.strategies: list[int] | None = None
+        self.cost = math.inf
+        self.bound = -math.inf
+
+    @property
+    def core(self) -> Problem:
+        return self.layers[-1].problem
+
+    @property
+    def constant(self) -> float:
+        return sum(layer.constant for layer in self.layers)
+
+    @property
+    def seconds_left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    @property
+    def finished(self) -> bool:
+        return relative_gap(self.cost, self.bound) <= self.wanted or self.seconds_left <= 0
+
+    def shrink(self, dead: NDArray[np.bool_] | None = None) -> bool:
+        """Shrink the problem, or the core without the places marked dead; False when that solves it."""
+        problem = self.core if self.layers else self.problem
+        if dead is not None:
+            marked = np.split(dead, np.cumsum(problem.strategy_counts)[:-1])
+            costs = tuple(np.where(mark, np.inf, own) for mark, own in zip(marked, problem.costs, strict=True))
+            problem = replace(problem, costs=costs)
+        self.layers.append(shrink(problem, time.monotonic() + SHRINK_PART * self.seconds_left))
+        if self.core.node_count:
+            self.tell("shrink")
+            return True
+        self.offer_core([])
+        self.bound = self.cost
+        self.tell("shrink")
+        return False
+
+    def offer(self, strategies: Sequence[int]) -> None:
+        """Take a solution of the problem as given, if it is one and the best so far."""
+        cost = cost_of(self.problem, strategies)
+        if cost < self.cost and excess_of(self.problem, strategies) == 0:
+            self.cost, self.strategies = cost, list(strategies)
+
+    def offer_core(self, strategies: Sequence[int]) -> None:
+        """The same for a solution of the core."""
+        lifted = list(strategies)
+        for layer in reversed(self.layers):
+            lifted = layer.lift(lifted)
+        self.offer(lifted)
+
+    def lowered(self) -> list[int] | None:
+        """The best solution in terms of the core."""
+        lowered: list[int] | None = self.strategies
+        for layer in self.layers:
+            lowered = None if lowered is None else layer.lower(lowered)
+        return lowered
+
+    def lift_bound(self, bound: float) -> None:
+        """Take a bound on the core. Strategies that were ruled out cost at least what is known."""
+        self.bound = max(self.bound, min(bound + self.constant, self.cost))
+
+    def prove(self) -> None:
+        """Nothing is better than what is known; with nothing known, nothing exists."""
+        self.bound = self.cost
+
+    def tell(self, stage: str) -> None:
+        if self.progress is not None:
+            self.progress(Progress(stage, time.monotonic() - self.began, self.cost, self.bound))
