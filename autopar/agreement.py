@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.engine import group_over
 from autopar.errors import AutoparError
 
-__all__ = ["Agreement", "checksum", "digest", "kind_of"]
+__all__ = ["Agreement", "Pending", "checksum", "digest", "kind_of"]
 
 Result = TypeVar("Result")
 
@@ -28,6 +28,20 @@ Result = TypeVar("Result")
 @dataclass(frozen=True)
 class _Failure:
     error: AutoparError
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A comparison that is under way."""
+
+    own: int
+    everyone: Tensor
+    work: Any
+
+    def is_same(self) -> bool:
+        """Whether all ranks have the same number."""
+        self.work.wait()
+        return all(other == self.own for other in self.everyone.tolist())
 
 
 class Agreement:
@@ -109,6 +123,13 @@ class Agreement:
                         f"{name} should have the same values on rank {other} and rank {rank}, and has not\n"
                         f"fix: {fix(name)}"
                     )
+
+    def begin(self, own: int) -> Pending:
+        """Begin to compare one number below 2**63; to be called by ranks that otherwise call `numbers` of one."""
+        mine = torch.tensor([own], dtype=torch.int64, device=self.device)
+        everyone = mine.new_empty(self.size)
+        work = dist.all_gather_single(everyone, mine, group=self.group, async_op=True)
+        return Pending(own, everyone, work)
 
     def numbers(self, *own: int) -> list[list[int]]:
         """The numbers of all ranks, each below 2**63: one small collective."""

@@ -18,6 +18,7 @@ from math import inf, prod
 
 import torch
 
+from autopar.broadcasts import begin_at_parameters
 from autopar.choices import Choice, Passing, Site, can_split, choices, layouts_of, passings_of, sites_of
 from autopar.errors import LayoutError
 from autopar.layout.check import check_layout
@@ -69,9 +70,9 @@ def complete(graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int]) -> 
     whole = with_constraints(layout, graph, axes)
     check_layout(whole, words_of(graph), axes)
     options = options_of(whole, axes)
-    if not options:
-        return _Completion(graph, whole, axes).run()
-    return _Picking(graph, whole, axes, options).run()
+    found = _Picking(graph, whole, axes, options).run() if options else _Completion(graph, whole, axes).run()
+    pinned = {node.name for node in graph.nodes if pin_of(whole, node) is not None}
+    return begin_at_parameters(graph, found, pinned)
 
 
 MOST_TRIED = 32

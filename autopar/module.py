@@ -17,7 +17,7 @@ from autopar.conversions import Outputs
 from autopar.errors import AutoparError
 from autopar.parts import tie
 from autopar.planned import Given, Planned
-from autopar.plans import NO_PARAMETERS, Fixed, Planner, Plans, Settings
+from autopar.plans import NO_PARAMETERS, Disagreement, Fixed, Planner, Plans, Settings
 from autopar.rewrite.emit import Emitted
 from autopar.tracing.graph import NamedGraph
 
@@ -78,14 +78,29 @@ class ParallelModule(nn.Module):
         return made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return self._call(args, kwargs)
         # The two ends cannot be traced by torch.compile; what is between them is one graph.
         plan, given, values = self._begin(args, kwargs)
         outputs = self._run_exactly(plan, values) if self._plans.randomness.is_exact else plan.graph_module(*values)
         return self._end(plan, given, outputs)
 
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Eagerly: that the ranks make the same call is found out beside the forward, before it sends anything."""
+        try:
+            plan, given, values = self._begin(args, kwargs, later=True)
+            outputs = plan.graph_module(*values)
+            self._plans.check()
+        except Disagreement:
+            plan, given, values = self._begin(args, kwargs, differ=True)
+            outputs = plan.graph_module(*values)
+        return self._end(plan, given, outputs)
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Planned, Given, list[Tensor]]:
-        plan, given = self._plans.find(args, kwargs)
+    def _begin(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], later: bool = False, differ: bool = False
+    ) -> tuple[Planned, Given, list[Tensor]]:
+        plan, given = self._plans.find(args, kwargs, later, differ)
         values = plan.values(given)
         if plan.emitted.draws:
             values.append(self._plans.randomness.key(plan.emitted.draws))

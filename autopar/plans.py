@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.agreement import Agreement, checksum, digest, kind_of
+from autopar.agreement import Agreement, Pending, checksum, digest, kind_of
 from autopar.completion import Decisions
 from autopar.conversions import Inserted, Outputs
 from autopar.errors import AutoparError
@@ -31,7 +31,7 @@ from autopar.tracing.graph import NamedGraph
 from autopar.tracing.state import autocast_state
 from autopar.tracing.tree import Flattened
 
-__all__ = ["Fixed", "Planner", "Plans", "Settings"]
+__all__ = ["Disagreement", "Fixed", "Planner", "Plans", "Settings"]
 
 SAME_MODEL = "build the same model on every rank: the same seed before it is built, or the same weights loaded into it"
 SAME_ARGUMENTS = "call parallelize on every rank with the same arguments; a layout file must be the same for all"
@@ -99,6 +99,10 @@ class Fixed:
         return {}
 
 
+class Disagreement(Exception):
+    """The ranks make different calls: what this one has begun comes to nothing."""
+
+
 class Plans:
     """The graphs of a parallel module: one for every way in which it has been called."""
 
@@ -129,6 +133,7 @@ class Plans:
         self.tables: list[tuple[dict[str, nn.Parameter | None], str]] = []
         self.found: dict[Any, list[Planned]] = {}
         self.latest: Planned | None = None
+        self.pending: Pending | None = None
         self.agreement.same(self._facts(model), SAME_MODEL)
         self.agreement.same({**planner.facts(), "settings": str(settings)}, SAME_ARGUMENTS)
         sums = {
@@ -186,8 +191,14 @@ class Plans:
         dtypes = tuple(tensor.dtype for tensor in (*parameters, *buffers))
         return Given(self.signature, flat, modes, trained, dtypes, torch.is_grad_enabled(), autocast_state())
 
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Planned, Given]:
-        """The graph for a call; all ranks call in the same way, or all get an error."""
+    def find(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], later: bool = False, differ: bool = False
+    ) -> tuple[Planned, Given]:
+        """The graph for a call; all ranks call in the same way, or all get an error.
+
+        `later`: `check` is called before anything else is sent, so that the comparison may go on beside the forward.
+        `differ`: it has been called, and the ranks are known to differ.
+        """
         own: AutoparError | None = None
         try:
             given = self._given(Given.read(self.signature, self.owner, args, kwargs))
@@ -197,10 +208,11 @@ class Plans:
         plan = None
         if given is not None:
             plan = next((p for p in self.found.get(given.key, ()) if p.structure == given.structure), None)
-        if self.agreement.is_cheap or plan is None:
+        if later and plan is not None and self.agreement.is_cheap and not plan.emitted.draws:
+            self.pending = self.agreement.begin(plan.digest)
+        elif self.agreement.is_cheap or plan is None or differ:
             sign = 0 if own is not None else plan.digest if plan is not None else 1
-            signs = self.agreement.numbers(sign)
-            if any(other != [sign] for other in signs) or sign in (0, 1):
+            if differ or any(other != [sign] for other in self.agreement.numbers(sign)) or sign in (0, 1):
                 self.agreement.together(lambda: _reraise(own))
                 assert given is not None, "else its error was raised"
                 self.agreement.same(given.facts(), SAME_CALL)
@@ -215,6 +227,12 @@ class Plans:
             )
         self.latest = plan
         return plan, given
+
+    def check(self) -> None:
+        """Before the first collective of a call: whether all ranks make the same one."""
+        pending, self.pending = self.pending, None
+        if pending is not None and not pending.is_same():
+            raise Disagreement
 
     # -- making one ---------------------------------------------------------------------------------------------------
 
@@ -258,7 +276,7 @@ class Plans:
             found[tensor.name] = Handling(
                 stored, tensor.dtype, reduced, holding.deferred, holding.again, holding.lasting
             )
-        return Parameters(found, self.synchronisation)
+        return Parameters(found, self.synchronisation, self.check)
 
     def _trace(self, given: Given) -> NamedGraph:
         """Trace the call with the whole inputs, whatever part of them this rank was given."""

@@ -20,7 +20,9 @@ from autopar.layout.choosing import choose_layout
 from autopar.layout.language import parse_layout
 from autopar.mesh import Mesh
 from autopar.reshard import Reshard
+from autopar.rewrite.bucket import BucketEnd
 from autopar.rewrite.emit import emit
+from autopar.rewrite.totals import Totals
 from autopar.tracing.graph import NamedGraph
 from examples.gpt import gpt
 from examples.mlp import mlp
@@ -46,6 +48,7 @@ class FirstRank:
     """The groups of the first rank of a mesh, without processes."""
 
     axes: Mapping[str, int]
+    device_type: str = "cpu"
 
     @property
     def coordinate(self) -> Mapping[str, int]:
@@ -73,8 +76,10 @@ def check(graph: NamedGraph, layout: Any, axes: dict[str, int], outputs: Outputs
         module: Any = emitted.graph_module.get_submodule(node.target) if node.op == "call_module" else None
         if hasattr(module, "conversion"):
             generated[module.conversion.reshard] += 1
-        elif node.op == "call_module" and node.target.endswith("_end") and hasattr(module, "bucket"):
-            generated.update(one.reshard for one in module.bucket.conversions)
+        elif isinstance(module, BucketEnd):
+            generated.update(one.reshard for one in module.running.bucket.conversions)
+        elif isinstance(module, Totals):
+            generated.update(one.reshard for one in module.conversions)
         elif hasattr(module, "split"):
             messages = module.split.messages()
             assert len(messages) == len(module.sends)

@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -70,12 +72,20 @@ class Bucket:
     conversions: tuple[Conversion, ...]
     handling: Handling
 
-    @property
+    @cached_property
+    def is_sum(self) -> bool:
+        """Whether all that is done with gradients is to add them up."""
+        return all(
+            len(one.backward) == 1 and one.backward[0].kind is StepKind.ALL_REDUCE and prod(one.shape)
+            for one in self.conversions
+        )
+
+    @cached_property
     def forward(self) -> tuple[tuple[Move, ...], ...]:
         """For each step, what it is for each tensor."""
         return tuple(zip(*(conversion.forward for conversion in self.conversions), strict=True))
 
-    @property
+    @cached_property
     def backward(self) -> tuple[tuple[Move, ...], ...]:
         return tuple(zip(*(conversion.backward for conversion in self.conversions), strict=True))
 
@@ -102,15 +112,30 @@ class Running:
     before: Running | None = None
     """The bucket that the backward comes to next, if it too gathers again."""
     unsent: list[Tensor | None] = field(default_factory=list)
+    buffer: Tensor | None = None
+    """Where gradients are added up; the gradients that come of it are views of it."""
     lasting: tuple[tuple[int, ...], list[Tensor]] | None = None
     """The versions of the stored tensors, and what was gathered of them."""
     again: Again | None = None
+
+    def free_buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """The buffer of the step before, unless somebody still holds a gradient of it."""
+        if self.buffer is None or _holders(self.buffer) > 1:
+            numel = sum(prod(conversion.shape) for conversion in self.bucket.conversions)
+            self.buffer = like.new_empty(numel, dtype=dtype)
+        return self.buffer
 
     def kept(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
         """What was gathered before, if the stored tensors are still the same."""
         if self.lasting is not None and self.lasting[0] != _versions(tensors):
             self.lasting = None
         return None if self.lasting is None else self.lasting[1]
+
+
+def _holders(tensor: Tensor) -> int:
+    """How many tensors share the memory of one."""
+    held: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return held - 1  # the storage object that was asked
 
 
 def _versions(tensors: Iterable[Tensor]) -> tuple[int, ...]:
@@ -188,6 +213,8 @@ class _End(torch.autograd.Function):
         found: list[Tensor | None] = [None] * ctx.count
         if handling.deferred and not compiling and not differentiable:
             gradients = _with_unsent(running, gradients)
+        if bucket.is_sum and not compiling and not differentiable and None not in gradients:
+            return (None, *_sums(running, gradients))  # type: ignore[arg-type]
         here = [i for i, gradient in enumerate(gradients) if gradient is not None]
         given = [gradient.to(handling.reduced) for gradient in gradients if gradient is not None]
         ones = [bucket.conversions[i] for i in here]
@@ -229,6 +256,16 @@ def _with_unsent(running: Running, gradients: Sequence[Tensor | None]) -> tuple[
 
 
 # -- on tensors -------------------------------------------------------------------------------------------------------
+
+
+def _sums(running: Running, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The sums of whole gradients, as they will be when they have come: the commonest case, in the fewest calls."""
+    handling, first = running.bucket.handling, running.bucket.backward[0][0]
+    flat = torch.cat([x.reshape(-1) for x in gradients], out=running.free_buffer(gradients[0], handling.reduced))
+    torch.ops._c10d_functional.all_reduce_(flat, "sum", first.group)
+    if handling.reduced != handling.stored:
+        flat = torch.ops._c10d_functional.wait_tensor(flat).to(handling.stored)
+    return torch._C._nn.unflatten_dense_tensors(flat, list(gradients))
 
 
 def _begin(steps: tuple[tuple[Move, ...], ...], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

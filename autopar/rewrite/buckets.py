@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -22,12 +22,30 @@ from autopar.rewrite.bucket import Bucket, BucketEnd, BucketStart, Handling, Rel
 from autopar.rewrite.functions import Conversion
 from autopar.tracing.graph import NamedTensor
 
-__all__ = ["BUCKET_BYTES", "Parameters", "put_in_buckets"]
+__all__ = ["BUCKET_BYTES", "Parameters", "in_buckets", "put_in_buckets"]
 
 BUCKET_BYTES = 25 * 2**20
 """What DistributedDataParallel has as its default: large enough that starting a collective costs little of it."""
+SMALL_BYTES = 2**20
+"""Of the bucket that the forward uses first, whose gradients come last, and the least that the others are cut into."""
+BUCKETS = 4
+"""In so many buckets at least, if they are not small, so that most gradients are sent beside the backward."""
 
 _BUCKETED = frozenset((StepKind.ALL_REDUCE, StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER))
+
+
+class Bucketed(Protocol):
+    """A parameter's conversion, as far as its bucket depends on it."""
+
+    @property
+    def kind(self) -> tuple[Any, ...]: ...
+    @property
+    def block(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+Member = TypeVar("Member", bound=Bucketed)
 
 
 @dataclass(frozen=True)
@@ -49,6 +67,8 @@ class Parameters:
 
     handling: Mapping[str, Handling] = field(default_factory=dict)
     synchronisation: Synchronisation = field(default_factory=Synchronisation)
+    gate: Callable[[], None] | None = None
+    """Called before the first collective of a call."""
 
     def of(self, tensor: NamedTensor) -> Handling:
         found = self.handling.get(tensor.name)
@@ -68,7 +88,7 @@ def put_in_buckets(
     beginning = next((node for node in graph.nodes if node.op != "placeholder"), None)
     ends: list[Node] = []
     before: Running | None = None
-    for number, members in enumerate(sorted(_buckets(found, limit_bytes), key=lambda each: places[each[0].node])):
+    for number, members in enumerate(sorted(in_buckets(found, limit_bytes), key=lambda each: places[each[0].node])):
         bucket = Bucket(tuple(member.conversion for member in members), members[0].handling)
         again = bucket.handling.again
         running = Running(bucket, parameters.synchronisation, before if again else None)
@@ -179,18 +199,34 @@ def _converted(
     return _Converted(node, conversion, handling, block[1] if block else "", size, kind)
 
 
-def _buckets(found: Iterable[_Converted], limit_bytes: int) -> Iterator[list[_Converted]]:
+def in_buckets(found: Iterable[Member], limit_bytes: int = BUCKET_BYTES) -> Iterator[list[Member]]:
     """Of one kind, in the order of first use, of one block of layers; small blocks that follow each other together.
 
     Gathers are not joined over blocks: what is gathered early takes memory for longer.
     """
-    open_buckets: dict[tuple[Any, ...], list[_Converted]] = {}
+    found = list(found)
+    sizes: dict[tuple[Any, ...], int] = {}
     for one in found:
-        gathers = any(step[0] is StepKind.ALL_GATHER for step in one.kind[0][0])
-        key = (one.kind, one.block) if gathers else one.kind
+        sizes[_key(one)] = sizes.get(_key(one), 0) + one.bytes
+    limits = {key: _limits(key[1] is None, size, limit_bytes) for key, size in sizes.items()}
+    open_buckets: dict[tuple[Any, ...], list[Member]] = {}
+    for one in found:
+        key = _key(one)
         members = open_buckets.setdefault(key, [])
-        if members and sum(member.bytes for member in members) + one.bytes > limit_bytes:
+        if members and sum(member.bytes for member in members) + one.bytes > limits[key][0]:
             yield list(members)
             members.clear()
+            limits[key] = limits[key][1:] or limits[key]
         members.append(one)
     yield from (members for members in open_buckets.values() if members)
+
+
+def _key(one: Bucketed) -> tuple[Any, str | None]:
+    gathers = any(step[0] is StepKind.ALL_GATHER for step in one.kind[0][0])
+    return one.kind, one.block if gathers else None
+
+
+def _limits(reduces: bool, size: int, limit_bytes: int) -> list[int]:
+    """How large the first bucket of a kind may be, and how large the others."""
+    small = min(SMALL_BYTES, limit_bytes)
+    return [small, max(small, min(limit_bytes, size // BUCKETS))] if reduces else [limit_bytes]

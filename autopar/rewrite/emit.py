@@ -27,8 +27,10 @@ from autopar.rewrite.checkpoints import with_regions
 from autopar.rewrite.drawing import Drawings, DrawnOp
 from autopar.rewrite.empty import Empty, amounts, nodes_of, reached
 from autopar.rewrite.functions import Conversion, Groups
+from autopar.rewrite.gate import put_gate
 from autopar.rewrite.lowerings import Split, split_of
 from autopar.rewrite.lowerings.base import Send
+from autopar.rewrite.totals import join_totals
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.local import Local, Piece
 from autopar.rules.lowerings import LOWERINGS, localiser
@@ -161,7 +163,10 @@ class _Emitter:
         assert isinstance(results, tuple), "the graph returns a flat tuple"
         pairs = zip(results, self.wiring.results, strict=True)
         self.out.output(tuple(result if place is None else self._value(*place) for result, place in pairs))
+        join_totals(self.out, self.modules)
         put_in_buckets(self.out, self.modules, self.by_node, self.parameters)
+        if self.parameters.gate is not None:
+            put_gate(self.out, self.modules, self.parameters.gate)
         mutated = len(self.graph.exported.mutations)
         module = with_regions(self.out, self.modules)
         draws = tuple(self.drawings.ops)

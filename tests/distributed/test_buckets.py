@@ -28,7 +28,7 @@ class Sent(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "_c10d_functional" and name != "wait_tensor":
-            self.counts[name] += 1
+            self.counts[name.rstrip("_")] += 1
         return func(*args, **(kwargs or {}))
 
 

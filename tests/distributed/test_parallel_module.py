@@ -158,7 +158,7 @@ def refuse() -> dict[str, str]:
         "parameters": error_of(lambda: torch.optim.SGD(lazy.parameters())),
         "graph": error_of(lambda: lazy.collectives()),
         "dtype": error_of(
-            lambda: autopar.parallelize(model, "dp=2", inputs, layout="ddp", compute_dtype=torch.bfloat16)
+            lambda: autopar.parallelize(model, "dp=2", inputs, layout="ddp", compute_dtype=torch.int32)
         ),
         "mesh": error_of(lambda: autopar.parallelize(model, "dp=3", inputs, layout="ddp")),
     }
@@ -271,7 +271,7 @@ def test_what_is_missing_or_unknown_is_said(on_two: list[dict[str, Any]]) -> Non
         assert "'sharded', 'full', 'local'" in found["outputs"]
         assert "give parallelize the inputs, or call the module once" in found["parameters"]
         assert "not been traced yet" in found["graph"]
-        assert "compute_dtype and reduce_dtype are not supported yet" in found["dtype"]
+        assert "compute_dtype=torch.int32 is no floating point dtype" in found["dtype"]
         assert "has 3 ranks, but 2 processes are running" in found["mesh"]
 
 
