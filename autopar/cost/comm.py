@@ -172,24 +172,29 @@ class Network:
 
     def group(self, axes: tuple[str, ...]) -> tuple[Span, ...]:
         """The links that a group of ranks along the axes spans, the innermost first."""
-        units = self._forced_units(axes) if self.links else self._units(axes)
         spans: list[Span] = []
-        members = 1
-        unit_size = 1
-        for i, (level, count) in enumerate(zip(self.cluster.level, units, strict=True)):
+        # Of a unit of the level below: the group's ranks, those of the whole mesh, and as many as there is room for.
+        members = active = room = 1
+        for level, count, all_units in zip(
+            self.cluster.level, self._units(axes), self._units(tuple(self.axes)), strict=True
+        ):
             if count > 1:
-                rate, lone = self._rates(level, i, axes, members, unit_size, count)
-                spans.append(Span(level, count, members, rate, lone, i == 0))
+                ports = self._wired(level, axes, room) if level.wires else level.ports
+                rate, lone = _rates(level, ports, members, active, room, all_units)
+                spans.append(Span(level, count, members, rate, lone, room == 1))
             members *= count
-            unit_size *= level.units or 1
+            active *= all_units
+            room *= level.units or 1
         return tuple(spans)
 
     def _units(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """How many units of each level the largest group joins."""
-        group = self._ranks(axes)
+        """How many units of each level the largest part of a group joins."""
+        if self.links:
+            placed = self._placed()
+            return tuple(prod(placed[axis][i] for axis in axes) for i in range(len(self.cluster.level)))
         counts: list[int] = []
         unit = 1
-        places = group
+        places = self._ranks(axes)
         for level in self.cluster.level:
             upper = unit * (level.units or max(self.size, 1))
             inside: dict[int, set[int]] = {}
@@ -211,12 +216,8 @@ class Network:
         names = list(self.axes)
         return {name: prod(self.axes[other] for other in names[i + 1 :]) for i, name in enumerate(names)}
 
-    def _forced_units(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The same where some axes are put on a level: those count there; the others fill what is left, minor first."""
-        placed = self._placed()
-        return tuple(prod(placed[axis][i] for axis in axes) for i in range(len(self.cluster.level)))
-
     def _placed(self) -> dict[str, list[int]]:
+        """Axis -> units of each level, where some are put on one: the others fill what is left, minor first."""
         levels = self.cluster.level
         names = [level.name for level in levels]
         left = [level.units or 10**18 for level in levels]
@@ -236,30 +237,28 @@ class Network:
                 rest //= take
         return placed
 
-    def _rates(
-        self, level: Level, i: int, axes: tuple[str, ...], members: int, unit_size: int, units: int
-    ) -> tuple[float, float]:
-        """What a unit of `members` ranks of the group sends over a level, and what one rank of it alone sends."""
-        active = min(unit_size, self.size)
-        groups = max(1, ceil(active / members))
-        ports = float(self._wired(level, axes, unit_size) if level.wires else level.ports)
-        rate = level.rate_bytes_per_second
-        # One rank has its own part of the ports, and no less than one port.
-        own = max(1.0, ports / unit_size)
-        lone = rate * min(own, ports / groups)
-        together = rate * min(own * members, ports / groups)
-        if level.backplane_bytes_per_second is not None:
-            upper = min(unit_size * (level.units or self.size), self.size)
-            share = level.backplane_bytes_per_second * members / upper
-            together, lone = min(together, share), min(lone, share)
-        return together, lone
-
     def _wired(self, level: Level, axes: tuple[str, ...], unit_size: int) -> int:
         """Where units are wired in pairs: the links that the least connected one has to the others of the group."""
         assert level.units is not None, "wires are checked against units"
         node = unit_size * level.units
         here = sorted({rank % node // unit_size for rank in self._ranks(axes) if rank // node == 0})
         return max(1, min(sum(level.wired(one, other) for other in here) for one in here))
+
+
+def _rates(level: Level, ports: int, members: int, active: int, room: int, units: int) -> tuple[float, float]:
+    """What the group's `members` of a unit send over a level, and what one of them alone does.
+
+    All `active` ranks of the unit send at once, each group its part. Each of the `room` ranks that it could hold has
+    its own part of the ports, no less than one.
+    """
+    groups = max(1, ceil(active / members))
+    own = max(1.0, ports / room)
+    rate = level.rate_bytes_per_second
+    lone, together = (rate * min(own * count, ports / groups) for count in (1, members))
+    if level.backplane_bytes_per_second is not None:
+        share = level.backplane_bytes_per_second * members / (active * units)
+        lone, together = min(lone, share), min(together, share)
+    return together, lone
 
 
 def _largest_divisor(number: int, most: int) -> int:

@@ -23,7 +23,7 @@ from autopar.words import did_you_mean
 __all__ = ["Document", "Source", "read_document"]
 
 Record = TypeVar("Record")
-Path_ = tuple[str | int, ...]
+Place = tuple[str | int, ...]
 """Where a value stands: `("device", "peak", "bf16")`, `("level", 1, "units")`."""
 
 
@@ -42,13 +42,13 @@ class Document:
     name: str
     lines: tuple[str, ...]
     table: dict[str, Any]
-    places: dict[Path_, int]
+    places: dict[Place, int]
     uncited: list[str] = field(default_factory=list)
     """The quantities without a source, as they are read."""
 
     # -- errors
 
-    def fail(self, path: Path_, message: str, fix: str) -> NoReturn:
+    def fail(self, path: Place, message: str, fix: str) -> NoReturn:
         """An error that shows the line of a value."""
         while path and path not in self.places:
             path = path[:-1]
@@ -74,7 +74,7 @@ class Document:
             found[name] = Source(**texts)
         return MappingProxyType(found)
 
-    def read(self, record: type[Record], path: Path_, value: object) -> Record:
+    def read(self, record: type[Record], path: Place, value: object) -> Record:
         """A table as the dataclass `record`."""
         table = self._table(path, value)
         keys = {_key(name): (name, kind) for name, kind in _fields(record).items()}
@@ -90,7 +90,7 @@ class Document:
                 self.fail(path, f"{_title(path)} lacks '{key}'", f"add {key} = {_example(name, kind)}")
         return record(**values)
 
-    def _value(self, kind: Any, name: str, path: Path_, value: object) -> Any:
+    def _value(self, kind: Any, name: str, path: Place, value: object) -> Any:
         arguments = get_args(kind)
         if get_origin(kind) in (Union, types.UnionType):
             (kind,) = (argument for argument in arguments if argument is not type(None))
@@ -108,7 +108,7 @@ class Document:
             return MappingProxyType(items)
         return self._scalar(kind, name, path, value)
 
-    def _scalar(self, kind: type, name: str, path: Path_, value: object) -> Any:
+    def _scalar(self, kind: type, name: str, path: Place, value: object) -> Any:
         if kind in (int, float):
             return self._number(kind, name, path, value)
         if not isinstance(value, kind):
@@ -116,7 +116,7 @@ class Document:
             self.fail(path, f"'{path[-1]}' is not {words[kind]}", f"write {path[-1]} = {_example(name, kind)}")
         return value
 
-    def _number(self, kind: type, name: str, path: Path_, value: object) -> int | float:
+    def _number(self, kind: type, name: str, path: Place, value: object) -> int | float:
         found = measure_of(name)
         measure = found[0] if found else COUNT
         if isinstance(value, int) and not isinstance(value, bool) and measure is COUNT:
@@ -138,7 +138,7 @@ class Document:
             return int(quantity.value)
         return quantity.value
 
-    def _table(self, path: Path_, value: object) -> dict[str, Any]:
+    def _table(self, path: Place, value: object) -> dict[str, Any]:
         if not isinstance(value, dict):
             self.fail(path, f"'{_title(path)}' is not a table", f"write it under a line [{path[-1] if path else ''}]")
         return value
@@ -180,7 +180,7 @@ def _has_default(record: type[Any], name: str) -> bool:
     return entry.default is not dataclasses.MISSING or entry.default_factory is not dataclasses.MISSING
 
 
-def _title(path: Path_) -> str:
+def _title(path: Place) -> str:
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"
@@ -201,11 +201,11 @@ _KEY = re.compile(r"\s*([\w.\-\"']+(?:\s*\.\s*[\w\-\"']+)*)\s*=")
 _STRING = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'[^']*'")
 
 
-def _places(lines: tuple[str, ...]) -> dict[Path_, int]:
+def _places(lines: tuple[str, ...]) -> dict[Place, int]:
     """The line of every table and key, for messages: tomllib does not say it."""
-    places: dict[Path_, int] = {(): 0}
-    counts: dict[Path_, int] = {}
-    table: Path_ = ()
+    places: dict[Place, int] = {(): 0}
+    counts: dict[Place, int] = {}
+    table: Place = ()
     depth = 0
     for number, line in enumerate(lines, 1):
         bare = _STRING.sub('""', line).split("#")[0]
@@ -224,9 +224,9 @@ def _places(lines: tuple[str, ...]) -> dict[Path_, int]:
     return places
 
 
-def _header_path(header: re.Match[str], counts: dict[Path_, int]) -> Path_:
+def _header_path(header: re.Match[str], counts: dict[Place, int]) -> Place:
     """The path of a table; a table of a list is counted, and those inside it belong to the last one."""
-    path: Path_ = ()
+    path: Place = ()
     parts = _parts(header[2])
     for part in parts[:-1]:
         path = (*path, part)

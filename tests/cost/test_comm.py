@@ -110,6 +110,10 @@ def test_one_device_has_no_more_than_its_own_wires(cluster: Cluster) -> None:
     (span,) = Network(cluster, {"dp": 2}, {"dp": "network"}).group(("dp",))
     assert span.rate == WIRE / 4
     narrow = replace(cluster, level=(cluster.level[0], replace(cluster.level[1], ports=1)))
+    (span,) = Network(narrow, {"dp": 2}, {"dp": "network"}).group(("dp",))
+    assert span.rate == 25e9, "nobody else is on these nodes"
+    (span,) = Network(narrow, {"dp": 2, "tp": 2}, {"dp": "network"}).group(("dp",))
+    assert span.rate == 25e9 / 2
     (span,) = Network(narrow, {"dp": 2, "tp": 4}).group(("dp",))
     assert span.rate == 25e9 / 4
     _, outer = Network(narrow, {"dp": 2, "tp": 4}).group(("dp", "tp"))
