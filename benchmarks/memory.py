@@ -138,9 +138,9 @@ def _parameters(graph: NamedGraph, plan: Plan) -> Parameters:
     return Parameters(
         {
             tensor.name: Handling(
+                plan.master_dtype or tensor.dtype,
                 tensor.dtype,
-                tensor.dtype,
-                tensor.dtype,
+                plan.gradient_dtype or plan.master_dtype or tensor.dtype,
                 tensor.name in plan.accumulated,
                 tensor.name in plan.regather,
                 tensor.name in plan.resident,
@@ -187,7 +187,8 @@ def _values(graph: NamedGraph, plan: Plan, coordinate: Mapping[str, int]) -> tup
         if tensor.kind != "input" or plan.local_inputs:
             atoms = atoms_of(tensor)
             shape = atoms.fold(plan.decisions.stored[tensor.name].local_sizes(atoms, plan.axes, coordinate))
-        value = torch.zeros(shape, dtype=tensor.dtype)
+        master = plan.master_dtype if tensor.kind == "param" else None
+        value = torch.zeros(shape, dtype=master or tensor.dtype)
         if tensor.kind == "param":
             value = nn.Parameter(value, placeholder.requires_grad)
             parameters.append(value)

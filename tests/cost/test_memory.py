@@ -116,6 +116,15 @@ def test_dropout_is_measured_as_predicted() -> None:
     assert predicted(graph, plan).peak_bytes == pytest.approx(measure(graph, plan).peak_bytes, rel=0.1)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", ["ddp", "zero1"])
+def test_master_copies_are_measured_as_predicted(layout: str) -> None:
+    model, inputs = gpt(layers=3, d_model=96, heads=4, vocab=512, seq=48, batch=8)
+    graph = autopar.trace(model.bfloat16(), inputs)
+    plan = plan_of(graph, layout, GPT_LAYOUTS[layout], master_dtype=torch.float32)
+    assert predicted(graph, plan).peak_bytes == pytest.approx(measure(graph, plan).peak_bytes, rel=0.1)
+
+
 def test_by_kind(small_gpt: NamedGraph) -> None:
     numel = sum(torch.Size(tensor.shape).numel() for tensor in small_gpt.parameters)
     ddp = predicted(small_gpt, plan_of(small_gpt, "ddp", {"dp": 4}))
