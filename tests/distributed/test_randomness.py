@@ -219,7 +219,7 @@ def draw_freely() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def on_four() -> list[dict[str, Any]]:
-    return launch(in_turn, (draw_exactly, ()), (draw_freely, ()), ranks=4)
+    return launch(in_turn, (draw_exactly, ()), (draw_freely, ()), ranks=4, seconds=600)
 
 
 def test_exact_mode_draws_what_one_process_draws(on_four: list[dict[str, Any]]) -> None:
@@ -405,6 +405,23 @@ def compile_it() -> dict[str, Any]:
     return found
 
 
+def on_one_rank() -> list[bool]:
+    torch.manual_seed(0)
+    model = Dropped(6, 2, 0.4).train()
+    x = torch.randn(8, 6, dtype=torch.float64)
+    parallel = autopar.parallelize(copy.deepcopy(model), "a=1", (x,), layout="* -> none", outputs="full")
+    runs, states = [], []
+    for call in (model, parallel):
+        torch.manual_seed(5)
+        runs.append(call(x))
+        states.append(torch.get_rng_state())
+    return [torch.equal(*runs), torch.equal(*states), not parallel.emitted.draws]
+
+
+def test_one_rank_draws_what_the_model_draws() -> None:
+    assert launch(on_one_rank, ranks=1) == [[True, True, True]]
+
+
 def test_what_is_kept_is_scaled(on_two: list[dict[str, Any]]) -> None:
     for found in (one["drop_ones"] for one in on_two):
         first, second = found["calls"]
@@ -465,4 +482,5 @@ def on_two() -> list[dict[str, Any]]:
         (seed_and_state, ()),
         (compile_it, ()),
         ranks=2,
+        seconds=600,
     )
