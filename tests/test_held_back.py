@@ -14,6 +14,7 @@ from autopar.api import trace
 from autopar.completion import complete
 from autopar.conversions import conversions
 from autopar.errors import LayoutError
+from autopar.layout.choosing import choose_layout
 from autopar.layout.language import parse_layout
 from autopar.tracing.graph import NamedGraph
 from tests.ranks import difference
@@ -170,6 +171,12 @@ def test_candidates_that_cannot_be_had_are_passed_over(branches: tuple[NamedGrap
     assert decisions.stored["up.weight"].splits[0] == ("tp",), "8 does not divide 12"
     with pytest.raises(LayoutError, match=r"E4: the dim 'd_ff' of up\.weight"):
         complete(graph, parse_layout("d_ff -> ?{dp, dp*tp}; * -> none"), axes)
+
+
+def test_the_candidates_of_a_strategy_are_axes_too(branches: tuple[NamedGraph, Tensor]) -> None:
+    text = "strategy mine\nd_ff -> ?{dp*tp, ep}; heads -> tp?; * -> none"
+    chosen = choose_layout(text, TP)
+    assert complete(branches[0], chosen, TP).stored["up.weight"].splits[0] == ("tp",), "the mesh lacks dp and ep"
 
 
 def test_many_holes_are_decided_in_turn(branches: tuple[NamedGraph, Tensor]) -> None:
