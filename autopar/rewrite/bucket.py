@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -71,23 +70,20 @@ class Bucket:
 
     conversions: tuple[Conversion, ...]
     handling: Handling
+    forward: tuple[tuple[Move, ...], ...] = field(init=False)
+    """For each step, what it is for each tensor."""
+    backward: tuple[tuple[Move, ...], ...] = field(init=False)
+    is_sum: bool = field(init=False)
+    """Whether all that is done with gradients is to add them up."""
 
-    @cached_property
-    def is_sum(self) -> bool:
-        """Whether all that is done with gradients is to add them up."""
-        return all(
-            len(one.backward) == 1 and one.backward[0].kind is StepKind.ALL_REDUCE and prod(one.shape)
-            for one in self.conversions
-        )
-
-    @cached_property
-    def forward(self) -> tuple[tuple[Move, ...], ...]:
-        """For each step, what it is for each tensor."""
-        return tuple(zip(*(conversion.forward for conversion in self.conversions), strict=True))
-
-    @cached_property
-    def backward(self) -> tuple[tuple[Move, ...], ...]:
-        return tuple(zip(*(conversion.backward for conversion in self.conversions), strict=True))
+    def __post_init__(self) -> None:
+        ways = [[one.forward for one in self.conversions], [one.backward for one in self.conversions]]
+        kinds = [[move.kind for move in one.backward] for one in self.conversions]
+        is_sum = all(each == [StepKind.ALL_REDUCE] for each in kinds) and all(prod(x.shape) for x in self.conversions)
+        # Fields, and no cached properties, which torch.compile cannot read.
+        object.__setattr__(self, "forward", tuple(zip(*ways[0], strict=True)))
+        object.__setattr__(self, "backward", tuple(zip(*ways[1], strict=True)))
+        object.__setattr__(self, "is_sum", is_sum)
 
     def begin(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Cast the stored tensors and begin to convert them; the pieces of each, which may be still to come."""
