@@ -97,8 +97,10 @@ def eliminate(problem: Problem, largest_table: int = LARGEST_TABLE) -> list[int]
     return None if plan is None else plan.solve(problem.costs)[1]
 
 
-def plan_elimination(problem: Problem, largest_table: int, largest_sum: float = np.inf) -> Elimination | None:
-    """The steps; None when a table, or all tables together, would pass the sizes."""
+def plan_elimination(
+    problem: Problem, largest_table: int, largest_sum: float = np.inf, ceiling: float = np.inf
+) -> Elimination | None:
+    """The steps; None when a table, or all tables together, would pass the sizes. Edges cost `ceiling` at most."""
     sizes = problem.strategy_counts
     order = _order(problem, sizes, largest_table, largest_sum)
     if order is None:
@@ -115,7 +117,7 @@ def plan_elimination(problem: Problem, largest_table: int, largest_sum: float = 
         node, other = (edge.first, edge.second) if first_goes else (edge.second, edge.first)
         bucket = buckets[rank[node]]
         shape = _shape(bucket, (other, node), sizes)
-        bucket.fixed[...] += (edge.costs.T if first_goes else edge.costs).reshape(shape)
+        bucket.fixed[...] += np.minimum(edge.costs.T if first_goes else edge.costs, ceiling).reshape(shape)
     for step, bucket in enumerate(buckets):
         if bucket.others:
             receiver = buckets[min(rank[other] for other in bucket.others)]

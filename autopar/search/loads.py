@@ -26,8 +26,11 @@ def tree_of(left: Ints) -> tuple[Ints, Ints]:
         size *= 2
     least = np.full(2 * size, PLENTY, dtype=np.int64)
     least[size : size + len(left)] = left
-    for node in range(size - 1, 0, -1):
-        least[node] = min(least[2 * node], least[2 * node + 1])
+    level = size
+    while level > 1:
+        level //= 2
+        below = least[2 * level : 4 * level]
+        least[level : 2 * level] = np.minimum(below[0::2], below[1::2])
     return least, np.zeros(2 * size, dtype=np.int64)
 
 

@@ -37,7 +37,7 @@ WORTH_SHRINKING = 0.02
 
 
 def _dual_of(work: Work, arrays: Arrays) -> Dual:
-    plan = plan_elimination(work.core, NARROW_TABLE, NARROW_SUM)
+    plan = plan_elimination(work.core, NARROW_TABLE, NARROW_SUM, impossible_price(work.core))
     return MessageDual(arrays) if plan is None else NarrowDual(arrays, plan)
 
 
