@@ -43,7 +43,9 @@ class Amounts:
     each_seconds: float = 0.0
     """Communication of parameters in every micro-batch."""
     once_seconds: float = 0.0
-    """Communication of parameters in one micro-batch of a step."""
+    """Reduction of gradients in one micro-batch of a step."""
+    gathered_seconds: float = 0.0
+    """Gathers of parameters, once per step."""
     optimizer_seconds: float = 0.0
     held_bytes: float = 0.0
     """Parameters, gradients, optimizer state."""
@@ -79,6 +81,7 @@ def _tied(after: Amounts, run: Run) -> Amounts:
         after,
         each_seconds=left * after.each_seconds,
         once_seconds=left * after.once_seconds,
+        gathered_seconds=left * after.gathered_seconds,
         optimizer_seconds=left * after.optimizer_seconds,
         held_bytes=left * after.held_bytes,
     )
@@ -119,6 +122,8 @@ def _parts(setting: Setting) -> Parts:
     if run.weighed:
         fill = memory(graph, plan, wiring, found.again)
         saved = _saved(graph, plan)
+        if not run.software.gathers_again and run.recompute == "none":
+            saved[1] = max(saved[1], fill.saved_bytes - saved[0] - saved[2])
         held = fill.parameters_bytes + fill.copies_bytes + fill.gradients_bytes + fill.optimizer_bytes
         passing = max(0.0, fill.peak_bytes - held - fill.saved_bytes)
     optimizer = sum(task.seconds for task in found.optimizer)
@@ -133,7 +138,8 @@ def _parts(setting: Setting) -> Parts:
                 sum(task.seconds for task in backward[i] if not task.beside) + extra_seconds,
                 sum(task.host_seconds for task in tasks if not task.once) + extra_host,
                 sum(task.seconds for task in tasks if task.beside and not task.once),
-                sum(task.seconds for task in tasks if task.beside and task.once),
+                sum(task.seconds for task in backward[i] if task.beside and task.once),
+                sum(task.seconds for task in forward[i] if task.beside and task.once),
                 share * optimizer,
                 share * held,
                 saved[i],

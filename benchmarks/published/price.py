@@ -41,9 +41,10 @@ def _priced(way: Run, run: Run) -> Priced:
 
 
 def _end_seconds(one: Amounts, software: Software, cluster: Cluster) -> float:
-    """What a stage does once per step: the last backward may hide what is sent, then the optimizer steps."""
-    room = one.backward_seconds if software.overlaps else 0.0
-    return beside_seconds(one.once_seconds, room, cluster) + one.optimizer_seconds
+    """What a stage does once per step: the last backward may hide reductions, the first forward gathers."""
+    reduced = beside_seconds(one.once_seconds, one.backward_seconds if software.overlaps else 0.0, cluster)
+    room = one.forward_seconds if software.overlaps and software.gathers_beside else 0.0
+    return reduced + beside_seconds(one.gathered_seconds, room, cluster) + one.optimizer_seconds
 
 
 def _amounts(stage: Stage, parts: Parts) -> Amounts:

@@ -35,6 +35,8 @@ class Software:
     """Gradients are sent in pieces of about this size; None: all at once."""
     overlaps: bool = True
     """Communication about parameters runs beside the backward."""
+    gathers_beside: bool = True
+    """What ZeRO-1 gathers is gathered beside the next forward; else right after the optimizer has stepped."""
     gathers_again: bool = False
     """Sequence parallelism keeps the pieces of a gathered value and gathers them again in the backward."""
     pieces: int = 1
