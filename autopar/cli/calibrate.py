@@ -12,6 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autopar.cost.describe import links_of
 from autopar.cost.quantity import measure_of, parse_quantity
 from autopar.errors import AutoparError
 
@@ -24,6 +25,7 @@ __all__ = ["add_parser"]
 EXAMPLES = """examples:
   autopar calibrate --output mine.toml
   autopar calibrate --processes 8 --largest "4 MiB" --output mine.toml
+  autopar calibrate --processes 1 --like dgx-h100 --output mine.toml
   torchrun --nproc-per-node 8 -m autopar calibrate --output mine.toml
 """
 GPU_LARGEST, CPU_LARGEST = "1 GiB", "16 MiB"
@@ -46,6 +48,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--processes", metavar="N", type=int, help=f"without GPUs (default: {CPU_PROCESSES})")
     parser.add_argument("--largest", metavar="SIZE", help=f"buffer ({GPU_LARGEST} on GPUs, {CPU_LARGEST} on CPUs)")
     parser.add_argument("--seconds", metavar="S", type=float, default=0.2, help="for each measurement (default: 0.2)")
+    parser.add_argument("--like", metavar="CLUSTER", help="for one process: whose links and library to take")
     parser.add_argument("--times", metavar="CSV", type=Path, help="where to write every collective's time")
     parser.set_defaults(run=run)
 
@@ -63,12 +66,36 @@ def run(arguments: argparse.Namespace) -> int:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else arguments.processes or CPU_PROCESSES
     if count < 2:
-        raise AutoparError(
-            f"{count} process has no links to measure\n"
-            "fix: on a CPU --processes 2 or more; with one GPU start it on several machines under torchrun"
-        )
+        _alone(arguments)
+        return 0
     spawn(_started, (arguments, largest, count, _free_port()), nprocs=count)  # type: ignore[no-untyped-call]
     return 0
+
+
+def _alone(arguments: argparse.Namespace) -> None:
+    """One process measures its device, and takes the links of another cluster."""
+    if arguments.like is None:
+        raise AutoparError(
+            "1 process has no links to measure\n"
+            "fix: take those of a cluster that you name with --like; or measure more processes, on a CPU with "
+            "--processes 2 or more, on machines with a GPU each under torchrun"
+        )
+    from autopar.cost.measure import Budget, measure, steps_of
+
+    links = links_of(arguments.like)
+    on_gpu = _on_gpu()
+    budget = Budget(0, 8192 if on_gpu else 1024, arguments.seconds)
+    with _progress(steps_of(budget, 1, 1, 3 if on_gpu else 2), True) as tick:
+        found = measure(budget, tick)
+    _write(arguments, found, budget, f"links of {arguments.like}", links)
+
+
+def _on_gpu() -> bool:
+    import torch
+
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    return torch.cuda.is_available()
 
 
 def _bytes(text: str) -> int:
@@ -102,11 +129,9 @@ def _rank(arguments: argparse.Namespace, largest: int | None) -> None:
 
     from autopar.cost.measure import Budget, measure, steps_of
 
-    on_gpu = torch.cuda.is_available()
+    on_gpu = _on_gpu()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    else:
-        torch.set_num_threads(1)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     try:
         size = largest or _bytes(GPU_LARGEST if on_gpu else CPU_LARGEST)
@@ -138,7 +163,13 @@ def _progress(steps: int, first: bool) -> Iterator[Tick]:
         yield tick
 
 
-def _write(arguments: argparse.Namespace, found: Measurements, budget: Budget, backend: str) -> None:
+def _write(
+    arguments: argparse.Namespace,
+    found: Measurements,
+    budget: Budget,
+    backend: str,
+    links: tuple[list[str], list[str]] = ([], []),
+) -> None:
     import torch
 
     from autopar.cost.calibrate import fit_collectives, fit_products, judge
@@ -146,14 +177,15 @@ def _write(arguments: argparse.Namespace, found: Measurements, budget: Budget, b
     from autopar.cost.written import cluster_text, times_table
 
     products, fits = fit_products(found.products), fit_collectives(found.collectives)
-    how = f"autopar calibrate: {found.ranks} ranks, {backend}, torch {torch.__version__.split('+')[0]}, buffers up to "
-    how += f"{budget.largest_bytes} bytes, medians of the faster half of the repetitions"
+    how = f"autopar calibrate: {found.ranks} ranks, {backend}, torch {torch.__version__.split('+')[0]}, "
+    how += f"buffers up to {budget.largest_bytes} bytes, " if found.collectives else ""
+    how += "medians of the faster half of the repetitions"
     name = arguments.name or arguments.output.stem
     nodes = f"{found.nodes} nodes with " if found.nodes > 1 else ""
     where = f" on {os.cpu_count()} cores" if found.device.startswith("CPU") else ""
     description = f"Measured: {nodes}{found.ranks_per_node} × {found.device}{where}, {backend}"
     arguments.output.write_text(
-        cluster_text(name, description, found, products, fits, date.today().isoformat(), how), encoding="utf-8"
+        cluster_text(name, description, found, products, fits, date.today().isoformat(), how, links), encoding="utf-8"
     )
     if arguments.times is not None:
         arguments.times.write_text(times_table(found.collectives), encoding="utf-8")

@@ -9,7 +9,7 @@ from autopar.cost.cluster import Cluster, cluster_path, shared_path
 from autopar.cost.comm import Network
 from autopar.cost.reading import read_document
 
-__all__ = ["cluster_line", "cluster_table", "describe", "standalone"]
+__all__ = ["cluster_line", "cluster_table", "describe", "links_of", "standalone"]
 
 SIZES = ((2**16, "64 KiB"), (2**20, "1 MiB"), (2**24, "16 MiB"), (2**28, "256 MiB"))
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -120,6 +120,19 @@ def standalone(name_or_path: str | Path) -> str:
     head, cited = _split(text)
     tables = [part.strip("\n") + "\n" for part in parts]
     return "\n".join([head.rstrip("\n"), "", *tables, "[sources]", *cited, *sources, ""])
+
+
+def links_of(name_or_path: str | Path) -> tuple[list[str], list[str]]:
+    """The lines of a cluster's links and library, and of its sources: for a file with another device."""
+    body, sources = _split(standalone(name_or_path))
+    kept: list[str] = []
+    wanted = False
+    for line in body.splitlines():
+        if line.startswith("["):
+            wanted = not line.lstrip("[").startswith("device")
+        if wanted:
+            kept.append(line)
+    return kept, sources
 
 
 def _split(text: str) -> tuple[str, list[str]]:

@@ -21,8 +21,9 @@ def cluster_text(
     fits: Sequence[CollectiveFit],
     date: str,
     how: str,
+    links: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> str:
-    """A file that `load_cluster` reads. Without links (one process) it lacks `[[level]]` and a library."""
+    """A file that `load_cluster` reads. One process measures no links: those of another file, and its sources."""
     lines = [
         f"name = {_quoted(name)}",
         f"description = {_quoted(description)}",
@@ -30,7 +31,9 @@ def cluster_text(
         *_device(measurements, products),
         *_levels(measurements, fits),
         *_library(measurements, fits),
+        *links[0],
         "[sources]",
+        *links[1],
         f"measured = {{ text = {_quoted(how)}, date = {date} }}",
     ]
     return "\n".join(lines) + "\n"

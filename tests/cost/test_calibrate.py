@@ -164,10 +164,23 @@ def test_a_real_run(tmp_path: Path) -> None:
         assert 0 < network.seconds(kind, ("a",), 1e3) < network.seconds(kind, ("a",), 1e9)
 
 
+@pytest.mark.slow
+def test_one_process_takes_the_links_of_another_cluster(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    words = ["--processes", "1", "--like", "dgx-h100", "--seconds", "0.01", "--output", str(path)]
+    assert main(["calibrate", *words]) == 0
+    assert "products" in capsys.readouterr().out
+    mine, other = load_cluster(path), load_cluster("dgx-h100")
+    assert (mine.level, mine.library) == (other.level, other.library)
+    assert mine.name == "mine"
+    assert set(mine.device.peak_flops) == {"float32", "bfloat16"}
+    assert mine.sources["measured"].date
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--processes", "1", "--output", "x.toml"], "1 process has no links to measure\nfix: on a CPU --processes 2"),
+        (["--processes", "1", "--output", "x.toml"], "1 process has no links to measure\nfix: take those of a cluster"),
         (["--output", "nowhere/x.toml"], "there is no folder 'nowhere'\nfix: create it"),
         (["--largest", "1 GHz", "--output", "x.toml"], "--largest: '1 GHz' is not a size: the units are B, "),
     ],

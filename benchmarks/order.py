@@ -1,0 +1,132 @@
+"""Whether the cost model puts strategies in the order in which they really run here, on Gloo processes.
+
+    python -m benchmarks.order                       # against cost_models/local-cpu.toml
+    autopar calibrate --output here.toml && python -m benchmarks.order --cluster here.toml
+    python -m benchmarks.order --ranks 2 --steps 20 --json
+
+A GPT is trained under each strategy in turn, step by step, so that a machine that drifts drifts for all. A step takes
+as long as its slowest rank, and the median of the faster half counts, as in `autopar calibrate`. Beside it stands what
+`evaluate` says of the same plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+import autopar
+from autopar.cost.cluster import load_cluster
+from autopar.cost.evaluate import evaluate
+from autopar.layout.choosing import choose_layout
+from autopar.plan import Plan
+from benchmarks.published.metrics import Pair, kendall_tau
+from examples.gpt import gpt
+
+STRATEGIES = ("ddp", "fsdp", "megatron", "megatron_sp")
+SIZES: dict[str, dict[str, Any]] = {
+    "small": {"layers": 4, "d_model": 256, "heads": 4, "vocab": 1024, "seq": 64, "batch": 8},
+    "wide": {"layers": 2, "d_model": 1024, "heads": 8, "vocab": 1024, "seq": 32, "batch": 4},
+    "long": {"layers": 4, "d_model": 128, "heads": 4, "vocab": 512, "seq": 256, "batch": 16},
+}
+"""Of which weights weigh more (wide), or activations (long)."""
+
+
+def axis_of(strategy: str) -> str:
+    return "tp" if strategy.startswith("megatron") else "dp"
+
+
+def predicted_seconds(size: str, ranks: int, cluster: str) -> dict[str, float]:
+    """By strategy."""
+    graph = autopar.trace(*gpt(**SIZES[size], device="meta"))
+    found = {}
+    for strategy in STRATEGIES:
+        axes = {axis_of(strategy): ranks}
+        plan = replace(Plan.of(graph, choose_layout(strategy, axes), axes), optimizer="sgd")
+        found[strategy] = evaluate(graph, plan, load_cluster(cluster)).step_seconds
+    return found
+
+
+def measured_seconds(size: str, ranks: int, steps: int) -> dict[str, float]:
+    """By strategy, of real steps with SGD."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "times.json")
+        spawn(_rank, (size, ranks, steps, port, str(result)), nprocs=ranks)
+        times: dict[str, float] = json.loads(result.read_text())
+        return times
+
+
+def _rank(rank: int, size: str, ranks: int, steps: int, port: int, result: str) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    modules = {}
+    for strategy in STRATEGIES:
+        torch.manual_seed(0)
+        model, inputs = gpt(**SIZES[size])
+        module = autopar.parallelize(model, f"{axis_of(strategy)}={ranks}", inputs, layout=strategy)
+        modules[strategy] = (module, torch.optim.SGD(module.parameters(), lr=1e-3), inputs)
+    times: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
+    for step in range(steps + WARM_UP):
+        for strategy, (module, optimizer, inputs) in modules.items():
+            dist.barrier()
+            start = time.perf_counter()
+            optimizer.zero_grad(set_to_none=True)
+            module(**inputs).backward()
+            optimizer.step()
+            spent = torch.tensor(time.perf_counter() - start)
+            dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+            if step >= WARM_UP:
+                times[strategy].append(spent.item())
+    if rank == 0:
+        halves = {strategy: sorted(spent)[: (len(spent) + 1) // 2] for strategy, spent in times.items()}
+        Path(result).write_text(json.dumps({strategy: statistics.median(half) for strategy, half in halves.items()}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+WARM_UP = 3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.order", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--cluster", default="local-cpu", help="a name, or a TOML file (default: local-cpu)")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--size", choices=SIZES, action="append", help="default: all")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args(arguments)
+    report = {}
+    for size in given.size or SIZES:
+        predicted = predicted_seconds(size, given.ranks, given.cluster)
+        measured = measured_seconds(size, given.ranks, given.steps)
+        tau = kendall_tau([Pair(predicted[name], measured[name]) for name in STRATEGIES])
+        report[size] = {"predicted": predicted, "measured": measured, "tau": tau}
+        if not given.json:
+            print(f"{size}, {given.ranks} ranks: tau {tau:.2f}", flush=True)
+            for name in sorted(STRATEGIES, key=lambda name: measured[name]):
+                print(
+                    f"  {name:12} measured {measured[name] * 1e3:8.1f} ms   predicted {predicted[name] * 1e3:8.1f} ms"
+                )
+    if given.json:
+        print(json.dumps(report, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
