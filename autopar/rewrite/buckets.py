@@ -18,6 +18,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from autopar.reshard import StepKind
+from autopar.rewrite.aliases import readers
 from autopar.rewrite.bucket import Bucket, BucketEnd, BucketStart, Handling, Release, Running, Synchronisation, Watch
 from autopar.rewrite.functions import Conversion
 from autopar.tracing.graph import NamedTensor
@@ -122,39 +123,19 @@ def put_in_buckets(
 
 def _give_up(graph: Graph, modules: dict[str, nn.Module], name: str, running: Running, values: list[Node]) -> None:
     """Release what a bucket has gathered after its last use, and watch the ops that read it."""
-    readers = _readers(values)
-    if any(reader.op == "output" for reader in readers):
+    reading = readers(values)
+    if any(reader.op == "output" for reader in reading):
         return
     places = {node: place for place, node in enumerate(graph.nodes)}
     modules[f"{name}_watch"] = Watch(running)
     modules[f"{name}_release"] = Release(running)
     last: Node | None = None
-    for reader in sorted(readers, key=places.__getitem__):
+    for reader in sorted(reading, key=places.__getitem__):
         with graph.inserting_after(reader):
             last = graph.call_module(f"{name}_watch", (reader,))
     if last is not None:
         with graph.inserting_after(last):
             graph.call_module(f"{name}_release")
-
-
-def _readers(values: Iterable[Node]) -> set[Node]:
-    """The ops that read some tensors, also through views of them."""
-    found: set[Node] = set()
-    open_nodes = list(values)
-    while open_nodes:
-        for user in open_nodes.pop().users:
-            if user not in found:
-                found.add(user)
-                if _may_alias(user):
-                    open_nodes.append(user)
-    return found
-
-
-def _may_alias(node: Node) -> bool:
-    """Whether the result of an op may share the memory of an operand."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return any(result.alias_info is not None for result in node.target._schema.returns)
-    return node.op != "output"
 
 
 def _cast(

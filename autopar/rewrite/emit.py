@@ -22,6 +22,7 @@ from autopar.completion import Decisions, OpDecision
 from autopar.conversions import Inserted, OpConversions, Outputs, wire
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout, chunk
+from autopar.rewrite.aliases import is_idle_copy
 from autopar.rewrite.buckets import Parameters, put_in_buckets
 from autopar.rewrite.checkpoints import with_regions
 from autopar.rewrite.drawing import Drawings, DrawnOp
@@ -193,7 +194,10 @@ class _Emitter:
                 arguments[name] = None if value is None else [self._operand(item, next(operands)) for item in value]
             else:
                 arguments[name] = self._operand(value, next(operands))
-        result = self._scaled(self._local(source, node, decision, wired, arguments), node, decision.choice)
+        if is_idle_copy(source) and decision.operands == decision.produced:
+            result = arguments["self"]
+        else:
+            result = self._scaled(self._local(source, node, decision, wired, arguments), node, decision.choice)
         self._keep(source, node, decision, result)
         for one in wired.after:
             self._convert(one)

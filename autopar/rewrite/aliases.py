@@ -1,0 +1,44 @@
+"""Which values of a graph may share their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.fx import Node
+
+__all__ = ["is_idle_copy", "readers"]
+
+
+def readers(values: Iterable[Node]) -> set[Node]:
+    """The ops that read some tensors, also through views of them."""
+    found: set[Node] = set()
+    open_nodes = list(values)
+    while open_nodes:
+        for user in open_nodes.pop().users:
+            if user not in found:
+                found.add(user)
+                if _may_alias(user):
+                    open_nodes.append(user)
+    return found
+
+
+def _may_alias(node: Node) -> bool:
+    """Whether the result of an op may share the memory of an operand."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return any(result.alias_info is not None for result in node.target._schema.returns)
+    return node.op != "output"
+
+
+def is_idle_copy(node: Node) -> bool:
+    """Whether an op of a functional graph makes a copy that nobody can tell from the original (dropout of nothing).
+
+    Nothing in the graph changes a value, so only who gets a result of it could tell, by changing that.
+    """
+    if node.target is not torch.ops.aten.clone.default:
+        return False
+    if node.kwargs.get("memory_format") not in (None, torch.preserve_format):
+        return False
+    original = node.args[0]
+    assert isinstance(original, Node), node
+    return not any(reader.op == "output" for reader in readers([original, node]))
