@@ -11,7 +11,8 @@ from autopar.choices import Choice
 from autopar.errors import AutoparError
 from autopar.layout.state import Atoms, coordinates
 from autopar.rewrite.drawing import _MAKERS, _SAMPLES, Drawings, DrawnOp
-from autopar.rewrite.draws import Cut, Shard, seeded, with_generator
+from autopar.rewrite.draws import Cut, Kept, Shard, seeded, with_generator
+from autopar.rewrite.random_ops import Dropout
 from autopar.rules.registry import rule_table
 from autopar.tracing.graph import NamedGraph
 
@@ -89,6 +90,19 @@ def test_seeds_of_one_call_differ() -> None:
         assert len(set(seeds)) == len(shards)
     first = {seeded(number, shards[0], CPU).initial_seed() for number in range(4096)}
     assert len(first) == 4096
+
+
+def test_dropout_of_low_precision_is_not_biased() -> None:
+    """The scale 1 / 0.9 lies between two numbers of bfloat16; its products need not all be rounded the same way."""
+    what = Kept(Shard(0, 0, 1), Cut(Atoms.plain((4096,)), ((0, 4096),)), (1,), 0.1, CPU)
+    x = torch.linspace(1, 2, 4096).bfloat16().requires_grad_()
+    dropped: torch.Tensor = Dropout(what, "a -> a", with_mask=False)(torch.tensor([7, 0]), x)
+    dropped.sum().backward()
+    kept = dropped != 0
+    assert 0.85 < float(kept.double().mean()) < 0.95
+    assert float((dropped.double() / x.double())[kept].mean().detach()) == pytest.approx(1 / 0.9, rel=2e-4)
+    assert x.grad is not None
+    assert torch.equal(x.grad != 0, kept)
 
 
 def test_a_part_of_a_whole() -> None:

@@ -144,12 +144,12 @@ class _Dropped(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, kept: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(kept)
         ctx.scale = scale
-        return x * (kept.to(x.dtype) * scale)
+        return x * kept.to(x.dtype) * scale  # in this order: the scale itself would be rounded
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (kept,) = ctx.saved_tensors
-        return gradient * (kept.to(gradient.dtype) * ctx.scale), None, None
+        return gradient * kept.to(gradient.dtype) * ctx.scale, None, None
 
 
 def _scale(rate: float) -> float:
