@@ -14,11 +14,13 @@ import pytest
 
 from autopar.api import trace
 from autopar.completion import complete
-from autopar.conversions import Outputs, conversions
+from autopar.conversions import Outputs, conversions, wire
+from autopar.cost.buckets import buckets_of
 from autopar.errors import LayoutError
 from autopar.layout.choosing import choose_layout
 from autopar.layout.language import parse_layout
 from autopar.mesh import Mesh
+from autopar.plan import Plan, fingerprint
 from autopar.reshard import Reshard
 from autopar.rewrite.bucket import BucketEnd
 from autopar.rewrite.emit import emit
@@ -124,3 +126,23 @@ def test_once_per_layout_and_again_at_the_outputs() -> None:
     assert gathered.tensor == graph.outputs[0]
     keys = [(one.tensor, one.reshard.source, one.reshard.target) for one in full]
     assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize(("layout", "mesh"), [("ddp", "dp=2"), ("fsdp", "fsdp=2"), ("megatron_sp", "dp=2,tp=2")])
+def test_buckets_are_those_of_the_generated_graph(layout: str, mesh: str) -> None:
+    graph = trace(*gpt(layers=3, d_model=192, batch=4, seq=8, vocab=1024))
+    axes = sizes(mesh)
+    decisions = complete(graph, choose_layout(layout, axes), axes)
+    emitted = emit(graph, decisions, FirstRank(axes), "sharded", False)  # type: ignore[arg-type]
+    modules: Any = emitted.graph_module.children()
+    ends = [module.running.bucket for module in modules if isinstance(module, BucketEnd)]
+    generated = Counter(tuple(one.reshard for one in bucket.conversions) for bucket in ends)
+    plan = Plan(fingerprint(graph), decisions)
+    together = {"all_reduce", "all_gather", "reduce_scatter"}
+    priced = [
+        bucket
+        for bucket in buckets_of(graph, plan, wire(graph, decisions))
+        if {step.kind.value for one in bucket.members for step in one.ways} <= together
+    ]
+    assert generated == Counter(tuple(one.reshard for one in bucket.members) for bucket in priced)
+    assert len(priced) > 1
