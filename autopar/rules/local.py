@@ -65,9 +65,18 @@ def call_by_name(op: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Call an op with arguments under their schema names."""
     if not isinstance(op, torch._ops.OpOverload):
         return op(**arguments)
-    keyword_only = {argument.name for argument in op._schema.arguments if argument.kwarg_only}
+    keyword_only = _keyword_only(op)
     args = [value for name, value in arguments.items() if name not in keyword_only]
     return op(*args, **{name: value for name, value in arguments.items() if name in keyword_only})
+
+
+def _keyword_only(op: torch._ops.OpOverload) -> tuple[str, ...]:
+    return tuple(argument.name for argument in op._schema.arguments if argument.kwarg_only)
+
+
+# What torch.compiler.assume_constant_result does, without loading the compiler: it cannot read schemas, and would break
+# the graph here.
+_keyword_only._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def split_dims(tensor: torch.Tensor, terms: tuple[Term, ...], sizes: Mapping[str, int]) -> torch.Tensor:
