@@ -1,8 +1,9 @@
 """Whole models under strategies, on real processes: `python -m benchmarks.zoo [ARCHITECTURE ...]`.
 
-Prints a table of architecture x strategy: the largest relative difference of outputs and gradients from one process, or
-the reason why there is none. The mesh is given by its sizes, `--mesh 2x2`: strategies with a model axis take the last
-for it and the others for data, the rest take all.
+Prints a table of architecture x strategy for each mesh: the largest relative difference of outputs, gradients and
+buffers from one process, or the reason why there is none. Meshes are given by their sizes, `--meshes 2 2x2`; which axes
+of them a strategy takes for data and which for the model is said by ASSIGNMENTS. What has batch statistics is run in
+train mode as well. All of it takes hours on a few cores; lines on stderr show how far it is.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 import autopar
 from autopar.completion import complete
+from autopar.contracts import check_contracts
+from autopar.conversions import conversions
 from autopar.engine import device_mesh
 from autopar.errors import AutoparError, AutoparWarning
 from autopar.layout.choosing import choose_layout
@@ -42,14 +45,28 @@ STRATEGIES = {
 }
 """Each strategy with its axis for data and its axis for the model."""
 
+ASSIGNMENTS: dict[str, dict[int, str]] = {
+    "ddp": {1: "d", 2: "dd", 3: "ddd"},
+    "fsdp": {1: "d", 2: "dd", 3: "ddd"},
+    "megatron": {1: "m", 2: "dm", 3: "ddm"},
+    "megatron_sp": {1: "m", 2: "dm", 3: "dmm"},
+    "fsdp_tp": {1: "m", 2: "dm", 3: "ddm"},
+}
+"""What each axis of a mesh of one, two or three is taken for: data or the model."""
+
+MESHES = ("2", "4", "2x2", "2x2x2")
+
 MODEL_DIMS = {"heads", "kv_heads", "d_ff", "vocab"}
+NO_DIMS = "no dims"
+"""The reason of a strategy that splits dims which a model lacks."""
+
 AXES = "abc"
 BATCH, SEQ, VOCAB = 8, 16, 104
 ALLOWED, ALLOWED_FLOAT32 = 1e-9, 1e-5
 FLOAT32 = {"llama", "mistral", "qwen3", "gemma2", "phi3", "t5"}
 """Models that cast to float32 inside, whatever their dtype: now and then the order of a sum shows there."""
 
-DIVIDED: dict[str, dict[str, Any]] = {"swin": {"num_heads": [2, 4, 8, 8]}}
+DIVIDED: dict[str, dict[str, Any]] = {"swin": {"num_heads": [4, 4, 8, 8]}}
 """Sizes that examples/hf.py makes odd."""
 
 
@@ -68,32 +85,29 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description=__doc__)
     parser.add_argument("architectures", nargs="*", default=STANDARD)
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
-    parser.add_argument("--mesh", default="2", help="sizes, as in 2x2")
+    parser.add_argument("--meshes", nargs="+", default=MESHES, help="sizes, as in 2x2; by default " + " ".join(MESHES))
     parser.add_argument("--train", action="store_true", help="in train mode, with every dropout 0")
     parser.add_argument("--dropout", type=float, default=0.0, help="in train mode, dropping what one process drops")
-    parser.add_argument("--seconds", type=float, default=240, help="limit for one architecture")
+    parser.add_argument("--seconds", type=float, default=1200, help="limit for one architecture on one mesh")
     given = parser.parse_args(arguments)
-    sizes = tuple(int(size) for size in given.mesh.split("x"))
-    table = Table("architecture", *given.strategies, "seconds", title=f"largest relative error on a mesh {given.mesh}")
-    reasons: list[str] = []
-    wrong = 0
-    for architecture in given.architectures:
-        started = time.perf_counter()
-        outcomes = zoo_outcomes(
-            architecture, given.strategies, sizes, given.train or given.dropout > 0, given.seconds, given.dropout
-        )
-        seconds = f"{time.perf_counter() - started:.0f}"
-        cells = [_cell(architecture, outcome) for outcome in outcomes]
-        table.add_row(architecture, *cells, seconds)
-        print(architecture, *cells, file=sys.stderr, flush=True)
-        for outcome in outcomes:
-            bad = not is_right(architecture, outcome)
-            wrong += bad and outcome.where != "no dims"
-            if bad:
-                reasons.append(f"{architecture} under {outcome.strategy}: {outcome.where}")
-                print(reasons[-1], file=sys.stderr, flush=True)
-    console = Console(width=140)
-    console.print(table)
+    console, reasons, wrong = Console(width=140), [], 0
+    for mesh in given.meshes:
+        table = Table("architecture", *given.strategies, "seconds", title=f"largest relative error on a mesh {mesh}")
+        for architecture in given.architectures:
+            train = given.train or given.dropout > 0
+            for mode in (train,) if train or not has_batch_statistics(architecture) else (False, True):
+                name = f"{architecture} (train)" if mode else architecture
+                started = time.perf_counter()
+                sizes = tuple(int(size) for size in mesh.split("x"))
+                outcomes = zoo_outcomes(architecture, given.strategies, sizes, mode, given.seconds, given.dropout)
+                cells = [_cell(architecture, outcome) for outcome in outcomes]
+                table.add_row(name, *cells, f"{time.perf_counter() - started:.0f}")
+                bad = [outcome for outcome in outcomes if not is_right(architecture, outcome)]
+                found = [f"{name} on {mesh} under {o.strategy}: {o.where}" for o in bad if o.where != NO_DIMS]
+                reasons += found
+                wrong += any(outcome.where != NO_DIMS for outcome in bad)
+                print(mesh, name, *cells, *found, sep="  ", file=sys.stderr, flush=True)
+        console.print(table)
     for reason in reasons:
         console.print(reason, markup=False, highlight=False)
     return 1 if wrong else 0
@@ -107,7 +121,7 @@ def is_right(architecture: str, outcome: Outcome) -> bool:
 
 def _cell(architecture: str, outcome: Outcome) -> str:
     if outcome.error is None:
-        return outcome.where if outcome.where == "no dims" else outcome.where.split()[0][:12]
+        return outcome.where if outcome.where == NO_DIMS else outcome.where.split()[0][:12]
     return f"{outcome.error:.0e}" + ("" if is_right(architecture, outcome) else " WRONG")
 
 
@@ -138,7 +152,8 @@ def rank_outcomes(
 ) -> list[Outcome]:
     """What one rank finds."""
     warnings.simplefilter("ignore", AutoparWarning)
-    model, inputs = zoo_model(architecture, train, dropout)
+    parts = max(model_parts(strategy, sizes) for strategy in strategies)
+    model, inputs = zoo_model(architecture, train, dropout, parts)
     graph = autopar.trace(model, inputs)
     expected = step(model, inputs)
     mesh = Mesh(**dict(zip(AXES, sizes, strict=False)))
@@ -147,10 +162,12 @@ def rank_outcomes(
     outcomes = []
     for strategy in strategies:
         if STRATEGIES[strategy][1] is not None and MODEL_DIMS.isdisjoint(graph.dims):
-            outcomes.append(Outcome(strategy, None, "no dims"))
+            outcomes.append(Outcome(strategy, None, NO_DIMS))
             continue
         try:
-            decisions = complete(graph, choose_layout(strategy_call(strategy, len(sizes)), axes), axes)
+            layout = choose_layout(strategy_call(strategy, len(sizes)), axes)
+            decisions = complete(graph, layout, axes)
+            check_contracts(layout, graph, decisions, conversions(graph, decisions, "full"))
             parallel = ParallelModule.planned(graph, decisions, devices, outputs="full")
         except AutoparError as error:
             outcomes.append(Outcome(strategy, None, str(error)))
@@ -163,16 +180,30 @@ def rank_outcomes(
 
 def strategy_call(strategy: str, count: int) -> str:
     """The strategy with its axes on a mesh of so many axes."""
-    data, split = STRATEGIES[strategy]
-    if split is None:
-        return f"{strategy}({data}={'*'.join(AXES[:count])})"
-    if count == 1:
-        return f"{strategy}({split}={AXES[0]})"
-    return f"{strategy}({data}={'*'.join(AXES[: count - 1])},{split}={AXES[count - 1]})"
+    given = []
+    for axis, what in zip(STRATEGIES[strategy], "dm", strict=True):
+        taken = [mine for mine, use in zip(AXES, ASSIGNMENTS[strategy][count], strict=False) if use == what]
+        if taken:
+            given.append(f"{axis}={'*'.join(taken)}")
+    return f"{strategy}({','.join(given)})"
 
 
-def zoo_model(architecture: str, train: bool, dropout: float = 0.0) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The model in float64, with sizes that small meshes divide."""
+def model_parts(strategy: str, sizes: tuple[int, ...]) -> int:
+    """Into how many parts a strategy cuts the model itself."""
+    uses = ASSIGNMENTS[strategy][len(sizes)]
+    return prod(size for size, use in zip(sizes, uses, strict=True) if use == "m")
+
+
+def has_batch_statistics(architecture: str) -> bool:
+    """Whether a model keeps statistics of batches, which change as it trains."""
+    model, _ = zoo_model(architecture, train=False)
+    return any(name.endswith("running_mean") for name, _ in model.named_buffers())
+
+
+def zoo_model(
+    architecture: str, train: bool, dropout: float = 0.0, parts: int = 1
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model in float64, with sizes that small meshes divide: groups of queries into at least so many parts."""
     torch.manual_seed(0)
     default = small_config(architecture, SEQ)
     sizes: dict[str, Any] = {"vocab_size": VOCAB} if hasattr(default, "vocab_size") else {}
@@ -180,6 +211,8 @@ def zoo_model(architecture: str, train: bool, dropout: float = 0.0) -> tuple[nn.
         sizes["text_config"] = {"vocab_size": VOCAB}
     if train and not dropout and hasattr(default, "drop_path_rate"):
         sizes["drop_path_rate"] = 0.0
+    if getattr(default, "num_key_value_heads", parts) < parts:
+        sizes |= {"num_key_value_heads": parts, "num_attention_heads": 2 * parts}
     sizes |= DIVIDED.get(architecture, {})
     model, inputs = hf(architecture, batch=BATCH, seq=SEQ, train=train, dropout=dropout, **sizes)
     if "decoder_input_ids" in inputs:

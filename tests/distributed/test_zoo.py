@@ -9,11 +9,23 @@ import torch
 
 import autopar
 from autopar.completion import complete
+from autopar.contracts import check_contracts
+from autopar.conversions import conversions
 from autopar.errors import LayoutError
+from autopar.layout.choosing import choose_layout
 from autopar.layout.language import parse_layout
 from autopar.layout.strategies import load_strategy
 from benchmarks.architectures import STANDARD
-from benchmarks.zoo import STRATEGIES, is_right, largest_difference, step, zoo_model, zoo_outcomes
+from benchmarks.zoo import (
+    STRATEGIES,
+    is_right,
+    largest_difference,
+    model_parts,
+    step,
+    strategy_call,
+    zoo_model,
+    zoo_outcomes,
+)
 from tests.distributed.launcher import launch
 
 pytest.importorskip("transformers")
@@ -52,9 +64,52 @@ def test_two_axes(architecture: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["gpt2", "vit"])
+def test_four_parts_of_the_model() -> None:
+    check("mistral", (4,))
+
+
+@pytest.mark.slow
+def test_eight_ranks_on_three_axes() -> None:
+    strategies = ("fsdp_tp", "megatron_sp")
+    outcomes = zoo_outcomes("gpt2", strategies, (2, 2, 2), seconds=600)
+    assert [outcome.strategy for outcome in outcomes] == list(strategies)
+    for outcome in outcomes:
+        assert is_right("gpt2", outcome), f"{outcome.strategy}: {outcome.error} {outcome.where}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["gpt2", "vit", "resnet"])
 def test_train_mode_without_dropout(architecture: str) -> None:
     check(architecture, (2,), train=True)
+
+
+def test_axes_of_the_strategies() -> None:
+    assert [strategy_call(name, 3) for name in STRATEGIES] == [
+        "ddp(dp=a*b*c)",
+        "fsdp(fsdp=a*b*c)",
+        "megatron(dp=a*b,tp=c)",
+        "megatron_sp(dp=a,tp=b*c)",
+        "fsdp_tp(fsdp=a*b,tp=c)",
+    ]
+    assert [strategy_call(name, 1) for name in STRATEGIES] == [
+        *("ddp(dp=a)", "fsdp(fsdp=a)", "megatron(tp=a)", "megatron_sp(tp=a)", "fsdp_tp(tp=a)")
+    ]
+    assert model_parts("megatron_sp", (2, 2, 2)) == 4
+    assert model_parts("ddp", (2, 2)) == 1
+    config = zoo_model("llama", train=False, parts=4)[0].config
+    assert (config.num_key_value_heads, config.num_attention_heads) == (4, 8)
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma2"])
+def test_strategies_keep_their_promises(architecture: str) -> None:
+    """What each forbids is not sent for: no activation is gathered under fsdp, no stream reduced under megatron_sp."""
+    model, inputs = zoo_model(architecture, train=False)
+    graph = autopar.trace(model, inputs)
+    for strategy in STRATEGIES:
+        axes = {"a": 2, "b": 2}
+        layout = choose_layout(strategy_call(strategy, 2), axes)
+        decisions = complete(graph, layout, axes)
+        check_contracts(layout, graph, decisions, conversions(graph, decisions))
 
 
 def test_dropout_drops_what_one_process_drops() -> None:
