@@ -19,6 +19,7 @@ from autopar.parts import tie
 from autopar.planned import Given, Planned
 from autopar.plans import NO_PARAMETERS, Disagreement, Fixed, Planner, Plans, Settings
 from autopar.rewrite.emit import Emitted
+from autopar.rewrite.readable import with_notes
 from autopar.tracing.graph import NamedGraph
 
 __all__ = ["Collective", "ParallelModule", "Planner", "Settings"]
@@ -145,6 +146,11 @@ class ParallelModule(nn.Module):
             for inserted in self.emitted.inserted
             for direction, step in inserted.collectives()
         )
+
+    @property
+    def code(self) -> str:
+        """The graph that this rank runs, as Python; before each collective its tensor, layouts, op and rule."""
+        return with_notes(self.emitted.graph_module)
 
     @property
     def graph(self) -> NamedGraph:

@@ -356,9 +356,10 @@ class Again:
 
 
 class BucketStart(nn.Module):
-    def __init__(self, running: Running) -> None:
+    def __init__(self, running: Running, notes: tuple[str, ...]) -> None:
         super().__init__()
         self.running = running
+        self.notes = notes
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return start(self.running, tensors)

@@ -56,6 +56,7 @@ class _Converted:
     node: Node
     conversion: Conversion
     handling: Handling
+    note: str
     block: str
     bytes: int
     kind: tuple[Any, ...]
@@ -100,7 +101,7 @@ def put_in_buckets(
         assert beginning is not None, "the graph has conversions"
         what = "_".join(dict.fromkeys(moves[0].kind.value for moves in (*bucket.forward, *bucket.backward)))
         name = f"bucket_{number}_{what}"
-        modules[f"{name}_start"] = BucketStart(running)
+        modules[f"{name}_start"] = BucketStart(running, tuple(member.note for member in members))
         modules[f"{name}_end"] = BucketEnd(running)
         with graph.inserting_before(ahead if bucket.forward else beginning):
             started = graph.call_module(f"{name}_start", inputs)
@@ -177,7 +178,8 @@ def _converted(
     kind = steps, handling, tensor.requires_grad
     size = max(largest) * tensor.dtype.itemsize
     block = re.match(r"(.*?\.\d+)\.", tensor.name)
-    return _Converted(node, conversion, handling, block[1] if block else "", size, kind)
+    (note,) = modules[str(node.target)].notes  # type: ignore[misc]
+    return _Converted(node, conversion, handling, note, block[1] if block else "", size, kind)
 
 
 def in_buckets(found: Iterable[Member], limit_bytes: int = BUCKET_BYTES) -> Iterator[list[Member]]:

@@ -31,6 +31,7 @@ from autopar.rewrite.functions import Conversion, Groups
 from autopar.rewrite.gate import put_gate
 from autopar.rewrite.lowerings import Split, split_of
 from autopar.rewrite.lowerings.base import Send
+from autopar.rewrite.readable import note_of
 from autopar.rewrite.totals import join_totals
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.local import Local, Piece
@@ -56,9 +57,10 @@ class Emitted:
 class Convert(nn.Module):
     """A conversion as a step of the generated graph."""
 
-    def __init__(self, conversion: Conversion) -> None:
+    def __init__(self, conversion: Conversion, note: str) -> None:
         super().__init__()
         self.conversion = conversion
+        self.notes = (note,)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conversion(x)
@@ -100,6 +102,7 @@ class Communicating(nn.Module):
         self.pieces = pieces
         self.names = names
         self.sends = sends
+        self.notes: tuple[str, ...] = ()
 
     def forward(self, *tensors: Any) -> Any:
         local = self.local.with_arguments(**dict(zip(self.names, tensors, strict=True)))
@@ -255,6 +258,7 @@ class _Emitter:
         plain = {name: None if name in names else value for name, value in local.arguments.items()}
         sends = tuple(message.bind(self.groups) for message in split.messages())
         module = Communicating(split, replace(local, arguments=plain), pieces, names, sends)
+        module.notes = tuple(note_of(one, self.graph) for one in self.wiring.ops[split.node.name].inside if one.ways)
         stem = f"{split.node.name}_split_{'_'.join(split.axes)}"
         return self._module(stem, module, tuple(local.arguments[name] for name in names))
 
@@ -373,7 +377,8 @@ class _Emitter:
         value = self.held[name, found.source]
         if one.ways:
             kinds = "_".join(dict.fromkeys(f"{step.kind.value}_{'_'.join(step.axes)}" for step in one.ways))
-            value = self._module(f"{name}_{kinds}", Convert(Conversion.bind(found, self.groups)), (value,))
+            module = Convert(Conversion.bind(found, self.groups), note_of(one, self.graph))
+            value = self._module(f"{name}_{kinds}", module, (value,))
         self.held[name, found.target] = value
 
     def _local_shape(self, name: str, layout: Layout) -> tuple[int, ...]:

@@ -28,9 +28,10 @@ FEW = 1024
 class Totals(nn.Module):
     """Several sums over one group."""
 
-    def __init__(self, conversions: tuple[Conversion, ...]) -> None:
+    def __init__(self, conversions: tuple[Conversion, ...], notes: tuple[str, ...]) -> None:
         super().__init__()
         self.conversions = conversions
+        self.notes = notes
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = _Totals.apply(self.conversions, *tensors)  # type: ignore[no-untyped-call]
@@ -100,7 +101,8 @@ def _small_sum(node: Node, modules: Mapping[str, nn.Module]) -> Conversion | Non
 
 def _join(graph: Graph, modules: dict[str, nn.Module], name: str, members: list[Node]) -> None:
     conversions = tuple(modules[str(node.target)].conversion for node in members)
-    modules[name] = Totals(conversions)  # type: ignore[arg-type]
+    notes = tuple(note for node in members for note in modules[str(node.target)].notes)  # type: ignore[union-attr]
+    modules[name] = Totals(conversions, notes)  # type: ignore[arg-type]
     with graph.inserting_after(members[-1]):
         joined = graph.call_module(name, tuple(node.args[0] for node in members))
     last = joined

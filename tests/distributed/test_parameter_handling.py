@@ -176,3 +176,23 @@ def test_gathered_again() -> None:
         assert max(first, second, found["frozen"]) < 1e-12
         assert empty
         assert backward["all_gather_into_tensor"] == buckets > 1
+
+
+def code_of(layout: str) -> tuple[str, int]:
+    _, parallel = pair(layout)
+    sending = sum(1 for one in parallel.emitted.inserted if any(one.collectives()))
+    return parallel.code, sending
+
+
+def test_the_generated_code_says_what_is_sent() -> None:
+    code, sending = launch(code_of, "(heads, d_ff, vocab) -> dp; * -> none", ranks=2)[0]
+    lines = code.split("\n")
+    places = [i for i, line in enumerate(lines) if line.strip().startswith("# blocks.0.down/linear[")]
+    assert len(places) == 1
+    assert lines[places[0]].strip() == (
+        "# blocks.0.down/linear[batch seq d_model]: whole + partial(dp) -> whole: forward all_reduce(dp); "
+        "for blocks.0.down/linear, rule `a b k, n k, n -> a b n`, gpt.py:43"
+    )
+    assert lines[places[0] + 1].strip().startswith("blocks_0_down_linear_all_reduce_dp = self.")
+    noted = [line for line in lines if line.strip().startswith("# ") and ("all_reduce(" in line or "gather(" in line)]
+    assert len(noted) == sending
