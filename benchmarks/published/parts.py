@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 import autopar
-from autopar.cost.cluster import load_cluster
+from autopar.cost.cluster import Cluster, load_cluster
 from autopar.cost.compute import local_bytes
 from autopar.cost.memory import memory
 from autopar.cost.profile import Task, profile, wire_of
@@ -113,7 +113,7 @@ def _parts(setting: Setting) -> Parts:
     run = setting.run
     graph = _traced(setting.decoder, run.micro_batch * run.dp)
     plan = _plan(graph, run)
-    cluster = load_cluster(run.cluster)
+    cluster = _cluster(run)
     wiring = wire_of(graph, plan)
     found = profile(graph, plan, cluster, wiring)
     forward, backward = _cut(found.forward), _cut(found.backward[::-1])
@@ -123,7 +123,7 @@ def _parts(setting: Setting) -> Parts:
         fill = memory(graph, plan, wiring, found.again)
         saved = _saved(graph, plan)
         if not run.software.gathers_again and run.recompute == "none":
-            saved[1] = max(saved[1], fill.saved_bytes - saved[0] - saved[2])
+            saved = [size + _gathered_bytes(tasks, run.tp) for size, tasks in zip(saved, forward, strict=True)]
         held = fill.parameters_bytes + fill.copies_bytes + fill.gradients_bytes + fill.optimizer_bytes
         passing = max(0.0, fill.peak_bytes - held - fill.saved_bytes)
     optimizer = sum(task.seconds for task in found.optimizer)
@@ -165,6 +165,11 @@ def _beside_gathers(
                 host += task.host_seconds
     host += sum((software.pieces - 1) * launch_seconds for task in backward if _is_gather(task))
     return seconds, host
+
+
+def _gathered_bytes(forward: Sequence[Task], tp: int) -> float:
+    """What is kept of gathered values beyond the rank's own part."""
+    return sum(task.bytes * (1 - 1 / tp) for task in forward if _is_gather(task))
 
 
 def _is_gather(task: Task) -> bool:
@@ -218,7 +223,17 @@ def _saved(graph: NamedGraph, plan: Plan) -> list[float]:
     return sizes
 
 
-# -- graph and plan ---------------------------------------------------------------------------------------------------
+# -- cluster, graph and plan ------------------------------------------------------------------------------------------
+
+
+def _cluster(run: Run) -> Cluster:
+    """The cluster, with attention as fast as the kernel that the run had."""
+    cluster, share = load_cluster(run.cluster), run.software.attention_fraction
+    rates = cluster.device.attention
+    slower = replace(
+        rates, forward_fraction=share * rates.forward_fraction, backward_fraction=share * rates.backward_fraction
+    )
+    return replace(cluster, device=replace(cluster.device, attention=slower))
 
 
 @cache

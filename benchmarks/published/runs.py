@@ -33,6 +33,8 @@ class Software:
     """In which gradients are sent."""
     bucket_bytes: int | None = None
     """Gradients are sent in pieces of about this size; None: all at once."""
+    attention_fraction: float = 1.0
+    """The speed of its fused attention, of FlashAttention-2's."""
     overlaps: bool = True
     """Communication about parameters runs beside the backward."""
     gathers_beside: bool = True
