@@ -15,7 +15,7 @@ import pytest
 from autopar.api import trace
 from autopar.completion import complete
 from autopar.conversions import Outputs, conversions, wire
-from autopar.cost.buckets import buckets_of
+from autopar.cost.buckets import buckets_of, ways_of
 from autopar.errors import LayoutError
 from autopar.layout.choosing import choose_layout
 from autopar.layout.language import parse_layout
@@ -23,6 +23,7 @@ from autopar.mesh import Mesh
 from autopar.plan import Plan, fingerprint
 from autopar.reshard import Reshard
 from autopar.rewrite.bucket import BucketEnd
+from autopar.rewrite.buckets import goes_in_bucket
 from autopar.rewrite.emit import emit
 from autopar.rewrite.totals import Totals
 from autopar.tracing.graph import NamedGraph
@@ -138,11 +139,10 @@ def test_buckets_are_those_of_the_generated_graph(layout: str, mesh: str) -> Non
     ends = [module.running.bucket for module in modules if isinstance(module, BucketEnd)]
     generated = Counter(tuple(one.reshard for one in bucket.conversions) for bucket in ends)
     plan = Plan(fingerprint(graph), decisions)
-    together = {"all_reduce", "all_gather", "reduce_scatter"}
-    priced = [
-        bucket
+    ways = {
+        bucket: [tuple(step.kind for step in way) for way in ways_of(bucket.members[0])]
         for bucket in buckets_of(graph, plan, wire(graph, decisions))
-        if {step.kind.value for one in bucket.members for step in one.ways} <= together
-    ]
+    }
+    priced = [bucket for bucket, kinds in ways.items() if goes_in_bucket(*kinds)]
     assert generated == Counter(tuple(one.reshard for one in bucket.members) for bucket in priced)
     assert len(priced) > 1

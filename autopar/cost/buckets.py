@@ -10,13 +10,10 @@ from typing import Any
 from autopar.conversions import Inserted, Wiring
 from autopar.plan import Plan
 from autopar.reshard import Step, StepKind
-from autopar.rewrite.buckets import in_buckets
+from autopar.rewrite.buckets import goes_in_bucket, in_buckets
 from autopar.tracing.graph import NamedGraph
 
 __all__ = ["Bucket", "buckets_of", "buffers_of", "copied", "shape_of", "ways_of"]
-
-_BUCKETED = frozenset((StepKind.ALL_REDUCE, StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER))
-
 
 @dataclass(frozen=True)
 class Bucket:
@@ -58,7 +55,7 @@ def buckets_of(graph: NamedGraph, plan: Plan, wiring: Wiring) -> tuple[Bucket, .
             if tensor.kind != "param" or not one.ways:
                 continue
             steps = tuple(tuple((step.kind, step.axes) for step in way) for way in ways_of(one))
-            if any(kind not in _BUCKETED for way in steps for kind, _ in way):
+            if not goes_in_bucket(*(tuple(kind for kind, _ in way) for way in steps)):
                 alone.append(Bucket((one,), one.op))
                 continue
             block = re.match(r"(.*?\.\d+)\.", tensor.name)

@@ -20,7 +20,7 @@ class Holding:
     """What of a parameter lives on, beyond the shard that the optimizer sees."""
 
     lasting: bool
-    """What is gathered of it serves until the optimizer's step: `param` asks for more than `opt` (ZeRO-1)."""
+    """`param` asks for more than `opt` (ZeRO-1): what is gathered serves all micro-steps under `no_sync()`."""
     deferred: bool
     """Its gradient may wait for the last backward before the optimizer's step (DDP, ZeRO-1); else each reduces it."""
     again: bool

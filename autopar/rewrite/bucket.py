@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from autopar.reshard import StepKind
 from autopar.rewrite.functions import Conversion, convert, send
-from autopar.rewrite.moves import Move, finish, prepare
+from autopar.rewrite.moves import Move, finish, keep_local, prepare
 
 __all__ = ["Bucket", "BucketEnd", "BucketStart", "Handling", "Release", "Running", "Synchronisation", "Watch"]
 
@@ -71,29 +71,29 @@ class Bucket:
     conversions: tuple[Conversion, ...]
     handling: Handling
     forward: tuple[tuple[Move, ...], ...] = field(init=False)
-    """For each step, what it is for each tensor."""
+    """For each step, what it is for each tensor; none where nothing is sent that way."""
     backward: tuple[tuple[Move, ...], ...] = field(init=False)
     is_sum: bool = field(init=False)
     """Whether all that is done with gradients is to add them up."""
 
     def __post_init__(self) -> None:
-        ways = [[one.forward for one in self.conversions], [one.backward for one in self.conversions]]
+        forward, backward = [one.forward for one in self.conversions], [one.backward for one in self.conversions]
         kinds = [[move.kind for move in one.backward] for one in self.conversions]
         is_sum = all(each == [StepKind.ALL_REDUCE] for each in kinds) and all(prod(x.shape) for x in self.conversions)
         # Fields, and no cached properties, which torch.compile cannot read.
-        object.__setattr__(self, "forward", tuple(zip(*ways[0], strict=True)))
-        object.__setattr__(self, "backward", tuple(zip(*ways[1], strict=True)))
+        object.__setattr__(self, "forward", _sending(forward))
+        object.__setattr__(self, "backward", _sending(backward))
         object.__setattr__(self, "is_sum", is_sum)
 
     def begin(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Cast the stored tensors and begin to convert them; the pieces of each, which may be still to come."""
         used = self.handling.used
         cast = [x.to(used) for x in tensors]
-        return _begin(self.forward, cast) if self.conversions[0].forward else tuple(cast)
+        return _begin(self.forward, cast) if self.forward else tuple(cast)
 
     def finished(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """The converted tensors, made of pieces that have come."""
-        if not self.conversions[0].forward:
+        if not self.forward:
             return list(pieces)
         pairs = zip(self.conversions, pieces, strict=True)
         return [finish(one.forward[-1], piece).reshape(one.result_shape) for one, piece in pairs]
@@ -183,7 +183,9 @@ class _End(torch.autograd.Function):
         handling, count = bucket.handling, len(bucket.conversions)
         tensors = started[:count]
         if not bucket.forward:
-            return tuple(x.to(handling.used) if handling.used != x.dtype else x.view_as(x) for x in tensors)
+            cast = (x.to(handling.used) if handling.used != x.dtype else x.view_as(x) for x in tensors)
+            pairs = zip(cast, bucket.conversions, strict=True)
+            return tuple(_locally(one.forward, x, one.result_shape) for x, one in pairs)
         compiling = torch.compiler.is_compiling()
         found = None if compiling or not handling.lasting else running.kept(tensors)
         if found is None:
@@ -215,7 +217,7 @@ class _End(torch.autograd.Function):
         given = [gradient.to(handling.reduced) for gradient in gradients if gradient is not None]
         ones = [bucket.conversions[i] for i in here]
         if not here or not bucket.backward:
-            converted = given
+            converted = [_locally(one.backward, each, one.shape) for each, one in zip(given, ones, strict=True)]
         elif differentiable and not compiling:
             # For gradients of gradients: one by one, each of them differentiable.
             converted = [convert(each, one, backward=True) for each, one in zip(given, ones, strict=True)]
@@ -262,6 +264,18 @@ def _sums(running: Running, gradients: Sequence[Tensor]) -> list[Tensor]:
     if handling.reduced != handling.stored:
         flat = torch.ops._c10d_functional.wait_tensor(flat).to(handling.stored)
     return torch._C._nn.unflatten_dense_tensors(flat, list(gradients))
+
+
+def _sending(ways: Sequence[tuple[Move, ...]]) -> tuple[tuple[Move, ...], ...]:
+    steps = tuple(zip(*ways, strict=True))
+    return () if all(move.local for step in steps for move in step) else steps
+
+
+def _locally(moves: tuple[Move, ...], x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Steps that send nothing."""
+    for i, move in enumerate(moves):
+        x = keep_local(move, x.reshape(move.before) if i == 0 else x)
+    return x.reshape(shape) if moves else x
 
 
 def _begin(steps: tuple[tuple[Move, ...], ...], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from autopar.reshard import StepKind
+from autopar.reshard import LOCAL, StepKind
 from autopar.rewrite.aliases import readers
 from autopar.rewrite.bucket import Bucket, BucketEnd, BucketStart, Handling, Release, Running, Synchronisation, Watch
 from autopar.rewrite.functions import Conversion
 from autopar.tracing.graph import NamedTensor
 
-__all__ = ["BUCKET_BYTES", "Parameters", "in_buckets", "put_in_buckets"]
+__all__ = ["BUCKET_BYTES", "Parameters", "goes_in_bucket", "in_buckets", "put_in_buckets"]
 
 BUCKET_BYTES = 25 * 2**20
 """What DistributedDataParallel has as its default: large enough that starting a collective costs little of it."""
@@ -163,8 +163,8 @@ def _converted(
     source = node.args[0]
     tensor = tensors.get(source.name) if isinstance(source, Node) and source.op == "placeholder" else None
     ways = conversion.forward, conversion.backward
-    moves = [move for way in ways for move in way]
-    if tensor is None or tensor.kind != "param" or any(move.kind not in _BUCKETED for move in moves):
+    kinds = tuple(tuple(move.kind for move in way) for way in ways)
+    if tensor is None or tensor.kind != "param" or not goes_in_bucket(*kinds):
         return None
     # All ranks must come to the same buckets, and shards may be uneven: what is asked is what the first rank has.
     reshard = conversion.reshard
@@ -180,6 +180,12 @@ def _converted(
     block = re.match(r"(.*?\.\d+)\.", tensor.name)
     (note,) = modules[str(node.target)].notes  # type: ignore[misc]
     return _Converted(node, conversion, handling, note, block[1] if block else "", size, kind)
+
+
+def goes_in_bucket(forward: tuple[StepKind, ...], backward: tuple[StepKind, ...]) -> bool:
+    """Whether a conversion of such steps can be done together with others: each way is sent, or done by each rank."""
+    ways = [kinds for kinds in (forward, backward) if not LOCAL.issuperset(kinds)]
+    return bool(ways) and all(_BUCKETED.issuperset(kinds) for kinds in ways)
 
 
 def in_buckets(found: Iterable[Member], limit_bytes: int = BUCKET_BYTES) -> Iterator[list[Member]]:
