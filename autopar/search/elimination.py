@@ -9,6 +9,7 @@ solved quickly: the dual does that many times.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,8 @@ from autopar.search.problem import Floats, Problem
 __all__ = ["Elimination", "eliminate", "plan_elimination"]
 
 LARGEST_TABLE = 1 << 21
+# Tables with more axes are not made, however small: arrays have no more.
+MOST_NEIGHBOURS = 30
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +145,9 @@ def _order(
         neighbours[edge.second].add(edge.first)
 
     def weight(node: int) -> float:
-        return float(np.prod([float(sizes[other]) for other in neighbours[node]])) * sizes[node]
+        if len(neighbours[node]) > MOST_NEIGHBOURS:
+            return np.inf
+        return float(math.prod(sizes[other] for other in neighbours[node]) * sizes[node])
 
     heap = [(weight(node), node) for node in range(len(sizes))]
     heapq.heapify(heap)
@@ -154,7 +159,7 @@ def _order(
         if node in rank or size != weight(node):
             continue
         total += size
-        if size > largest or total > largest_sum or len(neighbours[node]) > 30:
+        if size > largest or total > largest_sum:
             return None
         rank[node] = len(order)
         around = neighbours[node]

@@ -26,7 +26,7 @@ __all__ = ["Found", "Plan", "anneal", "cost_in", "descend", "repair", "search"]
 # The largest region of one move, in nodes.
 LARGEST = 300
 # Moves between two looks at the clock.
-BATCH = 256
+BATCH = 32
 # A cycle ends this much cooler than it begins, and without disturbance for its last part.
 COOLING = 300.0
 GREEDY_PART = 0.03

@@ -57,6 +57,7 @@ class _Block:
         if lowered is not None:
             strategies = np.array(lowered, dtype=np.int64)
             self.best = Found(cost_in(self.arrays, strategies), strategies)
+        self.offer(self.dual.base)
 
     def offer(self, strategies: Ints) -> None:
         cost = cost_in(self.arrays, strategies)
@@ -104,6 +105,7 @@ def dual_stage(work: Work) -> bool:
     """Bound and first solutions; shrinks the core as the bound rules strategies out. False when that solves the
     problem."""
     block = _Block(work, None)
+    block.report()
     deadline = time.monotonic() + DUAL_PART * work.seconds_left
     history: list[float] = []
     seed = work.seed

@@ -27,7 +27,7 @@ def relative_gap(cost: float, bound: float) -> float:
         return 0.0
     if not (math.isfinite(cost) and math.isfinite(bound)):
         return math.inf
-    gap = max(0.0, cost - bound) / max(abs(cost), 1e-300)
+    gap = max(0.0, cost - bound) / max(abs(cost), abs(bound))
     return gap if gap > PROVED else 0.0
 
 
@@ -45,6 +45,12 @@ class Progress:
         return relative_gap(self.cost, self.bound)
 
 
+def _all_whole(problem: Problem) -> bool:
+    """Whether all possible costs are whole numbers, so that the optimum is one."""
+    arrays = {id(costs): costs for costs in (*problem.costs, *(edge.costs for edge in problem.edges))}
+    return all(bool(np.all((costs == np.floor(costs)) | np.isinf(costs))) for costs in arrays.values())
+
+
 class Work:
     """What the stages share. The core is the problem after all reductions so far."""
 
@@ -53,11 +59,13 @@ class Work:
     ) -> None:
         self.problem = problem
         self.began = time.monotonic()
-        self.deadline = self.began + time_limit
+        self.time_limit = time_limit
+        self.reserve_seconds = 0.0
         self.seed = seed
         self.progress = progress
         self.wanted = gap
         self.layers: list[Shrunk] = []
+        self.whole = _all_whole(problem)
         self.strategies: list[int] | None = None
         self.cost = math.inf
         self.bound = -math.inf
@@ -69,6 +77,11 @@ class Work:
     @property
     def constant(self) -> float:
         return sum(layer.constant for layer in self.layers)
+
+    @property
+    def deadline(self) -> float:
+        """When the search must end (`time.monotonic`), with time left to take the last solution back."""
+        return self.began + max(self.time_limit / 2, self.time_limit - self.reserve_seconds)
 
     @property
     def seconds_left(self) -> float:
@@ -102,10 +115,13 @@ class Work:
 
     def offer_core(self, strategies: Sequence[int]) -> None:
         """The same for a solution of the core."""
+        began = time.monotonic()
         lifted = list(strategies)
         for layer in reversed(self.layers):
             lifted = layer.lift(lifted)
         self.offer(lifted)
+        # The last solution has to be taken back, too, before the time is up.
+        self.reserve_seconds = max(self.reserve_seconds, 2 * (time.monotonic() - began))
 
     def lowered(self) -> list[int] | None:
         """The best solution in terms of the core."""
@@ -116,7 +132,10 @@ class Work:
 
     def lift_bound(self, bound: float) -> None:
         """Take a bound on the core. Strategies that were ruled out cost at least what is known."""
-        self.bound = max(self.bound, min(bound + self.constant, self.cost))
+        bound += self.constant
+        if self.whole and math.isfinite(bound):
+            bound = max(bound, float(math.ceil(bound - 1e-6 - PROVED * abs(bound))))
+        self.bound = max(self.bound, min(bound, self.cost))
 
     def prove(self) -> None:
         """Nothing is better than what is known; with nothing known, nothing exists."""
