@@ -81,16 +81,22 @@ def sites_of(node: NamedNode, operand: Operand | None, tensor: NamedTensor) -> t
     for dim, term in enumerate(operand.terms):
         own = [atom.size for atom in tensor.atoms if atom.dim == dim]
         found = [(factor, i) for factor in term for i in range(len(node.atoms.get(factor, ())))]
-        extents = [node.atoms[factor][i] for factor, i in found]
-        if not term:
-            sites.extend([None] * len(own))
-        elif extents == own:
-            sites.extend(found)
-        elif len(term) == 1 and len(own) == 1:
-            sites.append((term[0], 0) if len(extents) == 1 else None)
+        if len(found) == len(own) == 1:
+            sites.append(found[0])
         else:
-            return None
+            sites.extend(_matched(own, [(site, node.atoms[site[0]][site[1]]) for site in found]))
     return tuple(sites)
+
+
+def _matched(own: list[int], found: list[tuple[Site, int]]) -> list[Site | None]:
+    """The sites of atoms of these sizes, where the op's are the same but for those of size 1."""
+    if own == [extent for _, extent in found]:
+        return [site for site, _ in found]
+    long = [(site, extent) for site, extent in found if extent != 1]
+    if [size for size in own if size != 1] != [extent for _, extent in long]:
+        return [None] * len(own)
+    sites = iter(site for site, _ in long)
+    return [None if size == 1 else next(sites) for size in own]
 
 
 def choices(
