@@ -15,6 +15,7 @@ from autopar.tracing.graph import NamedGraph
 
 __all__ = ["Bucket", "buckets_of", "buffers_of", "copied", "shape_of", "ways_of"]
 
+
 @dataclass(frozen=True)
 class Bucket:
     """Conversions of parameters that are done as one, before the first op that wants one of them."""

@@ -157,9 +157,7 @@ def refuse() -> dict[str, str]:
         "outputs": error_of(lambda: autopar.parallelize(model, "dp=2", inputs, layout="ddp", outputs="whole")),  # type: ignore[arg-type]
         "parameters": error_of(lambda: torch.optim.SGD(lazy.parameters())),
         "graph": error_of(lambda: lazy.collectives()),
-        "dtype": error_of(
-            lambda: autopar.parallelize(model, "dp=2", inputs, layout="ddp", compute_dtype=torch.int32)
-        ),
+        "dtype": error_of(lambda: autopar.parallelize(model, "dp=2", inputs, layout="ddp", compute_dtype=torch.int32)),
         "mesh": error_of(lambda: autopar.parallelize(model, "dp=3", inputs, layout="ddp")),
     }
 
