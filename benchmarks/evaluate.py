@@ -1,6 +1,6 @@
 """How long it takes to price one plan of Llama-3-8B: the first time, and again.
 
-python -m benchmarks.evaluate [--layers 32] [--layout megatron] [--mesh dp=8,tp=8] [--cluster dgx-h100]
+python -m benchmarks.evaluate [--layers 32] [--layout megatron] [--mesh dp=8,tp=8] [--cluster h100]
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--layout", default="megatron")
     parser.add_argument("--mesh", default="dp=8,tp=8")
-    parser.add_argument("--cluster", default="dgx-h100")
+    parser.add_argument("--cluster", default="h100")
     options = parser.parse_args()
     mesh, cluster = Mesh(options.mesh), load_cluster(options.cluster)
     axes = dict(zip(mesh.names, mesh.sizes, strict=True))

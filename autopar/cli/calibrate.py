@@ -25,7 +25,7 @@ __all__ = ["add_parser"]
 EXAMPLES = """examples:
   autopar calibrate --output mine.toml
   autopar calibrate --processes 8 --largest "4 MiB" --output mine.toml
-  autopar calibrate --processes 1 --like dgx-h100 --output mine.toml
+  autopar calibrate --processes 1 --like h100 --output mine.toml
   torchrun --nproc-per-node 8 -m autopar calibrate --output mine.toml
 """
 GPU_LARGEST, CPU_LARGEST = "1 GiB", "16 MiB"

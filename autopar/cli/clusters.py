@@ -12,8 +12,8 @@ __all__ = ["add_parser"]
 
 EXAMPLES = """examples:
   autopar clusters
-  autopar clusters dgx-h100
-  autopar clusters --toml dgx-h100 > mine.toml
+  autopar clusters h100
+  autopar clusters --toml h100 > mine.toml
   autopar clusters mine.toml
 """
 

@@ -118,18 +118,18 @@ def _with_ranks(cluster: Cluster, ranks: int, nodes: int) -> Cluster:
 # Device -> network -> cluster. The first network of a device is what its maker's own nodes have.
 CLUSTERS: Mapping[str, Mapping[str, str]] = {
     "V100": {"infiniband": "v100"},
-    "A100 40GB": {"infiniband": "dgx-a100-40"},
-    "A100": {"infiniband": "dgx-a100-80", "efa": "a100-efa"},
+    "A100 40GB": {"infiniband": "a100-40"},
+    "A100": {"infiniband": "a100-80", "efa": "a100-efa"},
     "H100": {
-        "infiniband": "dgx-h100",
+        "infiniband": "h100",
         "efa": "h100-efa",
         "roce": "h100-roce",
         "tcpxo": "h100-a3mega",
         "tcpx": "h100-a3high",
         "slingshot": "h100-slingshot",
     },
-    "H200": {"infiniband": "dgx-h200", "efa": "h200-efa"},
-    "B200": {"infiniband": "dgx-b200", "efa": "b200-efa"},
+    "H200": {"infiniband": "h200", "efa": "h200-efa"},
+    "B200": {"infiniband": "b200", "efa": "b200-efa"},
     "GB200": {"infiniband": "gb200"},
 }
 

@@ -45,16 +45,16 @@ def test_prices_agree_with_measurements(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("device", "network", "cluster", "ports", "gigabytes"),
     [
-        ("H100", "NVLink4/NVSwitch", "dgx-h100", 8, 50),
-        ("H100", "NDR IB 8x400Gb + SHARP", "dgx-h100", 8, 50),
+        ("H100", "NVLink4/NVSwitch", "h100", 8, 50),
+        ("H100", "NDR IB 8x400Gb + SHARP", "h100", 8, 50),
         ("H100", "EFA v2 32x100Gb/node", "h100-efa", 32, 12.5),
         ("H100", "RoCE 4x200Gb", "h100-roce", 4, 25),
         ("H100", "GPUDirect-TCPXO 1.8 Tbps/node", "h100-a3mega", 8, 25),
         ("H100", "GPUDirect-TCPX 1 Tbps/node", "h100-a3high", 4, 25),
         ("H100 (4/node)", "HPE Slingshot (NCCL+CXI)", "h100-slingshot", 2, 25),
-        ("B200", "8x NDR400 IB (CX-7)", "dgx-b200", 8, 50),
-        ("A100", "HDR IB 8x200Gb", "dgx-a100-80", 8, 25),
-        ("A100", "RoCE 8x100Gb", "dgx-a100-80", 8, 12.5),
+        ("B200", "8x NDR400 IB (CX-7)", "b200", 8, 50),
+        ("A100", "HDR IB 8x200Gb", "a100-80", 8, 25),
+        ("A100", "RoCE 8x100Gb", "a100-80", 8, 12.5),
         ("GB200", "NVL72 + IB", "gb200", 72, 50),
     ],
 )

@@ -184,8 +184,8 @@ def test_mistakes_in_wires(tmp_path: Path, rows: list[str], message: str) -> Non
 
 
 def test_unknown_names(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match="there is no cluster 'dgx-h10'; did you mean 'dgx-h100'"):
-        load_cluster("dgx-h10")
+    with pytest.raises(ClusterError, match="there is no cluster 'h10'; did you mean 'h100'"):
+        load_cluster("h10")
     with pytest.raises(ClusterError, match="cannot be read"):
         load_cluster(tmp_path / "none.toml")
     path = tmp_path / "mine.toml"

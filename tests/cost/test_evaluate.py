@@ -26,7 +26,7 @@ from autopar.rewrite.buckets import BUCKET_BYTES
 from autopar.tracing.graph import NamedGraph
 from examples.gpt import gpt
 
-CLUSTER = load_cluster("dgx-h100")
+CLUSTER = load_cluster("h100")
 LAYOUTS: Mapping[str, Mapping[str, int]] = {
     "ddp": {"dp": 16},
     "zero1": {"dp": 16},

@@ -16,7 +16,7 @@ from autopar.layout.choosing import choose_layout
 from autopar.plan import Plan
 from autopar.tracing.graph import NamedGraph
 
-CLUSTER = load_cluster("dgx-h100")
+CLUSTER = load_cluster("h100")
 AXES = {"dp": 2}
 
 

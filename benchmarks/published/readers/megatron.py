@@ -17,7 +17,7 @@ __all__ = ["layer_runs", "recompute_runs", "sc21_runs"]
 # Megatron-LM fuses bias, GELU, dropout and residual, and scale, mask and softmax. Gradients add up in float32 and are
 # summed after the last backward, all at once.
 SOFTWARE = Software(bucket_bytes=None, overlaps=False, gathers_again=True)
-CLUSTER = "dgx-a100-80"
+CLUSTER = "a100-80"
 VOCAB = 51200
 
 

@@ -43,7 +43,7 @@ def _run(row: Row) -> Run:
         label=row.place,
         group=f"{layers} x {hidden} on {row.text('gpus')} GPUs",
         decoder=decoder,
-        cluster="dgx-a100-80",
+        cluster="a100-80",
         nodes=1,
         devices=row.whole("gpus"),
         dp=dp,
