@@ -87,7 +87,7 @@ def test_axes_of_the_strategies() -> None:
         "ddp(dp=a*b*c)",
         "fsdp(fsdp=a*b*c)",
         "megatron(dp=a*b,tp=c)",
-        "megatron_sp(dp=a,tp=b*c)",
+        "megatron_sp(dp=a*b,tp=c)",
         "fsdp_tp(fsdp=a*b,tp=c)",
     ]
     assert [strategy_call(name, 1) for name in STRATEGIES] == [
