@@ -93,7 +93,8 @@ def test_axes_of_the_strategies() -> None:
     assert [strategy_call(name, 1) for name in STRATEGIES] == [
         *("ddp(dp=a)", "fsdp(fsdp=a)", "megatron(tp=a)", "megatron_sp(tp=a)", "fsdp_tp(tp=a)")
     ]
-    assert model_parts("megatron_sp", (2, 2, 2)) == 4
+    assert model_parts("megatron_sp", (4,)) == 4
+    assert model_parts("megatron_sp", (2, 2, 2)) == 2
     assert model_parts("ddp", (2, 2)) == 1
     config = zoo_model("llama", train=False, parts=4)[0].config
     assert (config.num_key_value_heads, config.num_attention_heads) == (4, 8)
