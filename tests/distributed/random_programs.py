@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -221,13 +221,20 @@ def random_layout(draw: random.Random, dims: Iterable[str], axes: Iterable[str])
     lines = [_rule(draw, dim, places, pad=False) for dim in dims if draw.random() < 0.7]
     if draw.random() < 0.5:
         lines.append("* -> none")
-    for kind in ("act", "use", "input", "output"):
-        if draw.random() < 0.25:
-            lines.append(f"{kind} {{ {_rule(draw, draw.choice(dims), places, pad=False)} }}")
-    if draw.random() < 0.4:
-        kinds = draw.choice(("param", "param, grad, opt", "opt"))
-        lines.append(f"{kinds} {{ * -> {draw.choice(places[:-2])} | none }}".replace("none | none", "none"))
+    lines += _roles(draw, dims, places, pad=False, chances=(0.25, 0.4))
     return "; ".join(lines) or "* -> none"
+
+
+def _roles(
+    draw: random.Random, dims: list[str], places: list[str], pad: bool, chances: tuple[float, float]
+) -> Iterator[str]:
+    """What values in some roles do otherwise, and how parameters are stored; each with its chance."""
+    for kind in ("act", "use", "input", "output"):
+        if draw.random() < chances[0]:
+            yield f"{kind} {{ {_rule(draw, draw.choice(dims), places, pad)} }}"
+    if draw.random() < chances[1]:
+        kinds = draw.choice(("param", "param, grad, opt", "opt"))
+        yield f"{kinds} {{ * -> {draw.choice(places[:-2])} | none }}".replace("none | none", "none")
 
 
 def _rule(draw: random.Random, dim: str, places: list[str], pad: bool) -> str:
@@ -245,12 +252,7 @@ def random_text(draw: random.Random, graph: NamedGraph, axes: Mapping[str, int])
     lines = [_rule(draw, dim, places, pad=True) for dim in dims if draw.random() < 0.7]
     if draw.random() < 0.6:
         lines.append("* -> none")
-    for kind in ("act", "use", "input", "output"):
-        if draw.random() < 0.15:
-            lines.append(f"{kind} {{ {_rule(draw, draw.choice(dims), places, pad=True)} }}")
-    if draw.random() < 0.3:
-        kinds = draw.choice(("param", "param, grad, opt", "opt"))
-        lines.append(f"{kinds} {{ * -> {draw.choice(places[:-2])} | none }}".replace("none | none", "none"))
+    lines += _roles(draw, dims, places, pad=True, chances=(0.15, 0.3))
     for _ in range(draw.choice((0, 0, 1, 2, 3))):
         lines.append(_pin(draw, graph, names))
     if draw.random() < 0.3:

@@ -18,7 +18,7 @@ import autopar
 from autopar.engine import device_mesh
 from autopar.mesh import Mesh
 
-__all__ = ["Recorder", "Sent", "Step", "step"]
+__all__ = ["Counted", "Recorder", "Sent", "Step", "step"]
 
 
 class Sent(NamedTuple):
@@ -36,6 +36,22 @@ class Step(NamedTuple):
     values: Counter[Sent]
     parameters: Counter[Sent]
     real: tuple[Sent, ...]
+
+
+class Counted(TorchDispatchMode):
+    """How many collectives of each kind are sent, and the dtypes of their buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.dtypes: dict[str, set[str]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "_c10d_functional" and name != "wait_tensor":
+            self.counts[name.rstrip("_")] += 1
+            self.dtypes.setdefault(name.rstrip("_"), set()).add(str(args[0].dtype).removeprefix("torch."))
+        return func(*args, **(kwargs or {}))
 
 
 # Which argument of the op holds what a rank gives, or the whole.

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.mesh import Mesh
@@ -16,20 +12,8 @@ from autopar.rewrite import emit
 from autopar.rewrite.buckets import put_in_buckets
 from examples.gpt import gpt
 from tests.distributed.launcher import in_turn, launch
-
-
-class Sent(TorchDispatchMode):
-    """Counts what is sent, by kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, name = func._schema.name.partition("::")
-        if namespace == "_c10d_functional" and name != "wait_tensor":
-            self.counts[name.rstrip("_")] += 1
-        return func(*args, **(kwargs or {}))
+from tests.distributed.sent import Counted
+from tests.distributed.training import gradients, whole, worst
 
 
 def models(layout: str, mesh: str, limit_bytes: int) -> tuple[nn.Module, nn.Module, nn.Module, dict[str, Tensor]]:
@@ -45,27 +29,12 @@ def models(layout: str, mesh: str, limit_bytes: int) -> tuple[nn.Module, nn.Modu
     return model, *found, inputs  # type: ignore[return-value]
 
 
-def whole(gradient: Any) -> Tensor:
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
-
-
-def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    return max(
-        float((found[name] - one).abs().max() / one.abs().max().clamp_min(1e-3)) for name, one in expected.items()
-    )
-
-
 def backward(layout: str, mesh: str, limit_bytes: int) -> tuple[float, float, dict[str, int], dict[str, int]]:
     model, single, bucketed, inputs = models(layout, mesh, limit_bytes)
     model(**inputs).backward()
     counts = []
     for parallel in (single, bucketed):
-        with Sent() as sent:
+        with Counted() as sent:
             parallel(**inputs).backward()
         counts.append(dict(sent.counts))
     expected = gradients(model)

@@ -11,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from tests.distributed.launcher import launch
-from tests.distributed.test_parameter_handling import REGATHERED, Sent, gradients, worst
+from tests.distributed.sent import Counted
+from tests.distributed.test_parameter_handling import REGATHERED
+from tests.distributed.training import gradients, worst
 
 MEGATRON = """
 batch -> dp; * -> none
@@ -62,7 +64,7 @@ def step(layout: str, mesh: str) -> tuple[float, dict[str, dict[str, int]], list
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = parallel(x)
         kept.append(sum(saved.values()))
-        with Sent() as sent:
+        with Counted() as sent:
             loss.backward()
         found[str(checkpointed)] = dict(sent.counts)
         error = max(error, worst(gradients(parallel), gradients(model)))

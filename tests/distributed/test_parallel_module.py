@@ -17,6 +17,7 @@ from autopar.errors import AutoparError
 from autopar.module import ParallelModule
 from examples.gpt import gpt
 from tests.distributed.launcher import in_turn, launch
+from tests.distributed.training import gap, whole
 
 Inputs = dict[str, Tensor]
 
@@ -25,17 +26,6 @@ def small_gpt(seed: int = 0, **sizes: Any) -> tuple[nn.Module, Inputs]:
     torch.manual_seed(seed)
     model, inputs = gpt(**{"batch": 4, "seq": 6, "vocab": 24, "d_model": 16, "layers": 1, **sizes})
     return model.double(), inputs
-
-
-def whole(value: Any) -> Tensor:
-    found: Tensor = value.full_tensor() if isinstance(value, DTensor) else value
-    return found
-
-
-def gap(found: Any, expected: Any) -> float:
-    found, expected = whole(found).detach(), whole(expected).detach()
-    assert found.shape == expected.shape
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
 
 
 def gradient_gap(model: nn.Module, parallel: nn.Module) -> float:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from examples.gpt import gpt
 from tests.distributed.launcher import in_turn, launch
+from tests.distributed.sent import Counted
+from tests.distributed.training import gradients, worst
 
 REGATHERED = """
 batch -> dp; * -> none
@@ -23,22 +23,6 @@ ZERO2 = """
 batch -> dp; * -> none
 grad, opt { * -> dp | none }
 """
-
-
-class Sent(TorchDispatchMode):
-    """What is sent: how many collectives of each kind, and the dtypes of their buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-        self.dtypes: dict[str, set[str]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, name = func._schema.name.partition("::")
-        if namespace == "_c10d_functional" and name != "wait_tensor":
-            self.counts[name.rstrip("_")] += 1
-            self.dtypes.setdefault(name.rstrip("_"), set()).add(str(args[0].dtype).removeprefix("torch."))
-        return func(*args, **(kwargs or {}))
 
 
 def batches(count: int) -> list[dict[str, Tensor]]:
@@ -52,19 +36,6 @@ def pair(layout: str, dtype: torch.dtype = torch.float64, **options: Any) -> tup
     return model, autopar.parallelize(model, "dp=2", batches(1)[0], layout=layout, **options)
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return {name: one.full_tensor() if hasattr(one, "full_tensor") else one for name, one in found.items()}
-
-
-def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    return max(
-        float((found[name].double() - one.double()).abs().max() / one.double().abs().max().clamp_min(1e-3))
-        for name, one in expected.items()
-    )
-
-
 def accumulated(layout: str) -> tuple[float, list[int], list[dict[str, int]]]:
     """Two steps of three micro-steps, of which the last of each sends; parameters with a gradient after each."""
     model, parallel = pair(layout)
@@ -75,7 +46,7 @@ def accumulated(layout: str) -> tuple[float, list[int], list[dict[str, int]]]:
     for _ in range(2):
         for number, inputs in enumerate(batches(3)):
             model(**inputs).backward()
-            with Sent() as seen:
+            with Counted() as seen:
                 if number < 2:
                     with parallel.no_sync():
                         parallel(**inputs).backward()
@@ -95,7 +66,7 @@ def mixed(layout: str, reduce_dtype: torch.dtype | None) -> tuple[float, float, 
     inputs = batches(1)[0]
     expected = model(**inputs)
     expected.backward()
-    with Sent() as seen:
+    with Counted() as seen:
         loss = parallel(**inputs)
         loss.backward()
     kinds = {str(each.dtype) for p in parallel.parameters() for each in (p, p.grad)}
@@ -112,7 +83,7 @@ def again() -> tuple[float, float, int, dict[str, int], bool]:
     release = [m for m in parallel.emitted.graph_module.modules() if type(m).__name__ == "Release"]
     whole = [tensor for m in release for tensor in m.running.again.whole]
     empty = bool(whole) and all(tensor.untyped_storage().size() == 0 for tensor in whole)
-    with Sent() as backward:
+    with Counted() as backward:
         loss.backward(retain_graph=True)
     first = worst(gradients(parallel), gradients(model))
     empty = empty and all(tensor.untyped_storage().size() == 0 for tensor in whole)

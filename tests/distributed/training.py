@@ -39,6 +39,20 @@ def gradient_gap(model: nn.Module, parallel: nn.Module) -> float:
     return worst
 
 
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The whole gradients of those parameters that have one."""
+    return {name: whole(one.grad) for name, one in model.named_parameters() if one.grad is not None}
+
+
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference of the same gradients, relative to the largest expected value of each."""
+    assert found.keys() == expected.keys()
+    return max(
+        float((found[name].double() - one.double()).abs().max() / one.double().abs().max().clamp_min(1e-3))
+        for name, one in expected.items()
+    )
+
+
 def error_of(call: Callable[[], Any], kind: type[Exception] = AutoparError) -> str:
     try:
         call()
