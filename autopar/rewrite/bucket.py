@@ -211,9 +211,9 @@ class _End(torch.autograd.Function):
         found: list[Tensor | None] = [None] * ctx.count
         if handling.deferred and not compiling and not differentiable:
             gradients = _with_unsent(running, gradients)
-        if bucket.is_sum and not compiling and not differentiable and None not in gradients:
-            return (None, *_sums(running, gradients))  # type: ignore[arg-type]
         here = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        if bucket.is_sum and not compiling and not differentiable and len(here) == len(gradients):
+            return (None, *_sums(running, gradients))  # type: ignore[arg-type]
         given = [gradient.to(handling.reduced) for gradient in gradients if gradient is not None]
         ones = [bucket.conversions[i] for i in here]
         if not here or not bucket.backward:
