@@ -14,9 +14,9 @@ import torch
 import autopar
 from autopar.cost.cluster import load_cluster
 from autopar.cost.evaluate import evaluate
+from autopar.decided import Plan
 from autopar.layout.choosing import choose_layout
 from autopar.mesh import Mesh
-from autopar.plan import Plan
 from examples.llama3_8b import llama3_8b
 
 

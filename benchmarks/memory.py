@@ -23,9 +23,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import autopar
 from autopar.cost.memory import memory
 from autopar.cost.profile import wire_of
+from autopar.decided import Plan
 from autopar.layout.choosing import choose_layout
 from autopar.layout.resolve import atoms_of
-from autopar.plan import Plan
 from autopar.rewrite.bucket import Handling
 from autopar.rewrite.buckets import Parameters
 from autopar.rewrite.emit import emit

@@ -30,8 +30,8 @@ from torch.multiprocessing.spawn import spawn
 import autopar
 from autopar.cost.cluster import load_cluster
 from autopar.cost.evaluate import evaluate
+from autopar.decided import Plan
 from autopar.layout.choosing import choose_layout
-from autopar.plan import Plan
 from benchmarks.published.metrics import Pair, kendall_tau
 from examples.gpt import gpt
 

@@ -16,11 +16,11 @@ from autopar.api import trace
 from autopar.completion import complete
 from autopar.conversions import Outputs, conversions, wire
 from autopar.cost.buckets import buckets_of, ways_of
+from autopar.decided import Plan, fingerprint
 from autopar.errors import LayoutError
 from autopar.layout.choosing import choose_layout
 from autopar.layout.language import parse_layout
 from autopar.mesh import Mesh
-from autopar.plan import Plan, fingerprint
 from autopar.reshard import Reshard
 from autopar.rewrite.bucket import BucketEnd
 from autopar.rewrite.buckets import goes_in_bucket

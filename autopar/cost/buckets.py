@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from autopar.conversions import Inserted, Wiring
-from autopar.plan import Plan
+from autopar.decided import Plan
 from autopar.reshard import Step, StepKind
 from autopar.rewrite.buckets import goes_in_bucket, in_buckets
 from autopar.tracing.graph import NamedGraph

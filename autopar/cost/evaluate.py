@@ -22,8 +22,8 @@ from autopar.cost.compute import peak_of
 from autopar.cost.costs import CommunicationCosts, ComputeCosts, Costs
 from autopar.cost.memory import memory
 from autopar.cost.profile import Profile, Task, profile, wire_of
+from autopar.decided import Plan, fingerprint
 from autopar.errors import AutoparError
-from autopar.plan import Plan, fingerprint
 from autopar.tracing.graph import NamedGraph
 
 __all__ = ["beside_seconds", "evaluate"]

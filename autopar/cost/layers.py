@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from autopar.cost.cluster import Device
 from autopar.cost.compute import OpWork
-from autopar.plan import Plan, Recompute
+from autopar.decided import Plan, Recompute
 from autopar.tracing.graph import NamedGraph
 
 __all__ = ["again", "is_cheap", "layers_of"]

@@ -19,7 +19,7 @@ from autopar.cost.layers import layers_of
 from autopar.cost.lowered import LocalFootprints
 from autopar.cost.storages import Storages
 from autopar.cost.versions import Version, last_uses, results_of
-from autopar.plan import Plan
+from autopar.decided import Plan
 from autopar.reshard import Step, StepKind
 from autopar.tracing.graph import NamedGraph, NamedNode
 

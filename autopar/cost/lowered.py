@@ -18,8 +18,8 @@ from torch.fx import Node
 
 from autopar.completion import OpDecision
 from autopar.conversions import Wiring
+from autopar.decided import Plan
 from autopar.layout.resolve import atoms_of
-from autopar.plan import Plan
 from autopar.reshard import StepKind
 from autopar.rewrite.lowerings import Split
 from autopar.rewrite.lowerings.base import Message, Send

@@ -12,8 +12,8 @@ from autopar.conversions import Wiring
 from autopar.cost.costs import MemoryCosts
 from autopar.cost.liveness import Liveness
 from autopar.cost.optimizers import Optimizer, optimizer_of
+from autopar.decided import Plan
 from autopar.layout.resolve import atoms_of
-from autopar.plan import Plan
 from autopar.tracing.graph import NamedGraph, NamedTensor
 
 __all__ = ["memory"]

@@ -20,7 +20,7 @@ from autopar.cost.compute import NOTHING, OpWork, Work, local_bytes, op_work, se
 from autopar.cost.fusion import fused
 from autopar.cost.layers import again, layers_of
 from autopar.cost.optimizers import optimizer_of
-from autopar.plan import Plan
+from autopar.decided import Plan
 from autopar.reshard import Step
 from autopar.tracing.graph import NamedGraph, NamedNode
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.cost.cluster import Cluster
 from autopar.cost.profile import Profile, Task, profile
-from autopar.plan import Plan
+from autopar.decided import Plan
 from autopar.tracing.graph import NamedGraph
 
 __all__ = ["Event", "Timeline", "timeline"]

@@ -20,7 +20,7 @@ from autopar.cost.cluster import Cluster, load_cluster
 from autopar.cost.compute import local_bytes
 from autopar.cost.memory import memory
 from autopar.cost.profile import Task, profile, wire_of
-from autopar.plan import Plan
+from autopar.decided import Plan
 from autopar.tracing.graph import NamedGraph
 from benchmarks.published.models import Decoder, decoder_inputs, decoder_model
 from benchmarks.published.runs import Run, Software, layout_of

@@ -19,9 +19,9 @@ from autopar.cost.cluster import load_cluster
 from autopar.cost.evaluate import evaluate, exposed_seconds
 from autopar.cost.profile import Profile, Task, profile, wire_of
 from autopar.cost.timeline import STREAMS, timeline, timeline_of
+from autopar.decided import Plan, fingerprint
 from autopar.errors import AutoparError
 from autopar.layout.choosing import choose_layout
-from autopar.plan import Plan, fingerprint
 from autopar.rewrite.buckets import BUCKET_BYTES
 from autopar.tracing.graph import NamedGraph
 from examples.gpt import gpt

@@ -18,9 +18,9 @@ from autopar.cost.memory import memory
 from autopar.cost.optimizers import OPTIMIZERS, optimizer_of
 from autopar.cost.profile import wire_of
 from autopar.cost.storages import Storages
+from autopar.decided import Plan
 from autopar.errors import AutoparError
 from autopar.layout.choosing import choose_layout
-from autopar.plan import Plan
 from autopar.tracing.graph import NamedGraph
 from benchmarks.memory import measure
 from examples.gpt import gpt

@@ -12,8 +12,8 @@ import autopar
 from autopar.cost.cluster import cluster_names, load_cluster
 from autopar.cost.evaluate import beside_seconds, evaluate
 from autopar.cost.profile import profile
+from autopar.decided import Plan
 from autopar.layout.choosing import choose_layout
-from autopar.plan import Plan
 from autopar.tracing.graph import NamedGraph
 
 CLUSTER = load_cluster("h100")
