@@ -134,6 +134,11 @@ def _holders(tensor: Tensor) -> int:
     return held - 1  # the storage object that was asked
 
 
+def _is_alone(tensor: Tensor) -> bool:
+    """Whether a tensor fills the memory that it lies in, so that giving it up and filling it again meets nothing else."""
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
 def _versions(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     return tuple(x._version for x in tensors)
 
@@ -196,6 +201,7 @@ class _End(torch.autograd.Function):
         else:
             found = [x.view_as(x) for x in found]
         if handling.again and not compiling:
+            found = [x if _is_alone(x) else x.clone(memory_format=torch.contiguous_format) for x in found]
             running.again = ctx.again = Again(running, tensors, [x.detach() for x in found])
         return tuple(found)
 

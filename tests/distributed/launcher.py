@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -96,6 +97,7 @@ def _rank(module: str, name: str, folder: str, rank: int, ranks: int, port: int,
     log = os.open(Path(folder, f"log{rank}"), os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(log, stream)
+    faulthandler.enable()  # where every thread was when a rank died of a signal
     # Gloo would look the host's name up, which not every machine can.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if ROOT not in sys.path:
