@@ -135,7 +135,7 @@ def _holders(tensor: Tensor) -> int:
 
 
 def _is_alone(tensor: Tensor) -> bool:
-    """Whether a tensor fills the memory that it lies in, so that giving it up and filling it again meets nothing else."""
+    """Whether a tensor fills the memory that it lies in: it may be given up and filled again without harm to others."""
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 

@@ -109,7 +109,7 @@ def frozen() -> float:
 
 
 def of_one_element_each() -> float:
-    """Parameters of which each rank holds one element: what is gathered of them lies strewn over the bucket's buffer."""
+    """Parameters of which each rank holds one element: gathered, they lie strewn over the bucket's buffer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 2), nn.Tanh(), nn.Linear(2, 2)).double()
     x = torch.randn(4, 6, dtype=torch.float64)
