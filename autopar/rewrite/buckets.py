@@ -28,7 +28,9 @@ __all__ = ["BUCKET_BYTES", "Parameters", "goes_in_bucket", "in_buckets", "put_in
 BUCKET_BYTES = 25 * 2**20
 """What DistributedDataParallel has as its default: large enough that starting a collective costs little of it."""
 SMALL_BYTES = 2**20
-"""Of the bucket that the forward uses first, whose gradients come last, and the least that the others are cut into."""
+"""Of the bucket that the forward uses first, whose gradients come last: nothing is left to send it beside."""
+LEAST_BYTES = 4 * 2**20
+"""Others are not cut smaller: starting a collective then costs more than sending it earlier saves."""
 BUCKETS = 4
 """In so many buckets at least, if they are not small, so that most gradients are sent beside the backward."""
 
@@ -218,4 +220,4 @@ def _key(one: Bucketed) -> tuple[Any, str | None]:
 def _limits(reduces: bool, size: int, limit_bytes: int) -> list[int]:
     """How large the first bucket of a kind may be, and how large the others."""
     small = min(SMALL_BYTES, limit_bytes)
-    return [small, max(small, min(limit_bytes, size // BUCKETS))] if reduces else [limit_bytes]
+    return [small, min(limit_bytes, max(LEAST_BYTES, size // BUCKETS))] if reduces else [limit_bytes]
