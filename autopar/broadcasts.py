@@ -73,7 +73,9 @@ class _Lifting:
             return False
         if not all(self._takes_broadcast(user, name, axis, lifted) for user in self.users.get(name, ())):
             return False
-        choice = replace(decision.choice, passes=(*decision.choice.passes, (axis, BROADCAST)))
+        order = list(self.decisions.axes)
+        passes = sorted((*decision.choice.passes, (axis, BROADCAST)), key=lambda one: order.index(one[0]))
+        choice = replace(decision.choice, passes=tuple(passes))
         found = layouts_of(self.graph, node, choice)
         if found is None:
             return False

@@ -28,11 +28,20 @@ from autopar.layout.language import Layout as LayoutText
 from autopar.layout.resolve import Wanted, atoms_of, resolve
 from autopar.layout.sharing import filled_from, groups_of, shared
 from autopar.layout.source import layout_error
-from autopar.layout.state import Layout
+from autopar.layout.state import Atoms, Layout
 from autopar.layout.states import PinnedStates, check_states, states_of
 from autopar.layout.storage import stored_splits
 from autopar.layout.syntax import Axes
-from autopar.pinned import allows, cannot_be_had, pin_of, pinned_sites, with_constraints, words_of
+from autopar.pinned import (
+    allows,
+    cannot_be_had,
+    pin_of,
+    pinned_passings,
+    pinned_sites,
+    uneven_sites,
+    with_constraints,
+    words_of,
+)
 from autopar.reshard import Reshard, reshard
 from autopar.rewrite.lowerings import split_of
 from autopar.tracing.graph import NamedGraph, NamedNode, NamedTensor
@@ -141,6 +150,7 @@ class _Completion:
         self.holdings: dict[str, Holding] = {}
         self.sent_bytes: dict[tuple[str, Layout | None, Layout | None], int] = {}
         """By what is converted, from which layout and to which: once for all ops; or what an op itself sends."""
+        self.priced: dict[tuple[Atoms, bool, Layout, Layout], int] = {}
 
     def _kinds(self, tensor: NamedTensor) -> tuple[str, ...]:
         """The kinds of rules that say how a tensor is laid out."""
@@ -198,9 +208,12 @@ class _Completion:
         targets = [None if name is None else self._target(self.graph.tensors[name]) for name in node.outputs]
         pin = pin_of(self.layout, node)
         sites, uneven = self._candidates(node, targets)
-        sites = sites if pin is None else pinned_sites(pin, node)
-        for choice in choices(node, sites, self.axes, uneven, self._passing(node)):
-            if pin is not None and not allows(pin, choice):
+        passing = self._passing(node)
+        if pin is not None:
+            sites, uneven = pinned_sites(pin, node), uneven | uneven_sites(pin, node)
+            passing = {**passing, **pinned_passings(pin, node)}
+        for choice in choices(node, sites, self.axes, uneven, passing):
+            if pin is not None and not allows(pin, choice, node):
                 continue
             found = layouts_of(self.graph, node, choice)
             if found is None:
@@ -315,8 +328,11 @@ class _Completion:
         return found
 
     def _bytes(self, tensor: NamedTensor, source: Layout, target: Layout) -> int:
-        found = reshard(atoms_of(tensor), source, target, self.axes)
-        return sent_numel(found, tensor.requires_grad) * tensor.dtype.itemsize
+        atoms = atoms_of(tensor)
+        key = atoms, tensor.requires_grad, source, target
+        if key not in self.priced:
+            self.priced[key] = sent_numel(reshard(atoms, source, target, self.axes), tensor.requires_grad)
+        return self.priced[key] * tensor.dtype.itemsize
 
     def _no_choice(self, node: NamedNode) -> str:
         """Which parameters the op cannot take as the layout wants them used, and which factors are in the way."""

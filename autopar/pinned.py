@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.choices import Choice, Site
+from autopar.choices import BROADCAST, Choice, Passing, Site
 from autopar.errors import LayoutError
 from autopar.layout.axes import replace_axes
 from autopar.layout.check import Words
@@ -15,7 +15,16 @@ from autopar.layout.source import layout_error
 from autopar.layout.syntax import OpPin, Pin
 from autopar.tracing.graph import NamedGraph, NamedNode
 
-__all__ = ["allows", "cannot_be_had", "pin_of", "pinned_sites", "with_constraints", "words_of"]
+__all__ = [
+    "allows",
+    "cannot_be_had",
+    "pin_of",
+    "pinned_passings",
+    "pinned_sites",
+    "uneven_sites",
+    "with_constraints",
+    "words_of",
+]
 
 
 def pin_of(layout: Layout, node: NamedNode) -> OpPin | None:
@@ -30,26 +39,70 @@ def pin_of(layout: Layout, node: NamedNode) -> OpPin | None:
 
 
 def pinned_sites(pin: OpPin, node: NamedNode) -> dict[str, list[Site]]:
-    """For each axis of a pin the sites that it may split: the atoms of its factor."""
-    return {
-        axis: [(factor, atom) for atom in range(len(node.atoms.get(factor, ())))]
-        for factor, axes in pin.choice
-        for axis in axes
-    }
+    """For each axis of a pin the sites that it may split: the atoms of its factor, or the one that it names."""
+    return {axis: _sites(factor, node) for factor, axes in pin.choice if _splits(factor) for axis in axes}
 
 
-def allows(pin: OpPin, choice: Choice) -> bool:
+def uneven_sites(pin: OpPin, node: NamedNode) -> set[tuple[Site, tuple[str, ...]]]:
+    """The sites that a pin lets its axes cut in pieces of different lengths."""
+    return {(site, axes) for factor, axes in pin.choice if factor in pin.uneven for site in _sites(factor, node)}
+
+
+def pinned_passings(pin: OpPin, node: NamedNode) -> dict[str, tuple[Passing, ...]]:
+    """For each axis of which a pin says that it splits nothing, what it passes through: one way, or none."""
+    found: dict[str, tuple[Passing, ...]] = {}
+    for word, axes in pin.choice:
+        if not _splits(word):
+            found.update(dict.fromkeys(axes, _passings(word, node)))
+    return found
+
+
+def _passings(word: str, node: NamedNode) -> tuple[Passing, ...]:
+    if word == "broadcast":
+        return (BROADCAST,)
+    number = word.partition(".")[2]
+    groups = node.rule.linear[int(number) : int(number) + 1] if word != "none" else ()
+    return tuple(map(frozenset, groups))
+
+
+def _splits(word: str) -> bool:
+    """Whether a word on the left of a pin is a factor."""
+    return word not in ("none", "broadcast") and not word.startswith("partial.")
+
+
+def _sites(word: str, node: NamedNode) -> list[Site]:
+    factor, _, number = word.partition(".")
+    atoms = range(len(node.atoms.get(factor, ())))
+    return [(factor, atom) for atom in atoms if not number or atom == int(number)]
+
+
+def allows(pin: OpPin, choice: Choice, node: NamedNode) -> bool:
     """Whether a choice does what the pin says, all of it and nothing else."""
-    found: dict[str, tuple[str, ...]] = {}
-    for (factor, _), axes in choice.splits:
-        found[factor] = (*found.get(factor, ()), *axes)
-    return found.keys() == dict(pin.choice).keys() and all(set(axes) == set(found[f]) for f, axes in pin.choice)
+    splits = dict(choice.splits)
+    for factor, axes in pin.choice:
+        if not _splits(factor):
+            continue
+        found = [splits.pop(site, ()) for site in _sites(factor, node)]
+        if "." in factor and found != [axes]:
+            return False
+        if sorted(axis for one in found for axis in one) != sorted(axes):
+            return False
+    return not splits and all(
+        (way is None and word == "none") or (way,) == _passings(word, node)
+        for word, axes in pin.choice
+        if not _splits(word)
+        for way in (dict(choice.passes).get(axis) for axis in axes)
+    )
 
 
 def cannot_be_had(pin: OpPin, node: NamedNode, axes: Mapping[str, int]) -> LayoutError:
     """E5: the op does not allow what the pin says."""
     reasons = []
-    for factor, over in pin.choice:
+    for word, over in pin.choice:
+        factor = word.partition(".")[0]
+        if factor not in node.rule.kinds:
+            reasons.append(f"{word}: over {', '.join(over)}, beside what it splits")
+            continue
         kind, extents = node.rule.kinds[factor], node.atoms.get(factor, ())
         sizes = " * ".join(f"{axis}={axes[axis]}" for axis in over)
         reasons.append(f"{factor}: {kind.value}, extent {' x '.join(map(str, extents)) or 'none'}, over {sizes}")

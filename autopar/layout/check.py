@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.errors import LayoutError
 from autopar.layout.language import Layout
-from autopar.layout.precedence import glob_matches, matches
+from autopar.layout.precedence import POSITION, glob_matches, matches
 from autopar.layout.source import Span, layout_error, unknown_name
 from autopar.layout.syntax import (
     Block,
@@ -79,6 +79,8 @@ def _check_names(statement: Statement, words: Words, axes: Mapping[str, int], an
         for pattern in () if any_dims else rule.dims:
             if not any(matches(pattern, dim) for dim in words.dims):
                 raise unknown_name("dim", pattern, words.dims, _at(rule.span, pattern))
+            if pattern.startswith(POSITION) and isinstance(statement, Block | Pin):
+                continue
     for name, place in _axes(statement):
         if name not in axes:
             raise unknown_name("axis", name, axes, _at(place, name))
@@ -100,7 +102,7 @@ def _check_names(statement: Statement, words: Words, axes: Mapping[str, int], an
         _check_glob("op", statement.glob, words.ops, span)
         for op in (op for op in words.ops if glob_matches(statement.glob, op)):
             for factor, _ in statement.choice:
-                if factor not in words.ops[op]:
+                if not _is_factor(factor, words.ops[op]):
                     raise unknown_name(f"factor of {op}", factor, words.ops[op], _at(span, factor))
 
 
@@ -112,6 +114,12 @@ def _check_glob(what: str, glob: str, known: Iterable[str], span: Span | None) -
 
 def _at(span: Span | None, word: str) -> Span | None:
     return None if span is None else span.at(word)
+
+
+def _is_factor(word: str, factors: Iterable[str]) -> bool:
+    """Whether a word on the left of an op's pin is a factor, a part of one, or says what passes through the op."""
+    name, _, number = word.partition(".")
+    return word in ("none", "broadcast") or name in factors or (name == "partial" and number.isdigit())
 
 
 def _rules(statement: Statement) -> tuple[DimRule, ...]:

@@ -229,12 +229,14 @@ class Parser(Reader):
     def op(self, span: Span) -> OpPin:
         glob = self.expect_glob()
         self.expect("[", "and factors after the name of the op")
-        return OpPin(glob, self.listed(self._factor, "]", "axes"), span)
+        found = self.listed(self._factor, "]", "axes")
+        choice = tuple((factor, axes) for factor, axes, _ in found)
+        return OpPin(glob, choice, span, tuple(factor for factor, _, uneven in found if uneven))
 
-    def _factor(self) -> tuple[str, Axes]:
-        factor = self.expect_dim("a factor")
+    def _factor(self) -> tuple[str, Axes, bool]:
+        factor = self.advance().text if self.at("none", "broadcast") else self.expect_dim("a factor")
         self.expect("->", f"after factor '{factor}'")
-        return factor, self.axes()
+        return factor, self.axes(), self.accept("pad")
 
     def hold(self, keyword: Token) -> Hold:
         level: Literal["none", "selective", "full"] | None = None

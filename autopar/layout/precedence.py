@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from enum import IntEnum
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import lru_cache
 from typing import NamedTuple
 
 from autopar.layout.syntax import Pin, Scope
 
-__all__ = ["Exactness", "Level", "Specificity", "glob_matches", "matches", "specificity"]
+__all__ = ["POSITION", "Exactness", "Level", "Specificity", "glob_matches", "matches", "specificity"]
+
+
+POSITION = "_."
+"""`_.2` is the third of the smallest dims of a tensor, counted from 0, where it has no name that can be written."""
 
 
 class Level(IntEnum):
@@ -42,13 +49,24 @@ def specificity(where: Pin | Scope | None, pattern: str) -> Specificity:
 
 
 def matches(pattern: str, dim: str) -> bool:
-    """Whether a dim of a rule (`seq`, `seq*`, `*`) is about the dim: `seq*` is about `seq.1`, `seq` is not."""
+    """Whether a dim of a rule (`seq`, `seq*`, `*`) is about the dim: `seq*` is about `seq.1`, `seq` is not.
+
+    `_.2`, the place of a dim, is only meant by itself.
+    """
+    if dim.startswith(POSITION):
+        return pattern == dim
     return dim.startswith(pattern[:-1]) if pattern.endswith("*") else dim == pattern
 
 
 def glob_matches(glob: str, name: str) -> bool:
     """Whether `@glob` is about the tensor: `*` is any text, dots included, `?` any one character."""
-    return fnmatchcase(name, glob)
+    return _compiled(glob)(name) is not None
+
+
+@lru_cache(maxsize=65536)
+def _compiled(glob: str) -> Callable[[str], re.Match[str] | None]:
+    """`fnmatch` keeps but a few hundred patterns, and a plan may have thousands."""
+    return re.compile(translate(glob)).match
 
 
 def _level(where: Pin | Scope | None) -> Level:

@@ -45,8 +45,8 @@ def print_statement(statement: Statement) -> str:
         case Pin(glob, rules, states):
             added = "".join(f" + {state.state}({print_axes(state.axes)})" for state in states)
             return f"@{glob}[{', '.join(map(_rule, rules))}]{added}"
-        case OpPin(glob, choice):
-            return f"op @{glob}[{', '.join(f'{factor} -> {print_axes(axes)}' for factor, axes in choice)}]"
+        case OpPin(glob, choice, uneven=uneven):
+            return f"op @{glob}[{', '.join(_factor(*one, one[0] in uneven) for one in choice)}]"
         case Hold(action, glob, level):
             return f"{action} {level} @{glob}" if level else f"{action} @{glob}"
         case Same(left, right):
@@ -74,6 +74,10 @@ def print_scope(scope: Scope) -> str:
 def _rule(rule: DimRule) -> str:
     dims = rule.dims[0] if len(rule.dims) == 1 else f"({', '.join(rule.dims)})"
     return f"{dims} -> {print_place(rule.place)}"
+
+
+def _factor(factor: str, axes: Axes, uneven: bool) -> str:
+    return f"{factor} -> {print_axes(axes)}" + (" pad" if uneven else "")
 
 
 def _term(term: Term) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from autopar.layout.language import Layout as LayoutText
-from autopar.layout.precedence import Specificity, glob_matches, matches, specificity
+from autopar.layout.precedence import POSITION, Specificity, glob_matches, matches, specificity
 from autopar.layout.source import layout_error
 from autopar.layout.state import Atoms
 from autopar.layout.syntax import Axes, Block, DimRule, Hole, NotSplit, Pin, Scope, Split
@@ -97,8 +97,7 @@ def _claims(layout: LayoutText, tensor: HasAtoms, kind: str) -> list[_Claim]:
     """For each dim of a tensor the rule that is about it; where the layout speaks of its parts, for each part."""
     dims: dict[int, list[int]] = {}
     for i, atom in enumerate(tensor.atoms):
-        if atom.names:
-            dims.setdefault(atom.dim, []).append(i)
+        dims.setdefault(atom.dim, []).append(i)
     found: list[_Claim] = []
     for members in dims.values():
         found += _claims_of(layout, tensor, kind, tuple(members), 0)
@@ -109,8 +108,9 @@ def _claims_of(layout: LayoutText, tensor: HasAtoms, kind: str, atoms: tuple[int
     """The claims of the dims that stand at one level of the names of some atoms."""
     groups: dict[str, list[int]] = {}
     for i in atoms:
-        if level < len(tensor.atoms[i].names):
-            groups.setdefault(tensor.atoms[i].names[level], []).append(i)
+        names = tensor.atoms[i].names
+        if level <= len(names):
+            groups.setdefault(names[level] if level < len(names) else f"{POSITION}{i}", []).append(i)
     claims: list[_Claim] = []
     for name, members in groups.items():
         own = _rule_for(layout, tensor, name, kind)

@@ -146,11 +146,17 @@ class Pin:
 
 @dataclass(frozen=True)
 class OpPin:
-    """The choice of an op: factor -> axes."""
+    """The choice of an op: factor -> axes.
+
+    `n.1` is the second of the dims that a factor is made of. Axes that split nothing: `none` if the op does not use them,
+    `broadcast` or `partial.0` (the first of the operands in which its rule is linear) if they pass through it.
+    """
 
     glob: str
     choice: tuple[tuple[str, Axes], ...]
     span: Span | None = field(default=None, compare=False, repr=False)
+    uneven: tuple[str, ...] = ()
+    """The factors that may be cut in pieces of different lengths."""
 
 
 @dataclass(frozen=True)
