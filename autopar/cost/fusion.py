@@ -13,28 +13,32 @@ from autopar.cost.cluster import Device
 from autopar.cost.compute import OpWork, Work, seconds_of_bytes
 from autopar.tracing.graph import NamedGraph, NamedNode
 
-__all__ = ["fused"]
+__all__ = ["fused", "scaled", "shares_of"]
 
 
 def fused(graph: NamedGraph, works: Mapping[str, OpWork], device: Device) -> dict[str, OpWork]:
     """The work of every op of a compiled module."""
+    found = dict(works)
+    for name, share in shares_of(graph, works).items():
+        found[name] = OpWork(scaled(works[name].forward, share, device), scaled(works[name].backward, share, device))
+    return found
+
+
+def shares_of(graph: NamedGraph, works: Mapping[str, OpWork]) -> dict[str, float]:
+    """Of the ops that are joined with others, what is left of their reading and writing."""
     joined = {node.name for node in graph.nodes if _joins(node, works[node.name])}
     makers = {name: node.name for node in graph.nodes for name in node.outputs if name is not None}
     outside = {name for node in graph.nodes if node.name not in joined for name in node.operands}
     written = outside | set(graph.outputs) | {tensor.name for tensor in graph.saved}
-    found: dict[str, OpWork] = {}
+    found: dict[str, float] = {}
     for node in graph.nodes:
-        work = works[node.name]
         if node.name not in joined:
-            found[node.name] = work
             continue
         made = [name for name in node.outputs if name is not None]
         read = [name for name in node.operands if name is not None]
         inside = [name for name in made if name not in written]
         inside += [name for name in read if makers.get(name) in joined and name not in written]
-        ends = [*made, *read]
-        share = 1 - _size(graph, inside) / max(_size(graph, ends), 1)
-        found[node.name] = OpWork(_scaled(work.forward, share, device), _scaled(work.backward, share, device))
+        found[node.name] = 1 - _size(graph, inside) / max(_size(graph, [*made, *read]), 1)
     return found
 
 
@@ -47,6 +51,6 @@ def _size(graph: NamedGraph, names: list[str]) -> float:
     return float(sum(prod(graph.tensors[name].shape) * graph.tensors[name].dtype.itemsize for name in names))
 
 
-def _scaled(work: Work, share: float, device: Device) -> Work:
+def scaled(work: Work, share: float, device: Device) -> Work:
     count = work.bytes * share
     return Work(work.flops, count, seconds_of_bytes(count, device), launches=work.launches if count else 0)

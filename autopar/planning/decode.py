@@ -1,0 +1,73 @@
+"""The plan that an assignment of the model stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autopar.completion import Decisions, OpDecision
+from autopar.decided import Plan, fingerprint
+from autopar.layout.holds import Holding
+from autopar.layout.resolve import atoms_of
+from autopar.layout.state import Layout
+from autopar.planning.candidates import Option, Stored
+from autopar.planning.model import Model
+
+__all__ = ["plan_of"]
+
+
+def plan_of(model: Model, chosen: Sequence[int]) -> Plan:
+    """Everything that is decided, as the rewriter takes it."""
+    setting = model.setting
+    states = {
+        (variable.kind, variable.name): variable.states[state]
+        for variable, state in zip(model.variables, chosen, strict=True)
+    }
+    homes = {name: home for (kind, name), home in states.items() if kind == "value"}
+    ops: dict[str, OpDecision] = {}
+    values: dict[str, Layout] = {}
+    for node in setting.graph.nodes:
+        option: Option = states["op", node.name]
+        results: list[Layout | None] = []
+        for name, produced in zip(node.outputs, option.produced, strict=True):
+            home = produced if name is None else homes.get(name, produced)
+            results.append(home)
+            if name is not None and home is not None:
+                values[name] = home
+        ops[node.name] = OpDecision(option.choice, option.operands, option.produced, tuple(results))
+    held: dict[str, Stored] = {name: one for (kind, name), one in states.items() if kind == "held"}
+    holdings: dict[str, Holding] = {}
+    stored: dict[str, Layout] = {}
+    for name, one in held.items():
+        stored[name] = values[name] = one.layout
+        if setting.graph.tensors[name].kind == "param":
+            values[name] = _first_use(model, ops, name) or one.layout
+            deferred = one.lasting or values[name].splits == one.layout.splits
+            holdings[name] = Holding(one.lasting, deferred, one.again)
+    decisions = Decisions(setting.axes, stored, ops, values, holdings)
+    return _with_options(model, decisions, holdings)
+
+
+def _first_use(model: Model, ops: Mapping[str, OpDecision], name: str) -> Layout | None:
+    for node in model.setting.users.get(name, ())[:1]:
+        pairs = zip(node.operands, ops[node.name].operands, strict=True)
+        return next((layout for operand, layout in pairs if operand == name), None)
+    return Layout.replicated(atoms_of(model.setting.graph.tensors[name]))
+
+
+def _with_options(model: Model, decisions: Decisions, holdings: Mapping[str, Holding]) -> Plan:
+    options = model.setting.options
+    return Plan(
+        fingerprint(model.setting.graph),
+        decisions,
+        outputs=options.outputs,
+        local_inputs=options.local_inputs,
+        optimizer=options.optimizer,
+        micro_batches=options.micro_batches,
+        regather=frozenset(name for name, holding in holdings.items() if holding.again),
+        resident=frozenset(name for name, holding in holdings.items() if holding.lasting),
+        accumulated=frozenset(name for name, holding in holdings.items() if holding.deferred),
+        master_dtype=options.master_dtype,
+        gradient_dtype=options.gradient_dtype,
+        compiled=options.compiled,
+        links=options.links,
+    )

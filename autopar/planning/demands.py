@@ -1,0 +1,128 @@
+"""What a layout demands of each tensor and op; what it leaves open is for the solver."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autopar.layout.check import check_layout
+from autopar.layout.language import Layout as LayoutText
+from autopar.layout.resolve import Wanted, resolve
+from autopar.layout.sharing import shared
+from autopar.layout.state import Layout
+from autopar.layout.states import PinnedStates, check_states, states_of
+from autopar.layout.storage import storage_of
+from autopar.layout.syntax import Block, OpPin
+from autopar.pinned import pin_of, with_constraints, words_of
+from autopar.tracing.graph import NamedGraph, NamedNode, NamedTensor
+
+__all__ = ["Demands", "matches"]
+
+
+def matches(wanted: Wanted, splits: tuple[tuple[str, ...], ...]) -> bool:
+    """Whether splits are as wanted, wherever something is."""
+    return all(want is None or want == have for want, have in zip(wanted, splits, strict=True))
+
+
+@dataclass(frozen=True)
+class Demands:
+    """A layout, asked about one graph on one mesh."""
+
+    graph: NamedGraph
+    axes: Mapping[str, int]
+    given: LayoutText
+
+    @cached_property
+    def layout(self) -> LayoutText:
+        """With what the model says, checked, and with what tensors share spelled out."""
+        whole = with_constraints(self.given, self.graph, self.axes)
+        check_layout(whole, words_of(self.graph), self.axes)
+        tensors = {tensor.name: (tensor, self.kinds(tensor)) for tensor in self.graph.tensors.values()}
+        return shared(whole, tensors, self.axes)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.layout.statements
+
+    def kinds(self, tensor: NamedTensor) -> tuple[str, ...]:
+        """The kinds of rules that say how a tensor is laid out."""
+        if tensor.kind == "activation":
+            return ("output",) if tensor.name in self.graph.outputs else ("act",)
+        return {"param": ("param", "use"), "input": ("input",)}.get(tensor.kind, ("buffer",))
+
+    def wanted(self, tensor: NamedTensor, kind: str | None = None) -> Wanted:
+        """For each atom the axes that are to split it; None where that is open."""
+        if self.is_empty:
+            return (None,) * len(tensor.atoms)
+        return resolve(self.layout, tensor, kind or self.kinds(tensor)[0], self.axes)
+
+    def states(self, tensor: NamedTensor) -> PinnedStates:
+        states = states_of(self.layout, tensor.name)
+        for kind in self.kinds(tensor) if states.axes else ():
+            names = (atom.names[-1] if atom.names else "1" for atom in tensor.atoms)
+            splits = (axes or () for axes in self.wanted(tensor, kind))
+            check_states(states, tensor.name, list(zip(names, splits, strict=True)))
+        return states if tensor.requires_grad else replace(states, broadcast=frozenset())
+
+    def value_agrees(self, tensor: NamedTensor, layout: Layout) -> bool:
+        """Whether consumers may find a value in this layout."""
+        if self.is_empty:
+            return True
+        states = self.states(tensor)
+        if states.span is not None and (layout.partial, layout.broadcast) != (states.partial, states.broadcast):
+            return False
+        return matches(self.wanted(tensor), layout.splits)
+
+    def is_bound(self, tensor: NamedTensor) -> bool:
+        """Whether something is demanded of a value."""
+        if self.is_empty:
+            return False
+        open_atoms = (want is None or not tensor.atoms[i].names for i, want in enumerate(self.wanted(tensor)))
+        return self.states(tensor).span is not None or not all(open_atoms)
+
+    def stored(self, tensor: NamedTensor) -> Wanted:
+        """Of a parameter, as it is registered; what `grad` and `opt` say counts as a whole."""
+        kinds = {scope.kind for statement in self.layout if isinstance(statement, Block) for scope in statement.scopes}
+        if kinds & {"grad", "opt"}:
+            return storage_of(self.layout, tensor, self.axes)[2]
+        return self.wanted(tensor, "param")
+
+    def pin(self, node: NamedNode) -> OpPin | None:
+        return None if self.is_empty else pin_of(self.layout, node)
+
+    def allows_use(self, tensor: NamedTensor, layout: Layout, pinned: bool) -> bool:
+        """Whether an op may take what is held in this layout."""
+        if self.is_empty:
+            return True
+        if not self.states(tensor).broadcast <= layout.broadcast:
+            return False
+        return pinned or tensor.kind != "param" or matches(self.wanted(tensor, "use"), layout.splits)
+
+    def closed(self, tensor: NamedTensor, produced: Layout) -> Layout:
+        """The layout that is demanded of a value; what is left open stays as it comes."""
+        states = self.states(tensor)
+        wanted = self.wanted(tensor)
+        claimed = {axis for axes in wanted if axes for axis in axes} | states.axes
+        splits = tuple(
+            tuple(axis for axis in produced.splits[i] if axis not in claimed) if axes is None else axes
+            for i, axes in enumerate(wanted)
+        )
+        return Layout(splits, states.partial, states.broadcast)
+
+    # -- what tells apart tensors and ops of which different things are demanded
+
+    def token(self, node: NamedNode) -> Hashable:
+        if self.is_empty:
+            return None
+        held = [self.graph.tensors[name] for name in dict.fromkeys(node.operands) if name is not None]
+        pin = pin_of(self.layout, node)
+        uses = ((self.wanted(t, "use"), self.states(t).broadcast) for t in held if t.kind != "activation")
+        return tuple(uses), None if pin is None else pin.choice
+
+    def stored_token(self, tensor: NamedTensor) -> Hashable:
+        if self.is_empty:
+            return None
+        states = self.states(tensor)
+        stored = self.stored(tensor) if tensor.kind == "param" else ()
+        return self.wanted(tensor), stored, states.partial, states.broadcast, states.span is not None

@@ -1,0 +1,36 @@
+"""What is said when no plan can be had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.errors import AutoparError, LayoutError
+from autopar.layout.source import layout_error
+from autopar.pinned import cannot_be_had, pin_of
+from autopar.planning.demands import Demands
+from autopar.tracing.graph import NamedNode
+
+__all__ = ["NoPlan", "no_option"]
+
+
+class NoPlan(AutoparError):
+    """No plan keeps all limits; `least_bytes` is the least memory that was found to do, where memory is short."""
+
+    def __init__(self, text: str, least_bytes: float | None = None) -> None:
+        super().__init__(text)
+        self.least_bytes = least_bytes
+
+
+def no_option(demands: Demands, node: NamedNode, axes: Mapping[str, int]) -> LayoutError:
+    """No choice of an op gives and takes what the layout demands."""
+    pin = pin_of(demands.layout, node)
+    if pin is not None:
+        return cannot_be_had(pin, node, axes)
+    spans = [statement.span for statement in demands.layout if getattr(statement, "span", None) is not None]
+    return layout_error(
+        "E5",
+        f"the op {node.name} ({node.op}) cannot be split as the layout wants its tensors\n"
+        f"  rule  {node.rule}\n  line  {node.origin.source}: {node.origin.source_code}",
+        "split other dims of its tensors, or leave some open with '?'",
+        *spans[:1],
+    )

@@ -1,0 +1,55 @@
+"""The strategies of experts as plans: on every assignment of their axes to those of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+
+from autopar.decided import Plan
+from autopar.errors import LayoutError
+from autopar.layout.choosing import axes_of
+from autopar.layout.language import Layout
+from autopar.layout.strategies import load_strategy, strategy_names
+from autopar.planning.setting import Setting
+
+__all__ = ["expert_plans"]
+
+
+def expert_plans(setting: Setting) -> Iterator[tuple[str, Plan]]:
+    """Every strategy that applies, by what it is called with its axes."""
+    options = setting.options
+    for name in strategy_names():
+        strategy = load_strategy(name)
+        for meaning in _assignments(axes_of(strategy), setting.used):
+            layout = strategy.on_axes(meaning)
+            plan = plan_under(setting, layout)
+            if plan is not None:
+                given = ", ".join(f"{axis}={'*'.join(own)}" for axis, own in meaning.items() if own)
+                yield (
+                    f"{name}({given})",
+                    replace(
+                        plan,
+                        outputs=options.outputs,
+                        local_inputs=options.local_inputs,
+                        optimizer=options.optimizer,
+                        micro_batches=options.micro_batches,
+                        master_dtype=options.master_dtype,
+                        gradient_dtype=options.gradient_dtype,
+                        compiled=options.compiled,
+                        links=options.links,
+                    ),
+                )
+
+
+def plan_under(setting: Setting, layout: Layout) -> Plan | None:
+    try:
+        return Plan.of(setting.graph, layout, setting.axes)
+    except LayoutError:
+        return None
+
+
+def _assignments(own: tuple[str, ...], axes: Mapping[str, int]) -> Iterator[Mapping[str, tuple[str, ...]]]:
+    """Each axis of the mesh serves one of the strategy's; several may serve one, in the mesh's order."""
+    for dealt in product(own, repeat=len(axes)):
+        yield {name: tuple(axis for axis, to in zip(axes, dealt, strict=True) if to == name) for name in own}

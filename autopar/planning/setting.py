@@ -1,0 +1,64 @@
+"""What a plan is sought for: the graph, the mesh, the cluster, and everything that the user has settled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from types import MappingProxyType
+
+import torch
+
+from autopar.conversions import Outputs
+from autopar.cost.cluster import Cluster
+from autopar.cost.prices import Prices
+from autopar.tracing.graph import NamedGraph, NamedNode
+
+__all__ = ["PlanOptions", "Setting"]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What of a plan is not searched for."""
+
+    outputs: Outputs = "sharded"
+    local_inputs: bool = False
+    optimizer: str = "adamw"
+    micro_batches: int = 1
+    compiled: bool = False
+    master_dtype: torch.dtype | None = None
+    gradient_dtype: torch.dtype | None = None
+    links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """One graph on one mesh of one cluster."""
+
+    graph: NamedGraph
+    axes: Mapping[str, int]
+    cluster: Cluster
+    options: PlanOptions
+    prices: Prices
+    trains: bool
+    used: Mapping[str, int]
+    """The axes with more than one rank."""
+    users: Mapping[str, tuple[NamedNode, ...]]
+    """The ops that take each tensor, in order, each once."""
+
+    @staticmethod
+    def of(graph: NamedGraph, axes: Mapping[str, int], cluster: Cluster, options: PlanOptions) -> Setting:
+        prices = Prices(graph, cluster, axes, options.links, options.compiled, options.gradient_dtype)
+        users: dict[str, list[NamedNode]] = {}
+        for node in graph.nodes:
+            for name in dict.fromkeys(node.operands):
+                if name is not None:
+                    users.setdefault(name, []).append(node)
+        used = {axis: size for axis, size in axes.items() if size > 1}
+        trains = graph.exported.grad_enabled
+        everyone = {name: tuple(nodes) for name, nodes in users.items()}
+        return Setting(graph, axes, cluster, options, prices, trains, used, everyone)
+
+    @property
+    def ranks(self) -> int:
+        return prod(self.axes.values())

@@ -1,0 +1,143 @@
+"""`solve_plan`: the best plan that is found for a graph on a mesh, and how far from the best of all it can be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from autopar.cost.cluster import Cluster
+from autopar.cost.costs import Costs
+from autopar.cost.evaluate import evaluate
+from autopar.decided import Plan, fingerprint
+from autopar.layout.language import Layout
+from autopar.planning.decode import plan_of
+from autopar.planning.demands import Demands
+from autopar.planning.errors import NoPlan
+from autopar.planning.experts import expert_plans, plan_under
+from autopar.planning.model import build
+from autopar.planning.search import Search
+from autopar.planning.setting import PlanOptions, Setting
+from autopar.search.work import Progress, relative_gap
+from autopar.tracing.graph import NamedGraph
+
+__all__ = ["PlanOptions", "Solved", "solve_plan"]
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A plan, what `evaluate` says it costs, and what is proved of all plans."""
+
+    plan: Plan
+    costs: Costs
+    bound_seconds: float
+    search_seconds: float
+    origin: str
+    """Where it comes from: `search`, or the strategy of an expert that nothing was found to beat."""
+    variables: int
+    states: int
+
+    @property
+    def gap(self) -> float:
+        """How far the bound is below the step's seconds, as a part of them."""
+        return relative_gap(self.costs.step_seconds, self.bound_seconds)
+
+
+def solve_plan(
+    graph: NamedGraph,
+    axes: Mapping[str, int],
+    cluster: Cluster,
+    *,
+    layout: Layout | None = None,
+    memory_bytes: float | None = None,
+    options: PlanOptions | None = None,
+    time_limit: float = 30.0,
+    progress: Callable[[Progress], None] | None = None,
+    warm: Plan | None = None,
+    experts: bool = True,
+) -> Solved:
+    """Decide what of a plan is open: all of it, or what `layout` leaves.
+
+    `memory_bytes` is what the plan may hold on each device; by default what the device has. `warm` is a plan to begin
+    from; `experts`: whether the strategies of experts are.
+    """
+    began = time.monotonic()
+    setting = Setting.of(graph, axes, cluster, options or PlanOptions())
+    limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
+    race = _Race(setting, limit, began, progress)
+    demands = Demands(graph, axes, layout or Layout(()))
+    model = build(setting, demands)
+    if layout is not None and layout.statements:
+        plan = plan_under(setting, layout)
+        if plan is not None:
+            race.offer("layout", _with(plan, setting.options))
+    elif experts:
+        for name, plan in expert_plans(setting):
+            race.offer(name, plan)
+    if warm is not None and warm.graph == fingerprint(graph) and dict(warm.axes) == dict(axes):
+        race.offer("warm", warm)
+    search = Search(model, lambda chosen: race.offer("search", plan_of(model, chosen)), began + time_limit)
+    search.best = race.seconds
+    search.run()
+    race.tell("search", search.bound)
+    if race.plan is None or race.costs is None:
+        raise NoPlan(
+            f"no plan was found that fits in {limit / 2**30:.1f} GiB on each device; the least that was found takes "
+            f"{race.least_bytes / 2**30:.2f} GiB\n"
+            "fix: more devices, a smaller batch, recomputation, or more memory",
+            race.least_bytes,
+        )
+    return Solved(
+        race.plan,
+        race.costs,
+        min(search.bound, race.seconds),
+        time.monotonic() - began,
+        race.origin,
+        len(model.variables),
+        sum(len(variable.states) for variable in model.variables),
+    )
+
+
+def _with(plan: Plan, options: PlanOptions) -> Plan:
+    return replace(
+        plan,
+        outputs=options.outputs,
+        local_inputs=options.local_inputs,
+        optimizer=options.optimizer,
+        micro_batches=options.micro_batches,
+        master_dtype=options.master_dtype,
+        gradient_dtype=options.gradient_dtype,
+        compiled=options.compiled,
+        links=options.links,
+    )
+
+
+class _Race:
+    """The best plan so far that keeps the limit, by `evaluate`."""
+
+    def __init__(
+        self, setting: Setting, limit: float, began: float, progress: Callable[[Progress], None] | None
+    ) -> None:
+        self.setting = setting
+        self.limit = limit
+        self.began = began
+        self.progress = progress
+        self.plan: Plan | None = None
+        self.costs: Costs | None = None
+        self.origin = ""
+        self.seconds = float("inf")
+        self.least_bytes = float("inf")
+
+    def offer(self, origin: str, plan: Plan) -> float:
+        """The seconds of a plan; endless where it does not fit."""
+        costs = evaluate(self.setting.graph, plan, self.setting.cluster)
+        self.least_bytes = min(self.least_bytes, costs.memory.peak_bytes)
+        if costs.memory.peak_bytes > self.limit:
+            return float("inf")
+        if costs.step_seconds < self.seconds:
+            self.plan, self.costs, self.seconds, self.origin = plan, costs, costs.step_seconds, origin
+        return costs.step_seconds
+
+    def tell(self, stage: str, bound: float) -> None:
+        if self.progress is not None:
+            self.progress(Progress(stage, time.monotonic() - self.began, self.seconds, bound))

@@ -1,0 +1,82 @@
+"""What a step takes, from a few sums over everything that is decided.
+
+`evaluate` adds up what ops and conversions take, and hides what is sent of parameters behind the computing, as far as
+it goes. So its seconds are a function of the sums below, and a convex one: a linear part and a few hinges max(0, ·). A
+hinge is the maximum over λ in [0, 1] of λ times what it is about; with all λ fixed the whole is linear in the sums, and
+no more than the seconds of `evaluate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from autopar.planning.setting import Setting
+from autopar.search.problem import Floats
+
+__all__ = ["Hinges", "Sum"]
+
+
+class Sum(IntEnum):
+    """What is summed, of one micro-batch; `EACH`: in every one; `ONCE`: in one of a step."""
+
+    DEVICE = 0
+    """Computing, copies, and what is sent of values: whatever the device waits for."""
+    HOST = 1
+    """What the host takes to launch it all."""
+    FORWARD_ROOM = 2
+    """Computing, beside which parameters can be sent."""
+    BACKWARD_ROOM = 3
+    FORWARD_EACH = 4
+    FORWARD_ONCE = 5
+    BACKWARD_EACH = 6
+    BACKWARD_ONCE = 7
+    OPTIMIZER = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Hinges:
+    """base · sums + constant + Σ max(0, slopes[k] · sums + offsets[k])"""
+
+    base: Floats
+    constant: float
+    slopes: Floats
+    offsets: Floats
+
+    @staticmethod
+    def of(setting: Setting) -> Hinges:
+        count = setting.options.micro_batches
+        library, device = setting.cluster.library, setting.cluster.device
+        taken = library.processors / device.matrix.processors if device.matrix is not None else 0.0
+        base = np.zeros(len(Sum))
+        base[Sum.DEVICE] = count
+        hinges: list[tuple[dict[Sum, float], float]] = [({Sum.HOST: count, Sum.DEVICE: -count}, 0.0)]
+        ways = (
+            (Sum.FORWARD_ROOM, Sum.FORWARD_EACH, Sum.FORWARD_ONCE),
+            (Sum.BACKWARD_ROOM, Sum.BACKWARD_EACH, Sum.BACKWARD_ONCE),
+        )
+        for room, each, once in ways:
+            base[each] += taken * count
+            base[once] += taken
+            beside = {each: 1.0, room: -library.overlap_fraction}
+            if count > 1:
+                hinges.append(({key: (count - 1) * (1 - taken) * value for key, value in beside.items()}, 0.0))
+            hinges.append(({key: (1 - taken) * value for key, value in {**beside, once: 1.0}.items()}, 0.0))
+        constant = 0.0
+        if setting.trains and any(tensor.requires_grad for tensor in setting.graph.parameters):
+            constant = device.launch_seconds
+            hinges.append(({Sum.OPTIMIZER: 1.0}, -device.launch_seconds))
+        slopes = np.zeros((len(hinges), len(Sum)))
+        for row, (terms, _) in enumerate(hinges):
+            for key, value in terms.items():
+                slopes[row, key] = value
+        return Hinges(base, constant, slopes, np.array([offset for _, offset in hinges]))
+
+    def seconds(self, sums: Floats) -> float:
+        return float(self.base @ sums + self.constant + np.maximum(0.0, self.slopes @ sums + self.offsets).sum())
+
+    def weights(self, prices: Floats) -> tuple[Floats, float]:
+        """The linear function of the sums at some λ: its slopes, and its constant."""
+        return self.base + prices @ self.slopes, self.constant + float(prices @ self.offsets)

@@ -1,0 +1,149 @@
+"""Exact answers without limits by elimination, where parts that are equal are worked out once.
+
+Nodes go one by one; each is replaced by a table over its neighbours that holds its best response. What a node's costs
+and tables come to depends on these alone: nodes whose costs and tables are the same objects share one result. So a
+model of a hundred equal layers costs little more than one layer, whatever its width.
+
+A node that many others depend on can be `cut`: given a strategy, it leaves; without one, each of its tables takes its
+own least, which makes the answer a lower bound.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.search.problem import Floats, Ints
+
+__all__ = ["Folded", "TooWide", "folded"]
+
+LARGEST_TABLE = 2**24
+
+
+class TooWide(Exception):
+    """No order of elimination was found whose tables are small enough."""
+
+
+class _Bucket(NamedTuple):
+    """A node that goes, the nodes that its table is over, and which tables it takes in: given ones, and made ones."""
+
+    node: int
+    others: tuple[int, ...]
+    given: tuple[tuple[int, tuple[int, ...]], ...]
+    made: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Folded:
+    """The order in which nodes go."""
+
+    sizes: tuple[int, ...]
+    buckets: tuple[_Bucket, ...]
+
+    def solve(self, costs: Sequence[Floats], tables: Sequence[Floats]) -> tuple[float, list[int]]:
+        """The least total, and a strategy for every node; tables stand in the order of their scopes."""
+        known: dict[object, tuple[Floats, Ints]] = {}
+        results: list[tuple[Floats, Ints]] = []
+        total = 0.0
+        for bucket in self.buckets:
+            own = costs[bucket.node]
+            parts = [(tables[i], places) for i, places in bucket.given]
+            parts += [(results[i][0], places) for i, places in bucket.made]
+            key = id(own), tuple((id(part), places) for part, places in parts)
+            found = known.get(key)
+            if found is None:
+                found = known[key] = self._best(bucket, own, parts)
+            results.append(found)
+            if not bucket.others:
+                total += float(found[0])
+        chosen = [0] * len(self.sizes)
+        for bucket, (_, best) in zip(reversed(self.buckets), reversed(results), strict=True):
+            chosen[bucket.node] = int(best[tuple(chosen[other] for other in bucket.others)])
+        return total, chosen
+
+    def _best(
+        self, bucket: _Bucket, own: Floats, parts: Sequence[tuple[Floats, tuple[int, ...]]]
+    ) -> tuple[Floats, Ints]:
+        """Axes: the node first, then the others in their order."""
+        count = len(bucket.others) + 1
+        table = own.reshape(-1, *(1,) * (count - 1))
+        for part, places in sorted(parts, key=lambda part: part[0].size):
+            order = np.argsort(places)
+            moved = part.transpose(order)
+            shape = [1] * count
+            for axis, place in enumerate(sorted(places)):
+                shape[place] = moved.shape[axis]
+            table = table + moved.reshape(shape)
+        best = table.argmin(axis=0)
+        return np.asarray(np.take_along_axis(table, best[None], axis=0)[0]), np.asarray(best)
+
+
+def folded(sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], largest: int = LARGEST_TABLE) -> Folded:
+    """An order in which the smallest table is made next."""
+    neighbours: list[set[int]] = [set() for _ in sizes]
+    for scope in scopes:
+        for node in scope:
+            neighbours[node].update(other for other in scope if other != node)
+    order = _order(sizes, neighbours, largest)
+    rank = {node: place for place, (node, _) in enumerate(order)}
+    given: list[list[int]] = [[] for _ in order]
+    for i, scope in enumerate(scopes):
+        given[min(rank[node] for node in scope)].append(i)
+    made: list[list[int]] = [[] for _ in order]
+    arranged: list[tuple[int, ...]] = []
+    for place, (_, around) in enumerate(order):
+        others = tuple(sorted(around, key=rank.__getitem__))
+        arranged.append(others)
+        if others:
+            made[rank[others[0]]].append(place)
+    buckets = []
+    for place, (node, _) in enumerate(order):
+        at = {other: axis for axis, other in enumerate((node, *arranged[place]))}
+        buckets.append(
+            _Bucket(
+                node,
+                arranged[place],
+                tuple((i, tuple(at[other] for other in scopes[i])) for i in given[place]),
+                tuple((i, tuple(at[other] for other in arranged[i])) for i in made[place]),
+            )
+        )
+    return Folded(tuple(sizes), tuple(buckets))
+
+
+def _order(sizes: Sequence[int], neighbours: list[set[int]], largest: int) -> list[tuple[int, set[int]]]:
+    def weight(node: int) -> int:
+        return prod(sizes[other] for other in neighbours[node]) * sizes[node]
+
+    heap = [(weight(node), node) for node in range(len(sizes))]
+    heapq.heapify(heap)
+    done: set[int] = set()
+    order: list[tuple[int, set[int]]] = []
+    while heap:
+        size, node = heapq.heappop(heap)
+        if node in done or size != weight(node):
+            continue
+        if size > largest:
+            raise TooWide
+        done.add(node)
+        around = neighbours[node]
+        order.append((node, around))
+        for other in around:
+            neighbours[other] |= around - {other}
+            neighbours[other].discard(node)
+        for other in around:
+            heapq.heappush(heap, (weight(other), other))
+    return order
+
+
+def fixed(table: Floats, scope: tuple[int, ...], cut: Mapping[int, int | None]) -> Floats:
+    """A table without the nodes that are cut: at their strategies, or at its own least over them."""
+    for axis in range(len(scope) - 1, -1, -1):
+        if scope[axis] in cut:
+            at = cut[scope[axis]]
+            table = np.asarray(table.min(axis=axis) if at is None else table.take(at, axis=axis))
+    return table

@@ -1,0 +1,92 @@
+"""Plans that the planner finds: what it believes is what `evaluate` says, and nothing known is better."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+import autopar
+from autopar.cost.cluster import load_cluster
+from autopar.cost.evaluate import evaluate
+from autopar.cost.profile import Profile, profile
+from autopar.layout.language import Layout
+from autopar.planning.decode import plan_of
+from autopar.planning.demands import Demands
+from autopar.planning.experts import expert_plans
+from autopar.planning.model import build
+from autopar.planning.setting import PlanOptions, Setting
+from autopar.planning.solve import solve_plan
+from autopar.planning.totals import Hinges, Sum
+from autopar.search.problem import Floats
+from autopar.tracing.graph import NamedGraph
+from examples.gpt import gpt
+
+CLUSTER = load_cluster("h100")
+AXES = {"dp": 2, "tp": 2}
+
+
+@pytest.fixture(scope="module")
+def graph() -> NamedGraph:
+    model, inputs = gpt(layers=1, d_model=256, heads=4, vocab=512, seq=128, batch=8, device="meta")
+    return autopar.trace(model, inputs)
+
+
+def sums_of(found: Profile) -> Floats:
+    """The sums of the planner, of what `evaluate` adds up."""
+    sums = np.zeros(len(Sum))
+    ways = (
+        (found.forward, Sum.FORWARD_ROOM, Sum.FORWARD_EACH, Sum.FORWARD_ONCE),
+        (found.backward, Sum.BACKWARD_ROOM, Sum.BACKWARD_EACH, Sum.BACKWARD_ONCE),
+    )
+    for tasks, room, each, once in ways:
+        for task in tasks:
+            if task.beside:
+                sums[once if task.once else each] += task.seconds
+                continue
+            sums[Sum.DEVICE] += task.seconds
+            sums[Sum.HOST] += task.host_seconds
+            sums[room] += task.seconds if task.kind == "compute" else 0.0
+    sums[Sum.OPTIMIZER] = sum(task.seconds for task in found.optimizer)
+    return sums
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_the_planner_believes_is_what_evaluate_adds_up(graph: NamedGraph, compiled: bool) -> None:
+    """All but what is shared: conversions that two ops want, and the buckets of parameters."""
+    setting = Setting.of(graph, AXES, CLUSTER, PlanOptions(compiled=compiled))
+    model = build(setting, Demands(graph, AXES, Layout(())))
+    draw = random.Random(0)
+    same = 0
+    for _ in range(12):
+        chosen = [draw.randrange(len(variable.states)) for variable in model.variables]
+        believed, found = model.sums(chosen), sums_of(profile(graph, plan_of(model, chosen), CLUSTER))
+        for key in (Sum.FORWARD_ROOM, Sum.BACKWARD_ROOM):
+            assert believed[key] == pytest.approx(found[key], rel=1e-9)
+        for key in (Sum.FORWARD_EACH, Sum.FORWARD_ONCE, Sum.BACKWARD_EACH, Sum.BACKWARD_ONCE):
+            assert believed[key] <= found[key] * (1 + 1e-9), "no bucket sends a byte in less"
+        assert believed[Sum.DEVICE] >= found[Sum.DEVICE] * (1 - 1e-9), "what two ops want is counted twice"
+        same += believed[Sum.DEVICE] == pytest.approx(found[Sum.DEVICE], rel=1e-9)
+    assert same > 3, "most random decisions share nothing"
+
+
+def test_hinges_are_the_seconds_of_evaluate(graph: NamedGraph) -> None:
+    options = PlanOptions(micro_batches=3)
+    setting = Setting.of(graph, AXES, CLUSTER, options)
+    for _, plan in list(expert_plans(setting))[:6]:
+        found = profile(graph, plan, CLUSTER)
+        sums = sums_of(found)
+        for tasks in (found.forward, found.backward):
+            sums[Sum.HOST] += sum(task.host_seconds for task in tasks if task.beside and not task.once)
+        seconds = Hinges.of(setting).seconds(sums)
+        assert seconds == pytest.approx(evaluate(graph, plan, CLUSTER).step_seconds, rel=1e-9)
+
+
+def test_no_strategy_is_better(graph: NamedGraph) -> None:
+    solved = solve_plan(graph, AXES, CLUSTER, time_limit=30)
+    assert solved.costs == evaluate(graph, solved.plan, CLUSTER), "what is claimed is what evaluate says"
+    assert solved.bound_seconds <= solved.costs.step_seconds
+    setting = Setting.of(graph, AXES, CLUSTER, PlanOptions())
+    for name, plan in expert_plans(setting):
+        assert solved.costs.step_seconds <= evaluate(graph, plan, CLUSTER).step_seconds * (1 + 1e-9), name
