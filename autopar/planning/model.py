@@ -47,7 +47,7 @@ from autopar.planning.demands import Demands
 from autopar.planning.errors import no_option
 from autopar.planning.routes import Routes
 from autopar.planning.setting import Setting
-from autopar.planning.tables import Parts, Table, Tables, Wants
+from autopar.planning.tables import Parts, Table, Tables, Wants, block_of
 from autopar.planning.totals import Sum
 from autopar.rewrite.lowerings import split_of
 from autopar.search.problem import Floats
@@ -236,7 +236,13 @@ class _Builder:
             if tensor.kind == "param":
                 first = number == 0 and trained and self._accumulates()
                 table = self.tables.parameters(
-                    sizes, itemsize, trained, stored, want, self._accumulated_bytes(tensor) if first else None
+                    sizes,
+                    itemsize,
+                    trained,
+                    stored,
+                    want,
+                    block_of(tensor.name),
+                    self._accumulated_bytes(tensor) if first else None,
                 )
                 if number == 0 and trained and len(users) > 1:
                     self._add_gradients(tensor, node, want, len(users) - 1)

@@ -18,13 +18,14 @@ __all__ = ["Leg", "Routes"]
 
 
 class Leg(NamedTuple):
-    """One step: its kind, its axes, what the collective works on, and what a local step reads or writes."""
+    """One step: its kind, its axes, what the collective works on; what there is before, and the more of before and after."""
 
     kind: str
     axes: tuple[str, ...]
     numel: float
     local: bool
-    moved: float
+    before: float
+    larger: float
 
 
 @dataclass
@@ -53,7 +54,10 @@ class Routes:
         if legs is None:
             legs = self.small[key] = self._found(*key)
         scale = prod(sizes) / max(prod(shrunk), 1)
-        return tuple(leg._replace(numel=leg.numel * scale, moved=leg.moved * scale) for leg in legs)
+        return tuple(
+            Leg(leg.kind, leg.axes, leg.numel * scale, leg.local, leg.before * scale, leg.larger * scale)
+            for leg in legs
+        )
 
     def _kept(self, sizes: tuple[int, ...], source: Layout, target: Layout) -> list[tuple[int, int]]:
         """The atoms that matter, with the sizes that stand for theirs."""
@@ -89,6 +93,6 @@ class Routes:
         first = dict.fromkeys(self.axes, 0)
         legs = []
         for step in steps(atoms, source, target, self.axes):
-            ends = (prod(layout.local_sizes(atoms, self.axes, first)) for layout in (step.before, step.after))
-            legs.append(Leg(step.kind.value, step.axes, step.numel, step.local, max(ends)))
+            before, after = (prod(end.local_sizes(atoms, self.axes, first)) for end in (step.before, step.after))
+            legs.append(Leg(step.kind.value, step.axes, step.numel, step.local, before, max(before, after)))
         return tuple(legs)

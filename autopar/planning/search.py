@@ -50,20 +50,37 @@ class Search:
         self.plan = self._planned()
 
     def _planned(self) -> Folded:
-        """Cut the variable with most neighbours until the rest can be eliminated."""
+        """Cut variables until the rest can be eliminated: first values without a gradient, which are small or sent one
+        way only; then those with most neighbours."""
         degree = [0] * len(self.sizes)
         for scope in self.scopes:
             for node in scope:
                 degree[node] += 1
+        tensors = self.model.setting.graph.tensors
         order = sorted(range(len(degree)), key=lambda node: (-degree[node], node))
+        light = [
+            node
+            for node, variable in enumerate(self.model.variables)
+            if variable.kind != "op" and not tensors[variable.name].requires_grad and degree[node] > 1
+        ]
+        heavy = [node for node in order if node not in set(light)]
+        count = 1
         while True:
-            gone = set(self.cut)
-            sizes = [1 if node in gone else size for node, size in enumerate(self.sizes)]
-            scopes = [tuple(node for node in scope if node not in gone) for scope in self.scopes]
             try:
-                return folded(sizes, [scope for scope in scopes if scope], LARGEST_TABLE)
+                return self._folded()
             except TooWide:
-                self.cut = (*self.cut, order[len(self.cut)])
+                if not self.cut and light:
+                    self.cut = tuple(light)
+                    continue
+            self.cut = (*self.cut, *heavy[:count])
+            heavy = heavy[count:]
+            count *= 2
+
+    def _folded(self) -> Folded:
+        gone = set(self.cut)
+        sizes = [1 if node in gone else size for node, size in enumerate(self.sizes)]
+        scopes = [tuple(node for node in scope if node not in gone) for scope in self.scopes]
+        return folded(sizes, [scope for scope in scopes if scope], LARGEST_TABLE)
 
     # -- the prices of the hinges
 

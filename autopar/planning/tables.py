@@ -5,8 +5,10 @@ A table holds the sums of `totals` apart, so that one table serves at all prices
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -21,10 +23,13 @@ from autopar.reshard import StepKind
 from autopar.rewrite.buckets import BUCKET_BYTES, BUCKETS, SMALL_BYTES, goes_in_bucket
 from autopar.search.problem import Floats, Ints
 
-__all__ = ["Parts", "Table", "Tables"]
+__all__ = ["Parts", "Table", "Tables", "block_of"]
 
 Parts = Mapping[Sum, Floats]
 """By sum, an array of one shape; sums that are not there are zero."""
+
+_Sent = tuple[Leg, int]
+"""A step, and the bytes of an element."""
 
 Wants = tuple[Layout | None, ...]
 """The layouts in which one op takes one tensor, at all its places; None: as it is."""
@@ -69,10 +74,12 @@ class Tables:
     prices: dict[Any, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        tensors = self.setting.graph.parameters
-        total = sum(float(np.prod(tensor.shape)) * tensor.dtype.itemsize for tensor in tensors)
-        self.gathered_bytes = float(min(BUCKET_BYTES, total))
-        self.reduced_bytes = float(max(SMALL_BYTES, min(BUCKET_BYTES, total / BUCKETS)))
+        self.blocks: dict[str, float] = {}
+        self.total = 0.0
+        for tensor in self.setting.graph.parameters:
+            size = prod(tensor.shape) * tensor.dtype.itemsize
+            self.total += size
+            self.blocks[block_of(tensor.name)] = self.blocks.get(block_of(tensor.name), 0.0) + size
 
     # -- values
 
@@ -145,7 +152,7 @@ class Tables:
     def _leg(self, leg: Leg, itemsize: int) -> tuple[float, float]:
         prices = self.setting.prices
         if leg.local:
-            size = 2.0 * itemsize * leg.moved
+            size = 2.0 * itemsize * leg.larger
             return seconds_of_bytes(size, prices.device), prices.launch if size else 0.0
         seconds = prices.network.seconds(leg.kind, leg.axes, leg.numel * itemsize)
         return seconds, prices.cluster.library.host_seconds.get(leg.kind, prices.launch)
@@ -159,14 +166,16 @@ class Tables:
         trained: bool,
         stored: Sequence[Stored],
         wants: Sequence[Wants],
+        block: str,
         accumulates: Callable[[Layout], float] | None = None,
     ) -> Table:
         """A parameter as it is stored, taken in other layouts: beside the computing, in buckets.
 
-        `accumulates`: what it takes to add the gradient, in some layout, to that of earlier micro-batches.
+        `block`: the layers whose gathers go together; `accumulates`: what it takes to add the gradient, in some layout, to that of earlier micro-batches.
         """
         rows, row_of = _numbered(stored)
         columns, column_of = _numbered(tuple(dict.fromkeys(each) for each in wants))
+        gathered = min(float(BUCKET_BYTES), self.blocks.get(block, 0.0))
 
         def made() -> Parts:
             sums = np.zeros((len(Sum), len(rows), len(columns)))
@@ -174,41 +183,72 @@ class Tables:
                 for j, each in enumerate(columns):
                     for want in each:
                         if want is not None:
-                            self._moved(sums[:, i, j], sizes, itemsize, trained, one, want)
+                            self._moved(
+                                sums[:, i, j], self._ways_of(sizes, itemsize, trained, one, want), one, want, gathered
+                            )
                     first = next(iter(each), None)
                     if accumulates is not None and first is not None:
                         held = first if _is_deferred(one, first) else one.layout
                         self._accumulated(sums[:, i, j], accumulates(held))
             return {key: sums[key] for key in Sum if sums[key].any()} or {Sum.DEVICE: sums[Sum.DEVICE]}
 
-        key = "parameters", sizes, itemsize, trained, tuple(rows), tuple(map(tuple, columns)), accumulates is not None
+        key = (
+            "parameters",
+            sizes,
+            itemsize,
+            trained,
+            tuple(rows),
+            tuple(map(tuple, columns)),
+            accumulates is not None,
+            gathered,
+        )
         return self._table(key, made, row_of, column_of)
 
-    def _moved(
-        self, sums: Floats, sizes: tuple[int, ...], itemsize: int, trained: bool, held: Stored, want: Layout
-    ) -> None:
+    def _ways_of(
+        self, sizes: tuple[int, ...], itemsize: int, trained: bool, held: Stored, want: Layout
+    ) -> tuple[tuple[_Sent, ...], tuple[_Sent, ...]]:
         there = self.routes.of(sizes, held.layout.value, want.value)
         back = self.routes.of(sizes, want.gradient.value, held.layout.gradient.value) if trained else ()
-        together = goes_in_bucket(*(tuple(StepKind(leg.kind) for leg in way) for way in (there, back)))
-        forward = sum(self._sent(leg, itemsize, together) for leg in there)
-        sums[Sum.FORWARD_ONCE if held.lasting else Sum.FORWARD_EACH] += forward
         dtype = self.setting.options.gradient_dtype
-        size = itemsize if dtype is None else dtype.itemsize
-        backward = sum(self._sent(leg, size, together) for leg in back)
-        sums[Sum.BACKWARD_ONCE if _is_deferred(held, want) else Sum.BACKWARD_EACH] += backward
-        if held.again and self.setting.trains and any(leg.kind == "all_gather" for leg in there):
-            sums[Sum.BACKWARD_EACH] += forward
+        reduced = itemsize if dtype is None else dtype.itemsize
+        return tuple((leg, itemsize) for leg in there), tuple((leg, reduced) for leg in back)
 
-    def _sent(self, leg: Leg, itemsize: int, together: bool) -> float:
-        """In a bucket, its share of what the fullest bucket takes: no bucket sends a byte in less."""
-        if leg.local:
-            return 0.0
-        size = leg.numel * itemsize
-        network = self.setting.prices.network
-        full = self.gathered_bytes if leg.kind == "all_gather" else max(self.reduced_bytes, self.gathered_bytes)
-        if not together or size >= full or not size:
-            return network.seconds(leg.kind, leg.axes, size)
-        return network.seconds(leg.kind, leg.axes, full) * size / full
+    def _moved(
+        self,
+        sums: Floats,
+        ways: tuple[tuple[_Sent, ...], tuple[_Sent, ...]],
+        held: Stored,
+        want: Layout,
+        gathered_bytes: float,
+    ) -> None:
+        """In a bucket, a parameter takes its share of what the fullest bucket takes: no bucket sends a byte in less."""
+        there, back = ways
+        share = 1.0
+        if (there or back) and goes_in_bucket(*(tuple(StepKind(leg.kind) for leg, _ in way) for way in ways)):
+            gathers = bool(there) and there[0][0].kind == "all_gather"
+            limit = gathered_bytes if gathers else max(SMALL_BYTES, min(BUCKET_BYTES, self.total / BUCKETS))
+            share = min(1.0, max(leg.before * itemsize for leg, itemsize in (*there, *back)) / max(limit, 1.0))
+        forward, backward = self._sent(there, share), self._sent(back, share)
+        sums[Sum.FORWARD_ONCE if held.lasting else Sum.FORWARD_EACH] += forward[0]
+        sums[Sum.HOST] += 0.0 if held.lasting else forward[1]
+        deferred = _is_deferred(held, want)
+        sums[Sum.BACKWARD_ONCE if deferred else Sum.BACKWARD_EACH] += backward[0]
+        sums[Sum.HOST] += 0.0 if deferred else backward[1]
+        if held.again and self.setting.trains and any(leg.kind == "all_gather" for leg, _ in there):
+            sums[Sum.BACKWARD_EACH] += forward[0]
+            sums[Sum.HOST] += forward[1]
+
+    def _sent(self, way: tuple[_Sent, ...], share: float) -> tuple[float, float]:
+        """What the links and what the host take for a share of a bucket."""
+        prices = self.setting.prices
+        seconds = host = 0.0
+        for leg, itemsize in way:
+            if leg.local:
+                host += share * prices.launch
+            else:
+                seconds += share * prices.network.seconds(leg.kind, leg.axes, leg.numel * itemsize / share)
+                host += share * prices.cluster.library.host_seconds.get(leg.kind, prices.launch)
+        return seconds, host
 
     def _accumulated(self, sums: Floats, size: float) -> None:
         prices = self.setting.prices
@@ -227,6 +267,12 @@ class Tables:
             table = self.known[whole] = Table(parts, rows, columns)
         assert isinstance(table, Table)
         return table
+
+
+def block_of(name: str) -> str:
+    """The layer that a parameter is of, as buckets see it."""
+    found = re.match(r"(.*?\.\d+)\.", name)
+    return found[1] if found else ""
 
 
 def _is_deferred(held: Stored, want: Layout) -> bool:
