@@ -12,13 +12,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
 from autopar.cost.algorithms import KINDS
 from autopar.cost.cluster import Cluster, load_cluster
 from autopar.cost.comm import Network
+from benchmarks.published.metrics import Pair
+from benchmarks.published.sizes import JudgedBySize, Timing, judge_by_size
 
-__all__ = ["READERS", "Judged", "Measured", "cluster_of", "judge", "predicted_seconds", "tables"]
+__all__ = ["READERS", "Measured", "cluster_of", "judge", "predicted_seconds", "tables"]
 
 Row = Mapping[str, str]
 BOUNDARY_BYTES = 4 * 2**20
@@ -42,20 +43,7 @@ class Measured:
     label: str = ""
 
 
-@dataclass(frozen=True)
-class Judged:
-    """How the rows of one system came out."""
-
-    name: str
-    rows: int
-    left_out: int
-    large_rows: int
-    large_error: float | None
-    small_rows: int
-    small_error: float | None
-
-
-def tables(paths: Iterable[Path]) -> list[Judged]:
+def tables(paths: Iterable[Path]) -> list[JudgedBySize]:
     """Of each file that is one of these tables: the whole of it, then each system in it."""
     results = []
     for path in paths:
@@ -66,30 +54,17 @@ def tables(paths: Iterable[Path]) -> list[Judged]:
     return results
 
 
-def judge(name: str, measured: Sequence[Measured]) -> list[Judged]:
+def judge(name: str, measured: Sequence[Measured]) -> list[JudgedBySize]:
     groups: dict[str, list[Measured]] = defaultdict(list)
     for one in measured:
         groups[one.table].append(one)
     parts = [(name, list(measured)), *((f"{name}, {table}", group) for table, group in groups.items())]
-    return [_judged(part, rows) for part, rows in parts]
+    return [judge_by_size(part, map(_timing, rows)) for part, rows in parts]
 
 
-def _judged(name: str, measured: Sequence[Measured]) -> Judged:
-    errors: dict[bool, list[float]] = {True: [], False: []}
-    for one in measured:
-        if one.cluster is not None:
-            error = abs(predicted_seconds(one) / one.seconds - 1)
-            errors[one.buffer_bytes >= BOUNDARY_BYTES].append(error)
-    large, small = errors[True], errors[False]
-    return Judged(
-        name,
-        len(measured),
-        sum(one.cluster is None for one in measured),
-        len(large),
-        median(large) if large else None,
-        len(small),
-        median(small) if small else None,
-    )
+def _timing(one: Measured) -> Timing:
+    pair = Pair(predicted_seconds(one), one.seconds) if one.cluster is not None else None
+    return Timing(one.buffer_bytes >= BOUNDARY_BYTES, pair)
 
 
 def predicted_seconds(one: Measured) -> float:

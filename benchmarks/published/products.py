@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from autopar.cost.cluster import load_device
 from autopar.cost.matrix import Product, product_seconds
+from benchmarks.published.metrics import Pair
 from benchmarks.published.readers.rows import Row, read_rows
+from benchmarks.published.sizes import JudgedBySize, Timing, judge_by_size
 
-__all__ = ["READERS", "JudgedProducts", "MeasuredProduct", "judge", "tables"]
+__all__ = ["READERS", "MeasuredProduct", "judge", "tables"]
 
 LARGE_FLOPS = 1e9
 """Below, the start of a kernel counts for more than its rate."""
@@ -27,22 +28,9 @@ class MeasuredProduct:
     seconds: float
 
 
-@dataclass(frozen=True)
-class JudgedProducts:
-    """How the rows of one device came out; errors are the median of |predicted − measured| / measured."""
-
-    name: str
-    rows: int
-    left_out: int
-    large_rows: int
-    large_error: float | None
-    small_rows: int
-    small_error: float | None
-
-
-def tables(paths: Iterable[Path]) -> list[JudgedProducts]:
+def tables(paths: Iterable[Path]) -> list[JudgedBySize]:
     """Of each file that is one of these tables: the whole of it, then each device in it."""
-    found: list[JudgedProducts] = []
+    found: list[JudgedBySize] = []
     for path in paths:
         reader = next((reader for part, reader in READERS.items() if part in path.name), None)
         if reader is not None:
@@ -50,30 +38,17 @@ def tables(paths: Iterable[Path]) -> list[JudgedProducts]:
     return found
 
 
-def judge(name: str, measured: Sequence[MeasuredProduct]) -> list[JudgedProducts]:
+def judge(name: str, measured: Sequence[MeasuredProduct]) -> list[JudgedBySize]:
     devices = sorted({one.device for one in measured if one.device is not None})
     parts = [(name, list(measured))]
     if len(devices) > 1:
         parts += [(f"{name}, {device}", [one for one in measured if one.device == device]) for device in devices]
-    return [_judged(part, rows) for part, rows in parts]
+    return [judge_by_size(part, map(_timing, rows)) for part, rows in parts]
 
 
-def _judged(name: str, measured: Sequence[MeasuredProduct]) -> JudgedProducts:
-    errors: dict[bool, list[float]] = {True: [], False: []}
-    for one in measured:
-        if one.device is not None:
-            predicted = predicted_seconds(one.device, one.dtype, one.product)
-            errors[one.product.flops > LARGE_FLOPS].append(abs(predicted / one.seconds - 1))
-    large, small = errors[True], errors[False]
-    return JudgedProducts(
-        name,
-        len(measured),
-        sum(one.device is None for one in measured),
-        len(large),
-        median(large) if large else None,
-        len(small),
-        median(small) if small else None,
-    )
+def _timing(one: MeasuredProduct) -> Timing:
+    pair = None if one.device is None else Pair(predicted_seconds(one.device, one.dtype, one.product), one.seconds)
+    return Timing(one.product.flops > LARGE_FLOPS, pair)
 
 
 def predicted_seconds(device_name: str, dtype: str, product: Product) -> float:
