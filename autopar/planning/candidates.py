@@ -103,7 +103,9 @@ def _uses_agree(setting: Setting, demands: Demands, node: NamedNode, operands: t
     return True
 
 
-def stored_of(setting: Setting, demands: Demands, tensor: NamedTensor, uses: Iterable[Layout]) -> tuple[Stored, ...]:
+def stored_of(
+    setting: Setting, demands: Demands, tensor: NamedTensor, uses: Iterable[Layout], regather: bool = False
+) -> tuple[Stored, ...]:
     """In how many ways a tensor may be held: as it is used, whole, or split further by axes that are left."""
     atoms = atoms_of(tensor)
     whole = Layout.replicated(atoms)
@@ -120,7 +122,12 @@ def stored_of(setting: Setting, demands: Demands, tensor: NamedTensor, uses: Ite
     kept = [layout for layout in found if matches(wanted, layout.splits)]
     if not kept:
         kept = [Layout(tuple(axes or () for axes in wanted))]
-    return tuple(Stored(layout) for layout in kept)
+    ways = [Stored(layout) for layout in kept]
+    if tensor.kind == "param" and tensor.requires_grad:
+        split = [layout for layout in kept if any(layout.splits)]
+        ways += [Stored(layout, again=True) for layout in split if regather]
+        ways += [Stored(layout, lasting=True) for layout in split if setting.options.micro_batches > 1]
+    return tuple(ways)
 
 
 def _split_further(setting: Setting, atoms: Atoms, base: Layout) -> Iterable[Layout]:

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -40,11 +41,13 @@ from autopar.completion import OpDecision
 from autopar.conversions import Inserted
 from autopar.cost.compute import OpWork, Work
 from autopar.cost.fusion import scaled, shares_of
+from autopar.cost.optimizers import optimizer_of
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout
 from autopar.planning.candidates import Option, Stored, can_be_held, options_of, stored_of
 from autopar.planning.demands import Demands
 from autopar.planning.errors import no_option
+from autopar.planning.kept import Kept
 from autopar.planning.routes import Routes
 from autopar.planning.setting import Setting
 from autopar.planning.tables import Parts, Table, Tables, Wants, block_of
@@ -99,8 +102,9 @@ class Model:
         return total
 
 
-def build(setting: Setting, demands: Demands) -> Model:
-    return _Builder(setting, demands, Tables(setting, Routes(setting.axes))).run()
+def build(setting: Setting, demands: Demands, tables: Tables | None = None, regather: bool = False) -> Model:
+    """`regather`: parameters may be gathered again in the backward, which saves memory and never time."""
+    return _Builder(setting, demands, tables or Tables(setting, Routes(setting.axes)), regather).run()
 
 
 @dataclass
@@ -108,6 +112,7 @@ class _Builder:
     setting: Setting
     demands: Demands
     tables: Tables
+    regather: bool = False
     known: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -120,6 +125,8 @@ class _Builder:
         self.handed = handed_out(graph)
         self.again = {node.name for node in graph.nodes if node.origin.checkpoint is not None and self.setting.trains}
         self.shares: dict[str, float] = {}
+        self.kept = Kept.of(graph)
+        self.optimizer = optimizer_of(self.setting.options.optimizer)
 
     def run(self) -> Model:
         options = {node.name: self._options(node) for node in self.graph.nodes}
@@ -176,20 +183,51 @@ class _Builder:
         return self.setting.prices.work(node, decision)
 
     def _op_parts(self, node: NamedNode, options: tuple[Option, ...]) -> Parts:
-        share = self.shares.get(node.name)
-        key = "op", self._signature(node), share
+        fused = self.shares.get(node.name)
+        keeping = self._made_and_kept(node)
+        inside = (
+            0 if node.name in self.again or not self._keeps(node) else self.graph.footprints[node.node].internal_bytes
+        )
+        key = "op", self._signature(node), fused, tuple(name is not None for name in keeping)
         if key not in self.known:
             sums = np.zeros((len(Sum), len(options)))
             for i, option in enumerate(options):
                 work = self._work(node, option)
-                if share is not None:
+                if fused is not None:
                     device = self.setting.cluster.device
-                    work = OpWork(scaled(work.forward, share, device), scaled(work.backward, share, device))
+                    work = OpWork(scaled(work.forward, fused, device), scaled(work.backward, fused, device))
                 self._worked(sums[:, i], work, node.name in self.again)
                 self._sent_inside(sums[:, i], node, option)
+                share = prod(self.setting.axes[axis] for axis in option.choice.axes)
+                sums[Sum.KEPT_GIB, i] += inside / share / 2**30
+                for position, name in enumerate(keeping):
+                    layout = option.produced[position]
+                    if name is not None and layout is not None:
+                        sums[Sum.KEPT_GIB, i] += self._gib(name, layout)
             self.known[key] = {part: sums[part] for part in Sum if sums[part].any()} or {Sum.DEVICE: sums[0]}
         parts: Parts = self.known[key]
         return parts
+
+    def _made_and_kept(self, node: NamedNode) -> tuple[str | None, ...]:
+        """The results of an op that live on as it makes them; shared values are counted where they are kept."""
+        own = node.name not in self.again
+        return tuple(
+            name if own and name is not None and self.kept.is_kept(name) and not self._is_shared(name) else None
+            for name in node.outputs
+        )
+
+    def _keeps(self, node: NamedNode) -> bool:
+        made = (self.graph.tensors[name].requires_grad for name in node.outputs if name is not None)
+        return self.setting.trains and any(made)
+
+    def _gib(self, name: str, layout: Layout) -> float:
+        tensor = self.graph.tensors[name]
+        return self.tables.gib(tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize, layout)
+
+    def _is_shared(self, name: str) -> bool:
+        """Whether a result has a variable of its own."""
+        many = len(self.setting.users.get(name, ())) > 1
+        return many or name in self.handed or self.demands.is_bound(self.graph.tensors[name])
 
     def _worked(self, sums: Floats, work: OpWork, again: bool) -> None:
         launch = self.setting.prices.launch
@@ -242,19 +280,21 @@ class _Builder:
                     stored,
                     want,
                     block_of(tensor.name),
+                    (node.name, tensor.name) in self.kept.operands and node.name not in self.again,
                     self._accumulated_bytes(tensor) if first else None,
                 )
                 if number == 0 and trained and len(users) > 1:
                     self._add_gradients(tensor, node, want, len(users) - 1)
             else:
                 layouts = [one.layout for one in stored]
-                table = self.tables.values(sizes, itemsize, trained, layouts, want, node.name in self.again)
+                kept = (node.name, tensor.name) in self.kept.operands, False
+                table = self.tables.values(sizes, itemsize, trained, layouts, want, node.name in self.again, kept)
             self.factors.append(Factor(place, self.place["op", node.name], table))
 
     def _stored(self, tensor: NamedTensor, uses: tuple[Layout, ...]) -> tuple[Stored, ...]:
         key = "stored", tensor.kind, self._cut(tensor), uses, self.demands.stored_token(tensor)
         if key not in self.known:
-            self.known[key] = stored_of(self.setting, self.demands, tensor, uses)
+            self.known[key] = stored_of(self.setting, self.demands, tensor, uses, self.regather)
         found: tuple[Stored, ...] = self.known[key]
         return found
 
@@ -268,12 +308,33 @@ class _Builder:
                     prices = self.setting.prices
                     size = prices.optimizer_bytes(tensor.name, one.layout, options.optimizer, options.master_dtype)
                     sums[Sum.OPTIMIZER, i] += size / prices.device.stream
+                self._stored_memory(sums[:, i], tensor, one)
                 if tensor.kind == "input" and not options.local_inputs:
                     whole = Layout.replicated(atoms_of(tensor))
                     self._converted(sums[:, i], tensor, whole, one.layout, backward=False)
                 self._handed_out(sums[:, i], tensor, one.layout)
             self.known[key] = {part: sums[part] for part in Sum if sums[part].any()} or {Sum.DEVICE: sums[0]}
         return (self.known[key],)
+
+    def _stored_memory(self, sums: Floats, tensor: NamedTensor, one: Stored) -> None:
+        options = self.setting.options
+        size = self._gib(tensor.name, one.layout)
+        if tensor.kind != "param":
+            whole = Layout.replicated(atoms_of(tensor))
+            inputs = size if options.local_inputs or tensor.kind != "input" else self._gib(tensor.name, whole)
+            sums[Sum.KEPT_GIB] += inputs + (size if tensor.kind == "input" and one.layout != whole else 0.0)
+            sums[Sum.STEP_GIB] += inputs
+            return
+        master = (options.master_dtype or tensor.dtype).itemsize / tensor.dtype.itemsize
+        held = size * (master + (1.0 if options.master_dtype not in (None, tensor.dtype) else 0.0))
+        if tensor.requires_grad and self.setting.trains:
+            held += size * master * self.optimizer.states
+            gradient = (options.gradient_dtype or options.master_dtype or tensor.dtype).itemsize / tensor.dtype.itemsize
+            stays = self._accumulates() or not any(one.layout.splits)  # sums have a buffer of their own
+            sums[Sum.KEPT_GIB] += size * gradient if stays else 0.0
+            sums[Sum.STEP_GIB] += size * gradient
+        sums[Sum.KEPT_GIB] += held
+        sums[Sum.STEP_GIB] += held
 
     def _accumulates(self) -> bool:
         return self.setting.options.micro_batches > 1 or self.setting.options.gradient_dtype is not None
@@ -344,9 +405,10 @@ class _Builder:
         sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
         trained = tensor.requires_grad and self.setting.trains
         wants = [self._wants(user, tensor.name) for user in users]
-        if len(users) < 2 and tensor.name not in self.handed and not self.demands.is_bound(tensor):
+        if not self._is_shared(tensor.name):
             for user, want in zip(users, wants, strict=True):
-                table = self.tables.values(sizes, itemsize, trained, produced, want, user.name in self.again)
+                again, kept = user.name in self.again, self._kept_for(user, tensor.name)
+                table = self.tables.values(sizes, itemsize, trained, produced, want, again, kept)
                 self.factors.append(Factor(maker, self.place["op", user.name], table))
             return
         homes = self._homes(tensor, produced, wants)
@@ -357,8 +419,15 @@ class _Builder:
         table = self.tables.values(sizes, itemsize, trained, produced, self._same(into), node.name in self.again)
         self.factors.append(Factor(maker, place, table))
         for user, want in zip(users, wants, strict=True):
-            table = self.tables.values(sizes, itemsize, trained, homes, want, user.name in self.again)
+            again, kept = user.name in self.again, self._kept_for(user, tensor.name)
+            table = self.tables.values(sizes, itemsize, trained, homes, want, again, kept)
             self.factors.append(Factor(place, self.place["op", user.name], table))
+
+    def _kept_for(self, user: NamedNode, name: str) -> tuple[bool, bool]:
+        """Whether an op keeps what is converted for it; whether the value itself is kept for no other."""
+        if user.name in self.again:
+            return False, False
+        return (user.name, name) in self.kept.operands, self.kept.only_for(user.name, name)
 
     def _same(self, value: Any) -> Any:
         return self.known.setdefault(("same", value), value)
@@ -398,10 +467,13 @@ class _Builder:
         return homes
 
     def _home_parts(self, tensor: NamedTensor, homes: tuple[Layout, ...], users: int) -> Parts:
-        key = "home", self._cut(tensor), homes, users, tuple(self.handed.get(tensor.name, ()))
+        again = self.makers[tensor.name][0].name in self.again
+        kept = self.kept.is_kept(tensor.name) and not again
+        key = "home", self._cut(tensor), homes, users, tuple(self.handed.get(tensor.name, ())), kept
         if key not in self.known:
             sums = np.zeros((len(Sum), len(homes)))
             for i, home in enumerate(homes):
+                sums[Sum.KEPT_GIB, i] += self._gib(tensor.name, home) if kept else 0.0
                 if tensor.requires_grad and self.setting.trains and users > 1:
                     self._added(sums[:, i], tensor.name, home, users - 1)
                 self._handed_out(sums[:, i], tensor, home)

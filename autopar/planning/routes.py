@@ -18,7 +18,7 @@ __all__ = ["Leg", "Routes"]
 
 
 class Leg(NamedTuple):
-    """One step: its kind, its axes, what the collective works on; what there is before, and the more of before and after."""
+    """One step: its kind and axes, what the collective works on, what there is before, the more of before and after."""
 
     kind: str
     axes: tuple[str, ...]

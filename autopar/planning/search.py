@@ -1,8 +1,13 @@
-"""The least of the model's objective: prices for its hinges from outside, exact elimination inside.
+"""The least of the model's objective within its limits: prices from outside, exact elimination inside.
 
-At fixed prices λ the objective is a sum over variables and factors, whose least elimination finds: a lower bound on the
-seconds of every plan. The sums of what it found bound the next prices from above, for all λ at once (a cutting plane);
-the best λ under all planes is the next to try. What is found on the way are candidates, told to `report`.
+The objective has hinges, each of which is the most over λ in [0, 1] of λ times a sum; each limit on memory has a price
+μ ≥ 0. At fixed prices a sum over variables and factors is left, whose least elimination finds: a lower bound on the
+seconds of every plan. The sums of what it found bound the next prices from above, for all prices at once (a cutting
+plane); the best prices under all planes are the next to try. What is found on the way are candidates, told to `report`.
+
+Memory is counted only roughly here. `report` says what a candidate really takes, and the limits give way by the
+difference. Of two candidates, one that fits and one that is faster, mixtures are tried: one up to some place of the
+graph, the other from there on.
 
 Variables that too many others depend on are cut (`search.folded`): the bound lets each table choose for itself, and the
 candidates fix them at the states that fit best, over and over until none changes.
@@ -11,85 +16,74 @@ candidates fix them at the states that fit best, over and over until none change
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from autopar.planning.model import Model
-from autopar.planning.tables import weigh
-from autopar.planning.totals import Hinges
-from autopar.search.folded import Folded, TooWide, fixed, folded
+from autopar.planning.totals import MEMORY, Hinges, Sum
+from autopar.planning.weighed import Elimination, mixtures
 from autopar.search.problem import Floats
 
-__all__ = ["Search"]
+__all__ = ["Found", "Search"]
 
-MOST_ROUNDS = 30
-MOST_SETTLING = 4
-LARGEST_TABLE = 2**21
+MOST_ROUNDS = 40
+HIGHEST_PRICE = 1e3
+"""Seconds per GiB and second of the step: no memory is worth more."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """An assignment, its sums, and what `evaluate` says of its plan."""
+
+    chosen: list[int]
+    sums: Floats
+    seconds: float
+    peak_gib: float
+
+    @property
+    def missed_gib(self) -> float:
+        """What the peak is above what the sums say."""
+        return self.peak_gib - float(max(self.sums[list(MEMORY)]))
 
 
 @dataclass
 class Search:
-    """One model; `report` is told of every assignment and answers the seconds of its plan."""
+    """One model; `report` is told of every assignment and answers the seconds and the peak (GiB) of its plan."""
 
     model: Model
-    report: Callable[[Sequence[int]], float]
+    report: Callable[[Sequence[int]], tuple[float, float]]
     deadline: float
+    limit_gib: float = np.inf
     gap: float = 1e-4
-    bound: float = 0.0
     best: float = np.inf
     planes: list[Floats] = field(default_factory=list)
+    answers: list[tuple[float, Floats]] = field(default_factory=list)
+    """What was proved: at these prices of limits (a tail of all prices), the least is so much, without their limits."""
+    found: dict[tuple[int, ...], Found] = field(default_factory=dict)
+    slowest: float = 0.0
 
     def __post_init__(self) -> None:
         self.hinges = Hinges.of(self.model.setting)
-        self.sizes = [len(variable.states) for variable in self.model.variables]
-        self.scopes = [(factor.first, factor.second) for factor in self.model.factors]
-        self.cut: tuple[int, ...] = ()
-        self.plan = self._planned()
+        self.elimination = Elimination.of(self.model)
+        self.count = len(self.hinges.offsets)
+        self.limits = np.full(len(MEMORY), self.limit_gib)
 
-    def _planned(self) -> Folded:
-        """Cut variables until the rest can be eliminated: first values without a gradient, which are small or sent one
-        way only; then those with most neighbours."""
-        degree = [0] * len(self.sizes)
-        for scope in self.scopes:
-            for node in scope:
-                degree[node] += 1
-        tensors = self.model.setting.graph.tensors
-        order = sorted(range(len(degree)), key=lambda node: (-degree[node], node))
-        light = [
-            node
-            for node, variable in enumerate(self.model.variables)
-            if variable.kind != "op" and not tensors[variable.name].requires_grad and degree[node] > 1
-        ]
-        heavy = [node for node in order if node not in set(light)]
-        count = 1
-        while True:
-            try:
-                return self._folded()
-            except TooWide:
-                if not self.cut and light:
-                    self.cut = tuple(light)
-                    continue
-            self.cut = (*self.cut, *heavy[:count])
-            heavy = heavy[count:]
-            count *= 2
+    @property
+    def is_limited(self) -> bool:
+        return bool(np.isfinite(self.limit_gib))
 
-    def _folded(self) -> Folded:
-        gone = set(self.cut)
-        sizes = [1 if node in gone else size for node, size in enumerate(self.sizes)]
-        scopes = [tuple(node for node in scope if node not in gone) for scope in self.scopes]
-        return folded(sizes, [scope for scope in scopes if scope], LARGEST_TABLE)
+    @property
+    def bound(self) -> float:
+        """The best that is proved, with the limits as they are now."""
+        limits = self.limits if self.is_limited else np.zeros(len(MEMORY))
+        return max((value - float(prices @ limits) for value, prices in self.answers), default=0.0)
 
-    # -- the prices of the hinges
-
-    def run(self, start: Sequence[int] | None = None) -> None:
-        prices = np.zeros(len(self.hinges.offsets))
-        if start is not None:
-            sums = self.model.sums(start)
-            self.planes.append(sums)
-            prices = np.where(self.hinges.slopes @ sums + self.hinges.offsets > 0, 1.0, 0.0)
+    def run(self) -> None:
+        """Improve prices until the gap is closed, nothing moves, or the time is up."""
+        prices = np.zeros(self.count + len(MEMORY))
         for _ in range(MOST_ROUNDS):
             self._round(prices)
             if self.best - self.bound <= self.gap * self.best or time.monotonic() > self.deadline:
@@ -98,123 +92,88 @@ class Search:
             if upper - self.bound <= 0.1 * self.gap * abs(upper):
                 return
 
+    # -- one round
+
     def _round(self, prices: Floats) -> None:
-        weights, constant = self.hinges.weights(prices)
-        weighed = _Weighed(self.model, weights, self.scopes)
-        value, chosen = self._solved(weighed, dict.fromkeys(self.cut))
-        self.bound = max(self.bound, value + constant)
-        if not self.cut:
-            self.planes.append(self.model.sums(chosen))
-            self.best = min(self.best, self.report(chosen))
-            return
-        self.planes.append(self._relaxed_sums(weighed, chosen))
-        for _ in range(MOST_SETTLING):
-            states = {node: weighed.best_state(node, chosen) for node in self.cut}
-            _, better = self._solved(weighed, states)
-            done = better == chosen
-            chosen = better
-            if done:
-                break
-        self.best = min(self.best, self.report(chosen))
+        weights, constant = self.hinges.weights(prices[: self.count])
+        weights[list(MEMORY)] += prices[self.count :]
+        value, sums, candidate = self.elimination.least(weights)
+        self.answers.append((value + constant, prices[self.count :]))
+        self.planes.append(sums)
+        self.try_out(candidate)
 
-    def _solved(self, weighed: _Weighed, cut: Mapping[int, int | None]) -> tuple[float, list[int]]:
-        costs, tables, constant = weighed.without(cut)
-        value, chosen = self.plan.solve(costs, tables)
-        for node, state in cut.items():
-            chosen[node] = 0 if state is None else state
-        return value + constant, chosen
-
-    def _relaxed_sums(self, weighed: _Weighed, chosen: Sequence[int]) -> Floats:
-        """The sums of an answer in which every table has chosen the states of cut variables for itself."""
-        gone = set(self.cut)
-        total = np.zeros(len(self.hinges.base))
-        for place, variable in enumerate(self.model.variables):
-            state = int(np.argmin(weighed.costs[place])) if place in gone else chosen[place]
-            total += variable.at(state)
-        for factor, table in zip(self.model.factors, weighed.tables, strict=True):
-            row, column = chosen[factor.first], chosen[factor.second]
-            if factor.first in gone and factor.second in gone:
-                row, column = (int(i) for i in np.unravel_index(int(table.argmin()), table.shape))
-            elif factor.first in gone:
-                row = int(np.argmin(table[:, column]))
-            elif factor.second in gone:
-                column = int(np.argmin(table[row]))
-            total += factor.table.at(row, column)
-        return total
+    def try_out(self, chosen: list[int]) -> Found:
+        """Price a candidate; heed what it says about memory."""
+        key = tuple(chosen)
+        known = self.found.get(key)
+        if known is None:
+            seconds, peak = self.report(chosen)
+            known = self.found[key] = Found(chosen, self.model.sums(chosen), seconds, peak)
+            if peak <= self.limit_gib:
+                self.best = min(self.best, seconds)
+        if self.is_limited:
+            self.limits = np.full(len(MEMORY), self.limit_gib - min(one.missed_gib for one in self.found.values()))
+        return known
 
     def _master(self) -> tuple[float, Floats]:
         """The prices at which the least plane is highest."""
         from ortools.linear_solver import pywraplp  # late: it takes a while to import
 
         solver: Any = pywraplp.Solver.CreateSolver("GLOP")
-        count = len(self.hinges.offsets)
-        prices = [solver.NumVar(0.0, 1.0, "") for _ in range(count)]
+        prices = [solver.NumVar(0.0, 1.0, "") for _ in range(self.count)]
+        scale = max(self.best if np.isfinite(self.best) else 1.0, 1e-9)
+        highest = HIGHEST_PRICE * scale if self.is_limited else 0.0
+        prices += [solver.NumVar(0.0, highest, "") for _ in MEMORY]
         least = solver.NumVar(-solver.infinity(), solver.infinity(), "")
         for sums in self.planes:
-            slopes = self.hinges.slopes @ sums + self.hinges.offsets
-            fixed_part = float(self.hinges.base @ sums + self.hinges.constant)
-            solver.Add(least <= fixed_part + sum(float(slopes[k]) * prices[k] for k in range(count)))
+            slopes = [*(self.hinges.slopes @ sums + self.hinges.offsets), *self._excess(sums)]
+            base = float(self.hinges.base @ sums + self.hinges.constant)
+            terms = (float(slope) / scale * price for slope, price in zip(slopes, prices, strict=True))
+            solver.Add(least <= base / scale + sum(terms))
         solver.Maximize(least)
         status = solver.Solve()
         assert status == pywraplp.Solver.OPTIMAL, status
-        return least.solution_value(), np.array([price.solution_value() for price in prices])
+        return least.solution_value() * scale, np.array([price.solution_value() for price in prices])
+
+    def _excess(self, sums: Floats) -> Floats:
+        if not self.is_limited:
+            return np.zeros(len(MEMORY))
+        return np.asarray(sums[list(MEMORY)] - self.limits)
+
+    # -- memory
+
+    def least_memory(self) -> Found:
+        """The plan that takes least, of a few weights of the moments of a step."""
+        tried = []
+        for kept in (1.0, 0.5, 0.0):
+            weights = 1e-9 * self.hinges.base
+            weights[Sum.KEPT_GIB], weights[Sum.STEP_GIB] = kept, 1 - kept
+            _, sums, chosen = self.elimination.least(weights)
+            self.planes.append(sums)
+            tried.append(self.try_out(chosen))
+        return min(tried, key=lambda one: one.peak_gib)
+
+    def mix(self) -> None:
+        """Mixtures of the fastest plan that fits with those that do not and are faster."""
+        fits = [one for one in self.found.values() if one.peak_gib <= self.limit_gib]
+        passes = [one for one in self.found.values() if one.peak_gib > self.limit_gib and one.seconds < self.best]
+        if not fits or not passes:
+            return
+        fast = min(fits, key=lambda one: one.seconds)
+        for other in sorted(passes, key=lambda one: one.peak_gib)[:MOST_MIXED]:
+            self._mix(fast, other)
+
+    def _mix(self, one: Found, other: Found) -> None:
+        missed = max(one.missed_gib, other.missed_gib)
+        made = mixtures(self.model, one.chosen, other.chosen)
+        worth = []
+        for chosen, sums in made:
+            seconds = self.hinges.seconds(sums)
+            if float(max(sums[list(MEMORY)])) + missed <= self.limit_gib and seconds < self.best:
+                worth.append((seconds, chosen))
+        for seconds, chosen in sorted(worth, key=lambda pair: pair[0])[:MOST_MIXED]:
+            if seconds < self.best and time.monotonic() < self.deadline:
+                self.try_out(chosen)
 
 
-class _Weighed:
-    """The model at fixed prices: one number for each state and each pair; equal ones are one object."""
-
-    def __init__(self, model: Model, weights: Floats, scopes: Sequence[tuple[int, int]]) -> None:
-        self.model = model
-        self.scopes = scopes
-        known: dict[Any, Floats] = {}
-
-        def once(key: Any, made: Callable[[], Floats]) -> Floats:
-            if key not in known:
-                known[key] = made()
-            return known[key]
-
-        self.costs = [
-            once(
-                tuple(map(id, variable.parts)),
-                lambda variable=variable: sum((weigh(parts, weights) for parts in variable.parts), np.zeros(1)),  # type: ignore[misc]
-            )
-            for variable in model.variables
-        ]
-        self.tables = [
-            once(id(factor.table), lambda factor=factor: factor.table.weighed(weights))  # type: ignore[misc]
-            for factor in model.factors
-        ]
-        self.incident: dict[int, list[int]] = {}
-        for i, scope in enumerate(scopes):
-            for node in scope:
-                self.incident.setdefault(node, []).append(i)
-        self.sliced: dict[Any, Floats] = {}
-
-    def without(self, cut: Mapping[int, int | None]) -> tuple[list[Floats], list[Floats], float]:
-        costs = list(self.costs)
-        constant = 0.0
-        for node, state in cut.items():
-            constant += float(self.costs[node].min() if state is None else self.costs[node][state])
-            costs[node] = np.zeros(1)
-        tables: list[Floats] = []
-        for scope, table in zip(self.scopes, self.tables, strict=True):
-            gone = [node for node in scope if node in cut]
-            if not gone:
-                tables.append(table)
-                continue
-            key = id(table), tuple((scope.index(node), cut[node]) for node in gone)
-            if key not in self.sliced:
-                self.sliced[key] = fixed(table, scope, cut)
-            if len(gone) == len(scope):
-                constant += float(self.sliced[key])
-            else:
-                tables.append(self.sliced[key])
-        return costs, tables, constant
-
-    def best_state(self, node: int, chosen: Sequence[int]) -> int:
-        """The state of a cut variable that fits the others best."""
-        total = self.costs[node].copy()
-        for i in self.incident.get(node, ()):
-            first, second = self.scopes[i]
-            total += self.tables[i][:, chosen[second]] if first == node else self.tables[i][chosen[first]]
-        return int(np.argmin(total))
+MOST_MIXED = 3

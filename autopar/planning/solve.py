@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from autopar.cost.cluster import Cluster
 from autopar.cost.costs import Costs
@@ -15,9 +17,11 @@ from autopar.planning.decode import plan_of
 from autopar.planning.demands import Demands
 from autopar.planning.errors import NoPlan
 from autopar.planning.experts import expert_plans, plan_under
-from autopar.planning.model import build
+from autopar.planning.model import Model, build
+from autopar.planning.routes import Routes
 from autopar.planning.search import Search
 from autopar.planning.setting import PlanOptions, Setting
+from autopar.planning.tables import Tables
 from autopar.search.work import Progress, relative_gap
 from autopar.tracing.graph import NamedGraph
 
@@ -66,7 +70,6 @@ def solve_plan(
     limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
     race = _Race(setting, limit, began, progress)
     demands = Demands(graph, axes, layout or Layout(()))
-    model = build(setting, demands)
     if layout is not None and layout.statements:
         plan = plan_under(setting, layout)
         if plan is not None:
@@ -76,13 +79,16 @@ def solve_plan(
             race.offer(name, plan)
     if warm is not None and warm.graph == fingerprint(graph) and dict(warm.axes) == dict(axes):
         race.offer("warm", warm)
-    search = Search(model, lambda chosen: race.offer("search", plan_of(model, chosen)), began + time_limit)
-    search.best = race.seconds
-    search.run()
+    tables = Tables(setting, Routes(axes))
+    model = build(setting, demands, tables)
+    search = _searched(model, race, np.inf, began + time_limit)
+    if race.plan is None or race.passed:
+        model = build(setting, demands, tables, regather=True)
+        search = _searched(model, race, limit / 2**30, began + time_limit)
     race.tell("search", search.bound)
     if race.plan is None or race.costs is None:
         raise NoPlan(
-            f"no plan was found that fits in {limit / 2**30:.1f} GiB on each device; the least that was found takes "
+            f"no plan was found that fits in {limit / 2**30:.2f} GiB on each device: the least that was found takes "
             f"{race.least_bytes / 2**30:.2f} GiB\n"
             "fix: more devices, a smaller batch, recomputation, or more memory",
             race.least_bytes,
@@ -96,6 +102,23 @@ def solve_plan(
         len(model.variables),
         sum(len(variable.states) for variable in model.variables),
     )
+
+
+def _searched(model: Model, race: _Race, limit_gib: float, deadline: float) -> Search:
+    """A search that tells the race of all that it finds."""
+
+    def report(chosen: Sequence[int]) -> tuple[float, float]:
+        costs = race.offer("search", plan_of(model, chosen))
+        return costs.step_seconds, costs.memory.peak_bytes / 2**30
+
+    search = Search(model, report, deadline, limit_gib)
+    search.best = race.seconds
+    if search.is_limited and search.least_memory().peak_gib > limit_gib and race.plan is None:
+        return search
+    search.run()
+    if search.is_limited:
+        search.mix()
+    return search
 
 
 def _with(plan: Plan, options: PlanOptions) -> Plan:
@@ -127,16 +150,17 @@ class _Race:
         self.origin = ""
         self.seconds = float("inf")
         self.least_bytes = float("inf")
+        self.passed = False
 
-    def offer(self, origin: str, plan: Plan) -> float:
-        """The seconds of a plan; endless where it does not fit."""
+    def offer(self, origin: str, plan: Plan) -> Costs:
+        """Price a plan, and keep it if it is the best that fits."""
         costs = evaluate(self.setting.graph, plan, self.setting.cluster)
         self.least_bytes = min(self.least_bytes, costs.memory.peak_bytes)
         if costs.memory.peak_bytes > self.limit:
-            return float("inf")
-        if costs.step_seconds < self.seconds:
+            self.passed = True
+        elif costs.step_seconds < self.seconds:
             self.plan, self.costs, self.seconds, self.origin = plan, costs, costs.step_seconds, origin
-        return costs.step_seconds
+        return costs
 
     def tell(self, stage: str, bound: float) -> None:
         if self.progress is not None:

@@ -91,8 +91,12 @@ class Tables:
         sources: Sequence[Layout],
         wants: Sequence[Wants],
         again: bool = False,
+        kept: tuple[bool, bool] = (False, False),
     ) -> Table:
-        """A value in some layout, wanted in others; `again`: it is converted once more in the backward."""
+        """A value in some layout, wanted in others; `again`: it is converted once more in the backward.
+
+        `kept`: whether what is made of it lives until the backward; whether it does so itself, if it is not converted.
+        """
         distinct = dict.fromkeys(want for each in wants for want in each if want is not None)
         rows, row_of = _numbered(sources)
         columns, column_of = _numbered(tuple(dict.fromkeys(each) for each in wants))
@@ -101,12 +105,15 @@ class Tables:
             names = list(distinct)
             device, host = self._pairs(sizes, itemsize, trained, rows, names, again)
             place = {name: i for i, name in enumerate(names)}
-            return {
+            parts = {
                 Sum.DEVICE: _summed(device, columns, place, len(rows)),
                 Sum.HOST: _summed(host, columns, place, len(rows)),
             }
+            if kept[0]:
+                parts[Sum.KEPT_GIB] = self._kept(sizes, itemsize, rows, columns, kept[1])
+            return parts
 
-        key = "values", sizes, itemsize, trained, again, tuple(rows), tuple(map(tuple, columns))
+        key = "values", sizes, itemsize, trained, again, kept, tuple(rows), tuple(map(tuple, columns))
         return self._table(key, made, row_of, column_of)
 
     def _pairs(
@@ -157,6 +164,28 @@ class Tables:
         seconds = prices.network.seconds(leg.kind, leg.axes, leg.numel * itemsize)
         return seconds, prices.cluster.library.host_seconds.get(leg.kind, prices.launch)
 
+    def _kept(
+        self, sizes: tuple[int, ...], itemsize: int, rows: Sequence[Layout], columns: Sequence[Wants], instead: bool
+    ) -> Floats:
+        """What conversions add to what is kept; `instead` of the value itself."""
+        found = np.zeros((len(rows), len(columns)))
+        for i, row in enumerate(rows):
+            for j, each in enumerate(columns):
+                for want in each:
+                    if want is not None and want.value != row.value:
+                        found[i, j] += self.gib(sizes, itemsize, want)
+                        found[i, j] -= self.gib(sizes, itemsize, row) if instead else 0.0
+        return found
+
+    def gib(self, sizes: tuple[int, ...], itemsize: int, layout: Layout) -> float:
+        """The largest shard."""
+        key = "gib", sizes, layout.splits
+        found = self.known.get(key)
+        if found is None:
+            cuts = (ceil_over(size, axes, self.setting.axes) for size, axes in zip(sizes, layout.splits, strict=True))
+            found = self.known[key] = prod(cuts) / 2**30
+        return float(found * itemsize)
+
     # -- parameters
 
     def parameters(
@@ -167,11 +196,13 @@ class Tables:
         stored: Sequence[Stored],
         wants: Sequence[Wants],
         block: str,
+        kept: bool,
         accumulates: Callable[[Layout], float] | None = None,
     ) -> Table:
         """A parameter as it is stored, taken in other layouts: beside the computing, in buckets.
 
-        `block`: the layers whose gathers go together; `accumulates`: what it takes to add the gradient, in some layout, to that of earlier micro-batches.
+        `block`: the layers whose gathers go together; `kept`: whether some op keeps it; `accumulates`: what it takes to
+        add the gradient, in some layout, to that of earlier micro-batches.
         """
         rows, row_of = _numbered(stored)
         columns, column_of = _numbered(tuple(dict.fromkeys(each) for each in wants))
@@ -183,6 +214,7 @@ class Tables:
                 for j, each in enumerate(columns):
                     for want in each:
                         if want is not None:
+                            sums[Sum.KEPT_GIB, i, j] += self._kept_copy(sizes, itemsize, one, want, kept)
                             self._moved(
                                 sums[:, i, j], self._ways_of(sizes, itemsize, trained, one, want), one, want, gathered
                             )
@@ -203,6 +235,11 @@ class Tables:
             gathered,
         )
         return self._table(key, made, row_of, column_of)
+
+    def _kept_copy(self, sizes: tuple[int, ...], itemsize: int, held: Stored, want: Layout, kept: bool) -> float:
+        """What is gathered of a parameter lives until the backward, or until the optimizer steps."""
+        lives = (kept and not held.again) or held.lasting
+        return self.gib(sizes, itemsize, want) if lives and want.splits != held.layout.splits else 0.0
 
     def _ways_of(
         self, sizes: tuple[int, ...], itemsize: int, trained: bool, held: Stored, want: Layout
@@ -267,6 +304,13 @@ class Tables:
             table = self.known[whole] = Table(parts, rows, columns)
         assert isinstance(table, Table)
         return table
+
+
+def ceil_over(size: int, axes: tuple[str, ...], mesh: Mapping[str, int]) -> int:
+    """The longest piece of an extent."""
+    for axis in axes:
+        size = -(-size // mesh[axis])
+    return size
 
 
 def block_of(name: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from autopar.planning.setting import Setting
 from autopar.search.problem import Floats
 
-__all__ = ["Hinges", "Sum"]
+__all__ = ["MEMORY", "Hinges", "Sum"]
 
 
 class Sum(IntEnum):
@@ -34,6 +34,14 @@ class Sum(IntEnum):
     BACKWARD_EACH = 6
     BACKWARD_ONCE = 7
     OPTIMIZER = 8
+    KEPT_GIB = 9
+    """Memory at the end of the forward, in GiB: what is stored, and what the backward needs."""
+    STEP_GIB = 10
+    """Memory when the optimizer steps."""
+
+
+MEMORY = (Sum.KEPT_GIB, Sum.STEP_GIB)
+"""The sums that are limited."""
 
 
 @dataclass(frozen=True, eq=False)

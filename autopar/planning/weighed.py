@@ -1,0 +1,205 @@
+"""A model at fixed prices: one number for each state and each pair, and the least of their sum by elimination."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.planning.model import Model
+from autopar.planning.tables import weigh
+from autopar.planning.totals import Sum
+from autopar.search.folded import Folded, TooWide, fixed, folded
+from autopar.search.problem import Floats
+
+__all__ = ["Elimination", "mixtures"]
+
+LARGEST_TABLE = 2**21
+MOST_SETTLING = 4
+PLACES = 64
+"""Of the graph, at which one plan may end and another begin."""
+
+
+@dataclass(frozen=True, eq=False)
+class Elimination:
+    """The order in which the variables of a model go, and those that are cut."""
+
+    model: Model
+    scopes: tuple[tuple[int, int], ...]
+    cut: tuple[int, ...]
+    plan: Folded
+
+    @staticmethod
+    def of(model: Model) -> Elimination:
+        """Cut variables until the rest can be eliminated: first values without a gradient, which are small or sent one
+        way only; then those with most neighbours."""
+        scopes = tuple((factor.first, factor.second) for factor in model.factors)
+        degree = [0] * len(model.variables)
+        for scope in scopes:
+            for node in scope:
+                degree[node] += 1
+        tensors = model.setting.graph.tensors
+        light = [
+            node
+            for node, variable in enumerate(model.variables)
+            if variable.kind != "op" and not tensors[variable.name].requires_grad and degree[node] > 1
+        ]
+        heavy = sorted(set(range(len(degree))).difference(light), key=lambda node: (-degree[node], node))
+        for count in (-1, 0, *(2**i - 1 for i in range(1, len(heavy).bit_length() + 1))):
+            cut = () if count < 0 else (*light, *heavy[:count])
+            try:
+                return Elimination(model, scopes, cut, _folded(model, scopes, cut))
+            except TooWide:
+                continue
+        raise AssertionError("with everything cut, nothing is wide")
+
+    def least(self, weights: Floats) -> tuple[float, Floats, list[int]]:
+        """A lower bound on the weighted sum of all assignments; the sums of what has it; an assignment close to it."""
+        weighed = _Weighed(self.model, weights, self.scopes)
+        value, chosen = self._solved(weighed, dict.fromkeys(self.cut))
+        if not self.cut:
+            return value, self.model.sums(chosen), chosen
+        sums = weighed.relaxed_sums(chosen, set(self.cut))
+        for _ in range(MOST_SETTLING):
+            states = {node: weighed.best_state(node, chosen) for node in self.cut}
+            _, better = self._solved(weighed, states)
+            if better == chosen:
+                break
+            chosen = better
+        return value, sums, chosen
+
+    def _solved(self, weighed: _Weighed, cut: Mapping[int, int | None]) -> tuple[float, list[int]]:
+        costs, tables, constant = weighed.without(cut)
+        value, chosen = self.plan.solve(costs, tables)
+        for node, state in cut.items():
+            chosen[node] = 0 if state is None else state
+        return value + constant, chosen
+
+
+def _folded(model: Model, scopes: Sequence[tuple[int, int]], cut: Sequence[int]) -> Folded:
+    gone = set(cut)
+    sizes = [1 if node in gone else len(variable.states) for node, variable in enumerate(model.variables)]
+    left = [tuple(node for node in scope if node not in gone) for scope in scopes]
+    return folded(sizes, [scope for scope in left if scope], LARGEST_TABLE)
+
+
+class _Weighed:
+    """Equal costs and tables are one object."""
+
+    def __init__(self, model: Model, weights: Floats, scopes: Sequence[tuple[int, int]]) -> None:
+        self.model = model
+        self.scopes = scopes
+        known: dict[Any, Floats] = {}
+
+        def once(key: Any, made: Callable[[], Floats]) -> Floats:
+            if key not in known:
+                known[key] = made()
+            return known[key]
+
+        self.costs = [
+            once(
+                tuple(map(id, variable.parts)),
+                lambda variable=variable: sum((weigh(parts, weights) for parts in variable.parts), np.zeros(1)),  # type: ignore[misc]
+            )
+            for variable in model.variables
+        ]
+        self.tables = [
+            once(id(factor.table), lambda factor=factor: factor.table.weighed(weights))  # type: ignore[misc]
+            for factor in model.factors
+        ]
+        self.incident: dict[int, list[int]] = {}
+        for i, scope in enumerate(scopes):
+            for node in scope:
+                self.incident.setdefault(node, []).append(i)
+        self.sliced: dict[Any, Floats] = {}
+
+    def without(self, cut: Mapping[int, int | None]) -> tuple[list[Floats], list[Floats], float]:
+        """Costs and tables without the variables that are cut, and what these cost by themselves."""
+        costs = list(self.costs)
+        constant = 0.0
+        for node, state in cut.items():
+            constant += float(self.costs[node].min() if state is None else self.costs[node][state])
+            costs[node] = _NOTHING
+        tables: list[Floats] = []
+        for scope, table in zip(self.scopes, self.tables, strict=True):
+            gone = [node for node in scope if node in cut]
+            if not gone:
+                tables.append(table)
+                continue
+            key = id(table), tuple((scope.index(node), cut[node]) for node in gone)
+            if key not in self.sliced:
+                self.sliced[key] = fixed(table, scope, cut)
+            if len(gone) == len(scope):
+                constant += float(self.sliced[key])
+            else:
+                tables.append(self.sliced[key])
+        return costs, tables, constant
+
+    def best_state(self, node: int, chosen: Sequence[int]) -> int:
+        """The state of a cut variable that fits the others best."""
+        total = self.costs[node].copy()
+        for i in self.incident.get(node, ()):
+            first, second = self.scopes[i]
+            total += self.tables[i][:, chosen[second]] if first == node else self.tables[i][chosen[first]]
+        return int(np.argmin(total))
+
+    def relaxed_sums(self, chosen: Sequence[int], gone: set[int]) -> Floats:
+        """The sums of an answer in which every table has chosen the states of cut variables for itself."""
+        total = np.zeros(len(Sum))
+        for place, variable in enumerate(self.model.variables):
+            total += variable.at(int(np.argmin(self.costs[place])) if place in gone else chosen[place])
+        for factor, table in zip(self.model.factors, self.tables, strict=True):
+            row, column = chosen[factor.first], chosen[factor.second]
+            if factor.first in gone and factor.second in gone:
+                row, column = (int(i) for i in np.unravel_index(int(table.argmin()), table.shape))
+            elif factor.first in gone:
+                row = int(np.argmin(table[:, column]))
+            elif factor.second in gone:
+                column = int(np.argmin(table[row]))
+            total += factor.table.at(row, column)
+        return total
+
+
+_NOTHING = np.zeros(1)
+
+
+def mixtures(model: Model, one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[list[int], Floats]]:
+    """One assignment up to some place of the graph and another from there on, both ways round, with their sums."""
+    places = _places(model)
+    variables, factors = model.variables, model.factors
+    own = np.array([[variable.at(one[i]), variable.at(other[i])] for i, variable in enumerate(variables)])
+    pairs = np.array(
+        [
+            [[factor.table.at(a, b) for b in (one[factor.second], other[factor.second])] for a in ends]
+            for factor in factors
+            for ends in ((one[factor.first], other[factor.first]),)
+        ]
+    ).reshape(len(factors), 2, 2, len(Sum))
+    first = np.array([factor.first for factor in factors], dtype=np.int64)
+    second = np.array([factor.second for factor in factors], dtype=np.int64)
+    each, link = np.arange(len(variables)), np.arange(len(factors))
+    for place in np.unique(np.linspace(0, places.max() + 1, PLACES).astype(np.int64)):
+        for flip in (0, 1):
+            side = np.where(places < place, flip, 1 - flip)
+            sums = own[each, side].sum(axis=0) + pairs[link, side[first], side[second]].sum(axis=0)
+            yield [other[i] if of else one[i] for i, of in enumerate(side.tolist())], sums
+
+
+def _places(model: Model) -> Any:
+    """Where in the graph a variable belongs: an op in its place, a value with its producer, a tensor with its first
+    user."""
+    graph = model.setting.graph
+    rank = {node.name: place for place, node in enumerate(graph.nodes)}
+    makers = {name: rank[node.name] for node in graph.nodes for name in node.outputs if name is not None}
+    found = []
+    for variable in model.variables:
+        if variable.kind == "op":
+            found.append(rank[variable.name])
+        elif variable.kind == "value":
+            found.append(makers[variable.name])
+        else:
+            users = model.setting.users.get(variable.name, ())
+            found.append(rank[users[0].name] if users else 0)
+    return np.array(found, dtype=np.int64)
