@@ -40,8 +40,12 @@ class Attention:
     rows: int
     """Queries that one processor works on at a time."""
     forward_fraction: float
-    """Of the peak."""
+    """Of the peak, by heads of many dims and without a mask."""
     backward_fraction: float
+    causal_fraction: float = 1.0
+    """The share of the forward's rate that is left where later keys are masked."""
+    softmax: int = 0
+    """What the softmax of a score takes in the forward: as long as the products of so many more dims of a head."""
 
 
 @dataclass(frozen=True)

@@ -276,7 +276,9 @@ class _Op:
         rates = self.device.attention
         peak = peak_of(self.device, self._dtype(0))
         works = []
-        for times, reached in ((1.0, rates.forward_fraction), (BACKWARD_PRODUCTS, rates.backward_fraction)):
+        forward = rates.forward_fraction * (rates.causal_fraction if share < 1 else 1.0)
+        forward *= width / (width + 2 * rates.softmax)
+        for times, reached in ((1.0, forward), (BACKWARD_PRODUCTS, rates.backward_fraction)):
             rate = peak * reached * self.device.sustained_fraction * self._filled(rates, heads, sizes.get("s", 1))
             size = moved * times
             seconds = max(times * flops / rate, seconds_of_bytes(size, self.device))

@@ -145,6 +145,28 @@ def test_the_last_shard_of_causal_queries_sees_most() -> None:
     assert whole.forward.flops / 2 < half.forward.flops < whole.forward.flops
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "is_causal", "forward", "backward"),
+    [
+        # FlashAttention-2, 8,192 tokens, TFLOP/s: Dao-AILab/flash-attention, pull requests 1791 and 2688
+        (128, False, 370, 290),
+        (128, True, 284, 287),
+        (64, False, 310, 299),
+    ],
+)
+def test_measured_attention(head_dim: int, is_causal: bool, forward: float, backward: float) -> None:
+    class Attend(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.scaled_dot_product_attention(x, x, x, is_causal=is_causal)
+
+    x = torch.empty(2, 16, 8192, head_dim, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    graph = autopar.trace(Attend(), (x,), dims={"x": "batch heads seq e"})
+    fresh = replace(load_device("h100"), sustained_fraction=1.0)
+    (work,) = works(graph, "* -> none", {"a": 2}, fresh).values()
+    assert work.forward.flops / work.forward.seconds / 1e12 == pytest.approx(forward, rel=0.05)
+    assert work.backward.flops / work.backward.seconds / 1e12 == pytest.approx(backward, rel=0.05)
+
+
 class Views(nn.Module):
     def __init__(self) -> None:
         super().__init__()

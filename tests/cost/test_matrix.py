@@ -64,6 +64,11 @@ def test_rows_off_the_grid_are_slower(columns: int, share: float) -> None:
         ("a100-40", 4096, 4096, 4096, 249),
         ("v100", 27648, 384, 4096, 77),
         ("v100", 4096, 4096, 4096, 84),
+        # openxla/xla, xla/service/gpu/model/matmul_interpolator_data.h, sm_90: a small, a short and a large product
+        ("h100", 1024, 2048, 256, 139.5),
+        ("h100", 4096, 4096, 256, 392.2),
+        ("h100", 512, 4096, 1024, 373.3),
+        ("h100", 4096, 4096, 4096, 783.3),
     ],
 )
 def test_measured(device: str, rows: int, columns: int, reduction: int, teraflops: float) -> None:
