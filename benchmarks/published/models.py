@@ -54,17 +54,26 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(decoder.d_model, 3 * decoder.d_model, bias=bias)
         self.out = nn.Linear(decoder.d_model, decoder.d_model, bias=bias)
         # In place of rotary positions: one kernel that reads and writes what theirs does, and saves nothing.
-        self.register_buffer("rotary", torch.ones(decoder.seq, decoder.d_model // decoder.heads))
+        self.register_buffer("rotary", torch.ones(decoder.seq, 1, decoder.d_model // decoder.heads))
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, d_model = x.shape
         heads = self.decoder.heads
         qkv = self.qkv(x).view(batch, seq, 3, heads, d_model // heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         if self.decoder.family == "llama":
-            q, k = q * self.rotary, k * self.rotary
+            q, k, v = self._laid_out(qkv)
+        else:
+            q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         y = self._attend(q, k, v).transpose(1, 2).reshape(batch, seq, d_model)
         return self.out(y)
+
+    def _laid_out(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As nanotron does it (`CausalSelfAttention` in its models/llama.py): each `contiguous` and `cat` is a copy."""
+        q, k, v = qkv.permute(2, 0, 1, 3, 4).contiguous().unbind(0)
+        q, k = q * self.rotary, k * self.rotary
+        kv = torch.cat([k.unsqueeze(0), v.unsqueeze(0)])
+        k, v = kv.permute(1, 2, 0, 3, 4).contiguous().unbind(2)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.decoder.fused_attention:
@@ -82,20 +91,21 @@ class Block(nn.Module):
         self.attention_norm = norm_of(decoder)
         self.attention = Attention(decoder)
         self.mlp_norm = norm_of(decoder)
-        self.up = nn.Linear(decoder.d_model, decoder.d_ff, bias=bias)
-        if decoder.family == "llama":
-            self.gate = nn.Linear(decoder.d_model, decoder.d_ff, bias=False)
+        inner = 2 * decoder.d_ff if decoder.family == "llama" else decoder.d_ff
+        self.up = nn.Linear(decoder.d_model, inner, bias=bias)
         self.down = nn.Linear(decoder.d_ff, decoder.d_model, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         dropout = self.decoder.dropout
         x = x + functional.dropout(self.attention(self.attention_norm(x)), dropout)
         y = self.mlp_norm(x)
-        inner = functional.silu(self.gate(y)) * self.up(y) if self.decoder.family == "llama" else self._gelu(y)
+        inner = self._gated(self.up(y)) if self.decoder.family == "llama" else functional.gelu(self.up(y))
         return x + functional.dropout(self.down(inner), dropout)
 
-    def _gelu(self, y: Tensor) -> Tensor:
-        return functional.gelu(self.up(y))
+    def _gated(self, y: Tensor) -> Tensor:
+        """Both halves come from one product, so their gradients are put together by a copy."""
+        gate, up = y.view(*y.shape[:-1], 2, self.decoder.d_ff).unbind(-2)
+        return functional.silu(gate) * up
 
 
 def norm_of(decoder: Decoder) -> nn.Module:

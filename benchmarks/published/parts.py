@@ -29,6 +29,8 @@ __all__ = ["BLOCKS", "Amounts", "Parts", "parts_of"]
 
 BLOCKS = 2
 """Of the decoder that is traced: the fewest in which a layer repeats."""
+AFTER = 2
+"""The place of the part after the blocks."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,12 @@ class Amounts:
     once_seconds: float = 0.0
     """Reduction of gradients in one micro-batch of a step."""
     gathered_seconds: float = 0.0
-    """Gathers of parameters, once per step."""
+    """Gathers of parameters, once per step, one by one."""
+    gathered_bytes: float = 0.0
+    reduced_bytes: float = 0.0
+    """Gradients, as they are sent."""
+    parameters: float = 0.0
+    """How many tensors, that is."""
     optimizer_seconds: float = 0.0
     held_bytes: float = 0.0
     """Parameters, gradients, optimizer state."""
@@ -82,6 +89,9 @@ def _tied(after: Amounts, run: Run) -> Amounts:
         each_seconds=left * after.each_seconds,
         once_seconds=left * after.once_seconds,
         gathered_seconds=left * after.gathered_seconds,
+        gathered_bytes=left * after.gathered_bytes,
+        reduced_bytes=left * after.reduced_bytes,
+        parameters=after.parameters - 1,
         optimizer_seconds=left * after.optimizer_seconds,
         held_bytes=left * after.held_bytes,
     )
@@ -118,6 +128,7 @@ def _parts(setting: Setting) -> Parts:
     found = profile(graph, plan, cluster, wiring)
     forward, backward = _cut(found.forward), _cut(found.backward[::-1])
     elements = _elements(graph, plan)
+    counts = [sum(_part_of(tensor.name) == i for tensor in graph.parameters) for i in range(3)]
     saved, held, passing = [0.0] * 3, 0.0, 0.0
     if run.weighed:
         fill = memory(graph, plan, wiring, found.again)
@@ -130,23 +141,44 @@ def _parts(setting: Setting) -> Parts:
     amounts = []
     for i in range(3):
         tasks = (*forward[i], *backward[i])
+        loss = _loss_seconds(forward[i], backward[i], run, cluster) if i == AFTER else (0.0, 0.0)
         extra_seconds, extra_host = _beside_gathers(forward[i], backward[i], run.software, cluster.device.host_seconds)
         share = elements[i] / sum(elements)
         amounts.append(
             Amounts(
-                sum(task.seconds for task in forward[i] if not task.beside),
-                sum(task.seconds for task in backward[i] if not task.beside) + extra_seconds,
+                sum(task.seconds for task in forward[i] if not task.beside) + loss[0],
+                sum(task.seconds for task in backward[i] if not task.beside) + extra_seconds + loss[1],
                 sum(task.host_seconds for task in tasks if not task.once) + extra_host,
                 sum(task.seconds for task in tasks if task.beside and not task.once),
                 sum(task.seconds for task in backward[i] if task.beside and task.once),
                 sum(task.seconds for task in forward[i] if task.beside and task.once),
+                sum(task.bytes for task in forward[i] if task.beside and task.once),
+                sum(task.bytes for task in backward[i] if task.beside and task.once),
+                counts[i],
                 share * optimizer,
                 share * held,
                 saved[i],
             )
         )
     before, blocks, after = amounts
-    return Parts(before, blocks * (1 / BLOCKS), after, passing)
+    block = blocks * (1 / BLOCKS)
+    more_host = run.software.block_launches * cluster.device.host_seconds + run.software.block_host_seconds
+    return Parts(before, replace(block, host_seconds=block.host_seconds + more_host), after, passing)
+
+
+def _loss_seconds(forward: Sequence[Task], backward: Sequence[Task], run: Run, cluster: Cluster) -> tuple[float, float]:
+    """What the authors' loss takes beyond torch's, in each direction."""
+    if run.software.logit_bytes is None:
+        return 0.0, 0.0
+    logits = run.micro_batch * run.decoder.seq * run.decoder.vocab / run.tp
+    ours = [sum(task.seconds for task in tasks if _is_of_loss(task)) for tasks in (forward, backward)]
+    theirs = [count * logits / cluster.device.stream for count in run.software.logit_bytes]
+    return theirs[0] - ours[0], theirs[1] - ours[1]
+
+
+def _is_of_loss(task: Task) -> bool:
+    """The loss is worked out by the model itself, all else after the blocks by a module in it."""
+    return task.kind == "compute" and task.name.startswith("/")
 
 
 def _beside_gathers(
@@ -196,9 +228,13 @@ def _elements(graph: NamedGraph, plan: Plan) -> list[float]:
     counts = [0.0, 0.0, 0.0]
     for tensor in graph.parameters:
         size = local_bytes(graph, tensor.name, plan.decisions.stored[tensor.name], plan.axes)
-        place = 1 if tensor.name.startswith("blocks.") else 2 if tensor.name.split(".")[0] in ("norm", "head") else 0
-        counts[place] += size / tensor.dtype.itemsize
+        counts[_part_of(tensor.name)] += size / tensor.dtype.itemsize
     return counts
+
+
+def _part_of(parameter: str) -> int:
+    module = parameter.split(".")[0]
+    return 1 if module == "blocks" else AFTER if module in ("norm", "head") else 0
 
 
 def _saved(graph: NamedGraph, plan: Plan) -> list[float]:

@@ -7,7 +7,7 @@ from autopar.cost.comm import Network
 from autopar.cost.evaluate import beside_seconds
 from autopar.cost.pipeline import StageCosts, pipeline
 from benchmarks.published.parts import Amounts, Parts, parts_of
-from benchmarks.published.runs import Run, Software
+from benchmarks.published.runs import Run
 from benchmarks.published.stages import Stage, stages_of
 from benchmarks.published.tables import Priced
 
@@ -30,7 +30,7 @@ def _priced(way: Run, run: Run) -> Priced:
     stages = [_amounts(stage, parts) for stage in plan]
     send = _send_seconds(way)
     costs = pipeline([_stage_costs(one, send, cluster) for one in stages], way.micro_batches, way.schedule, way.chunks)
-    end = max(_end_seconds(one, way.software, cluster) for one in stages)
+    end = max(_end_seconds(one, way, cluster) for one in stages) + _tied_seconds(way)
     if not way.weighed:
         return Priced(run, costs.seconds + end, None, True)
     whole = [
@@ -40,11 +40,27 @@ def _priced(way: Run, run: Run) -> Priced:
     return Priced(run, costs.seconds + end, max(whole), max(whole) <= cluster.device.memory_bytes)
 
 
-def _end_seconds(one: Amounts, software: Software, cluster: Cluster) -> float:
+def _end_seconds(one: Amounts, run: Run, cluster: Cluster) -> float:
     """What a stage does once per step: the last backward may hide reductions, the first forward gathers."""
+    software = run.software
+    if software.sums_at_once and run.sharding == "zero1" and run.dp > 1:
+        network = _network(run)
+        sent = network.seconds("all_reduce", ("dp",), one.reduced_bytes)
+        sent += network.seconds("all_gather", ("dp",), one.gathered_bytes)
+        taken_out = PIECE_OPS * one.parameters * run.dp * cluster.device.launch_seconds
+        return sent + taken_out + one.optimizer_seconds
     reduced = beside_seconds(one.once_seconds, one.backward_seconds if software.overlaps else 0.0, cluster)
     room = one.forward_seconds if software.overlaps and software.gathers_beside else 0.0
     return reduced + beside_seconds(one.gathered_seconds, room, cluster) + one.optimizer_seconds
+
+
+def _tied_seconds(run: Run) -> float:
+    """The sum of the gradients of a table that the first and the last stage both have."""
+    if not (run.software.sums_tied and run.decoder.tied and run.pp > 1):
+        return 0.0
+    axes = {"ends": 2, "between": run.pp // 2, "dp": run.dp, "tp": run.tp}
+    size = run.decoder.vocab * run.decoder.d_model / run.tp * run.software.reduce_dtype.itemsize
+    return Network(load_cluster(run.cluster), axes).seconds("all_reduce", ("ends",), size)
 
 
 def _amounts(stage: Stage, parts: Parts) -> Amounts:
@@ -71,6 +87,17 @@ def _send_seconds(run: Run) -> float:
     """The stream of one micro-batch from a stage to the next; with sequence parallelism each rank sends its part."""
     if run.pp == 1:
         return 0.0
-    network = Network(load_cluster(run.cluster), {"pp": run.pp, "dp": run.dp, "tp": run.tp})
     width = run.decoder.d_model * run.decoder.dtype.itemsize / (run.tp if run.sequence_parallel else 1)
-    return network.seconds("send", ("pp",), run.micro_batch * run.decoder.seq * width)
+    network, size = _network(run), run.micro_batch * run.decoder.seq * width
+    small = (run.software.send_rounds - 1) * network.seconds("send", ("pp",), SMALL_BYTES)
+    return small + network.seconds("send", ("pp",), size)
+
+
+PIECE_OPS = 2
+"""Each rank's piece of each parameter that was gathered in one call is cut out of the buffer and copied."""
+SMALL_BYTES = 64
+"""Of a message that says what comes next."""
+
+
+def _network(run: Run) -> Network:
+    return Network(load_cluster(run.cluster), {"pp": run.pp, "dp": run.dp, "tp": run.tp})

@@ -15,7 +15,16 @@ from autopar.layout.language import Layout
 from autopar.resources import data_folder
 from benchmarks.published.models import Decoder
 
-__all__ = ["Measured", "Recompute", "Run", "Sharding", "Software", "layout_of", "layout_text"]
+__all__ = [
+    "VOCAB_PARALLEL_LOSS",
+    "Measured",
+    "Recompute",
+    "Run",
+    "Sharding",
+    "Software",
+    "layout_of",
+    "layout_text",
+]
 
 Sharding = Literal["none", "zero1", "fsdp"]
 Recompute = Literal["none", "selective", "full"]
@@ -31,18 +40,33 @@ class Software:
     """In which the gradients of the micro-batches add up."""
     reduce_dtype: torch.dtype = torch.float32
     """In which gradients are sent."""
-    bucket_bytes: int | None = None
-    """Gradients are sent in pieces of about this size; None: all at once."""
     attention_fraction: float = 1.0
     """The speed of its fused attention, of FlashAttention-2's."""
+    logit_bytes: tuple[int, int] | None = None
+    """What its loss reads and writes for each logit, forward and backward; None: as torch's cross entropy does."""
     overlaps: bool = True
     """Communication about parameters runs beside the backward."""
     gathers_beside: bool = True
     """What ZeRO-1 gathers is gathered beside the next forward; else right after the optimizer has stepped."""
+    sums_at_once: bool = False
+    """ZeRO-1 too sums whole gradients, all in one call after the last backward, and gathers parameters in one call."""
+    send_rounds: int = 1
+    """Messages that go one after the other where a stage hands on what it has: all but one of them are small."""
+    sums_tied: bool = False
+    """The first and the last stage each have the table of a tied model, and sum its gradients at the end."""
     gathers_again: bool = False
     """Sequence parallelism keeps the pieces of a gathered value and gathers them again in the backward."""
     pieces: int = 1
     """In how many products a gathered value is multiplied, to begin before all of it is there."""
+    block_launches: int = 0
+    """Small kernels of a block, forward and backward, beyond those of the model that stands in for it."""
+    block_host_seconds: float = 0.0
+    """What its host takes for a block beyond launching kernels."""
+
+
+VOCAB_PARALLEL_LOSS = (38, 14)
+"""Megatron-LM's loss, which nanotron has too, kernel by kernel: a cast to float32 (6), max (4), subtract (8), exp (8),
+sum (4), divide (8); the gradient is scaled (8) and cast back (6)."""
 
 
 @dataclass(frozen=True)

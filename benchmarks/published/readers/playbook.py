@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from benchmarks.published.models import Decoder
 from benchmarks.published.readers.rows import Row
-from benchmarks.published.runs import Measured, Run, Sharding, Software
+from benchmarks.published.runs import VOCAB_PARALLEL_LOSS, Measured, Run, Sharding, Software
 
 __all__ = ["MODELS", "playbook_runs"]
 
@@ -20,12 +20,27 @@ MODELS = {
     "8B": Decoder("llama", 32, 4096, 32, 14336, 131072, 4096, tied=False),
     "80B": Decoder("llama", 80, 8192, 64, 28672, 131072, 4096, tied=False),
 }
-# Gradients add up in float32 (ACCUMULATE_GRAD_IN_FP32) and are sent so, in DDP's buckets of 25 MB, while the backward
-# of the last micro-batch runs.
-# ZeRO-1 gathers right after its step (optim/zero.py). Beside a gather products run in three pieces: the rank's own
-# shard, those before it, those after it (tp_linear_async_communication). What was gathered is kept, as most of the
-# reported memory says; some rows on 4 nodes report so much less that they must have gathered again.
-SOFTWARE = Software(bucket_bytes=25 * 2**20, gathers_beside=False, pieces=3)
+# Gradients add up in float32 (ACCUMULATE_GRAD_IN_FP32) and are sent so, while the backward of the last micro-batch runs.
+# Under ZeRO-1 they are summed whole, in one call after the last backward, and the parameters gathered in one call
+# (make_ddp and sync_gradients_across_dp in trainer.py at 9055c664, _all_gather_params in optim/zero.py). Beside a
+# gather products run in three pieces: the rank's own shard, those before it, those after it
+# (tp_linear_async_communication). What was gathered is kept, as most of the reported memory says; some rows on 4 nodes
+# report so much less that they must have gathered again. A stage sends two messages about a tensor before the tensor
+# (parallel/pipeline_parallel/p2p.py).
+# In every block the bounds of sequences are made anew (two of zeros, sums and running sums each), the backward of norms
+# sums the gradients of their weights apart, and that of FlashAttention has four kernels, of zeroing and casting too.
+# Norms and rotary positions are eight Triton kernels, each of which takes its host 62 us more (triton-lang/triton, pull
+# request 3503: kernels of many parameters, Triton 2).
+SOFTWARE = Software(
+    logit_bytes=VOCAB_PARALLEL_LOSS,
+    gathers_beside=False,
+    sums_at_once=True,
+    send_rounds=3,
+    sums_tied=True,
+    pieces=3,
+    block_launches=6 + 2 + 3,
+    block_host_seconds=8 * 62e-6,
+)
 SHARDING: dict[str, Sharding] = {"0": "none", "1": "zero1"}
 
 
