@@ -20,7 +20,7 @@ MODELS = {
     "8B": Decoder("llama", 32, 4096, 32, 14336, 131072, 4096, tied=False),
     "80B": Decoder("llama", 80, 8192, 64, 28672, 131072, 4096, tied=False),
 }
-# Gradients add up in float32 (ACCUMULATE_GRAD_IN_FP32) and are sent so, while the backward of the last micro-batch runs.
+# Gradients add up in float32 (ACCUMULATE_GRAD_IN_FP32) and are sent so while the last micro-batch's backward runs.
 # Under ZeRO-1 they are summed whole, in one call after the last backward, and the parameters gathered in one call
 # (make_ddp and sync_gradients_across_dp in trainer.py at 9055c664, _all_gather_params in optim/zero.py). Beside a
 # gather products run in three pieces: the rank's own shard, those before it, those after it
