@@ -46,7 +46,7 @@ from autopar.reshard import Reshard, reshard
 from autopar.rewrite.lowerings import split_of
 from autopar.tracing.graph import NamedGraph, NamedNode, NamedTensor
 
-__all__ = ["Decisions", "OpDecision", "complete"]
+__all__ = ["Decisions", "OpDecision", "complete", "recomplete"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,18 @@ def complete(graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int]) -> 
     found = _Picking(graph, whole, axes, options).run() if options else _Completion(graph, whole, axes).run()
     pinned = {node.name for node in graph.nodes if pin_of(whole, node) is not None}
     return begin_at_parameters(graph, found, pinned)
+
+
+def recomplete(
+    graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int], known: Decisions
+) -> tuple[Decisions, frozenset[str]]:
+    """What a layout without holes comes to, and the ops that it does not decide: these are as is known."""
+    whole = with_constraints(layout, graph, axes)
+    check_layout(whole, words_of(graph), axes)
+    completion = _Completion(graph, whole, axes)
+    found = completion.run(known)
+    pinned = {node.name for node in graph.nodes if pin_of(whole, node) is not None}
+    return begin_at_parameters(graph, found, pinned | completion.undecided), frozenset(completion.undecided)
 
 
 MOST_TRIED = 32
@@ -148,6 +160,7 @@ class _Completion:
         self.states: dict[str, PinnedStates] = {}
         self.ops: dict[str, OpDecision] = {}
         self.holdings: dict[str, Holding] = {}
+        self.undecided: set[str] = set()
         self.sent_bytes: dict[tuple[str, Layout | None, Layout | None], int] = {}
         """By what is converted, from which layout and to which: once for all ops; or what an op itself sends."""
         self.priced: dict[tuple[Atoms, bool, Layout, Layout], int] = {}
@@ -158,13 +171,19 @@ class _Completion:
             return ("output",) if tensor.name in self.graph.outputs else ("act",)
         return {"param": ("param", "use"), "input": ("input",)}.get(tensor.kind, ("buffer",))
 
-    def run(self) -> Decisions:
+    def run(self, known: Decisions | None = None) -> Decisions:
         for tensor in self.graph.tensors.values():
             self.states[tensor.name] = self._pinned(tensor)
             if tensor.kind != "activation":
                 self._store(tensor)
         for node in self.graph.nodes:
-            self._decide(node)
+            try:
+                self._decide(node)
+            except LayoutError:
+                if known is None:
+                    raise
+                self.undecided.add(node.name)
+                self._take(node, known.ops[node.name])
         return Decisions(self.axes, self.stored, self.ops, self.values, self.holdings)
 
     def _pinned(self, tensor: NamedTensor) -> PinnedStates:
@@ -233,9 +252,12 @@ class _Completion:
             raise cannot_be_had(pin, node, self.axes)
         if best is None:
             raise LayoutError("E5", self._no_choice(node))
-        self.ops[node.name] = best[1]
-        self.sent_bytes.update(self._sent(node, best[1]))
-        for name, result in zip(node.outputs, best[1].results, strict=True):
+        self._take(node, best[1])
+
+    def _take(self, node: NamedNode, decision: OpDecision) -> None:
+        self.ops[node.name] = decision
+        self.sent_bytes.update(self._sent(node, decision))
+        for name, result in zip(node.outputs, decision.results, strict=True):
             if name is not None and result is not None:
                 self.values[name] = result
 

@@ -83,7 +83,7 @@ def allows(pin: OpPin, choice: Choice, node: NamedNode) -> bool:
         if not _splits(factor):
             continue
         found = [splits.pop(site, ()) for site in _sites(factor, node)]
-        if "." in factor and found != [axes]:
+        if len(found) == 1 and found != [axes]:
             return False
         if sorted(axis for one in found for axis in one) != sorted(axes):
             return False

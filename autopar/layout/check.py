@@ -77,10 +77,10 @@ def _check_names(statement: Statement, words: Words, axes: Mapping[str, int], an
     span: Span | None = getattr(statement, "span", None)
     for rule in _rules(statement):
         for pattern in () if any_dims else rule.dims:
-            if not any(matches(pattern, dim) for dim in words.dims):
-                raise unknown_name("dim", pattern, words.dims, _at(rule.span, pattern))
             if pattern.startswith(POSITION) and isinstance(statement, Block | Pin):
                 continue
+            if not any(matches(pattern, dim) for dim in words.dims):
+                raise unknown_name("dim", pattern, words.dims, _at(rule.span, pattern))
     for name, place in _axes(statement):
         if name not in axes:
             raise unknown_name("axis", name, axes, _at(place, name))

@@ -148,8 +148,8 @@ class Pin:
 class OpPin:
     """The choice of an op: factor -> axes.
 
-    `n.1` is the second of the dims that a factor is made of. Axes that split nothing: `none` if the op does not use them,
-    `broadcast` or `partial.0` (the first of the operands in which its rule is linear) if they pass through it.
+    `n.1` is the second of the dims that a factor is made of. Axes that split nothing: `none` if the op does not use
+    them, `broadcast` or `partial.0` (the first of the operands in which its rule is linear) if they pass through it.
     """
 
     glob: str

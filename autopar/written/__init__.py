@@ -1,0 +1,1 @@
+"""Plans as people meet them: written, read, summed up, explained, compared."""

@@ -1,0 +1,69 @@
+"""Names of repeated layers as few patterns: `layers.*.mlp/mul` for thirty-two names, but never one name too many."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+
+__all__ = ["cover", "skeleton"]
+
+_NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.|/|$)")
+
+MOST_NUMBERS = 3
+"""Of a name with more numbers the first ones stay as they are."""
+
+
+def skeleton(name: str) -> str:
+    """The name with a `*` for each of its numbers: equal for the same place in repeated layers."""
+    return _NUMBER.sub("*", name)
+
+
+def cover(wanted: Sequence[str], harmless: Collection[str], names: Sequence[str]) -> tuple[str, ...]:
+    """Few patterns that match all wanted names and, of all names, none but harmless ones."""
+    text = "\n".join(names)
+    allowed = {*wanted, *harmless}
+    left = dict.fromkeys(wanted)
+    found: list[str] = []
+    simple = dict.fromkeys(skeleton(name) for name in wanted)
+    for glob in (*simple, *_finer(wanted)):
+        if not left:
+            break
+        matched = _matched(glob, text)
+        # A pattern for a single name is no shorter than the name.
+        if matched <= allowed and (len(matched & left.keys()) > 1 or glob in left):
+            found.append(glob)
+            left = {name: None for name in left if name not in matched}
+    return (*found, *left)
+
+
+def _finer(wanted: Iterable[str]) -> Iterator[str]:
+    """Patterns for numbers of one length, or with the same first digits; those that match most names first."""
+    counts: dict[str, int] = {}
+    for name in wanted:
+        for glob in dict.fromkeys(_patterns(name)):
+            counts[glob] = counts.get(glob, 0) + 1
+    return iter(sorted(counts, key=lambda glob: (-counts[glob], len(glob))))
+
+
+def _patterns(name: str) -> Iterator[str]:
+    parts = _NUMBER.split(name)
+    numbers = range(len(parts))[1::2][-MOST_NUMBERS:]
+    options = [[parts[i], "*", "?" * len(parts[i]), f"{parts[i][:-1]}?"] for i in numbers]
+    for picked in product(*options):
+        made = list(parts)
+        for i, part in zip(numbers, picked, strict=True):
+            made[i] = part
+        yield "".join(made)
+
+
+def _matched(glob: str, text: str) -> set[str]:
+    return set(_lines(glob).findall(text))
+
+
+@lru_cache(maxsize=4096)
+def _lines(glob: str) -> re.Pattern[str]:
+    """The lines that a pattern matches."""
+    words = {"*": "[^\n]*", "?": "[^\n]"}
+    return re.compile(f"^{''.join(words.get(c, re.escape(c)) for c in glob)}$", re.MULTILINE)
