@@ -22,7 +22,7 @@ from autopar.broadcasts import begin_at_parameters
 from autopar.choices import Choice, Passing, Site, can_split, choices, layouts_of, passings_of, sites_of
 from autopar.errors import LayoutError
 from autopar.layout.check import check_layout
-from autopar.layout.holds import Holding, holding_of
+from autopar.layout.holds import Holding, Recompute, holding_of, recompute_of
 from autopar.layout.holes import filled, options_of
 from autopar.layout.language import Layout as LayoutText
 from autopar.layout.resolve import Wanted, atoms_of, resolve
@@ -72,6 +72,8 @@ class Decisions:
     """Every value as its consumers find it."""
     holdings: Mapping[str, Holding] = field(default_factory=dict)
     """How parameters are held between uses."""
+    recompute: Mapping[str, Recompute] = field(default_factory=dict)
+    """What repeated layers compute again in the backward, by their module paths; nothing where it is not said."""
 
 
 def complete(graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int]) -> Decisions:
@@ -161,9 +163,9 @@ class _Completion:
         self.ops: dict[str, OpDecision] = {}
         self.holdings: dict[str, Holding] = {}
         self.undecided: set[str] = set()
+        self.priced: dict[tuple[Atoms, bool, Layout, Layout], int] = {}
         self.sent_bytes: dict[tuple[str, Layout | None, Layout | None], int] = {}
         """By what is converted, from which layout and to which: once for all ops; or what an op itself sends."""
-        self.priced: dict[tuple[Atoms, bool, Layout, Layout], int] = {}
 
     def _kinds(self, tensor: NamedTensor) -> tuple[str, ...]:
         """The kinds of rules that say how a tensor is laid out."""
@@ -184,7 +186,8 @@ class _Completion:
                     raise
                 self.undecided.add(node.name)
                 self._take(node, known.ops[node.name])
-        return Decisions(self.axes, self.stored, self.ops, self.values, self.holdings)
+        recompute = recompute_of(self.layout, (path for repeat in self.graph.repeats for path in repeat.module_paths))
+        return Decisions(self.axes, self.stored, self.ops, self.values, self.holdings, recompute)
 
     def _pinned(self, tensor: NamedTensor) -> PinnedStates:
         states = states_of(self.layout, tensor.name)

@@ -6,19 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from types import MappingProxyType
-from typing import Literal
 
 import torch
 
 from autopar.completion import Decisions, complete
 from autopar.conversions import Outputs
+from autopar.layout.holds import Recompute
 from autopar.layout.language import Layout
 from autopar.tracing.graph import NamedGraph
 
 __all__ = ["Plan", "Recompute", "fingerprint"]
-
-Recompute = Literal["none", "selective", "full"]
-"""What a repeated layer computes again in the backward: nothing; what is cheap to compute; all of it."""
 
 _NONE: Mapping[str, Recompute] = MappingProxyType({})
 
@@ -66,6 +63,7 @@ class Plan:
             regather=frozenset(name for name, holding in holdings.items() if holding.again),
             resident=frozenset(name for name, holding in holdings.items() if holding.lasting),
             accumulated=frozenset(name for name, holding in holdings.items() if holding.deferred),
+            recompute=decisions.recompute,
         )
 
 

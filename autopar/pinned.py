@@ -127,6 +127,7 @@ def words_of(graph: NamedGraph) -> Words:
         frozenset(name for tensor in graph.tensors.values() for atom in tensor.atoms for name in atom.names),
         {kind: frozenset(names) for kind, names in kinds.items()},
         {node.name: node.rule.factors for node in graph.nodes},
+        tuple(path for repeat in graph.repeats for path in repeat.module_paths),
     )
 
 

@@ -106,7 +106,8 @@ def bert() -> tuple[nn.Module, dict[str, Tensor]]:
 def measure(graph: NamedGraph, plan: Plan, rank: int = 0) -> Measured:
     """The second step of one rank, when the optimizer's states are there."""
     with _groups(plan.axes, rank) as groups:
-        emitted = emit(graph, plan.decisions, groups, plan.outputs, plan.local_inputs, _parameters(graph, plan))
+        handling = _parameters(graph, plan)
+        emitted = emit(graph, plan.decisions, groups, plan.outputs, plan.local_inputs, handling, plan.recompute)
         values, parameters = _values(graph, plan, groups.coordinate)
         if emitted.draws:
             values.append(torch.tensor([1, 0]))  # the number that the draws of a call depend on

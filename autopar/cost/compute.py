@@ -22,14 +22,12 @@ from autopar.cost.matrix import Product, product_seconds
 from autopar.errors import ClusterError
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout
-from autopar.rules.notation import Operand
+from autopar.products import ATTENTION, RECURRENT, factors_of, multiplied
 from autopar.tracing.footprint import Footprint
 from autopar.tracing.graph import NamedGraph, NamedNode
 
 __all__ = ["NOTHING", "OpWork", "Work", "local_bytes", "op_work", "seconds_of_bytes"]
 
-ATTENTION = "aten.scaled_dot_product_attention.default"
-RECURRENT = ("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
 BACKWARD_PRODUCTS = 2.5
 """FLOPs of the backward of fused attention over its forward's: five products, of which one makes the scores again."""
 
@@ -120,7 +118,7 @@ class _Op:
             return OpWork(NOTHING, self._by_bytes(self._backward_bytes()))
         if self.node.op == ATTENTION:
             return self._attention()
-        pair = _multiplied(self.node)
+        pair = multiplied(self.node)
         if pair is not None:
             found = self._product(*pair)
             if min(found.rows, found.columns) > 1:
@@ -211,7 +209,7 @@ class _Op:
         """What is multiplied: operands by position."""
         sizes, rule = self._sizes(), self.node.rule
         left, right, output = (
-            _factors(operand) for operand in (rule.operands[one], rule.operands[other], rule.outputs[0])
+            factors_of(operand) for operand in (rule.operands[one], rule.operands[other], rule.outputs[0])
         )
         for (
             factor,
@@ -264,8 +262,8 @@ class _Op:
     def _attention(self) -> OpWork:
         """Fused attention: the scores are never written. Where a mask is given all of them are computed."""
         sizes, rule = self._sizes(), self.node.rule
-        query, value = (_factors(operand) for operand in (rule.operands[0], rule.operands[2]))
-        output = _factors(rule.outputs[0])
+        query, value = (factors_of(operand) for operand in (rule.operands[0], rule.operands[2]))
+        output = factors_of(rule.outputs[0])
         rows = prod(sizes[factor] for factor in output & query)
         keys = prod(sizes[factor] for factor in value - output - {"v"})
         width = sum(sizes[factor] for factor in (query | value) - (output & query) - (value - output))
@@ -309,22 +307,6 @@ class _Op:
             * tokens
             * sum(prod(weight.shape) for weight in weights if weight.kind == "param" and len(weight.shape) == 2)
         )
-
-
-def _factors(operand: Operand | None) -> set[str]:
-    return set() if operand is None else set(operand.factors)
-
-
-def _multiplied(node: NamedNode) -> tuple[int, int] | None:
-    """The two operands that share a factor which the result lacks."""
-    output = _factors(node.rule.outputs[0]) if node.rule.outputs else set()
-    holders: dict[str, list[int]] = {}
-    for i, operand in enumerate(node.rule.operands[: len(node.operands)]):
-        for factor in _factors(operand) - output:
-            if node.operands[i] is not None:
-                holders.setdefault(factor, []).append(i)
-    pairs = sorted((found[0], found[1]) for found in holders.values() if len(found) == 2)
-    return pairs[0] if pairs else None
 
 
 def _local_extent(node: NamedNode, factor: str, choice: Choice, axes: Mapping[str, int]) -> int:

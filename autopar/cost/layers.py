@@ -1,43 +1,45 @@
-"""Which ops are computed again in the backward: layers of which the plan says so, checkpoint regions of the model."""
+"""Which ops are computed again in the backward, by layer, as the costs read it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from autopar.cost.cluster import Device
-from autopar.cost.compute import OpWork
-from autopar.decided import Plan, Recompute
+from autopar.decided import Plan
+from autopar.layout.holds import Recompute
+from autopar.recompute import computed_again, regions_of
 from autopar.tracing.graph import NamedGraph
 
-__all__ = ["again", "is_cheap", "layers_of"]
+__all__ = ["again", "layers_of", "reading"]
 
 
-def layers_of(graph: NamedGraph, plan: Plan) -> dict[str, tuple[str, Recompute]]:
-    """For each op of a layer that computes something again, the layer and what."""
-    by_node = {node.node: node for node in graph.nodes}
-    found: dict[str, tuple[str, Recompute]] = {
-        node.name: (f"checkpoint {node.origin.checkpoint}", "full")
-        for node in graph.nodes
-        if node.origin.checkpoint is not None
-    }
-    for repeat in graph.repeats:
-        for path, layer in zip(repeat.module_paths, repeat.layers, strict=True):
-            mode = plan.recompute.get(path, "none")
-            for name in layer if mode != "none" else ():
-                if name in by_node:
-                    found[by_node[name].name] = (path, mode)
-    return found
+def layers_of(graph: NamedGraph, plan: Plan) -> dict[str, tuple[int, Recompute]]:
+    """For each op of a layer that computes something again, the layer and what; layers may have one path in common."""
+    regions = regions_of(graph, plan.recompute)
+    return {op: (number, region.mode) for number, region in enumerate(regions, start=1) for op in region.ops}
 
 
-def again(layers: Mapping[str, tuple[str, Recompute]], works: Mapping[str, OpWork], device: Device) -> frozenset[str]:
-    """The ops that are computed again: all of a layer, or those that are cheap."""
-    return frozenset(name for name, (_, mode) in layers.items() if mode == "full" or is_cheap(works[name], device))
+def again(graph: NamedGraph, plan: Plan) -> frozenset[str]:
+    """The ops that are computed again."""
+    return computed_again(graph, regions_of(graph, plan.recompute))
 
 
-def is_cheap(work: OpWork, device: Device) -> bool:
-    """An op that takes longer to read and write than to compute, by what the device can do of both.
-
-    Of attention that is written out these are the scores and the softmax (Korthikanti et al., 2022); what a product of
-    two long dims has made is kept.
-    """
-    return work.forward.multiplying_seconds <= work.forward.bytes / device.stream
+def reading(graph: NamedGraph, plan: Plan, again: frozenset[str]) -> frozenset[str]:
+    """The ops that are computed again and need their operands for it: all of a layer that is computed again as a whole,
+    of others those that lead to what some op keeps."""
+    layers = layers_of(graph, plan) if again else {}
+    needed: set[tuple[int, str | None]] = set()  # by layer: what leaves one is not made again for the others
+    found: set[str] = set()
+    for node in reversed(graph.nodes if again else ()):
+        footprint = graph.footprints[node.node]
+        trains = any(name is not None and graph.tensors[name].requires_grad for name in node.outputs)
+        layer, mode = layers.get(node.name, (0, "none"))
+        kept = {(layer, node.operands[i]) for i in footprint.keeps} if trains else set()
+        if node.name not in again:
+            needed |= kept
+        elif (
+            mode == "full"
+            or kept
+            or footprint.keeps_outputs
+            or not needed.isdisjoint((layer, name) for name in node.outputs)
+        ):
+            found.add(node.name)
+            needed |= {(layer, name) for name in node.operands if name is not None}
+    return frozenset(found)

@@ -15,7 +15,7 @@ import torch
 from autopar.conversions import Inserted, OpConversions, Wiring
 from autopar.cost.buckets import Bucket, buckets_of, buffers_of, copied, shape_of
 from autopar.cost.compute import local_bytes
-from autopar.cost.layers import layers_of
+from autopar.cost.layers import layers_of, reading
 from autopar.cost.lowered import LocalFootprints
 from autopar.cost.storages import Storages
 from autopar.cost.versions import Version, last_uses, results_of
@@ -44,12 +44,18 @@ class Liveness:
         self.given: dict[Version, int] = {}
         """Inputs, parameters and buffers."""
         self.kept: dict[str, list[int]] = {}
-        self.lost: dict[str, list[int]] = {}
-        """By layer: what its ops would keep and what is made again."""
+        self.lost: dict[int, list[tuple[str, int]]] = {}
+        """By layer: what each of its ops would keep and what is made again."""
         self.layers = layers_of(graph, plan) if again else {}
-        self.entering: dict[str, set[int]] = {}
-        self.made: dict[str, set[int]] = {}
+        self.whole = {layer for layer, mode in self.layers.values() if mode == "full"}
+        """These are called through a checkpoint, which holds what enters until the backward has left."""
+        self.reading = reading(graph, plan, again)
+        """Ops that are computed again and whose operands must be there for it."""
+        self.entering: dict[int, set[int]] = {}
+        self.made: dict[int, set[int]] = {}
         """By layer: what enters it from outside; what its ops that are computed again have made."""
+        self.gathered: dict[int, dict[int, float]] = {}
+        """By layer: parameters that it gathers again itself, and what the buffer for each takes."""
         self.copied: dict[str, int] = {}
         """Copies of parameters that live for the whole step."""
         self.local = LocalFootprints(graph, plan, wiring)
@@ -64,9 +70,12 @@ class Liveness:
         self.starting: dict[str, list[Bucket]] = {}
         self.flat: dict[Bucket, int] = {}
         previous: Bucket | None = None
-        for bucket in buckets_of(graph, plan, wiring):
+        found = tuple(buckets_of(graph, plan, wiring))
+        self.inside = {bucket: layer for bucket in found if (layer := self._only_reader(bucket))}
+        """Buckets that a layer gathers again when it is computed again."""
+        for bucket in found:
             self.buckets.setdefault(bucket.op, []).append(bucket)
-            if bucket.gathers and len(bucket.members) > 1:
+            if bucket.gathers and len(bucket.members) > 1 and bucket not in self.inside:
                 ahead = bucket if previous is None else previous
                 self.starting.setdefault(ahead.op, []).append(bucket)
                 previous = bucket
@@ -186,33 +195,31 @@ class Liveness:
             if i in own:
                 found.append(own[i])
             elif version is not None:
-                if version[0] in self.plan.regather and version in self.in_bucket:
+                gone = version[0] in self.plan.regather and version in self.in_bucket
+                if gone and self.values[version] not in self.made.get(self._layer(node), ()):
                     continue
                 found.append(self.values[version])
         found += [self.values[version] for i in footprint.keeps_outputs if (version := outputs[i]) is not None]
         layer = self._layer(node)
         inside = self.made.get(layer, set())
         lost = self.lost.setdefault(layer, [])
-        lost += [one for one in found if one in inside]
-        outside = [one for one in found if one not in inside]
-        if node.name not in self.again:
-            self.kept[node.name] = [self.storages.take(one) for one in outside]
-            if internal:
-                self.kept[node.name].append(self.storages.new(internal))
-            return
-        entering = self.entering.setdefault(layer, set())
-        if self.layers[node.name][1] == "full":  # called through a checkpoint, which holds whatever enters
+        lost += [(node.name, one) for one in found if one in inside]
+        self.kept[node.name] = [self.storages.take(one) for one in found if one not in inside]
+        if node.name in self.again and internal:
+            made = self.storages.new(internal)
+            lost.append((node.name, made))
+            self.storages.drop(made)
+        elif internal:
+            self.kept[node.name].append(self.storages.new(internal))
+        if node.name in self.reading:
+            entering = self.entering.setdefault(layer, set())
             read = (version for version in wired.operands if version is not None and version not in self.in_bucket)
-            outside += [made for version in read if (made := self.values[version]) not in inside]
-        for one in outside:
-            if one not in entering:
-                entering.add(self.storages.take(one))
-        if internal:
-            lost.append(self.storages.new(internal))
-            self.storages.drop(lost[-1])
+            for made in (self.values[version] for version in read):
+                if made not in inside and made not in entering:
+                    entering.add(self.storages.take(made))
 
-    def _layer(self, node: NamedNode) -> str:
-        return self.layers.get(node.name, ("", "none"))[0]
+    def _layer(self, node: NamedNode) -> int:
+        return self.layers.get(node.name, (0, "none"))[0]
 
     def _let_go(self, node: NamedNode, wired: OpConversions, place: int) -> None:
         named = {version for version in wired.operands if version is not None}
@@ -258,9 +265,24 @@ class Liveness:
                 size = self._bytes((one.tensor, one.reshard.target))
                 self.values[one.tensor, one.reshard.target] = self.storages.new(size)
             self.storages.drop(flat)
+        if bucket in self.inside:
+            made = [self.values[one.tensor, one.reshard.target] for one in bucket.members]
+            self.made.setdefault(self.inside[bucket], set()).update(made)
+            buffered = len(made) > 1
+            sizes = {one: self.storages.sizes[one] if buffered else 0.0 for one in made}
+            self.gathered.setdefault(self.inside[bucket], {}).update(sizes)
         for other in self.starting.get(bucket.op, ()):
             if other is not bucket and other not in self.flat:
                 self.flat[other] = self._start(other)
+
+    def _only_reader(self, bucket: Bucket) -> int:
+        """The layer that is computed again and is the only one to read parameters that are gathered again."""
+        if not bucket.gathers or bucket.members[0].tensor not in self.plan.regather:
+            return 0
+        made = {(one.tensor, one.reshard.target) for one in bucket.members}
+        reading = {op for op, wired in self.wiring.ops.items() if not made.isdisjoint(wired.operands)}
+        layers = {self.layers.get(op, (0, "none"))[0] for op in reading}
+        return layers.pop() if len(layers) == 1 else 0
 
     def _start(self, bucket: Bucket) -> int:
         held = sum(self._bytes((one.tensor, one.reshard.source)) for one in bucket.members)
@@ -277,7 +299,7 @@ class Liveness:
             self.gradients[version] = self.storages.new(self._bytes(version))
         for one in reversed(self.wiring.outputs):
             self._convert_back(one)
-        inside = ""
+        inside = 0
         for node in reversed(self.graph.nodes):
             layer = self._layer(node)
             self.storages.now = f"the backward of {node.name}"
@@ -407,14 +429,25 @@ class Liveness:
 
     # -- layers that are computed again
 
-    def _make_again(self, layer: str) -> None:
-        """What the ops of a layer keep, made once more."""
-        made = {one: self.storages.new(self.storages.sizes[one]) for one in dict.fromkeys(self.lost.get(layer, ()))}
-        if made:
-            self.kept[f"{layer} again"] = list(made.values())
+    def _make_again(self, layer: int) -> None:
+        """What the ops of a layer keep, made once more; each holds it until its backward."""
+        lost = self.lost.pop(layer, [])
+        made: dict[int, int] = {}
+        gathered = self.gathered.pop(layer, {})
+        for one in dict.fromkeys(one for _, one in lost if one in gathered):  # first, through a buffer
+            made[one] = self.storages.new(self.storages.sizes[one])
+        self.storages.touch(sum(gathered.values()))
+        for op, one in lost:
+            if one not in made:
+                made[one] = self.storages.new(self.storages.sizes[one])
+            self.kept.setdefault(op, []).append(self.storages.take(made[one]))
+        if layer and layer not in self.whole:
+            self._left(layer)
+        for one in made.values():
+            self.storages.drop(one)
 
-    def _left(self, layer: str) -> None:
-        for storage in (*self.kept.pop(f"{layer} again", ()), *self.entering.pop(layer, ())):
+    def _left(self, layer: int) -> None:
+        for storage in self.entering.pop(layer, ()):
             self.storages.drop(storage)
 
     # -- parameters that are gathered again
@@ -425,7 +458,7 @@ class Liveness:
         place = {name: i for i, name in enumerate(self.wiring.ops)}
         previous: Bucket | None = None
         for bucket in (bucket for of_op in self.buckets.values() for bucket in of_op):
-            if bucket.gathers and bucket.members[0].tensor in self.plan.regather:
+            if bucket.gathers and bucket.members[0].tensor in self.plan.regather and bucket not in self.inside:
                 readers = [last.get((one.tensor, one.reshard.target), one.op) for one in bucket.members]
                 self.refills.setdefault(max(readers, key=place.__getitem__), []).append(bucket)
                 if previous is not None:

@@ -82,7 +82,7 @@ class _Profiler:
             forward += self._forward(node, works[node.name], "forward", parameters=True)
         forward += [task for one in self.wiring.outputs for task in self.prices.conversion(one, "forward")]
         backward = [task for one in self.wiring.outputs for task in self.prices.conversion(one, "backward")]
-        recomputed = again(self.layer_of, works, self.cluster.device)
+        recomputed = again(self.graph, self.plan)
         inside = 0
         for node in reversed(nodes if self.graph.exported.grad_enabled else ()):
             layer, mode = self.layer_of.get(node.name, (0, "none"))

@@ -37,6 +37,8 @@ class Words:
     """The names of its tensors by kind; a value that the model returns is an `output` and no `act`."""
     ops: Mapping[str, tuple[str, ...]]
     """Its ops and the factors of the rule of each."""
+    layers: tuple[str, ...] = ()
+    """The module paths of its repeated layers."""
 
     def of_kind(self, kind: str | None) -> frozenset[str]:
         """The tensors that a scope with this kind is about; `use`, `grad` and `opt` are about parameters."""
@@ -96,6 +98,8 @@ def _check_names(statement: Statement, words: Words, axes: Mapping[str, int], an
     elif isinstance(statement, Same):
         _check_glob("tensor", statement.left, words.of_kind(None), span)
         _check_glob("tensor", statement.right, words.of_kind(None), span)
+    elif isinstance(statement, Hold) and statement.action == "recompute":
+        _check_glob("repeated layer", statement.glob, words.layers, span)
     elif isinstance(statement, Hold):
         _check_glob("tensor", statement.glob, words.of_kind(None), span)
     elif isinstance(statement, OpPin):
@@ -112,14 +116,14 @@ def _check_glob(what: str, glob: str, known: Iterable[str], span: Span | None) -
         raise unknown_name(what, glob, names, span)
 
 
-def _at(span: Span | None, word: str) -> Span | None:
-    return None if span is None else span.at(word)
-
-
 def _is_factor(word: str, factors: Iterable[str]) -> bool:
     """Whether a word on the left of an op's pin is a factor, a part of one, or says what passes through the op."""
     name, _, number = word.partition(".")
     return word in ("none", "broadcast") or name in factors or (name == "partial" and number.isdigit())
+
+
+def _at(span: Span | None, word: str) -> Span | None:
+    return None if span is None else span.at(word)
 
 
 def _rules(statement: Statement) -> tuple[DimRule, ...]:
@@ -159,8 +163,6 @@ def _refusal(statement: Statement, words: Words) -> LayoutError | None:
         case Hold(action="regather", glob=glob, span=span):
             if not any(glob_matches(glob, name) for name in words.of_kind("param")):
                 return _not_yet(f"'{glob}' is no parameter, and only parameters are gathered again", "name those", span)
-        case Hold(action="recompute", span=span):
-            return _not_yet("'recompute' is not executed yet", "use torch.utils.checkpoint in the model", span)
         case Limit(quantity="memory", span=span):
             return _not_yet(
                 "'limit memory' is for the planner, which predicts memory; a layout that is run as it stands is not "

@@ -1,9 +1,10 @@
-"""How a parameter and its gradient are held from one use to the next, as `param`, `grad`, `keep` and `regather` say."""
+"""What lives on from one use to the next, as `param`, `grad`, `keep`, `regather` and `recompute` say."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from autopar.layout.language import Layout as LayoutText
 from autopar.layout.precedence import glob_matches
@@ -12,7 +13,10 @@ from autopar.layout.source import layout_error
 from autopar.layout.storage import storage_of
 from autopar.layout.syntax import Axes, Hold
 
-__all__ = ["Holding", "holding_of"]
+__all__ = ["Holding", "Recompute", "holding_of", "recompute_of"]
+
+Recompute = Literal["none", "selective", "full"]
+"""What a repeated layer computes again in the backward: nothing; what is cheap to compute; all of it."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,7 @@ def holding_of(layout: LayoutText, tensor: HasAtoms, used: tuple[Axes, ...], axe
 
 
 def _again(layout: LayoutText, tensor: HasAtoms) -> bool:
-    """An exact name beats a pattern; the same word for word twice is a contradiction."""
-    found = [hold for hold in layout if isinstance(hold, Hold) and hold.action != "recompute"]
-    found = [hold for hold in found if glob_matches(hold.glob, tensor.name)]
-    exact = [hold for hold in found if hold.glob == tensor.name]
-    best = exact or found
+    best = _about(layout, tensor.name, ("keep", "regather"))
     if len({hold.action for hold in best}) > 1:
         raise layout_error(
             "E2",
@@ -48,3 +48,29 @@ def _again(layout: LayoutText, tensor: HasAtoms) -> bool:
             best[-1].span,
         )
     return bool(best) and best[0].action == "regather"
+
+
+def recompute_of(layout: LayoutText, layers: Iterable[str]) -> dict[str, Recompute]:
+    """What each of these layers computes again, where that is anything."""
+    found: dict[str, Recompute] = {}
+    for layer in dict.fromkeys(layers):
+        best = _about(layout, layer, ("recompute",))
+        levels = {hold.level for hold in best if hold.level is not None}
+        if len(levels) > 1:
+            raise layout_error(
+                "E2",
+                f"the layer {layer} is to be computed again in two ways by equally specific lines",
+                f"drop one, or say 'recompute full @{layer}', which beats a pattern",
+                best[0].span,
+                best[-1].span,
+            )
+        if levels and levels != {"none"}:
+            found[layer] = levels.pop()
+    return found
+
+
+def _about(layout: LayoutText, name: str, actions: tuple[str, ...]) -> list[Hold]:
+    """The holds about a name: an exact name beats a pattern."""
+    holds = [hold for hold in layout if isinstance(hold, Hold) and hold.action in actions]
+    found = [hold for hold in holds if glob_matches(hold.glob, name)]
+    return [hold for hold in found if hold.glob == name] or found

@@ -20,11 +20,13 @@ from torch.fx import Graph, GraphModule, Node
 from autopar.choices import Choice
 from autopar.completion import Decisions, OpDecision
 from autopar.conversions import Inserted, OpConversions, Outputs, wire
+from autopar.layout.holds import Recompute
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout, chunk
+from autopar.recompute import computed_again, regions_of
 from autopar.rewrite.aliases import is_idle_copy
 from autopar.rewrite.buckets import Parameters, put_in_buckets
-from autopar.rewrite.checkpoints import with_regions
+from autopar.rewrite.checkpoints import KEPT, REGION, with_regions
 from autopar.rewrite.drawing import Drawings, DrawnOp
 from autopar.rewrite.empty import Empty, amounts, nodes_of, reached
 from autopar.rewrite.functions import Conversion, Groups
@@ -120,9 +122,14 @@ def emit(
     outputs: Outputs,
     local_inputs: bool,
     parameters: Parameters | None = None,
+    recompute: Mapping[str, Recompute] | None = None,
 ) -> Emitted:
-    """Generate the graph of this rank; every rank does the same, in the same order."""
-    return _Emitter(graph, decisions, groups, outputs, local_inputs, parameters or Parameters()).run()
+    """Generate the graph of this rank; every rank does the same, in the same order.
+
+    `recompute`: what layers compute again in the backward, if it is not what the decisions say.
+    """
+    again = decisions.recompute if recompute is None else recompute
+    return _Emitter(graph, decisions, groups, outputs, local_inputs, parameters or Parameters(), again).run()
 
 
 class _Emitter:
@@ -134,6 +141,7 @@ class _Emitter:
         outputs: Outputs,
         local_inputs: bool,
         parameters: Parameters,
+        recompute: Mapping[str, Recompute],
     ) -> None:
         self.graph = graph
         self.parameters = parameters
@@ -147,6 +155,9 @@ class _Emitter:
         self.by_node = {tensor.node: tensor for tensor in graph.tensors.values()}
         self.drawings = Drawings(self.axes, groups.coordinate, torch.device(groups.device_type))
         self.key: Node | None = None
+        self.regions = regions_of(graph, recompute) if graph.exported.grad_enabled else ()
+        self.again = computed_again(graph, self.regions)
+        self.region_of = {op: number for number, region in enumerate(self.regions) for op in region.ops}
 
     def run(self) -> Emitted:
         source = self.graph.exported.graph_module.graph
@@ -160,7 +171,7 @@ class _Emitter:
                 for made in reversed(self.out.nodes):
                     if made is last:
                         break
-                    made.meta["origin"] = node.meta.get("origin")
+                    self._mark(made, node, ops[node.name].name)
         for one in self.wiring.outputs:
             self._convert(one)
         results = source.output_node().args[0]
@@ -172,9 +183,16 @@ class _Emitter:
         if self.parameters.gate is not None:
             put_gate(self.out, self.modules, self.parameters.gate)
         mutated = len(self.graph.exported.mutations)
-        module = with_regions(self.out, self.modules)
+        module = with_regions(self.out, self.modules, self.regions)
         draws = tuple(self.drawings.ops)
         return Emitted(module, self.wiring.inserted(), self.wiring.results[mutated:], draws)
+
+    def _mark(self, made: Node, source: Node, op: str) -> None:
+        """Where a node comes from, and what of it is computed again."""
+        made.meta["origin"] = source.meta.get("origin")
+        if op in self.region_of:
+            made.meta[REGION] = self.region_of[op]
+            made.meta[KEPT] = op not in self.again
 
     def _place(self, node: Node) -> None:
         tensor = self.by_node[node.name]

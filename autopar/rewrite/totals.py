@@ -80,9 +80,10 @@ def join_totals(graph: Graph, modules: dict[str, nn.Module]) -> None:
         if conversion is None:
             continue
         used = min((places[user] for user in node.users), default=len(places))
-        group = open_groups.get(conversion.forward[0].group)
+        key = conversion.forward[0].group, node.meta.get("region")  # what is computed again has sums of its own
+        group = open_groups.get(key)
         if group is None or group.first_use < places[node]:
-            group = open_groups[conversion.forward[0].group] = _Group([], used)
+            group = open_groups[key] = _Group([], used)
             groups.append(group)
         group.members.append(node)
         group.first_use = min(group.first_use, used)
@@ -113,4 +114,4 @@ def _join(graph: Graph, modules: dict[str, nn.Module], name: str, members: list[
         node.replace_all_uses_with(last)
         del modules[str(node.target)]
         graph.erase_node(node)
-    joined.meta["origin"] = members[-1].meta.get("origin")
+    joined.meta.update({key: members[-1].meta.get(key) for key in ("origin", "region", "kept")})

@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["checkpoint_regions", "with_checkpoints"]
+__all__ = ["body_of", "boundary", "call_checkpoint", "checkpoint_regions", "put_call", "with_checkpoints"]
 
 
-def with_checkpoints(graph: Graph, modules: Mapping[str, nn.Module] | None = None) -> GraphModule:
-    """A module of `graph` (which is changed) whose regions are called through `torch.utils.checkpoint`.
-
-    `modules` are those that the graph calls.
-    """
-    modules = modules or {}
+def with_checkpoints(graph: Graph) -> GraphModule:
+    """A module of `graph` (which is changed) whose regions are called through `torch.utils.checkpoint`."""
     root = nn.Module()
-    for name, module in modules.items():
-        root.add_module(name, module)
     for number, nodes in list(checkpoint_regions(graph)):
         name = f"checkpoint_{number}"
-        inputs, results = _boundary(nodes)
-        root.add_module(name, _body(nodes, inputs, results, modules))
+        inputs, results = boundary(nodes)
+        root.add_module(name, body_of(nodes, inputs, results, {}))
         with graph.inserting_before(nodes[-1].next):
-            region = graph.get_attr(name)
-            call = graph.call_function(
-                checkpoint, (region, *inputs), {"use_reentrant": False, "preserve_rng_state": True}
-            )
-            items = [graph.call_function(operator.getitem, (call, index)) for index in range(len(results))]
-        for result, item in zip(results, items, strict=True):
-            result.replace_all_uses_with(item, delete_user_cb=set(result.users).difference(nodes).__contains__)
-        for node in reversed(nodes):
-            graph.erase_node(node)
+            call = call_checkpoint(graph, name, inputs)
+        put_call(graph, nodes, results, call)
     return GraphModule(root, graph)
 
 
@@ -51,14 +38,17 @@ def checkpoint_regions(graph: Graph) -> Iterator[tuple[int, list[Node]]]:
         yield number, nodes[first : last + 1]
 
 
-def _boundary(nodes: list[Node]) -> tuple[list[Node], list[Node]]:
+def boundary(nodes: Sequence[Node]) -> tuple[list[Node], list[Node]]:
     """The values that enter a region and those that leave it, in the order of their first use."""
     inside = set(nodes)
     inputs = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
     return list(inputs), [node for node in nodes if any(user not in inside for user in node.users)]
 
 
-def _body(nodes: list[Node], inputs: list[Node], results: list[Node], modules: Mapping[str, nn.Module]) -> GraphModule:
+def body_of(
+    nodes: Sequence[Node], inputs: Sequence[Node], results: Sequence[Node], modules: Mapping[str, nn.Module]
+) -> GraphModule:
+    """The nodes of a region as a module; `modules` are those that the graph calls."""
     body = Graph()
     values = {source: body.placeholder(source.name) for source in inputs}
     for node in nodes:
@@ -66,3 +56,20 @@ def _body(nodes: list[Node], inputs: list[Node], results: list[Node], modules: M
     body.output(tuple(values[node] for node in results))
     called = {str(node.target): modules[str(node.target)] for node in nodes if node.op == "call_module"}
     return GraphModule(called, body)
+
+
+def call_checkpoint(graph: Graph, name: str, inputs: Sequence[Node]) -> Node:
+    """A call of the submodule `name` through `torch.utils.checkpoint`, where nodes are inserted now."""
+    region = graph.get_attr(name)
+    return graph.call_function(checkpoint, (region, *inputs), {"use_reentrant": False, "preserve_rng_state": True})
+
+
+def put_call(graph: Graph, nodes: Sequence[Node], results: Sequence[Node], call: Node) -> None:
+    """Take a region's results from a call of it, and its nodes out of the graph."""
+    following = call.next
+    with graph.inserting_before(following):
+        items = [graph.call_function(operator.getitem, (call, index)) for index in range(len(results))]
+    for result, item in zip(results, items, strict=True):
+        result.replace_all_uses_with(item, delete_user_cb=set(result.users).difference(nodes).__contains__)
+    for node in reversed(nodes):
+        graph.erase_node(node)

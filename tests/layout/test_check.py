@@ -20,6 +20,7 @@ WORDS = Words(
         "buffer": frozenset(("mask",)),
     },
     {"up/linear": ("a", "n", "k")},
+    ("blocks.0", "blocks.1"),
 )
 
 
@@ -55,6 +56,8 @@ def answer(text: str) -> str:
         ),
         ("keep @up.wait", 0, "tensor 'up.wait'; did you mean 'up.weight'?", ALL),
         ("same @x @y", 0, "tensor 'y'", ALL),
+        ("recompute full @up*", 0, "repeated layer 'up*'", "blocks.0, blocks.1"),
+        ("recompute full @block.1", 0, "repeated layer 'block.1'; did you mean 'blocks.1'?", "blocks.0, blocks.1"),
         (
             "param@up/lin* { d_ff -> tp }",
             0,
@@ -77,7 +80,7 @@ def test_words_that_are_known() -> None:
         "mesh dp=2, tp=?\nlet both = dp*tp\nbatch -> both; d_* -> tp pad; * -> none\nheads -> tp?\n"
         "use@up.* { d_ff -> tp }; output { batch -> dp }; buffer { * -> none }; @mask[* -> none]\n"
         "op @up*[n -> tp]; keep @up.weight; same @up.weight @up.*\n"
-        "forbid all_gather(grad[d_ff]@up*) over dp*tp; limit halo 25%"
+        "forbid all_gather(grad[d_ff]@up*) over dp*tp; limit halo 25%; recompute full @blocks.*"
     )
     check_layout(parse_layout(text), WORDS, AXES)
 
@@ -101,8 +104,6 @@ def test_a_layout_for_another_mesh(mesh: str) -> None:
 @pytest.mark.parametrize(
     ("line", "column", "message"),
     [
-        ("recompute full @up*", 0, "'recompute' is not executed yet"),
-        ("recompute none @up*", 0, "'recompute' is not executed yet"),
         ("limit memory 90%", 0, "'limit memory' is for the planner, which predicts memory"),
         ("buffer { batch -> dp }", 0, "buffers are held whole on every rank"),
         ("@mas*[batch -> dp | none]", 0, "mask is a buffer: these are held whole on every rank"),
