@@ -177,9 +177,9 @@ def _cheapest(
         if layout in done:
             continue
         done.add(layout)
-        for step in search.steps_from(layout):
+        for step, rank in search.steps_from(layout):
             if step.after not in done:
-                entry = (search.added(cost, step), (*key, search.key(step)), step.after, (*path, step))
+                entry = (search.added(cost, step), (*key, rank), step.after, (*path, step))
                 heapq.heappush(queue, entry)
     raise AssertionError(f"no steps lead from {source} to {target}")
 
@@ -225,8 +225,6 @@ class _Search:
         cut.update(sorted(others, key=lambda atom: (sizes[atom] % p != 0, -sizes[atom], atom))[:1])
         return tuple(sorted(cut))
 
-    # -- costs
-
     def added(self, cost: _Cost, step: Step) -> _Cost:
         if step.local:
             return (cost[0], cost[1], cost[2] + len(step.axes), cost[3] + 1)
@@ -235,10 +233,88 @@ class _Search:
         price += _exact(max(link.per_collective for link in links))
         return (cost[0] + price, cost[1] + 1, cost[2] + len(step.axes), cost[3] + 1)
 
-    def key(self, step: Step) -> tuple[int, ...]:
-        places = {axis: place for place, axis in enumerate(self.axes)}
-        atoms = [-1 if atom is None else atom for atom in (step.atom, step.to_atom)]
-        return (_RANK[step.kind], *atoms, *(places[axis] for axis in (*step.axes, *step.to_axes)))
+    def steps_from(self, layout: Layout) -> list[tuple[Step, tuple[int, ...]]]:
+        """Those that may lead to the target, each with its rank among equally cheap ones."""
+        sums = {axis for axis in self.active if axis in layout.partial and axis not in self.summed}
+        split = {axis for axes in layout.splits for axis in axes}
+        same = tuple(axis for axis in self.active if axis not in layout.partial and axis not in split)
+        kept = tuple(axis for axis in same if axis in self.summed)
+        every = _every_step(self.atoms, tuple(self.axes.items()), layout)
+        found: list[tuple[Step, tuple[int, ...]]] = []
+        if kept:
+            step = Step(StepKind.KEEP_ONE, kept, None, layout, _partial(layout, kept))
+            found.append((step, _key(step, tuple(self.axes))))
+        found += [pair for pair in every.reductions if sums.issuperset(pair[0].axes) and self._may_cut(pair[0].atom)]
+        for atom in self.cut:
+            found += [pair for pair in every.slices.get(atom, ()) if set(same).issuperset(pair[0].axes)]
+            movable = len(layout.splits[atom]) - self.fixed[atom]
+            for pair in every.pieces.get(atom, ()) if movable else ():
+                step = pair[0]
+                if len(step.axes) > movable or not self._may_cut(step.to_atom):
+                    continue
+                if step.kind is not StepKind.PAD or self.summed.issuperset(step.axes):
+                    found.append(pair)
+        return found
+
+    def _may_cut(self, atom: int | None) -> bool:
+        return atom is None or atom in self.cut
+
+
+_Ranked = tuple[Step, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """All steps from one layout: those that reduce sums; by atom, those that cut it and those that move its pieces."""
+
+    reductions: tuple[_Ranked, ...]
+    slices: Mapping[int, tuple[_Ranked, ...]]
+    pieces: Mapping[int, tuple[_Ranked, ...]]
+
+
+@lru_cache(maxsize=65536)
+def _every_step(atoms: Atoms, axes: Axes, layout: Layout) -> _Steps:
+    return _Maker(atoms, dict(axes), layout).steps()
+
+
+def _key(step: Step, names: tuple[str, ...]) -> tuple[int, ...]:
+    atoms = [-1 if atom is None else atom for atom in (step.atom, step.to_atom)]
+    return (_RANK[step.kind], *atoms, *(names.index(axis) for axis in (*step.axes, *step.to_axes)))
+
+
+@dataclass
+class _Maker:
+    """Makes the steps from one layout."""
+
+    atoms: Atoms
+    axes: dict[str, int]
+    layout: Layout
+
+    def steps(self) -> _Steps:
+        layout, places = self.layout, range(len(self.atoms.sizes))
+        sums = tuple(axis for axis in self.axes if axis in layout.partial)
+        split = {axis for axes in layout.splits for axis in axes}
+        same = tuple(axis for axis in self.axes if axis not in layout.partial and axis not in split)
+        reductions = [self._all_reduce(axes) for count in range(1, len(sums) + 1) for axes in combinations(sums, count)]
+        reductions += [self._reduce_scatter(atom, axes) for atom in places for axes in _orders(sums)]
+        slices = {
+            atom: [Step(StepKind.SLICE, axes, atom, layout, _cut(layout, atom, axes)) for axes in _orders(same)]
+            for atom in places
+        }
+        pieces: dict[int, list[Step]] = {}
+        for atom in places:
+            held = layout.splits[atom]
+            for count in range(1, len(held) + 1):
+                pieces.setdefault(atom, []).extend(self._from_pieces(atom, held[-count:]))
+        return _Steps(
+            self._ranked(reductions),
+            {atom: self._ranked(found) for atom, found in slices.items()},
+            {atom: self._ranked(found) for atom, found in pieces.items()},
+        )
+
+    def _ranked(self, steps: list[Step]) -> tuple[_Ranked, ...]:
+        names = tuple(self.axes)
+        return tuple((step, _key(step, names)) for step in steps)
 
     def _ranks(self, axes: tuple[str, ...]) -> int:
         return prod(self.axes[axis] for axis in axes)
@@ -254,36 +330,17 @@ class _Search:
         splits = enumerate(layout.splits)
         return prod(self._extent(atom, split) for atom, split in splits if atom not in leave_out)
 
-    # -- edges
-
-    def steps_from(self, layout: Layout) -> list[Step]:
-        sums = tuple(axis for axis in self.active if axis in layout.partial and axis not in self.summed)
-        split = {axis for axes in layout.splits for axis in axes}
-        same = tuple(axis for axis in self.active if axis not in layout.partial and axis not in split)
-        kept = tuple(axis for axis in same if axis in self.summed)
-        found: list[Step] = []
-        if kept:
-            found.append(Step(StepKind.KEEP_ONE, kept, None, layout, _partial(layout, kept)))
-        found += [
-            self._all_reduce(layout, axes) for count in range(1, len(sums) + 1) for axes in combinations(sums, count)
-        ]
-        for atom in self.cut:
-            found += [Step(StepKind.SLICE, axes, atom, layout, _cut(layout, atom, axes)) for axes in _orders(same)]
-            found += [self._reduce_scatter(layout, atom, axes) for axes in _orders(sums)]
-            movable = layout.splits[atom][self.fixed[atom] :]
-            for count in range(1, len(movable) + 1):
-                found += self._from_pieces(layout, atom, movable[-count:])
-        return found
-
-    def _from_pieces(self, layout: Layout, atom: int, axes: tuple[str, ...]) -> list[Step]:
+    def _from_pieces(self, atom: int, axes: tuple[str, ...]) -> list[Step]:
         """What can be done with the most minor axes of an atom."""
+        layout = self.layout
         joined = _joined(layout, atom, axes)
         chunk = self._local_numel(layout)
         numel = chunk * self._ranks(axes)
-        found = [Step(StepKind.ALL_GATHER, axes, atom, layout, joined, numel=numel, sent_numel=numel - chunk)]
-        if self.summed.issuperset(axes):
-            found.append(Step(StepKind.PAD, axes, atom, layout, _partial(joined, axes)))
-        for to_atom in self.cut:
+        found = [
+            Step(StepKind.ALL_GATHER, axes, atom, layout, joined, numel=numel, sent_numel=numel - chunk),
+            Step(StepKind.PAD, axes, atom, layout, _partial(joined, axes)),
+        ]
+        for to_atom in range(len(self.atoms.sizes)):
             for to_axes in permutations(axes):
                 if to_atom != atom or to_axes[0] != axes[0]:
                     after = _cut(joined, to_atom, to_axes)
@@ -292,13 +349,15 @@ class _Search:
                     found.append(Step(kind, axes, atom, layout, after, to_atom, to_axes, numel=chunk, sent_numel=sent))
         return found
 
-    def _all_reduce(self, layout: Layout, axes: tuple[str, ...]) -> Step:
+    def _all_reduce(self, axes: tuple[str, ...]) -> Step:
+        layout = self.layout
         after = Layout(layout.splits, layout.partial - set(axes))
         numel, ranks = self._local_numel(layout), self._ranks(axes)
         sent = -(-2 * (ranks - 1) * numel // ranks)
         return Step(StepKind.ALL_REDUCE, axes, None, layout, after, numel=numel, sent_numel=sent)
 
-    def _reduce_scatter(self, layout: Layout, atom: int, axes: tuple[str, ...]) -> Step:
+    def _reduce_scatter(self, atom: int, axes: tuple[str, ...]) -> Step:
+        layout = self.layout
         after = _cut(Layout(layout.splits, layout.partial - set(axes)), atom, axes)
         chunk = self._local_numel(after)
         numel = chunk * self._ranks(axes)

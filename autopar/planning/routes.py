@@ -63,7 +63,7 @@ class Routes:
         """The atoms that matter, with the sizes that stand for theirs."""
         touched = [i for i in range(len(sizes)) if source.splits[i] or target.splits[i]]
         helper = self._helper(sizes, source, target)
-        largest = max((sizes[i] for i in touched), default=1)
+        largest = max([self.ranks, *(sizes[i] for i in touched if sizes[i] % self.ranks)])
         kept = []
         for i in sorted({*touched, *helper}):
             if sizes[i] % self.ranks or not sizes[i]:
