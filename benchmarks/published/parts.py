@@ -40,8 +40,9 @@ class Amounts:
     forward_seconds: float = 0.0
     """With the communication that ops wait for."""
     backward_seconds: float = 0.0
-    host_seconds: float = 0.0
+    forward_host_seconds: float = 0.0
     """What it takes to launch it all."""
+    backward_host_seconds: float = 0.0
     each_seconds: float = 0.0
     """Communication of parameters in every micro-batch."""
     once_seconds: float = 0.0
@@ -142,13 +143,14 @@ def _parts(setting: Setting) -> Parts:
     for i in range(3):
         tasks = (*forward[i], *backward[i])
         loss = _loss_seconds(forward[i], backward[i], run, cluster) if i == AFTER else (0.0, 0.0)
-        extra_seconds, extra_host = _beside_gathers(forward[i], backward[i], run.software, cluster.device.host_seconds)
+        extra_seconds, *extra_host = _beside_gathers(forward[i], backward[i], run.software, cluster.device.host_seconds)
         share = elements[i] / sum(elements)
         amounts.append(
             Amounts(
                 sum(task.seconds for task in forward[i] if not task.beside) + loss[0],
                 sum(task.seconds for task in backward[i] if not task.beside) + extra_seconds + loss[1],
-                sum(task.host_seconds for task in tasks if not task.once) + extra_host,
+                sum(task.host_seconds for task in forward[i] if not task.once) + extra_host[0],
+                sum(task.host_seconds for task in backward[i] if not task.once) + extra_host[1],
                 sum(task.seconds for task in tasks if task.beside and not task.once),
                 sum(task.seconds for task in backward[i] if task.beside and task.once),
                 sum(task.seconds for task in forward[i] if task.beside and task.once),
@@ -163,7 +165,12 @@ def _parts(setting: Setting) -> Parts:
     before, blocks, after = amounts
     block = blocks * (1 / BLOCKS)
     more_host = run.software.block_launches * cluster.device.host_seconds + run.software.block_host_seconds
-    return Parts(before, replace(block, host_seconds=block.host_seconds + more_host), after, passing)
+    block = replace(
+        block,
+        forward_host_seconds=block.forward_host_seconds + more_host / 2,
+        backward_host_seconds=block.backward_host_seconds + more_host / 2,
+    )
+    return Parts(before, block, after, passing)
 
 
 def _loss_seconds(forward: Sequence[Task], backward: Sequence[Task], run: Run, cluster: Cluster) -> tuple[float, float]:
@@ -183,20 +190,19 @@ def _is_of_loss(task: Task) -> bool:
 
 def _beside_gathers(
     forward: Sequence[Task], backward: Sequence[Task], software: Software, launch_seconds: float
-) -> tuple[float, float]:
-    """What gathered values cost beyond the plan: on the device, and on the host.
+) -> tuple[float, float, float]:
+    """What gathered values cost beyond the plan: on the device in the backward, and on the host in each direction.
 
     What is gathered again in the backward comes while the product that does not need it runs.
     """
-    seconds = host = 0.0
+    seconds = again = 0.0
     for task, following in pairwise(forward):
-        if _is_gather(task):
-            host += (software.pieces - 1) * launch_seconds
-            if software.gathers_again:
-                seconds += max(0.0, task.seconds - following.seconds)
-                host += task.host_seconds
-    host += sum((software.pieces - 1) * launch_seconds for task in backward if _is_gather(task))
-    return seconds, host
+        if _is_gather(task) and software.gathers_again:
+            seconds += max(0.0, task.seconds - following.seconds)
+            again += task.host_seconds
+    more = (software.pieces - 1) * launch_seconds
+    counts = [sum(map(_is_gather, tasks)) for tasks in (forward[:-1], backward)]
+    return seconds, more * counts[0], more * counts[1] + again
 
 
 def _gathered_bytes(forward: Sequence[Task], tp: int) -> float:

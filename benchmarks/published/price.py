@@ -29,7 +29,9 @@ def _priced(way: Run, run: Run) -> Priced:
     plan = stages_of(way.decoder, way.pp, way.balanced)
     stages = [_amounts(stage, parts) for stage in plan]
     send = _send_seconds(way)
-    costs = pipeline([_stage_costs(one, send, cluster) for one in stages], way.micro_batches, way.schedule, way.chunks)
+    costs = pipeline(
+        [_stage_costs(one, send, cluster, way) for one in stages], way.micro_batches, way.schedule, way.chunks
+    )
     end = max(_end_seconds(one, way, cluster) for one in stages) + _tied_seconds(way)
     if not way.weighed:
         return Priced(run, costs.seconds + end, None, True)
@@ -69,18 +71,23 @@ def _amounts(stage: Stage, parts: Parts) -> Amounts:
     return total + parts.after if stage.last else total
 
 
-def _stage_costs(one: Amounts, send_seconds: float, cluster: Cluster) -> StageCosts:
-    """Of a micro-batch; a host that is slower than its device sets the pace."""
+def _stage_costs(one: Amounts, send_seconds: float, cluster: Cluster, run: Run) -> StageCosts:
+    """Of a micro-batch; a host that is slower than its device sets the pace.
+
+    Where a stage reads on its host what the other sends of a tensor's sizes, it cannot run ahead of what arrives: then
+    forward and backward each wait for it.
+    """
     computing = one.forward_seconds + one.backward_seconds
-    device = computing + beside_seconds(one.each_seconds, computing, cluster)
-    slower = max(device, one.host_seconds) / computing if computing else 1.0
-    return StageCosts(
-        slower * one.forward_seconds,
-        slower * one.backward_seconds,
-        send_seconds,
-        one.held_bytes,
-        one.saved_bytes,
-    )
+    hidden = beside_seconds(one.each_seconds, computing, cluster)
+    share = hidden / computing if computing else 0.0
+    devices = (1 + share) * one.forward_seconds, (1 + share) * one.backward_seconds
+    hosts = one.forward_host_seconds, one.backward_host_seconds
+    if run.pp > 1 and run.software.send_rounds > 1:
+        forward, backward = (max(pair) for pair in zip(devices, hosts, strict=True))
+    else:
+        slower = max(1.0, sum(hosts) / sum(devices)) if computing else 1.0
+        forward, backward = (slower * seconds for seconds in devices)
+    return StageCosts(forward, backward, send_seconds, one.held_bytes, one.saved_bytes)
 
 
 def _send_seconds(run: Run) -> float:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from autopar.cost.cluster import load_device
 from benchmarks.published.models import Decoder, decoder_inputs, decoder_model, padded_vocab
 from benchmarks.published.price import price
 from benchmarks.published.readers.rows import TableError, read_rows
@@ -152,6 +154,30 @@ def test_a_pipeline_has_a_bubble() -> None:
     few = price(replace(wide, pp=4, micro_batches=2)).step_seconds
     many = price(replace(wide, pp=4, micro_batches=64)).step_seconds
     assert 2.0 < (few / 2) / (many / 64) < 2.6
+
+
+def with_software(run: Run, **changes: Any) -> float:
+    return price(replace(run, software=replace(run.software, **changes))).step_seconds
+
+
+def test_whole_sums_under_zero1_are_not_hidden() -> None:
+    sharded = replace(RUN, sharding="zero1", micro_batches=1)
+    assert with_software(sharded, sums_at_once=True) > price(sharded).step_seconds
+    assert with_software(RUN, sums_at_once=True) == price(RUN).step_seconds, "nothing is sharded"
+
+
+def test_a_loss_takes_what_its_logits_are_read_and_written() -> None:
+    logits = 2 * TINY.seq * TINY.vocab
+    one, two = (with_software(RUN, logit_bytes=(count, 0)) for count in (10**6, 2 * 10**6))
+    assert two - one == pytest.approx(RUN.micro_batches * 10**6 * logits / load_device("a100-80").stream)
+
+
+def test_stages_that_wait_for_messages() -> None:
+    piped = replace(RUN, dp=4, pp=2, micro_batches=8)
+    assert with_software(piped, send_rounds=3) > price(piped).step_seconds
+    tied = replace(piped, decoder=replace(TINY, tied=True))
+    assert with_software(tied, sums_tied=True) > price(tied).step_seconds
+    assert with_software(RUN, send_rounds=3, sums_tied=True) == price(RUN).step_seconds, "there is one stage"
 
 
 def test_the_fastest_of_the_ways_counts() -> None:
