@@ -8,6 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.annotate import constrain_op, named_op
+from autopar.tracing.aligned import pair_aligned
 from autopar.tracing.losses import mean_losses_as_sums
 
 __all__ = ["normalise"]
@@ -57,6 +58,7 @@ def normalise(graph: Graph, device: torch.device | None) -> None:
         elif "device" in node.kwargs:
             _free_of_device(node, device)
     mean_losses_as_sums(graph)
+    pair_aligned(graph)
     remove_dead(graph)
 
 

@@ -1,0 +1,93 @@
+"""Lookups in which an index only counts a dim: what they give, and that this dim can be split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.completion import complete
+from autopar.conversions import conversions
+from autopar.layout.language import parse_layout
+
+B, T, D = 4, 6, 3
+ONE = torch.tensor([5, 0, -2, 3])
+MANY = torch.tensor([[5, 0], [-2, 3], [1, 1], [0, -6]])
+
+
+def rows() -> Tensor:
+    return torch.arange(B)
+
+
+CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "one of each row": lambda x, i: x[rows(), i[:, 0]],
+    "as whole numbers of 32 bits": lambda x, i: x[rows(), i[:, 0].int()],
+    "the largest": lambda x, i: x[rows(), x[:, :, 0].argmax(-1)],
+    "several of each row": lambda x, i: x[rows()[:, None], i],
+    "the same of each row": lambda x, i: x[rows()[:, None], i[0]],
+    "as columns": lambda x, i: x[rows(), i.T],
+    "two dims beside each other": lambda x, i: x[rows()[:, None], i[:, :1] * 0, torch.arange(D)],
+    "neither is looked up": lambda x, i: x[rows()[:, None], torch.arange(T)],
+    "the other way round": lambda x, i: x[rows(), torch.arange(T)[:, None]],
+    "with a dim between": lambda x, i: x[rows(), :, i[:, 0] % D],
+    "behind a dim": lambda x, i: x.transpose(0, 1)[:, rows(), i[:, 0] % D],
+    "counted in steps": lambda x, i: x[(torch.arange(0, 2 * B, 2) // 2).repeat(1), i[:, 0]],
+}
+
+
+class Lookup(nn.Module):
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.case = case
+        self.scale = nn.Parameter(torch.linspace(1, 2, D))
+
+    def forward(self, x: Tensor, i: Tensor) -> Tensor:
+        return CASES[self.case](x * self.scale, i).pow(2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_given(case: str) -> None:
+    torch.manual_seed(0)
+    model, x = Lookup(case), torch.randn(B, T, D, requires_grad=True)
+    graph = autopar.trace(model, (x, MANY), dims={"x": "batch seq d", "i": "batch k"})
+    assert not any("index" in node.op for node in graph.nodes)
+    traced = graph.module()
+    expected = torch.autograd.grad(model(x, MANY).sum(), (x, model.scale))
+    found = torch.autograd.grad(traced(x, MANY).sum(), (x, model.scale))
+    assert torch.equal(traced(x, MANY), model(x, MANY))
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("the same of each row", "as columns")])
+def test_the_dim_that_is_counted_can_be_split(case: str) -> None:
+    x = torch.randn(B, T, D)
+    graph = autopar.trace(Lookup(case), (x, MANY), dims={"x": "batch seq d", "i": "batch k"})
+    decisions = complete(graph, parse_layout("batch -> dp; * -> none"), {"dp": 2})
+    forward = [step for one in conversions(graph, decisions, "local", True) for way, step in one.collectives()]
+    assert {step.kind.value for step in forward} <= {"all_reduce"}, "of the gradient of the parameter"
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda i: (torch.arange(B - 1), i[: B - 1, 0]),
+        lambda i: (torch.arange(B).flip(0), i[:, 0]),
+        lambda i: (i[:, 1] % B, i[:, 0]),
+        lambda i: (torch.arange(B) * i[0, 1], i[:, 0]),
+        lambda i: (torch.arange(B), i[:, 0], i[:, 1] % D),
+    ],
+    ids=["too few", "backwards", "not known", "not known by sizes", "two lookups"],
+)
+def test_other_lookups_stay(index: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+    class Other(nn.Module):
+        def forward(self, x: Tensor, i: Tensor) -> Tensor:
+            return x[index(i)]
+
+    x = torch.randn(B, T, D)
+    graph = autopar.trace(Other(), (x, MANY))
+    assert any("index" in node.op for node in graph.nodes)
+    assert torch.equal(graph.module()(x, MANY), x[index(MANY)])
