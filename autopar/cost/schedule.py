@@ -1,0 +1,78 @@
+"""When parameters are gathered in buckets, and gathered again: before which op each bucket is begun and taken out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.conversions import Wiring
+from autopar.cost.buckets import Bucket, buckets_of
+from autopar.cost.versions import Version
+from autopar.decided import Plan
+from autopar.tracing.graph import NamedGraph
+
+__all__ = ["Schedule", "schedule_of"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """By op, unless it says otherwise."""
+
+    of_op: Mapping[str, Sequence[Bucket]]
+    """What it is the first to want."""
+    ahead: Mapping[str, Sequence[Bucket]]
+    """What begins to be gathered when it runs: one bucket ahead."""
+    versions: frozenset[Version]
+    """Parameters as they come out of all buckets."""
+    inside: Mapping[Bucket, int]
+    """The layer that gathers a bucket again itself when it is computed again."""
+    again: Mapping[str, Sequence[Bucket]]
+    """What its backward is the first to read of what is gathered again."""
+    next_again: Mapping[Bucket, Bucket]
+    """By bucket: the one that is gathered again after it."""
+
+
+def schedule_of(graph: NamedGraph, plan: Plan, wiring: Wiring, layers: Mapping[str, int]) -> Schedule:
+    """The buckets of a plan; `layers` are those that are computed again, by op."""
+    buckets = buckets_of(graph, plan, wiring)
+    inside = {bucket: layer for bucket in buckets if (layer := _only_reader(bucket, plan, wiring, layers))}
+    of_op: dict[str, list[Bucket]] = {}
+    ahead: dict[str, list[Bucket]] = {}
+    previous: Bucket | None = None
+    for bucket in buckets:
+        of_op.setdefault(bucket.op, []).append(bucket)
+        if bucket.gathers and len(bucket.members) > 1 and bucket not in inside:
+            ahead.setdefault((previous or bucket).op, []).append(bucket)
+            previous = bucket
+    again, next_again = _again([bucket for found in of_op.values() for bucket in found], plan, wiring, inside)
+    versions = frozenset((one.tensor, one.reshard.target) for bucket in buckets for one in bucket.members)
+    return Schedule(of_op, ahead, versions, inside, again, next_again)
+
+
+def _only_reader(bucket: Bucket, plan: Plan, wiring: Wiring, layers: Mapping[str, int]) -> int:
+    """The layer that is computed again and is the only one to read parameters that are gathered again."""
+    if not bucket.gathers or bucket.members[0].tensor not in plan.regather:
+        return 0
+    made = {(one.tensor, one.reshard.target) for one in bucket.members}
+    reading = {op for op, wired in wiring.ops.items() if not made.isdisjoint(wired.operands)}
+    found = {layers.get(op, 0) for op in reading}
+    return found.pop() if len(found) == 1 else 0
+
+
+def _again(
+    buckets: Sequence[Bucket], plan: Plan, wiring: Wiring, inside: Mapping[Bucket, int]
+) -> tuple[dict[str, list[Bucket]], dict[Bucket, Bucket]]:
+    """By op: the buckets that its backward is the first to read; by bucket: the one that comes next in it."""
+    last = {version: op for op, wired in wiring.ops.items() for version in wired.operands if version}
+    place = {name: i for i, name in enumerate(wiring.ops)}
+    first_read: dict[str, list[Bucket]] = {}
+    following: dict[Bucket, Bucket] = {}
+    previous: Bucket | None = None
+    for bucket in buckets:
+        if bucket.gathers and bucket.members[0].tensor in plan.regather and bucket not in inside:
+            readers = [last.get((one.tensor, one.reshard.target), one.op) for one in bucket.members]
+            first_read.setdefault(max(readers, key=place.__getitem__), []).append(bucket)
+            if previous is not None:
+                following[bucket] = previous
+            previous = bucket
+    return first_read, following
