@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.agreement import Agreement
 from autopar.completion import Decisions, complete
-from autopar.contracts import check_contracts
+from autopar.contracts import check_contracts, check_memory
 from autopar.conversions import Inserted, Outputs
+from autopar.decided import Plan
 from autopar.engine import device_mesh
 from autopar.errors import AutoparError, AutoparWarning
 from autopar.layout.choosing import choose_layout
@@ -95,7 +96,9 @@ def parallelize(
     settings = Settings(outputs, local_inputs, compute_dtype, reduce_dtype)
     # A layout file that one rank alone cannot read stops all of them.
     chosen = Agreement(devices).together(lambda: choose_layout(layout, axes))
-    return ParallelModule(model, devices, _Planner(chosen, axes, dims), settings, inputs)
+    stored = next((parameter.dtype for parameter in model.parameters()), None) if compute_dtype is not None else None
+    planner = _Planner(chosen, axes, dims, settings, stored, devices.device_type)
+    return ParallelModule(model, devices, planner, settings, inputs)
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,10 @@ class _Planner:
     layout: Layout
     axes: Mapping[str, int]
     dims: Mapping[str, str] | None
+    settings: Settings
+    stored: torch.dtype | None
+    """What the optimizer updates, where that is not what is computed in."""
+    device_type: str
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
         return trace(model, inputs, dims=self.dims)
@@ -114,6 +121,21 @@ class _Planner:
 
     def check(self, graph: NamedGraph, decisions: Decisions, inserted: tuple[Inserted, ...]) -> None:
         check_contracts(self.layout, graph, decisions, inserted)
+        plan = replace(
+            Plan.decided(graph, decisions),
+            outputs=self.settings.outputs,
+            local_inputs=self.settings.local_inputs,
+            master_dtype=self.stored,
+            gradient_dtype=self.settings.reduce_dtype,
+        )
+        check_memory(self.layout, graph, plan, self._device_bytes())
+
+    def _device_bytes(self) -> float | None:
+        """What a device has; of a CPU, which the ranks of one machine share, that is not known."""
+        if self.device_type == "cpu":
+            return None
+        properties = torch.get_device_module(self.device_type).get_device_properties()
+        return float(properties.total_memory)
 
     def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
         return {name: self._whole(graph.tensors[name]) for name in graph.inputs}

@@ -1,4 +1,4 @@
-"""What a layout promises of the whole: `forbid` and `warn`, `same`, `limit halo`. Checked on what is about to run."""
+"""What a layout promises of the whole: `forbid` and `warn`, `same`, limits. Checked on what is about to run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 from autopar.completion import Decisions
 from autopar.conversions import Inserted
+from autopar.cost.layers import again
+from autopar.cost.memory import memory
+from autopar.cost.profile import wire_of
+from autopar.decided import Plan
 from autopar.errors import AutoparWarning
 from autopar.layout.language import Layout
 from autopar.layout.precedence import glob_matches
@@ -17,7 +21,7 @@ from autopar.rewrite.lowerings import split_of
 from autopar.rewrite.lowerings.halo import Window, received_share
 from autopar.tracing.graph import NamedGraph, NamedTensor
 
-__all__ = ["check_contracts"]
+__all__ = ["check_contracts", "check_memory", "memory_limit"]
 
 
 @dataclass(frozen=True)
@@ -140,3 +144,60 @@ def _halo_shares(graph: NamedGraph, decisions: Decisions) -> Iterator[tuple[str,
         split = split_of(graph, node, decision.choice.splits, decision.operands, decisions.axes)
         if split is not None and isinstance(split.lowering, Window):
             yield from ((node.name, factor, share) for factor, share in received_share(split).items())
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def memory_limit(layout: Layout, device_bytes: float | None) -> tuple[Limit, float] | None:
+    """The lowest limit of memory that a layout sets, and its bytes; `device_bytes` is what a device has, if known."""
+    found: list[tuple[Limit, float]] = []
+    for statement in layout:
+        if not isinstance(statement, Limit) or statement.quantity != "memory":
+            continue
+        if statement.size_bytes is not None:
+            found.append((statement, float(statement.size_bytes)))
+            continue
+        assert statement.percent is not None, "a limit is a size or a percentage"
+        if device_bytes is None:
+            raise layout_error(
+                "E6",
+                f"{statement.percent:g}% of the memory of a device that is not known here",
+                "write a size, as in 'limit memory 70GiB'",
+                statement.span,
+            )
+        found.append((statement, statement.percent / 100 * device_bytes))
+    return min(found, key=lambda pair: pair[1], default=None)
+
+
+def check_memory(layout: Layout, graph: NamedGraph, plan: Plan, device_bytes: float | None = None) -> None:
+    """Raise E6 where a step of the plan takes more on some device than the layout allows."""
+    limit = memory_limit(layout, device_bytes)
+    if limit is None:
+        return
+    statement, most_bytes = limit
+    found = memory(graph, plan, wire_of(graph, plan), again(graph, plan))
+    if found.peak_bytes > most_bytes:
+        parts = {
+            "parameters": found.parameters_bytes + found.copies_bytes,
+            "gradients": found.gradients_bytes,
+            f"the states of {plan.optimizer}": found.optimizer_bytes,
+            "what is kept for the backward": found.saved_bytes,
+        }
+        listed = ", ".join(f"{what} {_size(part)}" for what, part in parts.items())
+        raise layout_error(
+            "E6",
+            f"a step takes {_size(found.peak_bytes)} on a device, in {found.peak_at}, more than {_size(most_bytes)}; "
+            f"when they are all there, {listed}",
+            "split more, 'recompute full @...' of repeated layers, 'regather @*', fewer examples at a time, "
+            "or a higher limit",
+            statement.span,
+        )
+
+
+def _size(count: float) -> str:
+    unit = next((unit for unit in ("GiB", "MiB", "KiB") if count >= _UNITS[unit]), "B")
+    return f"{count / _UNITS[unit]:.2f} {unit}"
+
+
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}

@@ -55,7 +55,11 @@ class Plan:
     @staticmethod
     def of(graph: NamedGraph, layout: Layout, axes: Mapping[str, int]) -> Plan:
         """What a layout without holes comes to; `dataclasses.replace` sets the rest."""
-        decisions = complete(graph, layout, axes)
+        return Plan.decided(graph, complete(graph, layout, axes))
+
+    @staticmethod
+    def decided(graph: NamedGraph, decisions: Decisions) -> Plan:
+        """What decisions come to."""
         holdings = decisions.holdings
         return Plan(
             fingerprint(graph),

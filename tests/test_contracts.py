@@ -1,4 +1,4 @@
-"""The limit on halos, on layouts that are decided and not run."""
+"""The limits on halos and memory, on layouts that are decided and not run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from torch import nn
 
 import autopar
 from autopar.completion import complete
-from autopar.contracts import check_contracts
+from autopar.contracts import check_contracts, check_memory
+from autopar.cost.layers import again
+from autopar.cost.memory import memory
+from autopar.cost.profile import wire_of
+from autopar.decided import Plan
 from autopar.errors import LayoutError
 from autopar.layout.language import parse_layout
 
@@ -46,4 +50,54 @@ def test_the_message() -> None:
         "  my.lay:2 | limit halo 25%\n"
         "           | ^\n"
         "fix: split this op over fewer ranks, or by another dim"
+    )
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(4)]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+def memory_answer(limit: str, lines: str = "", device_bytes: float | None = None) -> tuple[str, float]:
+    graph = autopar.trace(Stack(), (torch.randn(512, 64),), dims={"x": "batch features"})
+    layout = parse_layout(f"batch -> dp; * -> none\nlimit memory {limit}\n{lines}", "my.lay")
+    plan = Plan.of(graph, layout, {"dp": 2})
+    peak = memory(graph, plan, wire_of(graph, plan), again(graph, plan)).peak_bytes
+    try:
+        check_memory(layout, graph, plan, device_bytes)
+    except LayoutError as error:
+        return str(error), peak
+    return "fine", peak
+
+
+def test_the_limit_on_memory() -> None:
+    _, peak = memory_answer("1GiB")
+    assert memory_answer(f"{int(peak)}B")[0] == "fine"
+    broken, _ = memory_answer(f"{int(peak) - 1}B")
+    assert broken.startswith(f"E6: a step takes {peak / 2**20:.2f} MiB on a device, in ")
+    assert "the states of adamw 1.01 MiB" in broken
+    assert "\n  my.lay:2 | limit memory " in broken
+    again_answer, less = memory_answer(f"{int(peak) - 1}B", "recompute full @blocks.*")
+    assert less < peak
+    assert again_answer == "fine"
+    assert memory_answer(f"1GiB\nlimit memory {int(peak) - 1}B")[0].startswith("E6"), "the lowest counts"
+
+
+def test_a_share_of_a_device() -> None:
+    _, peak = memory_answer("1GiB")
+    assert memory_answer("50%", device_bytes=2 * peak)[0] == "fine"
+    assert memory_answer("49%", device_bytes=2 * peak)[0].startswith("E6: a step takes ")
+    assert memory_answer("90%")[0] == (
+        "E6: 90% of the memory of a device that is not known here\n"
+        "  my.lay:2 | limit memory 90%\n"
+        "           | ^\n"
+        "fix: write a size, as in 'limit memory 70GiB'"
     )

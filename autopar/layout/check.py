@@ -15,7 +15,6 @@ from autopar.layout.syntax import (
     Guard,
     Hold,
     Hole,
-    Limit,
     MeshStatement,
     OpPin,
     Pin,
@@ -163,13 +162,6 @@ def _refusal(statement: Statement, words: Words) -> LayoutError | None:
         case Hold(action="regather", glob=glob, span=span):
             if not any(glob_matches(glob, name) for name in words.of_kind("param")):
                 return _not_yet(f"'{glob}' is no parameter, and only parameters are gathered again", "name those", span)
-        case Limit(quantity="memory", span=span):
-            return _not_yet(
-                "'limit memory' is for the planner, which predicts memory; a layout that is run as it stands is not "
-                "checked for it",
-                "drop the line",
-                span,
-            )
         case Block(scopes=scopes, rules=rules, span=span) if any(scope.kind == "buffer" for scope in scopes):
             if _splits(rules):
                 return _not_yet("buffers are held whole on every rank", "write 'buffer { * -> none }'", span)

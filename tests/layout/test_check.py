@@ -104,7 +104,6 @@ def test_a_layout_for_another_mesh(mesh: str) -> None:
 @pytest.mark.parametrize(
     ("line", "column", "message"),
     [
-        ("limit memory 90%", 0, "'limit memory' is for the planner, which predicts memory"),
         ("buffer { batch -> dp }", 0, "buffers are held whole on every rank"),
         ("@mas*[batch -> dp | none]", 0, "mask is a buffer: these are held whole on every rank"),
     ],
