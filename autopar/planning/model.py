@@ -93,12 +93,12 @@ class Model:
     place: dict[tuple[str, str], int]
     """By kind and name, the number of a variable."""
 
-    def sums(self, chosen: Sequence[int]) -> Floats:
+    def sums(self, chosen: Sequence[int], guess: bool = False) -> Floats:
         total = np.zeros(len(Sum))
         for variable, state in zip(self.variables, chosen, strict=True):
             total += variable.at(state)
         for factor in self.factors:
-            total += factor.table.at(chosen[factor.first], chosen[factor.second])
+            total += factor.table.at(chosen[factor.first], chosen[factor.second], guess)
         return total
 
 

@@ -30,6 +30,8 @@ from autopar.search.problem import Floats
 __all__ = ["Found", "Search"]
 
 MOST_ROUNDS = 40
+HOPELESS = 1.002
+"""Candidates that are believed to be so much slower than the best are not priced."""
 HIGHEST_PRICE = 1e3
 """Seconds per GiB and second of the step: no memory is worth more."""
 
@@ -97,18 +99,22 @@ class Search:
     def _round(self, prices: Floats) -> None:
         weights, constant = self.hinges.weights(prices[: self.count])
         weights[list(MEMORY)] += prices[self.count :]
-        value, sums, candidate = self.elimination.least(weights)
+        value, sums = self.elimination.least(weights)
         self.answers.append((value + constant, prices[self.count :]))
         self.planes.append(sums)
-        self.try_out(candidate)
+        self.try_out(self.elimination.candidate(weights))
 
     def try_out(self, chosen: list[int]) -> Found:
         """Price a candidate; heed what it says about memory."""
         key = tuple(chosen)
         known = self.found.get(key)
         if known is None:
+            sums = self.model.sums(chosen, guess=True)
+            guess = self.hinges.seconds(sums)
+            if not self.is_limited and guess > HOPELESS * self.best:
+                return Found(chosen, sums, guess, 0.0)
             seconds, peak = self.report(chosen)
-            known = self.found[key] = Found(chosen, self.model.sums(chosen), seconds, peak)
+            known = self.found[key] = Found(chosen, sums, seconds, peak)
             if peak <= self.limit_gib:
                 self.best = min(self.best, seconds)
         if self.is_limited:
@@ -148,23 +154,27 @@ class Search:
         for kept in (1.0, 0.5, 0.0):
             weights = 1e-9 * self.hinges.base
             weights[Sum.KEPT_GIB], weights[Sum.STEP_GIB] = kept, 1 - kept
-            _, sums, chosen = self.elimination.least(weights)
-            self.planes.append(sums)
+            chosen = self.elimination.candidate(weights)
+            self.planes.append(self.model.sums(chosen))
             tried.append(self.try_out(chosen))
         return min(tried, key=lambda one: one.peak_gib)
 
     def mix(self) -> None:
-        """Mixtures of the fastest plan that fits with those that do not and are faster."""
+        """Mixtures of the fastest plan that fits with others: with those that are faster and do not fit, or with those
+        that send less beside the computing, or more."""
         fits = [one for one in self.found.values() if one.peak_gib <= self.limit_gib]
-        passes = [one for one in self.found.values() if one.peak_gib > self.limit_gib and one.seconds < self.best]
-        if not fits or not passes:
+        if not fits:
             return
-        fast = min(fits, key=lambda one: one.seconds)
-        for other in sorted(passes, key=lambda one: one.peak_gib)[:MOST_MIXED]:
-            self._mix(fast, other)
+        best = min(fits, key=lambda one: one.seconds)
+        others = [one for one in self.found.values() if one is not best]
+        passes = [one for one in others if one.peak_gib > self.limit_gib and one.seconds < self.best]
+        rest = sorted(others, key=lambda one: one.seconds)
+        for other in [*sorted(passes, key=lambda one: one.peak_gib)[:MOST_MIXED], *rest[:MOST_MIXED]]:
+            if self.best - self.bound > self.gap * self.best and time.monotonic() < self.deadline:
+                self._mix(best, other)
 
     def _mix(self, one: Found, other: Found) -> None:
-        missed = max(one.missed_gib, other.missed_gib)
+        missed = max(one.missed_gib, other.missed_gib) if self.is_limited else 0.0
         made = mixtures(self.model, one.chosen, other.chosen)
         worth = []
         for chosen, sums in made:

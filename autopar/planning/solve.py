@@ -82,7 +82,7 @@ def solve_plan(
     tables = Tables(setting, Routes(axes))
     model = build(setting, demands, tables)
     search = _searched(model, race, np.inf, began + time_limit)
-    if race.plan is None or race.passed:
+    if race.plan is None or race.passed_seconds < race.seconds:
         model = build(setting, demands, tables, regather=True)
         search = _searched(model, race, limit / 2**30, began + time_limit)
     race.tell("search", search.bound)
@@ -116,8 +116,7 @@ def _searched(model: Model, race: _Race, limit_gib: float, deadline: float) -> S
     if search.is_limited and search.least_memory().peak_gib > limit_gib and race.plan is None:
         return search
     search.run()
-    if search.is_limited:
-        search.mix()
+    search.mix()
     return search
 
 
@@ -150,14 +149,15 @@ class _Race:
         self.origin = ""
         self.seconds = float("inf")
         self.least_bytes = float("inf")
-        self.passed = False
+        self.passed_seconds = float("inf")
+        """Of the fastest plan that does not fit."""
 
     def offer(self, origin: str, plan: Plan) -> Costs:
         """Price a plan, and keep it if it is the best that fits."""
         costs = evaluate(self.setting.graph, plan, self.setting.cluster)
         self.least_bytes = min(self.least_bytes, costs.memory.peak_bytes)
         if costs.memory.peak_bytes > self.limit:
-            self.passed = True
+            self.passed_seconds = min(self.passed_seconds, costs.step_seconds)
         elif costs.step_seconds < self.seconds:
             self.plan, self.costs, self.seconds, self.origin = plan, costs, costs.step_seconds, origin
         return costs

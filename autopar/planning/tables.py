@@ -42,14 +42,18 @@ class Table:
     parts: Parts
     rows: Ints
     columns: Ints
+    guess: Parts | None = None
+    """What `parts` only bounds from below, as it most likely is."""
 
-    def weighed(self, weights: Floats) -> Floats:
-        return np.asarray(weigh(self.parts, weights)[np.ix_(self.rows, self.columns)])
+    def weighed(self, weights: Floats, guess: bool = False) -> Floats:
+        parts = self.guess if guess and self.guess is not None else self.parts
+        return np.asarray(weigh(parts, weights)[np.ix_(self.rows, self.columns)])
 
-    def at(self, row: int, column: int) -> Floats:
+    def at(self, row: int, column: int, guess: bool = False) -> Floats:
         """The sums of one pair."""
         found = np.zeros(len(Sum))
-        for key, values in self.parts.items():
+        parts = self.guess if guess and self.guess is not None else self.parts
+        for key, values in parts.items():
             found[key] = values[self.rows[row], self.columns[column]]
         return found
 
@@ -208,7 +212,7 @@ class Tables:
         columns, column_of = _numbered(tuple(dict.fromkeys(each) for each in wants))
         gathered = min(float(BUCKET_BYTES), self.blocks.get(block, 0.0))
 
-        def made() -> Parts:
+        def made(alone: bool = False) -> Parts:
             sums = np.zeros((len(Sum), len(rows), len(columns)))
             for i, one in enumerate(rows):
                 for j, each in enumerate(columns):
@@ -234,7 +238,7 @@ class Tables:
             accumulates is not None,
             gathered,
         )
-        return self._table(key, made, row_of, column_of)
+        return self._table(key, made, row_of, column_of, lambda: made(alone=True))
 
     def _kept_copy(self, sizes: tuple[int, ...], itemsize: int, held: Stored, want: Layout, kept: bool) -> float:
         """What is gathered of a parameter lives until the backward, or until the optimizer steps."""
@@ -258,7 +262,11 @@ class Tables:
         want: Layout,
         gathered_bytes: float,
     ) -> None:
-        """In a bucket, a parameter takes its share of what the fullest bucket takes: no bucket sends a byte in less."""
+        """In a bucket, a parameter takes its share of what the fullest bucket takes: no bucket sends a byte in less.
+
+        With no bytes to be gathered together, gathers are taken to go alone, as they often do: few parameters of one
+        layer are gathered in the same way.
+        """
         there, back = ways
         share = 1.0
         if (there or back) and goes_in_bucket(*(tuple(StepKind(leg.kind) for leg, _ in way) for way in ways)):
@@ -294,14 +302,21 @@ class Tables:
         sums[Sum.BACKWARD_ROOM] += seconds
         sums[Sum.HOST] += prices.launch if size else 0.0
 
-    def _table(self, key: Any, made: Callable[[], Parts], rows: Ints, columns: Ints) -> Table:
-        parts = self.known.get(key)
-        if parts is None:
-            parts = self.known[key] = made()
+    def _table(
+        self,
+        key: Any,
+        made: Callable[[], Parts],
+        rows: Ints,
+        columns: Ints,
+        guessed: Callable[[], Parts] | None = None,
+    ) -> Table:
+        if key not in self.known:
+            self.known[key] = made(), None if guessed is None else guessed()
+        parts, guess = self.known[key]
         whole = "table", id(parts), rows.tobytes(), columns.tobytes()
         table = self.known.get(whole)
         if table is None:
-            table = self.known[whole] = Table(parts, rows, columns)
+            table = self.known[whole] = Table(parts, rows, columns, guess)
         assert isinstance(table, Table)
         return table
 

@@ -55,20 +55,23 @@ class Elimination:
                 continue
         raise AssertionError("with everything cut, nothing is wide")
 
-    def least(self, weights: Floats) -> tuple[float, Floats, list[int]]:
-        """A lower bound on the weighted sum of all assignments; the sums of what has it; an assignment close to it."""
+    def least(self, weights: Floats) -> tuple[float, Floats]:
+        """A lower bound on the weighted sum of all assignments, and the sums of what has it."""
         weighed = _Weighed(self.model, weights, self.scopes)
         value, chosen = self._solved(weighed, dict.fromkeys(self.cut))
-        if not self.cut:
-            return value, self.model.sums(chosen), chosen
-        sums = weighed.relaxed_sums(chosen, set(self.cut))
-        for _ in range(MOST_SETTLING):
+        return value, weighed.relaxed_sums(chosen, set(self.cut)) if self.cut else self.model.sums(chosen)
+
+    def candidate(self, weights: Floats) -> list[int]:
+        """An assignment whose weighed sum is most likely low."""
+        weighed = _Weighed(self.model, weights, self.scopes, guess=True)
+        _, chosen = self._solved(weighed, dict.fromkeys(self.cut))
+        for _ in range(MOST_SETTLING if self.cut else 0):
             states = {node: weighed.best_state(node, chosen) for node in self.cut}
             _, better = self._solved(weighed, states)
             if better == chosen:
                 break
             chosen = better
-        return value, sums, chosen
+        return chosen
 
     def _solved(self, weighed: _Weighed, cut: Mapping[int, int | None]) -> tuple[float, list[int]]:
         costs, tables, constant = weighed.without(cut)
@@ -88,7 +91,7 @@ def _folded(model: Model, scopes: Sequence[tuple[int, int]], cut: Sequence[int])
 class _Weighed:
     """Equal costs and tables are one object."""
 
-    def __init__(self, model: Model, weights: Floats, scopes: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, model: Model, weights: Floats, scopes: Sequence[tuple[int, int]], guess: bool = False) -> None:
         self.model = model
         self.scopes = scopes
         known: dict[Any, Floats] = {}
@@ -106,7 +109,7 @@ class _Weighed:
             for variable in model.variables
         ]
         self.tables = [
-            once(id(factor.table), lambda factor=factor: factor.table.weighed(weights))  # type: ignore[misc]
+            once(id(factor.table), lambda factor=factor: factor.table.weighed(weights, guess))  # type: ignore[misc]
             for factor in model.factors
         ]
         self.incident: dict[int, list[int]] = {}
@@ -172,7 +175,7 @@ def mixtures(model: Model, one: Sequence[int], other: Sequence[int]) -> Iterator
     own = np.array([[variable.at(one[i]), variable.at(other[i])] for i, variable in enumerate(variables)])
     pairs = np.array(
         [
-            [[factor.table.at(a, b) for b in (one[factor.second], other[factor.second])] for a in ends]
+            [[factor.table.at(a, b, guess=True) for b in (one[factor.second], other[factor.second])] for a in ends]
             for factor in factors
             for ends in ((one[factor.first], other[factor.first]),)
         ]

@@ -1,0 +1,47 @@
+"""Plans of the planner run: on simulated ranks the results and the gradients are those of one process."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import autopar
+from autopar.cost.cluster import load_cluster
+from autopar.layout.language import Layout
+from autopar.planning.decode import plan_of
+from autopar.planning.demands import Demands
+from autopar.planning.model import build
+from autopar.planning.setting import PlanOptions, Setting
+from autopar.planning.solve import solve_plan
+from autopar.tracing.graph import NamedGraph
+from examples.gpt import gpt
+from tests.ranks import difference_of
+
+AXES = {"dp": 2, "tp": 2}
+CLUSTER = load_cluster("h100")
+Traced = tuple[NamedGraph, NamedGraph, list[torch.Tensor]]
+"""A graph in single precision, for which there are prices; the same in double precision; inputs."""
+
+
+@pytest.fixture(scope="module")
+def traced() -> Traced:
+    torch.manual_seed(0)
+    model, inputs = gpt(layers=1, d_model=16, heads=4, vocab=32, seq=8, batch=4)
+    return autopar.trace(model, inputs), autopar.trace(model.double(), inputs), list(inputs.values())
+
+
+def test_a_solved_plan_computes_what_one_process_does(traced: Traced) -> None:
+    graph, exact, inputs = traced
+    assert difference_of(exact, solve_plan(graph, AXES, CLUSTER).plan.decisions, inputs) < 1e-9
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_may_be_decided_computes_the_same(traced: Traced, seed: int) -> None:
+    graph, exact, inputs = traced
+    setting = Setting.of(graph, AXES, CLUSTER, PlanOptions())
+    model = build(setting, Demands(graph, AXES, Layout(())), regather=True)
+    draw = random.Random(seed)
+    chosen = [draw.randrange(len(variable.states)) for variable in model.variables]
+    assert difference_of(exact, plan_of(model, chosen).decisions, inputs) < 1e-9
