@@ -16,14 +16,13 @@ from autopar.decided import Plan
 from autopar.layout.resolve import atoms_of
 from autopar.tracing.graph import NamedGraph, NamedTensor
 
-__all__ = ["memory"]
+__all__ = ["memory", "memory_over_time"]
 
 
 def memory(graph: NamedGraph, plan: Plan, wiring: Wiring, again: frozenset[str] = frozenset()) -> MemoryCosts:
     """The bytes of one step, on the rank that holds most; `again` are the ops that are computed again."""
     trains = graph.exported.grad_enabled
-    later = plan.micro_batches > 1 or plan.gradient_dtype is not None
-    run = Liveness(graph, plan, wiring, again, later)
+    run = _started(graph, plan, wiring, again)
     run.forward()
     inputs = parameters = 0.0
     for (name, _), storage in run.given.items():
@@ -46,6 +45,24 @@ def memory(graph: NamedGraph, plan: Plan, wiring: Wiring, again: frozenset[str] 
     }
     at = max(moments, key=lambda moment: moments[moment])
     return MemoryCosts(parameters, copies, gradients, states, inputs, saved, moments[at], at)
+
+
+def memory_over_time(
+    graph: NamedGraph, plan: Plan, wiring: Wiring, again: frozenset[str] = frozenset()
+) -> tuple[tuple[str, float], ...]:
+    """What is held while each op runs, in the order of the step: what is done, and the most bytes in the meantime."""
+    run = _started(graph, plan, wiring, again)
+    run.forward()
+    states = 0.0
+    if graph.exported.grad_enabled:
+        run.backward()
+        states, _ = _optimizer_bytes(graph, plan, optimizer_of(plan.optimizer))
+    return tuple((doing, held + states) for doing, held in run.storages.moments.items() if doing)
+
+
+def _started(graph: NamedGraph, plan: Plan, wiring: Wiring, again: frozenset[str]) -> Liveness:
+    later = plan.micro_batches > 1 or plan.gradient_dtype is not None
+    return Liveness(graph, plan, wiring, again, later)
 
 
 def _optimizer_bytes(graph: NamedGraph, plan: Plan, optimizer: Optimizer) -> tuple[float, float]:

@@ -16,6 +16,8 @@ class Storages:
         self.peak_at = ""
         self.now = ""
         """What is being done, for `peak_at`."""
+        self.moments: dict[str, float] = {}
+        """The most that is held while each thing is done, in their order."""
 
     def new(self, size: float) -> int:
         """A storage with one reference."""
@@ -27,8 +29,10 @@ class Storages:
 
     def touch(self, more: float = 0.0) -> None:
         """At this moment so much more is held."""
-        if self.live + more > self.peak:
-            self.peak, self.peak_at = self.live + more, self.now
+        held = self.live + more
+        self.moments[self.now] = max(held, self.moments.get(self.now, 0.0))
+        if held > self.peak:
+            self.peak, self.peak_at = held, self.now
 
     def take(self, storage: int) -> int:
         """One more reference."""

@@ -1,0 +1,149 @@
+"""The report as a page: what it is made of, and that a browser shows all of it without a word of complaint."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.cost.cluster import load_cluster
+from autopar.cost.evaluate import evaluate
+from autopar.decided import Plan
+from autopar.layout.strategies import load_strategy
+from autopar.report.contents import Rival, contents
+from autopar.report.page import page
+from examples.gpt import gpt
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+AXES = {"dp": 2, "tp": 4}
+LOOK = """
+<script>
+const overflow = document.documentElement.scrollWidth - innerWidth;
+const count = (what) => document.querySelectorAll(what).length;
+document.querySelector('#filter [data-axis="tp"]').click();
+document.title = JSON.stringify({
+  overflow, facts: count(".fact"), dims: count("#dims tbody tr"), sent: count("#communication tbody tr"),
+  ops: count(".op"), devices: count(".device"), rivals: count(".rival"), shown: timeline.shown.length,
+  faded: count("#communication tbody tr.faded"),
+});
+</script>
+"""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    model, inputs = gpt(batch=8, heads=4)
+    graph = autopar.trace(model, inputs)
+    plan = Plan.of(graph, load_strategy("megatron"), AXES)
+    rival = Rival("</script><b>ddp", 1.0, 2.0, fits=False)
+    cluster = load_cluster("h100")
+    made = contents(graph, plan, cluster, title="GPT <&> co", memory_bytes=2**30, gap=0.01, rivals=(rival,))
+    made["expected"] = evaluate(graph, plan, cluster)
+    return made
+
+
+def test_contents_are_those_of_the_plan(found: dict[str, Any]) -> None:
+    costs = found["expected"]
+    parts = found["costs"]["parts"]
+    spent = sum(seconds for name, seconds in parts.items() if name != "of which computed again")
+    assert spent == pytest.approx(costs.step_seconds)
+    assert max(held for _, held in found["memory"]["moments"]) == pytest.approx(costs.memory.peak_bytes)
+    sections = found["sections"]
+    assert [section["count"] for section in sections] == [1, 2, 1]
+    sends = [(section["count"], one) for section in sections for op in section["ops"] for one in op["sends"]]
+    told = {(one["kind"], tuple(one["axes"]), one["direction"], one["beside"]) for _, one in sends}
+    assert told == {(one.kind, one.axes, one.direction, one.of == "parameters") for one in costs.communication}
+    values = sum(count * one["seconds"] for count, one in sends if not one["beside"])
+    assert values == pytest.approx(costs.seconds_of("values"))
+    heads = next(dim for dim in found["dims"] if dim["name"] == "heads")
+    assert set(heads["over"]) == {"tp"}
+
+
+def test_pieces_are_those_of_the_tensor(found: dict[str, Any]) -> None:
+    split = next(tensor for tensor in found["tensors"] if tensor["name"] == "blocks.0.up.weight")
+    assert split["local"] == [split["shape"][0] // 4, split["shape"][1]]
+    assert split["states"] == {"dp": "broadcast", "tp": "split"}
+    assert [dim["axes"] for dim in split["dims"]] == [["tp"], []]
+
+
+class _Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.found += [value or "" for name, value in attributes if name in ("src", "href")]
+
+
+def test_the_page_is_one_file_and_what_is_in_it_cannot_end_its_script(found: dict[str, Any]) -> None:
+    text = _page(found)
+    links = _Links()
+    links.feed(text)
+    assert links.found == ["data:,"]
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "<title>GPT &lt;&amp;&gt; co</title>" in text
+    assert "<b>ddp" not in text
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert data is not None
+    assert json.loads(data[1])["rivals"][0]["name"] == "</script><b>ddp"
+
+
+def _page(found: dict[str, Any]) -> str:
+    return page({name: value for name, value in found.items() if name != "expected"})
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_shows_it(found: dict[str, Any], tmp_path: Path, width: int, scheme: str) -> None:
+    place = tmp_path / "report.html"
+    place.write_text(_page(found).replace("</body>", LOOK + "</body>"), encoding="utf-8")
+    assert BROWSER is not None
+    preferred = {"dark": 0, "light": 1}[scheme]
+    # A window cannot be as narrow as a telephone, so the page is laid out in a frame of that width.
+    frame = tmp_path / "frame.html"
+    frame.write_text(
+        f'<iframe src="report.html" style="width:{width}px;height:900px;border:0"></iframe>'
+        "<script>onload = () => { document.body.append(frames[0].document.title); }</script>",
+        encoding="utf-8",
+    )
+    ran = subprocess.run(
+        [
+            BROWSER,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--allow-file-access-from-files",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--window-size=1400,1000",
+            f"--blink-settings=preferredColorScheme={preferred}",
+            "--enable-logging=stderr",
+            "--virtual-time-budget=5000",
+            "--dump-dom",
+            frame.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert [line for line in ran.stderr.splitlines() if "CONSOLE" in line] == []
+    told = re.search(r"\{&quot;.*\}|\{\".*\}", ran.stdout)
+    assert told is not None, ran.stdout
+    seen = json.loads(told[0].replace("&quot;", '"'))
+    assert seen["overflow"] <= 0
+    assert seen["facts"] == 4
+    assert seen["devices"] == 8
+    assert seen["rivals"] == 2
+    assert seen["ops"] == sum(len(section["ops"]) for section in found["sections"])
+    assert seen["dims"] == len(found["dims"])
+    assert seen["sent"] == len(found["costs"]["communication"]) > seen["faded"] > 0
+    assert seen["shown"] > 10
