@@ -40,6 +40,8 @@ class Stored:
     layout: Layout
     again: bool = False
     lasting: bool = False
+    shared: Layout | None = None
+    """What it is converted to once for all ops that take it so; what others take is made for each of them."""
 
 
 class _NearlyEven:

@@ -268,7 +268,10 @@ class _Builder:
         uses = dict.fromkeys(want.value for each in wants for one in each for want in one if want is not None)
         stored = self._stored(tensor, tuple(uses))
         trained = tensor.requires_grad and self.setting.trains
-        place = self._add("held", tensor.name, stored, self._held_parts(tensor, stored))
+        parts = self._held_parts(tensor, stored)
+        if tensor.kind == "param" and len(users) > 1:
+            stored, parts = self._with_shared(tensor, stored, parts, users, wants)
+        place = self._add("held", tensor.name, stored, parts)
         sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
         for number, (node, want) in enumerate(zip(users, wants, strict=True)):
             if tensor.kind == "param":
@@ -297,6 +300,31 @@ class _Builder:
             self.known[key] = stored_of(self.setting, self.demands, tensor, uses, self.regather)
         found: tuple[Stored, ...] = self.known[key]
         return found
+
+    def _with_shared(
+        self,
+        tensor: NamedTensor,
+        stored: tuple[Stored, ...],
+        parts: tuple[Parts, ...],
+        users: Sequence[NamedNode],
+        wants: Sequence[tuple[Wants, ...]],
+    ) -> tuple[tuple[Stored, ...], tuple[Parts, ...]]:
+        """A parameter that several ops take: converted once for those that take it in one layout."""
+        counts: dict[Layout, int] = {}
+        for each in wants:
+            for want in dict.fromkeys(want for option in each for want in option if want is not None):
+                counts[want] = counts.get(want, 0) + 1
+        common = [None, *(want for want, count in counts.items() if count > 1)]
+        states = tuple(
+            replace(one, shared=want) for one in stored for want in common if want is None or want != one.layout
+        )
+        rows = np.array([stored.index(replace(one, shared=None)) for one in states])
+        spread = [{key: values[rows] for key, values in part.items()} for part in parts]
+        sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
+        kept = any((node.name, tensor.name) in self.kept.operands and node.name not in self.again for node in users)
+        trained = tensor.requires_grad and self.setting.trains
+        once = self.tables.shared(sizes, itemsize, trained, states, block_of(tensor.name), kept)
+        return states, (*spread, once)
 
     def _held_parts(self, tensor: NamedTensor, stored: tuple[Stored, ...]) -> tuple[Parts, ...]:
         key = "held", tensor.kind, self._cut(tensor), stored, tuple(self.handed.get(tensor.name, ()))

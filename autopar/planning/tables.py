@@ -217,7 +217,7 @@ class Tables:
             for i, one in enumerate(rows):
                 for j, each in enumerate(columns):
                     for want in each:
-                        if want is not None:
+                        if want is not None and want != one.shared:
                             sums[Sum.KEPT_GIB, i, j] += self._kept_copy(sizes, itemsize, one, want, kept)
                             self._moved(
                                 sums[:, i, j], self._ways_of(sizes, itemsize, trained, one, want), one, want, gathered
@@ -239,6 +239,25 @@ class Tables:
             gathered,
         )
         return self._table(key, made, row_of, column_of, lambda: made(alone=True))
+
+    def shared(
+        self,
+        sizes: tuple[int, ...],
+        itemsize: int,
+        trained: bool,
+        stored: Sequence[Stored],
+        block: str,
+        kept: bool,
+    ) -> Parts:
+        """What it takes to convert a parameter once for several ops, by the way it is held."""
+        gathered = min(float(BUCKET_BYTES), self.blocks.get(block, 0.0))
+        sums = np.zeros((len(Sum), len(stored)))
+        for i, one in enumerate(stored):
+            if one.shared is not None:
+                sums[Sum.KEPT_GIB, i] += self._kept_copy(sizes, itemsize, one, one.shared, kept)
+                ways = self._ways_of(sizes, itemsize, trained, one, one.shared)
+                self._moved(sums[:, i], ways, one, one.shared, gathered)
+        return {key: sums[key] for key in Sum}
 
     def _kept_copy(self, sizes: tuple[int, ...], itemsize: int, held: Stored, want: Layout, kept: bool) -> float:
         """What is gathered of a parameter lives until the backward, or until the optimizer steps."""
