@@ -6,7 +6,8 @@
 
 A GPT is trained under each strategy in turn, step by step, so that a machine that drifts drifts for all. A step takes
 as long as its slowest rank, and the median of the faster half counts, as in `autopar calibrate`. Beside it stands what
-`evaluate` says of the same plan.
+`evaluate` says of the same plan, and in how many rounds a strategy was faster than the one below it: where that is
+fewer than three in four, their order is noise.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +61,26 @@ def predicted_seconds(size: str, ranks: int, cluster: str) -> dict[str, float]:
     return found
 
 
-def measured_seconds(size: str, ranks: int, steps: int) -> dict[str, float]:
-    """By strategy, of real steps with SGD."""
+def measured_seconds(size: str, ranks: int, steps: int) -> dict[str, list[float]]:
+    """By strategy, of every real step with SGD."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "times.json")
         spawn(_rank, (size, ranks, steps, port, str(result)), nprocs=ranks)
-        times: dict[str, float] = json.loads(result.read_text())
+        times: dict[str, list[float]] = json.loads(result.read_text())
         return times
+
+
+def undisturbed(seconds: Sequence[float]) -> float:
+    """The median of the faster half."""
+    return statistics.median(sorted(seconds)[: (len(seconds) + 1) // 2])
+
+
+def faster_share(one: Sequence[float], other: Sequence[float]) -> float:
+    """In which share of the rounds one was faster than the other."""
+    return sum(a < b for a, b in zip(one, other, strict=True)) / len(one)
 
 
 def _rank(rank: int, size: str, ranks: int, steps: int, port: int, result: str) -> None:
@@ -94,13 +106,23 @@ def _rank(rank: int, size: str, ranks: int, steps: int, port: int, result: str) 
             if step >= WARM_UP:
                 times[strategy].append(spent.item())
     if rank == 0:
-        halves = {strategy: sorted(spent)[: (len(spent) + 1) // 2] for strategy, spent in times.items()}
-        Path(result).write_text(json.dumps({strategy: statistics.median(half) for strategy, half in halves.items()}))
+        Path(result).write_text(json.dumps(times))
     dist.barrier()
     dist.destroy_process_group()
 
 
 WARM_UP = 3
+
+
+SURE = 0.75
+"""Below this share of the rounds, which of two is faster is noise."""
+
+
+def _line(name: str, measured: float, predicted: float, share: float | None) -> str:
+    line = f"  {name:12} measured {measured * 1e3:8.1f} ms   predicted {predicted * 1e3:8.1f} ms"
+    if share is None:
+        return line
+    return f"{line}   faster than the next in {share:.0%} of the rounds{'' if share >= SURE else ': noise'}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,15 +136,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = {}
     for size in given.size or SIZES:
         predicted = predicted_seconds(size, given.ranks, given.cluster)
-        measured = measured_seconds(size, given.ranks, given.steps)
+        rounds = measured_seconds(size, given.ranks, given.steps)
+        measured = {strategy: undisturbed(seconds) for strategy, seconds in rounds.items()}
+        order = sorted(STRATEGIES, key=lambda name: measured[name])
+        shares = {one: faster_share(rounds[one], rounds[below]) for one, below in pairwise(order)}
         tau = kendall_tau([Pair(predicted[name], measured[name]) for name in STRATEGIES])
-        report[size] = {"predicted": predicted, "measured": measured, "tau": tau}
+        report[size] = {"predicted": predicted, "measured": measured, "faster_than_next": shares, "tau": tau}
         if not given.json:
             print(f"{size}, {given.ranks} ranks: tau {tau:.2f}", flush=True)
-            for name in sorted(STRATEGIES, key=lambda name: measured[name]):
-                print(
-                    f"  {name:12} measured {measured[name] * 1e3:8.1f} ms   predicted {predicted[name] * 1e3:8.1f} ms"
-                )
+            for name in order:
+                print(_line(name, measured[name], predicted[name], shares.get(name)), flush=True)
     if given.json:
         print(json.dumps(report, indent=2))
     return 0
