@@ -13,6 +13,7 @@ __all__ = [
     "RuleError",
     "TargetError",
     "TraceError",
+    "VerifyError",
 ]
 
 
@@ -46,6 +47,10 @@ class ProblemError(AutoparError):
 
 class ClusterError(AutoparError):
     """A cluster's file is wrong or a cluster is unknown, or a mesh does not fit on one; shows the line."""
+
+
+class VerifyError(AutoparError):
+    """The processes of `autopar verify` could not be compared: what the first of them said."""
 
 
 class LayoutError(AutoparError):

@@ -21,7 +21,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 import autopar
 from autopar.completion import complete
@@ -32,6 +31,7 @@ from autopar.errors import AutoparError, AutoparWarning
 from autopar.layout.choosing import choose_layout
 from autopar.mesh import Mesh
 from autopar.module import ParallelModule
+from autopar.verify import differences, results_of
 from benchmarks.architectures import STANDARD
 from examples.hf import hf, small_config
 from tests.distributed.launcher import launch
@@ -155,7 +155,7 @@ def rank_outcomes(
     parts = max(model_parts(strategy, sizes) for strategy in strategies)
     model, inputs = zoo_model(architecture, train, dropout, parts)
     graph = autopar.trace(model, inputs)
-    expected = step(model, inputs)
+    expected = results_of(model, inputs)
     mesh = Mesh(**dict(zip(AXES, sizes, strict=False)))
     axes = {axis: size for axis, size in mesh.axes.items() if size is not None}
     devices = device_mesh(mesh)
@@ -173,8 +173,9 @@ def rank_outcomes(
             outcomes.append(Outcome(strategy, None, str(error)))
             continue
         with parallel.exact_randomness():
-            error_of, where = largest_difference(expected, step(parallel, inputs))
-        outcomes.append(Outcome(strategy, error_of, where, len(parallel.collectives())))
+            worst, *_ = differences(expected, results_of(parallel, inputs))
+        where = f"{worst.name} {worst.reason}".strip()
+        outcomes.append(Outcome(strategy, worst.relative, where, len(parallel.collectives())))
     return outcomes
 
 
@@ -219,53 +220,6 @@ def zoo_model(
         inputs["decoder_input_ids"] = inputs["decoder_input_ids"][:, :-1].contiguous()
     inputs = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
     return model.double(), inputs
-
-
-def step(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """Outputs and gradients of one forward and backward, from random gradients of the outputs."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    torch.manual_seed(2)
-    results = model(**inputs)
-    leaves = tree_leaves(results if isinstance(results, tuple) else dict(results))
-    outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    torch.manual_seed(1)
-    differentiable = [output for output in outputs if output.requires_grad]
-    # Not randn_like, which follows the strides: the same result may be transposed in one and not in the other.
-    torch.autograd.backward(differentiable, [torch.randn(o.shape, dtype=o.dtype) for o in differentiable])
-    found: dict[str, Tensor | None] = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
-    for name, parameter in model.named_parameters():
-        gradient: Any = parameter.grad
-        found[f"gradient of {name}"] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-        parameter.grad = None
-    for name, buffer in model.named_buffers():
-        found[f"buffer {name}"] = buffer.clone()
-        buffer.copy_(buffers[name])
-    return found
-
-
-def largest_difference(expected: dict[str, Tensor | None], found: dict[str, Tensor | None]) -> tuple[float, str]:
-    """The largest relative difference, and of what. What is zero but for rounding is judged by the largest gradient."""
-    worst, where = 0.0, ""
-    if expected.keys() != found.keys():
-        return float("inf"), f"other results: {sorted(expected.keys() ^ found.keys())}"
-    floor = 1e-3 * max(_largest(value) for name, value in expected.items() if name.startswith("gradient"))
-    for name, theirs in expected.items():
-        mine = found[name]
-        if mine is None or theirs is None:
-            if mine is not theirs:
-                return float("inf"), f"{name}: one of the two is None"
-            continue
-        if mine.shape != theirs.shape:
-            return float("inf"), f"{name}: shape {list(mine.shape)}, not {list(theirs.shape)}"
-        scale = max(_largest(theirs), floor if name.startswith("gradient") else 1e-12)
-        error = _largest(mine.double() - theirs.double()) / scale
-        if error > worst or error != error:
-            worst, where = error, name
-    return worst, where
-
-
-def _largest(value: Tensor | None) -> float:
-    return float(value.double().abs().max()) if value is not None and value.numel() else 0.0
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from autopar.errors import TargetError
+from autopar.errors import DimsError, TargetError
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["load_target", "parse_settings"]
+__all__ = ["check_target", "load_target", "parse_dims", "parse_settings"]
 
 T = TypeVar("T")
 
@@ -39,11 +39,21 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     return parsed
 
 
+def parse_dims(words: Sequence[str]) -> dict[str, str]:
+    """`tensor=names` words, as `dims=` takes them."""
+    dims = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or not name:
+            raise DimsError(f"--dims {word}: expected TENSOR=NAMES, as in --dims input_ids='batch seq'")
+        dims[name] = text
+    return dims
+
+
 def load_target(target: str, settings: Mapping[str, Any]) -> tuple[nn.Module, Any]:
     """Call the function that a TARGET names, and check what it returns."""
-    place, colon, name = target.rpartition(":")
-    if not colon or not place or not name:
-        raise TargetError(f"{target!r} names no function; {FORM}")
+    check_target(target)
+    place, _, name = target.rpartition(":")
     module = _load_file(target, Path(place)) if place.endswith(".py") else _load_module(target, place)
     function = getattr(module, name, None)
     if not callable(function):
@@ -52,10 +62,18 @@ def load_target(target: str, settings: Mapping[str, Any]) -> tuple[nn.Module, An
     return _checked(target, _call(target, function, settings))
 
 
-def _load_file(target: str, path: Path) -> ModuleType:
-    if not path.is_file():
+def check_target(target: str) -> None:
+    """What can be said about a TARGET before anything is loaded."""
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        raise TargetError(f"{target!r} names no function; {FORM}")
+    path = Path(place)
+    if place.endswith(".py") and not path.is_file():
         siblings = [str(other) for other in path.parent.glob("*.py")] if path.parent.is_dir() else []
         raise TargetError(f"{target}: there is no file {path}{_nearest(str(path), siblings)}")
+
+
+def _load_file(target: str, path: Path) -> ModuleType:
     if str(path.parent.resolve()) not in sys.path:
         sys.path.insert(0, str(path.parent.resolve()))  # as `python file.py` does
     spec = importlib.util.spec_from_file_location(path.stem, path)

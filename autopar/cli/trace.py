@@ -7,8 +7,7 @@ import json
 import sys
 from typing import Any
 
-from autopar.cli.target import load_target, parse_settings
-from autopar.errors import DimsError
+from autopar.cli.target import load_target, parse_dims, parse_settings
 
 __all__ = ["add_parser"]
 
@@ -52,7 +51,7 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Trace and print."""
     settings = parse_settings(arguments.set)
-    dims = _parse_dims(arguments.dims)
+    dims = parse_dims(arguments.dims)
     if sys.stderr.isatty():
         print(f"tracing {arguments.target} ...", file=sys.stderr)
     model, inputs = load_target(arguments.target, settings)
@@ -63,13 +62,3 @@ def run(arguments: argparse.Namespace) -> int:
     graph = trace(model, inputs, dims=dims)
     print(json.dumps(graph.to_json(), indent=1) if arguments.json else graph)
     return 0
-
-
-def _parse_dims(words: list[str]) -> dict[str, str]:
-    dims = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        if not equals or not name:
-            raise DimsError(f"--dims {word}: expected TENSOR=NAMES, as in --dims input_ids='batch seq'")
-        dims[name] = text
-    return dims

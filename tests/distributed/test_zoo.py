@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import inf, isnan
 
 import pytest
 import torch
@@ -14,13 +15,12 @@ from autopar.conversions import conversions
 from autopar.errors import LayoutError
 from autopar.layout.choosing import choose_layout
 from autopar.layout.strategies import load_strategy
+from autopar.verify import differences, results_of
 from benchmarks.architectures import STANDARD
 from benchmarks.zoo import (
     STRATEGIES,
     is_right,
-    largest_difference,
     model_parts,
-    step,
     strategy_call,
     zoo_model,
     zoo_outcomes,
@@ -130,12 +130,20 @@ def test_dropout_over_two_axes(architecture: str) -> None:
 
 def test_a_wrong_gradient_is_seen() -> None:
     whole = {"output 0": torch.ones(3), "gradient of weight": torch.ones(2), "gradient of bias": torch.zeros(2)}
-    assert largest_difference(whole, dict(whole))[0] == 0
-    worst, where = largest_difference(whole, {**whole, "gradient of weight": torch.tensor([1.0, 1.5])})
-    assert (worst, where) == (0.5, "gradient of weight")
-    assert largest_difference(whole, {**whole, "gradient of bias": None})[0] == float("inf")
+    assert {one.relative for one in differences(whole, dict(whole))} == {0}
+    worst, *others = differences(whole, {**whole, "gradient of weight": torch.tensor([1.0, 1.5])})
+    assert (worst.name, worst.relative) == ("gradient of weight", 0.5)
+    assert {one.relative for one in others} == {0}
+    missing, *_ = differences(whole, {**whole, "gradient of bias": None})
+    assert (missing.name, missing.relative, missing.reason) == ("gradient of bias", inf, "one of the two is None")
+    reshaped, *_ = differences(whole, {**whole, "output 0": torch.ones(4)})
+    assert (reshaped.relative, reshaped.reason) == (inf, "shape [4], not [3]")
+    extra, *_ = differences(whole, {**whole, "buffer mean": torch.ones(4)})
+    assert (extra.relative, extra.reason) == (inf, "only the parallel model has it")
+    nothing, *_ = differences(whole, {**whole, "output 0": torch.tensor([1.0, float("nan"), 1.0])})
+    assert (nothing.name, isnan(nothing.relative)) == ("output 0", True)
     noise = torch.full((2,), 1e-12)
-    assert largest_difference(whole, {**whole, "gradient of bias": noise})[0] == pytest.approx(1e-9)
+    assert differences(whole, {**whole, "gradient of bias": noise})[0].relative == pytest.approx(1e-9)
 
 
 def count_collectives(strategy: str, mesh: str) -> tuple[Counts, int]:
@@ -178,4 +186,5 @@ def compare_orders() -> tuple[float, str]:
     """A vocabulary over two axes, in another order than the mesh's."""
     model, inputs = zoo_model("llama", train=False)
     parallel = autopar.parallelize(model, "a=2,b=2", inputs, layout="vocab -> b*a; * -> none", outputs="full")
-    return largest_difference(step(model, inputs), step(parallel, inputs))
+    worst, *_ = differences(results_of(model, inputs), results_of(parallel, inputs))
+    return worst.relative, worst.name

@@ -1,0 +1,106 @@
+"""`autopar verify TARGET --mesh AXES`: a plan on local processes beside the model on one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from autopar.cli.target import check_target, parse_dims, parse_settings
+from autopar.errors import MeshError
+from autopar.mesh import Mesh
+
+if TYPE_CHECKING:
+    from autopar.verify import Verified
+
+__all__ = ["add_parser"]
+
+EXAMPLES = """examples:
+  autopar verify examples/gpt.py:gpt --mesh dp=2,tp=2 --layout megatron
+  autopar verify examples/hf.py:hf --set architecture=bert --mesh fsdp=2 --layout fsdp
+  autopar verify examples/gpt.py:gpt --mesh rows=2 --layout "batch:rows"
+
+Exit codes: 0 they agree, 1 they do not, 2 the question was wrong.
+"""
+SHOWN = 5
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add this command to the command line."""
+    parser = subparsers.add_parser(
+        "verify",
+        help="run a plan on local processes and compare it with the model on one",
+        description="Run a plan on local processes and compare outputs, gradients and buffers with those of one.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "target", metavar="TARGET", help="file.py:function or package.module:function, returning (model, inputs)"
+    )
+    parser.add_argument("--mesh", required=True, metavar="AXES", help="as in dp=2,tp=2: a process for each rank")
+    parser.add_argument("--layout", metavar="LAYOUT", help="a layout file, a strategy's name, or the text of a layout")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an argument for the function")
+    parser.add_argument("--dims", action="append", default=[], metavar="TENSOR=NAMES", help="names for the dims of one")
+    parser.add_argument(
+        "--dtype",
+        choices=["float64", "float32", "own"],
+        default="float64",
+        help="what is computed in; own: what the model has (default: float64, so that only mistakes are left)",
+    )
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="allowed relative difference (default: 1e-5)")
+    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for all of it (default: 600)")
+    parser.add_argument("--json", action="store_true", help="print all differences as plain data")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run, compare, print."""
+    check_target(arguments.target)
+    mesh = Mesh(arguments.mesh)
+    if any(size is None for size in mesh.axes.values()):
+        raise MeshError(f"--mesh {arguments.mesh}: every axis needs a number of ranks here, as in dp=2,tp=2")
+    from autopar.verify import Task, verify
+
+    task = Task(
+        arguments.target,
+        parse_settings(arguments.set),
+        arguments.mesh,
+        arguments.layout,
+        parse_dims(arguments.dims),
+        None if arguments.dtype == "own" else arguments.dtype,
+    )
+    told = (lambda text: print(text, "...", file=sys.stderr)) if sys.stderr.isatty() else (lambda _: None)
+    found = verify(task, mesh.size, arguments.timeout, told)
+    agree = found.worst.relative <= arguments.tolerance
+    if arguments.json:
+        print(json.dumps(_plain(arguments, found, agree), indent=1))
+        return 0 if agree else 1
+    under = f" under {arguments.layout}" if arguments.layout else ""
+    print(f"{arguments.target} on {arguments.mesh}{under}: {mesh.size} processes, {found.collectives} collectives")
+    width = max(len(one.name) for one in found.differences[:SHOWN])
+    for one in found.differences[:SHOWN]:
+        print(f"  {one.name:{width}}  {one.reason or f'{one.relative:.1e}'}")
+    if len(found.differences) > SHOWN:
+        print(f"  and {len(found.differences) - SHOWN} more, no larger")
+    verdict = "They agree" if agree else "They do NOT agree"
+    print(f"{verdict}: relative differences from one process, {arguments.tolerance:.0e} allowed.")
+    return 0 if agree else 1
+
+
+def _plain(arguments: argparse.Namespace, found: Verified, agree: bool) -> dict[str, Any]:
+    return {
+        "target": arguments.target,
+        "mesh": arguments.mesh,
+        "layout": arguments.layout,
+        "dtype": arguments.dtype,
+        "tolerance": arguments.tolerance,
+        "agree": agree,
+        "collectives": found.collectives,
+        "differences": [
+            # JSON has no infinity: null where two tensors cannot be compared.
+            {"name": one.name, "relative": one.relative if isfinite(one.relative) else None, "reason": one.reason}
+            for one in found.differences
+        ],
+    }

@@ -1,0 +1,241 @@
+"""A plan run on local processes beside the model on one: the same outputs, gradients and buffers?
+
+    autopar verify examples/gpt.py:gpt --mesh dp=2,tp=2 --layout megatron
+
+Every process builds the model from one seed. The first one also runs it alone; all of them run it in parallel, drawing
+the numbers that one process draws. Gradients start from random gradients of the outputs, so that no part of a result is
+left out. Differences are relative to the largest value of the tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import AutoparError, VerifyError
+
+__all__ = ["Difference", "Verified", "differences", "results_of", "verify"]
+
+Results = Mapping[str, Any]
+"""Tensors by name: `output 0`, `gradient of head.weight`, `buffer norm.running_mean`; None where there is none."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    name: str
+    relative: float
+    """The largest difference over the largest value; infinite where the two cannot be compared."""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a verification found; `differences` are in falling order."""
+
+    differences: tuple[Difference, ...]
+    collectives: int
+
+    @property
+    def worst(self) -> Difference:
+        return self.differences[0]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the processes are told."""
+
+    target: str
+    settings: Mapping[str, Any]
+    mesh: str
+    layout: str | None
+    dims: Mapping[str, str]
+    dtype: str | None
+
+
+def verify(task: Task, ranks: int, seconds: float = 600, told: Callable[[str], None] = lambda _: None) -> Verified:
+    """Run it; raises what a process raised, or that they took too long."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        (place / "task").write_text(json.dumps(asdict(task)), encoding="utf-8")
+        told(f"starting {ranks} processes")
+        running = _start(place, ranks)
+        try:
+            _wait(running, place, time.monotonic() + seconds, seconds)
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        found = json.loads((place / "found").read_text(encoding="utf-8"))
+    return Verified(tuple(Difference(**one) for one in found["differences"]), found["collectives"])
+
+
+def _start(place: Path, ranks: int) -> list[subprocess.Popen[bytes]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    shared["GLOO_SOCKET_IFNAME"] = "lo"
+    shared["OMP_NUM_THREADS"] = "1"  # else the processes fight for the cores
+    shared["CUDA_VISIBLE_DEVICES"] = ""  # one machine may have fewer devices than the mesh
+    found = []
+    for rank in range(ranks):
+        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with (place / f"log{rank}").open("wb") as log:
+            command = [sys.executable, "-m", "autopar.verify", str(place)]
+            found.append(subprocess.Popen(command, env=own, stdout=log, stderr=log))
+    return found
+
+
+def _wait(running: Sequence[subprocess.Popen[bytes]], place: Path, deadline: float, seconds: float) -> None:
+    while True:
+        codes = [process.poll() for process in running]
+        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+        if failed:
+            raise _failure(place, failed[0], len(running))
+        if None not in codes:
+            return
+        if time.monotonic() > deadline:
+            late = ", ".join(str(rank) for rank, code in enumerate(codes) if code is None)
+            raise VerifyError(
+                f"after {seconds:.0f} seconds rank {late} had not ended\nfix: --timeout, or a smaller model"
+            )
+        time.sleep(0.02)
+
+
+def _failure(place: Path, rank: int, ranks: int) -> AutoparError:
+    """What a rank said, as an error of ours; a rank's own error comes before what others say of it."""
+    for each in (rank, *range(ranks)):
+        said = place / f"error{each}"
+        if said.exists():
+            return VerifyError(said.read_text(encoding="utf-8"))
+    log = (place / f"log{rank}").read_text(encoding="utf-8", errors="replace").strip()
+    return VerifyError(f"rank {rank} failed:\n{log[-3000:]}")
+
+
+# -- in a process -----------------------------------------------------------------------------------------------------
+
+
+def _run(place: Path) -> int:
+    task = Task(**json.loads((place / "task").read_text(encoding="utf-8")))
+    rank = int(os.environ["RANK"])
+    try:
+        found = _verify_here(task, rank)
+    except AutoparError as error:
+        (place / f"error{rank}").write_text(str(error), encoding="utf-8")
+        return 1
+    if rank == 0:
+        told = {"differences": [asdict(one) for one in found.differences], "collectives": found.collectives}
+        (place / "found").write_text(json.dumps(told), encoding="utf-8")
+    return 0
+
+
+def _verify_here(task: Task, rank: int) -> Verified:
+    import torch
+    import torch.distributed as dist
+
+    from autopar.api import parallelize
+    from autopar.cli.target import load_target
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, inputs = load_target(task.target, task.settings)
+    dtype = None if task.dtype is None else getattr(torch, task.dtype)
+    model, inputs = _as_dtype(model, inputs, dtype)
+    expected = results_of(copy.deepcopy(model), inputs) if rank == 0 else {}
+    parallel = parallelize(model, task.mesh, inputs, layout=task.layout, dims=task.dims or None, outputs="full")
+    torch.manual_seed(2)  # the first rank has drawn more than the others
+    with parallel.exact_randomness():
+        found = results_of(parallel, inputs)
+    collectives = len(parallel.collectives())
+    compared = differences(expected, found) if rank == 0 else ()
+    dist.barrier()
+    dist.destroy_process_group()
+    return Verified(compared, collectives)
+
+
+def _as_dtype(model: Any, inputs: Any, dtype: Any) -> tuple[Any, Any]:
+    """The model and its inputs in a floating point type; None: as they are."""
+    from torch import Tensor
+    from torch.utils._pytree import tree_map
+
+    meta = [name for name, one in (*model.named_parameters(), *model.named_buffers()) if one.is_meta]
+    if meta:
+        raise VerifyError(
+            f"{meta[0]} is on the meta device and has no values to compute with\n"
+            "fix: a target that builds a small model with values, as in examples/gpt.py:gpt"
+        )
+    if dtype is None:
+        return model, inputs
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return model.to(dtype), tree_map(cast, inputs)
+
+
+def results_of(model: Any, inputs: Any) -> dict[str, Any]:
+    """Outputs, gradients and buffers of one forward and backward; the model's buffers stay as they were."""
+    import torch
+    from torch import Tensor
+    from torch.utils._pytree import tree_leaves
+
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    torch.manual_seed(2)
+    results = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+    leaves = tree_leaves(dict(results) if isinstance(results, Mapping) else results)
+    outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    torch.manual_seed(1)
+    differentiable = [output for output in outputs if output.requires_grad]
+    # Not randn_like, which follows the strides: the same result may be transposed in one and not in the other.
+    torch.autograd.backward(differentiable, [torch.randn(o.shape, dtype=o.dtype) for o in differentiable])
+    found: dict[str, Any] = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+    for name, parameter in model.named_parameters():
+        gradient: Any = parameter.grad
+        found[f"gradient of {name}"] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        parameter.grad = None
+    for name, buffer in model.named_buffers():
+        found[f"buffer {name}"] = buffer.clone()
+        buffer.copy_(buffers[name])
+    return found
+
+
+def differences(expected: Results, found: Results) -> tuple[Difference, ...]:
+    """All of them, the largest first. A gradient that is zero but for rounding is judged by the largest gradient."""
+    floor = 1e-3 * max((_largest(one) for name, one in expected.items() if name.startswith("gradient")), default=0.0)
+    compared = []
+    for name in dict.fromkeys((*expected, *found)):
+        if (name in expected) != (name in found):
+            where = "one process" if name in expected else "the parallel model"
+            compared.append(Difference(name, float("inf"), f"only {where} has it"))
+            continue
+        compared.append(_compared(name, expected[name], found[name], floor if name.startswith("gradient") else 1e-12))
+    # What is no number is as bad as can be.
+    return tuple(sorted(compared, key=lambda one: (one.relative == one.relative, -one.relative)))
+
+
+def _compared(name: str, expected: Any, found: Any, floor: float) -> Difference:
+    if expected is None or found is None:
+        same = expected is found
+        return Difference(name, 0.0 if same else float("inf"), "" if same else "one of the two is None")
+    if expected.shape != found.shape:
+        return Difference(name, float("inf"), f"shape {list(found.shape)}, not {list(expected.shape)}")
+    scale = max(_largest(expected), floor)
+    return Difference(name, _largest(found.double() - expected.double()) / scale if scale else 0.0)
+
+
+def _largest(value: Any) -> float:
+    return float(value.double().abs().max()) if value is not None and value.numel() else 0.0
+
+
+if __name__ == "__main__":
+    sys.exit(_run(Path(sys.argv[1])))

@@ -1,0 +1,92 @@
+"""`autopar verify`: what it finds, what it prints, and what it says to bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from autopar.cli import main
+
+ROOT = Path(__file__).parents[2]
+GPT = f"{ROOT}/examples/gpt.py:gpt"
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["verify", *words])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_right_plan_agrees(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, GPT, "--mesh", "dp=2", "--layout", "ddp", "--tolerance", "1e-10")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert re.fullmatch(rf"{re.escape(GPT)} on dp=2 under ddp: 2 processes, \d+ collectives", lines[0])
+    assert all(re.fullmatch(r"  (gradient of|output|buffer) \S+ +\d\.\de-1\d", line) for line in lines[1:6])
+    assert re.fullmatch(r"  and \d+ more, no larger", lines[6])
+    assert lines[7:] == ["They agree: relative differences from one process, 1e-10 allowed."]
+
+
+def test_what_differs_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """In the parallel run the model sees other values: it is asked how many processes there are."""
+    path = tmp_path / "odd.py"
+    path.write_text(
+        "import os, torch\nfrom torch import nn\n\n"
+        "class Odd(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.even, self.odd = nn.Linear(4, 4), nn.Linear(4, 4)\n"
+        "    def forward(self, x):\n"
+        "        scale = 2.0 if torch.compiler.is_exporting() else 1.0\n"
+        "        return self.odd(self.even(x) * scale)\n\n"
+        "def odd():\n"
+        "    return Odd(), (torch.ones(4, 4),)\n"
+    )
+    code, out, _ = run(capsys, f"{path}:odd", "--mesh", "dp=2", "--layout", "* -> none", "--json")
+    assert code == 1
+    told = json.loads(out)
+    assert told["agree"] is False
+    assert {"target", "mesh", "layout", "dtype", "tolerance", "agree", "collectives", "differences"} == set(told)
+    relative = {one["name"]: one["relative"] for one in told["differences"]}
+    assert relative["gradient of odd.weight"] > 0.1
+    assert relative["gradient of odd.bias"] == 0
+    falling = [one["relative"] for one in told["differences"]]
+    assert falling == sorted(falling, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gpt.py"], "'gpt.py' names no function; a TARGET is file.py:function"),
+        (["nowhere.py:gpt"], "there is no file nowhere.py"),
+        ([GPT, "--mesh", "dp=two"], "dp=two"),
+        ([GPT, "--mesh", "dp=?"], "every axis needs a number of ranks here, as in dp=2,tp=2"),
+        ([GPT, "--dims", "idx"], "--dims idx: expected TENSOR=NAMES"),
+        ([GPT, "--set", "layers"], "--set layers: expected name=value"),
+    ],
+)
+def test_bad_words_are_told_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    given = words if "--mesh" in words else [*words, "--mesh", "dp=2"]
+    code, out, err = run(capsys, *given)
+    assert (code, out) == (2, "")
+    assert err.startswith("autopar verify: ")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_what_a_process_says_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, GPT, "--mesh", "dp=2", "--layout", "megaton")
+    assert (code, out) == (2, "")
+    assert err.count("there is no strategy 'megaton'; did you mean 'megatron'?") == 1
+    assert "Traceback" not in err
+
+
+def test_a_model_without_values_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, f"{ROOT}/examples/llama3_8b.py:llama3_8b", "--mesh", "tp=2", "--layout", "megatron")
+    assert code == 2
+    assert "is on the meta device and has no values to compute with" in err
