@@ -123,7 +123,8 @@ def _sentence(found: dict[str, Any]) -> str:
     where = f"{found['layout']} on {found['mesh']}"
     if not found["holds"]:
         return f"{where} does NOT hold for {found['target']}:\n{found['reason']}"
-    contracts = f"{found['contracts']} guards and limits kept" if found["contracts"] else "no guards or limits in it"
+    count = found["contracts"]
+    contracts = f"{count} contract{'s' if count > 1 else ''} kept" if count else "no contracts in it"
     return (
         f"{where} holds for {found['target']}: {found['ops']} ops and {found['tensors']} tensors laid out, "
         f"{found['collectives']} collectives, {contracts}."

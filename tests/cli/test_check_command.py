@@ -23,7 +23,7 @@ def test_what_holds(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, GPT, "--layout", "fsdp", "--mesh", "fsdp=2")
     assert (code, err) == (0, "")
     assert out.startswith(f"fsdp on fsdp=2 holds for {GPT}: ")
-    assert out.endswith(" collectives, 1 guards and limits kept.\n")
+    assert out.endswith(" collectives, 1 contract kept.\n")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_warnings_do_not_fail(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, GPT, "--layout", layout, "--mesh", "dp=2")
     assert code == 0
     assert out.startswith("warning: E6")
-    assert "1 guards and limits kept" in out
+    assert "1 contract kept" in out
 
 
 @pytest.mark.parametrize(
