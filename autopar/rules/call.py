@@ -84,8 +84,17 @@ def arguments_by_name(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Ma
 
 def takes_tensors(op: torch._ops.OpOverload) -> dict[str, bool]:
     """The arguments of an op that hold tensors; True for lists of tensors."""
-    kinds = {argument.name: str(argument.type) for argument in op._schema.arguments}
-    return {name: kind.startswith("List") for name, kind in kinds.items() if "Tensor" in kind}
+    return dict(_tensor_arguments(op))
+
+
+def _tensor_arguments(op: torch._ops.OpOverload) -> tuple[tuple[str, bool], ...]:
+    kinds = ((argument.name, str(argument.type)) for argument in op._schema.arguments)
+    return tuple((name, kind.startswith("List")) for name, kind in kinds if "Tensor" in kind)
+
+
+# What torch.compiler.assume_constant_result does, without loading the compiler: it cannot read schemas, and would break
+# the graph here.
+_tensor_arguments._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def operands_of(op: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> list[Any]:

@@ -1,8 +1,9 @@
-"""`torch.compile` of a parallel module: the values and gradients of the model, in few graphs."""
+"""`torch.compile` of a parallel module: the values and gradients of the module, in one graph, compiled once."""
 
 from __future__ import annotations
 
 import copy
+import shutil
 from typing import Any
 
 import pytest
@@ -18,46 +19,94 @@ from tests.distributed.training import Inputs, gap, gradient_gap
 ENDS = 2
 """Graph breaks: the two ends of a call, which look up the graph and hand out results, are left to Python."""
 
+STRATEGIES = {
+    "ddp": "ddp(dp=a*b)",
+    "fsdp": "fsdp(fsdp=a*b)",
+    "megatron": "megatron(dp=a, tp=b)",
+    "megatron_sp": "megatron_sp(dp=a, tp=b)",
+    "fsdp_tp": "fsdp_tp(fsdp=a, tp=b)",
+}
+
 
 def small_gpt() -> tuple[nn.Module, Inputs]:
     torch.manual_seed(0)
-    model, inputs = gpt(batch=4, seq=8, vocab=24, d_model=16, layers=1)
+    model, inputs = gpt(batch=4, seq=8, vocab=24, d_model=16, heads=4, layers=1)
     return model.double(), inputs
 
 
-def compile_all(cases: tuple[tuple[str, str], ...], backend: str) -> dict[str, Any]:
-    """Value, gradients, and a second shape beside one process; the graphs that were made, and the breaks."""
+def compile_all(names: tuple[str, ...], mesh: str, backend: str) -> dict[str, Any]:
+    """Value and gradients beside one process, twice, and for another shape; graphs that were made, and breaks."""
     model, inputs = small_gpt()
-    shorter = {name: value[:2].contiguous() for name, value in inputs.items()}
+    shorter = {name: value[: len(value) // 2].contiguous() for name, value in inputs.items()}
+    calls = [("first", inputs, 1), ("again", inputs, 1)]
     found: dict[str, Any] = {}
-    for layout, mesh in cases:
+    for strategy in names:
         torch._dynamo.reset()
         counters.clear()
-        parallel = autopar.parallelize(copy.deepcopy(model), mesh, inputs, layout=layout)
+        parallel = autopar.parallelize(copy.deepcopy(model), mesh, inputs, layout=STRATEGIES[strategy])
         compiled: Any = torch.compile(parallel, backend=backend)
-        case = f"{layout} on {mesh}"
-        for name, given, graphs in (("first", inputs, 1), ("again", inputs, 1), ("another shape", shorter, 2)):
+        for name, given, graphs in [*calls, ("another shape", shorter, 2)] if names == ("fsdp",) else calls:
             model.zero_grad()
             parallel.zero_grad()
             value, expected = compiled(**given), model(**given)
             value.backward()
             expected.backward()
-            found[f"{case}, {name}"] = max(gap(value, expected), gradient_gap(model, parallel))
-            found[f"{case}, graphs, {name}"] = counters["stats"]["unique_graphs"] == graphs
-        found[f"{case}, breaks"] = len(counters["graph_break"]) == ENDS
+            found[f"{strategy}, {name}"] = max(gap(value, expected), gradient_gap(model, parallel))
+            found[f"{strategy}, {name}, graphs"] = counters["stats"]["unique_graphs"] == graphs
+        found[f"{strategy}, breaks"] = len(counters["graph_break"]) == ENDS
     return found
 
 
+class Small(nn.Module):
+    """Two layers: inductor compiles every kernel of it by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(autopar.named(self.up(x), "batch d_ff").relu()).pow(2).mean()  # type: ignore[no-any-return]
+
+
+def by_inductor() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, x = Small().double(), torch.randn(4, 8, dtype=torch.float64)
+    parallel = autopar.parallelize(
+        copy.deepcopy(model), "b=2", (x,), layout="d_ff -> b; * -> none", dims={"x": "batch d"}
+    )
+    compiled: Any = torch.compile(parallel)
+    found: dict[str, Any] = {}
+    for call in ("first", "again"):
+        model.zero_grad()
+        parallel.zero_grad()
+        value, expected = compiled(x), model(x)
+        value.backward()
+        expected.backward()
+        found[call] = max(gap(value, expected), gradient_gap(model, parallel))
+        found[f"{call}, graphs"] = counters["stats"]["unique_graphs"] == 1
+    return found
+
+
+def check(found: dict[str, Any]) -> None:
+    assert [case for case, value in found.items() if value is False] == []
+    gaps = {case: value for case, value in found.items() if not isinstance(value, bool)}
+    assert len(gaps) >= 2
+    assert {case: worst for case, worst in gaps.items() if not worst < 1e-11} == {}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cases", "backend"),
-    [
-        ((("fsdp", "fsdp=2"),), "aot_eager"),
-    ],
-)
-def test_compiled_is_what_it_is_without(cases: tuple[tuple[str, str], ...], backend: str) -> None:
-    ranks = 4 if "," in cases[0][1] else 2
-    for found in launch(compile_all, cases, backend, ranks=ranks, seconds=900):
-        assert [case for case, value in found.items() if value is False] == []
-        gaps = {case: value for case, value in found.items() if not isinstance(value, bool)}
-        assert {case: worst for case, worst in gaps.items() if not worst < 1e-11} == {}
+@pytest.mark.parametrize("mesh", ["a=2,b=1", "a=2,b=2"])
+def test_compiled_is_what_it_is_without(mesh: str) -> None:
+    """On two ranks fsdp alone, with another shape; all strategies on 2 x 2."""
+    names = ("fsdp",) if mesh == "a=2,b=1" else tuple(STRATEGIES)
+    ranks = 2 if mesh == "a=2,b=1" else 4
+    for found in launch(compile_all, names, mesh, "aot_eager", ranks=ranks, seconds=900):
+        check(found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor() -> None:
+    for found in launch(by_inductor, ranks=2, seconds=600):
+        check(found)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import autopar
@@ -74,6 +75,7 @@ def compiled(mesh: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for strategy, mode in (("megatron_sp", "selective"), ("fsdp", "full")):
         torch._dynamo.reset()
+        counters.clear()
         parallel = autopar.parallelize(model, mesh, inputs, layout=layout_of(strategy, mode))
         loss, expected, _ = step(parallel, inputs)
         again: Any = torch.compile(parallel, backend="aot_eager")
@@ -81,6 +83,7 @@ def compiled(mesh: str) -> dict[str, Any]:
         value = again(**inputs)
         value.backward()
         found[f"{strategy}, {mode}"] = max(gap(value, loss), worst(gradients(parallel), expected))
+        found[f"{strategy}, {mode}, graphs"] = abs(counters["stats"]["unique_graphs"] - 1)
         parallel.zero_grad()
     return found
 
@@ -176,7 +179,7 @@ def test_gradients_with_dropout() -> None:
 @pytest.mark.slow
 def test_compiled() -> None:
     for found in launch(compiled, "a=1,b=2", ranks=2, seconds=600):
-        assert len(found) == 2
+        assert len(found) == 4
         assert max(found.values()) < 1e-11, found
 
 
