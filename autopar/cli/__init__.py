@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from autopar.cli import calibrate, check, clusters, solve, strategies, trace, verify
+from autopar.cli import calibrate, clusters, solve, strategies, trace, verify
 from autopar.errors import AutoparError, TraceError
 
 __all__ = ["main"]
 
-COMMANDS = (trace, check, verify, strategies, clusters, calibrate, solve)
+COMMANDS = (trace, verify, strategies, clusters, calibrate, solve)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
