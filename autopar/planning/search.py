@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.planning.closing import close
 from autopar.planning.model import Model
 from autopar.planning.totals import MEMORY, Hinges, Sum
 from autopar.planning.weighed import Elimination, mixtures
@@ -32,6 +33,9 @@ __all__ = ["Found", "Search"]
 MOST_ROUNDS = 40
 HOPELESS = 1.002
 """Candidates that are believed to be so much slower than the best are not priced."""
+SMALL = 24
+"""Variables of a model that is small enough to try whatever could still be better."""
+MOST_CLOSED = 400
 HIGHEST_PRICE = 1e3
 """Seconds per GiB and second of the step: no memory is worth more."""
 
@@ -63,7 +67,8 @@ class Search:
     best: float = np.inf
     planes: list[Floats] = field(default_factory=list)
     answers: list[tuple[float, Floats]] = field(default_factory=list)
-    """What was proved: at these prices of limits (a tail of all prices), the least is so much, without their limits."""
+    """What was proved: at these prices the least is so much, the limits not taken off."""
+    proved: float = 0.0
     found: dict[tuple[int, ...], Found] = field(default_factory=dict)
     slowest: float = 0.0
 
@@ -81,7 +86,8 @@ class Search:
     def bound(self) -> float:
         """The best that is proved, with the limits as they are now."""
         limits = self.limits if self.is_limited else np.zeros(len(MEMORY))
-        return max((value - float(prices @ limits) for value, prices in self.answers), default=0.0)
+        found = [value - float(prices[self.count :] @ limits) for value, prices in self.answers]
+        return max([self.proved, *found])
 
     def run(self) -> None:
         """Improve prices until the gap is closed, nothing moves, or the time is up."""
@@ -100,18 +106,18 @@ class Search:
         weights, constant = self.hinges.weights(prices[: self.count])
         weights[list(MEMORY)] += prices[self.count :]
         value, sums = self.elimination.least(weights)
-        self.answers.append((value + constant, prices[self.count :]))
+        self.answers.append((value + constant, prices))
         self.planes.append(sums)
         self.try_out(self.elimination.candidate(weights))
 
-    def try_out(self, chosen: list[int]) -> Found:
+    def try_out(self, chosen: list[int], hopeless: bool = True) -> Found:
         """Price a candidate; heed what it says about memory."""
         key = tuple(chosen)
         known = self.found.get(key)
         if known is None:
             sums = self.model.sums(chosen, guess=True)
             guess = self.hinges.seconds(sums)
-            if not self.is_limited and guess > HOPELESS * self.best:
+            if hopeless and not self.is_limited and guess > HOPELESS * self.best:
                 return Found(chosen, sums, guess, 0.0)
             seconds, peak = self.report(chosen)
             known = self.found[key] = Found(chosen, sums, seconds, peak)
@@ -145,6 +151,25 @@ class Search:
         if not self.is_limited:
             return np.zeros(len(MEMORY))
         return np.asarray(sums[list(MEMORY)] - self.limits)
+
+    def close(self, most: int = MOST_CLOSED) -> None:
+        """Of a small model, the proof: what could still be better is tried."""
+        if (
+            len(self.model.variables) > SMALL
+            or self.elimination.cut
+            or (np.isfinite(self.best) and self.best <= self.bound)
+        ):
+            return
+        free = [(value, prices) for value, prices in self.answers if not prices[self.count :].any()]
+        prices = max(free, key=lambda answer: answer[0])[1][: self.count] if free else np.zeros(self.count)
+        weights, constant = self.hinges.weights(prices)
+
+        def price(chosen: list[int]) -> float:
+            self.try_out(chosen, hopeless=False)
+            return self.best
+
+        proved = close(self.elimination, weights, constant, self.best, price, most, self.deadline)
+        self.proved = max(self.proved, proved)
 
     # -- memory
 

@@ -85,6 +85,8 @@ def solve_plan(
     if race.plan is None or race.passed_seconds < race.seconds:
         model = build(setting, demands, tables, regather=True)
         search = _searched(model, race, limit / 2**30, began + time_limit)
+    search.best = race.seconds
+    search.close()
     race.tell("search", search.bound)
     if race.plan is None or race.costs is None:
         raise NoPlan(

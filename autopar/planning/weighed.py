@@ -61,6 +61,12 @@ class Elimination:
         value, chosen = self._solved(weighed, dict.fromkeys(self.cut))
         return value, weighed.relaxed_sums(chosen, set(self.cut)) if self.cut else self.model.sums(chosen)
 
+    def weighed(self, weights: Floats) -> tuple[list[Floats], list[Floats]]:
+        """The costs of all states and pairs, where nothing is cut."""
+        assert not self.cut, "what is cut has no costs of its own"
+        found = _Weighed(self.model, weights, self.scopes)
+        return found.costs, found.tables
+
     def candidate(self, weights: Floats) -> list[int]:
         """An assignment whose weighed sum is most likely low."""
         weighed = _Weighed(self.model, weights, self.scopes, guess=True)

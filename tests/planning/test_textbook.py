@@ -1,0 +1,95 @@
+"""Where the literature says what is best, the planner finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import autopar
+from autopar.cost.cluster import load_cluster
+from autopar.planning.setting import PlanOptions
+from autopar.planning.solve import Solved, solve_plan
+from examples.gpt import gpt
+from examples.moe import moe
+
+H100 = load_cluster("h100")
+
+
+def solved(model: nn.Module, inputs: Any, axes: Mapping[str, int], **given: Any) -> tuple[autopar.NamedGraph, Solved]:
+    graph = autopar.trace(model.bfloat16(), inputs)
+    options = PlanOptions(compiled=True)  # else such small models wait for their host
+    return graph, solve_plan(graph, axes, H100, time_limit=240, options=options, **given)
+
+
+def axes_of(found: Solved, op: str) -> dict[str, tuple[str, ...]]:
+    """The axes that split each factor of an op."""
+    splits: dict[str, tuple[str, ...]] = {}
+    for (factor, _), axes in found.plan.decisions.ops[op].choice.splits:
+        splits[factor] = (*splits.get(factor, ()), *axes)
+    return splits
+
+
+def test_data_parallelism_for_a_small_model_and_a_large_batch() -> None:
+    model, inputs = gpt(layers=1, d_model=256, heads=4, vocab=512, seq=512, batch=256, device="meta")
+    _, found = solved(model, inputs, {"dp": 8})
+    assert axes_of(found, "blocks.0.up/linear") == {"a": ("dp",)}
+    assert axes_of(found, "blocks.0.attention.qkv/linear") == {"a": ("dp",)}
+
+
+def test_parameters_are_split_when_memory_binds() -> None:
+    model, inputs = gpt(layers=2, d_model=2048, heads=16, vocab=4096, seq=256, batch=64, device="meta")
+    graph, free = solved(model, inputs, {"dp": 8}, experts=False)
+    _, bound = solved(model, inputs, {"dp": 8}, memory_bytes=0.65 * free.costs.memory.peak_bytes, experts=False)
+    assert bound.costs.memory.peak_bytes <= 0.65 * free.costs.memory.peak_bytes
+    large = [tensor.name for tensor in graph.parameters if len(tensor.shape) == 2]
+    assert all(any(bound.plan.decisions.stored[name].splits) for name in large)
+    assert bound.costs.step_seconds >= free.costs.step_seconds
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(16, 32, 3, padding=1)
+        self.second = nn.Conv2d(32, 16, 3, padding=1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(images).relu()).square().mean()
+
+
+def test_large_images_are_cut_in_tiles() -> None:
+    with torch.device("meta"):
+        model, images = Convolution(), torch.empty(1, 16, 2048, 2048)
+    _, found = solved(model, (images.bfloat16(),), {"s": 4})
+    assert any(one.kind == "halo_exchange" for one in found.costs.communication)
+    assert axes_of(found, "first/conv2d")
+    assert axes_of(found, "second/conv2d")
+
+
+def test_a_large_vocabulary_is_split() -> None:
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(2**19, 512)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.table(ids).float().square().mean()
+
+    with torch.device("meta"):
+        model, ids = Tables(), torch.empty(8, 16, dtype=torch.long)
+    graph, found = solved(model, (ids,), {"tp": 8})
+    (table,) = (tensor.name for tensor in graph.parameters)
+    assert any(found.plan.decisions.stored[table].splits), "the table is not on every rank"
+    sent = [one for one in found.costs.communication if one.of == "parameters"]
+    assert not sent, "and it is not gathered"
+
+
+def test_experts_stay_where_they_are() -> None:
+    model, inputs = moe(d_model=1024, d_ff=4096, experts=8, seq=256, batch=16, device="meta")
+    graph, found = solved(model, inputs, {"ep": 8})
+    stacks = [tensor for tensor in graph.parameters if {"expert", "d_ff"} <= set(tensor.dims)]
+    assert len(stacks) == 4, "an up and a down projection in each of two layers"
+    for tensor in stacks:
+        assert found.plan.decisions.stored[tensor.name].splits[tensor.dims.index("expert")] == ("ep",)
