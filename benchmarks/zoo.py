@@ -13,9 +13,9 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from rich.console import Console
@@ -29,6 +29,7 @@ from autopar.conversions import conversions
 from autopar.engine import device_mesh
 from autopar.errors import AutoparError, AutoparWarning
 from autopar.layout.choosing import choose_layout
+from autopar.layout.holds import Recompute
 from autopar.mesh import Mesh
 from autopar.module import ParallelModule
 from autopar.verify import differences, results_of
@@ -88,6 +89,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--meshes", nargs="+", default=MESHES, help="sizes, as in 2x2; by default " + " ".join(MESHES))
     parser.add_argument("--train", action="store_true", help="in train mode, with every dropout 0")
     parser.add_argument("--dropout", type=float, default=0.0, help="in train mode, dropping what one process drops")
+    parser.add_argument(
+        "--recompute", choices=get_args(Recompute), default="none", help="compute repeated layers again"
+    )
     parser.add_argument("--seconds", type=float, default=1200, help="limit for one architecture on one mesh")
     given = parser.parse_args(arguments)
     console, reasons, wrong = Console(width=140), [], 0
@@ -99,7 +103,9 @@ def main(arguments: list[str]) -> int:
                 name = f"{architecture} (train)" if mode else architecture
                 started = time.perf_counter()
                 sizes = tuple(int(size) for size in mesh.split("x"))
-                outcomes = zoo_outcomes(architecture, given.strategies, sizes, mode, given.seconds, given.dropout)
+                outcomes = zoo_outcomes(
+                    architecture, given.strategies, sizes, mode, given.seconds, given.dropout, given.recompute
+                )
                 cells = [_cell(architecture, outcome) for outcome in outcomes]
                 table.add_row(name, *cells, f"{time.perf_counter() - started:.0f}")
                 bad = [outcome for outcome in outcomes if not is_right(architecture, outcome)]
@@ -132,23 +138,38 @@ def zoo_outcomes(
     train: bool = False,
     seconds: float = 240,
     dropout: float = 0.0,
+    recompute: Recompute = "none",
 ) -> list[Outcome]:
     """All strategies in one launch; if some rank fails, each in its own."""
     strategies = tuple(strategies)
     try:
         found: list[Outcome] = launch(
-            rank_outcomes, architecture, strategies, sizes, train, dropout, ranks=prod(sizes), seconds=seconds
+            rank_outcomes,
+            architecture,
+            strategies,
+            sizes,
+            train,
+            dropout,
+            recompute,
+            ranks=prod(sizes),
+            seconds=seconds,
         )[0]
     except AssertionError as error:
         if len(strategies) > 1 and "in time" not in str(error).splitlines()[0]:
-            return [zoo_outcomes(architecture, [name], sizes, train, seconds, dropout)[0] for name in strategies]
+            alone = (zoo_outcomes(architecture, [one], sizes, train, seconds, dropout, recompute) for one in strategies)
+            return [outcomes[0] for outcomes in alone]
         lines = [line for line in str(error).splitlines() if line.strip()]
         return [Outcome(strategy, None, f"failed: {lines[0]} {lines[-1]}") for strategy in strategies]
     return found
 
 
 def rank_outcomes(
-    architecture: str, strategies: tuple[str, ...], sizes: tuple[int, ...], train: bool, dropout: float = 0.0
+    architecture: str,
+    strategies: tuple[str, ...],
+    sizes: tuple[int, ...],
+    train: bool,
+    dropout: float = 0.0,
+    recompute: Recompute = "none",
 ) -> list[Outcome]:
     """What one rank finds."""
     warnings.simplefilter("ignore", AutoparWarning)
@@ -167,6 +188,8 @@ def rank_outcomes(
         try:
             layout = choose_layout(strategy_call(strategy, len(sizes)), axes)
             decisions = complete(graph, layout, axes)
+            layers = [path for repeat in graph.repeats for path in repeat.module_paths]
+            decisions = replace(decisions, recompute=dict.fromkeys(layers, recompute))
             check_contracts(layout, graph, decisions, conversions(graph, decisions, "full"))
             parallel = ParallelModule.planned(graph, decisions, devices, outputs="full")
         except AutoparError as error:
