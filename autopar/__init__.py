@@ -4,6 +4,9 @@ graph = autopar.trace(model, inputs)     # a functional graph; every op has a ru
 print(graph)                             # tensors by their dims, repeated layers once
 graph.dims["d_model"].size               # one name along the whole residual stream
 graph.coverage()                         # {"table": 431, "discovered": 0, "replicated": 0}
+plan = autopar.plan(model, "dp=2,tp=4", inputs, cluster="h100")  # the best plan, how far from the best of all
+plan.save("gpt.plan.lay")                # a layout without holes
+parallel = autopar.parallelize(model, "dp=2,tp=4", inputs, layout=plan)
 graph.module()                           # the graph as a module: same outputs, same gradients
 autopar.named(x, "batch seq d_model")    # name dims inside a model; an identity
 autopar.constrain(x, "batch -> dp")      # say where they go; an identity too
@@ -29,11 +32,12 @@ from autopar.errors import (
 
 if TYPE_CHECKING:
     from autopar.annotate import constrain, named
-    from autopar.api import parallelize, trace
+    from autopar.api import parallelize, plan, trace
     from autopar.mesh import Mesh
     from autopar.rules.proof import prove_rule
     from autopar.rules.registry import register_rule
     from autopar.tracing.graph import Dim, NamedGraph, NamedNode, NamedTensor
+    from autopar.written.plan import Plan
 
 __version__ = "0.1.0"
 
@@ -48,12 +52,14 @@ __all__ = [
     "NamedGraph",
     "NamedNode",
     "NamedTensor",
+    "Plan",
     "RuleError",
     "TargetError",
     "TraceError",
     "constrain",
     "named",
     "parallelize",
+    "plan",
     "prove_rule",
     "register_rule",
     "trace",
@@ -65,9 +71,11 @@ _HOMES = {
     "NamedGraph": "autopar.tracing.graph",
     "NamedNode": "autopar.tracing.graph",
     "NamedTensor": "autopar.tracing.graph",
+    "Plan": "autopar.written.plan",
     "constrain": "autopar.annotate",
     "named": "autopar.annotate",
     "parallelize": "autopar.api",
+    "plan": "autopar.api",
     "prove_rule": "autopar.rules.proof",
     "register_rule": "autopar.rules.registry",
     "trace": "autopar.api",

@@ -4,38 +4,37 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.agreement import Agreement
-from autopar.completion import Decisions, complete
-from autopar.contracts import check_contracts, check_memory
-from autopar.conversions import Inserted, Outputs
-from autopar.decided import Plan
+from autopar.conversions import Outputs
+from autopar.cost.cluster import Cluster
 from autopar.engine import device_mesh
 from autopar.errors import AutoparError, AutoparWarning
+from autopar.front import FromPlan, LayoutPlanner, Searching, has_holes
 from autopar.layout.choosing import choose_layout
 from autopar.layout.language import Layout
-from autopar.layout.resolve import resolve
-from autopar.layout.strategies import strategy_names
+from autopar.layout.source import read_text
 from autopar.mesh import Mesh
-from autopar.module import ParallelModule, Settings
+from autopar.module import ParallelModule, Planner, Settings
 from autopar.rules.discover import Discoveries
 from autopar.rules.registry import rule_table
+from autopar.search_plan import Asked, check_outputs, meshes_of, plan_graph
 from autopar.tracing.assemble import assemble
 from autopar.tracing.binding import bind_graph
 from autopar.tracing.export import export
-from autopar.tracing.graph import NamedGraph, NamedTensor
+from autopar.tracing.graph import NamedGraph
 from autopar.tracing.naming import name_dims
 from autopar.tracing.regions import repeated_layers
+from autopar.written.header import read_header
+from autopar.written.plan import Plan
 
-__all__ = ["parallelize", "trace"]
+__all__ = ["parallelize", "plan", "trace"]
 
 _DISCOVERIES = Discoveries()
 """Rules found for ops that the table lacks, kept between traces."""
@@ -59,19 +58,57 @@ def trace(
     return assemble(model, exported, binding, naming, repeats)
 
 
+def plan(
+    model: nn.Module,
+    mesh: str | Mesh | DeviceMesh,
+    inputs: tuple[Any, ...] | Mapping[str, Any],
+    *,
+    layout: str | Path | Layout | Plan | None = None,
+    cluster: str | Path | Cluster | None = None,
+    memory: str | float | None = None,
+    dims: Mapping[str, str] | None = None,
+    optimizer: str = "adamw",
+    outputs: Outputs = "sharded",
+    local_inputs: bool = False,
+    time_limit: float = 30,
+    devices: int | None = None,
+    cache: bool = True,
+) -> Plan:
+    """The best plan that is found for a model on a mesh, within `time_limit` seconds of search.
+
+    Needs no process group and no device; the model may be on the meta device. `layout` settles a part of the plan, or
+    all of it. `cluster` is the name of one (`autopar clusters`) or a TOML file, by default this machine's; `memory` is
+    what a device may hold, `"70GiB"` or bytes, by default what it has. `mesh="?"`, or a mesh with open sizes, is
+    searched for the given number of `devices`. A plan that was found before is found again in the user's cache, unless
+    `cache=False`.
+    """
+    check_outputs(outputs)
+    asked = Asked(cluster, memory, optimizer, outputs, local_inputs, time_limit, cache)
+    meshes = meshes_of(mesh, devices)
+    chosen = layout.layout if isinstance(layout, Plan) else layout
+    return plan_graph(trace(model, inputs, dims=dims), meshes, chosen, asked)
+
+
 def parallelize(
     model: nn.Module,
     mesh: str | Mesh | DeviceMesh,
     inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
     *,
-    layout: str | Path | Layout | None = None,
+    layout: str | Path | Layout | Plan | None = None,
+    cluster: str | Path | Cluster | None = None,
+    memory: str | float | None = None,
     dims: Mapping[str, str] | None = None,
+    optimizer: str = "adamw",
     outputs: Outputs = "sharded",
     local_inputs: bool = False,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    time_limit: float = 30,
 ) -> ParallelModule:
-    """The model on all devices of the mesh, under a layout: text, a `.lay` file, or the name of a strategy.
+    """The model on all devices of the mesh, under a layout: text, a `.lay` file, the name of a strategy, or a plan.
+
+    Without a layout, or where a layout has a `?`, the first rank searches for the best plan, as `autopar.plan` does
+    with the same `cluster`, `memory`, `optimizer` and `time_limit`, and all ranks run it.
 
     Every process of the mesh calls this with the same model and inputs. The result is called as the model is; its
     parameters are DTensors under the model's names. Without `inputs` it is traced at its first call. `outputs`: tensors
@@ -80,13 +117,7 @@ def parallelize(
     the forward and backward, while the parameters that the optimizer sees stay as they are; `reduce_dtype`: gradients
     are added up in it, by default in the dtype of their parameter.
     """
-    if layout is None:
-        raise AutoparError(
-            "parallelize needs a layout: it does not search for one\n"
-            f"fix: layout='ddp', another strategy ({', '.join(strategy_names())}), a .lay file, or text"
-        )
-    if outputs not in get_args(Outputs):
-        raise AutoparError(f"outputs={outputs!r} is none of {', '.join(map(repr, get_args(Outputs)))}")
+    check_outputs(outputs)
     for argument, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None and not getattr(dtype, "is_floating_point", False):
             raise AutoparError(f"{argument}={dtype!r} is no floating point dtype\nfix: {argument}=torch.bfloat16, say")
@@ -94,65 +125,32 @@ def parallelize(
     devices = mesh if not isinstance(mesh, str | Mesh) else device_mesh(named_axes)
     axes = dict(zip(named_axes.names, named_axes.sizes, strict=True))
     settings = Settings(outputs, local_inputs, compute_dtype, reduce_dtype)
-    # A layout file that one rank alone cannot read stops all of them.
-    chosen = Agreement(devices).together(lambda: choose_layout(layout, axes))
     stored = next((parameter.dtype for parameter in model.parameters()), None) if compute_dtype is not None else None
-    planner = _Planner(chosen, axes, dims, settings, stored, devices.device_type)
+    options = Asked(cluster, memory, optimizer, outputs, local_inputs, time_limit, True, stored, reduce_dtype)
+    # A layout file that one rank alone cannot read stops all of them.
+    planner = Agreement(devices).together(
+        lambda: _planner(layout, named_axes, axes, dims, options, devices.device_type)
+    )
     return ParallelModule(model, devices, planner, settings, inputs)
 
 
-@dataclass(frozen=True)
-class _Planner:
-    """A call's graph and decisions, under a layout."""
-
-    layout: Layout
-    axes: Mapping[str, int]
-    dims: Mapping[str, str] | None
-    settings: Settings
-    stored: torch.dtype | None
-    """What the optimizer updates, where that is not what is computed in."""
-    device_type: str
-
-    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
-        return trace(model, inputs, dims=self.dims)
-
-    def decide(self, graph: NamedGraph) -> Decisions:
-        return complete(graph, self.layout, self.axes)
-
-    def check(self, graph: NamedGraph, decisions: Decisions, inserted: tuple[Inserted, ...]) -> None:
-        check_contracts(self.layout, graph, decisions, inserted)
-        plan = replace(
-            Plan.decided(graph, decisions),
-            outputs=self.settings.outputs,
-            local_inputs=self.settings.local_inputs,
-            master_dtype=self.stored,
-            gradient_dtype=self.settings.reduce_dtype,
-        )
-        check_memory(self.layout, graph, plan, self._device_bytes())
-
-    def _device_bytes(self) -> float | None:
-        """What a device has; of a CPU, which the ranks of one machine share, that is not known."""
-        if self.device_type == "cpu":
-            return None
-        properties = torch.get_device_module(self.device_type).get_device_properties()
-        return float(properties.total_memory)
-
-    def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
-        return {name: self._whole(graph.tensors[name]) for name in graph.inputs}
-
-    def _whole(self, tensor: NamedTensor) -> tuple[int, ...]:
-        """The shape of an input of which one rank has a shard of this shape."""
-        # Asked about a tensor that all axes divide: what the shard itself could still be split into does not matter.
-        scale = prod(self.axes.values())
-        atoms = tuple(replace(atom, size=atom.size * scale if atom.names else atom.size) for atom in tensor.atoms)
-        sizes = [prod(atom.size for atom in atoms if atom.dim == dim) for dim in range(len(tensor.shape))]
-        wanted = resolve(self.layout, replace(tensor, atoms=atoms, shape=tuple(sizes)), "input", self.axes)
-        shape = list(tensor.shape)
-        for atom, axes in zip(atoms, wanted, strict=True):
-            shape[atom.dim] *= prod(self.axes[axis] for axis in axes or ())
-        return tuple(shape)
-
-    def facts(self) -> Mapping[str, str]:
-        lines = enumerate(str(self.layout).splitlines(), start=1)
-        found = {f"line {number} of the layout": line for number, line in lines}
-        return {**found, "dims": str(dict(self.dims or {})), "mesh": str(dict(self.axes))}
+def _planner(
+    layout: str | Path | Layout | Plan | None,
+    mesh: Mesh,
+    axes: Mapping[str, int],
+    dims: Mapping[str, str] | None,
+    options: Asked,
+    device_type: str,
+) -> Planner:
+    """Who decides: a plan, a search where something is left to it, or the layout by itself."""
+    text, name = (layout.text, "<plan>") if isinstance(layout, Plan) else (None, str(layout))
+    if isinstance(layout, Path) or (isinstance(layout, str) and layout.endswith(".lay")):
+        text = read_text(layout)
+    header = None if text is None else read_header(text, name)
+    if text is not None and header is not None:
+        return FromPlan(text, name, axes, dims)
+    assert not isinstance(layout, Plan)
+    chosen = None if layout is None else choose_layout(layout, axes)
+    if chosen is None or has_holes(chosen):
+        return Searching(chosen, mesh, dims, options)
+    return LayoutPlanner(chosen, axes, dims, options, device_type)

@@ -51,7 +51,11 @@ class Planner(Protocol):
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph: ...
 
-    def decide(self, graph: NamedGraph) -> Decisions: ...
+    def decide(self, graph: NamedGraph) -> Decisions | str:
+        """Asked on the first rank alone; a text is read on all."""
+        ...
+
+    def read(self, graph: NamedGraph, text: str) -> Decisions: ...
 
     def check(self, graph: NamedGraph, decisions: Decisions, inserted: tuple[Inserted, ...]) -> None:
         """Raise where the generated graph does what the user does not allow."""
@@ -86,8 +90,11 @@ class Fixed:
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
         return self.graph
 
-    def decide(self, graph: NamedGraph) -> Decisions:
+    def decide(self, graph: NamedGraph) -> Decisions | str:
         return self.decisions
+
+    def read(self, graph: NamedGraph, text: str) -> Decisions:
+        raise AssertionError("it was decided before")
 
     def check(self, graph: NamedGraph, decisions: Decisions, inserted: tuple[Inserted, ...]) -> None:
         """Whoever decided has checked it."""
@@ -240,7 +247,8 @@ class Plans:
         agreement = self.agreement
         graph = agreement.together(lambda: self._trace(given))
         agreement.same({"traced graph": str(digest(_outline(graph)))}, SAME_CALL)
-        decisions = agreement.decided_by_first(lambda: self.planner.decide(graph))
+        said = agreement.decided_by_first(lambda: self.planner.decide(graph))
+        decisions = agreement.together(lambda: self.planner.read(graph, said)) if isinstance(said, str) else said
         held = agreement.together(lambda: self._held(graph, decisions, given))
         self._check_values(given, held)
         local = self.settings.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)

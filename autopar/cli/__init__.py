@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from autopar.cli import calibrate, clusters, solve, strategies, trace, verify
+from autopar.cli import calibrate, check, clusters, compare, explain, plan, solve, strategies, trace, verify
 from autopar.errors import AutoparError, TraceError
 
 __all__ = ["main"]
 
-COMMANDS = (trace, verify, strategies, clusters, calibrate, solve)
+COMMANDS = (plan, explain, compare, check, verify, trace, strategies, clusters, calibrate, solve)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="autopar",
         description="Automatic parallelism for PyTorch.",
-        epilog="Try: autopar trace examples/gpt.py:gpt",
+        epilog="Try: autopar plan examples/gpt.py:gpt --mesh dp=2,tp=2",
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:

@@ -1,0 +1,189 @@
+"""The words that commands about plans share: TARGET, --mesh, --cluster, --layout, --memory; and what they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autopar.cli.target import load_target, parse_dims, parse_settings
+from autopar.errors import AutoparError
+
+if TYPE_CHECKING:
+    from autopar.mesh import Mesh
+    from autopar.search.work import Progress
+    from autopar.search_plan import Asked
+    from autopar.tracing.graph import NamedGraph
+    from autopar.written.plan import Plan
+
+__all__ = [
+    "Telling",
+    "add_question",
+    "add_target",
+    "add_target_option",
+    "asked_of",
+    "check_output",
+    "header_of",
+    "is_plan",
+    "meshes",
+    "read_plan",
+    "traced",
+]
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """TARGET, and what changes its model."""
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        help="file.py:function or package.module:function, returning (model, inputs)",
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an argument for the function")
+    parser.add_argument(
+        "--dims",
+        action="append",
+        default=[],
+        metavar="TENSOR=NAMES",
+        help="names for dims of an input or parameter",
+    )
+
+
+def add_target_option(parser: argparse.ArgumentParser) -> None:
+    """TARGET where the head of a plan's file may say it."""
+    parser.add_argument(
+        "--target",
+        dest="target_of_plan",
+        metavar="TARGET",
+        help="the model (default: that of the plan's file)",
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an argument for the function")
+    parser.add_argument(
+        "--dims",
+        action="append",
+        default=[],
+        metavar="TENSOR=NAMES",
+        help="names for dims of an input or parameter",
+    )
+
+
+def add_question(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
+    """What is planned for."""
+    parser.add_argument(
+        "--mesh", metavar="AXES", required=mesh, help="as in dp=2,tp=4; '?' and open sizes, tp=?, need --devices"
+    )
+    parser.add_argument("--devices", metavar="N", type=int, help="how many, for a mesh that is searched")
+    parser.add_argument(
+        "--cluster", metavar="NAME", help="a cluster of `autopar clusters`, or a TOML file (default: this machine)"
+    )
+    parser.add_argument("--memory", metavar="SIZE", help="what a device may hold, as in 70GiB or 90%% (default: all)")
+    parser.add_argument("--optimizer", metavar="NAME", default="adamw", help="whose states are held (default: adamw)")
+    parser.add_argument(
+        "--outputs", choices=("sharded", "full", "local"), default="sharded", help="how results are handed out"
+    )
+
+
+def asked_of(arguments: argparse.Namespace) -> Asked:
+    """The options of `autopar.plan`, checked before anything is traced."""
+    from autopar.search_plan import Asked
+
+    asked = Asked(
+        arguments.cluster,
+        arguments.memory,
+        arguments.optimizer,
+        arguments.outputs,
+        time_limit=getattr(arguments, "time_limit", 30.0),
+        cache=not getattr(arguments, "no_cache", False),
+    )
+    cluster = asked.where()
+    asked.limit_bytes(cluster, None)
+    from autopar.cost.optimizers import optimizer_of
+
+    optimizer_of(arguments.optimizer)
+    return asked
+
+
+def meshes(arguments: argparse.Namespace) -> tuple[Mesh, ...]:
+    from autopar.search_plan import meshes_of
+
+    return meshes_of(arguments.mesh, arguments.devices)
+
+
+def traced(arguments: argparse.Namespace, target: str | None = None) -> NamedGraph:
+    """The graph of TARGET."""
+    name = target or arguments.target
+    settings, dims = parse_settings(arguments.set), parse_dims(arguments.dims)
+    model, inputs = load_target(name, settings)
+    from autopar.api import trace
+
+    return trace(model, inputs, dims=dims)
+
+
+# -- plans in files
+
+
+def header_of(path: str) -> Any:
+    """The head of a plan's file."""
+    from autopar.layout.source import read_text
+    from autopar.written.header import read_header
+
+    header = read_header(read_text(path), path)
+    if header is None:
+        raise AutoparError(
+            f"{path} is no plan: its first line is not '# autopar plan'\n"
+            "fix: write one with autopar plan TARGET -o FILE"
+        )
+    return header
+
+
+def is_plan(word: str) -> bool:
+    """Whether a word of the command line is a plan's file."""
+    if not word.endswith(".lay"):
+        return False
+    if not Path(word).is_file():
+        raise AutoparError(
+            f"there is no file {word}\nfix: write one with autopar plan TARGET --mesh dp=2,tp=4 -o {word}"
+        )
+    from autopar.layout.source import read_text
+
+    return read_text(word).startswith("# autopar plan")
+
+
+def read_plan(arguments: argparse.Namespace, path: str, graph: NamedGraph | None = None) -> Plan:
+    """A plan's file, for the TARGET that it names in its head, or that is given."""
+    from autopar.layout.source import read_text
+    from autopar.written.plan import Plan
+
+    header = header_of(path)
+    target = getattr(arguments, "target_of_plan", None) or header.target
+    if graph is None:
+        if not target:
+            raise AutoparError(f"{path} does not say which model it is for\nfix: --target file.py:function")
+        graph = traced(arguments, target)
+    return Plan.read(read_text(path), graph, path, getattr(arguments, "cluster", None))
+
+
+def check_output(output: str | None) -> None:
+    """Told before anything is searched."""
+    if output is not None and not Path(output).resolve().parent.is_dir():
+        raise AutoparError(f"--output {output}: there is no folder {Path(output).resolve().parent}")
+
+
+class Telling:
+    """A line that says what is going on, where someone is looking."""
+
+    def __init__(self) -> None:
+        self.shown = sys.stderr.isatty()
+
+    def say(self, text: str) -> None:
+        if self.shown:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def __call__(self, progress: Progress) -> None:
+        cost = f"{progress.cost * 1e3:,.2f} ms" if progress.cost < float("inf") else "nothing yet"
+        gap = f", gap {100 * progress.gap:.2f} %" if progress.gap < float("inf") else ""
+        self.say(f"{progress.seconds:5.1f} s  {progress.stage}: {cost}{gap}")
+
+    def done(self) -> None:
+        if self.shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,109 @@
+"""`autopar plan TARGET`: the best plan that is found for a model on a mesh."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from autopar.cli.asking import Telling, add_question, add_target, asked_of, check_output, meshes, traced
+
+if TYPE_CHECKING:
+    from autopar.search_plan import Asked
+    from autopar.written.plan import Plan
+
+__all__ = ["add_parser"]
+
+EXAMPLES = """examples:
+  autopar plan examples/gpt.py:gpt --mesh dp=2,tp=2
+  autopar plan examples/llama3_8b.py:llama3_8b --set loss=True --mesh dp=8,tp=8 --cluster h100 -o llama.plan.lay
+  autopar plan examples/llama3_8b.py:llama3_8b --mesh "?" --devices 64 --cluster h100 --memory 70GiB
+  autopar plan examples/gpt.py:gpt --mesh dp=2,tp=2 --layout "batch -> dp" --json
+
+--json prints one object; its form is in docs/plans.md. Exit codes: 0, 1 (no plan fits), 2 (the question was wrong).
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add this command to the command line."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="find the best plan for a model on a mesh, and say what it costs",
+        description="Decide how a model runs on a mesh of devices: which axes split which dims, what is sent, what is "
+        "held. Prints the plan, its predicted time and memory, how far from the best of all it can be, and what the "
+        "strategies of experts would cost.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_target(parser)
+    add_question(parser)
+    parser.add_argument("--layout", metavar="LAYOUT", help="what is settled: a .lay file, a strategy, or text")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan, as in gpt.plan.lay")
+    parser.add_argument("--time-limit", metavar="SECONDS", type=float, default=30.0, help="of the search (default: 30)")
+    parser.add_argument("--no-cache", action="store_true", help="neither look for the plan in the cache nor keep it")
+    parser.add_argument("--no-experts", action="store_true", help="do not compare with the strategies of experts")
+    parser.add_argument("--json", action="store_true", help="print plain data, for programs")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trace, search, print, write."""
+    check_output(arguments.output)
+    telling = Telling()
+    possible = meshes(arguments)
+    asked = asked_of(arguments)
+    telling.say(f"tracing {arguments.target}")
+    graph = traced(arguments)
+    from autopar.planning.errors import NoPlan
+    from autopar.search_plan import plan_graph
+
+    try:
+        plan = plan_graph(graph, possible, arguments.layout, asked, telling)
+    except NoPlan as error:
+        telling.done()
+        print(f"autopar plan: {error}")
+        return 1
+    plan = replace(plan, target=arguments.target if not arguments.set else "")
+    experts = {} if arguments.no_experts else _experts(plan, asked, telling)
+    telling.done()
+    if arguments.output is not None:
+        plan.save(arguments.output)
+    if arguments.json:
+        data = plan.to_json()
+        data["experts"] = [_expert_data(name, expert) for name, expert in experts.items()]
+        print(json.dumps(data, indent=1))
+        return 0
+    print(plan.summary())
+    if experts:
+        print(f"\n{_comparison(plan, experts)}")
+    if arguments.output is not None:
+        print(f"\nwritten to {arguments.output}")
+    return 0
+
+
+def _experts(plan: Plan, asked: Asked, telling: Telling) -> dict[str, Plan]:
+    from autopar.written.experts import experts_beside
+
+    telling.say("pricing the strategies of experts")
+    return experts_beside(plan, asked)
+
+
+def _expert_data(name: str, plan: Plan) -> dict[str, Any]:
+    return {
+        "strategy": name,
+        "step_seconds": plan.step_seconds,
+        "peak_bytes": plan.memory_bytes,
+        "fits": plan.fits,
+    }
+
+
+def _comparison(plan: Plan, experts: dict[str, Plan]) -> str:
+    from autopar.written.units import bytes_text, seconds_text, table
+
+    rows = [("", "step", "", "memory", "fits")]
+    for name, one in {"this plan": plan, **experts}.items():
+        slower = f"× {one.step_seconds / plan.step_seconds:.3g}" if one is not plan else ""
+        fits = "yes" if one.fits else "no"
+        rows.append((name, seconds_text(one.step_seconds), slower, bytes_text(one.memory_bytes), fits))
+    return "\n".join(["strategies of experts on this mesh", *table(rows, right=(1, 2, 3))])

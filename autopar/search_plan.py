@@ -1,0 +1,249 @@
+"""From a graph and what is asked for to a `Plan`: the cache, the search over plans and over meshes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.contracts import check_contracts
+from autopar.conversions import Outputs, conversions
+from autopar.cost.cluster import Cluster, cluster_names, load_cluster
+from autopar.cost.optimizers import optimizer_of
+from autopar.decided import Plan as Decided
+from autopar.errors import AutoparError, MeshError
+from autopar.layout.choosing import choose_layout
+from autopar.layout.language import Layout, parse_layout
+from autopar.layout.syntax import Limit, MeshStatement
+from autopar.mesh import Mesh, MeshAxis
+from autopar.planning.errors import NoPlan
+from autopar.planning.solve import PlanOptions, solve_plan
+from autopar.search.work import Progress
+from autopar.tracing.graph import NamedGraph
+from autopar.written import cache
+from autopar.written.plan import Plan
+
+__all__ = ["Asked", "check_outputs", "cluster_here", "meshes_of", "plan_graph", "under"]
+
+LOCAL = "local-cpu"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan is asked for, beside model, mesh and layout."""
+
+    cluster: str | Path | Cluster | None = None
+    memory: str | float | None = None
+    optimizer: str = "adamw"
+    outputs: Outputs = "sharded"
+    local_inputs: bool = False
+    time_limit: float = 30.0
+    cache: bool = True
+    master_dtype: torch.dtype | None = None
+    """What the optimizer updates, where that is not what is computed in."""
+    gradient_dtype: torch.dtype | None = None
+
+    def where(self) -> Cluster:
+        if isinstance(self.cluster, Cluster):
+            return self.cluster
+        return load_cluster(self.cluster) if self.cluster is not None else cluster_here()
+
+    def options(self, mesh: Mesh) -> PlanOptions:
+        optimizer_of(self.optimizer)  # an unknown one is told before anything is searched
+        links = {axis: link for axis in mesh.names if (link := mesh.link(axis)) is not None}
+        return PlanOptions(
+            self.outputs,
+            self.local_inputs,
+            self.optimizer,
+            master_dtype=self.master_dtype,
+            gradient_dtype=self.gradient_dtype,
+            links=links,
+        )
+
+    def limit_bytes(self, cluster: Cluster, layout: Layout | None) -> int:
+        """What a device may hold: the least of what is said here and in the layout."""
+        limits = [limit for limit in layout or () if isinstance(limit, Limit) and limit.quantity == "memory"]
+        if isinstance(self.memory, str):
+            (said,) = _memory(self.memory)
+            limits.append(said)
+        has = float(cluster.device.memory_bytes)
+        found = [has * limit.percent / 100 if limit.size_bytes is None else limit.size_bytes for limit in limits]  # type: ignore[operator]
+        if self.memory is not None and not isinstance(self.memory, str):
+            if not (math.isfinite(self.memory) and self.memory > 0):
+                raise AutoparError(f"memory={self.memory!r} is no amount\nfix: bytes, or text as in '70GiB'")
+            found.append(float(self.memory))
+        return int(min(found, default=has))
+
+
+def _memory(text: str) -> tuple[Limit]:
+    """`70GiB`, `90%`."""
+    found = tuple(parse_layout(f"limit memory {text}", "memory"))
+    if len(found) != 1 or not isinstance(found[0], Limit):
+        raise AutoparError(f"memory={text!r} is no amount\nfix: write it as in '70GiB' or '90%'")
+    return (found[0],)
+
+
+def check_outputs(outputs: str) -> None:
+    if outputs not in get_args(Outputs):
+        raise AutoparError(f"outputs={outputs!r} is none of {', '.join(map(repr, get_args(Outputs)))}")
+
+
+def cluster_here() -> Cluster:
+    """This machine's, by the name of its device; CPUs where there is no GPU."""
+    if not torch.cuda.is_available():
+        return load_cluster(LOCAL)
+    device = torch.cuda.get_device_name().upper()
+    for name in sorted(cluster_names(), key=len):
+        if name.split("-")[0].upper() in device:
+            return load_cluster(name)
+    raise AutoparError(f"no cluster has a {device}\nfix: name one, cluster='h100'; or measure it: autopar calibrate")
+
+
+# -- meshes
+
+
+def meshes_of(mesh: str | Mesh | DeviceMesh, devices: int | None) -> tuple[Mesh, ...]:
+    """The mesh, or all that it may be: `?` is `dp=?,tp=?`."""
+    given = Mesh("dp=?,tp=?") if mesh == "?" else mesh if isinstance(mesh, Mesh) else Mesh(mesh)
+    if not given.is_open:
+        if devices is not None and given.size != devices:
+            raise MeshError(f"the mesh {given} has {given.size} devices, not {devices}\nfix: give one of the two")
+        return (given,)
+    if devices is None:
+        raise MeshError(
+            f"the mesh {given} has open sizes\nfix: say how many devices there are: devices=64, --devices 64"
+        )
+    known = math.prod(size for size in given.axes.values() if size is not None)
+    if devices < 1 or devices % known:
+        raise MeshError(f"{devices} devices cannot be dealt to the mesh {given}: {known} does not divide them")
+    return tuple(_closed(given.declared, devices // known))
+
+
+def _closed(axes: Sequence[MeshAxis], left: int) -> Iterator[Mesh]:
+    if not axes:
+        return
+    first, *rest = axes
+    is_last = all(axis.size is not None for axis in rest)
+    for size in [left] if is_last else [n for n in range(1, left + 1) if left % n == 0]:
+        if first.size is not None:
+            size = first.size
+        axis = replace(first, size=size)
+        remaining = left if first.size is not None else left // size
+        if not rest:
+            yield Mesh((axis,))
+        for other in _closed(rest, remaining):
+            yield Mesh((axis, *other.declared))
+        if first.size is not None:
+            return
+
+
+# -- the search
+
+
+def plan_graph(
+    graph: NamedGraph,
+    meshes: Sequence[Mesh],
+    layout: str | Path | Layout | None,
+    asked: Asked,
+    progress: Callable[[Progress], None] | None = None,
+) -> Plan:
+    """The best plan on the best of some meshes."""
+    if not (math.isfinite(asked.time_limit) and asked.time_limit > 0):
+        raise AutoparError(f"time_limit={asked.time_limit!r} is no number of seconds above 0")
+    each = replace(asked, time_limit=asked.time_limit / len(meshes))
+    best: Plan | None = None
+    refused: AutoparError | None = None
+    for mesh in meshes:
+        try:
+            found = _on_mesh(graph, mesh, layout, each, progress)
+        except NoPlan as error:
+            refused = error
+            continue
+        if best is None or found.step_seconds < best.step_seconds:
+            best = found
+    if best is None:
+        assert refused is not None, "no mesh was tried"
+        raise refused
+    return best
+
+
+def _on_mesh(
+    graph: NamedGraph,
+    mesh: Mesh,
+    layout: str | Path | Layout | None,
+    asked: Asked,
+    progress: Callable[[Progress], None] | None,
+) -> Plan:
+    axes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    cluster = asked.where()
+    said = None if layout is None else choose_layout(layout, axes)
+    limit = asked.limit_bytes(cluster, said)
+    if said is not None:  # what is asked for of memory is settled; a mesh statement is checked where it is read
+        said = Layout(tuple(one for one in said if not _is_limit(one)), said.name)
+    demanded = None if said is None else Layout(tuple(one for one in said if not isinstance(one, MeshStatement)))
+    options = asked.options(mesh)
+    key = cache.key(graph, mesh, cluster, demanded, limit, options, asked.time_limit)
+    known = cache.find(key, graph, cluster) if asked.cache else None
+    if known is not None:
+        return known
+    warm = cache.last(graph, mesh) if asked.cache else None
+    solved = solve_plan(
+        graph,
+        axes,
+        cluster,
+        layout=demanded,
+        memory_bytes=limit,
+        options=options,
+        time_limit=asked.time_limit,
+        progress=progress,
+        warm=warm,
+    )
+    decided = canonical(graph, solved.plan)
+    if said is not None:
+        sent = conversions(graph, decided.decisions, decided.outputs, decided.local_inputs)
+        check_contracts(said, graph, decided.decisions, sent)
+    plan = Plan(graph, decided, mesh, cluster, limit, solved.bound_seconds, solved.origin)
+    if asked.cache:
+        cache.keep(key, plan)
+    return plan
+
+
+def _is_limit(statement: object) -> bool:
+    return isinstance(statement, Limit) and statement.quantity == "memory"
+
+
+def canonical(graph: NamedGraph, decided: Decided) -> Decided:
+    """Parameters as a layout says that they are used: which axes split them; broadcasts begin at their uses."""
+    decisions = decided.decisions
+    values = {
+        name: replace(layout, partial=frozenset(), broadcast=frozenset())
+        if name in graph.tensors and graph.tensors[name].kind == "param"
+        else layout
+        for name, layout in decisions.values.items()
+    }
+    return replace(decided, decisions=replace(decisions, values=values))
+
+
+def under(graph: NamedGraph, mesh: Mesh, layout: str | Path | Layout, asked: Asked, origin: str = "") -> Plan:
+    """What a layout comes to without a search."""
+    axes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    cluster = asked.where()
+    said = choose_layout(layout, axes)
+    limit = asked.limit_bytes(cluster, said)
+    kept = Layout(tuple(one for one in said if not _is_limit(one)), said.name)
+    options = asked.options(mesh)
+    decided = replace(
+        Decided.of(graph, kept, axes),
+        outputs=options.outputs,
+        local_inputs=options.local_inputs,
+        optimizer=options.optimizer,
+        master_dtype=options.master_dtype,
+        gradient_dtype=options.gradient_dtype,
+        links=options.links,
+    )
+    return Plan(graph, decided, mesh, cluster, limit, None, origin)

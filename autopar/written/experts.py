@@ -1,0 +1,54 @@
+"""What the strategies of experts would cost where a plan runs: each on its best assignment of axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import TYPE_CHECKING
+
+from autopar.errors import AutoparError
+from autopar.layout.choosing import axes_of
+from autopar.layout.strategies import load_strategy, strategy_names
+
+if TYPE_CHECKING:
+    from autopar.search_plan import Asked
+    from autopar.written.plan import Plan
+
+__all__ = ["experts_beside"]
+
+
+def experts_beside(plan: Plan, asked: Asked) -> dict[str, Plan]:
+    """By what each is called; those that say the same on this mesh once, under the first name; fast ones first."""
+    from autopar.search_plan import under
+
+    used = {axis: size for axis, size in plan.decided.axes.items() if size > 1}
+    found: dict[str, Plan] = {}
+    for name in strategy_names():
+        best: tuple[str, Plan] | None = None
+        for call in _calls(name, used):
+            try:
+                one = under(plan.graph, plan.mesh, call, asked, call)
+            except AutoparError:
+                continue  # it does not apply here
+            if any(one.decided == other.decided for other in found.values()):
+                continue
+            if best is None or _rank(one) < _rank(best[1]):
+                best = call, one
+        if best is not None:
+            found[best[0]] = best[1]
+    return dict(sorted(found.items(), key=lambda item: _rank(item[1])))
+
+
+def _rank(plan: Plan) -> tuple[bool, float]:
+    return not plan.fits, plan.step_seconds
+
+
+def _calls(name: str, axes: Mapping[str, int]) -> Iterator[str]:
+    """`fsdp(fsdp=dp*tp)`: axes of the same name are matched, all others of the mesh dealt in every way."""
+    own = axes_of(load_strategy(name))
+    fixed = {axis: axis for axis in axes if axis in own and len(own) > 1}
+    options = [(fixed[axis],) if axis in fixed else own for axis in axes]
+    for dealt in product(*options):
+        meaning = {role: [axis for axis, to in zip(axes, dealt, strict=True) if to == role] for role in own}
+        given = ", ".join(f"{role}={'*'.join(dealt_to) or 'none'}" for role, dealt_to in meaning.items())
+        yield f"{name}({given})"

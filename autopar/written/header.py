@@ -1,0 +1,120 @@
+"""The head of a plan's file: what it was made for and what it is predicted to cost, as comments that are read again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from hashlib import sha256
+from typing import Any
+
+import torch
+
+from autopar.errors import AutoparError
+from autopar.tracing.graph import NamedGraph
+from autopar.words import did_you_mean
+
+__all__ = ["FIRST", "Header", "check_model", "dtype_of", "dtype_text", "parameters_of", "read_header"]
+
+FIRST = "# autopar plan"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a plan's file says beside its layout."""
+
+    model: str
+    """The name of the model's class."""
+    parameters: str
+    """The same for one model, whatever its inputs."""
+    graph: str
+    """The fingerprint of the graph."""
+    cluster: str
+    outputs: str = "sharded"
+    local_inputs: bool = False
+    optimizer: str = "adamw"
+    micro_batches: int = 1
+    compiled: bool = False
+    master_dtype: str = ""
+    gradient_dtype: str = ""
+    target: str = ""
+    limit_bytes: int = 0
+    step_seconds: float = 0.0
+    bound_seconds: float = 0.0
+    memory_bytes: float = 0.0
+    origin: str = ""
+
+    def lines(self) -> list[str]:
+        found = [FIRST]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                found.append(f"#   {field.name:15} {value}")
+        return found
+
+
+_READ: Mapping[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "bool": {"True": True, "False": False}.__getitem__,
+}
+
+
+def read_header(text: str, name: str) -> Header | None:
+    """The head of a plan's text; None where a layout is none."""
+    lines = text.splitlines()
+    if not lines or not lines[0].startswith(FIRST):
+        return None
+    known = {field.name: field for field in fields(Header)}
+    found: dict[str, Any] = {}
+    for number, line in enumerate(lines[1:], start=2):
+        if not line.startswith("#   "):
+            break
+        key, _, value = line[4:].strip().partition(" ")
+        if key not in known:
+            raise _broken(name, number, line, f"'{key}' is no word of a plan's head{did_you_mean(key, known)}")
+        try:
+            found[key] = _READ.get(str(known[key].type), str)(value.strip())
+        except (ValueError, KeyError):
+            raise _broken(name, number, line, f"'{value.strip()}' is no value of '{key}'") from None
+    missing = [key for key in ("model", "parameters", "graph", "cluster") if key not in found]
+    if missing:
+        raise _broken(name, 1, lines[0], f"the head of the plan does not say its {', '.join(missing)}")
+    return Header(**found)
+
+
+def _broken(name: str, number: int, line: str, message: str) -> AutoparError:
+    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line[:160])
+    fix = "save the plan again; or, to use it as a layout for any model, drop the head"
+    return AutoparError(f"{message}\n  {name}:{number} | {shown}\nfix: {fix}")
+
+
+def parameters_of(graph: NamedGraph) -> str:
+    """The same for one model whatever the sizes of its inputs: its parameters, by name and shape."""
+    text = sha256()
+    for tensor in graph.parameters:
+        text.update(f"{tensor.name} {tensor.shape}\n".encode())
+    return text.hexdigest()[:16]
+
+
+def check_model(header: Header, graph: NamedGraph, name: str) -> None:
+    """Raise where a plan is for another model than a graph's."""
+    own = parameters_of(graph)
+    if header.parameters == own:
+        return
+    model = type(graph.model).__name__
+    what = f"it is for a {header.model}, and this is a {model}"
+    if header.model == model:
+        what = f"its {header.model} has other parameters than this one"
+    raise AutoparError(
+        f"{name} is the plan of another model: {what}\n  {name}:3 | #   parameters      {header.parameters}\n"
+        f"fix: load it for the model that it was made for (this one's is {own}), or plan again"
+    )
+
+
+def dtype_text(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def dtype_of(text: str) -> torch.dtype | None:
+    found = getattr(torch, text, None) if text else None
+    return found if isinstance(found, torch.dtype) else None

@@ -1,0 +1,252 @@
+"""`Plan`: how one model runs on one mesh, and what that costs; read from and written to text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, get_args
+
+from autopar.conversions import Outputs, conversions
+from autopar.cost.cluster import Cluster, load_cluster
+from autopar.cost.comm import Network
+from autopar.cost.costs import Costs
+from autopar.cost.evaluate import evaluate
+from autopar.decided import Plan as Decided
+from autopar.decided import fingerprint
+from autopar.errors import AutoparError
+from autopar.layout.language import Layout, parse_layout
+from autopar.layout.printer import print_statement
+from autopar.layout.source import read_text
+from autopar.layout.state import Layout as State
+from autopar.mesh import Mesh
+from autopar.module import Collective
+from autopar.search.work import relative_gap
+from autopar.tracing.graph import NamedGraph
+from autopar.written.header import Header, check_model, dtype_of, dtype_text, parameters_of, read_header
+from autopar.written.lowered import lowered
+from autopar.written.statements import Written, written
+
+__all__ = ["Plan", "PricedCollective"]
+
+
+@dataclass(frozen=True)
+class PricedCollective(Collective):
+    """A collective of a plan, with what it takes by itself; parameters travel several at once, and take less."""
+
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What was decided about a model on a mesh of a cluster, with its costs."""
+
+    graph: NamedGraph = field(repr=False)
+    decided: Decided = field(repr=False)
+    mesh: Mesh
+    cluster: Cluster = field(repr=False)
+    limit_bytes: int
+    """What it may hold on each device."""
+    bound_seconds: float | None = None
+    """No plan that does what was asked takes less; None where nothing was proved."""
+    origin: str = ""
+    """Where it comes from: `search`, or a strategy, or a layout."""
+    target: str = ""
+    """The TARGET of the command line, if it comes from there."""
+
+    @cached_property
+    def costs(self) -> Costs:
+        return evaluate(self.graph, self.decided, self.cluster)
+
+    @property
+    def step_seconds(self) -> float:
+        """The predicted time of a step."""
+        return self.costs.step_seconds
+
+    @property
+    def memory_bytes(self) -> float:
+        """The predicted peak of memory on the device that holds most."""
+        return self.costs.memory.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_bytes <= self.limit_bytes
+
+    @property
+    def gap(self) -> float | None:
+        """How far from the best of all plans it can be, as a part of its time; None where nothing was proved."""
+        return None if self.bound_seconds is None else relative_gap(self.step_seconds, self.bound_seconds)
+
+    @cached_property
+    def collectives(self) -> tuple[PricedCollective, ...]:
+        """Every collective of one forward and backward, in the order of the graph."""
+        decided = self.decided
+        network = Network(self.cluster, decided.axes, decided.links)
+        found = []
+        for one in conversions(self.graph, decided.decisions, decided.outputs, decided.local_inputs):
+            for direction, step in one.collectives():
+                size = step.numel * one.itemsize
+                seconds = network.seconds(step.kind.value, step.axes, float(size))
+                found.append(PricedCollective(step.kind.value, step.axes, direction, one.tensor, one.op, size, seconds))
+        return tuple(found)
+
+    def layout_of(self, name: str) -> State:
+        """Where a tensor is: a parameter or input as it is stored, a value as its consumers find it."""
+        decisions = self.decided.decisions
+        return decisions.stored.get(name) or decisions.values[name]
+
+    # -- text
+
+    @cached_property
+    def written(self) -> Written:
+        return written(self.graph, self.decided.decisions, self.mesh)
+
+    @property
+    def layout(self) -> Layout:
+        """The plan in the layout language, without holes."""
+        return self.written.layout
+
+    @property
+    def header(self) -> Header:
+        decided = self.decided
+        return Header(
+            type(self.graph.model).__name__,
+            parameters_of(self.graph),
+            decided.graph,
+            self.cluster.name,
+            decided.outputs,
+            decided.local_inputs,
+            decided.optimizer,
+            decided.micro_batches,
+            decided.compiled,
+            dtype_text(decided.master_dtype),
+            dtype_text(decided.gradient_dtype),
+            self.target,
+            self.limit_bytes,
+            self.step_seconds,
+            self.bound_seconds or 0.0,
+            self.memory_bytes,
+            self.origin,
+        )
+
+    @cached_property
+    def text(self) -> str:
+        """What `save` writes."""
+        from autopar.written.summary import collective_lines
+
+        said = self.written
+        parts = [self.header.lines(), *(list(map(print_statement, one)) for one in (said.mesh, said.rules))]
+        for title, statements in (
+            ("tensors that the rules do not say", said.tensors),
+            ("ops that take another choice than the cheapest one", said.ops),
+            ("what is gathered or computed again", said.holds),
+        ):
+            if statements:
+                parts.append([f"# {title}", *map(print_statement, statements)])
+        sent = [f"#   {line}" for line in collective_lines(self)]
+        parts.append(["# what a step sends, each by itself", *(sent or ["#   nothing"])])
+        return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as a layout without holes, with its costs as comments."""
+        try:
+            Path(path).write_text(self.text, encoding="utf-8")
+        except OSError as error:
+            raise AutoparError(f"{path} cannot be written: {error.strerror}\nfix: give another path") from error
+
+    @staticmethod
+    def load(
+        path: str | Path,
+        model: Any = None,
+        inputs: Any = None,
+        *,
+        graph: NamedGraph | None = None,
+        cluster: str | Path | Cluster | None = None,
+        dims: Mapping[str, str] | None = None,
+    ) -> Plan:
+        """Read a plan for a model and its inputs, or for the graph of them. Inputs may have other sizes than it had."""
+        text = read_text(path)
+        if graph is None:
+            if model is None or inputs is None:
+                raise AutoparError(
+                    "a plan is read for a model\nfix: Plan.load(path, model, inputs), or Plan.load(path, graph=graph)"
+                )
+            from autopar.api import trace
+
+            graph = trace(model, inputs, dims=dims)
+        return Plan.read(text, graph, str(path), cluster)
+
+    @staticmethod
+    def read(text: str, graph: NamedGraph, name: str = "<plan>", cluster: str | Path | Cluster | None = None) -> Plan:
+        """The plan that a text is for a graph."""
+        header = read_header(text, name)
+        if header is None:
+            raise AutoparError(
+                f"{name} is no plan: its first line is not '# autopar plan'\n"
+                "fix: save one with Plan.save; a layout is given as layout="
+            )
+        check_model(header, graph, name)
+        layout = parse_layout(text, name)
+        if layout.mesh is None or layout.mesh.is_open:
+            raise AutoparError(f"{name} does not say its mesh\nfix: write it as in 'mesh dp=2, tp=4'")
+        axes = dict(zip(layout.mesh.names, layout.mesh.sizes, strict=True))
+        same = header.graph == fingerprint(graph)
+        decided = replace(
+            Decided.of(graph, layout, axes) if same else lowered(graph, layout, axes),
+            outputs=_outputs(header.outputs),
+            local_inputs=header.local_inputs,
+            optimizer=header.optimizer,
+            micro_batches=header.micro_batches,
+            compiled=header.compiled,
+            master_dtype=dtype_of(header.master_dtype),
+            gradient_dtype=dtype_of(header.gradient_dtype),
+            links={axis: link for axis in layout.mesh.names if (link := layout.mesh.link(axis)) is not None},
+        )
+        place = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or header.cluster)
+        bound = header.bound_seconds if same and cluster is None and header.bound_seconds else None
+        return Plan(graph, decided, layout.mesh, place, header.limit_bytes, bound, header.origin, header.target)
+
+    # -- in words
+
+    def summary(self) -> str:
+        """What an engineer wants to know of it first."""
+        from autopar.written.summary import summary
+
+        return summary(self)
+
+    def explain(self, name: str) -> str:
+        """Why a tensor or an op is laid out as it is."""
+        from autopar.written.explain import explain
+
+        return explain(self, name)
+
+    def diff(self, other: Plan) -> str:
+        """What another plan of the same model does otherwise, and what that costs."""
+        from autopar.written.compare import difference
+
+        return difference(self, other)
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain data (`autopar plan --json`)."""
+        from autopar.written.data import plan_data
+
+        return plan_data(self)
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(self.summary())}</pre>"
+
+
+def _outputs(text: str) -> Outputs:
+    for one in get_args(Outputs):
+        if text == one:
+            found: Outputs = one
+            return found
+    raise AutoparError(
+        f"'outputs {text}' in a plan's head is none of {', '.join(get_args(Outputs))}\nfix: save it again"
+    )

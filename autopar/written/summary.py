@@ -1,0 +1,201 @@
+"""A plan for an engineer with half a minute: where the dims go, one layer, what is sent, time, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from autopar.written.globs import skeleton
+from autopar.written.units import bytes_text, layout_text, percent_text, seconds_text, table
+
+if TYPE_CHECKING:
+    from autopar.tracing.regions import Repeat
+    from autopar.written.plan import Plan, PricedCollective
+
+__all__ = ["collective_lines", "collectives_by_place", "dims_by_place", "layer_rows", "summary"]
+
+
+def summary(plan: Plan) -> str:
+    """All of it, in blocks."""
+    blocks = [
+        _head(plan),
+        _dims(plan),
+        *_layers(plan),
+        _outside(plan),
+        _communication(plan),
+        _time(plan),
+        _memory(plan),
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def _head(plan: Plan) -> list[str]:
+    device = plan.cluster.device.name
+    model = type(plan.graph.model).__name__
+    fits = "fits" if plan.fits else "DOES NOT FIT"
+    gap = "nothing proved" if plan.gap is None else f"at most {percent_text(plan.gap)} from the best"
+    origin = f"from {plan.origin}" if plan.origin else ""
+    return [
+        f"{model} on {plan.mesh}: {plan.mesh.size} × {device} ({plan.cluster.name})",
+        f"  step    {seconds_text(plan.step_seconds)}, {', '.join(filter(None, (gap, origin)))}",
+        f"  memory  {bytes_text(plan.memory_bytes)} of {bytes_text(plan.limit_bytes)} per device: {fits}",
+    ]
+
+
+def dims_by_place(plan: Plan) -> dict[str, list[str]]:
+    """Axes -> the dims that they split somewhere, those that they split in most tensors first."""
+    counts: dict[tuple[str, str], int] = {}
+    for tensor in plan.graph.tensors.values():
+        if tensor.name not in plan.decided.decisions.values:
+            continue
+        for atom, axes in zip(tensor.atoms, plan.layout_of(tensor.name).splits, strict=True):
+            if axes and atom.names:
+                key = "*".join(axes), atom.names[0]
+                counts[key] = counts.get(key, 0) + 1
+    found: dict[str, list[str]] = {}
+    for place, dim in sorted(counts, key=lambda key: -counts[key]):
+        found.setdefault(place, []).append(dim)
+    return found
+
+
+def _dims(plan: Plan) -> list[str]:
+    places = dims_by_place(plan)
+    rows = [(", ".join(dims), f"-> {axes}") for axes, dims in places.items()]
+    split = {dim for dims in places.values() for dim in dims}
+    whole = [dim for dim, found in plan.graph.dims.items() if dim not in split and found.source != "generated"]
+    if whole:
+        rows.append((", ".join(whole), "-> none"))
+    return ["dims", *table(rows)]
+
+
+# -- a layer
+
+
+def collectives_by_place(collectives: Iterable[PricedCollective]) -> dict[tuple[str, str], list[PricedCollective]]:
+    """By tensor and op."""
+    found: dict[tuple[str, str], list[PricedCollective]] = {}
+    for one in collectives:
+        found.setdefault((one.tensor, one.op), []).append(one)
+    return found
+
+
+Row = tuple[str, str, str, str]
+HEAD: Row = ("tensor", "dims", "layout", "sends")
+
+
+def layer_rows(plan: Plan, names: Iterable[str], path: str = "") -> list[Row]:
+    """Tensor, dims, layout, collectives: of each parameter that some ops use, and each value that is sent for them."""
+    nodes = {node.name: node for node in plan.graph.nodes}
+    sent = collectives_by_place(plan.collectives)
+    rows: dict[str, Row] = {}
+    for op in names:
+        node = nodes[op]
+        for name in dict.fromkeys((*node.operands, *node.outputs)):
+            own = sent.get((name or "", op), [])
+            tensor = plan.graph.tensors[name] if name is not None else None
+            if tensor is None or (not own and tensor.kind != "param"):
+                continue
+            said = ", ".join(dict.fromkeys(_collective(one) for one in own))
+            before = rows.get(tensor.name)
+            if before is not None:
+                said = ", ".join(filter(None, dict.fromkeys((before[3], said))))
+            shown = tensor.name.removeprefix(path).lstrip("./") if path else tensor.name
+            rows[tensor.name] = shown, " ".join(tensor.dims), layout_text(tensor, plan.layout_of(tensor.name)), said
+    return list(rows.values())
+
+
+def _collective(one: PricedCollective) -> str:
+    way = "→" if one.direction == "forward" else "←"
+    return f"{way} {one.kind}({'*'.join(one.axes)}) {bytes_text(one.bytes)}"
+
+
+def _layers(plan: Plan) -> Iterator[list[str]]:
+    names = {node.node: node.name for node in plan.graph.nodes}
+    for repeat in plan.graph.repeats:
+        kinds: dict[tuple[Row, ...], list[int]] = {}
+        for t, layer in enumerate(repeat.layers):
+            rows = layer_rows(plan, [names[one] for one in layer if one in names], _path(repeat, t))
+            kinds.setdefault(tuple(rows), []).append(t)
+        for found, layers in kinds.items():
+            first, last = _path(repeat, layers[0]) or "layer", _path(repeat, layers[-1])
+            title = f"{first} ... {last}" if len(layers) > 1 else first
+            yield [f"{title} (×{len(layers)})", *table([HEAD, *found])]
+
+
+def _path(repeat: Repeat, t: int) -> str:
+    return repeat.module_paths[t] if t < len(repeat.module_paths) else ""
+
+
+def _outside(plan: Plan) -> list[str]:
+    inside = {name for repeat in plan.graph.repeats for layer in repeat.layers for name in layer}
+    rows = layer_rows(plan, [node.name for node in plan.graph.nodes if node.node not in inside])
+    shown = rows[:MOST_ROWS]
+    more = [f"  and {len(rows) - MOST_ROWS} more"] if len(rows) > MOST_ROWS else []
+    title = "around the layers" if plan.graph.repeats else "tensors"
+    return [title, *table([HEAD, *shown]), *more] if rows else []
+
+
+MOST_ROWS = 40
+
+
+# -- costs
+
+
+def _communication(plan: Plan) -> list[str]:
+    rows = [("over", "collective", "of", "", "count", "bytes", "time")]
+    for one in sorted(plan.costs.communication, key=lambda one: -one.seconds):
+        over = "*".join(one.axes)
+        size, seconds = bytes_text(one.bytes), seconds_text(one.seconds)
+        rows.append((over, one.kind, one.of, one.direction, str(one.count), size, seconds))
+    if len(rows) == 1:
+        return ["communication", "  none"]
+    return ["communication in a step", *table(rows, right=(4, 5, 6))]
+
+
+def _time(plan: Plan) -> list[str]:
+    costs = plan.costs
+    parts = (
+        ("forward", costs.compute.forward_seconds),
+        ("backward", costs.compute.backward_seconds),
+        ("computed again", costs.compute.recompute_seconds),
+        ("optimizer", costs.compute.optimizer_seconds),
+        ("sending values", costs.step_seconds - costs.compute.seconds - costs.exposed_seconds - costs.waiting_seconds),
+        ("parameters, not hidden", costs.exposed_seconds),
+        ("waiting for the host", costs.waiting_seconds),
+    )
+    step = costs.step_seconds or 1.0
+    rows = [(name, seconds_text(s), percent_text(s / step)) for name, s in parts if s > 1e-4 * step]
+    head = f"time of a step: {seconds_text(costs.step_seconds)}, {percent_text(costs.mfu)} of the devices' peak"
+    return [head, *table(rows, right=(1, 2))]
+
+
+def _memory(plan: Plan) -> list[str]:
+    memory = plan.costs.memory
+    kinds = (
+        ("parameters", memory.parameters_bytes),
+        ("copies of them", memory.copies_bytes),
+        ("gradients", memory.gradients_bytes),
+        ("optimizer", memory.optimizer_bytes),
+        ("inputs", memory.inputs_bytes),
+        ("saved for the backward", memory.saved_bytes),
+    )
+    rows = [(name, bytes_text(size)) for name, size in kinds if size]
+    head = f"memory per device: at most {bytes_text(memory.peak_bytes)}, at {memory.peak_at}"
+    return [head, *table(rows, right=(1,))]
+
+
+def collective_lines(plan: Plan) -> list[str]:
+    """The collectives of a step, equal ones of repeated layers once: count, bytes and time of each."""
+    counts: dict[tuple[str, str, str, str, str], int] = {}
+    prices: dict[tuple[str, str, str, str, str], PricedCollective] = {}
+    for one in plan.collectives:
+        said = one.direction, f"{one.kind}({'*'.join(one.axes)})", skeleton(one.tensor), skeleton(one.op)
+        key = *said, str(one.bytes)
+        counts[key] = counts.get(key, 0) + 1
+        prices[key] = one
+    rows = []
+    for (way, what, tensor, op, size), count in counts.items():
+        one = prices[way, what, tensor, op, size]
+        place = tensor if tensor == op else f"{tensor} for {op}"
+        rows.append((f"{count} ×", way, what, bytes_text(one.bytes), seconds_text(one.seconds), place))
+    return table(rows, right=(0, 3, 4), indent="")

@@ -1,0 +1,174 @@
+"""`autopar.plan` and `Plan`: found, saved, read again, lowered for other sizes, compared, explained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.mesh import Mesh
+from autopar.search_plan import Asked, meshes_of, under
+from autopar.written.plan import Plan
+from examples.gpt import gpt
+
+HERE = Asked("local-cpu")
+
+
+@pytest.fixture(scope="module")
+def graph() -> autopar.NamedGraph:
+    return autopar.trace(*gpt(batch=8))
+
+
+@pytest.fixture(scope="module")
+def megatron(graph: autopar.NamedGraph) -> Plan:
+    return under(graph, Mesh("dp=2,tp=2"), "megatron_sp", HERE, "megatron_sp")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_a_searched_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
+    model, inputs = gpt(layers=2, d_model=512, heads=8, vocab=4096, seq=128, batch=8, device="meta")
+    plan = autopar.plan(model, "dp=2,tp=2", inputs, cluster="h100", memory="10GiB", time_limit=5)
+    assert plan.fits
+    assert plan.gap is not None
+    assert plan.gap >= 0
+    assert plan.step_seconds == plan.costs.step_seconds
+    plan.save(tmp_path / "gpt.plan.lay")
+    again = Plan.load(tmp_path / "gpt.plan.lay", model, inputs)
+    assert again.decided == plan.decided
+    assert (again.step_seconds, again.memory_bytes, again.gap) == (plan.step_seconds, plan.memory_bytes, plan.gap)
+    assert again.text == plan.text
+    found = autopar.plan(model, "dp=2,tp=2", inputs, cluster="h100", memory="10GiB", time_limit=5)
+    assert found.text == plan.text, "from the cache"
+
+
+def test_a_plan_that_was_kept_is_found_without_a_search(
+    graph: autopar.NamedGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from autopar import search_plan
+
+    asked = Asked("local-cpu", time_limit=2)
+    first = search_plan.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
+    monkeypatch.setattr(search_plan, "solve_plan", None)
+    again = search_plan.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
+    assert again.decided == first.decided
+    with pytest.raises(TypeError):
+        search_plan.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", replace(asked, cache=False))
+    with pytest.raises(TypeError):
+        search_plan.plan_graph(graph, (Mesh("dp=2"),), "* -> none", asked)
+
+
+def test_other_sizes(megatron: Plan) -> None:
+    for batch in (4, 5):
+        graph = autopar.trace(*gpt(batch=batch))
+        plan = Plan.read(megatron.text, graph)
+        assert plan.decided.decisions.stored["blocks.0.up.weight"].splits == (("tp",), ())
+        assert plan.decided.decisions.values["blocks.0/add"].splits[0] == ("dp",)
+
+
+def test_another_model(megatron: Plan) -> None:
+    graph = autopar.trace(*gpt(layers=3, batch=8))
+    with pytest.raises(AutoparError) as error:
+        Plan.read(megatron.text, graph, "old.plan.lay")
+    assert str(error.value).startswith(
+        "old.plan.lay is the plan of another model: its GPT has other parameters than this one\n  old.plan.lay:3 | "
+    )
+    assert "\nfix: load it for the model that it was made for" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("# autopar plan", "# a plan"), "is no plan: its first line is not '# autopar plan'"),
+        (("#   cluster ", "#   clutser "), "'clutser' is no word of a plan's head; did you mean 'cluster'?"),
+        (("#   step_seconds    0", "#   step_seconds    o"), "is no value of 'step_seconds'"),
+        (("local-cpu", "local-gpu"), "local-cpu"),
+        (("mesh dp=2, tp=2", ""), "does not say its mesh"),
+        (("d_ff", "d_fff"), "E1: there is no dim 'd_fff'; did you mean 'd_ff'?"),
+        (("@ids[", "@idds["), "E1: there is no tensor 'idds'; did you mean 'ids'?"),
+        (("* -> none\n", "* -> none }\n"), "E0: expected the end of the line"),
+    ],
+)
+def test_broken_files(megatron: Plan, tmp_path: Path, change: tuple[str, str], message: str) -> None:
+    assert change[0] in megatron.text
+    path = tmp_path / "broken.plan.lay"
+    path.write_text(megatron.text.replace(*change, 1))
+    with pytest.raises(AutoparError, match=r"(?s).*") as error:
+        Plan.load(path, graph=megatron.graph)
+    assert message in str(error.value)
+    assert "\nfix: " in str(error.value)
+
+
+def test_words(megatron: Plan, graph: autopar.NamedGraph) -> None:
+    summary = megatron.summary()
+    assert summary.startswith("GPT on dp=2,tp=2: 4 × CPU process")
+    assert "blocks.0 ... blocks.1 (×2)" in summary
+    text = megatron.explain("blocks.0.up.weight")
+    assert "layout  d_ff -> tp" in text
+    line = int(text.partition("line ")[2].partition(":")[0])
+    assert megatron.text.splitlines()[line - 1] == "(heads, d_ff) -> tp"
+    assert "rule    a b k, n k, n -> a b n" in megatron.explain("blocks.0.up/linear")
+    with pytest.raises(AutoparError, match=r"no op 'blocks\.0\.upp\.weight'; did you mean 'blocks\.0\.up\.weight'"):
+        megatron.explain("blocks.0.upp.weight")
+    other = under(graph, megatron.mesh, "ddp(dp=dp*tp)", HERE)
+    diff = megatron.diff(other)
+    assert "blocks.*.up.weight" in diff
+    row = next(line for line in diff.splitlines() if "blocks.*.up.weight" in line)
+    assert row.split() == ["blocks.*.up.weight", "d_ff", "->", "tp", "whole"]
+    assert "the same layouts" in megatron.diff(megatron)
+
+
+def test_collectives_are_what_the_costs_count(megatron: Plan) -> None:
+    values = [one for one in megatron.costs.communication if one.of == "values"]
+    counted = sum(one.count for one in values)
+    own = [one for one in megatron.collectives if megatron.graph.tensors[one.tensor].kind != "param"]
+    assert len(own) == counted
+
+
+def test_meshes() -> None:
+    assert [str(mesh) for mesh in meshes_of("?", 4)] == ["dp=1,tp=4", "dp=2,tp=2", "dp=4,tp=1"]
+    assert [str(mesh) for mesh in meshes_of("dp=?,tp=2", 8)] == ["dp=4,tp=2"]
+    assert [str(mesh) for mesh in meshes_of("dp=2,tp=?,sp=?", 8)] == [
+        "dp=2,tp=1,sp=4", "dp=2,tp=2,sp=2", "dp=2,tp=4,sp=1",
+    ]  # fmt: skip
+    for mesh, devices, message in (
+        ("?", None, "open sizes"),
+        ("dp=3,tp=?", 8, "3 does not divide"),
+        ("dp=2", 3, "not 3"),
+    ):
+        with pytest.raises(AutoparError, match=message):
+            meshes_of(mesh, devices)
+
+
+def test_memory_that_is_not_enough() -> None:
+    model, inputs = gpt(batch=8)
+    with pytest.raises(AutoparError, match=r"no plan was found that fits in .*\nfix: ") as error:
+        autopar.plan(model, "dp=2", inputs, cluster="local-cpu", memory="50kB", time_limit=2)
+    assert "the least that was found" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"memory": "70"}, "E0: "),
+        ({"memory": -1.0}, "memory=-1.0 is no amount"),
+        ({"cluster": "h1000"}, "did you mean 'h100'"),
+        ({"optimizer": "adamww"}, "did you mean 'adamw'"),
+        ({"outputs": "whole"}, "outputs='whole' is none of"),
+        ({"time_limit": 0.0}, "time_limit=0.0 is no number"),
+        ({"layout": "megatrom"}, "did you mean 'megatron'"),
+        ({"layout": "batch -> tq"}, "E1: there is no axis 'tq'"),
+    ],
+)
+def test_bad_arguments(given: dict[str, object], message: str) -> None:
+    model, inputs = torch.nn.Linear(4, 4), (torch.randn(2, 4),)
+    with pytest.raises(AutoparError) as error:
+        autopar.plan(model, "dp=2", inputs, **given)  # type: ignore[arg-type]
+    assert message in str(error.value)
