@@ -143,7 +143,6 @@ def refuse() -> dict[str, str]:
     model, inputs = small_gpt()
     lazy = autopar.parallelize(model, "dp=2", layout="ddp")
     return {
-        "layout": error_of(lambda: autopar.parallelize(model, "dp=2", inputs)),
         "outputs": error_of(lambda: autopar.parallelize(model, "dp=2", inputs, layout="ddp", outputs="whole")),  # type: ignore[arg-type]
         "parameters": error_of(lambda: torch.optim.SGD(lazy.parameters())),
         "graph": error_of(lambda: lazy.collectives()),
@@ -255,7 +254,6 @@ def test_what_is_shared_in_the_model_is_shared(on_two: list[dict[str, Any]]) -> 
 
 def test_what_is_missing_or_unknown_is_said(on_two: list[dict[str, Any]]) -> None:
     for found in (one["refuse"] for one in on_two):
-        assert "parallelize needs a layout" in found["layout"]
         assert "'sharded', 'full', 'local'" in found["outputs"]
         assert "give parallelize the inputs, or call the module once" in found["parameters"]
         assert "not been traced yet" in found["graph"]

@@ -1,0 +1,201 @@
+"""`autopar plan`, `explain`, `compare` and `check`: what they print, and what they say to bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopar.cli import main
+
+ROOT = Path(__file__).parents[2]
+MLP = f"{ROOT}/examples/mlp.py:mlp"
+GPT = f"{ROOT}/examples/gpt.py:gpt"
+WHERE = ("--mesh", "dp=2,tp=2", "--cluster", "local-cpu")
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(list(words))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def golden(name: str, found: str) -> None:
+    """Compare with what was kept; numbers that a cost model may change are left out."""
+    shown = re.sub(r"\d[\d.,]*(?: ?(?:us|ms|s|%|[KMGT]?i?B))?(?=\s|$)", "#", found.replace(str(ROOT), "."))
+    shown = "\n".join(re.sub(r" {2,}", "  ", line).rstrip() for line in shown.splitlines()) + "\n"
+    path = GOLDEN / f"{name}.txt"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(shown)
+        pytest.fail(f"{path} is new: read it, and keep it")
+    assert shown == path.read_text(), "if this is meant, remove the file, run again, and read the difference"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of the small GPT under a layout, which nothing is searched for."""
+    from dataclasses import replace
+
+    from autopar.api import trace
+    from autopar.mesh import Mesh
+    from autopar.search_plan import Asked, under
+    from examples.gpt import gpt
+
+    plan = under(trace(*gpt()), Mesh("dp=2,tp=2"), "megatron", Asked("local-cpu"), "megatron")
+    path = tmp_path_factory.mktemp("plans") / "gpt.plan.lay"
+    replace(plan, target=GPT).save(path)
+    return path
+
+
+SCHEMA = {
+    "model": str, "graph": str, "mesh": dict, "cluster": str, "origin": str, "step_seconds": float,
+    "bound_seconds": (float, type(None)), "gap": (float, int, type(None)), "fits": bool, "mfu": float, "seconds": dict,
+    "memory_bytes": dict, "dims": dict, "communication": list, "layout": str, "experts": list,
+}  # fmt: skip
+
+
+def test_plan_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mlp.plan.lay"
+    layout = "batch -> dp; d_ff -> tp; * -> none"
+    code, out, err = run(capsys, "plan", MLP, *WHERE, "--dims", "x=batch features", "--layout", layout, "-o", str(path))
+    assert (code, err) == (0, ""), "no progress where nobody looks"
+    golden("plan_mlp", out.replace(str(path), "mlp.plan.lay"))
+    code, out, _ = run(
+        capsys, "plan", MLP, *WHERE, "--dims", "x=batch features", "--layout", layout, "--json", "--no-experts"
+    )
+    data = json.loads(out)
+    assert code == 0
+    assert set(data) == set(SCHEMA)
+    assert all(isinstance(data[key], kind) for key, kind in SCHEMA.items())
+    assert {"limit", "peak", "parameters", "copies", "gradients", "optimizer", "inputs", "saved"} == set(
+        data["memory_bytes"]
+    )
+    assert {"forward", "backward", "recompute", "optimizer", "exposed", "waiting"} == set(data["seconds"])
+    assert data["dims"]["d_ff"] == "tp"
+    assert data["layout"].startswith("# autopar plan\n")
+    assert "d_ff -> tp" in path.read_text()
+
+
+def test_plan_beside_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "plan", GPT, *WHERE, "--layout", "ddp(dp=dp)", "--json")
+    data = json.loads(out)
+    assert code == 0
+    assert "megatron(dp=dp, tp=tp)" in {one["strategy"] for one in data["experts"]}
+    assert all(set(one) == {"strategy", "step_seconds", "peak_bytes", "fits"} for one in data["experts"])
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "plan", GPT, *WHERE, "--memory", "20kB", "--time-limit", "2", "--layout", "megatron")
+    assert code == 1
+    assert "no plan was found that fits" in out
+    assert "\nfix: " in out
+    assert "Traceback" not in out + err
+
+
+def test_explain(capsys: pytest.CaptureFixture[str], saved: Path) -> None:
+    code, out, _ = run(capsys, "explain", str(saved), "blocks.0.up/linear")
+    assert code == 0
+    golden("explain_linear", out)
+
+
+def test_compare(capsys: pytest.CaptureFixture[str], saved: Path) -> None:
+    code, out, _ = run(capsys, "compare", str(saved), "megatron", "megatron_sp")
+    assert code == 0
+    assert "megatron: the same" in out
+    assert f"{saved} and megatron_sp differ in" in out
+    code, out, _ = run(capsys, "compare", str(saved), "megatron_sp", "--json")
+    first, second = json.loads(out)
+    assert code == 0
+    assert first["differs"] == {}
+    assert second["differs"]["blocks.*/add"] == ["batch -> dp", "batch -> dp; seq -> tp"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "code", "answer"),
+    [
+        ("megatron", 0, "yes: step "),
+        ("batch -> dp; * -> none; forbid all_reduce(grad) over dp", 1, "no: E6: forbid all_reduce over dp is broken"),
+        ("batch -> dp; * -> none; limit memory 10kB", 1, "no: "),
+        ("batch -> dp*tp; * -> none", 1, "no: E4: the dim 'batch'"),
+    ],
+)
+def test_check(capsys: pytest.CaptureFixture[str], layout: str, code: int, answer: str) -> None:
+    found, out, err = run(capsys, "check", GPT, *WHERE, "--layout", layout)
+    assert (found, err) == (code, "")
+    assert out.startswith(answer)
+    assert code == 0 or "fix: " in out
+
+
+BROKEN = "# autopar plan\n#   model GPT\n#   clutser h100\n\nmesh dp=2\n"
+BAD = [
+    (("plan", "gpt.py", *WHERE), "'gpt.py' names no function"),
+    (("plan", "no_such.py:f", *WHERE), "there is no file no_such.py"),
+    (("plan", f"{ROOT}/examples/gpt.py:gtp", *WHERE), "did you mean 'gpt'?"),
+    (("plan", GPT, "--mesh", "dp=2,tp", "--cluster", "local-cpu"), "expected '=' and a size after axis 'tp'"),
+    (("plan", GPT, "--mesh", "?"), "say how many devices there are"),
+    (("plan", GPT, "--mesh", "dp=2", "--cluster", "h1000"), "did you mean 'h100'?"),
+    (("plan", GPT, *WHERE, "--memory", "70GX"), "there is no unit 'GX'"),
+    (("plan", GPT, *WHERE, "--layout", "bacth -> dp"), "there is no dim 'bacth'; did you mean 'batch'?"),
+    (("plan", GPT, *WHERE, "--layout", "batch -> dq"), "the names are dp, tp"),
+    (("plan", GPT, *WHERE, "--optimizer", "adamv"), "did you mean 'adam"),
+    (("plan", GPT, *WHERE, "-o", "no/such/folder/x.lay"), "there is no folder"),
+    (("plan", GPT, *WHERE, "--time-limit", "0"), "is no number of seconds above 0"),
+    (("explain", "no_such.plan.lay", "x"), "there is no file no_such.plan.lay"),
+    (("explain", "broken.plan.lay", "x"), "'clutser' is no word of a plan's head; did you mean 'cluster'?"),
+    (("explain", "other.plan.lay", "x"), "is the plan of another model"),
+    (("explain", GPT, "x"), "on which mesh"),
+    (("explain", "saved.plan.lay", "blocks.0.upp.weight"), "did you mean 'blocks.0.up.weight'?"),
+    (("explain", "saved.plan.lay", "tokens.weight", "--why-not", "vocab -> tq"), "there is no axis 'tq'"),
+    (("compare", "megatron", "ddp"), "which model, on which mesh?"),
+    (("compare", "no_such.plan.lay"), "there is no file no_such.plan.lay"),
+    (("compare", "broken.plan.lay"), "broken.plan.lay:3 |"),
+    (("compare", "saved.plan.lay", "megatrom"), "did you mean 'megatron'?"),
+    (("compare", "saved.plan.lay", "--target", MLP), "is the plan of another model"),
+    (("check", GPT, "--layout", "megatron"), "on which mesh?"),
+    (("check", GPT, *WHERE, "--layout", "megatrom"), "did you mean 'megatron'?"),
+    (("check", GPT, *WHERE, "--layout", "no_such.lay"), "no_such.lay cannot be read"),
+    (("check", GPT, *WHERE, "--layout", "batch -> dp }"), "E0: "),
+    (("check", "gpt.py", *WHERE, "--layout", "ddp"), "names no function"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD, ids=[" ".join(words).replace(str(ROOT), ".") for words, _ in BAD])
+def test_bad_words(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    saved: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.plan.lay").write_text(BROKEN)
+    Path("saved.plan.lay").write_text(saved.read_text())
+    Path("other.plan.lay").write_text(saved.read_text().replace(GPT, MLP))
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "") or words[-2] == "--why-not"
+    assert code == 2
+    assert message in err
+    assert err.startswith(f"autopar {words[0]}: ")
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ["plan", "explain", "compare", "check"])
+def test_help_has_examples_and_needs_no_torch(command: str) -> None:
+    code = f"import sys; from autopar.cli import main\ntry: main([{command!r}, '--help'])\nexcept SystemExit: pass\n"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}sys.exit('torch' in sys.modules)"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"  autopar {command} " in done.stdout
