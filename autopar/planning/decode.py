@@ -63,6 +63,7 @@ def _with_options(model: Model, decisions: Decisions, holdings: Mapping[str, Hol
         local_inputs=options.local_inputs,
         optimizer=options.optimizer,
         micro_batches=options.micro_batches,
+        recompute=model.recompute,
         regather=frozenset(name for name, holding in holdings.items() if holding.again),
         resident=frozenset(name for name, holding in holdings.items() if holding.lasting),
         accumulated=frozenset(name for name, holding in holdings.items() if holding.deferred),

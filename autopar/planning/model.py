@@ -29,7 +29,7 @@ here count it twice; buckets of parameters are counted at the rate of a full one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -42,6 +42,7 @@ from autopar.conversions import Inserted
 from autopar.cost.compute import OpWork, Work
 from autopar.cost.fusion import scaled, shares_of
 from autopar.cost.optimizers import optimizer_of
+from autopar.layout.holds import Recompute
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout
 from autopar.planning.candidates import Option, Stored, can_be_held, options_of, stored_of
@@ -52,6 +53,7 @@ from autopar.planning.routes import Routes
 from autopar.planning.setting import Setting
 from autopar.planning.tables import Parts, Table, Tables, Wants, block_of
 from autopar.planning.totals import Sum
+from autopar.recompute import computed_again, regions_of
 from autopar.rewrite.lowerings import split_of
 from autopar.search.problem import Floats
 from autopar.tracing.graph import NamedGraph, NamedNode, NamedTensor
@@ -92,6 +94,7 @@ class Model:
     factors: tuple[Factor, ...]
     place: dict[tuple[str, str], int]
     """By kind and name, the number of a variable."""
+    recompute: Mapping[str, Recompute]
 
     def sums(self, chosen: Sequence[int], guess: bool = False) -> Floats:
         total = np.zeros(len(Sum))
@@ -102,9 +105,19 @@ class Model:
         return total
 
 
-def build(setting: Setting, demands: Demands, tables: Tables | None = None, regather: bool = False) -> Model:
-    """`regather`: parameters may be gathered again in the backward, which saves memory and never time."""
-    return _Builder(setting, demands, tables or Tables(setting, Routes(setting.axes)), regather).run()
+def build(
+    setting: Setting,
+    demands: Demands,
+    tables: Tables | None = None,
+    regather: bool = False,
+    recompute: Mapping[str, Recompute] | None = None,
+) -> Model:
+    """`regather`: parameters may be gathered again in the backward, which saves memory and never time.
+
+    `recompute`: the layers that are computed again, which is decided outside.
+    """
+    tables = tables or Tables(setting, Routes(setting.axes))
+    return _Builder(setting, demands, tables, regather, recompute or {}).run()
 
 
 @dataclass
@@ -112,7 +125,8 @@ class _Builder:
     setting: Setting
     demands: Demands
     tables: Tables
-    regather: bool = False
+    regather: bool
+    recompute: Mapping[str, Recompute]
     known: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -123,7 +137,8 @@ class _Builder:
         self.nodes = {node.name: node for node in graph.nodes}
         self.makers = {name: (node, i) for node in graph.nodes for i, name in enumerate(node.outputs) if name}
         self.handed = handed_out(graph)
-        self.again = {node.name for node in graph.nodes if node.origin.checkpoint is not None and self.setting.trains}
+        regions = regions_of(graph, self.recompute) if self.setting.trains else ()
+        self.again = computed_again(graph, regions)
         self.shares: dict[str, float] = {}
         self.kept = Kept.of(graph)
         self.optimizer = optimizer_of(self.setting.options.optimizer)
@@ -140,7 +155,7 @@ class _Builder:
                 self._value(tensor)
             else:
                 self._held(tensor)
-        return Model(self.setting, tuple(self.variables), tuple(self.factors), self.place)
+        return Model(self.setting, tuple(self.variables), tuple(self.factors), self.place, self.recompute)
 
     def _add(self, kind: str, name: str, states: tuple[Any, ...], parts: tuple[Parts, ...]) -> int:
         self.place[kind, name] = len(self.variables)

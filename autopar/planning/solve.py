@@ -18,6 +18,7 @@ from autopar.planning.demands import Demands
 from autopar.planning.errors import NoPlan
 from autopar.planning.experts import expert_plans, plan_under
 from autopar.planning.model import Model, build
+from autopar.planning.recomputing import MODES, layers_of, thinned
 from autopar.planning.routes import Routes
 from autopar.planning.search import Search
 from autopar.planning.setting import PlanOptions, Setting
@@ -82,12 +83,18 @@ def solve_plan(
     tables = Tables(setting, Routes(axes))
     model = build(setting, demands, tables)
     search = _searched(model, race, np.inf, began + time_limit)
+    bound = search.bound
     if race.plan is None or race.passed_seconds < race.seconds:
         model = build(setting, demands, tables, regather=True)
         search = _searched(model, race, limit / 2**30, began + time_limit)
+        if layers_of(graph) and setting.trains:
+            _recomputed(race, demands, tables, began + time_limit)
+        else:
+            bound = search.bound
     search.best = race.seconds
     search.close()
-    race.tell("search", search.bound)
+    bound = max(bound, search.proved)
+    race.tell("search", bound)
     if race.plan is None or race.costs is None:
         raise NoPlan(
             f"no plan was found that fits in {limit / 2**30:.2f} GiB on each device: the least that was found takes "
@@ -98,12 +105,28 @@ def solve_plan(
     return Solved(
         race.plan,
         race.costs,
-        min(search.bound, race.seconds),
+        min(bound, race.seconds),
         time.monotonic() - began,
         race.origin,
         len(model.variables),
         sum(len(variable.states) for variable in model.variables),
     )
+
+
+def _recomputed(race: _Race, demands: Demands, tables: Tables, deadline: float) -> None:
+    """Plans that are fast and do not fit, with layers computed again; then plans that are sought for it."""
+    graph = race.setting.graph
+    for plan in [plan for plan in (race.passed, race.plan) if plan is not None]:
+        for mode in MODES:
+            thinned(graph, plan, mode, lambda made: race.offer("search", made), race.limit)
+    for mode in MODES:
+        if time.monotonic() > deadline:
+            return
+        everywhere = dict.fromkeys(layers_of(graph), mode)
+        model = build(race.setting, demands, tables, regather=True, recompute=everywhere)
+        _searched(model, race, race.limit / 2**30, deadline)
+        if race.plan is not None and race.plan.recompute:
+            thinned(graph, race.plan, mode, lambda made: race.offer("search", made), race.limit)
 
 
 def _searched(model: Model, race: _Race, limit_gib: float, deadline: float) -> Search:
@@ -151,15 +174,17 @@ class _Race:
         self.origin = ""
         self.seconds = float("inf")
         self.least_bytes = float("inf")
+        self.passed: Plan | None = None
+        """The fastest plan that does not fit."""
         self.passed_seconds = float("inf")
-        """Of the fastest plan that does not fit."""
 
     def offer(self, origin: str, plan: Plan) -> Costs:
         """Price a plan, and keep it if it is the best that fits."""
         costs = evaluate(self.setting.graph, plan, self.setting.cluster)
         self.least_bytes = min(self.least_bytes, costs.memory.peak_bytes)
         if costs.memory.peak_bytes > self.limit:
-            self.passed_seconds = min(self.passed_seconds, costs.step_seconds)
+            if costs.step_seconds < self.passed_seconds:
+                self.passed, self.passed_seconds = plan, costs.step_seconds
         elif costs.step_seconds < self.seconds:
             self.plan, self.costs, self.seconds, self.origin = plan, costs, costs.step_seconds, origin
         return costs
