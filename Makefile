@@ -13,13 +13,16 @@ INSTALLED := $(VENV)/.installed
 .PHONY: help demo test check format
 
 help:
-	@echo "make demo    create .venv, install, trace Llama-3-8B and print its named graph"
+	@echo "make demo    create .venv, install, plan Llama-3-8B for 64 GPUs, run a plan on 4 processes and compare with one"
 	@echo "make test    create .venv, install, run all checks and all tests"
 	@echo "make check   lint, format and types only"
 	@echo "make format  mend what lint and format can mend"
 
 demo: $(INSTALLED)
-	$(BIN)/autopar trace examples/llama3_8b.py:llama3_8b
+	@echo "== Llama-3-8B on 64 H100, without its weights"
+	$(BIN)/autopar plan examples/llama3_8b.py:llama3_8b --set loss=True --mesh dp=8,tp=8 --cluster h100 --memory 70GiB --no-experts
+	@echo; echo "== a small GPT on 4 processes of this machine, and on one"
+	$(BIN)/autopar verify examples/gpt.py:gpt --mesh dp=2,tp=2 --layout megatron
 
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal

@@ -83,7 +83,7 @@ Row = tuple[str, str, str, str]
 HEAD: Row = ("tensor", "dims", "layout", "sends")
 
 
-def layer_rows(plan: Plan, names: Iterable[str], path: str = "") -> list[Row]:
+def layer_rows(plan: Plan, names: Iterable[str], path: str = "", repeated: bool = False) -> list[Row]:
     """Tensor, dims, layout, collectives: of each parameter that some ops use, and each value that is sent for them."""
     nodes = {node.name: node for node in plan.graph.nodes}
     sent = collectives_by_place(plan.collectives)
@@ -100,6 +100,7 @@ def layer_rows(plan: Plan, names: Iterable[str], path: str = "") -> list[Row]:
             if before is not None:
                 said = ", ".join(filter(None, dict.fromkeys((before[3], said))))
             shown = tensor.name.removeprefix(path).lstrip("./") if path else tensor.name
+            shown = skeleton(shown) if repeated else shown
             rows[tensor.name] = shown, " ".join(tensor.dims), layout_text(tensor, plan.layout_of(tensor.name)), said
     return list(rows.values())
 
@@ -114,7 +115,7 @@ def _layers(plan: Plan) -> Iterator[list[str]]:
     for repeat in plan.graph.repeats:
         kinds: dict[tuple[Row, ...], list[int]] = {}
         for t, layer in enumerate(repeat.layers):
-            rows = layer_rows(plan, [names[one] for one in layer if one in names], _path(repeat, t))
+            rows = layer_rows(plan, [names[one] for one in layer if one in names], _path(repeat, t), True)
             kinds.setdefault(tuple(rows), []).append(t)
         for found, layers in kinds.items():
             first, last = _path(repeat, layers[0]) or "layer", _path(repeat, layers[-1])
