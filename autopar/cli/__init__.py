@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from autopar.cli import calibrate, check, clusters, compare, explain, plan, solve, strategies, trace, verify
+from autopar.cli import calibrate, check, clusters, compare, explain, plan, report, solve, strategies, trace, verify
 from autopar.errors import AutoparError, TraceError
 
 __all__ = ["main"]
 
-COMMANDS = (plan, explain, compare, check, verify, trace, strategies, clusters, calibrate, solve)
+COMMANDS = (plan, explain, compare, check, verify, report, trace, strategies, clusters, calibrate, solve)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

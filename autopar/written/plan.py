@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from autopar.conversions import Outputs, conversions
 from autopar.cost.cluster import Cluster, load_cluster
@@ -27,6 +27,9 @@ from autopar.tracing.graph import NamedGraph
 from autopar.written.header import Header, check_model, dtype_of, dtype_text, parameters_of, read_header
 from autopar.written.lowered import lowered
 from autopar.written.statements import Written, written
+
+if TYPE_CHECKING:
+    from autopar.report.page import Page
 
 __all__ = ["Plan", "PricedCollective"]
 
@@ -226,6 +229,12 @@ class Plan:
         from autopar.written.compare import difference
 
         return difference(self, other)
+
+    def plot(self) -> Page:
+        """A page with pictures, which a notebook shows; its `save(path)` writes what `autopar report` does."""
+        from autopar.report.page import report
+
+        return report(self)
 
     def __str__(self) -> str:
         return self.summary()

@@ -1,0 +1,86 @@
+"""`autopar report`: the page of a plan's file or of a TARGET, and what is said to bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.cli import main
+from examples.gpt import gpt
+
+ROOT = Path(__file__).parents[2]
+GPT = f"{ROOT}/examples/gpt.py:gpt"
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["report", *words])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def shown(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def test_of_a_layout(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    place = tmp_path / "report.html"
+    words = ("--mesh", "dp=2,tp=2", "--layout", "megatron", "--cluster", "h100", "--memory", "1GiB", "-o", str(place))
+    code, out, err = run(capsys, GPT, *words)
+    assert (code, out, err) == (0, f"written to {place}\n", "")
+    data = shown(place.read_text())
+    assert data["cluster"] == "h100"
+    assert data["axes"] == [{"name": "dp", "size": 2}, {"name": "tp", "size": 2}]
+    assert data["memory"]["limit_bytes"] == 2**30
+    assert data["gap"] is None
+    assert len(data["rivals"]) > 1
+
+
+def test_of_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model, inputs = gpt()
+    plan = autopar.plan(model, "dp=2", inputs, cluster="h100")
+    plan.save(tmp_path / "gpt.plan.lay")
+    place = tmp_path / "report.html"
+    words = (str(tmp_path / "gpt.plan.lay"), "--target", GPT, "--no-experts", "-o", str(place))
+    code, _, err = run(capsys, *words)
+    assert (code, err) == (0, "")
+    page = plan.plot()
+    data, own = shown(place.read_text()), shown(page.text)
+    assert data["costs"] == own["costs"]
+    assert data["rivals"] == []
+    assert page._repr_html_().startswith("<iframe srcdoc=")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([GPT, "-o", "report.html"], "on which mesh is"),
+        ([GPT, "--mesh", "dp=2", "-o", "nowhere/report.html"], "there is no folder"),
+        (["nowhere.lay", "-o", "report.html"], "there is no file nowhere.lay"),
+        (["nowhere.py:gpt", "--mesh", "dp=2", "-o", "report.html"], "there is no file nowhere.py"),
+        ([GPT, "--mesh", "dp=2", "--cluster", "h10", "-o", "report.html"], "h10"),
+        ([GPT, "--mesh", "dp=2", "--layout", "dpp", "-o", "report.html"], "did you mean"),
+        ([f"{ROOT}/strategies/ddp.lay", "-o", "report.html"], "strategies/ddp.lay"),
+    ],
+)
+def test_wrong_questions(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("autopar report: ")
+    assert message in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "report.html").exists()
