@@ -3,22 +3,22 @@
     least  Σ over kinds of tensors that the rules do not lay out as decided: 1,  + a little for each rule
     over   one place for each dim (axes that it has somewhere; alternatives and priorities where dims claim one axis)
            one block, or none, for what is stored
-           and blocks for activations that have some other dim: `act[d_model] { seq -> tp }`
+           and blocks for tensors that have some dim: `act[d_model] { seq -> tp }`, `param[d_ff], ... { d_ff -> dp }`
 
-A kind of tensor is one name in repeated layers. Dims are settled in turn, until none changes; then each block for
-activations that spares most is added.
+A kind of tensor is one name in repeated layers. Dims are settled in turn, until none changes; then the blocks that
+spare most are added.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.layout.language import Layout
-from autopar.layout.syntax import Axes, Block, DimRule, NotSplit, Place, Scope, Split, Statement
+from autopar.layout.syntax import Axes, Block, DimRule, Kind, NotSplit, Place, Scope, Split, Statement
 from autopar.words import RESERVED
 from autopar.written.globs import skeleton
-from autopar.written.wishes import NONE, Wish, is_uneven
+from autopar.written.wishes import NONE, Wish, is_uneven, rules_for
 
 __all__ = ["bare_rules"]
 
@@ -28,8 +28,9 @@ SWEEPS = 3
 PRICE_OF_RULE = 0.4
 """Of a kind of tensor: a rule is written if it spares at least one pin."""
 
-MOST_BLOCKS = 4
-LEAST_GAIN = 2.0
+STORED: tuple[Kind, ...] = ("param", "grad", "opt")
+MOST_BLOCKS = 5
+LEAST_GAIN = 1.5
 """In kinds of tensors: a block is read less easily than a pin."""
 
 Stored = tuple[tuple[str, ...], Axes, bool]
@@ -87,9 +88,11 @@ class _Fitting:
         return (*self._statements(self.places, self.stored), *self.scoped)
 
     def _add_blocks(self, options: Mapping[str, list[Place]]) -> None:
+        """Blocks one by one, each for what it spares."""
         while len(self.scoped) < MOST_BLOCKS:
             wrong = [kind for kind in self.kinds if not self._fits(kind, self.places, self.stored)]
-            best = min(dict.fromkeys(self._scoped(wrong, options)), key=self._gain, default=None)
+            blocks = dict.fromkeys((*self._scoped(wrong, options), *self._storing(wrong)))
+            best = min(blocks, key=self._gain, default=None)
             if best is None or self._gain(best) > -LEAST_GAIN:
                 return
             self.scoped = (*self.scoped, best)
@@ -103,6 +106,15 @@ class _Fitting:
                     for place in (*options[dim], Place((NotSplit(),))):
                         yield Block((Scope("act", (other,)),), (DimRule((dim,), place),))
 
+    def _storing(self, wrong: Iterable[_Kind]) -> Iterator[Block]:
+        """What parameters with some dim are stored as."""
+        for kind in wrong:
+            if len(kind.wish.roles) == 1 or len({kind.wish.of(role) for role in STORED}) > 1:
+                continue
+            rules = rules_for(kind.wish.tensor, kind.wish.of("opt"), self.axes)
+            for dim in sorted(kind.dims - RESERVED):
+                yield Block(tuple(Scope(role, (dim,)) for role in STORED), rules)
+
     def _gain(self, block: Block) -> float:
         """How many kinds more are wrong with a block."""
         about = [kind for kind in self.kinds if set(block.scopes[0].dims) <= kind.dims]
@@ -111,7 +123,7 @@ class _Fitting:
         self.scoped = (*kept, block)
         after = self._price(about, self.places, self.stored)
         self.scoped = kept
-        return after - before + 0.01 * len(block.rules[0].place.terms)
+        return after - before + 0.01 * sum(len(rule.place.terms) for rule in block.rules)
 
     def _dims(self) -> list[str]:
         every = (name for kind in self.kinds for atom in kind.wish.tensor.atoms for name in atom.names)
@@ -190,7 +202,9 @@ class _Fitting:
         kinds, axes, uneven = stored
         one = DimRule(("*",), Place((Split(axes, pad=uneven), NotSplit())))
         # A rule of the block is more specific than one by itself, so what dims are split by is said again.
-        kept = tuple(rule for rule in rules if not _mention(rule, axes))
+        held = {name for kind in self.kinds if len(kind.wish.roles) > 1 for name in kind.dims}
+        own = (replace(rule, dims=tuple(dim for dim in rule.dims if dim in held)) for rule in rules)
+        kept = tuple(rule for rule in own if rule.dims and not _mention(rule, axes))
         return (*rules, NONE, Block(tuple(Scope(kind) for kind in kinds), (*kept, one)))  # type: ignore[arg-type]
 
 

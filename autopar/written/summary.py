@@ -100,7 +100,7 @@ def layer_rows(plan: Plan, names: Iterable[str], path: str = "", repeated: bool 
             if before is not None:
                 said = ", ".join(filter(None, dict.fromkeys((before[3], said))))
             shown = tensor.name.removeprefix(path).lstrip("./") if path else tensor.name
-            shown = skeleton(shown) if repeated else shown
+            shown = skeleton(shown) if repeated and not path else shown
             rows[tensor.name] = shown, " ".join(tensor.dims), layout_text(tensor, plan.layout_of(tensor.name)), said
     return list(rows.values())
 
@@ -117,10 +117,17 @@ def _layers(plan: Plan) -> Iterator[list[str]]:
         for t, layer in enumerate(repeat.layers):
             rows = layer_rows(plan, [names[one] for one in layer if one in names], _path(repeat, t), True)
             kinds.setdefault(tuple(rows), []).append(t)
+        kinds = dict(sorted(kinds.items(), key=lambda one: -len(one[1])))
+        usual = next(iter(kinds), ())
         for found, layers in kinds.items():
             first, last = _path(repeat, layers[0]) or "layer", _path(repeat, layers[-1])
             title = f"{first} ... {last}" if len(layers) > 1 else first
-            yield [f"{title} (×{len(layers)})", *table([HEAD, *found])]
+            if found is usual:
+                yield [f"{title} (×{len(layers)})", *table([HEAD, *found])]
+                continue
+            other = [row for row in found if row not in usual]
+            if other:
+                yield [f"{title} (×{len(layers)}), where it differs", *table([HEAD, *other])]
 
 
 def _path(repeat: Repeat, t: int) -> str:

@@ -42,7 +42,7 @@ def check(graph: NamedGraph, decisions: Decisions) -> str:
     again = complete(graph, layout, decisions.axes)
     assert (again.stored, again.ops, again.values) == (decisions.stored, decisions.ops, decisions.values), text
     if decisions.holdings:
-        assert again.holdings == decisions.holdings, text
+        assert again == decisions, text
     return text
 
 
@@ -90,6 +90,8 @@ def test_random_decisions(first_seed: int) -> None:
         "batch -> dp; d_ff -> fsdp; * -> none; @blocks.*.down/linear[* -> none] + partial(fsdp)",
         "batch -> dp; * -> none; @blocks.1.*norm.weight[* -> none] + broadcast(fsdp)",
         "batch -> dp; * -> none; op @blocks.0.up/linear[n -> fsdp]",
+        "batch -> dp; * -> none; recompute full @blocks.*",
+        "batch -> dp; * -> none; recompute selective @blocks.1",
         "batch -> dp; (heads, d_ff) -> fsdp; * -> none; use@blocks.0.* { * -> none }",
     ],
 )
