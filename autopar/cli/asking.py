@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ __all__ = [
     "is_plan",
     "meshes",
     "read_plan",
+    "target_text",
     "traced",
 ]
 
@@ -109,14 +111,32 @@ def meshes(arguments: argparse.Namespace) -> tuple[Mesh, ...]:
     return meshes_of(arguments.mesh, arguments.devices)
 
 
+def target_text(arguments: argparse.Namespace) -> str:
+    """TARGET with what changes its model, as a plan's head says it."""
+    changes = [word for setting in arguments.set for word in ("--set", setting)]
+    changes += [word for names in arguments.dims for word in ("--dims", names)]
+    return shlex.join([arguments.target, *changes])
+
+
 def traced(arguments: argparse.Namespace, target: str | None = None) -> NamedGraph:
-    """The graph of TARGET."""
-    name = target or arguments.target
-    settings, dims = parse_settings(arguments.set), parse_dims(arguments.dims)
+    """The graph of TARGET, or of what a plan's head says."""
+    name, changes = (arguments.target, []) if target is None else _target_of(target)
+    said = {flag: [word for other, word in changes if other == flag] for flag in ("--set", "--dims")}
+    settings = parse_settings(arguments.set or said["--set"])
+    dims = parse_dims(arguments.dims or said["--dims"])
     model, inputs = load_target(name, settings)
     from autopar.api import trace
 
     return trace(model, inputs, dims=dims)
+
+
+def _target_of(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """A TARGET, and the words that change its model."""
+    try:
+        name, *words = shlex.split(text)
+    except ValueError:
+        return text, []
+    return name, list(zip(words[::2], words[1::2], strict=False))
 
 
 # -- plans in files

@@ -7,7 +7,16 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.asking import Telling, add_question, add_target, asked_of, check_output, meshes, traced
+from autopar.cli.asking import (
+    Telling,
+    add_question,
+    add_target,
+    asked_of,
+    check_output,
+    meshes,
+    target_text,
+    traced,
+)
 
 if TYPE_CHECKING:
     from autopar.search_plan import Asked
@@ -64,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         telling.done()
         print(f"autopar plan: {error}")
         return 1
-    plan = replace(plan, target=arguments.target if not arguments.set else "")
+    plan = replace(plan, target=target_text(arguments))
     experts = {} if arguments.no_experts else _experts(plan, asked, telling)
     telling.done()
     if arguments.output is not None:

@@ -85,6 +85,9 @@ def test_plan_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert data["dims"]["d_ff"] == "tp"
     assert data["layout"].startswith("# autopar plan\n")
     assert "d_ff -> tp" in path.read_text()
+    code, out, _ = run(capsys, "explain", str(path), "x")
+    assert code == 0, "the head of the plan says the model with its dims"
+    assert out.startswith("x[batch features]")
 
 
 def test_plan_beside_experts(capsys: pytest.CaptureFixture[str]) -> None:
