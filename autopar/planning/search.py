@@ -30,7 +30,9 @@ from autopar.search.problem import Floats
 
 __all__ = ["Found", "Search"]
 
-MOST_ROUNDS = 40
+MOST_ROUNDS = 25
+SCANNED = range(-8, 3)
+"""Powers of two of the prices of memory that are tried first, of seconds per GiB of the fastest plan."""
 HOPELESS = 1.002
 """Candidates that are believed to be so much slower than the best are not priced."""
 SMALL = 24
@@ -70,13 +72,13 @@ class Search:
     """What was proved: at these prices the least is so much, the limits not taken off."""
     proved: float = 0.0
     found: dict[tuple[int, ...], Found] = field(default_factory=dict)
-    slowest: float = 0.0
+    hint: Floats | None = None
+    """Prices of the hinges that were good without limits."""
 
     def __post_init__(self) -> None:
         self.hinges = Hinges.of(self.model.setting)
         self.elimination = Elimination.of(self.model)
         self.count = len(self.hinges.offsets)
-        self.limits = np.full(len(MEMORY), self.limit_gib)
 
     @property
     def is_limited(self) -> bool:
@@ -84,20 +86,57 @@ class Search:
 
     @property
     def bound(self) -> float:
-        """The best that is proved, with the limits as they are now."""
-        limits = self.limits if self.is_limited else np.zeros(len(MEMORY))
-        found = [value - float(prices[self.count :] @ limits) for value, prices in self.answers]
+        """The best that is proved; of memory, what is counted is taken to miss as little as it ever did."""
+        missed = min((one.missed_gib for one in self.found.values()), default=0.0)
+        return self._bound_at(self.limit_gib - missed)
+
+    def _bound_at(self, limit_gib: float) -> float:
+        limit = limit_gib if self.is_limited else 0.0
+        found = [value - limit * float(prices[self.count :].sum()) for value, prices in self.answers]
         return max([self.proved, *found])
+
+    @property
+    def aim_gib(self) -> float:
+        """What may be counted: what is known to be missed of the plan closest to the limit leaves so much."""
+        if not self.is_limited:
+            return np.inf
+        closest = min(self.found.values(), key=lambda one: abs(one.peak_gib - self.limit_gib), default=None)
+        missed = 0.0 if closest is None else closest.missed_gib
+        return self.limit_gib - missed
 
     def run(self) -> None:
         """Improve prices until the gap is closed, nothing moves, or the time is up."""
+        if self.is_limited:
+            self._scan()
+        self._improve()
+
+    def _scan(self) -> None:
+        """Plans that take less and less memory, the same whatever the limit is: more room makes no plan worse."""
+        hinges = np.ones(self.count) if self.hint is None else self.hint
+        weights, _ = self.hinges.weights(hinges)
+        fastest = self.elimination.candidate(weights)
+        sums = self.model.sums(fastest)
+        scale = self.hinges.seconds(sums) / max(float(sums[Sum.KEPT_GIB]), 1e-9)
+        for exponent in SCANNED:
+            at = weights.copy()
+            at[Sum.KEPT_GIB] += scale * 2.0**exponent
+            at[Sum.STEP_GIB] += scale * 2.0 ** (exponent - 2)
+            chosen = self.elimination.candidate(at)
+            self.planes.append(self.model.sums(chosen))
+            self.try_out(chosen)
+            if time.monotonic() > self.deadline:
+                return
+
+    def _improve(self) -> None:
         prices = np.zeros(self.count + len(MEMORY))
+        if len(self.planes) > 1:
+            _, prices = self._master()
         for _ in range(MOST_ROUNDS):
             self._round(prices)
             if self.best - self.bound <= self.gap * self.best or time.monotonic() > self.deadline:
                 return
             upper, prices = self._master()
-            if upper - self.bound <= 0.1 * self.gap * abs(upper):
+            if upper - self._bound_at(self.aim_gib) <= 0.1 * self.gap * abs(upper):
                 return
 
     # -- one round
@@ -123,8 +162,6 @@ class Search:
             known = self.found[key] = Found(chosen, sums, seconds, peak)
             if peak <= self.limit_gib:
                 self.best = min(self.best, seconds)
-        if self.is_limited:
-            self.limits = np.full(len(MEMORY), self.limit_gib - min(one.missed_gib for one in self.found.values()))
         return known
 
     def _master(self) -> tuple[float, Floats]:
@@ -150,7 +187,12 @@ class Search:
     def _excess(self, sums: Floats) -> Floats:
         if not self.is_limited:
             return np.zeros(len(MEMORY))
-        return np.asarray(sums[list(MEMORY)] - self.limits)
+        return np.asarray(sums[list(MEMORY)] - self.aim_gib)
+
+    def hinge_prices(self) -> Floats:
+        """Those of the best bound without limits."""
+        free = [(value, prices) for value, prices in self.answers if not prices[self.count :].any()]
+        return max(free, key=lambda answer: answer[0])[1][: self.count] if free else np.zeros(self.count)
 
     def close(self, most: int = MOST_CLOSED) -> None:
         """Of a small model, the proof: what could still be better is tried."""
@@ -160,9 +202,7 @@ class Search:
             or (np.isfinite(self.best) and self.best <= self.bound)
         ):
             return
-        free = [(value, prices) for value, prices in self.answers if not prices[self.count :].any()]
-        prices = max(free, key=lambda answer: answer[0])[1][: self.count] if free else np.zeros(self.count)
-        weights, constant = self.hinges.weights(prices)
+        weights, constant = self.hinges.weights(self.hinge_prices())
 
         def price(chosen: list[int]) -> float:
             self.try_out(chosen, hopeless=False)

@@ -23,6 +23,7 @@ from autopar.planning.routes import Routes
 from autopar.planning.search import Search
 from autopar.planning.setting import PlanOptions, Setting
 from autopar.planning.tables import Tables
+from autopar.search.problem import Floats
 from autopar.search.work import Progress, relative_gap
 from autopar.tracing.graph import NamedGraph
 
@@ -86,9 +87,10 @@ def solve_plan(
     bound = search.bound
     if race.plan is None or race.passed_seconds < race.seconds:
         model = build(setting, demands, tables, regather=True)
-        search = _searched(model, race, limit / 2**30, began + time_limit)
+        hint = search.hinge_prices()
+        search = _searched(model, race, limit / 2**30, began + time_limit, hint)
         if layers_of(graph) and setting.trains:
-            _recomputed(race, demands, tables, began + time_limit)
+            _recomputed(race, demands, tables, began + time_limit, hint)
         else:
             bound = search.bound
     search.best = race.seconds
@@ -113,7 +115,7 @@ def solve_plan(
     )
 
 
-def _recomputed(race: _Race, demands: Demands, tables: Tables, deadline: float) -> None:
+def _recomputed(race: _Race, demands: Demands, tables: Tables, deadline: float, hint: Floats) -> None:
     """Plans that are fast and do not fit, with layers computed again; then plans that are sought for it."""
     graph = race.setting.graph
     for plan in [plan for plan in (race.passed, race.plan) if plan is not None]:
@@ -124,19 +126,19 @@ def _recomputed(race: _Race, demands: Demands, tables: Tables, deadline: float) 
             return
         everywhere = dict.fromkeys(layers_of(graph), mode)
         model = build(race.setting, demands, tables, regather=True, recompute=everywhere)
-        _searched(model, race, race.limit / 2**30, deadline)
+        _searched(model, race, race.limit / 2**30, deadline, hint)
         if race.plan is not None and race.plan.recompute:
             thinned(graph, race.plan, mode, lambda made: race.offer("search", made), race.limit)
 
 
-def _searched(model: Model, race: _Race, limit_gib: float, deadline: float) -> Search:
+def _searched(model: Model, race: _Race, limit_gib: float, deadline: float, hint: Floats | None = None) -> Search:
     """A search that tells the race of all that it finds."""
 
     def report(chosen: Sequence[int]) -> tuple[float, float]:
         costs = race.offer("search", plan_of(model, chosen))
         return costs.step_seconds, costs.memory.peak_bytes / 2**30
 
-    search = Search(model, report, deadline, limit_gib)
+    search = Search(model, report, deadline, limit_gib, hint=hint)
     search.best = race.seconds
     if search.is_limited and search.least_memory().peak_gib > limit_gib and race.plan is None:
         return search
