@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from types import MappingProxyType
 
@@ -47,6 +47,11 @@ class Plan:
     """Whether the module runs under `torch.compile`."""
     links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """The level of the cluster that an axis was put on by hand: `{"dp": "network"}`."""
+
+    def __post_init__(self) -> None:
+        # Decisions are what is written and what is run: they say the same.
+        if dict(self.recompute) != dict(self.decisions.recompute):
+            object.__setattr__(self, "decisions", replace(self.decisions, recompute=dict(self.recompute)))
 
     @property
     def axes(self) -> Mapping[str, int]:

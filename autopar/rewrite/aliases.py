@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 import torch
 from torch.fx import Node
 
-__all__ = ["is_idle_copy", "readers"]
+__all__ = ["FRESH", "is_idle_copy", "makes_new_memory", "readers"]
+
+FRESH = "fresh"
+"""What is noted of a module of ours that stands for an op whose results share no memory with its operands."""
 
 
 def readers(values: Iterable[Node]) -> set[Node]:
-    """The ops that read some tensors, also through views of them."""
+    """The ops that read some tensors, also through views of them; of an op that gives several tensors, these."""
     found: set[Node] = set()
     open_nodes = list(values)
     while open_nodes:
         for user in open_nodes.pop().users:
-            if user not in found:
-                found.add(user)
-                if _may_alias(user):
-                    open_nodes.append(user)
+            several = bool(user.users) and all(part.target is operator.getitem for part in user.users)
+            for reader in user.users if several else (user,):
+                if reader not in found:
+                    found.add(reader)
+                    if _may_alias(user):
+                        open_nodes.append(reader)
     return found
 
 
@@ -27,7 +33,13 @@ def _may_alias(node: Node) -> bool:
     """Whether the result of an op may share the memory of an operand."""
     if isinstance(node.target, torch._ops.OpOverload):
         return any(result.alias_info is not None for result in node.target._schema.returns)
-    return node.op != "output"
+    return node.op != "output" and not node.meta.get(FRESH)
+
+
+def makes_new_memory(op: torch._ops.OpOverload) -> bool:
+    """Whether the results of an op never share the memory of an operand; padding by nothing may be done by a view."""
+    shared = any(result.alias_info is not None for result in op._schema.returns)
+    return not shared and op is not torch.ops.aten.constant_pad_nd.default
 
 
 def is_idle_copy(node: Node) -> bool:

@@ -24,7 +24,7 @@ from autopar.layout.holds import Recompute
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout, chunk
 from autopar.recompute import computed_again, regions_of
-from autopar.rewrite.aliases import is_idle_copy
+from autopar.rewrite.aliases import FRESH, is_idle_copy, makes_new_memory
 from autopar.rewrite.buckets import Parameters, put_in_buckets
 from autopar.rewrite.checkpoints import KEPT, REGION, with_regions
 from autopar.rewrite.drawing import Drawings, DrawnOp
@@ -190,6 +190,10 @@ class _Emitter:
     def _mark(self, made: Node, source: Node, op: str) -> None:
         """Where a node comes from, and what of it is computed again."""
         made.meta["origin"] = source.meta.get("origin")
+        module = self.modules.get(str(made.target)) if made.op == "call_module" else None
+        if isinstance(module, Lowered | Communicating):
+            assert isinstance(source.target, torch._ops.OpOverload), source
+            made.meta[FRESH] = makes_new_memory(source.target)
         if op in self.region_of:
             made.meta[REGION] = self.region_of[op]
             made.meta[KEPT] = op not in self.again

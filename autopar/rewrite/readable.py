@@ -43,7 +43,7 @@ def _text(tensor: NamedTensor, layout: Layout) -> str:
 
 
 def with_notes(module: GraphModule) -> str:
-    """The code of a generated graph, with a comment before every step that has notes."""
+    """The code of a generated graph, with a comment before every step that has notes; then that of its regions."""
     lines = []
     for line in module.code.strip("\n").split("\n"):
         called = re.match(r"( +)\w+ = self\.(\w+)\(", line)
@@ -51,4 +51,9 @@ def with_notes(module: GraphModule) -> str:
             notes = getattr(module.get_submodule(called[2]), "notes", ())
             lines += [f"{called[1]}# {note}" for note in notes]
         lines.append(line)
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    for name, child in module.named_children():
+        body = getattr(child, "body", child)
+        if isinstance(body, GraphModule):
+            text += f"\n\n# {name}\n{with_notes(body)}"
+    return text

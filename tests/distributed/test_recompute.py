@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import autopar
 from autopar.layout.strategies import load_strategy
 from examples.gpt import gpt
+from examples.resnet import resnet
 from tests.distributed.launcher import launch
 from tests.distributed.sent import Counted
 from tests.distributed.training import Inputs, gap, gradient_gap, gradients, worst
@@ -66,6 +67,7 @@ def with_dropout(mesh: str) -> dict[str, Any]:
             found[f"{strategy}, {mode}"] = max(gap(loss, plain[0]), worst(given, plain[1]))
             found[f"{strategy}, {mode}, exact"] = max(gap(exact_loss, expected), worst(exact, gradients(model)))
             found[f"{strategy}, {mode}, sent"] = sent
+            found[f"{strategy}, {mode}, notes"] = {"all": parallel.code.count("all_gather(")}
     return found
 
 
@@ -146,6 +148,33 @@ def shared_parameters() -> dict[str, Any]:
     return found
 
 
+def gathered_again(mesh: str) -> dict[str, Any]:
+    """Parameters that ops of ours read, some with several results: given up after the forward, every bucket of them."""
+    found: dict[str, Any] = {}
+    torch.manual_seed(0)
+    image, images = resnet(depth=10, width=8, image=16, batch=8, loss=True, train=True)
+    text, inputs = gpt(batch=4, seq=8, vocab=24, d_model=16, heads=4, layers=1)
+    cases = (("resnet", image, images, "fsdp", "fsdp=a*b"), ("gpt", text, inputs, "fsdp_tp", "fsdp=a, tp=b"))
+    for name, model, given, strategy, axes in cases:
+        model = model.double()
+        given = {key: value.double() if value.is_floating_point() else value for key, value in given.items()}
+        meaning = {axis: tuple(over.split("*")) for axis, over in (pair.split("=") for pair in axes.split(", "))}
+        layout = f"{load_strategy(strategy).on_axes(meaning)}\nregather @*"
+        parallel = autopar.parallelize(copy.deepcopy(model), mesh, given, layout=layout)
+        for call in ("first", "second"):
+            model.zero_grad()
+            parallel.zero_grad()
+            value, expected = parallel(**given), model(**given)
+            value.backward()
+            expected.backward()
+            found[f"{name}, {call}"] = max(gap(value, expected), gradient_gap(model, parallel))
+        steps = [step for step, _ in parallel.emitted.graph_module.named_children()]
+        gathers = [step for step in steps if step.endswith("_start") and "all_gather" in step]
+        assert gathers
+        assert {f"{step.removesuffix('_start')}_release" for step in gathers} <= set(steps)
+    return found
+
+
 def one_rank() -> dict[str, Any]:
     """On one rank dropout draws from the default generator, as the model does."""
     model, inputs = small_gpt(0.2)
@@ -170,6 +199,7 @@ def test_gradients_with_dropout() -> None:
         gaps = {case: value for case, value in found.items() if not isinstance(value, dict)}
         assert {case: value for case, value in gaps.items() if not value < 1e-11} == {}
         none, selective, full = (found[f"megatron_sp, {mode}, sent"] for mode in MODES)
+        assert found["megatron_sp, none, notes"] == found["megatron_sp, full, notes"], "regions are shown too"
         assert selective == none, "what is dear is not done again, and nothing is sent again"
         assert full["all_gather_into_tensor"] == none["all_gather_into_tensor"] + 2 * 2
         none, selective, full = (found[f"fsdp, {mode}, sent"] for mode in MODES)
@@ -187,6 +217,12 @@ def test_shared_parameters() -> None:
     for found in launch(shared_parameters, ranks=2):
         assert len(found) == 12
         assert max(found.values()) < 1e-12, found
+
+
+def test_what_is_gathered_again_is_given_up() -> None:
+    for found in launch(gathered_again, "a=2,b=2", ranks=4):
+        assert len(found) == 4
+        assert max(found.values()) < 1e-11, found
 
 
 def test_one_rank_draws_what_the_model_draws() -> None:

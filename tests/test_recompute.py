@@ -1,0 +1,118 @@
+"""What is computed again: which layers a layout means, which ops of them, and what of the model's own checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autopar
+from autopar.decided import Plan
+from autopar.errors import LayoutError
+from autopar.layout.holds import recompute_of
+from autopar.layout.language import parse_layout
+from autopar.recompute import computed_again, regions_of
+from autopar.tracing.graph import NamedGraph
+
+LAYERS = ("blocks.0", "blocks.1", "blocks.10", "head")
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        ("* -> none", {}),
+        ("recompute full @blocks.*", {"blocks.0": "full", "blocks.1": "full", "blocks.10": "full"}),
+        ("recompute full @blocks.1*; recompute none @blocks.10", {"blocks.1": "full"}),
+        ("recompute none @head; recompute selective @head*", {}),
+        ("recompute selective @blocks.1; keep @blocks.*", {"blocks.1": "selective"}),
+    ],
+)
+def test_which_layers(lines: str, found: dict[str, str]) -> None:
+    assert recompute_of(parse_layout(lines), LAYERS) == found
+
+
+def test_two_ways_for_one_layer() -> None:
+    with pytest.raises(LayoutError) as error:
+        recompute_of(parse_layout("recompute full @blocks.*\nrecompute selective @*.1", "my.lay"), LAYERS)
+    assert str(error.value) == (
+        "E2: the layer blocks.1 is to be computed again in two ways by equally specific lines\n"
+        "  my.lay:1 | recompute full @blocks.*\n"
+        "           | ^\n"
+        "  my.lay:2 | recompute selective @*.1\n"
+        "           | ^\n"
+        "fix: drop one, or say 'recompute full @blocks.1', which beats a pattern"
+    )
+
+
+class Attention(nn.Module):
+    """Attention that is written out, between a norm and a map."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.qkv = nn.Linear(8, 24)
+        self.out = nn.Linear(8, 8)
+        self.checkpointed = checkpointed
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return torch.softmax(q @ k.transpose(1, 2), -1) @ v
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        y = checkpoint(self.attend, y, use_reentrant=False) if self.checkpointed else self.attend(y)
+        return x + self.out(y)  # type: ignore[no-any-return]
+
+
+class Model(nn.Module):
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Attention(checkpointed) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+def traced(checkpointed: bool = False) -> NamedGraph:
+    return autopar.trace(Model(checkpointed), (torch.randn(2, 4, 8),), dims={"x": "batch seq d"})
+
+
+def test_selective_keeps_what_is_dear() -> None:
+    graph = traced()
+    (first, *_) = regions_of(graph, {"blocks.0": "selective"})
+    again = computed_again(graph, (first,))
+    kept = [node.op for node in graph.nodes if node.name in first.ops and node.name not in again]
+    assert kept == ["aten.linear.default"] * 2, "products of two values are computed again"
+    assert computed_again(graph, (replace(first, mode="full"),)) == set(first.ops)
+
+
+def test_layers_of_one_path_are_regions_of_their_own() -> None:
+    graph = traced()
+    (repeat,) = graph.repeats
+    graph = replace(graph, repeats=(replace(repeat, module_paths=("blocks",) * 3),))
+    regions = regions_of(graph, {"blocks": "full"})
+    assert len(regions) == 3
+    assert len({op for region in regions for op in region.ops}) == sum(len(region.ops) for region in regions)
+
+
+def test_a_checkpoint_of_the_model_within_a_layer_is_part_of_it() -> None:
+    graph = traced(checkpointed=True)
+    own = regions_of(graph, {})
+    assert [region.mode for region in own] == ["full"] * 3
+    one, *others = regions_of(graph, {"blocks.0": "selective"})
+    assert (one.name, one.mode) == ("blocks.0", "selective")
+    assert set(own[0].ops) < set(one.ops)
+    assert others == list(own[1:])
+
+
+def test_a_plan_and_its_decisions_say_the_same() -> None:
+    graph = traced()
+    plan = Plan.of(graph, parse_layout("* -> none; recompute full @blocks.0"), {"dp": 2})
+    assert plan.recompute == plan.decisions.recompute == {"blocks.0": "full"}
+    other = replace(plan, recompute={"blocks.1": "selective"})
+    assert other.decisions.recompute == {"blocks.1": "selective"}
