@@ -218,7 +218,7 @@ def _is_limit(statement: object) -> bool:
 
 
 def canonical(graph: NamedGraph, decided: Decided) -> Decided:
-    """Parameters as a layout says that they are used: which axes split them; broadcasts begin at their uses."""
+    """What was searched as a layout says it: parameters are used as axes split them, broadcasts begin at their uses."""
     decisions = decided.decisions
     values = {
         name: replace(layout, partial=frozenset(), broadcast=frozenset())
@@ -226,7 +226,8 @@ def canonical(graph: NamedGraph, decided: Decided) -> Decided:
         else layout
         for name, layout in decisions.values.items()
     }
-    return replace(decided, decisions=replace(decisions, values=values))
+    recompute = {path: mode for path, mode in decided.recompute.items() if mode != "none"}
+    return replace(decided, recompute=recompute, decisions=replace(decisions, values=values, recompute=recompute))
 
 
 def under(graph: NamedGraph, mesh: Mesh, layout: str | Path | Layout, asked: Asked, origin: str = "") -> Plan:
