@@ -6,8 +6,10 @@ that live, so that each op's own autograd formula says what it keeps and what it
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autopar.rules.call import arguments_by_name, operands_of
 from autopar.tracing.exported import Exported
 
-__all__ = ["Footprint", "LiveBytes", "fake_input", "footprints", "measure"]
+__all__ = ["Footprint", "LiveBytes", "fake_input", "footprints", "measure", "untold_failures"]
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,29 @@ def _key(node: Node, trained: frozenset[Node]) -> Any:
 
 
 def _probe(node: Node, trained: frozenset[Node]) -> Footprint:
-    """One op of a graph, alone, on fake tensors of a CPU: fused kernels keep the same values there as elsewhere."""
+    """One op of a graph, alone, on fake tensors of a CPU: fused kernels keep the same values there as elsewhere.
+
+    What a CPU cannot do in this dtype (models write some ops for GPUs alone) is probed without a device.
+    """
+    try:
+        with untold_failures():
+            return _probe_on("cpu", node, trained)
+    except (RuntimeError, NotImplementedError):
+        return _probe_on("meta", node, trained)
+
+
+@contextmanager
+def untold_failures() -> Iterator[None]:
+    """Trying what a device may not be able to do: torch logs each op that fails on fake tensors as an error."""
+    told = logging.getLogger("torch._subclasses.fake_tensor")
+    before, told.disabled = told.disabled, True
+    try:
+        yield
+    finally:
+        told.disabled = before
+
+
+def _probe_on(device: str, node: Node, trained: frozenset[Node]) -> Footprint:
     made: dict[Node, Any] = {}
 
     def given(source: Node) -> Any:
@@ -139,21 +163,28 @@ def _probe(node: Node, trained: frozenset[Node]) -> Footprint:
         if not isinstance(val, Tensor):
             return val
         if source not in made:
-            made[source] = fake_input(tuple(val.size()), val.dtype, source in trained, tuple(val.stride()))
+            made[source] = fake_input(tuple(val.size()), val.dtype, source in trained, tuple(val.stride()), device)
         return made[source]
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), given)
         target: Any = node.target
         operands = operands_of(target, arguments_by_name(target, args, kwargs))
-        return measure(operands, lambda: target(*args, **_on_cpu(target, kwargs)))
+        return measure(operands, lambda: target(*args, **_on(device, target, kwargs)))
 
 
 def fake_input(
-    shape: tuple[int, ...], dtype: torch.dtype, trained: bool, strides: tuple[int, ...] | None = None
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    trained: bool,
+    strides: tuple[int, ...] | None = None,
+    device: str = "cpu",
 ) -> Tensor:
     """A tensor without memory, under a fake tensor mode."""
-    made = torch.empty(shape, dtype=dtype) if strides is None else torch.empty_strided(shape, strides, dtype=dtype)
+    if strides is None:
+        made = torch.empty(shape, dtype=dtype, device=device)
+    else:
+        made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
     # Not a leaf: some ops treat leaves in another way.
     return made.requires_grad_().view_as(made) if trained else made
 
@@ -219,10 +250,10 @@ def _flat(result: Any) -> list[Any]:
     return [item for part in result for item in _flat(part)] if isinstance(result, (tuple, list)) else [result]
 
 
-def _on_cpu(target: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _on(device: str, target: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     changed = dict(kwargs)
     if "device" in changed:
-        changed["device"] = torch.device("cpu")
+        changed["device"] = torch.device(device)
     if target is torch.ops.aten.scaled_dot_product_attention.default and "dropout_p" in changed:
         changed["dropout_p"] = 0.0  # with dropout only the CPU falls back to the unfused kernel
     return changed

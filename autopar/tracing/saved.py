@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.tracing.checkpoint import checkpoint_regions
 from autopar.tracing.exported import Exported
+from autopar.tracing.footprint import untold_failures
 
 __all__ = ["InternalSave", "Saved", "saved_values"]
 
@@ -95,7 +96,15 @@ class _Run:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.results.__getitem__)
         target: Any = node.target
         self.packed.clear()
-        self.place(node, target(*args, **_on_cpu(node, kwargs)))
+        try:
+            with untold_failures():
+                result = target(*args, **_on_cpu(node, kwargs))
+        except (RuntimeError, NotImplementedError):
+            if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))):
+                raise
+            # Models write some ops for GPUs alone, on numbers that no gradient flows through: they keep nothing.
+            result = tree_map(_like_on_cpu, node.meta["val"])
+        self.place(node, result)
         if recomputed:
             return
         for tensor in self.packed:
@@ -150,6 +159,12 @@ def _address(tensor: torch.Tensor) -> int:
 def _input(val: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     made = torch.empty_strided(val.size(), val.stride(), dtype=val.dtype, device="cpu")
     return made.requires_grad_(requires_grad)
+
+
+def _like_on_cpu(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
 
 
 def _on_cpu(node: Node, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -90,3 +90,18 @@ def test_live_bytes(grows: bool) -> None:
         kept.append(kept[0] + 1 if grows else torch.zeros(1))
         assert counter.live == (2048 if grows else 4)
         assert counter.peak == (2048 if grows else 1024)
+
+
+def test_what_only_a_gpu_can_do_is_looked_at_without_one(caplog: pytest.LogCaptureFixture) -> None:
+    """A histogram of whole numbers: models count tokens per expert so, but not on a CPU."""
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        chosen = x.argmax(-1).int()
+        return x.softmax(-1).sum() + torch.histc(chosen, 4, 0, 3).sum()
+
+    graph = autopar.trace(Call(counted), (torch.randn(6, 4, device="meta", requires_grad=True),))
+    (node,) = (node for node in graph.nodes if "histc" in node.op)
+    found = graph.footprints[node.node]
+    assert (found.keeps, found.keeps_outputs, found.aliases) == ((), (), (None,))
+    assert [tensor.node.split("_")[0] for tensor in graph.saved] == ["softmax"]
+    assert "failed while attempting" not in caplog.text
