@@ -1,0 +1,96 @@
+"""How long the planner searches, beside a bare export of the same model, and what it proves.
+
+    python -m benchmarks.search                                  # Llama-3-8B on dp=8,tp=8
+    python -m benchmarks.search --layers 8 32 80 --mesh dp=8,tp=8 --mesh dp=64
+    python -m benchmarks.search --memory 25                      # GiB on each device
+
+Seconds are the processor's, which other programs do not count into; the export is that of the same number of layers, in
+the same process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+import warnings
+
+import torch
+
+import autopar
+from autopar.cost.cluster import load_cluster
+from autopar.errors import AutoparError
+from autopar.mesh import Mesh
+from autopar.planning.solve import PlanOptions, solve_plan
+from examples.llama3_8b import llama3_8b
+
+HEAD = (
+    f"{'layers':>6} {'mesh':>16} {'nodes':>6} {'variables':>9} {'search s':>9} {'/ export':>8} {'gap %':>7} "
+    f"{'step ms':>9} {'GiB':>6}"
+)
+
+
+def exported_seconds(layers: int) -> float:
+    """A bare export, as any tool that starts from it pays."""
+    model, inputs = _model(layers)
+    gc.collect()
+    begin = time.process_time()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        torch.export.export(model, (), inputs, strict=False).run_decompositions({})
+    return time.process_time() - begin
+
+
+def _model(layers: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return llama3_8b(layers=layers, loss=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[32])
+    parser.add_argument("--mesh", action="append", help="default: dp=8,tp=8")
+    parser.add_argument("--cluster", default="h100")
+    parser.add_argument("--memory", type=float, default=70.0, help="GiB on each device")
+    parser.add_argument(
+        "--experts", action="store_true", help="price the strategies of experts too, and begin from them"
+    )
+    parser.add_argument("--time-limit", type=float, default=120.0)
+    given = parser.parse_args()
+    cluster = load_cluster(given.cluster)
+    print(HEAD, flush=True)
+    for layers in given.layers:
+        bare = exported_seconds(layers)
+        graph = autopar.trace(*_model(layers))
+        _ = graph.footprints
+        for text in given.mesh or ["dp=8,tp=8"]:
+            mesh = Mesh(text)
+            axes = dict(zip(mesh.names, mesh.sizes, strict=True))
+            begin = time.process_time()
+            try:
+                found = solve_plan(
+                    graph,
+                    axes,
+                    cluster,
+                    memory_bytes=given.memory * 2**30,
+                    options=PlanOptions(),
+                    experts=given.experts,
+                    time_limit=given.time_limit,
+                )
+            except AutoparError as error:
+                print(f"{layers:6} {text:>16} {str(error).splitlines()[0]}", flush=True)
+                continue
+            spent = time.process_time() - begin
+            print(
+                f"{layers:6} {text:>16} {len(graph.nodes):6} {found.variables:9} {spent:9.2f} {spent / bare:8.2f} "
+                f"{100 * found.gap:7.3f} {1e3 * found.costs.step_seconds:9.2f} "
+                f"{found.costs.memory.peak_bytes / 2**30:6.2f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
