@@ -13,7 +13,17 @@ from autopar.layout.language import Layout
 from autopar.layout.strategies import load_strategy, strategy_names
 from autopar.planning.setting import Setting
 
-__all__ = ["expert_plans"]
+__all__ = ["WHOLE", "expert_plans", "splits_nothing"]
+
+WHOLE = "a layout that splits nothing"
+"""What a plan is called in which every device does everything, by whatever strategy it came about."""
+
+
+def splits_nothing(plan: Plan) -> bool:
+    """Whether every device holds and does everything."""
+    decisions = plan.decisions
+    held = any(any(layout.splits) for layout in decisions.stored.values())
+    return not held and not any(op.choice.splits for op in decisions.ops.values())
 
 
 def expert_plans(setting: Setting) -> Iterator[tuple[str, Plan]]:
@@ -27,7 +37,7 @@ def expert_plans(setting: Setting) -> Iterator[tuple[str, Plan]]:
             if plan is not None:
                 given = ", ".join(f"{axis}={'*'.join(own)}" for axis, own in meaning.items() if own)
                 yield (
-                    f"{name}({given})",
+                    WHOLE if splits_nothing(plan) else f"{name}({given})",
                     replace(
                         plan,
                         outputs=options.outputs,

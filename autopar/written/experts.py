@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from autopar.errors import AutoparError
 from autopar.layout.choosing import axes_of
 from autopar.layout.strategies import load_strategy, strategy_names
+from autopar.planning.experts import WHOLE, splits_nothing
 
 if TYPE_CHECKING:
     from autopar.search_plan import Asked
@@ -33,7 +34,7 @@ def experts_beside(plan: Plan, asked: Asked) -> dict[str, Plan]:
             if any(one.decided == other.decided for other in found.values()):
                 continue
             if best is None or _rank(one) < _rank(best[1]):
-                best = call, one
+                best = WHOLE if splits_nothing(one.decided) else call, one
         if best is not None:
             found[best[0]] = best[1]
     return dict(sorted(found.items(), key=lambda item: _rank(item[1])))
