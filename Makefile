@@ -10,12 +10,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format
+.PHONY: help demo test check format docs
 
 help:
 	@echo "make demo    create .venv, install, plan Llama-3-8B for 64 GPUs, run a plan on 4 processes and compare with one"
 	@echo "make test    create .venv, install, run all checks and all tests"
 	@echo "make check   lint, format and types only"
+	@echo "make docs    create .venv, install, build the site of the documentation into site/"
 	@echo "make format  mend what lint and format can mend"
 
 demo: $(INSTALLED)
@@ -31,6 +32,9 @@ check: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict autopar
+
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from autopar.cli import calibrate, check, clusters, compare, explain, plan, report, solve, strategies, trace, verify
+from autopar.cli.shell import SHELLS, PrintCompletion
 from autopar.errors import AutoparError, TraceError
 
 __all__ = ["main"]
@@ -25,6 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(subparsers)
+    parser.add_argument(
+        "--print-completion",
+        action=PrintCompletion,
+        choices=SHELLS,
+        help="print the completion of this command line for a shell",
+    )
     arguments = parser.parse_args(argv)
     try:
         code: int = arguments.run(arguments)
