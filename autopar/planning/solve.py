@@ -65,7 +65,7 @@ def solve_plan(
     """Decide what of a plan is open: all of it, or what `layout` leaves.
 
     `memory_bytes` is what the plan may hold on each device; by default what the device has. `warm` is a plan to begin
-    from; `experts`: whether the strategies of experts are.
+    from; `experts`: whether the strategies of experts are priced as well, in the time that is left.
     """
     began = time.monotonic()
     setting = Setting.of(graph, axes, cluster, options or PlanOptions())
@@ -76,9 +76,6 @@ def solve_plan(
         plan = plan_under(setting, layout)
         if plan is not None:
             race.offer("layout", _with(plan, setting.options))
-    elif experts:
-        for name, plan in expert_plans(setting):
-            race.offer(name, plan)
     if warm is not None and warm.graph == fingerprint(graph) and dict(warm.axes) == dict(axes):
         race.offer("warm", warm)
     tables = Tables(setting, Routes(axes))
@@ -93,6 +90,8 @@ def solve_plan(
             _recomputed(race, demands, tables, began + time_limit, hint)
         else:
             bound = search.bound
+    if experts and not demands.given.statements:
+        _with_experts(race, bound, began + time_limit)
     search.best = race.seconds
     search.close()
     bound = max(bound, search.proved)
@@ -113,6 +112,14 @@ def solve_plan(
         len(model.variables),
         sum(len(variable.states) for variable in model.variables),
     )
+
+
+def _with_experts(race: _Race, bound: float, deadline: float) -> None:
+    """The strategies of experts, as long as there is time and one of them could be better."""
+    for name, plan in expert_plans(race.setting):
+        if relative_gap(race.seconds, bound) == 0.0 or time.monotonic() > deadline:
+            return
+        race.offer(name, plan)
 
 
 def _recomputed(race: _Race, demands: Demands, tables: Tables, deadline: float, hint: Floats) -> None:
