@@ -1,6 +1,6 @@
 """The predicted peak of memory and the measured one, for models under strategies with AdamW, in eager mode.
 
-    python -m benchmarks.memory [--models gpt,bert] [--rank 0]
+    python -m benchmarks.memory [--models gpt,bert] [--rank 0] [--recompute full] [--regather]
 
 One rank runs for itself, with real tensors, on a process group whose collectives move nothing but give tensors of the
 right shapes. A dispatch mode counts the bytes of the storages that live.
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autopar
+from autopar.cost.layers import again
 from autopar.cost.memory import memory
 from autopar.cost.profile import wire_of
 from autopar.decided import Plan
 from autopar.layout.choosing import choose_layout
+from autopar.layout.holds import Recompute
 from autopar.layout.resolve import atoms_of
 from autopar.rewrite.bucket import Handling
 from autopar.rewrite.buckets import Parameters
@@ -209,11 +211,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(models()), help="names, with commas between them")
     parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--recompute", choices=get_args(Recompute), default="none", help="of all repeated layers")
+    parser.add_argument("--regather", action="store_true", help="gather all parameters again")
     options = parser.parse_args()
     print(f"{'model':8} {'layout':20} {'saved MB':>19}  {'peak MB':>19}   error  at")
     worst = 0.0
     for name, layout, graph, plan in cases(options.models.split(",")):
-        predicted = memory(graph, plan, wire_of(graph, plan))
+        layers = [path for repeat in graph.repeats for path in repeat.module_paths]
+        names = frozenset(tensor.name for tensor in graph.parameters if options.regather)
+        plan = replace(plan, recompute=dict.fromkeys(layers, options.recompute), regather=names)
+        predicted = memory(graph, plan, wire_of(graph, plan), again(graph, plan))
         measured = measure(graph, plan, options.rank)
         error = predicted.peak_bytes / measured.peak_bytes - 1
         worst = max(worst, abs(error))
