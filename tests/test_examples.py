@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import ast
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from autopar import trace
+from autopar.cli import main
 from examples.custom_op import custom_op
 from examples.gpt import gpt
 from examples.llama3_8b import llama3_8b
 from examples.mlp import mlp
 from examples.moe import moe
 from examples.resnet import resnet
+from examples.vit import vit
 from tests.equivalence import assert_equivalent
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.parametrize(
@@ -28,6 +36,8 @@ from tests.equivalence import assert_equivalent
         (resnet, {"depth": 10, "train": True}),
         (resnet, {"depth": 50, "train": True, "loss": True}),
         (moe, {}),
+        (vit, {}),
+        (vit, {"loss": False}),
         (custom_op, {}),
     ],
     ids=lambda value: value.__name__ if callable(value) else ",".join(value) or "default",
@@ -37,7 +47,7 @@ def test_traced_example_equals_the_model(target: Callable[..., Any], arguments: 
     assert_equivalent(*target(**arguments))
 
 
-@pytest.mark.parametrize("target", [mlp, gpt, resnet, moe])
+@pytest.mark.parametrize("target", [mlp, gpt, resnet, moe, vit])
 def test_example_on_meta_has_no_memory(target: Callable[..., Any]) -> None:
     model, inputs = target(device="meta")
     values = inputs.values() if isinstance(inputs, dict) else inputs
@@ -62,3 +72,47 @@ def test_moe_experts_take_no_more_than_their_capacity() -> None:
     sent = (weights > 0).sum(dim=(2, 3))
     assert sent.max() == 2
     assert sent.min() < 2, "with so little room some tokens are dropped"
+
+
+def test_vit_has_the_dims_of_a_transformer() -> None:
+    graph = trace(*vit(device="meta"))
+    assert graph.tensors["blocks.0.up.weight"].dims == ("d_ff", "d_model")
+    assert graph.coverage()["replicated"] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "says"),
+    [([], 0, "yes: "), (["--set", "batch=6000", "--set", "device=meta"], 1, "no: ")],
+    ids=["kept", "memory"],
+)
+def test_contract(settings: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    target, layout = str(ROOT / "examples/gpt.py:gpt"), str(ROOT / "examples/contract.lay")
+    assert main(["check", target, "--layout", layout, *settings]) == code
+    assert capsys.readouterr().out.startswith(says)
+
+
+def test_contract_is_the_one_that_the_docs_show() -> None:
+    text = (ROOT / "examples/contract.lay").read_text()
+    assert text.partition("\n\n")[2] in (ROOT / "docs/ci.md").read_text()
+
+
+def test_notebook_runs_cell_by_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    notebook = json.loads((ROOT / "examples/plan.ipynb").read_text())
+    names: dict[str, Any] = {}
+    shown: Any = None
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"], "a notebook is kept without its outputs"
+            *statements, last = ast.parse("".join(cell["source"])).body
+            exec(compile(ast.Module(statements, []), cell["id"], "exec"), names)
+            shown = evaluated(last, cell["id"], names)
+    assert "GPT on dp=2,tp=2" in capsys.readouterr().out
+    assert "<" in shown._repr_html_()
+
+
+def evaluated(last: ast.stmt, name: str, names: dict[str, Any]) -> Any:
+    """The value that a notebook shows for the last statement of a cell."""
+    if isinstance(last, ast.Expr):
+        return eval(compile(ast.Expression(last.value), name, "eval"), names)
+    exec(compile(ast.Module([last], []), name, "exec"), names)
+    return None
