@@ -85,7 +85,7 @@ def _alone(arguments: argparse.Namespace) -> None:
     links = links_of(arguments.like)
     on_gpu = _on_gpu()
     budget = Budget(0, 8192 if on_gpu else 1024, arguments.seconds)
-    with _progress(steps_of(budget, 1, 1, 3 if on_gpu else 2), True) as tick:
+    with _progress(steps_of(budget, 1, 1), True) as tick:
         found = measure(budget, tick)
     _write(arguments, found, budget, f"links of {arguments.like}", links)
 
@@ -138,7 +138,7 @@ def _rank(arguments: argparse.Namespace, largest: int | None) -> None:
         budget = Budget(size, 8192 if on_gpu else 1024, arguments.seconds)
         ranks, inside = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         first = dist.get_rank() == 0
-        with _progress(steps_of(budget, ranks, inside, 3 if on_gpu else 2), first) as tick:
+        with _progress(steps_of(budget, ranks, inside), first) as tick:
             found = measure(budget, tick)
         if first:
             _write(arguments, found, budget, dist.get_backend())

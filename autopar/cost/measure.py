@@ -80,10 +80,10 @@ def measure(budget: Budget, tick: Tick) -> Measurements:
     return replace(found, collectives=tuple(collectives), lone_bytes_per_second=_lone(place, budget))
 
 
-def steps_of(budget: Budget, ranks: int, ranks_per_node: int, dtypes: int = 2) -> int:
+def steps_of(budget: Budget, ranks: int, ranks_per_node: int) -> int:
     """About how many times `tick` is called."""
     groups = len(_counts(ranks_per_node)) + len(_counts(ranks // ranks_per_node))
-    products = dtypes * len(list(_products(budget.largest_product)))
+    products = 3 * len(list(_products(budget.largest_product)))
     return 3 + products + groups * len(CANDIDATES) * len(list(_sizes(budget.largest_bytes)))
 
 
@@ -199,7 +199,7 @@ def _stream(place: _Place, budget: Budget) -> float:
 
 def _dtypes(place: _Place) -> tuple[torch.dtype, ...]:
     on_gpu = (torch.float32, torch.bfloat16, torch.float16)
-    return on_gpu if place.device.type == "cuda" else (torch.float32, torch.bfloat16)
+    return on_gpu if place.device.type == "cuda" else (torch.float32, torch.bfloat16, torch.float64)
 
 
 def _products(largest: int) -> Iterator[tuple[int, int, int]]:

@@ -153,7 +153,7 @@ def test_a_real_run(tmp_path: Path) -> None:
     cluster = load_cluster(path)
     assert cluster.name == "mine"
     assert cluster.uncited == ()
-    assert set(cluster.device.peak_flops) == {"float32", "bfloat16"}
+    assert set(cluster.device.peak_flops) == {"float32", "bfloat16", "float64"}
     network = Network(cluster, {"a": 2})
     kinds = {line.split(",")[0] for line in times.read_text().splitlines()[1:]}
     assert kinds == {
@@ -173,7 +173,7 @@ def test_one_process_takes_the_links_of_another_cluster(capsys: pytest.CaptureFi
     mine, other = load_cluster(path), load_cluster("h100")
     assert (mine.level, mine.library) == (other.level, other.library)
     assert mine.name == "mine"
-    assert set(mine.device.peak_flops) == {"float32", "bfloat16"}
+    assert set(mine.device.peak_flops) == {"float32", "bfloat16", "float64"}
     assert mine.sources["measured"].date
 
 
