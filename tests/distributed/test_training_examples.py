@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from examples.hf import hf
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,7 +24,7 @@ def train(script: str, ranks: int, options: str) -> tuple[list[float], list[tupl
         port = found.getsockname()[1]
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port)]
     done = subprocess.run(
-        [sys.executable, *torchrun, f"examples/{script}", *options.split(), "--collectives"],
+        [sys.executable, *torchrun, f"examples/{script}", *shlex.split(options), "--collectives"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -77,3 +81,17 @@ def test_hugging_face(options: str, kinds: set[str]) -> None:
     assert losses[-1] < losses[0] - 0.4
     assert {kind for _, kind, _ in sent} == kinds
     assert {axes for _, _, axes in sent} == set(options.rpartition(" ")[2].replace("=2", "").split(","))
+
+
+@pytest.mark.slow
+def test_fine_tuning_changes_only_what_learns(tmp_path: Path) -> None:
+    saved = tmp_path / "tuned.pt"
+    options = ["--layout", "batch -> dp; d_ff -> ?; * -> none", "--save", str(saved), "--trained", "lm_head"]
+    losses, _ = train("finetune_llama.py", 2, f"--mesh dp=1,tp=2 --steps 9 --every 8 {shlex.join(options)}")
+    assert len(losses) == 2
+    assert losses[-1] < losses[0] - 0.2
+    torch.manual_seed(1)
+    before = hf("llama", vocab_size=torch.load(saved)["lm_head.weight"].shape[0])[0]
+    changed = [name for name, value in torch.load(saved).items() if not torch.equal(value, before.state_dict()[name])]
+    assert changed == ["lm_head.weight"]
+    before.load_state_dict(torch.load(saved))
