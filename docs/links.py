@@ -21,7 +21,7 @@ OUTSIDE = {
     "strategies/README.md": "strategies.md",
     "cost_models/README.md": "clusters.md",
 }
-LINK = re.compile(r"\[(?P<words>[^\]\n]+)\]\((?P<target>[^()\s]+)\)")
+LINK = re.compile(r"\[(?P<words>[^][]+)\]\((?P<target>[^()\s]+)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
