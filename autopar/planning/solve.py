@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.contracts import check_contracts
+from autopar.conversions import conversions
 from autopar.cost.cluster import Cluster
 from autopar.cost.costs import Costs
 from autopar.cost.evaluate import evaluate
 from autopar.decided import Plan, fingerprint
+from autopar.errors import AutoparWarning, LayoutError
 from autopar.layout.language import Layout
+from autopar.layout.syntax import Guard, Limit, Same
 from autopar.planning.decode import plan_of
 from autopar.planning.demands import Demands
 from autopar.planning.errors import NoPlan
@@ -28,6 +33,9 @@ from autopar.search.work import Progress, relative_gap
 from autopar.tracing.graph import NamedGraph
 
 __all__ = ["PlanOptions", "Solved", "solve_plan"]
+
+CONTRACTS = (Guard, Limit, Same)
+"""Statements about the whole of a plan: they are checked on each that would be the best."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +78,15 @@ def solve_plan(
     began = time.monotonic()
     setting = Setting.of(graph, axes, cluster, options or PlanOptions())
     limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
-    race = _Race(setting, limit, began, progress)
     demands = Demands(graph, axes, layout or Layout(()))
+    race = _Race(setting, limit, began, progress, demands)
     if layout is not None and layout.statements:
         plan = plan_under(setting, layout)
         if plan is not None:
             race.offer("layout", _with(plan, setting.options))
-    if warm is not None and warm.graph == fingerprint(graph) and dict(warm.axes) == dict(axes):
-        race.offer("warm", warm)
+    # A plan that was made for something else may not do what this layout demands.
+    if warm is not None and demands.is_empty and warm.graph == fingerprint(graph) and dict(warm.axes) == dict(axes):
+        race.offer("an earlier plan", warm)
     tables = Tables(setting, Routes(axes))
     model = build(setting, demands, tables)
     search = _searched(model, race, np.inf, began + time_limit)
@@ -96,6 +105,8 @@ def solve_plan(
     search.close()
     bound = max(bound, search.proved)
     race.tell("search", bound)
+    if race.plan is None and race.broken is not None:
+        raise race.broken
     if race.plan is None or race.costs is None:
         raise NoPlan(
             f"no plan was found that fits in {limit / 2**30:.2f} GiB on each device: the least that was found takes "
@@ -169,15 +180,23 @@ def _with(plan: Plan, options: PlanOptions) -> Plan:
 
 
 class _Race:
-    """The best plan so far that keeps the limit, by `evaluate`."""
+    """The best plan so far that keeps the limit and the layout's contracts, by `evaluate`."""
 
     def __init__(
-        self, setting: Setting, limit: float, began: float, progress: Callable[[Progress], None] | None
+        self,
+        setting: Setting,
+        limit: float,
+        began: float,
+        progress: Callable[[Progress], None] | None,
+        demands: Demands,
     ) -> None:
         self.setting = setting
         self.limit = limit
         self.began = began
         self.progress = progress
+        self.demands = demands
+        self.broken: LayoutError | None = None
+        """The contract that the last plan broke which would have been the best."""
         self.plan: Plan | None = None
         self.costs: Costs | None = None
         self.origin = ""
@@ -194,9 +213,23 @@ class _Race:
         if costs.memory.peak_bytes > self.limit:
             if costs.step_seconds < self.passed_seconds:
                 self.passed, self.passed_seconds = plan, costs.step_seconds
-        elif costs.step_seconds < self.seconds:
+        elif costs.step_seconds < self.seconds and self._keeps_contracts(plan):
             self.plan, self.costs, self.seconds, self.origin = plan, costs, costs.step_seconds, origin
         return costs
+
+    def _keeps_contracts(self, plan: Plan) -> bool:
+        layout = self.demands.given
+        if not any(isinstance(statement, CONTRACTS) for statement in layout):
+            return True
+        sent = conversions(self.setting.graph, plan.decisions, plan.outputs, plan.local_inputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AutoparWarning)  # whoever takes the plan is warned
+            try:
+                check_contracts(layout, self.setting.graph, plan.decisions, sent)
+            except LayoutError as error:
+                self.broken = error
+                return False
+        return True
 
     def tell(self, stage: str, bound: float) -> None:
         if self.progress is not None:

@@ -12,13 +12,15 @@ import autopar
 from autopar.cost.cluster import load_cluster
 from autopar.cost.evaluate import evaluate
 from autopar.cost.profile import Profile, profile
-from autopar.layout.language import Layout
+from autopar.decided import Plan
+from autopar.errors import LayoutError
+from autopar.layout.language import Layout, parse_layout
 from autopar.planning.decode import plan_of
 from autopar.planning.demands import Demands
 from autopar.planning.experts import expert_plans
 from autopar.planning.model import build
 from autopar.planning.setting import PlanOptions, Setting
-from autopar.planning.solve import solve_plan
+from autopar.planning.solve import Solved, solve_plan
 from autopar.planning.totals import Hinges, Sum
 from autopar.search.problem import Floats
 from autopar.tracing.graph import NamedGraph
@@ -92,3 +94,31 @@ def test_no_strategy_is_better(graph: NamedGraph) -> None:
     setting = Setting.of(graph, AXES, CLUSTER, PlanOptions())
     for name, plan in expert_plans(setting):
         assert solved.costs.step_seconds <= evaluate(graph, plan, CLUSTER).step_seconds * (1 + 1e-9), name
+
+
+def small() -> NamedGraph:
+    model, inputs = gpt(batch=4, seq=8, d_model=16, heads=2, vocab=16, layers=1)
+    return autopar.trace(model, inputs)
+
+
+def asked(graph: NamedGraph, text: str, warm: Plan | None = None) -> Solved:
+    return solve_plan(graph, {"dp": 2}, CLUSTER, layout=parse_layout(text), warm=warm)
+
+
+def test_an_earlier_plan_is_not_taken_for_what_a_layout_demands() -> None:
+    graph = small()
+    free = solve_plan(graph, {"dp": 2}, CLUSTER)
+    found = asked(graph, "batch -> dp", warm=free.plan)
+    inputs = [found.plan.decisions.stored[name].splits for name in graph.inputs]
+    assert inputs == [(("dp",), ())] * len(inputs)
+    again = solve_plan(graph, {"dp": 2}, CLUSTER, warm=free.plan)
+    assert again.costs.step_seconds <= free.costs.step_seconds
+
+
+def test_guards_are_kept() -> None:
+    """With the batch split, parameters that are whole have their gradients added up, unless that is forbidden."""
+    graph = small()
+    with pytest.raises(LayoutError, match="forbid all_reduce over dp is broken by"):
+        asked(graph, "batch -> dp; * -> none; forbid all_reduce(grad) over dp")
+    kept = asked(graph, "batch -> dp; forbid all_gather(act) over dp")
+    assert kept.plan.decisions.stored[graph.inputs[0]].splits[0] == ("dp",)
