@@ -21,7 +21,7 @@ from autopar.rewrite.lowerings import split_of
 from autopar.rewrite.lowerings.halo import Window, received_share
 from autopar.tracing.graph import NamedGraph, NamedTensor
 
-__all__ = ["check_contracts", "check_memory", "memory_limit"]
+__all__ = ["check_contracts", "check_memory", "memory_limit", "size_text"]
 
 
 @dataclass(frozen=True)
@@ -184,10 +184,11 @@ def check_memory(layout: Layout, graph: NamedGraph, plan: Plan, device_bytes: fl
             f"the states of {plan.optimizer}": found.optimizer_bytes,
             "what is kept for the backward": found.saved_bytes,
         }
-        listed = ", ".join(f"{what} {_size(part)}" for what, part in parts.items())
+        listed = ", ".join(f"{what} {size_text(part)}" for what, part in parts.items())
         raise layout_error(
             "E6",
-            f"a step takes {_size(found.peak_bytes)} on a device, in {found.peak_at}, more than {_size(most_bytes)}; "
+            f"a step takes {size_text(found.peak_bytes)} on a device, in {found.peak_at}, "
+            f"more than {size_text(most_bytes)}; "
             f"when they are all there, {listed}",
             "split more, 'recompute full @...' of repeated layers, 'regather @*', fewer examples at a time, "
             "or a higher limit",
@@ -195,7 +196,7 @@ def check_memory(layout: Layout, graph: NamedGraph, plan: Plan, device_bytes: fl
         )
 
 
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
     unit = next((unit for unit in ("GiB", "MiB", "KiB") if count >= _UNITS[unit]), "B")
     return f"{count / _UNITS[unit]:.2f} {unit}"
 

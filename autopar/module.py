@@ -190,7 +190,8 @@ class ParallelModule(nn.Module):
             found = super().load_state_dict(self._plans.placed(state_dict), strict, assign)
         finally:
             tie(self, names)
-        self._plans.has_values = self._plans.has_values or not found.missing_keys
+        if not found.missing_keys:
+            self._plans.was_given(state_dict)
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:

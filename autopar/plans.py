@@ -135,6 +135,10 @@ class Plans:
         self.synchronisation = Synchronisation()
         self.signature = signature_of(self.skeleton)
         self.has_values = not any(parameter.is_meta for parameter in model.parameters())
+        self.unset = {name for name, buffer in model.named_buffers() if buffer.is_meta}
+        """Buffers that were built without values and have not been given any."""
+        self.loaded = False
+        """Whether some state dict was."""
         self.shells: list[nn.Module] = []
         self.stored: dict[str, Held] = {}
         self.tables: list[tuple[dict[str, nn.Parameter | None], str]] = []
@@ -228,10 +232,12 @@ class Plans:
         assert given is not None, "else its error was raised"
         assert plan is not None, "found or made"
         if not self.has_values:
-            raise AutoparError(
-                f"{self.owner} was built on the meta device and its parameters have no values yet\n"
-                "fix: call init_weights() or load_full_state_dict(state_dict) of the parallel module first"
-            )
+            fix = "fix: call init_weights() or load_full_state_dict(state_dict) of the parallel module first"
+            what = "its parameters have no values yet"
+            if self.loaded:  # of what a file can hold, all
+                fix = "fix: call init_weights() before the state dict is loaded: this buffer is in no state dict"
+                what = f"its buffer {min(self.unset)} has no values yet"
+            raise AutoparError(f"{self.owner} was built on the meta device and {what}\n{fix}")
         self.latest = plan
         return plan, given
 
@@ -377,6 +383,7 @@ class Plans:
         made = copy.copy(self)
         made.shell, made.given = shell, copy.deepcopy(self.given, memo)
         made.found, made.latest, made.synchronisation = {}, None, Synchronisation()
+        made.unset = set(self.unset)
         if self.shells:
             made.shells = mirror(self.shell, shell, lambda p: _duplicate(p, memo), lambda b: b.detach().clone())
             made._find_tables()
@@ -392,6 +399,7 @@ class Plans:
             torch.manual_seed(rows[0][0])
             self.agreement.together(lambda: initialise(self.skeleton, self.shell, self.stored, self.device, init))
         self.has_values = True
+        self.unset.clear()
 
     def names(self) -> dict[str, str]:
         """Every name of a parameter or buffer -> the first name of that tensor."""
@@ -407,7 +415,13 @@ class Plans:
         if not self.shells:
             raise AutoparError(NO_PARAMETERS)
         self.agreement.together(lambda: load_full(self.shell, self.stored, state_dict))
-        self.has_values = True
+        self.was_given(state_dict)
+
+    def was_given(self, names: Iterable[str]) -> None:
+        """All parameters have values, and the buffers of these names: those that are not persistent are in no file."""
+        self.loaded = True
+        self.unset.difference_update(names)
+        self.has_values = self.has_values or not self.unset
 
 
 def _duplicate(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.contracts import check_contracts
+from autopar.contracts import check_contracts, size_text
 from autopar.conversions import conversions
 from autopar.cost.cluster import Cluster
 from autopar.cost.costs import Costs
@@ -109,8 +109,8 @@ def solve_plan(
         raise race.broken
     if race.plan is None or race.costs is None:
         raise NoPlan(
-            f"no plan was found that fits in {limit / 2**30:.2f} GiB on each device: the least that was found takes "
-            f"{race.least_bytes / 2**30:.2f} GiB\n"
+            f"no plan was found that fits in {size_text(limit)} on each device: the least that was found takes "
+            f"{size_text(race.least_bytes)}\n"
             "fix: more devices, a smaller batch, recomputation, or more memory",
             race.least_bytes,
         )

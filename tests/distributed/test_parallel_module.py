@@ -192,6 +192,27 @@ def initialise_normal(module: nn.Module) -> None:
         module.reset_parameters()
 
 
+class Scaled(nn.Module):
+    """It holds a buffer that stands in no state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+def fill_but_a_buffer() -> str:
+    with torch.device("meta"):
+        empty = Scaled()
+    x = torch.ones(4, 4)
+    parallel = autopar.parallelize(empty, "x=2", (x,), layout="* -> none")
+    parallel.load_full_state_dict(Scaled().state_dict())
+    return error_of(lambda: parallel(x))
+
+
 def fill_from_meta() -> dict[str, Any]:
     """A model without memory, filled under two layouts and from a state dict."""
     model, inputs = small_gpt()
@@ -214,6 +235,7 @@ def fill_from_meta() -> dict[str, Any]:
     state = model.state_dict()
     del state["norm.bias"]
     found["lacking"] = error_of(lambda: made[1].load_full_state_dict(state))
+    found["but a buffer"] = fill_but_a_buffer()
     return found
 
 
@@ -286,3 +308,4 @@ def test_a_model_from_the_meta_device_is_filled_shard_by_shard(on_two: list[dict
         assert 0.015 < found["spread"] < 0.025
         assert found["loaded"] < 1e-12
         assert "lacks norm.bias" in found["lacking"]
+        assert "its buffer scale has no values yet\nfix: call init_weights() before" in found["but a buffer"]
