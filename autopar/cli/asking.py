@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Telling",
+    "add_plan",
     "add_question",
     "add_target",
     "add_target_option",
@@ -28,6 +29,7 @@ __all__ = [
     "header_of",
     "is_plan",
     "meshes",
+    "planned",
     "read_plan",
     "target_text",
     "traced",
@@ -41,14 +43,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         metavar="TARGET",
         help="file.py:function or package.module:function, returning (model, inputs)",
     )
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an argument for the function")
-    parser.add_argument(
-        "--dims",
-        action="append",
-        default=[],
-        metavar="TENSOR=NAMES",
-        help="names for dims of an input or parameter",
-    )
+    _add_settings(parser)
 
 
 def add_target_option(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +54,10 @@ def add_target_option(parser: argparse.ArgumentParser) -> None:
         metavar="TARGET",
         help="the model (default: that of the plan's file)",
     )
+    _add_settings(parser)
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an argument for the function")
     parser.add_argument(
         "--dims",
@@ -140,6 +139,30 @@ def _target_of(text: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 # -- plans in files
+
+
+def add_plan(parser: argparse.ArgumentParser, what: str) -> None:
+    """PLAN: a file, or a TARGET with what `planned` needs; `what` is done to it."""
+    parser.add_argument("plan", metavar="PLAN", help="a plan's file, or a TARGET (with --mesh)")
+    parser.add_argument("--layout", metavar="LAYOUT", help=f"for a TARGET: {what} this layout and not a searched plan")
+    parser.add_argument("--time-limit", metavar="SECONDS", type=float, default=30.0, help="of a search (default: 30)")
+    add_target_option(parser)
+    add_question(parser, mesh=False)
+
+
+def planned(arguments: argparse.Namespace, telling: Telling | None = None) -> Plan:
+    """The plan that a file holds, or that a TARGET has under a layout or by a search."""
+    from autopar.search_plan import plan_graph, under
+
+    if is_plan(arguments.plan):
+        return read_plan(arguments, arguments.plan)
+    if arguments.mesh is None:
+        raise AutoparError(f"on which mesh is {arguments.plan} planned?\nfix: --mesh dp=2,tp=4, or name a plan's file")
+    possible, asked = meshes(arguments), asked_of(arguments)
+    graph = traced(arguments, arguments.plan)
+    if arguments.layout is not None:
+        return under(graph, possible[0], arguments.layout, asked, arguments.layout)
+    return plan_graph(graph, possible, None, asked, telling)
 
 
 def header_of(path: str) -> Any:

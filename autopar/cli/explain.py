@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.asking import add_question, add_target_option, asked_of, is_plan, meshes, read_plan, traced
+from autopar.cli.asking import add_plan, planned
 from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
@@ -31,37 +31,19 @@ def add_parser(subparsers: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("plan", metavar="PLAN", help="a plan's file, or a TARGET (with --mesh)")
+    add_plan(parser, "explain")
     parser.add_argument("name", metavar="NAME", help="of a tensor or an op")
     parser.add_argument("--why-not", metavar="RULES", help='search again with the tensor pinned: "d_ff -> dp"')
-    parser.add_argument("--layout", metavar="LAYOUT", help="for a TARGET: explain this layout and not a searched plan")
-    parser.add_argument("--time-limit", metavar="SECONDS", type=float, default=30.0, help="of a search (default: 30)")
-    add_target_option(parser)
-    add_question(parser, mesh=False)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read or plan, explain."""
-    plan = _plan(arguments)
+    plan = planned(arguments)
     print(plan.explain(arguments.name))
     if arguments.why_not is not None:
         print(f"\n{_why_not(plan, arguments)}")
     return 0
-
-
-def _plan(arguments: argparse.Namespace) -> Plan:
-    from autopar.search_plan import plan_graph, under
-
-    if is_plan(arguments.plan):
-        return read_plan(arguments, arguments.plan)
-    if arguments.mesh is None:
-        raise AutoparError(f"on which mesh is {arguments.plan} planned?\nfix: --mesh dp=2,tp=4, or name a plan's file")
-    possible, asked = meshes(arguments), asked_of(arguments)
-    graph = traced(arguments, arguments.plan)
-    if arguments.layout is not None:
-        return under(graph, possible[0], arguments.layout, asked, arguments.layout)
-    return plan_graph(graph, possible, None, asked)
 
 
 def _why_not(plan: Plan, arguments: argparse.Namespace) -> str:

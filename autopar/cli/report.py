@@ -5,21 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.asking import (
-    Telling,
-    add_question,
-    add_target_option,
-    asked_of,
-    check_output,
-    is_plan,
-    meshes,
-    read_plan,
-    traced,
-)
-from autopar.errors import AutoparError
+from autopar.cli.asking import Telling, add_plan, asked_of, check_output, planned
 
 if TYPE_CHECKING:
-    from autopar.search_plan import Asked
     from autopar.written.plan import Plan
 
 __all__ = ["add_parser"]
@@ -42,13 +30,9 @@ def add_parser(subparsers: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("plan", metavar="PLAN", help="a plan's file, or a TARGET (with --mesh)")
+    add_plan(parser, "show")
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where to write it, as in report.html")
-    parser.add_argument("--layout", metavar="LAYOUT", help="for a TARGET: show this layout and not a searched plan")
-    parser.add_argument("--time-limit", metavar="SECONDS", type=float, default=30.0, help="of a search (default: 30)")
     parser.add_argument("--no-experts", action="store_true", help="do not compare with the strategies of experts")
-    add_target_option(parser)
-    add_question(parser, mesh=False)
     parser.set_defaults(run=run)
 
 
@@ -57,31 +41,16 @@ def run(arguments: argparse.Namespace) -> int:
     check_output(arguments.output)
     telling = Telling()
     telling.say("reading the plan" if arguments.plan.endswith(".lay") else f"tracing {arguments.plan}")
-    asked = asked_of(arguments)
-    plan = _plan(arguments, asked, telling)
+    plan = planned(arguments, telling)
     experts: dict[str, Plan] = {}
     if not arguments.no_experts:
         from autopar.written.experts import experts_beside
 
         telling.say("pricing the strategies of experts")
-        experts = experts_beside(plan, asked)
+        experts = experts_beside(plan, asked_of(arguments))
     telling.done()
     from autopar.report.page import report
 
     report(plan, experts).save(arguments.output)
     print(f"written to {arguments.output}")
     return 0
-
-
-def _plan(arguments: argparse.Namespace, asked: Asked, telling: Telling) -> Plan:
-    from autopar.search_plan import plan_graph, under
-
-    if is_plan(arguments.plan):
-        return read_plan(arguments, arguments.plan)
-    if arguments.mesh is None:
-        raise AutoparError(f"on which mesh is {arguments.plan} planned?\nfix: --mesh dp=2,tp=4, or name a plan's file")
-    possible = meshes(arguments)
-    graph = traced(arguments, arguments.plan)
-    if arguments.layout is not None:
-        return under(graph, possible[0], arguments.layout, asked, arguments.layout)
-    return plan_graph(graph, possible, None, asked, telling)

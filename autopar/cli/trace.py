@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+from autopar.cli.asking import add_target
 from autopar.cli.target import load_target, parse_dims, parse_settings
 
 __all__ = ["add_parser"]
@@ -28,17 +29,7 @@ def add_parser(subparsers: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "target", metavar="TARGET", help="file.py:function or package.module:function, returning (model, inputs)"
-    )
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an argument for the function")
-    parser.add_argument(
-        "--dims",
-        action="append",
-        default=[],
-        metavar="TENSOR=NAMES",
-        help="names for the dims of an input or parameter",
-    )
+    add_target(parser)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
         "--train", action="store_true", help="trace in train mode (default: as the function returns the model)"

@@ -8,6 +8,7 @@ import sys
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from autopar.cli.asking import add_target
 from autopar.cli.target import check_target, parse_dims, parse_settings
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
@@ -36,13 +37,9 @@ def add_parser(subparsers: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "target", metavar="TARGET", help="file.py:function or package.module:function, returning (model, inputs)"
-    )
+    add_target(parser)
     parser.add_argument("--mesh", required=True, metavar="AXES", help="as in dp=2,tp=2: a process for each rank")
     parser.add_argument("--layout", metavar="LAYOUT", help="a layout file, a strategy's name, or the text of a layout")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an argument for the function")
-    parser.add_argument("--dims", action="append", default=[], metavar="TENSOR=NAMES", help="names for the dims of one")
     parser.add_argument(
         "--dtype",
         choices=["float64", "float32", "own"],
