@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from types import MappingProxyType
 
 import torch
@@ -15,7 +14,7 @@ from autopar.layout.holds import Recompute
 from autopar.layout.language import Layout
 from autopar.tracing.graph import NamedGraph
 
-__all__ = ["Plan", "Recompute", "fingerprint"]
+__all__ = ["Plan", "Recompute"]
 
 _NONE: Mapping[str, Recompute] = MappingProxyType({})
 
@@ -67,20 +66,10 @@ class Plan:
         """What decisions come to."""
         holdings = decisions.holdings
         return Plan(
-            fingerprint(graph),
+            graph.fingerprint,
             decisions,
             regather=frozenset(name for name, holding in holdings.items() if holding.again),
             resident=frozenset(name for name, holding in holdings.items() if holding.lasting),
             accumulated=frozenset(name for name, holding in holdings.items() if holding.deferred),
             recompute=decisions.recompute,
         )
-
-
-def fingerprint(graph: NamedGraph) -> str:
-    """The same for equal graphs: ops, shapes, dtypes and rules in their order."""
-    text = sha256()
-    for tensor in graph.tensors.values():
-        text.update(f"{tensor} {tensor.shape} {tensor.dtype} {tensor.requires_grad}\n".encode())
-    for node in graph.nodes:
-        text.update(f"{node.name} {node.op} {node.operands} {node.rule}\n".encode())
-    return text.hexdigest()[:16]

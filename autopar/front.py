@@ -14,7 +14,6 @@ from autopar.completion import Decisions, complete
 from autopar.contracts import check_contracts, check_memory
 from autopar.conversions import Inserted
 from autopar.decided import Plan as Decided
-from autopar.decided import fingerprint
 from autopar.layout.language import Layout, parse_layout
 from autopar.layout.resolve import resolve
 from autopar.layout.syntax import Block, DimRule, Hole, Pin
@@ -122,7 +121,7 @@ class FromPlan:
         assert header is not None, "only plans come here"
         check_model(header, graph, self.name)
         layout = parse_layout(text, self.name)
-        if header.graph == fingerprint(graph):
+        if header.graph == graph.fingerprint:
             return complete(graph, layout, self.axes)
         return lowered(graph, layout, self.axes).decisions
 

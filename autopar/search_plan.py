@@ -237,14 +237,5 @@ def under(graph: NamedGraph, mesh: Mesh, layout: str | Path | Layout, asked: Ask
     said = choose_layout(layout, axes)
     limit = asked.limit_bytes(cluster, said)
     kept = Layout(tuple(one for one in said if not _is_limit(one)), said.name)
-    options = asked.options(mesh)
-    decided = replace(
-        Decided.of(graph, kept, axes),
-        outputs=options.outputs,
-        local_inputs=options.local_inputs,
-        optimizer=options.optimizer,
-        master_dtype=options.master_dtype,
-        gradient_dtype=options.gradient_dtype,
-        links=options.links,
-    )
+    decided = asked.options(mesh).on(Decided.of(graph, kept, axes))
     return Plan(graph, decided, mesh, cluster, limit, None, origin)

@@ -16,7 +16,7 @@ from autopar.api import trace
 from autopar.completion import complete
 from autopar.conversions import Outputs, conversions, wire
 from autopar.cost.buckets import buckets_of, ways_of
-from autopar.decided import Plan, fingerprint
+from autopar.decided import Plan
 from autopar.errors import LayoutError
 from autopar.layout.choosing import choose_layout
 from autopar.layout.language import parse_layout
@@ -138,7 +138,7 @@ def test_buckets_are_those_of_the_generated_graph(layout: str, mesh: str) -> Non
     modules: Any = emitted.graph_module.children()
     ends = [module.running.bucket for module in modules if isinstance(module, BucketEnd)]
     generated = Counter(tuple(one.reshard for one in bucket.conversions) for bucket in ends)
-    plan = Plan(fingerprint(graph), decisions)
+    plan = Plan(graph.fingerprint, decisions)
     ways = {
         bucket: [tuple(step.kind for step in way) for way in ways_of(bucket.members[0])]
         for bucket in buckets_of(graph, plan, wire(graph, decisions))

@@ -22,7 +22,7 @@ from autopar.cost.compute import peak_of
 from autopar.cost.costs import CommunicationCosts, ComputeCosts, Costs
 from autopar.cost.memory import memory
 from autopar.cost.profile import Profile, Task, profile, wire_of
-from autopar.decided import Plan, fingerprint
+from autopar.decided import Plan
 from autopar.errors import AutoparError
 from autopar.tracing.graph import NamedGraph
 
@@ -31,9 +31,9 @@ __all__ = ["beside_seconds", "evaluate"]
 
 def evaluate(graph: NamedGraph, plan: Plan, cluster: Cluster) -> Costs:
     """What one step of the plan takes on the cluster, and what its devices hold."""
-    if plan.graph != fingerprint(graph):
+    if plan.graph != graph.fingerprint:
         raise AutoparError(
-            f"the plan is for another graph than this one ({plan.graph}, not {fingerprint(graph)})\n"
+            f"the plan is for another graph than this one ({plan.graph}, not {graph.fingerprint})\n"
             "fix: trace the model with the inputs that the plan was made for, or plan again"
         )
     wiring = wire_of(graph, plan)

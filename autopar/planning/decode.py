@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autopar.completion import Decisions, OpDecision
-from autopar.decided import Plan, fingerprint
+from autopar.decided import Plan
 from autopar.layout.holds import Holding
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout
@@ -43,8 +43,8 @@ def plan_of(model: Model, chosen: Sequence[int]) -> Plan:
             values[name] = _first_use(model, ops, name) or one.layout
             deferred = one.lasting or values[name].splits == one.layout.splits
             holdings[name] = Holding(one.lasting, deferred, one.again)
-    decisions = Decisions(setting.axes, stored, ops, values, holdings)
-    return _with_options(model, decisions, holdings)
+    decisions = Decisions(setting.axes, stored, ops, values, holdings, recompute=model.recompute)
+    return setting.options.on(Plan.decided(setting.graph, decisions))
 
 
 def _first_use(model: Model, ops: Mapping[str, OpDecision], name: str) -> Layout | None:
@@ -52,23 +52,3 @@ def _first_use(model: Model, ops: Mapping[str, OpDecision], name: str) -> Layout
         pairs = zip(node.operands, ops[node.name].operands, strict=True)
         return next((layout for operand, layout in pairs if operand == name), None)
     return Layout.replicated(atoms_of(model.setting.graph.tensors[name]))
-
-
-def _with_options(model: Model, decisions: Decisions, holdings: Mapping[str, Holding]) -> Plan:
-    options = model.setting.options
-    return Plan(
-        fingerprint(model.setting.graph),
-        decisions,
-        outputs=options.outputs,
-        local_inputs=options.local_inputs,
-        optimizer=options.optimizer,
-        micro_batches=options.micro_batches,
-        recompute=model.recompute,
-        regather=frozenset(name for name, holding in holdings.items() if holding.again),
-        resident=frozenset(name for name, holding in holdings.items() if holding.lasting),
-        accumulated=frozenset(name for name, holding in holdings.items() if holding.deferred),
-        master_dtype=options.master_dtype,
-        gradient_dtype=options.gradient_dtype,
-        compiled=options.compiled,
-        links=options.links,
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from itertools import product
 
 from autopar.decided import Plan
@@ -28,7 +27,6 @@ def splits_nothing(plan: Plan) -> bool:
 
 def expert_plans(setting: Setting) -> Iterator[tuple[str, Plan]]:
     """Every strategy that applies, by what it is called with its axes."""
-    options = setting.options
     for name in strategy_names():
         strategy = load_strategy(name)
         for meaning in _assignments(axes_of(strategy), setting.used):
@@ -36,20 +34,8 @@ def expert_plans(setting: Setting) -> Iterator[tuple[str, Plan]]:
             plan = plan_under(setting, layout)
             if plan is not None:
                 given = ", ".join(f"{axis}={'*'.join(own)}" for axis, own in meaning.items() if own)
-                yield (
-                    WHOLE if splits_nothing(plan) else f"{name}({given})",
-                    replace(
-                        plan,
-                        outputs=options.outputs,
-                        local_inputs=options.local_inputs,
-                        optimizer=options.optimizer,
-                        micro_batches=options.micro_batches,
-                        master_dtype=options.master_dtype,
-                        gradient_dtype=options.gradient_dtype,
-                        compiled=options.compiled,
-                        links=options.links,
-                    ),
-                )
+                called = WHOLE if splits_nothing(plan) else f"{name}({given})"
+                yield called, setting.options.on(plan)
 
 
 def plan_under(setting: Setting, layout: Layout) -> Plan | None:

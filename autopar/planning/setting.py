@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from types import MappingProxyType
 
@@ -12,6 +12,7 @@ import torch
 from autopar.conversions import Outputs
 from autopar.cost.cluster import Cluster
 from autopar.cost.prices import Prices
+from autopar.decided import Plan
 from autopar.tracing.graph import NamedGraph, NamedNode
 
 __all__ = ["PlanOptions", "Setting"]
@@ -29,6 +30,10 @@ class PlanOptions:
     master_dtype: torch.dtype | None = None
     gradient_dtype: torch.dtype | None = None
     links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def on(self, plan: Plan) -> Plan:
+        """A plan of the same decisions, with all of this."""
+        return replace(plan, **{each.name: getattr(self, each.name) for each in fields(self)})
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from autopar.conversions import conversions
 from autopar.cost.cluster import Cluster
 from autopar.cost.costs import Costs
 from autopar.cost.evaluate import evaluate
-from autopar.decided import Plan, fingerprint
+from autopar.decided import Plan
 from autopar.errors import AutoparWarning, LayoutError
 from autopar.layout.language import Layout
 from autopar.layout.syntax import Guard, Limit, Same
@@ -83,9 +83,9 @@ def solve_plan(
     if layout is not None and layout.statements:
         plan = plan_under(setting, layout)
         if plan is not None:
-            race.offer("layout", _with(plan, setting.options))
+            race.offer("layout", setting.options.on(plan))
     # A plan that was made for something else may not do what this layout demands.
-    if warm is not None and demands.is_empty and warm.graph == fingerprint(graph) and dict(warm.axes) == dict(axes):
+    if warm is not None and demands.is_empty and warm.graph == graph.fingerprint and dict(warm.axes) == dict(axes):
         race.offer("an earlier plan", warm)
     tables = Tables(setting, Routes(axes))
     model = build(setting, demands, tables)
@@ -163,20 +163,6 @@ def _searched(model: Model, race: _Race, limit_gib: float, deadline: float, hint
     search.run()
     search.mix()
     return search
-
-
-def _with(plan: Plan, options: PlanOptions) -> Plan:
-    return replace(
-        plan,
-        outputs=options.outputs,
-        local_inputs=options.local_inputs,
-        optimizer=options.optimizer,
-        micro_batches=options.micro_batches,
-        master_dtype=options.master_dtype,
-        gradient_dtype=options.gradient_dtype,
-        compiled=options.compiled,
-        links=options.links,
-    )
 
 
 class _Race:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 from typing import Any, Literal
 
 import torch
@@ -117,6 +118,16 @@ class NamedGraph:
     def module(self) -> TracedModule:
         """The graph as a module: same signature, parameters and results as the model."""
         return TracedModule(self.model, self.exported)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for equal graphs: ops, shapes, dtypes and rules in their order."""
+        text = sha256()
+        for tensor in self.tensors.values():
+            text.update(f"{tensor} {tensor.shape} {tensor.dtype} {tensor.requires_grad}\n".encode())
+        for node in self.nodes:
+            text.update(f"{node.name} {node.op} {node.operands} {node.rule}\n".encode())
+        return text.hexdigest()[:16]
 
     @cached_property
     def saved(self) -> tuple[NamedTensor, ...]:

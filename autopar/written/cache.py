@@ -11,7 +11,6 @@ from pathlib import Path
 
 from autopar.cost.cluster import Cluster
 from autopar.decided import Plan as Decided
-from autopar.decided import fingerprint
 from autopar.errors import AutoparError
 from autopar.layout.language import Layout, parse_layout
 from autopar.layout.source import read_text
@@ -42,7 +41,7 @@ def key(
     """The same for the same question to the same autopar."""
     from autopar import __version__
 
-    asked = (fingerprint(graph), str(mesh), repr(cluster), str(layout), limit_bytes, repr(options), time_limit)
+    asked = (graph.fingerprint, str(mesh), repr(cluster), str(layout), limit_bytes, repr(options), time_limit)
     text = "\n".join(map(str, (__version__, *asked)))
     return f"{_family(graph, mesh)}-{sha256(text.encode()).hexdigest()[:24]}"
 

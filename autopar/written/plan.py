@@ -14,7 +14,6 @@ from autopar.cost.comm import Network
 from autopar.cost.costs import Costs
 from autopar.cost.evaluate import evaluate
 from autopar.decided import Plan as Decided
-from autopar.decided import fingerprint
 from autopar.errors import AutoparError
 from autopar.layout.language import Layout, parse_layout
 from autopar.layout.printer import print_statement
@@ -194,7 +193,7 @@ class Plan:
         if layout.mesh is None or layout.mesh.is_open:
             raise AutoparError(f"{name} does not say its mesh\nfix: write it as in 'mesh dp=2, tp=4'")
         axes = dict(zip(layout.mesh.names, layout.mesh.sizes, strict=True))
-        same = header.graph == fingerprint(graph)
+        same = header.graph == graph.fingerprint
         decided = replace(
             Decided.of(graph, layout, axes) if same else lowered(graph, layout, axes),
             outputs=_outputs(header.outputs),
