@@ -11,7 +11,7 @@ Where the layout leaves something to choose (`?{tp, dp*tp}`, `tp?`), that is cho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf, prod
@@ -31,7 +31,7 @@ from autopar.layout.source import layout_error
 from autopar.layout.state import Atoms, Layout
 from autopar.layout.states import PinnedStates, check_states, states_of
 from autopar.layout.storage import stored_splits
-from autopar.layout.syntax import Axes
+from autopar.layout.syntax import Axes, Pin
 from autopar.pinned import (
     allows,
     cannot_be_had,
@@ -46,7 +46,7 @@ from autopar.reshard import Reshard, reshard
 from autopar.rewrite.lowerings import split_of
 from autopar.tracing.graph import NamedGraph, NamedNode, NamedTensor
 
-__all__ = ["Decisions", "OpDecision", "complete", "recomplete"]
+__all__ = ["Decisions", "OpDecision", "complete", "recomplete", "redecide", "restored"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,43 @@ def recomplete(
     found = completion.run(known)
     pinned = {node.name for node in graph.nodes if pin_of(whole, node) is not None}
     return begin_at_parameters(graph, found, pinned | completion.undecided), frozenset(completion.undecided)
+
+
+def redecide(
+    graph: NamedGraph, layout: LayoutText, known: Decisions, ops: Collection[str], uses_stay: bool = True
+) -> Decisions:
+    """What is known, but for some ops, and for what is held of which the layout has a pin: these are decided anew.
+
+    The layout says where the results of these ops are; all else stays as it is known, also how the ops take what is
+    held, unless that need not be.
+    """
+    completion = _Completion(graph, layout, known.axes)
+    completion.stored, completion.values = dict(known.stored), dict(known.values)
+    completion.ops, completion.holdings = dict(known.ops), dict(known.holdings)
+    pinned = {statement.glob for statement in layout if isinstance(statement, Pin)}
+    nodes = [node for node in graph.nodes if node.name in ops]
+    for name in dict.fromkeys(name for node in nodes for name in (*node.operands, *node.outputs) if name is not None):
+        tensor = graph.tensors[name]
+        completion.states[name] = completion._pinned(tensor)
+        if name in pinned and tensor.kind != "activation":
+            completion._store(tensor)
+        elif tensor.kind == "param" and uses_stay:
+            completion.used[name] = known.values[name].splits
+    for node in nodes:
+        completion._decide(node)
+    found = replace(
+        known, stored=completion.stored, values=completion.values, ops=completion.ops, holdings=completion.holdings
+    )
+    return begin_at_parameters(graph, found, {node.name for node in graph.nodes if node.name not in ops})
+
+
+def restored(graph: NamedGraph, layout: LayoutText, known: Decisions, name: str) -> Decisions:
+    """What is known, with a parameter held as the layout says; its use stays, and so does every op."""
+    completion = _Completion(graph, layout, known.axes)
+    completion.states[name] = completion._pinned(graph.tensors[name])
+    completion._store(graph.tensors[name])
+    stored = {**known.stored, name: completion.stored[name]}
+    return replace(known, stored=stored, holdings={**known.holdings, name: completion.holdings[name]})
 
 
 MOST_TRIED = 32

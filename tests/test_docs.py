@@ -128,6 +128,13 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
     assert [file for file in files if file and not (page.parent / file).exists()] == []
 
 
+def test_page_about_json_names_every_command_that_has_it() -> None:
+    from autopar.cli.structured import schemas
+
+    rows = re.findall(r"^\| (`autopar .*?) \|", (ROOT / "docs" / "json.md").read_text(), re.MULTILINE)
+    assert sorted(re.findall(r"`autopar (\w+)`", " ".join(rows))) == sorted(schemas())
+
+
 def test_every_page_is_in_the_index() -> None:
     index = ROOT / "docs" / "index.md"
     targets = [match["target"].partition("#")[0] for match in LINK.finditer(index.read_text())]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from autopar.written.plan import Plan
 
 __all__ = [
+    "CANNOT_BE_HAD",
     "Telling",
     "add_plan",
     "add_question",
@@ -34,6 +35,10 @@ __all__ = [
     "target_text",
     "traced",
 ]
+
+
+CANNOT_BE_HAD = ("E3", "E4", "E5", "E6", "E7")
+"""The errors of a layout whose answer is no; the others say that the question was wrong."""
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from autopar.cli.asking import add_question, add_target, asked_of, meshes, traced
-from autopar.errors import AutoparWarning, LayoutError
+from autopar.cli.asking import CANNOT_BE_HAD, Telling, add_question, add_target, asked_of, meshes, traced
+from autopar.cli.structured import add_json, print_data
+from autopar.errors import AutoparWarning, LayoutError, MeshError
+
+if TYPE_CHECKING:
+    from autopar.layout.language import Layout
+    from autopar.layout.source import Span
+    from autopar.mesh import Mesh
+    from autopar.written.plan import Plan
 
 __all__ = ["add_parser"]
 
@@ -18,8 +27,6 @@ EXAMPLES = """examples:
 
 Exit codes: 0 (it holds), 1 (it does not: a guard, a limit, or an op that cannot), 2 (the question was wrong).
 """
-
-NO = ("E3", "E4", "E5", "E6", "E7")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -35,50 +42,145 @@ def add_parser(subparsers: Any) -> None:
     add_target(parser)
     parser.add_argument("--layout", metavar="LAYOUT", required=True, help="a .lay file, a strategy, or text")
     add_question(parser, mesh=False)
+    add_json(parser, "check")
     parser.set_defaults(run=run)
+
+
+@dataclass(frozen=True)
+class _Contract:
+    """One thing that a layout promises."""
+
+    text: str
+    kind: str
+    span: Span | None
+    holds: bool | None
+    """None where the layout is not legal, so that nobody can say."""
+    why: str | None = None
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Complete, check, say."""
-    from autopar.contracts import check_contracts
-    from autopar.conversions import conversions
     from autopar.layout.choosing import choose_layout
     from autopar.search_plan import under
-    from autopar.written.units import bytes_text, seconds_text
 
+    telling = Telling()
     mesh = _mesh(arguments)
     asked = asked_of(arguments)
     layout = choose_layout(arguments.layout, dict(zip(mesh.names, mesh.sizes, strict=True)))
+    telling.say(f"tracing {arguments.target}")
     graph = traced(arguments)
-    said: list[str] = []
+    telling.say("checking")
+    plan: Plan | None = None
     try:
         plan = under(graph, mesh, layout, asked, arguments.layout)
-        decided = plan.decided
+        contracts = [_Contract("every op can do what the layout says", "legal", None, True), *_contracts(layout, plan)]
+    except LayoutError as error:
+        if error.code not in CANNOT_BE_HAD:
+            raise
+        contracts = [_Contract("every op can do what the layout says", "legal", None, False, str(error))]
+        contracts += [_Contract(text, kind, span, None) for text, kind, span in _promises(layout)]
+    telling.done()
+    holds = all(one.holds or one.kind == "warn" for one in contracts)
+    if arguments.json:
+        print_data("check", _data(arguments, mesh, asked.where().name, contracts, plan))
+    else:
+        print(_text(contracts, plan))
+    return 0 if holds else 1
+
+
+def _promises(layout: Layout) -> Iterator[tuple[str, str, Span | None]]:
+    """The statements that promise something, but for limits of memory: text, kind, place."""
+    from autopar.layout.printer import print_statement
+    from autopar.layout.syntax import Guard, Limit, Same
+
+    for one in layout:
+        if isinstance(one, Guard):
+            yield print_statement(one), one.action, one.span
+        elif isinstance(one, Same):
+            yield print_statement(one), "same", one.span
+        elif isinstance(one, Limit):
+            yield print_statement(one), one.quantity, one.span
+
+
+def _contracts(layout: Layout, plan: Plan) -> Iterator[_Contract]:
+    """Each by itself, so that one that is broken hides no other."""
+    from autopar.contracts import check_contracts, check_memory
+    from autopar.conversions import conversions
+    from autopar.layout.language import Layout
+    from autopar.layout.syntax import Guard, Limit, Same
+    from autopar.written.units import bytes_text
+
+    decided = plan.decided
+    sent = conversions(plan.graph, decided.decisions, decided.outputs, decided.local_inputs)
+    statements = [one for one in layout if isinstance(one, Guard | Same | Limit)]
+    for one, (text, kind, span) in zip(statements, _promises(layout), strict=True):
+        alone = Layout((one,), layout.name)
+        why: str | None = None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", AutoparWarning)
-            sent = conversions(graph, decided.decisions, decided.outputs, decided.local_inputs)
-            check_contracts(layout, graph, decided.decisions, sent)
-        said = [str(one.message) for one in caught]
-    except LayoutError as error:
-        if error.code not in NO:
-            raise
-        print(f"no: {error}")
-        return 1
-    for text in said:
-        print(f"warning: {text}")
-    if not plan.fits:
-        print(
-            f"no: a device holds {bytes_text(plan.memory_bytes)} at {plan.costs.memory.peak_at}, "
-            f"more than {bytes_text(plan.limit_bytes)}\nfix: split more, or allow more"
-        )
-        return 1
-    memory = f"{bytes_text(plan.memory_bytes)} of {bytes_text(plan.limit_bytes)}"
-    print(f"yes: step {seconds_text(plan.step_seconds)}, memory {memory} on {plan.cluster.name}")
-    return 0
+            try:
+                check_contracts(alone, plan.graph, decided.decisions, sent)
+                check_memory(alone, plan.graph, decided, plan.cluster.device.memory_bytes)
+            except LayoutError as error:
+                why = str(error)
+        why = why or next((str(each.message) for each in caught), None)
+        yield _Contract(text, kind, span, why is None, why)
+    has, peak = bytes_text(plan.limit_bytes), bytes_text(plan.memory_bytes)
+    over = f"a device holds {peak} at {plan.costs.memory.peak_at}, more than {has}\nfix: split more, or allow more"
+    yield _Contract(f"a device holds at most {has}", "memory", None, plan.fits, None if plan.fits else over)
 
 
-def _mesh(arguments: argparse.Namespace) -> Any:
-    from autopar.errors import MeshError
+# -- what is printed
+
+
+def _text(contracts: list[_Contract], plan: Plan | None) -> str:
+    """The answer first, with the reasons of a no; then, if something was promised, all of it."""
+    from autopar.written.units import bytes_text, seconds_text, table
+
+    broken = [one for one in contracts if one.holds is False and one.kind != "warn"]
+    warned = [one for one in contracts if one.holds is False and one.kind == "warn"]
+    lines: list[str] = []
+    if not broken:
+        assert plan is not None
+        memory = f"{bytes_text(plan.memory_bytes)} of {bytes_text(plan.limit_bytes)}"
+        lines.append(f"yes: step {seconds_text(plan.step_seconds)}, memory {memory} on {plan.cluster.name}")
+    # What a limit of the layout says of memory need not be said again for the device.
+    said = [one for one in broken if one.span is not None or one.kind == "legal"] or broken
+    lines += [f"no: {one.why}" for one in said]
+    lines += [f"warning: {one.why}" for one in warned]
+    promised = [one for one in contracts if one.span is not None]
+    if promised:
+        words = {True: "holds", False: "broken", None: "not known"}
+        lines += ["", *table([(words[one.holds], str(one.span), one.text) for one in promised])]
+    return "\n".join(lines)
+
+
+def _data(
+    arguments: argparse.Namespace, mesh: Mesh, cluster: str, contracts: list[_Contract], plan: Plan | None
+) -> dict[str, Any]:
+    return {
+        "target": arguments.target,
+        "layout": arguments.layout,
+        "mesh": dict(zip(mesh.names, mesh.sizes, strict=True)),
+        "cluster": cluster,
+        "holds": all(one.holds or one.kind == "warn" for one in contracts),
+        "contracts": [
+            {
+                "contract": one.text,
+                "kind": one.kind,
+                "line": None if one.span is None else str(one.span),
+                "holds": one.holds,
+                "why": one.why,
+            }
+            for one in contracts
+        ],
+        "step_seconds": None if plan is None else plan.step_seconds,
+        "memory_bytes": None if plan is None else plan.memory_bytes,
+        "limit_bytes": None if plan is None else plan.limit_bytes,
+    }
+
+
+def _mesh(arguments: argparse.Namespace) -> Mesh:
     from autopar.layout.language import Layout
 
     if arguments.mesh is not None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from autopar.cli.structured import add_json, print_data
 from autopar.cost.cluster import cluster_names, load_cluster
-from autopar.cost.describe import cluster_table, describe, standalone
+from autopar.cost.describe import cluster_data, cluster_table, describe, standalone
+from autopar.errors import ClusterError
 
 __all__ = ["add_parser"]
 
@@ -28,14 +30,21 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="the cluster to describe: a name, or a TOML file")
-    parser.add_argument("--toml", action="store_true", help="print it as a file that can be edited")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--toml", action="store_true", help="print it as a file that can be edited")
+    add_json(how, "clusters")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """List, describe or print."""
-    if arguments.name is None:
-        print(cluster_table([load_cluster(name) for name in cluster_names()]))
+    names = cluster_names() if arguments.name is None else (arguments.name,)
+    if arguments.toml and arguments.name is None:
+        raise ClusterError("--toml prints one cluster\nfix: name it, as in autopar clusters --toml h100")
+    if arguments.json:
+        print_data("clusters", {"clusters": [cluster_data(load_cluster(name)) for name in names]})
+    elif arguments.name is None:
+        print(cluster_table([load_cluster(name) for name in names]))
     elif arguments.toml:
         load_cluster(arguments.name)  # a file with mistakes is not printed
         print(standalone(arguments.name), end="")

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.asking import add_question, add_target_option, asked_of, is_plan, meshes, read_plan, traced
-from autopar.errors import AutoparError
+from autopar.cli.asking import (
+    CANNOT_BE_HAD,
+    add_question,
+    add_target_option,
+    asked_of,
+    is_plan,
+    meshes,
+    read_plan,
+    traced,
+)
+from autopar.cli.structured import add_json, print_data
+from autopar.errors import AutoparError, LayoutError
 
 if TYPE_CHECKING:
     from autopar.tracing.graph import NamedGraph
@@ -20,7 +30,8 @@ EXAMPLES = """examples:
   autopar compare gpt.plan.lay megatron fsdp_tp(fsdp=dp)
   autopar compare ddp fsdp(fsdp=dp*tp) --target examples/gpt.py:gpt --mesh dp=2,tp=2
 
-Without --target and --mesh they are those of the first plan.
+Without --target and --mesh they are those of the first plan. What cannot be had on the mesh is told with its reason,
+and the others are compared. Exit codes: 0, 1 (none of them can be had), 2 (the question was wrong).
 """
 
 
@@ -36,32 +47,52 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("plans", metavar="PLAN", nargs="+", help="a plan's file, a strategy, a .lay file, or text")
     add_target_option(parser)
     add_question(parser, mesh=False)
-    parser.add_argument("--json", action="store_true", help="print plain data, for programs")
+    add_json(parser, "compare")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read, price, print."""
+    """Read, price, print; 1 where none of them can be had."""
     plans = plans_of(arguments, arguments.plans)
+    priced = {name: plan for name, plan in plans.items() if not isinstance(plan, str)}
+    refused = {name: why for name, why in plans.items() if isinstance(why, str)}
     if arguments.json:
-        from autopar.written.compare import differences
-        from autopar.written.data import costs_data
-
-        first = next(iter(plans.values()))
-        data = [
-            {"plan": name, **costs_data(plan), "differs": {k: list(v) for k, v in differences(first, plan).items()}}
-            for name, plan in plans.items()
-        ]
-        print(json.dumps(data, indent=1))
-        return 0
+        print_data("compare", _data(plans))
+        return 0 if priced else 1
     from autopar.written.compare import side_by_side
 
-    print(side_by_side(plans))
-    return 0
+    if priced:
+        print(side_by_side(priced))
+    for name, why in refused.items():
+        print(f"{chr(10) if priced else ''}{name} cannot be had here: {why}")
+    return 0 if priced else 1
 
 
-def plans_of(arguments: argparse.Namespace, words: list[str]) -> dict[str, Plan]:
-    """Each word as a plan for one graph."""
+def _data(plans: Mapping[str, Plan | str]) -> dict[str, Any]:
+    from autopar.written.compare import differences
+    from autopar.written.data import costs_data
+
+    first = next((plan for plan in plans.values() if not isinstance(plan, str)), None)
+    found: list[dict[str, Any]] = []
+    for name, plan in plans.items():
+        if isinstance(plan, str):
+            found.append({"plan": name, "applies": False, "why": plan})
+            continue
+        assert first is not None
+        differs = {tensor: list(pair) for tensor, pair in differences(first, plan).items()}
+        found.append({"plan": name, "applies": True, **costs_data(plan), "differs": differs})
+    about: dict[str, Any] = {"model": None, "mesh": None, "cluster": None}
+    if first is not None:
+        about = {
+            "model": type(first.graph.model).__name__,
+            "mesh": dict(first.decided.axes),
+            "cluster": first.cluster.name,
+        }
+    return {**about, "plans": found}
+
+
+def plans_of(arguments: argparse.Namespace, words: list[str]) -> dict[str, Plan | str]:
+    """Each word as a plan for one graph, or why it cannot be had."""
     from autopar.search_plan import under
 
     saved = [word for word in words if is_plan(word)]
@@ -77,7 +108,7 @@ def plans_of(arguments: argparse.Namespace, words: list[str]) -> dict[str, Plan]
         raise AutoparError(
             "which model, on which mesh?\nfix: --target file.py:function --mesh dp=2,tp=4, or name a plan's file"
         )
-    found: dict[str, Plan] = {}
+    found: dict[str, Plan | str] = {}
     mesh = meshes(arguments)[0] if arguments.mesh is not None else first.mesh if first is not None else None
     assert mesh is not None
     asked = asked_of(arguments)
@@ -89,5 +120,10 @@ def plans_of(arguments: argparse.Namespace, words: list[str]) -> dict[str, Plan]
         if word in saved:
             found[word] = first if first is not None and word == saved[0] else read_plan(arguments, word, graph)
         else:
-            found[word] = under(graph, mesh, word, asked, word)
+            try:
+                found[word] = under(graph, mesh, word, asked, word)
+            except LayoutError as error:
+                if error.code not in CANNOT_BE_HAD:
+                    raise
+                found[word] = str(error)
     return found

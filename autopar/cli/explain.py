@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.asking import add_plan, planned
+from autopar.cli.asking import Telling, add_plan, planned
+from autopar.cli.structured import add_json, print_data
 from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
@@ -25,37 +26,81 @@ def add_parser(subparsers: Any) -> None:
     """Add this command to the command line."""
     parser = subparsers.add_parser(
         "explain",
-        help="why a tensor or an op of a plan lies as it does",
-        description="The lines of the plan that say so, the rule of the op, its choice, what is sent for it; with "
-        "--why-not, what the best plan costs in which it lies otherwise.",
+        help="why a tensor or an op of a plan lies as it does, and what else it could do",
+        description="The lines of the plan that say so, the rule of the op, its choice, what is sent for it; then "
+        "what else the tensor or the op could do, each priced with the rest of the plan as it is. With --why-not, "
+        "what the best plan costs in which the tensor lies otherwise: there the rest is searched again.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_plan(parser, "explain")
     parser.add_argument("name", metavar="NAME", help="of a tensor or an op")
     parser.add_argument("--why-not", metavar="RULES", help='search again with the tensor pinned: "d_ff -> dp"')
+    parser.add_argument("--no-alternatives", action="store_true", help="do not price what else it could do")
+    add_json(parser, "explain")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read or plan, explain."""
-    plan = planned(arguments)
-    print(plan.explain(arguments.name))
-    if arguments.why_not is not None:
-        print(f"\n{_why_not(plan, arguments)}")
+    from autopar.written.alternatives import shown
+    from autopar.written.data import explanation_data, short_data
+    from autopar.written.explain import explained
+
+    telling = Telling()
+    telling.say("reading the plan" if arguments.plan.endswith(".lay") else f"tracing {arguments.plan}")
+    plan = planned(arguments, telling)
+    telling.say(f"explaining {arguments.name}")
+    found = explained(plan, arguments.name)
+    asked = None if arguments.why_not is None else _asked(plan, arguments)
+    telling.say("pricing alternatives")
+    others = () if arguments.no_alternatives else plan.alternatives(arguments.name)
+    telling.say("searching again" if asked is not None else "")
+    forced = None if asked is None else _forced(plan, asked, arguments, telling)
+    telling.done()
+    if arguments.json:
+        why_not = forced and {
+            "rules": arguments.why_not,
+            "found": forced.plan is not None,
+            **short_data(forced.plan),
+            "why": forced.why or None,
+        }
+        said = explanation_data(found, others)
+        print_data("explain", {"name": arguments.name, **short_data(plan), **said, "why_not": why_not})
+        return 0
+    print(found)
+    if not arguments.no_alternatives:
+        print(f"\n{shown(plan, others)}")
+    if forced is not None:
+        print(f"\n{_beside(plan, forced, arguments.why_not)}")
     return 0
 
 
-def _why_not(plan: Plan, arguments: argparse.Namespace) -> str:
-    """The best plan with the tensor pinned."""
+@dataclass(frozen=True)
+class _Forced:
+    """The best plan with the tensor pinned, or why there is none."""
+
+    plan: Plan | None
+    why: str = ""
+
+
+def _asked(plan: Plan, arguments: argparse.Namespace) -> Any:
+    """The tensor pinned as --why-not says, before anything is priced."""
+    from autopar.layout.check import check_layout
     from autopar.layout.language import parse_layout
-    from autopar.planning.errors import NoPlan
-    from autopar.search_plan import Asked, plan_graph
-    from autopar.written.compare import side_by_side
+    from autopar.pinned import words_of
 
     if arguments.name not in plan.graph.tensors:
         raise AutoparError(f"'{arguments.name}' is an op, and --why-not pins a tensor\nfix: name its result")
     layout = parse_layout(f"@{arguments.name}[{arguments.why_not}]", "--why-not")
+    check_layout(layout, words_of(plan.graph), plan.decided.axes)
+    return layout
+
+
+def _forced(plan: Plan, layout: Any, arguments: argparse.Namespace, telling: Telling) -> _Forced:
+    from autopar.planning.errors import NoPlan
+    from autopar.search_plan import Asked, plan_graph
+
     asked = Asked(
         plan.cluster,
         plan.limit_bytes,
@@ -65,7 +110,14 @@ def _why_not(plan: Plan, arguments: argparse.Namespace) -> str:
         arguments.time_limit,
     )
     try:
-        forced = plan_graph(plan.graph, (plan.mesh,), layout, asked)
+        return _Forced(plan_graph(plan.graph, (plan.mesh,), layout, asked, telling))
     except NoPlan as error:
-        return f"with {arguments.why_not} there is no plan: {error}"
-    return side_by_side({"as it is": plan, arguments.why_not: replace(forced, origin="")})
+        return _Forced(None, str(error))
+
+
+def _beside(plan: Plan, forced: _Forced, rules: str) -> str:
+    from autopar.written.compare import side_by_side
+
+    if forced.plan is None:
+        return f"with {rules} there is no plan: {forced.why}"
+    return side_by_side({"as it is": plan, rules: replace(forced.plan, origin="")})

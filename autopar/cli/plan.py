@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from autopar.cli.asking import (
     target_text,
     traced,
 )
+from autopar.cli.structured import add_json, print_data
 
 if TYPE_CHECKING:
     from autopar.search_plan import Asked
@@ -30,7 +31,7 @@ EXAMPLES = """examples:
   autopar plan examples/llama3_8b.py:llama3_8b --mesh "?" --devices 64 --cluster h100 --memory 70GiB
   autopar plan examples/gpt.py:gpt --mesh dp=2,tp=2 --layout "batch -> dp" --json
 
---json prints one object; its form is in docs/plans.md. Exit codes: 0, 1 (no plan fits), 2 (the question was wrong).
+--json prints one object; --json-schema says its form. Exit codes: 0, 1 (no plan fits), 2 (the question was wrong).
 """
 
 
@@ -52,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--time-limit", metavar="SECONDS", type=float, default=30.0, help="of the search (default: 30)")
     parser.add_argument("--no-cache", action="store_true", help="neither look for the plan in the cache nor keep it")
     parser.add_argument("--no-experts", action="store_true", help="do not compare with the strategies of experts")
-    parser.add_argument("--json", action="store_true", help="print plain data, for programs")
+    add_json(parser, "plan")
     parser.set_defaults(run=run)
 
 
@@ -71,7 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         plan = plan_graph(graph, possible, arguments.layout, asked, telling)
     except NoPlan as error:
         telling.done()
-        print(f"autopar plan: {error}")
+        # A program that asked for data gets none; what is said of it is for whoever looks.
+        print(f"autopar plan: {error}", file=sys.stderr if arguments.json else sys.stdout)
         return 1
     plan = replace(plan, target=target_text(arguments))
     experts = {} if arguments.no_experts else _experts(plan, asked, telling)
@@ -81,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         data = plan.to_json()
         data["experts"] = [_expert_data(name, expert) for name, expert in experts.items()]
-        print(json.dumps(data, indent=1))
+        print_data("plan", data)
         return 0
     print(plan.summary())
     if experts:

@@ -8,9 +8,13 @@ import math
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from autopar.cli.structured import add_json, print_data
 from autopar.errors import ProblemError
+
+if TYPE_CHECKING:
+    from autopar.search.solver import Solution
 
 __all__ = ["add_parser"]
 
@@ -39,29 +43,25 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random moves (default: 0)")
     parser.add_argument("--output", metavar="FILE", help='write {"solution": [...], "cost": ..., "bound": ...}')
+    add_json(parser, "solve")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read, solve, print, write; 1 when no solution was found."""
     began = time.monotonic()
-    if not (math.isfinite(arguments.time_limit) and arguments.time_limit > 0):
-        raise ProblemError(f"--time-limit {arguments.time_limit:g}: expected a number of seconds above 0")
-    if arguments.seed < 0:
-        raise ProblemError(f"--seed {arguments.seed}: expected a whole number from 0 up")
-    output = None if arguments.output is None else Path(arguments.output)
-    if output is not None and not output.resolve().parent.is_dir():
-        raise ProblemError(f"--output {output}: there is no folder {output.resolve().parent}")
+    output = _checked(arguments)
     from autopar.search.contest import read_problem  # late: a wrong word should be told at once
     from autopar.search.solver import Progress, solve
 
     problem = read_problem(arguments.instance)
-    print(
+    say = print if not arguments.json else _silent
+    say(
         f"{problem.name or arguments.instance}: {problem.node_count:,} nodes, "
         f"{sum(problem.strategy_counts):,} strategies, {len(problem.edges):,} edges, {len(problem.limits):,} limits",
         flush=True,
     )
-    print("   seconds  stage                      cost                 bound       gap", flush=True)
+    say("   seconds  stage                      cost                 bound       gap", flush=True)
     told: list[Progress] = []
 
     def tell(progress: Progress) -> None:
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         if new or progress.seconds - told[-1].seconds >= PROGRESS_SECONDS:
             told.append(progress)
             loaded = solving - began
-            print(
+            say(
                 f"{progress.seconds + loaded:10.1f}  {progress.stage:10}{number(progress.cost):>20}  "
                 f"{number(progress.bound):>20}  {percent(progress.gap):>8}",
                 flush=True,
@@ -77,26 +77,50 @@ def run(arguments: argparse.Namespace) -> int:
 
     solving = time.monotonic()
     solution = solve(problem, arguments.time_limit - (solving - began), arguments.seed, progress=tell)
+    answer = {
+        "solution": None if solution.strategies is None else list(solution.strategies),
+        "cost": plain(solution.cost),
+        "bound": plain(solution.bound),
+    }
     if output is not None:
-        answer = {
-            "solution": None if solution.strategies is None else list(solution.strategies),
-            "cost": plain(solution.cost),
-            "bound": plain(solution.bound),
-        }
         try:
             output.write_text(json.dumps(answer) + "\n", encoding="utf-8")
         except OSError as error:
             raise ProblemError(f"--output {output}: cannot be written: {error}") from error
     seconds = time.monotonic() - began
+    if arguments.json:
+        rest = {"gap": plain(solution.gap), "infeasible": solution.infeasible, "seconds": seconds}
+        print_data("solve", {**answer, **rest})
+    else:
+        _print(solution, seconds)
+    return 0 if solution.strategies is not None else 1
+
+
+def _checked(arguments: argparse.Namespace) -> Path | None:
+    """Where the answer is written; raises what can be said of the words before anything is read."""
+    if not (math.isfinite(arguments.time_limit) and arguments.time_limit > 0):
+        raise ProblemError(f"--time-limit {arguments.time_limit:g}: expected a number of seconds above 0")
+    if arguments.seed < 0:
+        raise ProblemError(f"--seed {arguments.seed}: expected a whole number from 0 up")
+    output = None if arguments.output is None else Path(arguments.output)
+    if output is not None and not output.resolve().parent.is_dir():
+        raise ProblemError(f"--output {output}: there is no folder {output.resolve().parent}")
+    return output
+
+
+def _print(solution: Solution, seconds: float) -> None:
     if solution.strategies is None:
         reason = "there is none: proved" if solution.infeasible else "the time is up, and whether there is one is open"
         print(f"no solution in {seconds:.1f} s: {reason}", file=sys.stderr)
-        return 1
+        return
     print(f"cost   {number(solution.cost)}")
     print(f"bound  {number(solution.bound)}")
     print(f"gap    {percent(solution.gap)}{', proved optimal' if solution.gap == 0 else ''}")
     print(f"time   {seconds:.1f} s")
-    return 0
+
+
+def _silent(*words: object, flush: bool = False) -> None:
+    """In place of `print`, where a program reads."""
 
 
 def number(value: float) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from autopar.cli.structured import add_json, print_data
+from autopar.layout.choosing import axes_of
 from autopar.layout.strategies import load_strategy, strategy_names, strategy_path
 
 __all__ = ["add_parser"]
@@ -26,18 +28,35 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="the strategy to print")
+    add_json(parser, "strategies")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """List or print."""
+    names = strategy_names() if arguments.name is None else (arguments.name,)
+    if arguments.json:
+        print_data("strategies", {"strategies": [_data(name) for name in names]})
+        return 0
     if arguments.name is not None:
         print(strategy_path(arguments.name).read_text(encoding="utf-8"), end="")
         return 0
-    names = strategy_names()
     width = max(map(len, names), default=0)
     for name in names:
-        strategy = load_strategy(name).strategy
-        description = strategy.description if strategy and strategy.description else ""
-        print(f"{name:{width}}  {description}".rstrip())
+        print(f"{name:{width}}  {_description(name)}".rstrip())
     return 0
+
+
+def _description(name: str) -> str:
+    strategy = load_strategy(name).strategy
+    return strategy.description if strategy and strategy.description else ""
+
+
+def _data(name: str) -> dict[str, Any]:
+    text = strategy_path(name).read_text(encoding="utf-8")
+    return {
+        "name": name,
+        "description": _description(name),
+        "axes": list(axes_of(load_strategy(name))),
+        "layout": text,
+    }

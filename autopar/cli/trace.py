@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
 from autopar.cli.asking import add_target
+from autopar.cli.structured import add_json, print_data
 from autopar.cli.target import load_target, parse_dims, parse_settings
 
 __all__ = ["add_parser"]
@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
         "--train", action="store_true", help="trace in train mode (default: as the function returns the model)"
     )
     mode.add_argument("--eval", action="store_true", help="trace in eval mode")
-    parser.add_argument("--json", action="store_true", help="print plain data, for programs")
+    add_json(parser, "trace")
     parser.set_defaults(run=run)
 
 
@@ -51,5 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.train or arguments.eval:
         model.train(arguments.train)
     graph = trace(model, inputs, dims=dims)
-    print(json.dumps(graph.to_json(), indent=1) if arguments.json else graph)
+    if arguments.json:
+        print_data("trace", graph.to_json())
+    else:
+        print(graph)
     return 0

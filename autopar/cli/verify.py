@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.asking import add_target
+from autopar.cli.structured import add_json, print_data
 from autopar.cli.target import check_target, parse_dims, parse_settings
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--tolerance", type=float, default=1e-5, help="allowed relative difference (default: 1e-5)")
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for all of it (default: 600)")
-    parser.add_argument("--json", action="store_true", help="print all differences as plain data")
+    add_json(parser, "verify")
     parser.set_defaults(run=run)
 
 
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = verify(task, mesh.size, arguments.timeout, told)
     agree = found.worst.relative <= arguments.tolerance
     if arguments.json:
-        print(json.dumps(_plain(arguments, found, agree), indent=1))
+        print_data("verify", _plain(arguments, found, agree))
         return 0 if agree else 1
     under = f" under {arguments.layout}" if arguments.layout else ""
     print(f"{arguments.target} on {arguments.mesh}{under}: {mesh.size} processes, {found.collectives} collectives")

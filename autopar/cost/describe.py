@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from autopar.cost.cluster import Cluster, cluster_path, shared_path
 from autopar.cost.comm import Network
 from autopar.cost.reading import read_document
 
-__all__ = ["cluster_line", "cluster_table", "describe", "links_of", "standalone"]
+__all__ = ["cluster_data", "cluster_line", "cluster_table", "describe", "links_of", "standalone"]
 
 SIZES = ((2**16, "64 KiB"), (2**20, "1 MiB"), (2**24, "16 MiB"), (2**28, "256 MiB"))
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -41,6 +42,36 @@ def cluster_table(clusters: list[Cluster]) -> str:
     lines = [cluster_line(cluster) for cluster in clusters]
     widths = [max((len(line[i]) for line in lines), default=0) for i in range(2)]
     return "\n".join(f"{name:{widths[0]}}  {memory:>{widths[1]}}  {text}".rstrip() for name, memory, text in lines)
+
+
+def cluster_data(cluster: Cluster) -> dict[str, Any]:
+    """The numbers of a cluster as plain data (`autopar clusters --json`); those of algorithms are in its file."""
+    device = cluster.device
+    return {
+        "name": cluster.name,
+        "description": cluster.description,
+        "device": {
+            "name": device.name,
+            "memory_bytes": device.memory_bytes,
+            "memory_bytes_per_second": device.hbm_bytes_per_second,
+            "launch_seconds": device.launch_seconds,
+            "peak_flops": dict(device.peak_flops),
+        },
+        "levels": [
+            {
+                "name": level.name,
+                "link": level.link,
+                "units": level.units,
+                "ports": level.ports,
+                "port_bytes_per_second": level.port_bytes_per_second,
+                "rate_bytes_per_second": level.rate_bytes_per_second,
+                "offers": list(level.offers),
+            }
+            for level in cluster.level
+        ],
+        "library": cluster.library.name,
+        "sources": {name: {"text": one.text, "date": one.date} for name, one in sorted(cluster.sources.items())},
+    }
 
 
 def describe(cluster: Cluster) -> str:

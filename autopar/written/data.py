@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from autopar.written.summary import dims_by_place
 
 if TYPE_CHECKING:
+    from autopar.written.alternatives import Alternative
+    from autopar.written.explain import Explanation, OpFacts
     from autopar.written.plan import Plan
 
-__all__ = ["costs_data", "plan_data"]
+__all__ = ["costs_data", "explanation_data", "plan_data", "short_data"]
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
@@ -65,4 +68,59 @@ def costs_data(plan: Plan) -> dict[str, Any]:
             "inputs": memory.inputs_bytes,
             "saved": memory.saved_bytes,
         },
+    }
+
+
+def short_data(plan: Plan | None) -> dict[str, Any]:
+    """Time and memory in three numbers; null where there is no plan."""
+    if plan is None:
+        return dict.fromkeys(("step_seconds", "memory_bytes", "fits"))
+    return {"step_seconds": plan.step_seconds, "memory_bytes": plan.memory_bytes, "fits": plan.fits}
+
+
+def explanation_data(explanation: Explanation, alternatives: Sequence[Alternative]) -> dict[str, Any]:
+    """What `autopar explain --json` prints of a name."""
+    facts = explanation.tensor
+    tensor = facts and {
+        "dims": list(facts.tensor.dims),
+        "shape": list(facts.tensor.shape),
+        "dtype": str(facts.tensor.dtype).removeprefix("torch."),
+        "kind": facts.tensor.kind,
+        "layout": facts.layout,
+        "used": facts.used,
+        "held": facts.held,
+        "lines": [{"line": number, "text": text} for number, text in facts.lines],
+    }
+    return {
+        "tensor": tensor,
+        "ops": [_op_data(op) for op in explanation.ops],
+        "used_by": [{"op": op, "layout": layout} for op, layout in explanation.used_by],
+        "alternatives": [{"change": o.change, **short_data(o.plan), "why": o.why or None} for o in alternatives],
+    }
+
+
+def _op_data(facts: OpFacts) -> dict[str, Any]:
+    node = facts.node
+    return {
+        "name": node.name,
+        "op": node.op,
+        "rule": str(node.rule),
+        "source": node.source,
+        "factors": dict(node.factors),
+        "choice": facts.choice,
+        "line": node.origin.source or None,
+        "code": node.origin.source_code or None,
+        "pinned": [{"line": number, "text": text} for number, text in facts.pinned],
+        "takes": [{"tensor": name, "layout": layout} for name, layout in facts.takes],
+        "sends": [
+            {
+                "kind": one.kind,
+                "axes": list(one.axes),
+                "direction": one.direction,
+                "tensor": one.tensor,
+                "bytes": one.bytes,
+                "seconds": one.seconds,
+            }
+            for one in facts.sends
+        ],
     }

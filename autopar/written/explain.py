@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autopar.errors import AutoparError
@@ -14,13 +15,56 @@ from autopar.words import did_you_mean, nearest
 from autopar.written.units import bytes_text, layout_text, seconds_text
 
 if TYPE_CHECKING:
-    from autopar.written.plan import Plan
+    from autopar.written.plan import Plan, PricedCollective
 
-__all__ = ["explain"]
+__all__ = ["Explanation", "Line", "OpFacts", "TensorFacts", "explained"]
+
+Line = tuple[int, str]
+"""A line of the plan's text, with its number."""
 
 
-def explain(plan: Plan, name: str) -> str:
-    """In words; the name is that of a tensor or op, as the summary and `autopar trace` show them."""
+@dataclass(frozen=True)
+class TensorFacts:
+    """Where a tensor is, and the lines that say so."""
+
+    tensor: NamedTensor
+    layout: str
+    used: str | None
+    """Of a parameter: where ops use it."""
+    held: str | None
+    """Of a parameter that is gathered: for how long."""
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True)
+class OpFacts:
+    """What an op does."""
+
+    node: NamedNode
+    choice: str
+    pinned: tuple[Line, ...]
+    takes: tuple[tuple[str, str], ...]
+    """Operands and their layouts."""
+    sends: tuple[PricedCollective, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a plan says about a name; its text is what `Plan.explain` gives."""
+
+    tensor: TensorFacts | None
+    ops: tuple[OpFacts, ...]
+    used_by: tuple[tuple[str, str], ...]
+    """Ops and the layouts in which they take the tensor."""
+
+    def __str__(self) -> str:
+        lines = [] if self.tensor is None else list(_tensor_lines(self.tensor))
+        lines += [line for op in self.ops for line in _op_lines(op)]
+        return "\n".join([*lines, *(f"used by {op} as {layout}" for op, layout in self.used_by)])
+
+
+def explained(plan: Plan, name: str) -> Explanation:
+    """The name is that of a tensor or op, as the summary and `autopar trace` show them."""
     nodes = {node.name: node for node in plan.graph.nodes}
     tensor = plan.graph.tensors.get(name)
     if tensor is None and name not in nodes:
@@ -29,34 +73,44 @@ def explain(plan: Plan, name: str) -> str:
         raise AutoparError(
             f"the model has no tensor and no op '{name}'{did_you_mean(name, known)}\nfix: the nearest are {listed}"
         )
-    lines: list[str] = []
-    if tensor is not None:
-        lines += _tensor(plan, tensor)
-    for node in plan.graph.nodes:
-        if node.name == name or (tensor is not None and name in node.outputs):
-            lines += _op(plan, node)
-    if tensor is not None:
-        lines += _users(plan, tensor)
-    return "\n".join(lines)
+    about = [node for node in plan.graph.nodes if node.name == name or (tensor is not None and name in node.outputs)]
+    return Explanation(
+        None if tensor is None else _tensor(plan, tensor),
+        tuple(_op(plan, node) for node in about),
+        () if tensor is None else tuple(_users(plan, tensor)),
+    )
 
 
-def _tensor(plan: Plan, tensor: NamedTensor) -> Iterator[str]:
+# -- a tensor
+
+
+def _tensor(plan: Plan, tensor: NamedTensor) -> TensorFacts:
     decisions = plan.decided.decisions
-    shape = list(tensor.shape)
-    yield f"{tensor}  {str(tensor.dtype).removeprefix('torch.')} {shape}, {tensor.kind}"
-    layout = plan.layout_of(tensor.name)
-    yield f"  layout  {layout_text(tensor, layout)}"
+    layout = layout_text(tensor, plan.layout_of(tensor.name))
+    used = held = None
     if tensor.kind == "param":
-        yield f"  used    {layout_text(tensor, decisions.values[tensor.name])}"
+        used = layout_text(tensor, decisions.values[tensor.name])
         holding = decisions.holdings.get(tensor.name)
         if holding is not None and holding.again:
-            yield "  held    gathered again for the backward"
+            held = "gathered again for the backward"
         elif holding is not None and holding.lasting:
-            yield "  held    gathered once in a step"
-    yield from (f"  {where:7} {line}" for where, line in _lines(plan, tensor))
+            held = "gathered once in a step"
+    return TensorFacts(tensor, layout, used, held, tuple(_lines(plan, tensor)))
 
 
-def _lines(plan: Plan, tensor: NamedTensor) -> Iterator[tuple[str, str]]:
+def _tensor_lines(facts: TensorFacts) -> Iterator[str]:
+    tensor = facts.tensor
+    yield f"{tensor}  {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, {tensor.kind}"
+    yield f"  layout  {facts.layout}"
+    if facts.used is not None:
+        yield f"  used    {facts.used}"
+    if facts.held is not None:
+        yield f"  held    {facts.held}"
+    for i, (number, line) in enumerate(facts.lines):
+        yield f"  {'' if i else 'line':7} {number}: {line}"
+
+
+def _lines(plan: Plan, tensor: NamedTensor) -> list[Line]:
     """The lines of the plan's text that say where the tensor's dims go."""
     text = plan.text.splitlines()
     found: dict[int, str] = {}
@@ -77,7 +131,7 @@ def _lines(plan: Plan, tensor: NamedTensor) -> Iterator[tuple[str, str]]:
                 found[statement.span.line] = text[statement.span.line - 1]
     if not found:
         found = {number: line for number, line in enumerate(text, start=1) if line == "* -> none"}
-    return (("line" if i == 0 else "", f"{number}: {line}") for i, (number, line) in enumerate(sorted(found.items())))
+    return sorted(found.items())
 
 
 def _is_about(statement: Pin | Block, tensor: NamedTensor) -> bool:
@@ -97,34 +151,41 @@ def _scope_fits(scope: Scope, tensor: NamedTensor, kinds: set[str], dims: set[st
     )
 
 
-def _op(plan: Plan, node: NamedNode) -> Iterator[str]:
-    decision = plan.decided.decisions.ops[node.name]
-    yield f"made by {node.name} ({node.op})"
-    yield f"  rule    {node.rule}  ({node.source})"
-    dims = ", ".join(f"{factor} = {dim}" for factor, dim in node.factors.items())
-    yield f"  factors {dims or 'none'}"
-    yield f"  choice  {str(decision.choice) or 'nothing is split'}"
-    if node.origin.source:
-        yield f"  model   {node.origin.source}: {node.origin.source_code}"
-    for pin in parse_layout(plan.text, "<plan>"):
-        if isinstance(pin, OpPin) and glob_matches(pin.glob, node.name) and pin.span is not None:
-            yield f"  pinned  {pin.span.line}: {pin.span.text}"
-    for name, layout in zip(node.operands, decision.operands, strict=True):
-        if name is not None and layout is not None:
-            yield f"  takes   {name}: {layout_text(plan.graph.tensors[name], layout)}"
-    sent = [one for one in plan.collectives if one.op == node.name]
-    for one in sent:
-        yield f"  sends   {one.direction} {one.kind}({'*'.join(one.axes)}) of {one.tensor}: {_price(one)}"
-    if not sent:
-        yield "  sends   nothing"
-
-
-def _price(one: object) -> str:
-    return f"{bytes_text(one.bytes)}, {seconds_text(one.seconds)} by itself"  # type: ignore[attr-defined]
-
-
-def _users(plan: Plan, tensor: NamedTensor) -> Iterator[str]:
+def _users(plan: Plan, tensor: NamedTensor) -> Iterator[tuple[str, str]]:
     for node in plan.graph.nodes:
         for name, layout in zip(node.operands, plan.decided.decisions.ops[node.name].operands, strict=True):
             if name == tensor.name and layout is not None:
-                yield f"used by {node.name} as {layout_text(tensor, layout)}"
+                yield node.name, layout_text(tensor, layout)
+
+
+# -- an op
+
+
+def _op(plan: Plan, node: NamedNode) -> OpFacts:
+    decision = plan.decided.decisions.ops[node.name]
+    pins = (pin for pin in parse_layout(plan.text, "<plan>") if isinstance(pin, OpPin))
+    operands = zip(node.operands, decision.operands, strict=True)
+    return OpFacts(
+        node,
+        str(decision.choice),
+        tuple((pin.span.line, pin.span.text) for pin in pins if pin.span and glob_matches(pin.glob, node.name)),
+        tuple((name, layout_text(plan.graph.tensors[name], layout)) for name, layout in operands if name and layout),
+        tuple(one for one in plan.collectives if one.op == node.name),
+    )
+
+
+def _op_lines(facts: OpFacts) -> Iterator[str]:
+    node = facts.node
+    yield f"made by {node.name} ({node.op})"
+    yield f"  rule    {node.rule}  ({node.source})"
+    yield f"  factors {', '.join(f'{factor} = {dim}' for factor, dim in node.factors.items()) or 'none'}"
+    yield f"  choice  {facts.choice or 'nothing is split'}"
+    if node.origin.source:
+        yield f"  model   {node.origin.source}: {node.origin.source_code}"
+    yield from (f"  pinned  {number}: {text}" for number, text in facts.pinned)
+    yield from (f"  takes   {name}: {layout}" for name, layout in facts.takes)
+    for one in facts.sends:
+        price = f"{bytes_text(one.bytes)}, {seconds_text(one.seconds)} by itself"
+        yield f"  sends   {one.direction} {one.kind}({'*'.join(one.axes)}) of {one.tensor}: {price}"
+    if not facts.sends:
+        yield "  sends   nothing"

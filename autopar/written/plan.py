@@ -29,6 +29,7 @@ from autopar.written.statements import Written, written
 
 if TYPE_CHECKING:
     from autopar.report.page import Page
+    from autopar.written.alternatives import Alternative
 
 __all__ = ["Plan", "PricedCollective"]
 
@@ -219,9 +220,15 @@ class Plan:
 
     def explain(self, name: str) -> str:
         """Why a tensor or an op is laid out as it is."""
-        from autopar.written.explain import explain
+        from autopar.written.explain import explained
 
-        return explain(self, name)
+        return str(explained(self, name))
+
+    def alternatives(self, name: str) -> tuple[Alternative, ...]:
+        """What else a tensor or an op could do: the plans with one line forced, and the rest as it is."""
+        from autopar.written.alternatives import alternatives
+
+        return alternatives(self, name)
 
     def diff(self, other: Plan) -> str:
         """What another plan of the same model does otherwise, and what that costs."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from autopar.choices import BROADCAST, can_split
-from autopar.completion import Decisions, OpDecision, recomplete
+from autopar.choices import BROADCAST, Choice, can_split
+from autopar.completion import Decisions, recomplete
 from autopar.layout.language import Layout
 from autopar.layout.syntax import (
     Axes,
@@ -34,7 +34,7 @@ from autopar.written.bare import bare_rules
 from autopar.written.globs import cover
 from autopar.written.wishes import Wish, is_uneven, rules_for, wishes_of, word_of
 
-__all__ = ["Written", "written"]
+__all__ = ["Written", "choice_words", "written"]
 
 ROUNDS = 8
 """After so many all ops and values are pinned."""
@@ -178,34 +178,13 @@ class _Writing:
 
     def _ops(self) -> Iterator[Statement]:
         nodes = {node.name: node for node in self.graph.nodes}
-        texts = {name: self._choice(nodes[name], self.decisions.ops[name]) for name in nodes}
+        texts = {name: choice_words(nodes[name], self.decisions.ops[name].choice, self.axes) for name in nodes}
         groups: dict[_Choice, list[str]] = {}
         for name in nodes:
             if name in self.pinned:
                 groups.setdefault(texts[name], []).append(name)
         for (choice, uneven), names in groups.items():
             yield from (OpPin(glob, choice, uneven=uneven) for glob in cover(names, names, list(nodes)))
-
-    def _choice(self, node: NamedNode, decision: OpDecision) -> _Choice:
-        """All that an op does along each axis."""
-        said: list[tuple[str, Axes]] = []
-        uneven: list[str] = []
-        for (factor, atom), split in decision.choice.splits:
-            word = factor if len(node.atoms[factor]) == 1 else f"{factor}.{atom}"
-            said.append((word, split))
-            if not can_split(node, (factor, atom), split, self.axes):
-                uneven.append(word)
-        passes: dict[str, list[str]] = {}
-        for axis, way in decision.choice.passes:
-            groups = [frozenset(group) for group in node.rule.linear]
-            word = "broadcast" if way == BROADCAST else f"partial.{groups.index(way)}"
-            passes.setdefault(word, []).append(axis)
-        said += [(word, tuple(axes)) for word, axes in passes.items()]
-        used = {axis for _, axes in said for axis in axes}
-        idle = tuple(axis for axis in self.axes if axis not in used)
-        if idle:
-            said.append(("none", idle))
-        return tuple(said), tuple(uneven)
 
     # -- holds
 
@@ -226,3 +205,25 @@ class _Writing:
         paths = [path for repeat in self.graph.repeats for path in repeat.module_paths]
         for mode, own in modes.items():
             yield from (Hold("recompute", glob, mode) for glob in cover(own, own, paths))  # type: ignore[arg-type]
+
+
+def choice_words(node: NamedNode, choice: Choice, axes: Mapping[str, int]) -> _Choice:
+    """All that an op does along each axis."""
+    said: list[tuple[str, Axes]] = []
+    uneven: list[str] = []
+    for (factor, atom), split in choice.splits:
+        word = factor if len(node.atoms[factor]) == 1 else f"{factor}.{atom}"
+        said.append((word, split))
+        if not can_split(node, (factor, atom), split, axes):
+            uneven.append(word)
+    passes: dict[str, list[str]] = {}
+    for axis, way in choice.passes:
+        groups = [frozenset(group) for group in node.rule.linear]
+        word = "broadcast" if way == BROADCAST else f"partial.{groups.index(way)}"
+        passes.setdefault(word, []).append(axis)
+    said += [(word, tuple(through)) for word, through in passes.items()]
+    used = {axis for _, through in said for axis in through}
+    idle = tuple(axis for axis in axes if axis not in used)
+    if idle:
+        said.append(("none", idle))
+    return tuple(said), tuple(uneven)

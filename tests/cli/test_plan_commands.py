@@ -58,13 +58,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-SCHEMA = {
-    "model": str, "graph": str, "mesh": dict, "cluster": str, "origin": str, "step_seconds": float,
-    "bound_seconds": (float, type(None)), "gap": (float, int, type(None)), "fits": bool, "mfu": float, "seconds": dict,
-    "memory_bytes": dict, "dims": dict, "communication": list, "layout": str, "experts": list,
-}  # fmt: skip
-
-
 def test_plan_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "mlp.plan.lay"
     layout = "batch -> dp; d_ff -> tp; * -> none"
@@ -76,12 +69,6 @@ def test_plan_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     )
     data = json.loads(out)
     assert code == 0
-    assert set(data) == set(SCHEMA)
-    assert all(isinstance(data[key], kind) for key, kind in SCHEMA.items())
-    assert {"limit", "peak", "parameters", "copies", "gradients", "optimizer", "inputs", "saved"} == set(
-        data["memory_bytes"]
-    )
-    assert {"forward", "backward", "recompute", "optimizer", "exposed", "waiting"} == set(data["seconds"])
     assert data["dims"]["d_ff"] == "tp"
     assert data["layout"].startswith("# autopar plan\n")
     assert "d_ff -> tp" in path.read_text()
@@ -95,7 +82,6 @@ def test_plan_beside_experts(capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(out)
     assert code == 0
     assert "megatron(dp=dp, tp=tp)" in {one["strategy"] for one in data["experts"]}
-    assert all(set(one) == {"strategy", "step_seconds", "peak_bytes", "fits"} for one in data["experts"])
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,9 +93,18 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_explain(capsys: pytest.CaptureFixture[str], saved: Path) -> None:
-    code, out, _ = run(capsys, "explain", str(saved), "blocks.0.up/linear")
+    words = ("explain", str(saved), "blocks.0.up/linear")
+    code, facts, _ = run(capsys, *words, "--no-alternatives")
     assert code == 0
-    golden("explain_linear", out)
+    golden("explain_linear", facts)
+    code, out, _ = run(capsys, *words)
+    assert code == 0
+    assert out.startswith(f"{facts}\nalternatives: each line forced by itself, the rest of the plan as it is\n")
+    lines = out.removeprefix(facts).splitlines()
+    assert re.fullmatch(r"  [\d.]+ ms +[\d.]+ KiB +yes +as it is", lines[3])
+    assert re.fullmatch(r"  [\d.]+ ms +[+-][\d.]+ % +[\d.]+ KiB +yes +(op )?@blocks\.0\.up/linear\[.*\]", lines[4])
+    assert any(line.endswith("@blocks.0.up/linear[* -> none]") for line in lines)
+    assert any(line.endswith("op @blocks.0.up/linear[n -> tp, none -> dp]") for line in lines)
 
 
 def test_compare(capsys: pytest.CaptureFixture[str], saved: Path) -> None:
@@ -118,10 +113,42 @@ def test_compare(capsys: pytest.CaptureFixture[str], saved: Path) -> None:
     assert "megatron: the same" in out
     assert f"{saved} and megatron_sp differ in" in out
     code, out, _ = run(capsys, "compare", str(saved), "megatron_sp", "--json")
-    first, second = json.loads(out)
+    first, second = json.loads(out)["plans"]
     assert code == 0
     assert first["differs"] == {}
     assert second["differs"]["blocks.*/add"] == ["batch -> dp", "batch -> dp; seq -> tp"]
+
+
+def test_compare_tells_what_cannot_be_had(capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("--target", GPT, *WHERE)
+    code, out, err = run(capsys, "compare", "fsdp(fsdp=dp*tp)", "megatron", "ddp", *where)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0].split() == ["megatron", "ddp"]
+    assert "megatron and ddp differ in" in out
+    assert "\nfsdp(fsdp=dp*tp) cannot be had here: E4: the dim 'batch' of ids can take no alternative" in out
+    code, out, err = run(capsys, "compare", "fsdp(fsdp=dp*tp)", "batch -> dp; heads -> dp; * -> none", *where)
+    assert (code, err) == (1, "")
+    assert re.findall(r"^(.*) cannot be had here: (E\d)", out, re.MULTILINE) == [
+        ("fsdp(fsdp=dp*tp)", "E4"),
+        ("batch -> dp; heads -> dp; * -> none", "E3"),
+    ]
+
+
+def test_check_tells_all_contracts(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = (
+        "batch -> dp; * -> none\nforbid all_reduce(grad) over dp\nforbid all_gather(act) over tp\nlimit memory 10kB"
+    )
+    code, out, _ = run(capsys, "check", GPT, *WHERE, "--layout", layout)
+    assert code == 1
+    assert out.count("no: E6: ") == 2, "one that is broken hides no other"
+    assert re.findall(r"^  (\w+) +<layout>:(\d)  (\w+)", out, re.MULTILINE) == [
+        ("broken", "2", "forbid"),
+        ("holds", "3", "forbid"),
+        ("broken", "4", "limit"),
+    ]
+    code, out, _ = run(capsys, "check", GPT, *WHERE, "--layout", layout.replace("batch -> dp", "batch -> dp*tp"))
+    assert code == 1
+    assert out.count("not known") == 3
 
 
 @pytest.mark.parametrize(

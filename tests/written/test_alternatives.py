@@ -1,0 +1,106 @@
+"""What else a tensor or an op could do: one change, the rest as it is, priced as any other plan."""
+
+from __future__ import annotations
+
+import pytest
+
+import autopar
+from autopar.layout.language import Layout, parse_layout
+from autopar.layout.resolve import resolve
+from autopar.layout.syntax import Block, OpPin, Pin
+from autopar.mesh import Mesh
+from autopar.search_plan import Asked, under
+from autopar.tracing.graph import NamedGraph
+from autopar.written.alternatives import alternatives, forced, shown
+from autopar.written.plan import Plan
+from autopar.written.statements import choice_words
+from examples.gpt import gpt
+
+MESH = Mesh("dp=2,tp=2")
+LAYOUTS = ("megatron_sp", "fsdp_tp(fsdp=dp)")
+NAMES = ("tokens.weight", "blocks.0.up.weight", "blocks.0.up/linear", "blocks.0/add", "ids")
+
+
+@pytest.fixture(scope="module")
+def graph() -> NamedGraph:
+    return autopar.trace(*gpt(batch=8, heads=4, d_model=32, seq=12))
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def plan(request: pytest.FixtureRequest, graph: NamedGraph) -> Plan:
+    return under(graph, MESH, request.param, Asked("local-cpu"))
+
+
+def test_each_is_a_plan_with_that_change_and_no_other(plan: Plan) -> None:
+    graph, known = plan.graph, plan.decided.decisions
+    for name in NAMES:
+        found = alternatives(plan, name)
+        assert found, name
+        for one in found:
+            assert one.plan is not None, one
+            decisions = one.plan.decided.decisions
+            assert one.plan.decided != plan.decided
+            (line,) = parse_layout(one.change)
+            touched = {node.name for node in graph.nodes if name in (node.name, *node.operands, *node.outputs)}
+            others = [other for other in graph.tensors if other != name and other in known.values]
+            if isinstance(line, OpPin):
+                node = next(node for node in graph.nodes if node.name == name)
+                assert choice_words(node, decisions.ops[name].choice, MESH.axes)[0] == line.choice  # type: ignore[arg-type]
+                others = [other for other in graph.tensors if other in known.values]
+            elif isinstance(line, Pin):
+                splits = resolve(Layout((line,)), graph.tensors[name], "use", plan.decided.axes)
+                assert decisions.values[name].splits == splits
+                assert one.plan.layout_of(name).splits == splits
+            else:
+                assert isinstance(line, Block)
+                assert decisions.values[name] == known.values[name], "its use stays"
+                assert decisions.ops == known.ops
+            assert all(decisions.values[other].splits == known.values[other].splits for other in others)
+            assert all(decisions.ops[op] == known.ops[op] for op in known.ops if op not in touched)
+
+
+def test_each_can_be_written_and_read(graph: NamedGraph) -> None:
+    plan = under(graph, MESH, "megatron", Asked("local-cpu"))
+    for name in ("blocks.0.up.weight", "blocks.0.up/linear"):
+        for one in alternatives(plan, name):
+            assert one.plan is not None
+            again = Plan.read(one.plan.text, graph)
+            assert again.step_seconds == one.plan.step_seconds
+            assert again.layout_of(name) == one.plan.layout_of(name)
+
+
+def test_they_are_the_same_each_time_and_the_fastest_comes_first(plan: Plan) -> None:
+    found = alternatives(plan, "blocks.0.up.weight")
+    assert [one.change for one in found] == [one.change for one in alternatives(plan, "blocks.0.up.weight")]
+    times = [one.plan.step_seconds for one in found if one.plan is not None]
+    assert times == sorted(times)
+    assert len({one.change for one in found}) == len(found)
+
+
+def test_what_an_expert_would_do_is_among_them(graph: NamedGraph) -> None:
+    """Under Megatron's layout: to store a shard of a weight on each rank, as ZeRO-3 does, and to use it whole."""
+    plan = under(graph, MESH, "megatron", Asked("local-cpu"))
+    found = {one.change: one.plan for one in alternatives(plan, "blocks.0.up.weight")}
+    split = found["@blocks.0.up.weight[d_ff -> tp, d_model -> dp, * -> none]"]
+    whole = found["@blocks.0.up.weight[* -> none]"]
+    assert split is not None
+    assert whole is not None
+    assert split.memory_bytes < plan.memory_bytes < whole.memory_bytes
+    sent = {(one.kind, one.axes) for one in split.collectives if one.tensor == "blocks.0.up.weight"}
+    assert sent == {("all_gather", ("dp",)), ("reduce_scatter", ("dp",))}
+
+
+def test_what_cannot_be_had_says_why(graph: NamedGraph) -> None:
+    plan = under(graph, MESH, "megatron", Asked("local-cpu"))
+    (line,) = parse_layout("@tokens.weight[vocab -> dp*tp, * -> none]")
+    assert isinstance(line, Pin)
+    one = forced(plan, line)
+    assert one.plan is None
+    assert one.why.startswith("E4: the dim 'vocab' of tokens.weight")
+    assert f"  {one.change} cannot be had: E4: " in shown(plan, (one,))
+
+
+def test_nothing_can_be_split_otherwise(graph: NamedGraph) -> None:
+    plan = under(graph, Mesh("dp=1"), "ddp", Asked("local-cpu"))
+    assert alternatives(plan, "blocks.0.up/linear") == ()
+    assert shown(plan, ()) == "no alternatives: nothing here can be split otherwise"
