@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from autopar.cli import calibrate, check, clusters, compare, explain, plan, report, solve, strategies, trace, verify
+from autopar.cli.early import check_words
 from autopar.cli.shell import SHELLS, PrintCompletion
 from autopar.errors import AutoparError, TraceError
 
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     try:
+        check_words(arguments)
         code: int = arguments.run(arguments)
     except AutoparError as error:
         print(f"autopar {arguments.command}: {error}", file=sys.stderr)

@@ -26,7 +26,6 @@ __all__ = [
     "add_target",
     "add_target_option",
     "asked_of",
-    "check_output",
     "header_of",
     "is_plan",
     "meshes",
@@ -209,12 +208,6 @@ def read_plan(arguments: argparse.Namespace, path: str, graph: NamedGraph | None
             raise AutoparError(f"{path} does not say which model it is for\nfix: --target file.py:function")
         graph = traced(arguments, target)
     return Plan.read(read_text(path), graph, path, getattr(arguments, "cluster", None))
-
-
-def check_output(output: str | None) -> None:
-    """Told before anything is searched."""
-    if output is not None and not Path(output).resolve().parent.is_dir():
-        raise AutoparError(f"--output {output}: there is no folder {Path(output).resolve().parent}")
 
 
 class Telling:

@@ -9,9 +9,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import date
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autopar.cost.cluster import cluster_path
 from autopar.cost.describe import links_of
 from autopar.cost.quantity import measure_of, parse_quantity
 from autopar.errors import AutoparError
@@ -56,8 +58,7 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, fit, write, judge."""
     largest = _bytes(arguments.largest) if arguments.largest else None
-    if not arguments.output.parent.is_dir():
-        raise AutoparError(f"there is no folder '{arguments.output.parent}'\nfix: create it, or give another --output")
+    _check(arguments)
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
         _rank(arguments, largest)
         return 0
@@ -70,6 +71,18 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     spawn(_started, (arguments, largest, count, _free_port()), nprocs=count)  # type: ignore[no-untyped-call]
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Before minutes are spent on measuring."""
+    if arguments.processes is not None and arguments.processes < 1:
+        raise AutoparError(f"--processes {arguments.processes}: expected a whole number from 1 up")
+    if not 0 < arguments.seconds < inf:
+        raise AutoparError(f"--seconds {arguments.seconds:g}: expected a number of seconds above 0")
+    if arguments.times is not None and not arguments.times.resolve().parent.is_dir():
+        raise AutoparError(f"--times {arguments.times}: there is no folder {arguments.times.resolve().parent}")
+    if arguments.like is not None:
+        cluster_path(arguments.like)
 
 
 def _alone(arguments: argparse.Namespace) -> None:

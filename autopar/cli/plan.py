@@ -12,7 +12,6 @@ from autopar.cli.asking import (
     add_question,
     add_target,
     asked_of,
-    check_output,
     meshes,
     target_text,
     traced,
@@ -59,7 +58,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trace, search, print, write."""
-    check_output(arguments.output)
     telling = Telling()
     possible = meshes(arguments)
     asked = asked_of(arguments)

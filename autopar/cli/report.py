@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.asking import Telling, add_plan, asked_of, check_output, planned
+from autopar.cli.asking import Telling, add_plan, asked_of, planned
 
 if TYPE_CHECKING:
     from autopar.written.plan import Plan
@@ -38,7 +38,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read or plan, gather, write."""
-    check_output(arguments.output)
     telling = Telling()
     telling.say("reading the plan" if arguments.plan.endswith(".lay") else f"tracing {arguments.plan}")
     plan = planned(arguments, telling)

@@ -102,10 +102,7 @@ def _checked(arguments: argparse.Namespace) -> Path | None:
         raise ProblemError(f"--time-limit {arguments.time_limit:g}: expected a number of seconds above 0")
     if arguments.seed < 0:
         raise ProblemError(f"--seed {arguments.seed}: expected a whole number from 0 up")
-    output = None if arguments.output is None else Path(arguments.output)
-    if output is not None and not output.resolve().parent.is_dir():
-        raise ProblemError(f"--output {output}: there is no folder {output.resolve().parent}")
-    return output
+    return None if arguments.output is None else Path(arguments.output)
 
 
 def _print(solution: Solution, seconds: float) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from math import isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.asking import add_target
 from autopar.cli.structured import add_json, print_data
-from autopar.cli.target import check_target, parse_dims, parse_settings
-from autopar.errors import MeshError
+from autopar.cli.target import parse_dims, parse_settings
+from autopar.errors import AutoparError, MeshError
 from autopar.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ EXAMPLES = """examples:
 Exit codes: 0 they agree, 1 they do not, 2 the question was wrong.
 """
 SHOWN = 5
+MOST_PROCESSES = 128
+"""Each holds torch and a part of the model; a thousand would take the machine down before they said anything."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -54,10 +56,18 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run, compare, print."""
-    check_target(arguments.target)
     mesh = Mesh(arguments.mesh)
-    if any(size is None for size in mesh.axes.values()):
+    if mesh.is_open:
         raise MeshError(f"--mesh {arguments.mesh}: every axis needs a number of ranks here, as in dp=2,tp=2")
+    if mesh.size > MOST_PROCESSES:
+        raise MeshError(
+            f"--mesh {arguments.mesh} is {mesh.size} processes on this machine, more than {MOST_PROCESSES}\n"
+            "fix: verify on a smaller mesh with the same axes; what the ranks do is the same"
+        )
+    if not 0 <= arguments.tolerance < inf:
+        raise AutoparError(f"--tolerance {arguments.tolerance:g}: expected a number from 0 up\nfix: as in 1e-5")
+    if not 0 < arguments.timeout < inf:
+        raise AutoparError(f"--timeout {arguments.timeout:g}: expected a number of seconds above 0")
     from autopar.verify import Task, verify
 
     task = Task(

@@ -68,7 +68,7 @@ def explained(plan: Plan, name: str) -> Explanation:
     nodes = {node.name: node for node in plan.graph.nodes}
     tensor = plan.graph.tensors.get(name)
     if tensor is None and name not in nodes:
-        known = [*plan.graph.tensors, *nodes]
+        known = dict.fromkeys([*plan.graph.tensors, *nodes])
         listed = ", ".join(nearest(name, known, 5))
         raise AutoparError(
             f"the model has no tensor and no op '{name}'{did_you_mean(name, known)}\nfix: the nearest are {listed}"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -167,36 +165,19 @@ def test_check(capsys: pytest.CaptureFixture[str], layout: str, code: int, answe
     assert code == 0 or "fix: " in out
 
 
-BROKEN = "# autopar plan\n#   model GPT\n#   clutser h100\n\nmesh dp=2\n"
 BAD = [
-    (("plan", "gpt.py", *WHERE), "'gpt.py' names no function"),
-    (("plan", "no_such.py:f", *WHERE), "there is no file no_such.py"),
     (("plan", f"{ROOT}/examples/gpt.py:gtp", *WHERE), "did you mean 'gpt'?"),
-    (("plan", GPT, "--mesh", "dp=2,tp", "--cluster", "local-cpu"), "expected '=' and a size after axis 'tp'"),
-    (("plan", GPT, "--mesh", "?"), "say how many devices there are"),
-    (("plan", GPT, "--mesh", "dp=2", "--cluster", "h1000"), "did you mean 'h100'?"),
     (("plan", GPT, *WHERE, "--memory", "70GX"), "there is no unit 'GX'"),
-    (("plan", GPT, *WHERE, "--layout", "bacth -> dp"), "there is no dim 'bacth'; did you mean 'batch'?"),
-    (("plan", GPT, *WHERE, "--layout", "batch -> dq"), "the names are dp, tp"),
     (("plan", GPT, *WHERE, "--optimizer", "adamv"), "did you mean 'adam"),
-    (("plan", GPT, *WHERE, "-o", "no/such/folder/x.lay"), "there is no folder"),
     (("plan", GPT, *WHERE, "--time-limit", "0"), "is no number of seconds above 0"),
-    (("explain", "no_such.plan.lay", "x"), "there is no file no_such.plan.lay"),
-    (("explain", "broken.plan.lay", "x"), "'clutser' is no word of a plan's head; did you mean 'cluster'?"),
     (("explain", "other.plan.lay", "x"), "is the plan of another model"),
     (("explain", GPT, "x"), "on which mesh"),
     (("explain", "saved.plan.lay", "blocks.0.upp.weight"), "did you mean 'blocks.0.up.weight'?"),
     (("explain", "saved.plan.lay", "tokens.weight", "--why-not", "vocab -> tq"), "there is no axis 'tq'"),
     (("compare", "megatron", "ddp"), "which model, on which mesh?"),
-    (("compare", "no_such.plan.lay"), "there is no file no_such.plan.lay"),
-    (("compare", "broken.plan.lay"), "broken.plan.lay:3 |"),
     (("compare", "saved.plan.lay", "megatrom"), "did you mean 'megatron'?"),
     (("compare", "saved.plan.lay", "--target", MLP), "is the plan of another model"),
     (("check", GPT, "--layout", "megatron"), "on which mesh?"),
-    (("check", GPT, *WHERE, "--layout", "megatrom"), "did you mean 'megatron'?"),
-    (("check", GPT, *WHERE, "--layout", "no_such.lay"), "no_such.lay cannot be read"),
-    (("check", GPT, *WHERE, "--layout", "batch -> dp }"), "E0: "),
-    (("check", "gpt.py", *WHERE, "--layout", "ddp"), "names no function"),
 ]
 
 
@@ -210,22 +191,10 @@ def test_bad_words(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("broken.plan.lay").write_text(BROKEN)
     Path("saved.plan.lay").write_text(saved.read_text())
     Path("other.plan.lay").write_text(saved.read_text().replace(GPT, MLP))
     code, out, err = run(capsys, *words)
-    assert (code, out) == (2, "") or words[-2] == "--why-not"
-    assert code == 2
+    assert (code, out) == (2, "")
     assert message in err
     assert err.startswith(f"autopar {words[0]}: ")
     assert "Traceback" not in err
-
-
-@pytest.mark.parametrize("command", ["plan", "explain", "compare", "check"])
-def test_help_has_examples_and_needs_no_torch(command: str) -> None:
-    code = f"import sys; from autopar.cli import main\ntry: main([{command!r}, '--help'])\nexcept SystemExit: pass\n"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}sys.exit('torch' in sys.modules)"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"  autopar {command} " in done.stdout

@@ -181,7 +181,7 @@ def test_one_process_takes_the_links_of_another_cluster(capsys: pytest.CaptureFi
     ("words", "message"),
     [
         (["--processes", "1", "--output", "x.toml"], "1 process has no links to measure\nfix: take those of a cluster"),
-        (["--output", "nowhere/x.toml"], "there is no folder 'nowhere'\nfix: create it"),
+        (["--output", "nowhere/x.toml"], "--output nowhere/x.toml: there is no folder "),
         (["--largest", "1 GHz", "--output", "x.toml"], "--largest: '1 GHz' is not a size: the units are B, "),
     ],
 )

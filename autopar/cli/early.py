@@ -1,0 +1,62 @@
+"""What can be said of the words of a command before torch is loaded, which takes seconds."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+from autopar.cli.asking import is_plan
+from autopar.cli.target import check_target, parse_dims, parse_settings
+from autopar.cost.cluster import load_cluster
+from autopar.errors import AutoparError
+from autopar.layout.choosing import choose_layout
+from autopar.mesh import Mesh
+
+__all__ = ["check_words"]
+
+
+def check_words(arguments: argparse.Namespace) -> None:
+    """Raise for files that are not there, and for what is not written as a target, mesh, layout or cluster is."""
+    said = vars(arguments)
+    for name in ("target", "target_of_plan"):
+        if said.get(name) is not None:
+            check_target(said[name])
+    if "plan" in said and not is_plan(said["plan"]):
+        if said["plan"].endswith(".lay"):
+            raise AutoparError(
+                f"{said['plan']} is a layout and no plan: its first line is not '# autopar plan'\n"
+                f"fix: name a TARGET, with --mesh dp=2,tp=4 --layout {said['plan']}, or what autopar plan -o wrote"
+            )
+        check_target(said["plan"])
+    parse_settings(said.get("set") or ())
+    parse_dims(said.get("dims") or ())
+    axes = _axes(said.get("mesh"))
+    if said.get("cluster") is not None:
+        load_cluster(said["cluster"])
+    layout = said.get("layout")
+    if layout is not None and axes is not None:
+        choose_layout(layout, axes)
+    for word in said.get("plans") or ():
+        if not is_plan(word) and axes is not None:
+            choose_layout(word, axes)
+    output = said.get("output")
+    if output is not None:
+        check_output(output)
+
+
+def check_output(output: str | Path) -> None:
+    """A file that can be written."""
+    path = Path(output)
+    if path.is_dir():
+        raise AutoparError(f"--output {output}: this is a folder\nfix: name a file in it")
+    if not path.resolve().parent.is_dir():
+        raise AutoparError(f"--output {output}: there is no folder {path.resolve().parent}\nfix: create it")
+
+
+def _axes(mesh: str | None) -> Mapping[str, int] | None:
+    """Those of a mesh whose sizes are all known."""
+    if mesh is None or mesh == "?":
+        return None
+    found = Mesh(mesh)
+    return None if found.is_open else dict(zip(found.names, found.sizes, strict=True))
