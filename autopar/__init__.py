@@ -22,18 +22,22 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import (
     AutoparError,
     AutoparWarning,
+    ClusterError,
     DimsError,
     LayoutError,
     MeshError,
+    ProblemError,
     RuleError,
     TargetError,
     TraceError,
+    VerifyError,
 )
 
 if TYPE_CHECKING:
     from autopar.annotate import constrain, named
     from autopar.api import parallelize, plan, trace
     from autopar.mesh import Mesh
+    from autopar.module import ParallelModule
     from autopar.rules.proof import prove_rule
     from autopar.rules.registry import register_rule
     from autopar.tracing.graph import Dim, NamedGraph, NamedNode, NamedTensor
@@ -44,6 +48,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoparError",
     "AutoparWarning",
+    "ClusterError",
     "Dim",
     "DimsError",
     "LayoutError",
@@ -52,10 +57,13 @@ __all__ = [
     "NamedGraph",
     "NamedNode",
     "NamedTensor",
+    "ParallelModule",
     "Plan",
+    "ProblemError",
     "RuleError",
     "TargetError",
     "TraceError",
+    "VerifyError",
     "constrain",
     "named",
     "parallelize",
@@ -71,6 +79,7 @@ _HOMES = {
     "NamedGraph": "autopar.tracing.graph",
     "NamedNode": "autopar.tracing.graph",
     "NamedTensor": "autopar.tracing.graph",
+    "ParallelModule": "autopar.module",
     "Plan": "autopar.written.plan",
     "constrain": "autopar.annotate",
     "named": "autopar.annotate",

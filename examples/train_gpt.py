@@ -3,7 +3,9 @@
     torchrun --nproc-per-node 4 examples/train_gpt.py --layout megatron --mesh dp=2,tp=2
 
 The model and the training loop are those of one process; `autopar.parallelize` is the only line about parallelism.
-`--layout` takes the name of a strategy, a `.lay` file or a layout in text.
+`--layout` takes the name of a strategy, a `.lay` file or a layout in text. The model that is trained is a TARGET too:
+
+    autopar plan examples/train_gpt.py:small_gpt --mesh dp=2,tp=2
 """
 
 from __future__ import annotations
@@ -21,8 +23,7 @@ def main() -> None:
     options = parse()
     torch.manual_seed(0)  # every process makes the same model and draws the same batches
     text = Characters()
-    sizes = {"layers": options.layers, "d_model": options.d_model, "seq": options.seq, "batch": options.batch}
-    model, inputs = gpt(heads=4, vocab=text.vocab, **sizes)
+    model, inputs = small_gpt(options.layers, options.d_model, options.seq, options.batch)
     parallel = autopar.parallelize(model, options.mesh, inputs, layout=options.layout)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=options.lr)
     for step in range(options.steps):
@@ -33,6 +34,13 @@ def main() -> None:
         optimizer.step()
         report(options, step, loss)
     finish(options, parallel)
+
+
+def small_gpt(
+    layers: int = 2, d_model: int = 64, seq: int = 64, batch: int = 16
+) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """The model and inputs of the sizes that it is trained with."""
+    return gpt(layers=layers, d_model=d_model, heads=4, vocab=Characters().vocab, seq=seq, batch=batch)
 
 
 def parse() -> argparse.Namespace:

@@ -34,6 +34,15 @@ def test_wheel_carries_the_data_folders(wheel: Path) -> None:
     assert {f"autopar/_data/{name}" for name in tracked_data_files()} <= names
 
 
+def test_wheel_carries_all_files_of_the_package(wheel: Path) -> None:
+    """Also those that are no modules: the schemas of what commands print, the parts of the report."""
+    with ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    files = [path for path in (ROOT / "autopar").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert {".py", ".json", ".css", ".js", ".html"} <= {path.suffix for path in files}
+    assert {str(path.relative_to(ROOT)) for path in files} <= names
+
+
 def test_wheel_carries_the_package_and_nothing_else(wheel: Path) -> None:
     with ZipFile(wheel) as archive:
         names = set(archive.namelist())

@@ -1,0 +1,53 @@
+"""What `import autopar` offers: typed for whoever checks types, and working as a script uses it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import autopar
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = Path(__file__).with_name("user_script.py")
+
+
+def test_the_script_uses_every_public_name() -> None:
+    used = set(re.findall(r"\bautopar\.(\w+)", SCRIPT.read_text()))
+    assert used == set(autopar.__all__)
+
+
+def test_every_public_name_is_there_and_says_what_it_is() -> None:
+    assert dir(autopar) == sorted(autopar.__all__)
+    for name in autopar.__all__:
+        value = getattr(autopar, name)
+        assert value.__doc__, name
+        assert value.__module__ in (ROOT / "docs" / "api.md").read_text(), f"{name} is in the reference"
+
+
+def test_the_script_runs() -> None:
+    done = run([sys.executable, str(SCRIPT)])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("5 ops in 5 nodes; ['batch', ")
+    assert "refused: E1\n" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_script_is_typed(tmp_path: Path) -> None:
+    """As a user checks it who has installed autopar: only `py.typed` says that there are types."""
+    script = tmp_path / "user_script.py"
+    script.write_text(SCRIPT.read_text() + "\nreveal_type(plan)\nreveal_type(parallel)\nreveal_type(autopar.named)\n")
+    done = run([sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(ROOT / ".mypy_cache"), str(script)])
+    assert "Success" in done.stdout, done.stdout + done.stderr
+    shown = re.findall(r'Revealed type is "(.*)"', done.stdout)
+    assert shown[:2] == ["autopar.written.plan.Plan", "autopar.module.ParallelModule"]
+    assert shown[2].endswith(") -> torch._tensor.Tensor")
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MYPYPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=SCRIPT.parent, env=environment, capture_output=True, text=True, check=False)
