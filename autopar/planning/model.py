@@ -300,6 +300,7 @@ class _Builder:
                     block_of(tensor.name),
                     (node.name, tensor.name) in self.kept.operands and node.name not in self.again,
                     self._accumulated_bytes(tensor) if first else None,
+                    number > 0,
                 )
                 if number == 0 and trained and len(users) > 1:
                     self._add_gradients(tensor, node, want, len(users) - 1)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from autopar.planning.closing import close
+from autopar.planning.listed import Listed, listed
 from autopar.planning.model import Model
 from autopar.planning.totals import MEMORY, Hinges, Sum
 from autopar.planning.weighed import Elimination, mixtures
@@ -37,7 +38,12 @@ HOPELESS = 1.002
 """Candidates that are believed to be so much slower than the best are not priced."""
 SMALL = 24
 """Variables of a model that is small enough to try whatever could still be better."""
-MOST_CLOSED = 400
+MOST_CLOSED = 1000
+MOST_LISTED = 2000
+"""Candidates that are priced to prove that nothing is better; of those that can be listed, that is quick."""
+FIRST_LISTED = 125
+PRICES_LISTED = (0, 3, 6)
+"""Powers of two of prices of memory, of seconds per byte of the fastest plan that takes all there is."""
 HIGHEST_PRICE = 1e3
 """Seconds per GiB and second of the step: no memory is worth more."""
 
@@ -74,6 +80,8 @@ class Search:
     found: dict[tuple[int, ...], Found] = field(default_factory=dict)
     hint: Floats | None = None
     """Prices of the hinges that were good without limits."""
+    is_listed: bool = False
+    """Whether `proved` is of all assignments, and so the best that can be said."""
 
     def __post_init__(self) -> None:
         self.hinges = Hinges.of(self.model.setting)
@@ -87,13 +95,14 @@ class Search:
     @property
     def bound(self) -> float:
         """The best that is proved; of memory, what is counted is taken to miss as little as it ever did."""
-        missed = min((one.missed_gib for one in self.found.values()), default=0.0)
-        return self._bound_at(self.limit_gib - missed)
+        return self._bound_at(self.limit_gib - _least_missed([self]))
 
     def _bound_at(self, limit_gib: float) -> float:
-        limit = limit_gib if self.is_limited else 0.0
-        found = [value - limit * float(prices[self.count :].sum()) for value, prices in self.answers]
-        return max([self.proved, *found])
+        return max([self.proved, *(self._answer_at(answer, limit_gib) for answer in self.answers)])
+
+    def _answer_at(self, answer: tuple[float, Floats], limit_gib: float) -> float:
+        value, prices = answer
+        return value - (limit_gib if self.is_limited else 0.0) * float(prices[self.count :].sum())
 
     @property
     def aim_gib(self) -> float:
@@ -194,22 +203,94 @@ class Search:
         free = [(value, prices) for value, prices in self.answers if not prices[self.count :].any()]
         return max(free, key=lambda answer: answer[0])[1][: self.count] if free else np.zeros(self.count)
 
-    def close(self, most: int = MOST_CLOSED) -> None:
-        """Of a small model, the proof: what could still be better is tried."""
-        if (
-            len(self.model.variables) > SMALL
-            or self.elimination.cut
-            or (np.isfinite(self.best) and self.best <= self.bound)
-        ):
+    @property
+    def is_small(self) -> bool:
+        return len(self.model.variables) <= SMALL and not self.elimination.cut
+
+    def close(self, others: Sequence[Search] = (), most: int = MOST_CLOSED) -> None:
+        """Of small models, the proof: what could still be better is tried, of this one and of others.
+
+        Where memory is limited, first what takes least of it, until something fits, then by what time and memory are
+        worth together: that finds what is good and fits. Then by the time alone, which proves that nothing is better.
+        What is counted of memory proves nothing: what is missed of it may be anything in a small model.
+        """
+        every = (self, *others)
+        if not all(one.is_small for one in every):
             return
-        weights, constant = self.hinges.weights(self.hinge_prices())
+        everything = listed([one.model for one in every], self.hinges)
+        if everything is not None:
+            self._close_listed(every, everything)
+            return
+        if not others and self.best <= self.bound:
+            return
+        _, prices = max(self.answers, key=lambda answer: self._answer_at(answer, self.aim_gib), default=(0.0, None))
+        if self.is_limited:
+            if not np.isfinite(self._shared_best(every)):
+                self._close_for_memory(every, most // 4)
+            if prices is not None and prices[self.count :].any():
+                self._close(every, prices, most // 4)
+        self.proved = max(self.proved, self._close(every, np.append(self.hinge_prices(), [0.0] * len(MEMORY)), most))
 
-        def price(chosen: list[int]) -> float:
-            self.try_out(chosen, hopeless=False)
-            return self.best
+    def _close_listed(self, every: Sequence[Search], everything: Listed) -> None:
+        """The same, where all assignments can be listed; at some prices of memory, as none is known to be right."""
+        seconds, gib = everything.seconds, everything.gib
 
-        proved = close(self.elimination, weights, constant, self.best, price, most, self.deadline)
-        self.proved = max(self.proved, proved)
+        def best() -> float:
+            return self._shared_best(every)
+
+        def tried(keys: Floats, most: int, below: Callable[[], float] = best) -> float:
+            for number, (key, whose, chosen) in enumerate(everything.in_order(keys)):
+                if number == most or key >= below() or time.monotonic() > self.deadline:
+                    return min(key, below())
+                every[whose].try_out(chosen, hopeless=False)
+            return below()
+
+        if self.is_limited and tried(seconds, FIRST_LISTED) < best():
+            if not np.isfinite(best()):
+                tried(gib, 2 * FIRST_LISTED, lambda: -np.inf if np.isfinite(best()) else np.inf)
+            scale = float(seconds.min()) / max(self.limit_gib, 1e-12)
+            for exponent in PRICES_LISTED:
+                tried(seconds + scale * 2.0**exponent * gib, FIRST_LISTED, lambda: np.inf)
+        self.proved = tried(seconds, MOST_LISTED)
+        self.is_listed = True
+
+    def _close(self, every: Sequence[Search], prices: Floats, most: int) -> float:
+        """In the order of what is bounded at some prices; a bound on the seconds, where no price of memory is."""
+        weights, constant = self.hinges.weights(prices[: self.count])
+        weights[list(MEMORY)] += prices[self.count :]
+        of_memory = float(prices[self.count :].sum())
+
+        def below() -> float:
+            room = of_memory * (self.limit_gib - _least_missed(every)) if of_memory else 0.0
+            return self._shared_best(every) - constant + room
+
+        def price(whose: int, chosen: list[int]) -> float:
+            every[whose].try_out(chosen, hopeless=False)
+            return below()
+
+        eliminations = [one.elimination for one in every]
+        return close(eliminations, weights, below(), price, most, self.deadline) + constant
+
+    def _close_for_memory(self, every: Sequence[Search], most: int) -> None:
+        """In the order of the memory that is counted, until something fits."""
+        weights = np.zeros(len(Sum))
+        weights[list(MEMORY)] = 1 / len(MEMORY)
+
+        def below() -> float:
+            least = min((found.peak_gib for one in every for found in one.found.values()), default=np.inf)
+            return -np.inf if least <= self.limit_gib else least - _least_missed(every)
+
+        def price(whose: int, chosen: list[int]) -> float:
+            every[whose].try_out(chosen, hopeless=False)
+            return below()
+
+        close([one.elimination for one in every], weights, below(), price, most, self.deadline)
+
+    def _shared_best(self, every: Sequence[Search]) -> float:
+        best = min(one.best for one in every)
+        for one in every:
+            one.best = best
+        return best
 
     # -- memory
 
@@ -252,3 +333,8 @@ class Search:
 
 
 MOST_MIXED = 3
+
+
+def _least_missed(searches: Sequence[Search]) -> float:
+    """What is missed of memory, of the plans that were priced by the one of which least is."""
+    return min((found.missed_gib for one in searches for found in one.found.values()), default=0.0)

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -36,6 +37,8 @@ __all__ = ["PlanOptions", "Solved", "solve_plan"]
 
 CONTRACTS = (Guard, Limit, Same)
 """Statements about the whole of a plan: they are checked on each that would be the best."""
+MOST_WAYS = 27
+"""To compute layers again, in a model that is small enough to try them all: three layers, each in three ways."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,8 @@ def solve_plan(
     if experts and not demands.given.statements:
         _with_experts(race, bound, began + time_limit)
     search.best = race.seconds
-    search.close()
-    bound = max(bound, search.proved)
+    search.close(_small_recomputed(search, race, demands, tables) if search.is_limited else ())
+    bound = search.proved if search.is_listed else max(bound, search.proved)
     race.tell("search", bound)
     if race.plan is None and race.broken is not None:
         raise race.broken
@@ -149,7 +152,25 @@ def _recomputed(race: _Race, demands: Demands, tables: Tables, deadline: float, 
             thinned(graph, race.plan, mode, lambda made: race.offer("search", made), race.limit)
 
 
-def _searched(model: Model, race: _Race, limit_gib: float, deadline: float, hint: Floats | None = None) -> Search:
+def _small_recomputed(search: Search, race: _Race, demands: Demands, tables: Tables) -> tuple[Search, ...]:
+    """Searches for all ways to compute layers again, where these are few."""
+    layers = layers_of(race.setting.graph) if race.setting.trains else ()
+    if not search.is_small or not layers or (1 + len(MODES)) ** len(layers) > MOST_WAYS:
+        return ()
+    every = (dict(zip(layers, modes, strict=True)) for modes in product(("none", *MODES), repeat=len(layers)))
+    return tuple(
+        _search_of(
+            build(race.setting, demands, tables, regather=True, recompute=recompute),
+            race,
+            search.limit_gib,
+            search.deadline,
+        )
+        for recompute in every
+        if set(recompute.values()) != {"none"}
+    )
+
+
+def _search_of(model: Model, race: _Race, limit_gib: float, deadline: float, hint: Floats | None = None) -> Search:
     """A search that tells the race of all that it finds."""
 
     def report(chosen: Sequence[int]) -> tuple[float, float]:
@@ -158,6 +179,11 @@ def _searched(model: Model, race: _Race, limit_gib: float, deadline: float, hint
 
     search = Search(model, report, deadline, limit_gib, hint=hint)
     search.best = race.seconds
+    return search
+
+
+def _searched(model: Model, race: _Race, limit_gib: float, deadline: float, hint: Floats | None = None) -> Search:
+    search = _search_of(model, race, limit_gib, deadline, hint)
     if search.is_limited and search.least_memory().peak_gib > limit_gib and race.plan is None:
         return search
     search.run()

@@ -202,11 +202,13 @@ class Tables:
         block: str,
         kept: bool,
         accumulates: Callable[[Layout], float] | None = None,
+        later: bool = False,
     ) -> Table:
         """A parameter as it is stored, taken in other layouts: beside the computing, in buckets.
 
         `block`: the layers whose gathers go together; `kept`: whether some op keeps it; `accumulates`: what it takes to
-        add the gradient, in some layout, to that of earlier micro-batches.
+        add the gradient, in some layout, to that of earlier micro-batches. Whether gradients wait for the last
+        micro-batch is up to the first op that takes the parameter; of a `later` one they are counted as if they did.
         """
         rows, row_of = _numbered(stored)
         columns, column_of = _numbered(tuple(dict.fromkeys(each) for each in wants))
@@ -219,9 +221,8 @@ class Tables:
                     for want in each:
                         if want is not None and want != one.shared:
                             sums[Sum.KEPT_GIB, i, j] += self._kept_copy(sizes, itemsize, one, want, kept)
-                            self._moved(
-                                sums[:, i, j], self._ways_of(sizes, itemsize, trained, one, want), one, want, gathered
-                            )
+                            ways = self._ways_of(sizes, itemsize, trained, one, want)
+                            self._moved(sums[:, i, j], ways, one, want, gathered, later)
                     first = next(iter(each), None)
                     if accumulates is not None and first is not None:
                         held = first if _is_deferred(one, first) else one.layout
@@ -237,6 +238,7 @@ class Tables:
             tuple(map(tuple, columns)),
             accumulates is not None,
             gathered,
+            later,
         )
         return self._table(key, made, row_of, column_of, lambda: made(alone=True))
 
@@ -280,6 +282,7 @@ class Tables:
         held: Stored,
         want: Layout,
         gathered_bytes: float,
+        later: bool = False,
     ) -> None:
         """In a bucket, a parameter takes its share of what the fullest bucket takes: no bucket sends a byte in less.
 
@@ -295,7 +298,7 @@ class Tables:
         forward, backward = self._sent(there, share), self._sent(back, share)
         sums[Sum.FORWARD_ONCE if held.lasting else Sum.FORWARD_EACH] += forward[0]
         sums[Sum.HOST] += 0.0 if held.lasting else forward[1]
-        deferred = _is_deferred(held, want)
+        deferred = later or _is_deferred(held, want)
         sums[Sum.BACKWARD_ONCE if deferred else Sum.BACKWARD_EACH] += backward[0]
         sums[Sum.HOST] += 0.0 if deferred else backward[1]
         if held.again and self.setting.trains and any(leg.kind == "all_gather" for leg, _ in there):

@@ -1,140 +1,158 @@
-"""Small graphs on random clusters: the plan that is found is the best of all that could be decided, by `evaluate`."""
+"""Small random problems: the plan that is found is the best of all that could be decided, by `evaluate`.
+
+Programs of one layer or of several, with tied parameters, values of several users, one or two axes, on clusters with
+fast and slow links, under layouts and limits on memory from loose to just fitting, layers computed again or not.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import product
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice, product
 from math import prod
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor, nn
 
 import autopar
-from autopar.cost.cluster import Cluster, load_cluster
+from autopar.cost.costs import Costs
 from autopar.cost.evaluate import evaluate
-from autopar.layout.language import Layout, parse_layout
-from autopar.planning.decode import plan_of
-from autopar.planning.demands import Demands
 from autopar.planning.errors import NoPlan
-from autopar.planning.model import Model, build
-from autopar.planning.setting import PlanOptions, Setting
-from autopar.planning.solve import solve_plan
-from autopar.tracing.graph import NamedGraph
+from autopar.planning.model import build
+from autopar.planning.recomputing import MODES, layers_of
+from autopar.planning.search import Search
+from autopar.planning.totals import MEMORY
+from tests.planning.oracle import ROUNDED, Complete, Oracle, best_of_all, cheapest, own_problem, whole_problem
+from tests.planning.random_problems import Drawn, drawn, program
 
-H100 = load_cluster("h100")
-MOST = 300
-"""Assignments of a graph that are all priced."""
-
-
-class Layers(nn.Module):
-    """A few parameters and what is done with them."""
-
-    def __init__(self, shapes: Sequence[Sequence[int]], function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.empty(*shape, device="meta")) for shape in shapes)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, *self.weights)
+ONE, TWO = {"a": 2}, {"a": 2, "b": 4}
+PROGRAMS, PROBLEMS = 48, 6
+MOST_STATES = 2**15
+MOST_PRICED = 500
+"""Assignments that are priced to see whether one is better."""
 
 
-def rows(*shape: int) -> tuple[Tensor]:
-    return (torch.empty(*shape, device="meta"),)
-
-
-KINDS: dict[str, tuple[nn.Module, tuple[Tensor]]] = {
-    "one product": (Layers([(64, 48)], lambda x, w: (x @ w).sum()), rows(32, 64)),
-    "activation": (Layers([(64, 48)], lambda x, w: (x @ w).tanh()), rows(32, 64)),
-    "scaled": (Layers([(96,)], lambda x, w: (x * w).sum()), rows(1024, 96)),
-    "tied": (Layers([(64, 48)], lambda x, w: ((x @ w) @ w.T).sum()), rows(16, 64)),
-    "shared value": (Layers([(64,)], lambda x, w: (x * w).sum() + (x * w).relu().sum()), rows(512, 64)),
-}
-
-
-@pytest.fixture(scope="module")
-def graphs() -> dict[str, NamedGraph]:
-    return {kind: autopar.trace(model, inputs) for kind, (model, inputs) in KINDS.items()}
-
-
-def random_cluster(draw: random.Random) -> Cluster:
-    """Faster or slower in all that counts, so that now the one and now the other is best."""
-    device = replace(H100.device, launch_seconds=H100.device.launch_seconds * 10 ** draw.uniform(-4, 0))
-    device = replace(device, host_seconds=device.host_seconds * 10 ** draw.uniform(-6, 0))
-    library = replace(H100.library, overlap_fraction=draw.choice([0.0, 0.3, 1.0]))
-    algorithms = tuple(
-        replace(one, base_seconds=one.base_seconds * 10 ** draw.uniform(-5, 0), hop_seconds={})
-        for one in library.algorithm
-    )
-    return replace(H100, device=device, library=replace(library, algorithm=algorithms))
-
-
-def random_layout(draw: random.Random, graph: NamedGraph) -> Layout:
-    """A line or two about some dims; most is left open."""
-    names = sorted(graph.dims)
-    lines = []
-    for name in draw.sample(names, min(len(names), draw.randint(0, 2))):
-        lines.append(
-            f"{draw.choice(['param', 'use', 'act', 'input'])} {{ {name} -> {draw.choice(['a', 'none'])} | none }}"
-        )
-    return parse_layout("\n".join(lines)) if lines else Layout(())
-
-
-def all_costs(model: Model, cluster: Cluster) -> list[tuple[float, float]]:
-    """The seconds and the peak of every assignment."""
-    found = []
-    for chosen in product(*(range(len(variable.states)) for variable in model.variables)):
-        costs = evaluate(model.setting.graph, plan_of(model, chosen), cluster)
-        found.append((costs.step_seconds, costs.memory.peak_bytes))
-    return found
-
-
-def cases(graphs: dict[str, NamedGraph], seed: int) -> tuple[NamedGraph, Cluster, Layout, PlanOptions, Model]:
+def problems(seed: int, axes: Mapping[str, int], most_layers: int, smallest: int, largest: int) -> Iterator[Drawn]:
+    """Problems of one program with so many assignments."""
     draw = random.Random(seed)
-    while True:
-        graph = graphs[draw.choice(list(graphs))]
-        cluster, layout = random_cluster(draw), random_layout(draw, graph)
-        options = PlanOptions(
-            micro_batches=draw.choice([1, 1, 3]), optimizer=draw.choice(["sgd", "adamw"]), compiled=draw.random() < 0.3
-        )
-        setting = Setting.of(graph, {"a": 2}, cluster, options)
+    graph = program(seed, most_layers)
+    for lines in range(2, 34, 2):  # the more a layout says, the less is open
+        problem = drawn(graph, axes, draw, lines)
         try:
-            model = build(setting, Demands(graph, {"a": 2}, layout), regather=True)
-        except autopar.AutoparError:
+            model = build(problem.setting, problem.demands, regather=True)
+        except autopar.AutoparError:  # the layout asks for what cannot be had
             continue
-        if prod(len(variable.states) for variable in model.variables) <= MOST:
-            return graph, cluster, layout, options, model
+        ways = 3 ** len(layers_of(graph))
+        if smallest <= ways * prod(len(variable.states) for variable in model.variables) <= largest:
+            yield problem
 
 
-@pytest.mark.parametrize("block", range(10))
-def test_what_is_found_is_the_best_of_all(graphs: dict[str, NamedGraph], block: int) -> None:
-    """Without a limit on memory and under one that some of the assignments keep."""
-    for seed in range(20 * block, 20 * block + 20):
-        graph, cluster, layout, options, model = cases(graphs, seed)
-        every = all_costs(model, cluster)
-        for limit in (np.inf, random.Random(seed).choice(every)[1]):
-            best = min(seconds for seconds, peak in every if peak <= limit)
-            solved = solve_plan(
-                graph,
-                {"a": 2},
-                cluster,
-                layout=layout,
-                options=options,
-                memory_bytes=limit,
-                experts=False,
-                time_limit=120,
-            )
-            assert solved.costs.memory.peak_bytes <= limit
-            assert solved.costs.step_seconds == pytest.approx(best, rel=1e-9), (seed, limit)
-            assert solved.bound_seconds <= best * (1 + 1e-9), (seed, limit)
+def small_problems(seed: int) -> Iterator[Drawn]:
+    """Every fourth program runs on two axes."""
+    two = seed % 4 == 3
+    return islice(problems(seed, TWO if two else ONE, 1 if two else 2, 1, MOST_STATES), PROBLEMS)
 
 
-def test_what_cannot_fit_is_refused_with_the_least_that_would_do(graphs: dict[str, NamedGraph]) -> None:
-    graph, cluster, layout, options, model = cases(graphs, 3)
-    least = min(peak for _, peak in all_costs(model, cluster))
+def priced(oracle: Oracle) -> Callable[[Sequence[int]], Costs]:
+    """Each assignment once."""
+    known: dict[tuple[int, ...], Costs] = {}
+
+    def price(chosen: Sequence[int]) -> Costs:
+        key = tuple(chosen)
+        if key not in known:
+            known[key] = oracle.costs(chosen)
+        return known[key]
+
+    return price
+
+
+def a_limit(draw: random.Random, oracle: Oracle, price: Callable[[Sequence[int]], Costs], most: float) -> float:
+    """Something that some assignments keep: from what the fastest takes down to the least of a few."""
+    peaks = [price([draw.randrange(count) for count in oracle.counts]).memory.peak_bytes for _ in range(12)]
+    least = min(peaks)
+    return draw.choice([least, least, (least + most) / 2, draw.choice(peaks)])
+
+
+BLOCKS = [0, 1, 2, *(pytest.param(block, marks=pytest.mark.slow) for block in range(3, 12))]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_what_is_found_is_the_best_of_all(block: int) -> None:
+    """All assignments are listed, with and without a limit; whatever could be better than what is claimed is priced."""
+    count = limited = 0
+    for seed in range(PROGRAMS * block // 12, PROGRAMS * (block + 1) // 12):
+        draw = random.Random(seed)
+        for problem in small_problems(seed):
+            oracle = whole_problem(problem.setting, problem.demands)
+            price = priced(oracle)
+            free = problem.solved()
+            best = best_of_all(oracle, np.inf, price, free.costs.step_seconds, MOST_PRICED)
+            assert best == pytest.approx(free.costs.step_seconds, rel=1e-9), seed
+            assert free.bound_seconds <= best * (1 + 1e-9), seed
+            assert free.costs == evaluate(problem.graph, free.plan, problem.cluster)
+            limit = a_limit(draw, oracle, price, free.costs.memory.peak_bytes)
+            bound = problem.solved(limit)
+            assert bound.costs.memory.peak_bytes <= limit
+            best = best_of_all(oracle, limit, price, bound.costs.step_seconds, MOST_PRICED)
+            count += 1
+            if best is not None:
+                limited += 1
+                assert bound.costs.step_seconds == pytest.approx(best, rel=1e-9), (seed, limit)
+                assert bound.bound_seconds <= best * (1 + 1e-9), (seed, limit)
+    assert limited >= 0.6 * count > 0, "under most limits few assignments could be better"
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_the_complete_model_finds_the_same(block: int) -> None:
+    """Problems of more assignments than can be listed, layers computed again among what is decided."""
+    count = 0
+    for seed in range(100 + 5 * block, 105 + 5 * block):
+        for problem in islice(problems(seed, ONE, 2, MOST_STATES, 2**22), 2):
+            oracle = whole_problem(problem.setting, problem.demands)
+            found = problem.solved()
+            bound, best = cheapest(oracle, np.inf, priced(oracle), MOST_PRICED)
+            assert found.costs.step_seconds == pytest.approx(best, rel=ROUNDED), seed
+            assert found.bound_seconds <= best * (1 + ROUNDED), seed
+            assert bound == best
+            count += 1
+    assert count > 0
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_the_search_finds_what_the_complete_model_proves(block: int) -> None:
+    """The planner's own problem, its sums as they are and limits on memory at both moments, as one model."""
+    fits = 0
+    for seed in range(200 + 6 * block, 206 + 6 * block):
+        draw = random.Random(seed)
+        for problem in islice(problems(seed, ONE, 2, 2**8, 2**20), 2):
+            modes = {path: draw.choice(("none", *MODES)) for path in layers_of(problem.graph)}
+            model = build(problem.setting, problem.demands, regather=True, recompute=modes)
+            oracle = own_problem(model)
+
+            def sums(chosen: Sequence[int], oracle: Oracle = oracle) -> tuple[float, float]:
+                found = oracle.sums([*chosen, 0])
+                return oracle.hinges.seconds(found), float(max(found[list(MEMORY)]))
+
+            some = [sums([draw.randrange(count) for count in oracle.counts[:-1]])[1] for _ in range(8)]
+            limit = draw.choice([np.inf, max(some), min(some)]) * (1 + 1e-6)  # as no sum of rounded numbers is
+            search = Search(model, sums, np.inf, limit)
+            search.run()
+            search.close()
+            chosen = Complete(oracle, limit).solve()
+            assert chosen is not None
+            seconds, peak = sums(chosen[:-1])
+            assert peak <= limit * (1 + ROUNDED)
+            assert search.bound <= seconds * (1 + ROUNDED), seed
+            assert search.best == pytest.approx(seconds, rel=ROUNDED), seed
+            fits += 1
+    assert fits > 4
+
+
+def test_what_cannot_fit_is_refused_with_the_least_that_would_do() -> None:
+    problem = next(small_problems(2))
+    oracle = whole_problem(problem.setting, problem.demands)
+    least = min(oracle.costs(chosen).memory.peak_bytes for chosen in product(*map(range, oracle.counts)))
     with pytest.raises(NoPlan, match="no plan was found that fits") as refused:
-        solve_plan(graph, {"a": 2}, cluster, layout=layout, options=options, memory_bytes=0.9 * least, experts=False)
+        problem.solved(0.99 * least)
     assert refused.value.least_bytes == least
+    assert problem.solved(least).costs.memory.peak_bytes == least

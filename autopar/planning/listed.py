@@ -1,0 +1,114 @@
+"""All assignments of a model that has few: what each takes, worked out at once.
+
+Here a conversion that several ops share is counted once, as `evaluate` does: so this is a bound on every plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from autopar.layout.state import Layout
+from autopar.planning.model import Model
+from autopar.planning.routes import Routes
+from autopar.planning.tables import Tables, block_of
+from autopar.planning.totals import MEMORY, Hinges, Sum
+from autopar.search.problem import Floats
+from autopar.tracing.graph import NamedTensor
+
+__all__ = ["Listed", "listed"]
+
+MOST_LISTED = 2**17
+"""Assignments of all models together: some 10 MB."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Of every assignment of some models, one model after the other, in the order of their states."""
+
+    counts: tuple[tuple[int, ...], ...]
+    seconds: Floats
+    """No plan takes less."""
+    gib: Floats
+
+    def in_order(self, keys: Floats) -> Iterator[tuple[float, int, list[int]]]:
+        """By some key: the key, the model, the assignment."""
+        ends = np.cumsum([prod(counts) for counts in self.counts])
+        for place in np.argsort(keys, kind="stable").tolist():
+            whose = int(np.searchsorted(ends, place, side="right"))
+            first = place - (int(ends[whose - 1]) if whose else 0)
+            yield float(keys[place]), whose, [int(state) for state in np.unravel_index(first, self.counts[whose])]
+
+
+def listed(models: Sequence[Model], hinges: Hinges) -> Listed | None:
+    """None where there are too many."""
+    counts = tuple(tuple(len(variable.states) for variable in model.variables) for model in models)
+    if sum(map(prod, counts)) > MOST_LISTED:
+        return None
+    every = np.concatenate([_sums(model, own).reshape(-1, len(Sum)) for model, own in zip(models, counts, strict=True)])
+    beside = np.maximum(0.0, every @ hinges.slopes.T + hinges.offsets).sum(axis=1)
+    return Listed(counts, every @ hinges.base + hinges.constant + beside, every[:, list(MEMORY)].max(axis=1))
+
+
+def _sums(model: Model, counts: tuple[int, ...]) -> Floats:
+    """An axis for each variable, the last one for the sums."""
+    total = np.zeros((*counts, len(Sum)))
+    for node, variable in enumerate(model.variables):
+        own = np.array([variable.at(state) for state in range(counts[node])])
+        total += _spread(own, (node,), len(counts))
+    for factor in model.factors:
+        rows, columns = counts[factor.first], counts[factor.second]
+        pairs = np.array([[factor.table.at(i, j) for j in range(columns)] for i in range(rows)])
+        scope = factor.first, factor.second
+        total += _spread(pairs if scope[0] < scope[1] else pairs.swapaxes(0, 1), tuple(sorted(scope)), len(counts))
+    _take_off_what_is_shared(model, counts, total)
+    return total
+
+
+def _take_off_what_is_shared(model: Model, counts: tuple[int, ...], total: Floats) -> None:
+    """Of every op but one that takes a tensor in one layout, what its conversion takes, at most."""
+    tables = Tables(model.setting, Routes(model.setting.axes))
+    for tensor in model.setting.graph.tensors.values():
+        users = model.setting.users.get(tensor.name, ())
+        place = model.place.get(("value" if tensor.kind == "activation" else "held", tensor.name))
+        if place is None or len(users) < 2:
+            continue
+        taken: dict[Layout, list[tuple[int, Floats]]] = {}
+        for user in users:
+            node = model.place["op", user.name]
+            positions = [i for i, name in enumerate(user.operands) if name == tensor.name]
+            wants = [{option.operands[i] for i in positions} for option in model.variables[node].states]
+            for want in set().union(*wants) - {None}:
+                taken.setdefault(want, []).append((node, np.array([want in each for each in wants], dtype=float)))
+        for want, ops in taken.items():
+            if len(ops) > 1:
+                times = sum(_spread(takes[:, None], (node,), len(counts)) for node, takes in ops)
+                price = np.array([_price(tables, tensor, held, want) for held in model.variables[place].states])
+                total -= np.maximum(0.0, times - 1) * _spread(price, (place,), len(counts))
+
+
+def _price(tables: Tables, tensor: NamedTensor, held: Any, want: Layout) -> Floats:
+    """The sums of one conversion; no memory, which proves nothing."""
+    sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
+    trained = tensor.requires_grad and tables.setting.trains
+    if tensor.kind == "param":
+        shared = [replace(held, shared=None if want == held.shared else want)]
+        found = tables.shared(sizes, itemsize, trained, shared, block_of(tensor.name), kept=False)
+        price = np.array([found[key][0] if key in found else 0.0 for key in Sum])
+    else:
+        source = held if tensor.kind == "activation" else held.layout
+        price = tables.values(sizes, itemsize, trained, [source], [(want,)], again=True).at(0, 0)
+    price[list(MEMORY)] = 0.0
+    return price
+
+
+def _spread(sums: Floats, scope: tuple[int, ...], count: int) -> Floats:
+    """A table of some variables as one of all."""
+    shape = [1] * count
+    for axis, node in enumerate(scope):
+        shape[node] = sums.shape[axis]
+    return sums.reshape(*shape, sums.shape[-1])
