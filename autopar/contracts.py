@@ -16,12 +16,21 @@ from autopar.errors import AutoparWarning
 from autopar.layout.language import Layout
 from autopar.layout.precedence import glob_matches
 from autopar.layout.source import layout_error
+from autopar.layout.state import Layout as TensorLayout
 from autopar.layout.syntax import Guard, Limit, Same, Scope
-from autopar.rewrite.lowerings import split_of
+from autopar.rewrite.lowerings import Split, split_of
 from autopar.rewrite.lowerings.halo import Window, received_share
 from autopar.tracing.graph import NamedGraph, NamedTensor
 
-__all__ = ["check_contracts", "check_memory", "memory_limit", "size_text"]
+__all__ = [
+    "check_contracts",
+    "check_memory",
+    "is_guarded",
+    "layout_text",
+    "memory_limit",
+    "passes_halo",
+    "size_text",
+]
 
 
 @dataclass(frozen=True)
@@ -79,22 +88,27 @@ def _is_about(guard: Guard, one: _Sent, graph: NamedGraph) -> bool:
     """A collective over more axes than the guard's is over those too."""
     if one.kind != guard.collective or not set(guard.axes) <= set(one.axes):
         return False
+    return is_guarded(guard, one.tensor, graph, one.direction)
+
+
+def is_guarded(guard: Guard, tensor: NamedTensor, graph: NamedGraph, direction: str) -> bool:
+    """Whether a guard is about what is sent of a tensor in one direction."""
     scope: Scope = guard.scope
-    dims = {name for atom in one.tensor.atoms for name in atom.names}
+    dims = {name for atom in tensor.atoms for name in atom.names}
     return (
-        (scope.kind is None or scope.kind in _kinds(one, graph))
-        and (scope.glob is None or glob_matches(scope.glob, one.tensor.name))
+        (scope.kind is None or scope.kind in _kinds(tensor, graph, direction))
+        and (scope.glob is None or glob_matches(scope.glob, tensor.name))
         and set(scope.dims) <= dims
     )
 
 
-def _kinds(one: _Sent, graph: NamedGraph) -> tuple[str, ...]:
+def _kinds(tensor: NamedTensor, graph: NamedGraph, direction: str) -> tuple[str, ...]:
     """What is sent of a parameter in the backward is its gradient; of another value it goes by the value's name."""
-    kind = one.tensor.kind
+    kind = tensor.kind
     if kind == "param":
-        return ("param", "use") if one.direction == "forward" else ("grad",)
+        return ("param", "use") if direction == "forward" else ("grad",)
     if kind == "activation":
-        return ("output",) if one.tensor.name in graph.outputs else ("act",)
+        return ("output",) if tensor.name in graph.outputs else ("act",)
     return ("buffer",) if kind == "constant" else (kind,)
 
 
@@ -115,9 +129,10 @@ def _check_same(same: Same, graph: NamedGraph, decisions: Decisions) -> None:
 def _layouts(name: str, graph: NamedGraph, decisions: Decisions) -> str:
     """The layout of a tensor by physical dims: tensors of other dims may share it."""
     layout = decisions.stored.get(name, decisions.values.get(name))
-    tensor = graph.tensors[name]
-    if layout is None:
-        return "unused"
+    return "unused" if layout is None else layout_text(graph.tensors[name], layout)
+
+
+def layout_text(tensor: NamedTensor, layout: TensorLayout) -> str:
     dims: list[list[str]] = [[] for _ in tensor.shape]
     for atom, axes in zip(tensor.atoms, layout.splits, strict=True):
         dims[atom.dim].extend(axes)
@@ -142,8 +157,19 @@ def _halo_shares(graph: NamedGraph, decisions: Decisions) -> Iterator[tuple[str,
     for node in graph.nodes:
         decision = decisions.ops[node.name]
         split = split_of(graph, node, decision.choice.splits, decision.operands, decisions.axes)
-        if split is not None and isinstance(split.lowering, Window):
-            yield from ((node.name, factor, share) for factor, share in received_share(split).items())
+        if split is not None:
+            yield from ((node.name, factor, share) for factor, share in _received(split))
+
+
+def _received(split: Split) -> Iterator[tuple[str, float]]:
+    if isinstance(split.lowering, Window):
+        yield from received_share(split).items()
+
+
+def passes_halo(limit: Limit, split: Split) -> bool:
+    """Whether an op that runs on shards so gets more from its neighbours than a limit allows."""
+    assert limit.percent is not None, limit
+    return any(100 * share > limit.percent for _, share in _received(split))
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from autopar.layout.source import layout_error
 from autopar.layout.storage import storage_of
 from autopar.layout.syntax import Axes, Hold
 
-__all__ = ["Holding", "Recompute", "holding_of", "recompute_of"]
+__all__ = ["Holding", "Recompute", "held_as", "holding_of", "recompute_of", "recompute_said"]
 
 Recompute = Literal["none", "selective", "full"]
 """What a repeated layer computes again in the backward: nothing; what is cheap to compute; all of it."""
@@ -34,11 +34,12 @@ class Holding:
 def holding_of(layout: LayoutText, tensor: HasAtoms, used: tuple[Axes, ...], axes: Mapping[str, int]) -> Holding:
     """Of a parameter that the forward takes as `used` splits it."""
     param, grad, opt = storage_of(layout, tensor, axes)
-    again = _again(layout, tensor)
+    again = held_as(layout, tensor) == "regather"
     return Holding(param != opt and not again, grad == used, again)
 
 
-def _again(layout: LayoutText, tensor: HasAtoms) -> bool:
+def held_as(layout: LayoutText, tensor: HasAtoms) -> Literal["keep", "regather"] | None:
+    """What becomes of what is gathered of a parameter; None where the layout does not say."""
     best = _about(layout, tensor.name, ("keep", "regather"))
     if len({hold.action for hold in best}) > 1:
         raise layout_error(
@@ -47,11 +48,16 @@ def _again(layout: LayoutText, tensor: HasAtoms) -> bool:
             f"say 'keep @{tensor.name}' or 'regather @{tensor.name}'",
             best[-1].span,
         )
-    return bool(best) and best[0].action == "regather"
+    return None if not best else "regather" if best[0].action == "regather" else "keep"
 
 
 def recompute_of(layout: LayoutText, layers: Iterable[str]) -> dict[str, Recompute]:
     """What each of these layers computes again, where that is anything."""
+    return {layer: level for layer, level in recompute_said(layout, layers).items() if level != "none"}
+
+
+def recompute_said(layout: LayoutText, layers: Iterable[str]) -> dict[str, Recompute]:
+    """What the layout says of these layers, `none` too."""
     found: dict[str, Recompute] = {}
     for layer in dict.fromkeys(layers):
         best = _about(layout, layer, ("recompute",))
@@ -64,7 +70,7 @@ def recompute_of(layout: LayoutText, layers: Iterable[str]) -> dict[str, Recompu
                 best[0].span,
                 best[-1].span,
             )
-        if levels and levels != {"none"}:
+        if levels:
             found[layer] = levels.pop()
     return found
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from autopar.choices import Choice, Passing, Site, choices, layouts_of, passings_of
 from autopar.errors import LayoutError
+from autopar.layout.holds import held_as
 from autopar.layout.placements import to_placements
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Atoms, Layout
@@ -121,13 +122,16 @@ def stored_of(
             found[base] = None
         for layout in _split_further(setting, atoms, base) if tensor.kind == "param" else ():
             found[layout] = None
-    kept = [layout for layout in found if matches(wanted, layout.splits)]
+    kept = [layout for layout in found if any(matches(one, layout.splits) for one in wanted)]
     if not kept:
-        kept = [Layout(tuple(axes or () for axes in wanted))]
+        kept = list(dict.fromkeys(Layout(tuple(axes or () for axes in one)) for one in wanted))
     ways = [Stored(layout) for layout in kept]
     if tensor.kind == "param" and tensor.requires_grad:
         split = [layout for layout in kept if any(layout.splits)]
-        ways += [Stored(layout, again=True) for layout in split if regather]
+        held = None if demands.is_empty else held_as(demands.layout, tensor)
+        if held == "regather":
+            return tuple(Stored(layout, again=any(layout.splits)) for layout in kept)
+        ways += [Stored(layout, again=True) for layout in split if regather and held is None]
         ways += [Stored(layout, lasting=True) for layout in split if setting.options.micro_batches > 1]
     return tuple(ways)
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
+from math import prod
+from typing import Any
 
+from autopar.errors import LayoutError
 from autopar.layout.check import check_layout
+from autopar.layout.holds import Recompute, recompute_said
+from autopar.layout.holes import filled, options_of
 from autopar.layout.language import Layout as LayoutText
 from autopar.layout.resolve import Wanted, resolve
-from autopar.layout.sharing import shared
+from autopar.layout.sharing import groups_of, shared
 from autopar.layout.state import Layout
 from autopar.layout.states import PinnedStates, check_states, states_of
 from autopar.layout.storage import storage_of
@@ -19,10 +25,16 @@ from autopar.tracing.graph import NamedGraph, NamedNode, NamedTensor
 
 __all__ = ["Demands", "matches"]
 
+MOST_PICKS = 256
+
 
 def matches(wanted: Wanted, splits: tuple[tuple[str, ...], ...]) -> bool:
     """Whether splits are as wanted, wherever something is."""
     return all(want is None or want == have for want, have in zip(wanted, splits, strict=True))
+
+
+def _any_matches(wanted: tuple[Wanted, ...], splits: tuple[tuple[str, ...], ...]) -> bool:
+    return any(matches(one, splits) for one in wanted)
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,7 @@ class Demands:
     graph: NamedGraph
     axes: Mapping[str, int]
     given: LayoutText
+    known: dict[Any, tuple[Wanted, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def layout(self) -> LayoutText:
@@ -40,6 +53,30 @@ class Demands:
         check_layout(whole, words_of(self.graph), self.axes)
         tensors = {tensor.name: (tensor, self.kinds(tensor)) for tensor in self.graph.tensors.values()}
         return shared(whole, tensors, self.axes)
+
+    @cached_property
+    def filled(self) -> tuple[LayoutText, ...]:
+        """The layout, with every pick for what it leaves to choose from: `?{tp, dp*tp}`, `tp?`."""
+        options = options_of(self.layout, self.axes)
+        if prod(map(len, options)) > MOST_PICKS:
+            raise LayoutError(
+                "E7",
+                f"E7: the layout leaves {prod(map(len, options)):,} ways to pick from its '?{{...}}' and 'axis?'\n"
+                f"fix: at most {MOST_PICKS:,}: say some of them, or leave some wholly open with '?'",
+            )
+        return tuple(filled(self.layout, self.axes, picks) for picks in product(*options))
+
+    @cached_property
+    def tied(self) -> frozenset[str]:
+        """The tensors that are to share a layout with another."""
+        return frozenset(name for group in groups_of(self.given, list(self.graph.tensors)) for name in group)
+
+    @cached_property
+    def recompute(self) -> dict[str, Recompute]:
+        """What is said of repeated layers."""
+        if self.is_empty:
+            return {}
+        return recompute_said(self.layout, (path for repeat in self.graph.repeats for path in repeat.module_paths))
 
     @property
     def is_empty(self) -> bool:
@@ -51,17 +88,34 @@ class Demands:
             return ("output",) if tensor.name in self.graph.outputs else ("act",)
         return {"param": ("param", "use"), "input": ("input",)}.get(tensor.kind, ("buffer",))
 
-    def wanted(self, tensor: NamedTensor, kind: str | None = None) -> Wanted:
-        """For each atom the axes that are to split it; None where that is open."""
+    def wanted(self, tensor: NamedTensor, kind: str | None = None) -> tuple[Wanted, ...]:
+        """For each atom the axes that are to split it; None where that is open. Several, where there are picks."""
         if self.is_empty:
-            return (None,) * len(tensor.atoms)
-        return resolve(self.layout, tensor, kind or self.kinds(tensor)[0], self.axes)
+            return ((None,) * len(tensor.atoms),)
+        kind = kind or self.kinds(tensor)[0]
+        key = tensor.name, kind
+        if key not in self.known:
+            self.known[key] = self._picked(lambda layout: resolve(layout, tensor, kind, self.axes))
+        return self.known[key]
+
+    def _picked(self, wanted: Callable[[LayoutText], Wanted]) -> tuple[Wanted, ...]:
+        """What each pick comes to, but for those that cannot be had; an error where none can."""
+        found: dict[Wanted, None] = {}
+        refused: LayoutError | None = None
+        for layout in self.filled:
+            try:
+                found[wanted(layout)] = None
+            except LayoutError as error:
+                refused = error
+        if not found and refused is not None:
+            raise refused
+        return tuple(found)
 
     def states(self, tensor: NamedTensor) -> PinnedStates:
         states = states_of(self.layout, tensor.name)
         for kind in self.kinds(tensor) if states.axes else ():
             names = (atom.names[-1] if atom.names else "1" for atom in tensor.atoms)
-            splits = (axes or () for axes in self.wanted(tensor, kind))
+            splits = (axes or () for axes in self.wanted(tensor, kind)[0])
             check_states(states, tensor.name, list(zip(names, splits, strict=True)))
         return states if tensor.requires_grad else replace(states, broadcast=frozenset())
 
@@ -72,20 +126,23 @@ class Demands:
         states = self.states(tensor)
         if states.span is not None and (layout.partial, layout.broadcast) != (states.partial, states.broadcast):
             return False
-        return matches(self.wanted(tensor), layout.splits)
+        return _any_matches(self.wanted(tensor), layout.splits)
 
     def is_bound(self, tensor: NamedTensor) -> bool:
         """Whether something is demanded of a value."""
         if self.is_empty:
             return False
-        open_atoms = (want is None or not tensor.atoms[i].names for i, want in enumerate(self.wanted(tensor)))
-        return self.states(tensor).span is not None or not all(open_atoms)
+        if tensor.name in self.tied or self.states(tensor).span is not None:
+            return True
+        return not all(
+            want is None or not tensor.atoms[i].names for wanted in self.wanted(tensor) for i, want in enumerate(wanted)
+        )
 
-    def stored(self, tensor: NamedTensor) -> Wanted:
+    def stored(self, tensor: NamedTensor) -> tuple[Wanted, ...]:
         """Of a parameter, as it is registered; what `grad` and `opt` say counts as a whole."""
         kinds = {scope.kind for statement in self.layout if isinstance(statement, Block) for scope in statement.scopes}
         if kinds & {"grad", "opt"}:
-            return storage_of(self.layout, tensor, self.axes)[2]
+            return self._picked(lambda layout: storage_of(layout, tensor, self.axes)[2])
         return self.wanted(tensor, "param")
 
     def pin(self, node: NamedNode) -> OpPin | None:
@@ -97,18 +154,12 @@ class Demands:
             return True
         if not self.states(tensor).broadcast <= layout.broadcast:
             return False
-        return pinned or tensor.kind != "param" or matches(self.wanted(tensor, "use"), layout.splits)
+        return pinned or tensor.kind != "param" or _any_matches(self.wanted(tensor, "use"), layout.splits)
 
-    def closed(self, tensor: NamedTensor, produced: Layout) -> Layout:
-        """The layout that is demanded of a value; what is left open stays as it comes."""
+    def closed(self, tensor: NamedTensor, produced: Layout) -> tuple[Layout, ...]:
+        """The layouts that are demanded of a value; what is left open stays as it comes."""
         states = self.states(tensor)
-        wanted = self.wanted(tensor)
-        claimed = {axis for axes in wanted if axes for axis in axes} | states.axes
-        splits = tuple(
-            tuple(axis for axis in produced.splits[i] if axis not in claimed) if axes is None else axes
-            for i, axes in enumerate(wanted)
-        )
-        return Layout(splits, states.partial, states.broadcast)
+        return tuple(_closed(wanted, states, produced) for wanted in self.wanted(tensor))
 
     # -- what tells apart tensors and ops of which different things are demanded
 
@@ -126,3 +177,12 @@ class Demands:
         states = self.states(tensor)
         stored = self.stored(tensor) if tensor.kind == "param" else ()
         return self.wanted(tensor), stored, states.partial, states.broadcast, states.span is not None
+
+
+def _closed(wanted: Wanted, states: PinnedStates, produced: Layout) -> Layout:
+    claimed = {axis for axes in wanted if axes for axis in axes} | states.axes
+    splits = tuple(
+        tuple(axis for axis in produced.splits[i] if axis not in claimed) if axes is None else axes
+        for i, axes in enumerate(wanted)
+    )
+    return Layout(splits, states.partial, states.broadcast)

@@ -501,7 +501,7 @@ class _Builder:
             is_handed = tensor.name in self.handed
             if is_handed or self.demands.is_bound(tensor):
                 found.update(dict.fromkeys(resolved for layout in produced for resolved in _resolved(layout)))
-                found.update(dict.fromkeys(self.demands.closed(tensor, layout) for layout in produced))
+                found.update(dict.fromkeys(each for layout in produced for each in self.demands.closed(tensor, layout)))
             kept = [home for home in found if self.demands.value_agrees(tensor, home)]
             if is_handed:
                 atoms = atoms_of(tensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autopar.cost.costs import Costs
@@ -21,13 +21,21 @@ def layers_of(graph: NamedGraph) -> tuple[str, ...]:
 
 
 def thinned(
-    graph: NamedGraph, plan: Plan, mode: Recompute, price: Callable[[Plan], Costs], limit_bytes: float
+    graph: NamedGraph,
+    plan: Plan,
+    mode: Recompute,
+    price: Callable[[Plan], Costs],
+    limit_bytes: float,
+    said: Mapping[str, Recompute],
 ) -> Plan | None:
-    """The plan with the fewest of its layers computed again that fits, the first ones; None where all do not do."""
-    layers = layers_of(graph)
+    """The plan with the fewest of its layers computed again that fits, the first ones; None where all do not do.
+
+    `said`: what is settled of some layers.
+    """
+    layers = [layer for layer in layers_of(graph) if layer not in said]
 
     def with_first(count: int) -> Plan:
-        return replace(plan, recompute=dict.fromkeys(layers[:count], mode))
+        return replace(plan, recompute={**said, **dict.fromkeys(layers[:count], mode)})
 
     fewest, most = 0, len(layers)
     if not most or price(with_first(most)).memory.peak_bytes > limit_bytes:

@@ -25,7 +25,7 @@ import numpy as np
 from autopar.planning.closing import close
 from autopar.planning.listed import Listed, listed
 from autopar.planning.model import Model
-from autopar.planning.totals import MEMORY, Hinges, Sum
+from autopar.planning.totals import FORBIDDEN_SECONDS, MEMORY, Hinges, Sum
 from autopar.planning.weighed import Elimination, mixtures
 from autopar.search.problem import Floats
 
@@ -233,14 +233,15 @@ class Search:
 
     def _close_listed(self, every: Sequence[Search], everything: Listed) -> None:
         """The same, where all assignments can be listed; at some prices of memory, as none is known to be right."""
-        seconds, gib = everything.seconds, everything.gib
+        seconds = everything.seconds
+        gib = np.where(seconds < FORBIDDEN_SECONDS, everything.gib, np.inf)
 
         def best() -> float:
             return self._shared_best(every)
 
         def tried(keys: Floats, most: int, below: Callable[[], float] = best) -> float:
             for number, (key, whose, chosen) in enumerate(everything.in_order(keys)):
-                if number == most or key >= below() or time.monotonic() > self.deadline:
+                if number == most or key >= min(below(), FORBIDDEN_SECONDS) or time.monotonic() > self.deadline:
                     return min(key, below())
                 every[whose].try_out(chosen, hopeless=False)
             return below()
@@ -274,7 +275,7 @@ class Search:
     def _close_for_memory(self, every: Sequence[Search], most: int) -> None:
         """In the order of the memory that is counted, until something fits."""
         weights = np.zeros(len(Sum))
-        weights[list(MEMORY)] = 1 / len(MEMORY)
+        weights[list(MEMORY)], weights[Sum.FORBIDDEN] = 1 / len(MEMORY), FORBIDDEN_SECONDS
 
         def below() -> float:
             least = min((found.peak_gib for one in every for found in one.found.values()), default=np.inf)
@@ -300,6 +301,7 @@ class Search:
         for kept in (1.0, 0.5, 0.0):
             weights = 1e-9 * self.hinges.base
             weights[Sum.KEPT_GIB], weights[Sum.STEP_GIB] = kept, 1 - kept
+            weights[Sum.FORBIDDEN] = FORBIDDEN_SECONDS
             chosen = self.elimination.candidate(weights)
             self.planes.append(self.model.sums(chosen))
             tried.append(self.try_out(chosen))

@@ -17,6 +17,7 @@ from autopar.cost.costs import Costs
 from autopar.cost.evaluate import evaluate
 from autopar.decided import Plan
 from autopar.errors import AutoparWarning, LayoutError
+from autopar.layout.holds import Recompute
 from autopar.layout.language import Layout
 from autopar.layout.syntax import Guard, Limit, Same
 from autopar.planning.decode import plan_of
@@ -24,6 +25,7 @@ from autopar.planning.demands import Demands
 from autopar.planning.errors import NoPlan
 from autopar.planning.experts import expert_plans, plan_under
 from autopar.planning.model import Model, build
+from autopar.planning.promises import promised
 from autopar.planning.recomputing import MODES, layers_of, thinned
 from autopar.planning.routes import Routes
 from autopar.planning.search import Search
@@ -91,11 +93,11 @@ def solve_plan(
     if warm is not None and demands.is_empty and warm.graph == graph.fingerprint and dict(warm.axes) == dict(axes):
         race.offer("an earlier plan", warm)
     tables = Tables(setting, Routes(axes))
-    model = build(setting, demands, tables)
+    model = _built(setting, demands, tables)
     search = _searched(model, race, np.inf, began + time_limit)
     bound = search.bound
     if race.plan is None or race.passed_seconds < race.seconds:
-        model = build(setting, demands, tables, regather=True)
+        model = _built(setting, demands, tables, regather=True)
         hint = search.hinge_prices()
         search = _searched(model, race, limit / 2**30, began + time_limit, hint)
         if layers_of(graph) and setting.trains:
@@ -128,6 +130,18 @@ def solve_plan(
     )
 
 
+def _built(
+    setting: Setting,
+    demands: Demands,
+    tables: Tables,
+    regather: bool = False,
+    recompute: Mapping[str, Recompute] | None = None,
+) -> Model:
+    """With what the layout says of layers, and what it promises of the whole."""
+    again = {**(recompute or {}), **demands.recompute}
+    return promised(build(setting, demands, tables, regather, again), demands, tables)
+
+
 def _with_experts(race: _Race, bound: float, deadline: float) -> None:
     """The strategies of experts, as long as there is time and one of them could be better."""
     for name, plan in expert_plans(race.setting):
@@ -141,26 +155,27 @@ def _recomputed(race: _Race, demands: Demands, tables: Tables, deadline: float, 
     graph = race.setting.graph
     for plan in [plan for plan in (race.passed, race.plan) if plan is not None]:
         for mode in MODES:
-            thinned(graph, plan, mode, lambda made: race.offer("search", made), race.limit)
+            thinned(graph, plan, mode, lambda made: race.offer("search", made), race.limit, demands.recompute)
     for mode in MODES:
         if time.monotonic() > deadline:
             return
         everywhere = dict.fromkeys(layers_of(graph), mode)
-        model = build(race.setting, demands, tables, regather=True, recompute=everywhere)
+        model = _built(race.setting, demands, tables, regather=True, recompute=everywhere)
         _searched(model, race, race.limit / 2**30, deadline, hint)
         if race.plan is not None and race.plan.recompute:
-            thinned(graph, race.plan, mode, lambda made: race.offer("search", made), race.limit)
+            thinned(graph, race.plan, mode, lambda made: race.offer("search", made), race.limit, demands.recompute)
 
 
 def _small_recomputed(search: Search, race: _Race, demands: Demands, tables: Tables) -> tuple[Search, ...]:
     """Searches for all ways to compute layers again, where these are few."""
-    layers = layers_of(race.setting.graph) if race.setting.trains else ()
+    layers = [path for path in layers_of(race.setting.graph) if path not in demands.recompute]
+    layers = layers if race.setting.trains else []
     if not search.is_small or not layers or (1 + len(MODES)) ** len(layers) > MOST_WAYS:
         return ()
     every = (dict(zip(layers, modes, strict=True)) for modes in product(("none", *MODES), repeat=len(layers)))
     return tuple(
         _search_of(
-            build(race.setting, demands, tables, regather=True, recompute=recompute),
+            _built(race.setting, demands, tables, regather=True, recompute=recompute),
             race,
             search.limit_gib,
             search.deadline,
@@ -175,7 +190,7 @@ def _search_of(model: Model, race: _Race, limit_gib: float, deadline: float, hin
 
     def report(chosen: Sequence[int]) -> tuple[float, float]:
         costs = race.offer("search", plan_of(model, chosen))
-        return costs.step_seconds, costs.memory.peak_bytes / 2**30
+        return (np.inf if race.is_broken else costs.step_seconds), costs.memory.peak_bytes / 2**30
 
     search = Search(model, report, deadline, limit_gib, hint=hint)
     search.best = race.seconds
@@ -209,6 +224,8 @@ class _Race:
         self.demands = demands
         self.broken: LayoutError | None = None
         """The contract that the last plan broke which would have been the best."""
+        self.is_broken = False
+        """Whether the last plan broke one."""
         self.plan: Plan | None = None
         self.costs: Costs | None = None
         self.origin = ""
@@ -220,6 +237,7 @@ class _Race:
 
     def offer(self, origin: str, plan: Plan) -> Costs:
         """Price a plan, and keep it if it is the best that fits."""
+        self.is_broken = False
         costs = evaluate(self.setting.graph, plan, self.setting.cluster)
         self.least_bytes = min(self.least_bytes, costs.memory.peak_bytes)
         if costs.memory.peak_bytes > self.limit:
@@ -239,7 +257,7 @@ class _Race:
             try:
                 check_contracts(layout, self.setting.graph, plan.decisions, sent)
             except LayoutError as error:
-                self.broken = error
+                self.broken, self.is_broken = error, True
                 return False
         return True
 

@@ -16,7 +16,7 @@ import numpy as np
 from autopar.planning.setting import Setting
 from autopar.search.problem import Floats
 
-__all__ = ["MEMORY", "Hinges", "Sum"]
+__all__ = ["FORBIDDEN_SECONDS", "MEMORY", "Hinges", "Sum"]
 
 
 class Sum(IntEnum):
@@ -38,10 +38,14 @@ class Sum(IntEnum):
     """Memory at the end of the forward, in GiB: what is stored, and what the backward needs."""
     STEP_GIB = 10
     """Memory when the optimizer steps."""
+    FORBIDDEN = 11
+    """How often a promise of the layout is broken."""
 
 
 MEMORY = (Sum.KEPT_GIB, Sum.STEP_GIB)
 """The sums that are limited."""
+FORBIDDEN_SECONDS = 1e4
+"""More than any step takes: what a layout forbids is chosen only where nothing else can be had."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +63,7 @@ class Hinges:
         library, device = setting.cluster.library, setting.cluster.device
         taken = library.processors / device.matrix.processors if device.matrix is not None else 0.0
         base = np.zeros(len(Sum))
-        base[Sum.DEVICE] = count
+        base[Sum.DEVICE], base[Sum.FORBIDDEN] = count, FORBIDDEN_SECONDS
         hinges: list[tuple[dict[Sum, float], float]] = [({Sum.HOST: count, Sum.DEVICE: -count}, 0.0)]
         ways = (
             (Sum.FORWARD_ROOM, Sum.FORWARD_EACH, Sum.FORWARD_ONCE),

@@ -210,7 +210,7 @@ def best_of_all(
     for chosen in better.tolist():
         costs = price(chosen)
         assert found[tuple(chosen)] <= costs.step_seconds * (1 + 1e-9), "a bound is a bound"
-        if costs.memory.peak_bytes <= limit_bytes:
+        if costs.memory.peak_bytes <= limit_bytes and np.isfinite(costs.memory.peak_bytes):
             best = min(best, costs.step_seconds)
     return best
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice, product
 from math import prod
 
@@ -15,8 +16,11 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.contracts import check_contracts
+from autopar.conversions import conversions
 from autopar.cost.costs import Costs
 from autopar.cost.evaluate import evaluate
+from autopar.layout.language import parse_layout
 from autopar.planning.errors import NoPlan
 from autopar.planning.model import build
 from autopar.planning.recomputing import MODES, layers_of
@@ -100,6 +104,48 @@ def test_what_is_found_is_the_best_of_all(block: int) -> None:
                 assert bound.costs.step_seconds == pytest.approx(best, rel=1e-9), (seed, limit)
                 assert bound.bound_seconds <= best * (1 + 1e-9), (seed, limit)
     assert limited >= 0.6 * count > 0, "under most limits few assignments could be better"
+
+
+def test_what_is_found_under_a_guard_is_the_best_that_keeps_it() -> None:
+    """A collective that the best plan sends is forbidden."""
+    count = 0
+    for seed in range(0, PROGRAMS, 4):
+        for problem in islice(small_problems(seed), 2):
+            free = problem.solved()
+            sent = [one for one in free.costs.communication if one.axes]
+            if not sent:
+                continue
+            one = random.Random(seed).choice(sent)
+            scope = "grad" if one.of == "parameters" else "act"
+            text = f"{problem.layout}forbid {one.kind}({scope}) over {one.axes[0]}"
+            guarded = replace(problem, layout=parse_layout(text))
+            oracle = whole_problem(guarded.setting, guarded.demands)
+            price = keeping(guarded, oracle)
+            try:
+                found = guarded.solved().costs.step_seconds
+            except autopar.AutoparError:
+                found = np.inf
+            best = best_of_all(oracle, np.inf, price, found, 4 * MOST_PRICED)
+            if best is not None:
+                count += 1
+                assert best == pytest.approx(found, rel=1e-9), (seed, text)
+    assert count > 5
+
+
+def keeping(problem: Drawn, oracle: Oracle) -> Callable[[Sequence[int]], Costs]:
+    """Where contracts are broken, no memory does."""
+    price = priced(oracle)
+
+    def found(chosen: Sequence[int]) -> Costs:
+        plan, costs = oracle.plan(chosen), price(chosen)
+        sent = conversions(problem.graph, plan.decisions, plan.outputs, plan.local_inputs)
+        try:
+            check_contracts(problem.layout, problem.graph, plan.decisions, sent)
+        except autopar.AutoparError:
+            return replace(costs, memory=replace(costs.memory, peak_bytes=np.inf))
+        return costs
+
+    return found
 
 
 @pytest.mark.parametrize("block", range(3))

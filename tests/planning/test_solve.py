@@ -9,12 +9,14 @@ import pytest
 from torch import nn
 
 import autopar
+from autopar.contracts import layout_text
 from autopar.cost.cluster import load_cluster
 from autopar.cost.evaluate import evaluate
 from autopar.cost.profile import Profile, profile
 from autopar.decided import Plan
 from autopar.errors import LayoutError
 from autopar.layout.language import Layout, parse_layout
+from autopar.layout.syntax import COLLECTIVES
 from autopar.planning.decode import plan_of
 from autopar.planning.demands import Demands
 from autopar.planning.experts import expert_plans
@@ -115,10 +117,61 @@ def test_an_earlier_plan_is_not_taken_for_what_a_layout_demands() -> None:
     assert again.costs.step_seconds <= free.costs.step_seconds
 
 
-def test_guards_are_kept() -> None:
-    """With the batch split, parameters that are whole have their gradients added up, unless that is forbidden."""
+def test_guards_steer() -> None:
+    """With the batch split, the gradients of whole parameters are added up; where that is forbidden, ops run whole."""
     graph = small()
-    with pytest.raises(LayoutError, match="forbid all_reduce over dp is broken by"):
-        asked(graph, "batch -> dp; * -> none; forbid all_reduce(grad) over dp")
-    kept = asked(graph, "batch -> dp; forbid all_gather(act) over dp")
-    assert kept.plan.decisions.stored[graph.inputs[0]].splits[0] == ("dp",)
+    said = "batch -> dp; * -> none"
+    free, kept = asked(graph, said), asked(graph, f"{said}; forbid all_reduce(grad) over dp")
+    sums = [[one for one in found.costs.communication if one.kind == "all_reduce"] for found in (free, kept)]
+    assert [bool([one for one in each if one.of == "parameters"]) for each in sums] == [True, False]
+    assert kept.costs.step_seconds >= free.costs.step_seconds
+    held = asked(graph, "batch -> dp; forbid all_gather(act) over dp")
+    assert held.plan.decisions.stored[graph.inputs[0]].splits[0] == ("dp",)
+
+
+def test_what_a_guard_and_the_rest_cannot_both_have_is_told() -> None:
+    """A split input and a whole loss, and nothing may be sent."""
+    guards = [f"forbid {one}({kind}) over dp" for one in COLLECTIVES for kind in ("act", "output", "input")]
+    with pytest.raises(LayoutError, match="is broken by"):
+        asked(small(), "; ".join(["input { batch -> dp }", *guards]))
+
+
+def test_holes_with_candidates_take_one_of_them() -> None:
+    graph = small()
+    for text, allowed in (
+        ("batch -> ?{tp}", {("tp",)}),
+        ("batch -> ?{tp, dp*tp}", {("tp",), ("dp", "tp")}),
+        ("batch -> dp?", {("dp",), ("dp", "tp")}),
+    ):
+        found = solve_plan(graph, AXES, CLUSTER, layout=parse_layout(text), experts=False)
+        places = [(graph.tensors[name].dims.index("batch"), name) for name in graph.inputs]
+        assert {found.plan.decisions.stored[name].splits[place] for place, name in places} <= allowed, text
+
+
+def test_holds_are_kept() -> None:
+    graph = small()
+    text = "param { * -> dp | none }; batch -> dp; regather @*"
+    found = asked(graph, text)
+    assert any(found.plan.decisions.stored[name].axes for name in found.plan.regather)
+    split = {tensor.name for tensor in graph.parameters if found.plan.decisions.stored[tensor.name].axes}
+    assert found.plan.regather == split
+    assert not asked(graph, "param { * -> dp | none }; batch -> dp; keep @*").plan.regather
+
+
+def layered() -> NamedGraph:
+    model, inputs = gpt(batch=4, seq=8, d_model=16, heads=2, vocab=16, layers=2)
+    return autopar.trace(model, inputs)
+
+
+def test_layers_are_computed_again_as_a_layout_says() -> None:
+    found = asked(layered(), "batch -> dp; recompute full @blocks.0; recompute none @blocks.1")
+    assert {path: mode for path, mode in found.plan.recompute.items() if mode != "none"} == {"blocks.0": "full"}
+
+
+def test_tensors_that_are_to_share_a_layout_do() -> None:
+    graph = small()
+    one, other = "blocks.0.up.weight", "blocks.0.attention.qkv.weight"
+    found = solve_plan(graph, AXES, CLUSTER, layout=parse_layout(f"batch -> dp; same @{one} @{other}"), experts=False)
+    stored = found.plan.decisions.stored
+    texts = [layout_text(graph.tensors[name], stored[name]) for name in (one, other)]
+    assert texts[0] == texts[1]
