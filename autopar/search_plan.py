@@ -28,7 +28,7 @@ from autopar.tracing.graph import NamedGraph
 from autopar.written import cache
 from autopar.written.plan import Plan
 
-__all__ = ["Asked", "check_outputs", "cluster_here", "meshes_of", "plan_graph", "under"]
+__all__ = ["Asked", "asked_as", "check_outputs", "cluster_here", "meshes_of", "plan_graph", "under"]
 
 LOCAL = "local-cpu"
 
@@ -86,6 +86,21 @@ def _memory(text: str) -> tuple[Limit]:
     if len(found) != 1 or not isinstance(found[0], Limit):
         raise AutoparError(f"memory={text!r} is no amount\nfix: write it as in '70GiB' or '90%'")
     return (found[0],)
+
+
+def asked_as(plan: Plan, time_limit: float = 30.0) -> Asked:
+    """What another plan is asked for that is to be compared with this one."""
+    decided = plan.decided
+    return Asked(
+        plan.cluster,
+        plan.limit_bytes,
+        decided.optimizer,
+        decided.outputs,
+        decided.local_inputs,
+        time_limit,
+        master_dtype=decided.master_dtype,
+        gradient_dtype=decided.gradient_dtype,
+    )
 
 
 def check_outputs(outputs: str) -> None:

@@ -82,9 +82,9 @@ def add_question(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
         "--cluster", metavar="NAME", help="a cluster of `autopar clusters`, or a TOML file (default: this machine)"
     )
     parser.add_argument("--memory", metavar="SIZE", help="what a device may hold, as in 70GiB or 90%% (default: all)")
-    parser.add_argument("--optimizer", metavar="NAME", default="adamw", help="whose states are held (default: adamw)")
+    parser.add_argument("--optimizer", metavar="NAME", help="whose states are held (default: adamw)")
     parser.add_argument(
-        "--outputs", choices=("sharded", "full", "local"), default="sharded", help="how results are handed out"
+        "--outputs", choices=("sharded", "full", "local"), help="how results are handed out (default: sharded)"
     )
 
 
@@ -95,8 +95,8 @@ def asked_of(arguments: argparse.Namespace) -> Asked:
     asked = Asked(
         arguments.cluster,
         arguments.memory,
-        arguments.optimizer,
-        arguments.outputs,
+        arguments.optimizer or "adamw",
+        arguments.outputs or "sharded",
         time_limit=getattr(arguments, "time_limit", 30.0),
         cache=not getattr(arguments, "no_cache", False),
     )
@@ -104,7 +104,7 @@ def asked_of(arguments: argparse.Namespace) -> Asked:
     asked.limit_bytes(cluster, None)
     from autopar.cost.optimizers import optimizer_of
 
-    optimizer_of(arguments.optimizer)
+    optimizer_of(asked.optimizer)
     return asked
 
 

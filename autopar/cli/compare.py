@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.asking import (
@@ -93,7 +94,7 @@ def _data(plans: Mapping[str, Plan | str]) -> dict[str, Any]:
 
 def plans_of(arguments: argparse.Namespace, words: list[str]) -> dict[str, Plan | str]:
     """Each word as a plan for one graph, or why it cannot be had."""
-    from autopar.search_plan import under
+    from autopar.search_plan import asked_as, under
 
     saved = [word for word in words if is_plan(word)]
     first = None
@@ -112,10 +113,9 @@ def plans_of(arguments: argparse.Namespace, words: list[str]) -> dict[str, Plan 
     mesh = meshes(arguments)[0] if arguments.mesh is not None else first.mesh if first is not None else None
     assert mesh is not None
     asked = asked_of(arguments)
-    if first is not None and arguments.cluster is None:
-        from dataclasses import replace
-
-        asked = replace(asked, cluster=first.cluster, memory=asked.memory or first.limit_bytes)
+    if first is not None:  # the others are asked for what it was, but for what is said here
+        said = {word: getattr(arguments, word) for word in ("cluster", "memory", "optimizer", "outputs")}
+        asked = replace(asked_as(first), **{word: value for word, value in said.items() if value is not None})
     for word in words:
         if word in saved:
             found[word] = first if first is not None and word == saved[0] else read_plan(arguments, word, graph)

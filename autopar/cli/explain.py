@@ -99,18 +99,10 @@ def _asked(plan: Plan, arguments: argparse.Namespace) -> Any:
 
 def _forced(plan: Plan, layout: Any, arguments: argparse.Namespace, telling: Telling) -> _Forced:
     from autopar.planning.errors import NoPlan
-    from autopar.search_plan import Asked, plan_graph
+    from autopar.search_plan import asked_as, plan_graph
 
-    asked = Asked(
-        plan.cluster,
-        plan.limit_bytes,
-        plan.decided.optimizer,
-        plan.decided.outputs,
-        plan.decided.local_inputs,
-        arguments.time_limit,
-    )
     try:
-        return _Forced(plan_graph(plan.graph, (plan.mesh,), layout, asked, telling))
+        return _Forced(plan_graph(plan.graph, (plan.mesh,), layout, asked_as(plan, arguments.time_limit), telling))
     except NoPlan as error:
         return _Forced(None, str(error))
 

@@ -19,7 +19,6 @@ from autopar.cli.asking import (
 from autopar.cli.structured import add_json, print_data
 
 if TYPE_CHECKING:
-    from autopar.search_plan import Asked
     from autopar.written.plan import Plan
 
 __all__ = ["add_parser"]
@@ -74,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"autopar plan: {error}", file=sys.stderr if arguments.json else sys.stdout)
         return 1
     plan = replace(plan, target=target_text(arguments))
-    experts = {} if arguments.no_experts else _experts(plan, asked, telling)
+    experts = {} if arguments.no_experts else _experts(plan, telling)
     telling.done()
     if arguments.output is not None:
         plan.save(arguments.output)
@@ -91,11 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _experts(plan: Plan, asked: Asked, telling: Telling) -> dict[str, Plan]:
+def _experts(plan: Plan, telling: Telling) -> dict[str, Plan]:
     from autopar.written.experts import experts_beside
 
     telling.say("pricing the strategies of experts")
-    return experts_beside(plan, asked)
+    return experts_beside(plan)
 
 
 def _expert_data(name: str, plan: Plan) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.asking import Telling, add_plan, asked_of, planned
+from autopar.cli.asking import Telling, add_plan, planned
 
 if TYPE_CHECKING:
     from autopar.written.plan import Plan
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         from autopar.written.experts import experts_beside
 
         telling.say("pricing the strategies of experts")
-        experts = experts_beside(plan, asked_of(arguments))
+        experts = experts_beside(plan)
     telling.done()
     from autopar.report.page import report
 

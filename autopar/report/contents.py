@@ -195,7 +195,10 @@ def _op(node: NamedNode, plan: Plan, tensors: _Tensors, sent: list[dict[str, Any
 
 
 class _Sending:
-    """What is sent for each op, with its price: of its operands and results, by itself, of its parameters."""
+    """What is sent for each op, with its price: of its operands and results, by itself, of its parameters.
+
+    Parameters of many ops, also of several layers, travel together: what is sent of all is shown at each of the ops.
+    """
 
     def __init__(self, graph: NamedGraph, plan: Plan, cluster: Cluster, wiring: Wiring) -> None:
         self.prices = Prices(graph, cluster, plan.axes, plan.links, plan.compiled, plan.gradient_dtype)
@@ -203,30 +206,35 @@ class _Sending:
         self.wiring = wiring
         self.buckets: dict[str, list[Bucket]] = {}
         for bucket in buckets_of(graph, plan, wiring):
-            self.buckets.setdefault(bucket.op, []).append(bucket)
+            for op in dict.fromkeys(one.op for one in bucket.members):
+                self.buckets.setdefault(op, []).append(bucket)
 
     def of(self, op: str) -> list[dict[str, Any]]:
         wired = self.wiring.ops[op]
         values = [one for one in wired.before if self.graph.tensors[one.tensor].kind != "param"]
-        found: list[Task] = []
+        found: list[dict[str, Any]] = []
         for way in WAYS:
             for one in (*values, *wired.inside, *wired.after):
-                found += self.prices.conversion(one, way)
+                found += [_sent(task, task.name, 1) for task in self.prices.conversion(one, way) if task.kind != "copy"]
             for bucket in self.buckets.get(op, ()):
-                found += self.prices.together(bucket.members, way)
-        return [
-            {
-                "tensor": task.name,
-                "kind": task.kind,
-                "axes": list(task.axes),
-                "bytes": task.bytes,
-                "seconds": task.seconds,
-                "direction": task.direction,
-                "beside": task.beside,
-            }
-            for task in found
-            if task.kind != "copy"
-        ]
+                own = ", ".join(dict.fromkeys(one.tensor for one in bucket.members if one.op == op))
+                tasks = (task for task in self.prices.together(bucket.members, way) if task.kind != "copy")
+                found += [_sent(task, own, len(bucket.members)) for task in tasks]
+        return found
+
+
+def _sent(task: Task, tensor: str, together: int) -> dict[str, Any]:
+    """Of a bucket, bytes and seconds are those of all that travel together."""
+    return {
+        "tensor": tensor,
+        "kind": task.kind,
+        "axes": list(task.axes),
+        "bytes": task.bytes,
+        "seconds": task.seconds,
+        "direction": task.direction,
+        "beside": task.beside,
+        "together": together,
+    }
 
 
 def _dims(graph: NamedGraph, plan: Plan) -> list[dict[str, Any]]:

@@ -35,6 +35,11 @@ function bytes(value) {
   return value.toFixed(0) + " B";
 }
 
+function share(value) {
+  const percent = value * 100;
+  return (percent === 0 ? "0" : percent.toFixed(percent >= 10 ? 1 : percent >= 0.1 ? 2 : 4)) + " %";
+}
+
 const words = (text) => text.replaceAll("_", "-");
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -77,10 +82,10 @@ function head() {
   const mesh = data.axes.flatMap((axis, i) => [i ? ", " : "", axes([axis.name]), "=" + axis.size]).flat();
   at("where").append(`${devices} devices of ${data.cluster}, mesh `, ...mesh);
   const { costs, memory } = data;
-  const gap = data.gap === null ? [] : [[(data.gap * 100).toFixed(2) + " %", "at most from the best plan"]];
+  const gap = data.gap === null ? [] : [[share(data.gap), "at most from the best plan"]];
   const facts = [
     [seconds(costs.step_seconds), "a step, predicted"],
-    [(costs.mfu * 100).toFixed(1) + " %", "of the devices' peak"],
+    [share(costs.mfu), "of the devices' peak"],
     [bytes(memory.peak_bytes), `of ${bytes(memory.limit_bytes)} per device${memory.peak_bytes > memory.limit_bytes ? ": does not fit" : ""}`],
     ...gap,
   ];
@@ -319,7 +324,8 @@ function chosen() {
   const order = data.tensors.map((tensor, i) => [i, tensor]).sort((a, b) => (b[1].kind === "param") - (a[1].kind === "param"));
   at("tensor").append(...order.map(([i, tensor]) => make("option", { value: i }, `${tensor.name} (${tensor.dims.map((dim) => dim.name + (dim.axes.length ? " → " + dim.axes.join("*") : "")).join(", ") || "one number"})`)));
   at("tensor").addEventListener("change", (event) => mesh(Number(event.target.value)));
-  if (order.length) mesh(order[0][0]);
+  const split = order.find(([, tensor]) => tensor.dims.some((dim) => dim.axes.length));
+  if (order.length) mesh((split || order[0])[0]);
 }
 
 // -- the model
@@ -338,7 +344,13 @@ function chip(number) {
 function sent(one) {
   const element = make("span", { class: "send axis-" + axisNumber[one.axes[0]] }, `${words(one.kind)} ${one.axes.join("*")}`);
   element.dataset.axes = one.axes.join(" ");
-  return tipped(element, `${one.direction}: ${words(one.kind)} of ${one.tensor} over ${one.axes.join("*")}, ${bytes(one.bytes)}, ${seconds(one.seconds)}${one.beside ? ", beside the computing" : ""}`);
+  return tipped(element, `${one.direction}: ${told(one)}${one.beside ? ", beside the computing" : ""}`);
+}
+
+function told(one) {
+  const price = `over ${one.axes.join("*")}, ${bytes(one.bytes)}, ${seconds(one.seconds)}`;
+  const all = one.together > 1 ? `, in one with others, ${one.together} in all:` : "";
+  return `${words(one.kind)} of ${one.tensor}${all} ${price}`;
 }
 
 function op(one) {
@@ -347,7 +359,7 @@ function op(one) {
   return make("details", { class: "op" },
     make("summary", {}, make("code", {}, one.name), taken, "→", given, ways.flatMap(([, found]) => found.map(sent))),
     make("div", { class: "more" }, make("div", {}, "rule ", make("code", {}, one.rule)), make("div", {}, "choice: " + one.choice),
-      ways.map(([way, found]) => make("div", {}, `${way}: ` + found.map((each) => `${words(each.kind)} of ${each.tensor} over ${each.axes.join("*")}, ${bytes(each.bytes)}, ${seconds(each.seconds)}`).join("; ")))));
+      ways.map(([way, found]) => make("div", {}, `${way}: ` + found.map(told).join("; ")))));
 }
 
 function model() {

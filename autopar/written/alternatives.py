@@ -74,9 +74,15 @@ def shown(plan: Plan, found: Sequence[Alternative]) -> str:
         if one.plan is not None:
             more = one.plan.step_seconds / plan.step_seconds - 1
             step, size = seconds_text(one.plan.step_seconds), bytes_text(one.plan.memory_bytes)
-            rows.append((step, f"{100 * more:+.3g} %", size, _yes(one.plan.fits), one.change))
+            rows.append((step, f"{100 * more:+.3g} %", size, _yes(one.plan.fits), _short(one.change)))
     lines = ["alternatives: each line forced by itself, the rest of the plan as it is", *table(rows, right=(0, 1, 2))]
     return "\n".join([*lines, *(f"  {one.change} cannot be had: {one.why}" for one in found if one.plan is None)])
+
+
+def _short(change: str) -> str:
+    """What is held of a parameter is said of `param`, `grad` and `opt`, with its name in each: once is enough here."""
+    scopes, brace, rules = change.partition(" { ")
+    return f"only as it is held: {rules.removesuffix(' }')}" if brace and "," in scopes else change
 
 
 def _yes(fits: bool) -> str:
@@ -103,7 +109,7 @@ def _of_op(plan: Plan, name: str) -> Iterator[OpPin]:
 
 def forced(plan: Plan, line: Pin | Block | OpPin) -> Alternative:
     """The plan with a line, as far as it touches anything."""
-    change = print_statement(line)
+    change = " ".join(print_statement(line).replace("\n}", " }").replace("\n  ", ", ").replace("{,", "{").split())
     ways: list[Decisions] = []
     why = ""
     for way in _ways(plan, line):

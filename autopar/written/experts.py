@@ -12,16 +12,16 @@ from autopar.layout.strategies import load_strategy, strategy_names
 from autopar.planning.experts import WHOLE, splits_nothing
 
 if TYPE_CHECKING:
-    from autopar.search_plan import Asked
     from autopar.written.plan import Plan
 
 __all__ = ["experts_beside"]
 
 
-def experts_beside(plan: Plan, asked: Asked) -> dict[str, Plan]:
+def experts_beside(plan: Plan) -> dict[str, Plan]:
     """By what each is called; those that say the same on this mesh once, under the first name; fast ones first."""
-    from autopar.search_plan import under
+    from autopar.search_plan import asked_as, under
 
+    asked = asked_as(plan)
     used = {axis: size for axis, size in plan.decided.axes.items() if size > 1}
     found: dict[str, Plan] = {}
     for name in strategy_names():

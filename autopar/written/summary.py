@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from autopar.written.globs import skeleton
@@ -35,11 +36,15 @@ def _head(plan: Plan) -> list[str]:
     fits = "fits" if plan.fits else "DOES NOT FIT"
     gap = "nothing proved" if plan.gap is None else f"at most {percent_text(plan.gap)} from the best"
     origin = f"from {plan.origin}" if plan.origin else ""
-    return [
+    lines = [
         f"{model} on {plan.mesh}: {plan.mesh.size} × {device} ({plan.cluster.name})",
         f"  step    {seconds_text(plan.step_seconds)}, {', '.join(filter(None, (gap, origin)))}",
         f"  memory  {bytes_text(plan.memory_bytes)} of {bytes_text(plan.limit_bytes)} per device: {fits}",
     ]
+    if plan.mesh.size > 1 and not dims_by_place(plan):
+        why = ", and to send would take longer" if plan.origin == "search" else ""
+        lines.append(f"  note    nothing is split: every device does all of the work{why}")
+    return lines
 
 
 def dims_by_place(plan: Plan) -> dict[str, list[str]]:
@@ -58,13 +63,21 @@ def dims_by_place(plan: Plan) -> dict[str, list[str]]:
     return found
 
 
+WIDTH = 60
+"""Of a list of dims."""
+
+
 def _dims(plan: Plan) -> list[str]:
     places = dims_by_place(plan)
-    rows = [(", ".join(dims), f"-> {axes}") for axes, dims in places.items()]
+    groups = list(places.items())
     split = {dim for dims in places.values() for dim in dims}
     whole = [dim for dim, found in plan.graph.dims.items() if dim not in split and found.source != "generated"]
     if whole:
-        rows.append((", ".join(whole), "-> none"))
+        groups.append(("none", whole))
+    rows = []
+    for axes, dims in groups:
+        lines = wrap(", ".join(dims), WIDTH, break_long_words=False)
+        rows += [(line, "" if i else f"-> {axes}") for i, line in enumerate(lines)]
     return ["dims", *table(rows)]
 
 
@@ -81,6 +94,7 @@ def collectives_by_place(collectives: Iterable[PricedCollective]) -> dict[tuple[
 
 Row = tuple[str, str, str, str]
 HEAD: Row = ("tensor", "dims", "layout", "sends")
+WHOLE = "whole"
 
 
 def layer_rows(plan: Plan, names: Iterable[str], path: str = "", repeated: bool = False) -> list[Row]:
@@ -123,11 +137,26 @@ def _layers(plan: Plan) -> Iterator[list[str]]:
             first, last = _path(repeat, layers[0]) or "layer", _path(repeat, layers[-1])
             title = f"{first} ... {last}" if len(layers) > 1 else first
             if found is usual:
-                yield [f"{title} (×{len(layers)})", *table([HEAD, *found])]
+                yield [f"{title} (×{len(layers)})", *_rows(found)]
                 continue
             other = [row for row in found if row not in usual]
             if other:
                 yield [f"{title} (×{len(layers)}), where it differs", *table([HEAD, *other])]
+
+
+def _rows(rows: Sequence[Row]) -> list[str]:
+    """A table; parameters that are whole and of which nothing is sent are counted."""
+    shown = [row for row in rows if row[2] != WHOLE or row[3]]
+    quiet = len(rows) - len(shown)
+    more = [f"  and {len(shown) - MOST_ROWS} more"] if len(shown) > MOST_ROWS else []
+    if quiet:
+        what = (
+            "parameter, which is whole and of which nothing is"
+            if quiet == 1
+            else "parameters, whole, of which nothing is"
+        )
+        more.append(f"  {'and ' if shown else ''}{quiet} {what} sent")
+    return [*(table([HEAD, *shown[:MOST_ROWS]]) if shown else []), *more]
 
 
 def _path(repeat: Repeat, t: int) -> str:
@@ -137,10 +166,8 @@ def _path(repeat: Repeat, t: int) -> str:
 def _outside(plan: Plan) -> list[str]:
     inside = {name for repeat in plan.graph.repeats for layer in repeat.layers for name in layer}
     rows = layer_rows(plan, [node.name for node in plan.graph.nodes if node.node not in inside])
-    shown = rows[:MOST_ROWS]
-    more = [f"  and {len(rows) - MOST_ROWS} more"] if len(rows) > MOST_ROWS else []
     title = "around the layers" if plan.graph.repeats else "tensors"
-    return [title, *table([HEAD, *shown]), *more] if rows else []
+    return [title, *_rows(rows)] if rows else []
 
 
 MOST_ROWS = 40

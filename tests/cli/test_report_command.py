@@ -58,6 +58,25 @@ def test_of_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert page._repr_html_().startswith("<iframe srcdoc=")
 
 
+def test_experts_are_asked_what_the_plan_was(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A plan's file says the cluster, the optimizer and the limit; the strategies beside it are priced for the same."""
+    model, inputs = gpt()
+    path = tmp_path / "gpt.plan.lay"
+    autopar.plan(
+        model, "dp=2", inputs, layout="batch -> dp; * -> none", cluster="h100", optimizer="sgd", memory="1GiB"
+    ).save(path)
+    place = tmp_path / "report.html"
+    assert run(capsys, str(path), "--target", GPT, "-o", str(place))[0] == 0
+    data = shown(place.read_text())
+    rivals = {rival["name"]: rival for rival in data["rivals"]}
+    assert rivals["ddp(dp=dp)"]["step_seconds"] == data["costs"]["step_seconds"]
+    assert rivals["ddp(dp=dp)"]["memory_bytes"] == data["memory"]["peak_bytes"]
+    assert main(["compare", str(path), "ddp", "--target", GPT, "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["plans"]
+    assert first["memory_bytes"] == second["memory_bytes"]
+    assert first["step_seconds"] == second["step_seconds"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -66,6 +66,17 @@ def test_contents_are_those_of_the_plan(found: dict[str, Any]) -> None:
     assert set(heads["over"]) == {"tp"}
 
 
+def test_what_travels_together_is_told_at_each_op(found: dict[str, Any]) -> None:
+    """One bucket holds gradients of both layers: the layer that is shown has its own parameters in it, by name."""
+    layer = next(section for section in found["sections"] if section["count"] == 2)
+    for op in layer["ops"]:
+        taken = {found["tensors"][number]["name"] for number in op["operands"]}
+        weights = {name for name in taken if name.endswith((".weight", ".bias"))}
+        told = [one for one in op["sends"] if one["beside"]]
+        assert {name for one in told for name in one["tensor"].split(", ")} == weights, op["name"]
+        assert all(one["together"] > len(weights) for one in told)
+
+
 def test_pieces_are_those_of_the_tensor(found: dict[str, Any]) -> None:
     split = next(tensor for tensor in found["tensors"] if tensor["name"] == "blocks.0.up.weight")
     assert split["local"] == [split["shape"][0] // 4, split["shape"][1]]
