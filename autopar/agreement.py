@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -30,6 +30,10 @@ class _Failure:
     error: AutoparError
 
 
+ROOM = 7
+"""For so many numbers there is room in a comparison, so that what a call sends first may go with it."""
+
+
 @dataclass(frozen=True)
 class Pending:
     """A comparison that is under way."""
@@ -38,10 +42,12 @@ class Pending:
     everyone: Tensor
     work: Any
 
-    def is_same(self) -> bool:
-        """Whether all ranks have the same number."""
+    def result(self) -> Tensor | None:
+        """The numbers that ranks have sent along, a row for each; None unless all are in the same call."""
         self.work.wait()
-        return all(other == self.own for other in self.everyone.tolist())
+        if any(other != self.own for other in self.everyone[:, 0].tolist()):
+            return None
+        return self.everyone[:, 1:]
 
 
 class Agreement:
@@ -124,12 +130,24 @@ class Agreement:
                         f"fix: {fix(name)}"
                     )
 
-    def begin(self, own: int) -> Pending:
-        """Begin to compare one number below 2**63; to be called by ranks that otherwise call `numbers` of one."""
-        mine = torch.tensor([own], dtype=torch.int64, device=self.device)
-        everyone = mine.new_empty(self.size)
-        work = dist.all_gather_single(everyone, mine, group=self.group, async_op=True)
-        return Pending(own, everyone, work)
+    def begin(self, own: int, along: Tensor | None = None) -> Pending:
+        """Begin to compare one number below 2**63, and send some 64-bit numbers along.
+
+        What is sent is of one size whatever is compared, so that ranks in different calls meet here.
+        """
+        assert self.group is not None, "there is somebody to compare with"
+        mine = torch.zeros(1 + ROOM, dtype=torch.int64, device=self.device)
+        mine[0] = own
+        if along is not None:
+            mine[1 : 1 + len(along)] = along
+        everyone = mine.new_empty(self.size * len(mine))
+        # Not by the function of torch.distributed, which in a small step takes longer than what it calls.
+        work = self.group._allgather_base(everyone, mine)
+        return Pending(own, everyone.view(self.size, -1), work)
+
+    def places(self, ranks: Iterable[int]) -> list[int]:
+        """In which rows of a comparison these ranks stand."""
+        return [self.ranks.index(rank) for rank in ranks]
 
     def numbers(self, *own: int) -> list[list[int]]:
         """The numbers of all ranks, each below 2**63: one small collective."""

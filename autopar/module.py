@@ -82,7 +82,7 @@ class ParallelModule(nn.Module):
         if not torch.compiler.is_compiling():
             return self._call(args, kwargs)
         # The two ends cannot be traced by torch.compile; what is between them is one graph.
-        plan, given, values = self._begin(args, kwargs)
+        plan, given, values = self._begin_untraced(args, kwargs)
         outputs = self._run_exactly(plan, values) if self._plans.randomness.is_exact else plan.graph_module(*values)
         return self._end(plan, given, outputs)
 
@@ -95,9 +95,8 @@ class ParallelModule(nn.Module):
         except Disagreement:
             plan, given, values = self._begin(args, kwargs, differ=True)
             outputs = plan.graph_module(*values)
-        return self._end(plan, given, outputs)
+        return plan.finish(given, outputs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], later: bool = False, differ: bool = False
     ) -> tuple[Planned, Given, list[Tensor]]:
@@ -106,6 +105,10 @@ class ParallelModule(nn.Module):
         if plan.emitted.draws:
             values.append(self._plans.randomness.key(plan.emitted.draws))
         return plan, given, values
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _begin_untraced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Planned, Given, list[Tensor]]:
+        return self._begin(args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_exactly(self, plan: Planned, values: list[Tensor]) -> tuple[Any, ...]:

@@ -2,13 +2,18 @@
 
 `DTensor.to_local` does this for one tensor and makes a DTensor of its gradient; a model has hundreds of them, and in a
 small step that is most of what the step costs beyond the model. Here one function does it for all of them at once.
+
+A gradient that autograd would only put in `.grad` is put there directly: autograd detaches it first, which for a
+DTensor takes longer than all else that is done with it. Where anybody else wants it (a hook, `torch.autograd.grad`, a
+gradient that is there already) it goes the usual way.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,44 +24,98 @@ __all__ = ["LocalParameters"]
 
 
 class LocalParameters:
-    """Called with all parameters, gives their shards; gradients come back as DTensors of the same placements."""
+    """Called with all parameters, gives their shards; gradients come back as DTensors of the same placements.
 
-    def __init__(self) -> None:
+    `finish` waits for gradients that are still to come.
+    """
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
         # The specs of the parameters, and copies for their gradients: ops on a DTensor may note things in its spec.
         self._own: list[Any] = []
         self._copies: list[Any] = []
+        # Of the call before. They keep nothing for a backward, so that one piece of graph does for all calls.
+        self._given: list[Tensor] = []
+        self._shards: tuple[Tensor, ...] = ()
 
     def __call__(self, parameters: Sequence[DTensor]) -> tuple[Tensor, ...]:
-        if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in parameters):
+        if not torch.is_grad_enabled() or not any(map(_requires_grad, parameters)):
             return tuple(parameter.to_local() for parameter in parameters)
-        own = [parameter._spec for parameter in parameters]
-        if len(own) != len(self._own) or not all(map(operator.is_, own, self._own)):
-            self._own, self._copies = own, [copy(spec) for spec in own]
-        shards: tuple[Tensor, ...] = _Locals.apply(self._copies, *parameters)  # type: ignore[no-untyped-call]
-        return shards
+        given = [*parameters, *map(_local, parameters)]
+        if not _same(given, self._given):
+            own = [parameter._spec for parameter in parameters]
+            if not _same(own, self._own):
+                self._own, self._copies = own, [copy(spec) for spec in own]
+            self._given = given
+            self._shards = _Locals.apply(self._finish, self._copies, *parameters)  # type: ignore[no-untyped-call]
+        return self._shards
+
+
+_requires_grad, _local = attrgetter("requires_grad"), attrgetter("_local_tensor")
+
+
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 class _Locals(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, specs: list[Any], *parameters: DTensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, finish: Callable[[], None], specs: list[Any], *parameters: DTensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.specs = specs
-        shards = [parameter._local_tensor.view_as(parameter._local_tensor) for parameter in parameters]
-        ctx.mark_non_differentiable(
-            *(shard for shard, parameter in zip(shards, parameters, strict=True) if not parameter.requires_grad)
-        )
-        return tuple(shards)
+        ctx.finish, ctx.specs, ctx.parameters, ctx.nodes = finish, specs, parameters, None
+        shards = tuple([parameter._local_tensor.detach() for parameter in parameters])
+        frozen = [shard for shard, each in zip(shards, parameters, strict=True) if not each.requires_grad]
+        if frozen:
+            ctx.mark_non_differentiable(*frozen)
+        return shards
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        pairs = zip(gradients, ctx.specs, strict=True)
-        return (None, *(None if gradient is None else _wrapped(gradient, spec) for gradient, spec in pairs))
+        ctx.finish()
+        if torch.is_grad_enabled():  # gradients of which gradients may be taken
+            pairs = zip(gradients, ctx.specs, strict=True)
+            return (None, None, *(None if each is None else _differentiable(each, spec) for each, spec in pairs))
+        if ctx.nodes is None:
+            ctx.nodes = [node for node, _ in ctx.next_functions]
+        left: list[Tensor | None] = []
+        seen: set[int] = set()
+        for node, parameter, spec, gradient in zip(ctx.nodes, ctx.parameters, ctx.specs, gradients, strict=True):
+            wrapped = None
+            if gradient is not None:
+                if id(gradient) in seen:  # of a sum of two parameters: later ones are added to each in place
+                    gradient = gradient.clone()
+                seen.add(id(gradient))
+                # Without its `__init__`, which does nothing, slowly.
+                wrapped = DTensor.__new__(DTensor, gradient.contiguous(), spec, requires_grad=False)
+                if _only_put(parameter, node):
+                    parameter.grad, wrapped = wrapped, None
+            left.append(wrapped)
+        return (None, None, *left)
 
 
-def _wrapped(gradient: Tensor, spec: Any) -> Tensor:
-    if torch.is_grad_enabled():  # a gradient of which gradients may be taken
-        meta = spec.tensor_meta
-        return DTensor.from_local(
-            gradient, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
-        )
-    return DTensor(gradient.contiguous(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+def _only_put(parameter: DTensor, node: Any) -> bool:
+    """Whether all that autograd would do with the gradient of a parameter is to put it in `.grad`."""
+    return (
+        parameter.grad is None
+        and parameter.requires_grad
+        and not parameter._backward_hooks
+        and not parameter._post_accumulate_grad_hooks
+        and parameter._local_tensor.is_cpu  # on other devices autograd minds the streams
+        and not torch.compiler.is_compiling()
+        and _will_be_put(node)
+    )
+
+
+def _will_be_put(node: Any) -> bool:
+    """Whether this backward comes to the place where a parameter's gradient is put in `.grad`."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # it is `torch.autograd.grad`, which gives the gradient to whoever has asked for it
+        return False
+
+
+def _differentiable(gradient: Tensor, spec: Any) -> Tensor:
+    meta = spec.tensor_meta
+    return DTensor.from_local(
+        gradient, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -136,6 +136,7 @@ class Planned:
         module: nn.Module,
         rank: Rank,
         results: Results,
+        finish: Callable[[], None],
     ) -> None:
         exported = graph.exported
         self.structure = given.structure
@@ -149,7 +150,10 @@ class Planned:
         self.places = [_place(module, placeholder.kind, placeholder.name) for placeholder in exported.placeholders]
         tables = zip(exported.placeholders, self.places, strict=True)
         self.parameters = [(table, p.name.rpartition(".")[2]) for p, table in tables if p.kind == "param" and table]
-        self.shards_of = LocalParameters()
+        numbered = tuple(enumerate(exported.placeholders))
+        self.parameter_places = tuple(place for place, p in numbered if p.kind == "param")
+        self.others = tuple((place, p) for place, p in numbered if p.kind != "param")
+        self.shards_of = LocalParameters(finish)
         self.inputs = tuple(p.name for p in exported.placeholders if p.kind == "input")
         self.digest = 0
         places = emitted.results if results.sharded else ()
@@ -161,30 +165,44 @@ class Planned:
     def values(self, given: Given) -> list[Tensor]:
         """What the graph is called with: this rank's shards of everything."""
         inputs = dict(zip(self.inputs, given.tensors, strict=True))
-        shards = iter(self.shards_of([table[name] for table, name in self.parameters]))
-        values: list[Tensor] = []
-        for placeholder, table in zip(self.graph.exported.placeholders, self.places, strict=True):
+        shards = self.shards_of([table[name] for table, name in self.parameters])
+        values: list[Any] = [None] * len(self.places)
+        for place, shard in zip(self.parameter_places, shards, strict=True):
+            values[place] = shard
+        for place, placeholder in self.others:
+            table = self.places[place]
             if placeholder.kind == "input":
-                value = self._input(placeholder.name, inputs[placeholder.name])
+                value = self._input(inputs[placeholder.name])
             elif placeholder.kind == "constant":
                 value = self.graph.exported.constants[placeholder.name]
-            elif placeholder.kind == "param":
-                value = next(shards)
             else:
                 assert table is not None, placeholder
                 value = table[placeholder.name.rpartition(".")[2]]
             if placeholder.name in self.mutated:
                 value = value.clone()  # the backward may read the old value after the new one is written
-            values.append(value)
+            values[place] = value
         return values
 
-    def _input(self, name: str, tensor: Tensor) -> Tensor:
+    def _input(self, tensor: Tensor) -> Tensor:
         local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         dtype = self.results.compute_dtype
         return local if dtype is None or not local.is_floating_point() else local.to(dtype)
 
     def finish(self, given: Given, outputs: tuple[Any, ...]) -> Any:
         """Write back what the call changed, and build what the model returns."""
+        exported = self.graph.exported
+        if exported.mutations:
+            self._write_back(given, outputs)
+        flat = given.flat
+        reused = {number: flat.containers[mine] for number, mine in exported.output_tree.reused.items()}
+        rest = outputs[len(exported.mutations) :]
+        if self.results.sharded:
+            pairs = zip(rest, self.handed, strict=True)
+            rest = tuple(value if held is None else held.wrap(value) for value, held in pairs)
+        (result, _), _ = unflatten(exported.output_tree.node, rest, flat.containers, reused)
+        return result
+
+    def _write_back(self, given: Given, outputs: tuple[Any, ...]) -> None:
         exported = self.graph.exported
         inputs = dict(zip(self.inputs, given.tensors, strict=True))
         targets = {p.name: place for p, place in zip(exported.placeholders, self.places, strict=True)}
@@ -198,14 +216,6 @@ class Planned:
             assert target is not None, mutation
             with torch.set_grad_enabled(torch.is_grad_enabled() and mutation.kind == "input"):
                 target.copy_(outputs[mutation.output])
-        flat = given.flat
-        reused = {number: flat.containers[mine] for number, mine in exported.output_tree.reused.items()}
-        rest = outputs[len(exported.mutations) :]
-        if self.results.sharded:
-            pairs = zip(rest, self.handed, strict=True)
-            rest = tuple(value if held is None else held.wrap(value) for value, held in pairs)
-        (result, _), _ = unflatten(exported.output_tree.node, rest, flat.containers, reused)
-        return result
 
 
 def _place(module: nn.Module, kind: str, name: str) -> dict[str, Any] | None:

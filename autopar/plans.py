@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +45,9 @@ NO_PARAMETERS = (
     "the module has no parameters yet: how they are split is decided when it is first traced\n"
     "fix: give parallelize the inputs, or call the module once before you make the optimizer"
 )
+
+
+_training, _requires_grad, _dtype = map(attrgetter, ("training", "requires_grad", "dtype"))
 
 
 class Planner(Protocol):
@@ -142,9 +146,13 @@ class Plans:
         self.shells: list[nn.Module] = []
         self.stored: dict[str, Held] = {}
         self.tables: list[tuple[dict[str, nn.Parameter | None], str]] = []
+        self.buffer_tables: list[tuple[dict[str, Tensor | None], str]] = []
         self.found: dict[Any, list[Planned]] = {}
         self.latest: Planned | None = None
         self.pending: Pending | None = None
+        self.unsaid: int | None = None
+        """Which call this is, if the graph says so with its first collective."""
+        self.places: dict[str, list[int]] = {}
         self.agreement.same(self._facts(model), SAME_MODEL)
         self.agreement.same({**planner.facts(), "settings": str(settings)}, SAME_ARGUMENTS)
         sums = {
@@ -188,18 +196,18 @@ class Plans:
         self._plan(self._given(flat))
 
     def _given(self, flat: Flattened) -> Given:
-        modes = tuple(shell.training for shell in self.shells)
+        modes = tuple(map(_training, self.shells))
         parameters: list[Any] = [table[name] for table, name in self.tables]
-        buffers: Iterable[Tensor] = self.shell.buffers()
+        buffers: list[Any] = [table[name] for table, name in self.buffer_tables]
         if not self.shells:
             model = self.given
             assert model is not None, "kept until there are shells"
             modes = tuple(module.training for module in model.modules())
             if self.shell.training != modes[0]:
                 modes = (self.shell.training,) * len(modes)
-            parameters, buffers = list(model.parameters()), model.buffers()
-        trained = tuple(parameter.requires_grad for parameter in parameters)
-        dtypes = tuple(tensor.dtype for tensor in (*parameters, *buffers))
+            parameters, buffers = list(model.parameters()), list(model.buffers())
+        trained = tuple(map(_requires_grad, parameters))
+        dtypes = (*map(_dtype, parameters), *map(_dtype, buffers))
         return Given(self.signature, flat, modes, trained, dtypes, torch.is_grad_enabled(), autocast_state())
 
     def find(
@@ -219,11 +227,16 @@ class Plans:
         plan = None
         if given is not None:
             plan = next((p for p in self.found.get(given.key, ()) if p.structure == given.structure), None)
+        self.unsaid = None
         if later and plan is not None and self.agreement.is_cheap and not plan.emitted.draws:
-            self.pending = self.agreement.begin(plan.digest)
+            if plan.emitted.says_call:
+                self.unsaid = plan.digest
+            else:
+                self.pending = self.agreement.begin(plan.digest)
         elif self.agreement.is_cheap or plan is None or differ:
             sign = 0 if own is not None else plan.digest if plan is not None else 1
-            if differ or any(other != [sign] for other in self.agreement.numbers(sign)) or sign in (0, 1):
+            is_same = not differ and (self.agreement.size == 1 or self.agreement.begin(sign).result() is not None)
+            if not is_same or sign in (0, 1):
                 self.agreement.together(lambda: _reraise(own))
                 assert given is not None, "else its error was raised"
                 self.agreement.same(given.facts(), SAME_CALL)
@@ -244,8 +257,20 @@ class Plans:
     def check(self) -> None:
         """Before the first collective of a call: whether all ranks make the same one."""
         pending, self.pending = self.pending, None
-        if pending is not None and not pending.is_same():
+        if pending is not None and pending.result() is None:
             raise Disagreement
+
+    def everyones(self, numbers: Tensor, group: str) -> Tensor | None:
+        """The numbers of all members of a group, and `check` with it; None where the call was checked before."""
+        own, self.unsaid = self.unsaid, None
+        if own is None:
+            return None
+        everyone = self.agreement.begin(own, numbers).result()
+        if everyone is None:
+            raise Disagreement
+        if group not in self.places:
+            self.places[group] = self.agreement.places(self.groups.ranks(group))
+        return everyone[self.places[group], : len(numbers)]
 
     # -- making one ---------------------------------------------------------------------------------------------------
 
@@ -261,7 +286,8 @@ class Plans:
         emitted = agreement.together(lambda: self._emit(graph, decisions, local))
         if not self.shells:
             self._build(held)
-        plan = Planned(given, graph, decisions, emitted, held, self.shell, self.rank, self.results)
+        finish = self.synchronisation.finish
+        plan = Planned(given, graph, decisions, emitted, held, self.shell, self.rank, self.results, finish)
         plan.digest = max(2, digest("\n".join(f"{name}: {fact}" for name, fact in given.facts().items())))
         self.found.setdefault(given.key, []).append(plan)
         self.latest = plan
@@ -290,7 +316,7 @@ class Plans:
             found[tensor.name] = Handling(
                 stored, tensor.dtype, reduced, holding.deferred, holding.again, holding.lasting
             )
-        return Parameters(found, self.synchronisation, self.check)
+        return Parameters(found, self.synchronisation, self, awaited=True)
 
     def _trace(self, given: Given) -> NamedGraph:
         """Trace the call with the whole inputs, whatever part of them this rank was given."""
@@ -377,6 +403,8 @@ class Plans:
     def _find_tables(self) -> None:
         owners = [owner_of(self.shell, name) for name, _ in nn.Module.named_parameters(self.shell)]
         self.tables = [(owner._parameters, leaf) for owner, leaf in owners]
+        owners = [owner_of(self.shell, name) for name, _ in nn.Module.named_buffers(self.shell)]
+        self.buffer_tables = [(owner._buffers, leaf) for owner, leaf in owners]
 
     def copied(self, shell: nn.Module, memo: dict[int, Any]) -> Plans:
         """The plans of another module, with a copy of the weights; its calls are traced anew."""

@@ -5,7 +5,8 @@ where it *ends*, just before the first of them is used, the collective is waited
 backward runs the same places in reverse: where the bucket ends, the gradients are laid into one buffer and their
 collective is begun; where it starts, it is waited for. So a gather runs beside the layers before its own, and a
 reduction beside the backward of the layers before its own; and since the starts are what the gradients come from,
-nothing is unfinished when `backward()` or `torch.autograd.grad` returns.
+nothing is unfinished when `backward()` or `torch.autograd.grad` returns. A bucket that has nothing to begin in the
+forward has no start if whoever gives the parameters waits for their gradients (`Synchronisation.finish`).
 
 On the way parameters are cast to the type that the forward works in, and gradients to the type that they are added up
 in. Under `no_sync()` gradients are kept as they are, and go with those of the next backward that sends.
@@ -35,9 +36,27 @@ __all__ = ["Bucket", "BucketEnd", "BucketStart", "Handling", "Release", "Running
 
 @dataclass
 class Synchronisation:
-    """Whether gradients are sent in the backward; `ParallelModule.no_sync()` sets it for a while."""
+    """Whether gradients are sent in the backward, and what of them is still to come.
+
+    `ParallelModule.no_sync()` switches it off for a while.
+    """
 
     enabled: bool = True
+    unfinished: dict[Running, Tensor] = field(default_factory=dict)
+
+    def finish(self) -> None:
+        """Wait for all that has been sent."""
+        while self.unfinished:
+            torch.ops._c10d_functional.wait_tensor(self.unfinished.popitem()[1])
+
+    def later(self, running: Running, buffer: Tensor) -> None:
+        """Leave gradients to `finish`; those of a second forward are added to the first's, so both must have come."""
+        is_second = running in self.unfinished
+        if is_second:
+            self.finish()
+        self.unfinished[running] = buffer
+        if is_second:
+            self.finish()
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -75,6 +94,8 @@ class Bucket:
     backward: tuple[tuple[Move, ...], ...] = field(init=False)
     is_sum: bool = field(init=False)
     """Whether all that is done with gradients is to add them up."""
+    is_idle: bool = field(init=False)
+    """Whether nothing is done with the parameters."""
 
     def __post_init__(self) -> None:
         forward, backward = [one.forward for one in self.conversions], [one.backward for one in self.conversions]
@@ -84,6 +105,7 @@ class Bucket:
         object.__setattr__(self, "forward", _sending(forward))
         object.__setattr__(self, "backward", _sending(backward))
         object.__setattr__(self, "is_sum", is_sum)
+        object.__setattr__(self, "is_idle", not any(forward) and self.handling.used == self.handling.stored)
 
     def begin(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Cast the stored tensors and begin to convert them; the pieces of each, which may be still to come."""
@@ -105,6 +127,7 @@ class Running:
 
     bucket: Bucket
     synchronisation: Synchronisation
+    has_start: bool = True
     before: Running | None = None
     """The bucket that the backward comes to next, if it too gathers again."""
     unsent: list[Tensor | None] = field(default_factory=list)
@@ -187,11 +210,13 @@ class _End(torch.autograd.Function):
         bucket = running.bucket
         handling, count = bucket.handling, len(bucket.conversions)
         tensors = started[:count]
+        compiling = torch.compiler.is_compiling()
         if not bucket.forward:
+            if bucket.is_idle and not compiling:
+                return tensors  # autograd makes views of them
             cast = (x.to(handling.used) if handling.used != x.dtype else x.view_as(x) for x in tensors)
             pairs = zip(cast, bucket.conversions, strict=True)
             return tuple(_locally(one.forward, x, one.result_shape) for x, one in pairs)
-        compiling = torch.compiler.is_compiling()
         found = None if compiling or not handling.lasting else running.kept(tensors)
         if found is None:
             pieces = started[count:] or bucket.begin(tensors)
@@ -233,6 +258,8 @@ class _End(torch.autograd.Function):
             # Views may be made of what is not there yet; where more is to be done to it, it must have come.
             if compiling or handling.reduced != handling.stored or not all(map(_is_view, steps[-1])):
                 pieces = _wait(pieces)
+            elif not running.has_start:
+                running.synchronisation.later(running, pieces[0])
             pairs = zip(ones, pieces, strict=True)
             converted = [finish(one.backward[-1], piece).reshape(one.shape) for one, piece in pairs]
         for i, gradient in zip(here, converted, strict=True):
@@ -269,6 +296,8 @@ def _sums(running: Running, gradients: Sequence[Tensor]) -> list[Tensor]:
     torch.ops._c10d_functional.all_reduce_(flat, "sum", first.group)
     if handling.reduced != handling.stored:
         flat = torch.ops._c10d_functional.wait_tensor(flat).to(handling.stored)
+    elif not running.has_start:
+        running.synchronisation.later(running, flat)
     return torch._C._nn.unflatten_dense_tensors(flat, list(gradients))
 
 
@@ -389,9 +418,10 @@ class BucketStart(nn.Module):
 
 
 class BucketEnd(nn.Module):
-    def __init__(self, running: Running) -> None:
+    def __init__(self, running: Running, notes: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.running = running
+        self.notes = notes
 
     def forward(self, started: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return end(self.running, started)

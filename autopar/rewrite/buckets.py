@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from autopar.reshard import LOCAL, StepKind
@@ -23,7 +23,7 @@ from autopar.rewrite.bucket import Bucket, BucketEnd, BucketStart, Handling, Rel
 from autopar.rewrite.functions import Conversion
 from autopar.tracing.graph import NamedTensor
 
-__all__ = ["BUCKET_BYTES", "Parameters", "goes_in_bucket", "in_buckets", "put_in_buckets"]
+__all__ = ["BUCKET_BYTES", "Gate", "Parameters", "goes_in_bucket", "in_buckets", "put_in_buckets"]
 
 BUCKET_BYTES = 25 * 2**20
 """What DistributedDataParallel has as its default: large enough that starting a collective costs little of it."""
@@ -65,14 +65,25 @@ class _Converted:
     """What all conversions of a bucket have in common."""
 
 
+class Gate(Protocol):
+    """What a call must pass before its first collective."""
+
+    def check(self) -> None: ...
+
+    def everyones(self, numbers: Tensor, group: str) -> Tensor | None:
+        """A few 64-bit numbers of all members of a group, as the first collective of a call; None if one was before."""
+        ...
+
+
 @dataclass(frozen=True)
 class Parameters:
     """How the parameters of a call are handled; those not named come as they are."""
 
     handling: Mapping[str, Handling] = field(default_factory=dict)
     synchronisation: Synchronisation = field(default_factory=Synchronisation)
-    gate: Callable[[], None] | None = None
-    """Called before the first collective of a call."""
+    gate: Gate | None = None
+    awaited: bool = False
+    """Whether whoever gives the parameters waits for what is sent of their gradients."""
 
     def of(self, tensor: NamedTensor) -> Handling:
         found = self.handling.get(tensor.name)
@@ -95,19 +106,24 @@ def put_in_buckets(
     for number, members in enumerate(sorted(in_buckets(found, limit_bytes), key=lambda each: places[each[0].node])):
         bucket = Bucket(tuple(member.conversion for member in members), members[0].handling)
         again = bucket.handling.again
-        running = Running(bucket, parameters.synchronisation, before if again else None)
+        inputs: tuple[Any, ...] = tuple(member.node.args[0] for member in members)
+        # What else reads a parameter has a gradient of its own, which is added when this one has come.
+        has_start = bool(bucket.forward) or not parameters.awaited or any(len(each.users) > 1 for each in inputs)
+        running = Running(bucket, parameters.synchronisation, has_start, before if again else None)
         before = running if again else before
-        inputs = tuple(member.node.args[0] for member in members)
         # A gather starts one bucket ahead; where nothing is gathered, all start with the forward.
         ahead = ends[-1] if bucket.forward and ends else members[0].node
         assert beginning is not None, "the graph has conversions"
         what = "_".join(dict.fromkeys(moves[0].kind.value for moves in (*bucket.forward, *bucket.backward)))
         name = f"bucket_{number}_{what}"
-        modules[f"{name}_start"] = BucketStart(running, tuple(member.note for member in members))
-        modules[f"{name}_end"] = BucketEnd(running)
-        with graph.inserting_before(ahead if bucket.forward else beginning):
-            started = graph.call_module(f"{name}_start", inputs)
-            beginning = beginning if bucket.forward else started.next
+        notes = tuple(member.note for member in members)
+        modules[f"{name}_end"] = BucketEnd(running, () if has_start else notes)
+        started: Any = inputs
+        if has_start:
+            modules[f"{name}_start"] = BucketStart(running, notes)
+            with graph.inserting_before(ahead if bucket.forward else beginning):
+                started = graph.call_module(f"{name}_start", inputs)
+                beginning = beginning if bucket.forward else started.next
         with graph.inserting_before(members[0].node):
             ended = graph.call_module(f"{name}_end", (started,))
             values = [graph.call_function(operator.getitem, (ended, i)) for i in range(len(members))]

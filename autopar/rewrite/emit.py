@@ -54,6 +54,8 @@ class Emitted:
     """Name and layout of each result of the model; None for one that is no tensor."""
     draws: tuple[DrawnOp, ...] = ()
     """Ops that draw random numbers, on several ranks; where there are any, the last input of the graph is their key."""
+    says_call: bool = False
+    """Whether its first collective is also what tells the ranks that they make the same call."""
 
 
 class Convert(nn.Module):
@@ -180,12 +182,12 @@ class _Emitter:
         self.out.output(tuple(result if place is None else self._value(*place) for result, place in pairs))
         join_totals(self.out, self.modules)
         put_in_buckets(self.out, self.modules, self.by_node, self.parameters)
-        if self.parameters.gate is not None:
-            put_gate(self.out, self.modules, self.parameters.gate)
+        gate = self.parameters.gate
+        says_call = gate is not None and put_gate(self.out, self.modules, gate)
         mutated = len(self.graph.exported.mutations)
         module = with_regions(self.out, self.modules, self.regions)
         draws = tuple(self.drawings.ops)
-        return Emitted(module, self.wiring.inserted(), self.wiring.results[mutated:], draws)
+        return Emitted(module, self.wiring.inserted(), self.wiring.results[mutated:], draws, says_call)
 
     def _mark(self, made: Node, source: Node, op: str) -> None:
         """Where a node comes from, and what of it is computed again."""

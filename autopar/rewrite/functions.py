@@ -28,6 +28,7 @@ __all__ = ["Conversion", "Groups", "convert", "send"]
 class _Group:
     name: str
     members: tuple[dict[str, int], ...]
+    ranks: tuple[int, ...]
 
 
 class Groups:
@@ -56,6 +57,11 @@ class Groups:
             self._found[ordered] = self._group(ordered)
         return self._found[ordered]
 
+    def ranks(self, name: str) -> tuple[int, ...]:
+        """The members of a group that was found before, by its name."""
+        (members,) = {group.ranks for group in self._found.values() if group.name == name}
+        return members
+
     def _group(self, axes: tuple[str, ...]) -> _Group:
         group = group_over(self.mesh[axes[0]] if len(axes) == 1 else self.mesh[axes])
         indices = product(*map(range, self.mesh.shape))
@@ -63,8 +69,8 @@ class Groups:
             rank: dict(zip(self.names, place, strict=True))
             for place, rank in zip(indices, self.mesh.mesh.flatten().tolist(), strict=True)
         }
-        members = tuple(places[rank] for rank in dist.get_process_group_ranks(group))
-        return _Group(group.group_name, members)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        return _Group(group.group_name, tuple(places[rank] for rank in ranks), ranks)
 
 
 @dataclass(frozen=True)

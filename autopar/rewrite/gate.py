@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 from torch.fx import Graph, Node
 
 from autopar.rewrite.bucket import BucketEnd, BucketStart, Release, Watch
+from autopar.rewrite.buckets import Gate
 from autopar.rewrite.functions import Conversion
+from autopar.rewrite.totals import with_gate
 
 __all__ = ["put_gate"]
 
 
-class Gate(nn.Module):
+class Check(nn.Module):
     """Compiled graphs are compared before they begin, and have none."""
 
-    def __init__(self, check: Callable[[], None]) -> None:
+    def __init__(self, gate: Gate) -> None:
         super().__init__()
-        self.check = check
+        self.gate = gate
 
     def forward(self) -> None:
         if not torch.compiler.is_compiling():
-            self.check()
+            self.gate.check()
 
 
-def put_gate(graph: Graph, modules: dict[str, nn.Module], check: Callable[[], None]) -> None:
+def put_gate(graph: Graph, modules: dict[str, nn.Module], gate: Gate) -> bool:
+    """Put the gate before the first collective, or in it: then that one has to say which call this is."""
     first = next((node for node in graph.nodes if _may_send(node, modules)), None)
-    if first is not None:
-        modules["gate"] = Gate(check)
-        with graph.inserting_before(first):
-            graph.call_module("gate")
+    if first is None:
+        return False
+    if with_gate(first, graph, modules, gate):
+        return True
+    modules["gate"] = Check(gate)
+    with graph.inserting_before(first):
+        graph.call_module("gate")
+    return False
 
 
 def _may_send(node: Node, modules: Mapping[str, nn.Module]) -> bool:
