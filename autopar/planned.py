@@ -156,6 +156,8 @@ class Planned:
         self.shards_of = LocalParameters(finish)
         self.inputs = tuple(p.name for p in exported.placeholders if p.kind == "input")
         self.digest = 0
+        self.says_call = False
+        """Whether the first collective of this graph, on all ranks, is also what compares the call."""
         places = emitted.results if results.sharded else ()
         tensors = [None if place is None else (graph.tensors[place[0]], place[1]) for place in places]
         self.handed = tuple(

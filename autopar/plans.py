@@ -26,7 +26,6 @@ from autopar.rewrite.buckets import Parameters
 from autopar.rewrite.emit import Emitted, emit
 from autopar.rewrite.functions import Groups
 from autopar.sharding import Held, Rank, held_by, hollow, initialise, load_full, match_dtypes, placed, split
-from autopar.strided import support_checkpoints
 from autopar.tracing.arguments import bind, flatten_arguments, signature_of
 from autopar.tracing.graph import NamedGraph
 from autopar.tracing.state import autocast_state
@@ -229,7 +228,7 @@ class Plans:
             plan = next((p for p in self.found.get(given.key, ()) if p.structure == given.structure), None)
         self.unsaid = None
         if later and plan is not None and self.agreement.is_cheap and not plan.emitted.draws:
-            if plan.emitted.says_call:
+            if plan.says_call:
                 self.unsaid = plan.digest
             else:
                 self.pending = self.agreement.begin(plan.digest)
@@ -264,6 +263,7 @@ class Plans:
         """The numbers of all members of a group, and `check` with it; None where the call was checked before."""
         own, self.unsaid = self.unsaid, None
         if own is None:
+            self.check()
             return None
         everyone = self.agreement.begin(own, numbers).result()
         if everyone is None:
@@ -288,6 +288,8 @@ class Plans:
             self._build(held)
         finish = self.synchronisation.finish
         plan = Planned(given, graph, decisions, emitted, held, self.shell, self.rank, self.results, finish)
+        # The graph of a rank that has nothing may send something else first.
+        plan.says_call = all(row == [1] for row in agreement.numbers(int(emitted.says_call)))
         plan.digest = max(2, digest("\n".join(f"{name}: {fact}" for name, fact in given.facts().items())))
         self.found.setdefault(given.key, []).append(plan)
         self.latest = plan
@@ -390,8 +392,6 @@ class Plans:
         assert model is not None, "built once"
         names = {name for name, _ in model.named_parameters()}
         self.stored = {name: place for name, place in held.items() if name in names}
-        support_checkpoints(place.placements for place in self.stored.values())
-
         training = self.shell.training
         with torch.inference_mode(False):
             self.shells = split(model, self.shell, self.stored, self.device)

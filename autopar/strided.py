@@ -1,29 +1,38 @@
-"""Checkpoints of tensors whose shards lie strided, as a fused q, k, v weight does that is split by heads.
+"""DTensors whose shards lie strided, as a fused q, k, v weight does that is split by heads: gathered, saved and loaded.
 
-Such a shard is several blocks of the whole tensor. `torch.distributed.checkpoint` asks a DTensor which blocks it has,
-and torch 2.13 answers with one, as if the rows after the first followed it: it refuses to save, or reads other rows.
-Whole state dicts given to `set_model_state_dict` and `set_optimizer_state_dict` are cut in the same way.
+Torch 2.13 takes strided shards for shards by the axes of the mesh in another order. Where they are not, as where two
+axes cut one dim in blocks, it puts them together wrongly, without a word; and it joins steps of theirs of which it then
+asserts that they are not joined. It can do better, axis by axis as they were cut, and is told to.
 
-`support_checkpoints` makes DTensor answer with all blocks; a shard that is one block is answered for as before. It
-changes DTensor itself, since what an optimizer keeps for a parameter is a DTensor that only torch has made.
+For checkpoints: such a shard is several blocks of the whole tensor. `torch.distributed.checkpoint` asks a DTensor which
+blocks it has, and torch answers with one, as if the rows after the first followed it: it refuses to save, or reads
+other rows. Whole state dicts given to `set_model_state_dict` and `set_optimizer_state_dict` are cut in the same way.
+
+`support_strided` makes DTensor answer with all blocks; a shard that is one block is answered for as before. It changes
+DTensor itself, since what an optimizer keeps for a parameter is a DTensor that only torch has made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed._state_dict_utils as state_dict_utils
+import torch.distributed.tensor._redistribute as _redistribute
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = ["support_checkpoints"]
+__all__ = ["support_strided"]
+
+redistribute: Any = _redistribute
+_Spec: Any = DTensorSpec
 
 
 @dataclass(frozen=True)
@@ -41,11 +50,35 @@ class _Block:
         return local
 
 
-def support_checkpoints(placements: Iterable[Sequence[Placement]]) -> None:
-    """Let checkpoints and whole state dicts see every block of a strided shard, from the first such shard on."""
-    strided = any(isinstance(placement, _StridedShard) for each in placements for placement in each)
-    if not strided or hasattr(DTensor, "_autopar_blocks"):
-        return
+def support_strided(placements: Iterable[Placement]) -> None:
+    """Let DTensor gather strided shards, and checkpoints see every block of them, from the first such shard on."""
+    if _are_strided(placements) and not hasattr(DTensor, "_autopar_blocks"):
+        _gather_as_cut()
+        _save_all_blocks()
+
+
+def _gather_as_cut() -> None:
+    spec, step = _Spec, redistribute._TransformInfo
+    completed, key_of = spec.__post_init__, step._comm_type_key
+
+    def complete(self: Any) -> None:
+        if self.use_strided_shard_as_shard_order is None and _are_strided(self.placements):
+            order = self._maybe_convert_StridedShard_to_shard_order(tuple(self.placements), self.mesh)
+            self.use_strided_shard_as_shard_order = order is not None
+        completed(self)
+
+    def comm_type_key(self: Any) -> str | None:
+        """Steps with one key are joined over a flattened mesh."""
+        return None if _are_strided(self.src_dst_placements) else key_of(self)
+
+    spec.__post_init__, step._comm_type_key = complete, comm_type_key
+
+
+def _are_strided(placements: Iterable[Placement]) -> bool:
+    return any(isinstance(placement, _StridedShard) for placement in placements)
+
+
+def _save_all_blocks() -> None:
     kind: Any = DTensor
     torch_state_dicts: Any = state_dict_utils
     write_items, chunk_list, shard_of = (
@@ -86,7 +119,7 @@ def support_checkpoints(placements: Iterable[Sequence[Placement]]) -> None:
 
 def _blocks(tensor: DTensor) -> Iterator[_Block]:
     """The blocks of a strided shard; none where the shard is one block, which torch sees by itself."""
-    if not any(isinstance(placement, _StridedShard) for placement in tensor.placements):
+    if not _are_strided(tensor.placements):
         return
     runs = [list(_runs(_rows(tensor, dim))) for dim in range(tensor.ndim)]
     if all(len(found) <= 1 for found in runs):

@@ -2,7 +2,7 @@
 
 A placement speaks of physical dims, and of mesh dims in the order of the mesh. Where an axis splits an atom that is not
 the major one of its dim, or splits in another order than the mesh's, its pieces lie strided in the dim: the placement
-is a `_StridedShard`, which exists for even pieces only.
+is a `_StridedShard`, which exists for even pieces only. `autopar.strided` lets DTensor gather them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ def to_placements(
         stride = _stride(layout, atoms, axes, axis, dims[atom])
         _check_even(layout, atoms, axes, dims[atom], tensor)
         placements.append(Shard(dims[atom]) if stride == 1 else _StridedShard(dims[atom], split_factor=stride))
-    for dim in range(len(atoms.dims)):
-        _check_can_be_gathered(layout, atoms, tuple(axes), placements, dim, tensor)
     return tuple(placements)
 
 
@@ -74,30 +72,6 @@ def _check_even(layout: Layout, atoms: Atoms, axes: Mapping[str, int], dim: int,
                 f"and {why}, so the uneven pieces would lie strided, which no DTensor placement describes\n"
                 f"fix: split by axes whose product divides {size}, or another dim",
             )
-
-
-def _check_can_be_gathered(
-    layout: Layout, atoms: Atoms, order: tuple[str, ...], placements: Sequence[Placement], dim: int, tensor: str
-) -> None:
-    """DTensor puts strided pieces together wrongly, without a word, where a later axis cuts the same dim.
-
-    It is right where only the order of the axes makes them strided, and the major atom alone is split.
-    """
-    cuts = [
-        placement for placement in placements if isinstance(placement, Shard | _StridedShard) and placement.dim == dim
-    ]
-    members = atoms.members[dim]
-    split = [atom for atom in members if layout.splits[atom]]
-    reordered = split == [members[0]]
-    if reordered or not any(isinstance(placement, _StridedShard) for placement in cuts[:-1]):
-        return
-    held = ", ".join(f"atom {atom - members[0]} -> {'*'.join(layout.splits[atom])}" for atom in split)
-    raise LayoutError(
-        "E4",
-        f"{tensor}: dim {dim} cannot be held by a DTensor split as [{held}] on a mesh with the axes "
-        f"{', '.join(order)}: its pieces would lie strided along more than one axis\n"
-        "fix: split the major dim that it is made of by the earlier axes of the mesh, or use one axis only",
-    )
 
 
 def from_placements(placements: Sequence[Placement], atoms: Atoms, axes: Mapping[str, int]) -> Layout:

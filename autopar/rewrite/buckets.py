@@ -164,7 +164,7 @@ def _cast(
     for node in [node for node in graph.nodes if node.op == "placeholder" and node.name in tensors]:
         tensor = tensors[node.name]
         handling = parameters.of(tensor)
-        users = [user for user in node.users if not isinstance(modules.get(str(user.target)), BucketStart)]
+        users = [user for user in node.users if not isinstance(modules.get(str(user.target)), BucketStart | BucketEnd)]
         if tensor.kind != "param" or handling.stored == handling.used or not users:
             continue
         with graph.inserting_before(next(each for each in graph.nodes if each in users)):

@@ -27,6 +27,12 @@ from tests.distributed.launcher import in_turn, launch
 from tests.distributed.training import Inputs, adamw, batches, error_of, gap, losses, whole
 
 BEFORE, AFTER = 10, 5
+HEADS = "heads -> dp*tp; * -> none"
+PARTS = """
+batch -> dp; heads -> tp; * -> none
+param, grad, opt { head_dim -> dp; heads -> tp; * -> none }
+"""
+"""Layouts under which two axes cut one dim of the fused q, k, v weight, in blocks: by one of its parts, and by two."""
 
 
 def model_and_inputs() -> tuple[nn.Module, Inputs]:
@@ -67,6 +73,7 @@ def load_under_other_layouts() -> dict[str, float]:
             ("ddp", "ddp", "dp=4"),
             ("megatron", "megatron", "dp=2,tp=2"),
             ("fsdp_tp", "fsdp_tp", "fsdp=2,tp=2"),
+            ("parts", PARTS, "dp=2,tp=2"),
         )
     }
     found: dict[str, float] = {}
@@ -76,6 +83,7 @@ def load_under_other_layouts() -> dict[str, float]:
         ("megatron", "fsdp", "fsdp", "fsdp=4"),
         ("fsdp_tp", "megatron4", "megatron", "tp=4"),
         ("fsdp_tp", "zero1", "zero1", "dp=4"),
+        ("parts", "heads", HEADS, "dp=2,tp=2"),
     ):
         for way in ("get and set", "plain"):
             parallel = autopar.parallelize(other_weights(model), mesh, inputs, layout=layout)
@@ -123,7 +131,13 @@ def exchange_with_the_model() -> dict[str, Any]:
     expected = losses(alone, data[BEFORE:], optimizer_alone)
     whole_options = StateDictOptions(full_state_dict=True)
     found: dict[str, Any] = {}
-    for layout, mesh in (("megatron", "dp=2,tp=2"), ("fsdp_tp", "fsdp=2,tp=2"), ("fsdp", "fsdp=4")):
+    for layout, mesh in (
+        ("megatron", "dp=2,tp=2"),
+        ("fsdp_tp", "fsdp=2,tp=2"),
+        ("fsdp", "fsdp=4"),
+        (HEADS, "dp=2,tp=2"),
+        (PARTS, "dp=2,tp=2"),
+    ):
         for way in ("every rank", "the first rank"):
             parallel = autopar.parallelize(other_weights(model), mesh, inputs, layout=layout)
             optimizer = adamw(parallel)
@@ -199,7 +213,7 @@ def test_a_checkpoint_under_one_layout_continues_under_another(on_four: list[dic
     for found in on_four:
         print(found)
         curves = found["load_under_other_layouts"]
-        assert len(curves) == 10
+        assert len(curves) == 12
         assert {case: worst for case, worst in curves.items() if not worst < 1e-9} == {}
 
 

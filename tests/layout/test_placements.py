@@ -118,13 +118,9 @@ def test_placements_that_cut_across_named_dims_are_refused() -> None:
         from_placements((Partial("avg"), Replicate()), Atoms.plain((8,)), MESH)
 
 
-def test_strided_pieces_along_two_axes_are_refused() -> None:
+def test_several_axes_may_cut_one_dim_in_blocks() -> None:
+    parts, axes = Atoms((4, 4), (2,)), {"a": 2, "b": 2}
     layout = Layout((("b",), ("a",)))
-    with pytest.raises(LayoutError) as error:
-        to_placements(layout, Atoms((4, 4), (2,)), {"a": 2, "b": 2}, "w")
-    assert str(error.value) == (
-        "w: dim 0 cannot be held by a DTensor split as [atom 0 -> b, atom 1 -> a] on a mesh with the axes a, b: its "
-        "pieces would lie strided along more than one axis\n"
-        "fix: split the major dim that it is made of by the earlier axes of the mesh, or use one axis only"
-    )
-    to_placements(Layout((("a",), ("b",))), Atoms((4, 4), (2,)), {"a": 2, "b": 2}, "w")
+    placements = to_placements(layout, parts, axes, "w")
+    assert placements == (_StridedShard(0, split_factor=4), Shard(0))
+    assert from_placements(placements, parts, axes) == layout
