@@ -2,7 +2,8 @@
 
 An index that counts a dim from its first place to its last takes that dim as it stands, beside a dim of the other
 indices. Written so, the dim could not be split: any index may point anywhere. Such indices are found by their values,
-which depend on nothing but sizes; what is left is a `gather` along one dim, or no lookup at all.
+which depend on nothing but sizes; what is left is a `gather` along one dim, or no lookup at all. What is written so,
+`x[arange(batch), i] = v`, is a `scatter`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ __all__ = ["pair_aligned"]
 aten = torch.ops.aten
 
 _LOOKUPS = (aten.index.Tensor, aten._unsafe_index.Tensor)
+_WRITES = (aten.index_put.default, aten._unsafe_index_put.default)
 _FROM_THE_START = (aten.argmax.default, aten.argmin.default)
 """Ops whose results are places counted from the start, never from the end."""
 MOST_STEPS = 32
@@ -28,13 +30,13 @@ MOST_ELEMENTS = 2**20
 
 
 def pair_aligned(graph: Graph) -> None:
-    """Replace lookups of which some indices only count, in place."""
+    """Replace lookups and writes of which some indices only count, in place."""
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in _LOOKUPS:
+        if node.op == "call_function" and node.target in (*_LOOKUPS, *_WRITES):
             found = _pairing(node)
             if found is not None:
                 with graph.inserting_before(node):
-                    made = found.build()
+                    made = found.lookups() if node.target in _LOOKUPS else found.writes()
                 made.meta.update({key: value for key, value in node.meta.items() if key != "val"})
                 node.replace_all_uses_with(made)
                 graph.erase_node(node)
@@ -73,27 +75,73 @@ class _Pairing:
     """The dim that is looked up, and with what."""
     indexed: tuple[int, ...]
 
-    def build(self) -> Node:
-        sizes = self.x.meta["val"].shape
-        paired = sorted(self.aligned)
-        free = [dim for dim in range(len(self.shape)) if dim not in self.aligned]
-        rest = [dim for dim in range(len(sizes)) if dim not in self.indexed]
-        looked_up = [] if self.lookup is None else [self.lookup[0]]
-        found = self._permuted(self.x, [*(self.aligned[dim] for dim in paired), *looked_up, *rest])
-        extents, ends = [self.shape[dim] for dim in paired], [sizes[dim] for dim in rest]
+    def lookups(self) -> Node:
+        found = self._permuted(self.x, self._order)
         if self.lookup is not None:
-            index = self._index(self.lookup[1], sizes[self.lookup[0]], paired, free)
-            count = prod(self.shape[dim] for dim in free)
-            index = self._call(aten.reshape.default, index, [*extents, count, *(1 for _ in rest)])
-            index = self._call(aten.expand.default, index, [*extents, count, *ends])
-            found = self._call(aten.gather.default, found, len(paired), index)
-        found = self._call(aten.reshape.default, found, [*extents, *(self.shape[dim] for dim in free), *ends])
-        order = [*paired, *free]
-        back = [order.index(dim) for dim in range(len(order))]
-        tail = list(range(len(order), len(order) + len(rest)))
+            found = self._call(aten.gather.default, found, len(self._paired), self._places())
+        found = self._call(aten.reshape.default, found, [*self._extents(self._paired, self._free), *self._ends])
+        return self._permuted(found, _inverse(self._result_order()))
+
+    def writes(self) -> Node:
+        """The values are brought into the order of x, with what is looked up as one dim."""
+        values = self.node.args[2]
+        assert isinstance(values, Node), self.node
+        added = bool(self.node.args[3]) if len(self.node.args) > 3 else bool(self.node.kwargs.get("accumulate", False))
+        order = self._result_order()
+        sizes = [0] * len(order)
+        for place, size in zip(order, [*self._extents(self._paired, self._free), *self._ends], strict=True):
+            sizes[place] = size
+        given = self._permuted(self._call(aten.expand.default, values, sizes), order)
+        target = self._permuted(self.x, self._order)
+        if self.lookup is None:
+            given = self._call(aten.reshape.default, given, list(target.meta["val"].shape))
+            made = self._call(aten.add.Tensor, target, given) if added else self._call(aten.clone.default, given)
+        else:
+            places = self._places()
+            given = self._call(aten.reshape.default, given, list(places.meta["val"].shape))
+            op = aten.scatter_add.default if added else aten.scatter.src
+            made = self._call(op, target, len(self._paired), places, given)
+        return self._permuted(made, _inverse(self._order))
+
+    @property
+    def _paired(self) -> list[int]:
+        return sorted(self.aligned)
+
+    @property
+    def _free(self) -> list[int]:
+        return [dim for dim in range(len(self.shape)) if dim not in self.aligned]
+
+    @property
+    def _rest(self) -> list[int]:
+        return [dim for dim in range(len(self.x.meta["val"].shape)) if dim not in self.indexed]
+
+    @property
+    def _ends(self) -> list[int]:
+        return [self.x.meta["val"].shape[dim] for dim in self._rest]
+
+    @property
+    def _order(self) -> list[int]:
+        """The dims of x: those that stand beside an index, the one that is looked up, and the rest."""
+        looked_up = [] if self.lookup is None else [self.lookup[0]]
+        return [*(self.aligned[dim] for dim in self._paired), *looked_up, *self._rest]
+
+    def _result_order(self) -> list[int]:
+        """Where in what is looked up the paired dims stand, the others of the indices, and the rest of x."""
         neighbours = self.indexed == tuple(range(self.indexed[0], self.indexed[-1] + 1))
         before = self.indexed[0] if neighbours else 0
-        return self._permuted(found, [*tail[:before], *back, *tail[before:]])
+        rest = [dim if dim < before else dim + len(self.shape) for dim in range(len(self._rest))]
+        return [*(before + dim for dim in (*self._paired, *self._free)), *rest]
+
+    def _extents(self, *dims: list[int]) -> list[int]:
+        return [self.shape[dim] for each in dims for dim in each]
+
+    def _places(self) -> Node:
+        """Where along the dim that is looked up, for every element of the rest."""
+        assert self.lookup is not None, "something is looked up"
+        index = self._index(self.lookup[1], self.x.meta["val"].shape[self.lookup[0]], self._paired, self._free)
+        sizes = [*self._extents(self._paired), prod(self._extents(self._free))]
+        index = self._call(aten.reshape.default, index, [*sizes, *(1 for _ in self._rest)])
+        return self._call(aten.expand.default, index, [*sizes, *self._ends])
 
     def _index(self, index: Node, size: int, paired: list[int], free: list[int]) -> Node:
         """The lookup's index with the paired dims first, counted from the start."""
@@ -119,6 +167,10 @@ class _Pairing:
         with torch.no_grad():
             made.meta["val"] = op(*values, **kwargs)
         return made
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return [order.index(place) for place in range(len(order))]
 
 
 # -- indices that only count ------------------------------------------------------------------------------------------

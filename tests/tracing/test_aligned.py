@@ -91,3 +91,67 @@ def test_other_lookups_stay(index: Callable[[Tensor], tuple[Tensor, ...]]) -> No
     graph = autopar.trace(Other(), (x, MANY))
     assert any("index" in node.op for node in graph.nodes)
     assert torch.equal(graph.module()(x, MANY), x[index(MANY)])
+
+
+# -- writes -----------------------------------------------------------------------------------------------------------
+
+
+def put(x: Tensor, places: tuple[Tensor | slice, ...], values: Tensor, accumulate: bool = False) -> Tensor:
+    """`x[places] = values` in a copy."""
+    copy = x.clone()
+    if accumulate:
+        return copy.index_put(places, values, accumulate=True)
+    copy[places] = values
+    return copy
+
+
+# Written twice, the last value stays or both are added: here no place is met twice, but where they are added.
+WRITES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "one of each row": lambda x, i, v: put(x, (rows(), i[:, 0]), v),
+    "added to one of each row": lambda x, i, v: put(x, (rows(), i[:, 0]), v, accumulate=True),
+    "several of each row": lambda x, i, v: put(x, (rows()[:, None], i), v[:, None]),
+    "added, some of them twice": lambda x, i, v: put(x, (rows()[:, None], i * 0), v[:, None], accumulate=True),
+    "one value for all": lambda x, i, v: put(x, (rows(), i[:, 0]), v.sum()),
+    "neither is looked up": lambda x, i, v: put(x, (rows()[:, None], torch.arange(T)), v[:, None] * v[:1, None]),
+    "added to all": lambda x, i, v: put(x, (rows()[:, None], torch.arange(T)), v[:, None], accumulate=True),
+    "with a dim between": lambda x, i, v: put(x, (rows(), slice(None), i[:, 0] % D), v[:, :1] * torch.ones(T)),
+    "behind a dim": lambda x, i, v: put(x.transpose(0, 1), (slice(None), rows(), i[:, 0] % D), v[:, 0]),
+    "as columns": lambda x, i, v: put(x, (rows(), torch.stack([i[:, 0], i[:, 0] + 6]).clamp(-6, 5)[:1]), v[None]),
+}
+
+
+class Write(nn.Module):
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.case = case
+        self.scale = nn.Parameter(torch.linspace(1, 2, D))
+
+    def forward(self, x: Tensor, i: Tensor, v: Tensor) -> Tensor:
+        return WRITES[self.case](x * self.scale, i, v).pow(2)
+
+
+PLACES = torch.tensor([[5, 0], [-2, 3], [1, 2], [0, -1]])
+
+
+@pytest.mark.parametrize("case", WRITES)
+def test_what_is_written(case: str) -> None:
+    torch.manual_seed(0)
+    model = Write(case)
+    x, v = torch.randn(B, T, D, requires_grad=True), torch.randn(B, D, requires_grad=True)
+    graph = autopar.trace(model, (x, PLACES, v), dims={"x": "batch seq d", "i": "batch k", "v": "batch d"})
+    assert not any("index_put" in node.op for node in graph.nodes)
+    traced = graph.module()
+    assert torch.equal(traced(x, PLACES, v), model(x, PLACES, v))
+    expected = torch.autograd.grad(model(x, PLACES, v).sum(), (x, v, model.scale))
+    found = torch.autograd.grad(traced(x, PLACES, v).sum(), (x, v, model.scale), materialize_grads=True)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("case", [case for case in WRITES if case not in ("one value for all", "neither is looked up")])
+def test_what_is_written_can_be_split(case: str) -> None:
+    x, v = torch.randn(B, T, D), torch.randn(B, D)
+    graph = autopar.trace(Write(case), (x, PLACES, v), dims={"x": "batch seq d", "i": "batch k", "v": "batch d"})
+    decisions = complete(graph, parse_layout("batch -> dp; * -> none"), {"dp": 2})
+    sent = [step for one in conversions(graph, decisions, "local", True) for way, step in one.collectives()]
+    assert {step.kind.value for step in sent} <= {"all_reduce"}, "of the gradient of the parameter"
