@@ -7,8 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from autopar import __version__
 from autopar.cli import calibrate, check, clusters, compare, explain, plan, report, solve, strategies, trace, verify
 from autopar.cli.early import check_words
+from autopar.cli.help import HelpText
 from autopar.cli.shell import SHELLS, PrintCompletion
 from autopar.errors import AutoparError, TraceError
 
@@ -22,8 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="autopar",
         description="Automatic parallelism for PyTorch.",
-        epilog="Try: autopar plan examples/gpt.py:gpt --mesh dp=2,tp=2",
+        epilog="Try: autopar plan examples/gpt.py:gpt --mesh dp=2,tp=2\n"
+        "Each command shows examples: autopar plan --help. The tutorial and all else is in docs/.\n",
+        formatter_class=HelpText,
     )
+    parser.add_argument("--version", action="version", version=f"autopar {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(subparsers)

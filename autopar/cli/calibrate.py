@@ -13,6 +13,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autopar.cli.help import HelpText
 from autopar.cost.cluster import cluster_path
 from autopar.cost.describe import links_of
 from autopar.cost.quantity import measure_of, parse_quantity
@@ -43,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
         "to the times, write a cluster file, and say how well it holds on sizes that were not fitted. Under torchrun "
         "the processes are those of the launch; alone, one is started for each GPU, or --processes of them.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpText,
     )
     parser.add_argument("--output", metavar="FILE", required=True, type=Path, help="the TOML file to write")
     parser.add_argument("--name", help="the name of the cluster (default: that of the file)")
@@ -165,7 +166,7 @@ def _progress(steps: int, first: bool) -> Iterator[Tick]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True, quiet=not first)
+    console = Console(stderr=True, quiet=not (first and sys.stderr.isatty()))
     columns = (BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f}"), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=console) as progress:
         task = progress.add_task("", total=steps)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.asking import CANNOT_BE_HAD, Telling, add_question, add_target, asked_of, meshes, traced
+from autopar.cli.help import HelpText
 from autopar.cli.structured import add_json, print_data
 from autopar.errors import AutoparWarning, LayoutError, MeshError
 
@@ -37,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
         description="Complete a layout for a model without running it: whether every op can do what it says, whether "
         "what it forbids is sent, whether it keeps its limits of memory and halo.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpText,
     )
     add_target(parser)
     parser.add_argument("--layout", metavar="LAYOUT", required=True, help="a .lay file, a strategy, or text")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from autopar.cli.help import HelpText
 from autopar.cli.structured import add_json, print_data
 from autopar.cost.cluster import cluster_names, load_cluster
 from autopar.cost.describe import cluster_data, cluster_table, describe, standalone
@@ -27,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
         help="list the clusters that come with autopar, or describe one",
         description="List the clusters that come with autopar; with a NAME or a file, say what autopar believes of it.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpText,
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="the cluster to describe: a name, or a TOML file")
     how = parser.add_mutually_exclusive_group()

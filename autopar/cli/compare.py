@@ -17,6 +17,7 @@ from autopar.cli.asking import (
     read_plan,
     traced,
 )
+from autopar.cli.help import HelpText
 from autopar.cli.structured import add_json, print_data
 from autopar.errors import AutoparError, LayoutError
 
@@ -43,7 +44,7 @@ def add_parser(subparsers: Any) -> None:
         help="put plans, strategies and layouts side by side",
         description="What each costs, what it sends, and which tensors lie otherwise than in the first.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpText,
     )
     parser.add_argument("plans", metavar="PLAN", nargs="+", help="a plan's file, a strategy, a .lay file, or text")
     add_target_option(parser)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.asking import Telling, add_plan, planned
+from autopar.cli.help import HelpText
 from autopar.cli.structured import add_json, print_data
 from autopar.errors import AutoparError
 
@@ -31,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
         "what else the tensor or the op could do, each priced with the rest of the plan as it is. With --why-not, "
         "what the best plan costs in which the tensor lies otherwise: there the rest is searched again.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpText,
     )
     add_plan(parser, "explain")
     parser.add_argument("name", metavar="NAME", help="of a tensor or an op")

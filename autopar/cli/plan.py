@@ -16,6 +16,7 @@ from autopar.cli.asking import (
     target_text,
     traced,
 )
+from autopar.cli.help import HelpText
 from autopar.cli.structured import add_json, print_data
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
         "held. Prints the plan, its predicted time and memory, how far from the best of all it can be, and what the "
         "strategies of experts would cost.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpText,
     )
     add_target(parser)
     add_question(parser)

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.asking import Telling, add_plan, planned
+from autopar.cli.help import HelpText
 
 if TYPE_CHECKING:
     from autopar.written.plan import Plan
@@ -28,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
         help="write a plan as one page to look at",
         description="Write a plan as one page to look at, in a browser.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpText,
     )
     add_plan(parser, "show")
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where to write it, as in report.html")

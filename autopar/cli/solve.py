@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autopar.cli.help import HelpText
 from autopar.cli.structured import add_json, print_data
 from autopar.errors import ProblemError
 
@@ -35,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
         description="Choose a strategy per node of an instance (.json or .json.gz) at the least cost within its usage "
         "limit; prints the cost, a proved lower bound and the gap between them.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpText,
     )
     parser.add_argument("instance", metavar="INSTANCE", help="a file in the format of the IOPDDL contest")
     parser.add_argument(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from autopar.cli.help import HelpText
 from autopar.cli.structured import add_json, print_data
 from autopar.layout.choosing import axes_of
 from autopar.layout.strategies import load_strategy, strategy_names, strategy_path
@@ -25,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
         help="list the strategies that come with autopar, or print one",
         description="List the strategies that come with autopar, each with what it does; with a NAME, print its file.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpText,
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="the strategy to print")
     add_json(parser, "strategies")

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from autopar.cli.asking import add_target
+from autopar.cli.help import HelpText
 from autopar.cli.structured import add_json, print_data
 from autopar.cli.target import load_target, parse_dims, parse_settings
 
@@ -27,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
         help="print a model's graph with the rule of every op and the name of every dim",
         description="Print a model's graph: tensors by their named dims, the rule of every op, repeated layers once.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpText,
     )
     add_target(parser)
     mode = parser.add_mutually_exclusive_group()

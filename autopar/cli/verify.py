@@ -8,6 +8,7 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.asking import add_target
+from autopar.cli.help import HelpText
 from autopar.cli.structured import add_json, print_data
 from autopar.cli.target import parse_dims, parse_settings
 from autopar.errors import AutoparError, MeshError
@@ -37,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
         help="run a plan on local processes and compare it with the model on one",
         description="Run a plan on local processes and compare outputs, gradients and buffers with those of one.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpText,
     )
     add_target(parser)
     parser.add_argument("--mesh", required=True, metavar="AXES", help="as in dp=2,tp=2: a process for each rank")

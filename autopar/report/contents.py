@@ -238,7 +238,7 @@ def _sent(task: Task, tensor: str, together: int) -> dict[str, Any]:
 
 
 def _dims(graph: NamedGraph, plan: Plan) -> list[dict[str, Any]]:
-    """Each named dim, and how many of its tensors have it split over which axes."""
+    """Each named dim, and how many of its tensors have it split over which axes; those that are split come first."""
     counts: dict[str, dict[str, int]] = {}
     layouts = {**plan.decisions.values, **plan.decisions.stored}
     for name, layout in layouts.items():
@@ -248,11 +248,9 @@ def _dims(graph: NamedGraph, plan: Plan) -> list[dict[str, Any]]:
                 over = "*".join(axes) or "none"
                 counts.setdefault(dim, {}).setdefault(over, 0)
                 counts[dim][over] += 1
-    return [
-        {"name": dim.name, "sizes": list(dim.sizes), "over": counts[dim.name]}
-        for dim in graph.dims.values()
-        if dim.name in counts
-    ]
+    named = [dim for dim in graph.dims.values() if dim.name in counts]
+    named.sort(key=lambda dim: set(counts[dim.name]) == {"none"})
+    return [{"name": dim.name, "sizes": list(dim.sizes), "over": counts[dim.name]} for dim in named]
 
 
 def _timeline(found: Profile, plan: Plan) -> dict[str, Any]:

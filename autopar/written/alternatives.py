@@ -72,9 +72,10 @@ def shown(plan: Plan, found: Sequence[Alternative]) -> str:
     rows.append((seconds_text(plan.step_seconds), "", bytes_text(plan.memory_bytes), _yes(plan.fits), "as it is"))
     for one in found:
         if one.plan is not None:
-            more = one.plan.step_seconds / plan.step_seconds - 1
+            more = one.plan.step_seconds - plan.step_seconds
+            sign = "+" if more >= 0 else "−"
             step, size = seconds_text(one.plan.step_seconds), bytes_text(one.plan.memory_bytes)
-            rows.append((step, f"{100 * more:+.3g} %", size, _yes(one.plan.fits), _short(one.change)))
+            rows.append((step, f"{sign}{seconds_text(abs(more))}", size, _yes(one.plan.fits), _short(one.change)))
     lines = ["alternatives: each line forced by itself, the rest of the plan as it is", *table(rows, right=(0, 1, 2))]
     return "\n".join([*lines, *(f"  {one.change} cannot be had: {one.why}" for one in found if one.plan is None)])
 

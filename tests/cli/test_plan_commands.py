@@ -100,7 +100,9 @@ def test_explain(capsys: pytest.CaptureFixture[str], saved: Path) -> None:
     assert out.startswith(f"{facts}\nalternatives: each line forced by itself, the rest of the plan as it is\n")
     lines = out.removeprefix(facts).splitlines()
     assert re.fullmatch(r"  [\d.]+ ms +[\d.]+ KiB +yes +as it is", lines[3])
-    assert re.fullmatch(r"  [\d.]+ ms +[+-][\d.]+ % +[\d.]+ KiB +yes +(op )?@blocks\.0\.up/linear\[.*\]", lines[4])
+    assert re.fullmatch(
+        r"  [\d.]+ ms +[+−][\d.]+ (ms|us) +[\d.]+ KiB +yes +(op )?@blocks\.0\.up/linear\[.*\]", lines[4]
+    )
     assert any(line.endswith("@blocks.0.up/linear[* -> none]") for line in lines)
     assert any(line.endswith("op @blocks.0.up/linear[n -> tp, none -> dp]") for line in lines)
 
