@@ -13,6 +13,7 @@ from autopar.planning.tables import weigh
 from autopar.planning.totals import Sum
 from autopar.search.folded import Folded, TooWide, fixed, folded
 from autopar.search.problem import Floats
+from autopar.tracing.graph import NamedGraph
 
 __all__ = ["Elimination", "mixtures"]
 
@@ -30,6 +31,8 @@ class Elimination:
     scopes: tuple[tuple[int, int], ...]
     cut: tuple[int, ...]
     plan: Folded
+    inner: _Inner | None = None
+    """What is cut, and all that has no gradient: settled together where that is narrow."""
 
     @staticmethod
     def of(model: Model) -> Elimination:
@@ -50,7 +53,7 @@ class Elimination:
         for count in (-1, 0, *(2**i - 1 for i in range(1, len(heavy).bit_length() + 1))):
             cut = () if count < 0 else (*light, *heavy[:count])
             try:
-                return Elimination(model, scopes, cut, _folded(model, scopes, cut))
+                return Elimination(model, scopes, cut, _folded(model, scopes, cut), _Inner.of(model, scopes, cut))
             except TooWide:
                 continue
         raise AssertionError("with everything cut, nothing is wide")
@@ -72,7 +75,10 @@ class Elimination:
         weighed = _Weighed(self.model, weights, self.scopes, guess=True)
         _, chosen = self._solved(weighed, dict.fromkeys(self.cut))
         for _ in range(MOST_SETTLING if self.cut else 0):
-            states = {node: weighed.best_state(node, chosen) for node in self.cut}
+            if self.inner is not None:
+                states: dict[int, int | None] = dict(self.inner.settled(weighed, chosen))
+            else:
+                states = {node: weighed.best_state(node, chosen) for node in self.cut}
             _, better = self._solved(weighed, states)
             if better == chosen:
                 break
@@ -85,6 +91,50 @@ class Elimination:
         for node, state in cut.items():
             chosen[node] = 0 if state is None else state
         return value + constant, chosen
+
+
+@dataclass(frozen=True, eq=False)
+class _Inner:
+    """The variables that are cut, and all that has no gradient: the least of them, the others fixed."""
+
+    cut: tuple[int, ...]
+    nodes: tuple[int, ...]
+    factors: tuple[int, ...]
+    plan: Folded
+
+    @staticmethod
+    def of(model: Model, scopes: Sequence[tuple[int, int]], cut: Sequence[int]) -> _Inner | None:
+        graph = model.setting.graph
+        ops = {node.name for node in graph.nodes if not any(_trained(graph, name) for name in node.outputs)}
+        light = (
+            place
+            for place, variable in enumerate(model.variables)
+            if (variable.name in ops if variable.kind == "op" else not _trained(graph, variable.name))
+        )
+        nodes = tuple(sorted({*cut, *light})) if cut else ()
+        place = {node: i for i, node in enumerate(nodes)}
+        factors = tuple(i for i, scope in enumerate(scopes) if not place.keys().isdisjoint(scope))
+        inside = [tuple(place[node] for node in scopes[i] if node in place) for i in factors]
+        try:
+            plan = folded([len(model.variables[node].states) for node in nodes], inside, LARGEST_TABLE)
+        except TooWide:
+            return None
+        return _Inner(tuple(cut), nodes, factors, plan)
+
+    def settled(self, weighed: _Weighed, chosen: Sequence[int]) -> dict[int, int]:
+        """The states of what is cut, where the others are as chosen."""
+        own = set(self.nodes)
+        tables = []
+        for i in self.factors:
+            scope = weighed.scopes[i]
+            tables.append(fixed(weighed.tables[i], scope, {node: chosen[node] for node in scope if node not in own}))
+        _, states = self.plan.solve([weighed.costs[node] for node in self.nodes], tables)
+        found = dict(zip(self.nodes, states, strict=True))
+        return {node: found[node] for node in self.cut}
+
+
+def _trained(graph: NamedGraph, name: str | None) -> bool:
+    return name is not None and graph.tensors[name].requires_grad
 
 
 def _folded(model: Model, scopes: Sequence[tuple[int, int]], cut: Sequence[int]) -> Folded:
