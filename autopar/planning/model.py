@@ -96,12 +96,12 @@ class Model:
     """By kind and name, the number of a variable."""
     recompute: Mapping[str, Recompute]
 
-    def sums(self, chosen: Sequence[int], guess: bool = False) -> Floats:
+    def sums(self, chosen: Sequence[int]) -> Floats:
         total = np.zeros(len(Sum))
         for variable, state in zip(self.variables, chosen, strict=True):
             total += variable.at(state)
         for factor in self.factors:
-            total += factor.table.at(chosen[factor.first], chosen[factor.second], guess)
+            total += factor.table.at(chosen[factor.first], chosen[factor.second])
         return total
 
 

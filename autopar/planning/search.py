@@ -163,7 +163,7 @@ class Search:
         key = tuple(chosen)
         known = self.found.get(key)
         if known is None:
-            sums = self.model.sums(chosen, guess=True)
+            sums = self.model.sums(chosen)
             guess = self.hinges.seconds(sums)
             if hopeless and not self.is_limited and guess > HOPELESS * self.best:
                 return Found(chosen, sums, guess, 0.0)

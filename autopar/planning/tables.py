@@ -20,7 +20,7 @@ from autopar.planning.routes import Leg, Routes
 from autopar.planning.setting import Setting
 from autopar.planning.totals import Sum
 from autopar.reshard import StepKind
-from autopar.rewrite.buckets import BUCKET_BYTES, BUCKETS, SMALL_BYTES, goes_in_bucket
+from autopar.rewrite.buckets import BUCKET_BYTES, BUCKETS, LEAST_BYTES, goes_in_bucket
 from autopar.search.problem import Floats, Ints
 
 __all__ = ["Parts", "Table", "Tables", "block_of"]
@@ -42,18 +42,14 @@ class Table:
     parts: Parts
     rows: Ints
     columns: Ints
-    guess: Parts | None = None
-    """What `parts` only bounds from below, as it most likely is."""
 
-    def weighed(self, weights: Floats, guess: bool = False) -> Floats:
-        parts = self.guess if guess and self.guess is not None else self.parts
-        return np.asarray(weigh(parts, weights)[np.ix_(self.rows, self.columns)])
+    def weighed(self, weights: Floats) -> Floats:
+        return np.asarray(weigh(self.parts, weights)[np.ix_(self.rows, self.columns)])
 
-    def at(self, row: int, column: int, guess: bool = False) -> Floats:
+    def at(self, row: int, column: int) -> Floats:
         """The sums of one pair."""
         found = np.zeros(len(Sum))
-        parts = self.guess if guess and self.guess is not None else self.parts
-        for key, values in parts.items():
+        for key, values in self.parts.items():
             found[key] = values[self.rows[row], self.columns[column]]
         return found
 
@@ -212,9 +208,9 @@ class Tables:
         """
         rows, row_of = _numbered(stored)
         columns, column_of = _numbered(tuple(dict.fromkeys(each) for each in wants))
-        gathered = min(float(BUCKET_BYTES), self.blocks.get(block, 0.0))
+        gathered = self.blocks.get(block, 0.0)
 
-        def made(alone: bool = False) -> Parts:
+        def made() -> Parts:
             sums = np.zeros((len(Sum), len(rows), len(columns)))
             for i, one in enumerate(rows):
                 for j, each in enumerate(columns):
@@ -240,7 +236,7 @@ class Tables:
             gathered,
             later,
         )
-        return self._table(key, made, row_of, column_of, lambda: made(alone=True))
+        return self._table(key, made, row_of, column_of)
 
     def shared(
         self,
@@ -252,7 +248,7 @@ class Tables:
         kept: bool,
     ) -> Parts:
         """What it takes to convert a parameter once for several ops, by the way it is held."""
-        gathered = min(float(BUCKET_BYTES), self.blocks.get(block, 0.0))
+        gathered = self.blocks.get(block, 0.0)
         sums = np.zeros((len(Sum), len(stored)))
         for i, one in enumerate(stored):
             if one.shared is not None:
@@ -286,14 +282,13 @@ class Tables:
     ) -> None:
         """In a bucket, a parameter takes its share of what the fullest bucket takes: no bucket sends a byte in less.
 
-        With no bytes to be gathered together, gathers are taken to go alone, as they often do: few parameters of one
-        layer are gathered in the same way.
+        `gathered_bytes` is what could be gathered together.
         """
         there, back = ways
         share = 1.0
         if (there or back) and goes_in_bucket(*(tuple(StepKind(leg.kind) for leg, _ in way) for way in ways)):
             gathers = bool(there) and there[0][0].kind == "all_gather"
-            limit = gathered_bytes if gathers else max(SMALL_BYTES, min(BUCKET_BYTES, self.total / BUCKETS))
+            limit = min(float(BUCKET_BYTES), gathered_bytes if gathers else max(LEAST_BYTES, self.total / BUCKETS))
             share = min(1.0, max(leg.before * itemsize for leg, itemsize in (*there, *back)) / max(limit, 1.0))
         forward, backward = self._sent(there, share), self._sent(back, share)
         sums[Sum.FORWARD_ONCE if held.lasting else Sum.FORWARD_EACH] += forward[0]
@@ -330,15 +325,14 @@ class Tables:
         made: Callable[[], Parts],
         rows: Ints,
         columns: Ints,
-        guessed: Callable[[], Parts] | None = None,
     ) -> Table:
         if key not in self.known:
-            self.known[key] = made(), None if guessed is None else guessed()
-        parts, guess = self.known[key]
+            self.known[key] = made()
+        parts = self.known[key]
         whole = "table", id(parts), rows.tobytes(), columns.tobytes()
         table = self.known.get(whole)
         if table is None:
-            table = self.known[whole] = Table(parts, rows, columns, guess)
+            table = self.known[whole] = Table(parts, rows, columns)
         assert isinstance(table, Table)
         return table
 

@@ -72,7 +72,7 @@ class Elimination:
 
     def candidate(self, weights: Floats) -> list[int]:
         """An assignment whose weighed sum is most likely low."""
-        weighed = _Weighed(self.model, weights, self.scopes, guess=True)
+        weighed = _Weighed(self.model, weights, self.scopes)
         _, chosen = self._solved(weighed, dict.fromkeys(self.cut))
         for _ in range(MOST_SETTLING if self.cut else 0):
             if self.inner is not None:
@@ -147,7 +147,7 @@ def _folded(model: Model, scopes: Sequence[tuple[int, int]], cut: Sequence[int])
 class _Weighed:
     """Equal costs and tables are one object."""
 
-    def __init__(self, model: Model, weights: Floats, scopes: Sequence[tuple[int, int]], guess: bool = False) -> None:
+    def __init__(self, model: Model, weights: Floats, scopes: Sequence[tuple[int, int]]) -> None:
         self.model = model
         self.scopes = scopes
         known: dict[Any, Floats] = {}
@@ -165,7 +165,7 @@ class _Weighed:
             for variable in model.variables
         ]
         self.tables = [
-            once(id(factor.table), lambda factor=factor: factor.table.weighed(weights, guess))  # type: ignore[misc]
+            once(id(factor.table), lambda factor=factor: factor.table.weighed(weights))  # type: ignore[misc]
             for factor in model.factors
         ]
         self.incident: dict[int, list[int]] = {}
@@ -231,7 +231,7 @@ def mixtures(model: Model, one: Sequence[int], other: Sequence[int]) -> Iterator
     own = np.array([[variable.at(one[i]), variable.at(other[i])] for i, variable in enumerate(variables)])
     pairs = np.array(
         [
-            [[factor.table.at(a, b, guess=True) for b in (one[factor.second], other[factor.second])] for a in ends]
+            [[factor.table.at(a, b) for b in (one[factor.second], other[factor.second])] for a in ends]
             for factor in factors
             for ends in ((one[factor.first], other[factor.first]),)
         ]
