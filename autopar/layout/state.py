@@ -17,6 +17,7 @@ from enum import Enum
 from functools import cached_property
 from itertools import product
 from math import prod
+from typing import Any
 
 from autopar.errors import LayoutError
 
@@ -102,12 +103,24 @@ class Layout:
         """The atom that the axis splits."""
         return next((atom for atom, axes in enumerate(self.splits) if axis in axes), None)
 
-    @property
+    # Searches ask the same layouts for these all the time.
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.splits, self.partial, self.broadcast))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout, (self.splits, self.partial, self.broadcast)  # hashes differ between processes
+
+    @cached_property
     def value(self) -> Layout:
         """What the ranks hold, without what becomes of the gradient: R and B are one."""
-        return replace(self, broadcast=frozenset())
+        return replace(self, broadcast=frozenset()) if self.broadcast else self
 
-    @property
+    @cached_property
     def gradient(self) -> Layout:
         """The layout of the gradient. B and P change places, so the gradient's gradient has the first layout again."""
         return Layout(self.splits, partial=self.broadcast, broadcast=self.partial)

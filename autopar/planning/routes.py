@@ -1,7 +1,8 @@
 """The steps of conversions, found once for all tensors that are cut alike.
 
 `reshard` finds the cheapest steps by a search over layouts. What it finds does not depend on dims that no axis touches,
-nor on how long a dim is that all axes divide: so one search on a small tensor serves many large ones, and sizes scale.
+nor on axes that stay as they are, nor on how long a dim is that all axes divide: so one search on a small tensor over
+few axes serves many large ones, and sizes scale.
 """
 
 from __future__ import annotations
@@ -28,6 +29,16 @@ class Leg(NamedTuple):
     larger: float
 
 
+class _Atom(NamedTuple):
+    """An atom as the search sees it: how many of its major axes are left out, as nothing becomes of them."""
+
+    place: int
+    size: int
+    fixed: int
+    times: float
+    """How much longer it really is."""
+
+
 @dataclass
 class Routes:
     """The conversions of one mesh."""
@@ -43,50 +54,56 @@ class Routes:
         if source.splits == target.splits and source.partial == target.partial:
             return ()
         kept = self._kept(sizes, source, target)
-        shrunk = tuple(size for _, size in kept)
-        places = [i for i, _ in kept]
+        both = source.partial & target.partial
         key = (
-            shrunk,
-            Layout(tuple(source.splits[i] for i in places), source.partial),
-            Layout(tuple(target.splits[i] for i in places), target.partial),
+            tuple(atom.size for atom in kept),
+            Layout(tuple(source.splits[atom.place][atom.fixed :] for atom in kept), source.partial - both),
+            Layout(tuple(target.splits[atom.place][atom.fixed :] for atom in kept), target.partial - both),
         )
         legs = self.small.get(key)
         if legs is None:
             legs = self.small[key] = self._found(*key)
-        scale = prod(sizes) / max(prod(shrunk), 1)
+        if not legs:
+            return ()
+        places = {atom.place for atom in kept}
+        scale = prod((atom.times for atom in kept), start=1.0)
+        scale *= prod(self._longest(sizes[i], source.splits[i]) for i in range(len(sizes)) if i not in places)
         return tuple(
             Leg(leg.kind, leg.axes, leg.numel * scale, leg.local, leg.before * scale, leg.larger * scale)
             for leg in legs
         )
 
-    def _kept(self, sizes: tuple[int, ...], source: Layout, target: Layout) -> list[tuple[int, int]]:
-        """The atoms that matter, with the sizes that stand for theirs."""
-        touched = [i for i in range(len(sizes)) if source.splits[i] or target.splits[i]]
-        helper = self._helper(sizes, source, target)
-        largest = max([self.ranks, *(sizes[i] for i in touched if sizes[i] % self.ranks)])
-        kept = []
-        for i in sorted({*touched, *helper}):
-            if sizes[i] % self.ranks or not sizes[i]:
-                kept.append((i, sizes[i]))
-            else:
-                kept.append((i, self.ranks * (1 + largest) if i in helper else self.ranks))
-        return kept
+    def _longest(self, size: int, axes: tuple[str, ...]) -> int:
+        for axis in axes:
+            size = -(-size // self.axes[axis])
+        return size
 
-    def _helper(self, sizes: tuple[int, ...], source: Layout, target: Layout) -> list[int]:
-        """The atom that may serve on the way, as the search over conversions picks it."""
-        cut: set[int] = set()
-        kept = source.partial & target.partial
+    def _kept(self, sizes: tuple[int, ...], source: Layout, target: Layout) -> list[_Atom]:
+        """The atoms that matter: those that the layouts cut differently, and the one that may serve on the way."""
+        fixed: list[int] = []
+        cut: list[int] = []
+        still = source.partial & target.partial
         for i, (before, after) in enumerate(zip(source.splits, target.splits, strict=True)):
             common = 0
             while common < min(len(before), len(after)) and before[common] == after[common]:
                 common += 1
-            kept = kept | set(before[:common])
+            fixed.append(common)
+            still = still | set(before[:common])
             if before[common:] or after[common:]:
-                cut.add(i)
+                cut.append(i)
+        # The search over conversions picks the same helper.
         mentioned = {*source.axes, *target.axes}
-        count = prod(size for axis, size in self.axes.items() if axis in mentioned and axis not in kept)
+        count = prod(size for axis, size in self.axes.items() if axis in mentioned and axis not in still)
         others = [i for i in range(len(sizes)) if i not in cut]
-        return sorted(others, key=lambda i: (sizes[i] % count != 0, -sizes[i], i))[:1]
+        helper = sorted(others, key=lambda i: (sizes[i] % count != 0, -sizes[i], i))[:1]
+        kept = []
+        for i in sorted((*cut, *helper)):
+            if sizes[i] % self.ranks or not sizes[i]:
+                kept.append(_Atom(i, sizes[i], 0, 1.0))
+            else:
+                own = prod(self.axes[axis] for axis in source.splits[i][: fixed[i]])
+                kept.append(_Atom(i, self.ranks, fixed[i], sizes[i] / own / self.ranks))
+        return kept
 
     def _found(self, sizes: tuple[int, ...], source: Layout, target: Layout) -> tuple[Leg, ...]:
         atoms = Atoms(sizes, (1,) * len(sizes))
