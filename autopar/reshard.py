@@ -22,7 +22,7 @@ communication stays on the axes that the user sees change.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
@@ -158,6 +158,8 @@ def steps(
 
 # Compared from left to right: what is sent, collectives, axes that take part, steps. Then the steps themselves.
 _Cost = tuple[int | Fraction, int, int, int]
+_Added = tuple[int | Fraction, int, int]
+"""What a step adds to all but the last, to which it adds one."""
 _Key = tuple[tuple[int, ...], ...]
 
 
@@ -169,6 +171,7 @@ def _cheapest(
     zero: _Cost = (0, 0, 0, 0)
     # Two entries with one cost and one key do not occur, so layouts are never compared.
     queue: list[tuple[_Cost, _Key, Layout, tuple[Step, ...]]] = [(zero, (), source, ())]
+    least: dict[Layout, tuple[_Cost, _Key]] = {source: (zero, ())}
     done: set[Layout] = set()
     while queue:
         cost, key, layout, path = heapq.heappop(queue)
@@ -177,10 +180,16 @@ def _cheapest(
         if layout in done:
             continue
         done.add(layout)
-        for step, rank in search.steps_from(layout):
-            if step.after not in done:
-                entry = (search.added(cost, step), (*key, rank), step.after, (*path, step))
-                heapq.heappush(queue, entry)
+        for step, rank, added in search.steps_from(layout):
+            after = step.after
+            total = (cost[0] + added[0], cost[1] + added[1], cost[2] + added[2], cost[3] + 1)
+            known = least.get(after)
+            if known is not None and known[0] < total:
+                continue
+            keys = (*key, rank)
+            if known is None or (total, keys) < known:
+                least[after] = total, keys
+                heapq.heappush(queue, (total, keys, after, (*path, step)))
     raise AssertionError(f"no steps lead from {source} to {target}")
 
 
@@ -200,6 +209,9 @@ class _Search:
     active: tuple[str, ...] = field(init=False)
     summed: frozenset[str] = field(init=False)
     cut: tuple[int, ...] = field(init=False)
+    every_axis: Axes = field(init=False)
+    plain: bool = field(init=False)
+    """Whether all links cost what is sent."""
 
     def __post_init__(self) -> None:
         pairs = list(zip(self.source.splits, self.target.splits, strict=True))
@@ -213,6 +225,8 @@ class _Search:
         # would send less at times, but takes buffers of the full size.
         self.summed = frozenset(self.active) & self.target.partial
         self.cut = self._worth_cutting(pairs)
+        self.every_axis = tuple(self.axes.items())
+        self.plain = all(link == Link() for link in self.links.values())
 
     def _worth_cutting(self, pairs: list[tuple[tuple[str, ...], tuple[str, ...]]]) -> tuple[int, ...]:
         cut = {
@@ -225,39 +239,40 @@ class _Search:
         cut.update(sorted(others, key=lambda atom: (sizes[atom] % p != 0, -sizes[atom], atom))[:1])
         return tuple(sorted(cut))
 
-    def added(self, cost: _Cost, step: Step) -> _Cost:
-        if step.local:
-            return (cost[0], cost[1], cost[2] + len(step.axes), cost[3] + 1)
-        links = [self.links[axis] for axis in step.axes]
-        price = _exact(max(link.per_element for link in links)) * step.sent_numel
-        price += _exact(max(link.per_collective for link in links))
-        return (cost[0] + price, cost[1] + 1, cost[2] + len(step.axes), cost[3] + 1)
-
-    def steps_from(self, layout: Layout) -> list[tuple[Step, tuple[int, ...]]]:
-        """Those that may lead to the target, each with its rank among equally cheap ones."""
+    def steps_from(self, layout: Layout) -> Iterator[tuple[Step, tuple[int, ...], _Added]]:
+        """Those that may lead to the target, each with its rank among equally cheap ones and with what it takes."""
         sums = {axis for axis in self.active if axis in layout.partial and axis not in self.summed}
-        split = {axis for axes in layout.splits for axis in axes}
-        same = tuple(axis for axis in self.active if axis not in layout.partial and axis not in split)
-        kept = tuple(axis for axis in same if axis in self.summed)
-        every = _every_step(self.atoms, tuple(self.axes.items()), layout)
-        found: list[tuple[Step, tuple[int, ...]]] = []
+        held = layout.axes
+        same = {axis for axis in self.active if axis not in held}
+        kept = tuple(axis for axis in self.active if axis in same and axis in self.summed)
+        every = _every_step(self.atoms, self.every_axis, layout)
         if kept:
             step = Step(StepKind.KEEP_ONE, kept, None, layout, _partial(layout, kept))
-            found.append((step, _key(step, tuple(self.axes))))
-        found += [pair for pair in every.reductions if sums.issuperset(pair[0].axes) and self._may_cut(pair[0].atom)]
+            yield step, _key(step, tuple(self.axes)), self._added(step)
+        for pair in every.reductions if sums else ():
+            if sums.issuperset(pair[0].axes) and (pair[0].atom is None or pair[0].atom in self.cut):
+                yield *pair, self._added(pair[0])
         for atom in self.cut:
-            found += [pair for pair in every.slices.get(atom, ()) if set(same).issuperset(pair[0].axes)]
+            for pair in every.slices[atom] if same else ():
+                if same.issuperset(pair[0].axes):
+                    yield *pair, self._added(pair[0])
             movable = len(layout.splits[atom]) - self.fixed[atom]
-            for pair in every.pieces.get(atom, ()) if movable else ():
+            for pair in every.pieces[atom] if movable else ():
                 step = pair[0]
-                if len(step.axes) > movable or not self._may_cut(step.to_atom):
+                if len(step.axes) > movable or (step.to_atom is not None and step.to_atom not in self.cut):
                     continue
                 if step.kind is not StepKind.PAD or self.summed.issuperset(step.axes):
-                    found.append(pair)
-        return found
+                    yield *pair, self._added(step)
 
-    def _may_cut(self, atom: int | None) -> bool:
-        return atom is None or atom in self.cut
+    def _added(self, step: Step) -> _Added:
+        if step.kind in LOCAL:
+            return 0, 0, len(step.axes)
+        price: int | Fraction = step.sent_numel
+        if not self.plain:
+            links = [self.links[axis] for axis in step.axes]
+            price *= _exact(max(link.per_element for link in links))
+            price += _exact(max(link.per_collective for link in links))
+        return price, 1, len(step.axes)
 
 
 _Ranked = tuple[Step, tuple[int, ...]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from math import prod
@@ -15,6 +15,7 @@ from autopar.layout.placements import to_placements
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Atoms, Layout
 from autopar.pinned import allows, pinned_passings, pinned_sites, uneven_sites
+from autopar.planning.coarse import Ways, kind_of
 from autopar.planning.demands import Demands, matches
 from autopar.planning.setting import Setting
 from autopar.tracing.graph import NamedNode, NamedTensor
@@ -66,14 +67,26 @@ class _NearlyEven:
         raise AssertionError("asked for one at a time")
 
 
-def options_of(setting: Setting, demands: Demands, node: NamedNode) -> tuple[Option, ...]:
-    """All choices of an op that differ in the layouts of its tensors; the mesh's order of axes comes first."""
+def options_of(setting: Setting, demands: Demands, node: NamedNode, ways: Ways | None = None) -> tuple[Option, ...]:
+    """All choices of an op that differ in the layouts of its tensors, or, where there is one, all in these `ways`.
+
+    The mesh's order of axes comes first.
+    """
+    found = () if ways is None else _options(setting, demands, node, ways)
+    return found or _options(setting, demands, node, None)
+
+
+def _options(setting: Setting, demands: Demands, node: NamedNode, ways: Ways | None) -> tuple[Option, ...]:
     graph, axes = setting.graph, setting.used
     pin = demands.pin(node)
-    sites: Mapping[str, list[Site]] = dict.fromkeys(axes, _sites(node))
+    sites: Mapping[str, Sequence[Site]] = dict.fromkeys(axes, _sites(node))
     passes: Mapping[str, tuple[Passing, ...]] = dict.fromkeys(axes, passings_of(graph, node))
+    if ways is not None:
+        kind = kind_of(node)
+        sites = {axis: ways.sites[kind].get(axis, ()) for axis in axes}
+        passes = {axis: ways.passes[kind].get(axis, ()) for axis in axes}
     if pin is not None:
-        sites = pinned_sites(pin, node)
+        sites = dict(pinned_sites(pin, node))
         own = pinned_passings(pin, node)
         passes = {axis: own.get(axis, ways) for axis, ways in passes.items() if axis not in sites}
     uneven = _NearlyEven(node, axes, () if pin is None else uneven_sites(pin, node))

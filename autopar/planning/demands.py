@@ -44,11 +44,15 @@ class Demands:
     graph: NamedGraph
     axes: Mapping[str, int]
     given: LayoutText
+    free: bool = False
+    """Whether what the model itself says does not count."""
     known: dict[Any, tuple[Wanted, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def layout(self) -> LayoutText:
         """With what the model says, checked, and with what tensors share spelled out."""
+        if self.free:
+            return self.given
         whole = with_constraints(self.given, self.graph, self.axes)
         check_layout(whole, words_of(self.graph), self.axes)
         tensors = {tensor.name: (tensor, self.kinds(tensor)) for tensor in self.graph.tensors.values()}

@@ -46,6 +46,7 @@ from autopar.layout.holds import Recompute
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout
 from autopar.planning.candidates import Option, Stored, can_be_held, options_of, stored_of
+from autopar.planning.coarse import Ways
 from autopar.planning.demands import Demands
 from autopar.planning.errors import no_option
 from autopar.planning.kept import Kept
@@ -111,13 +112,15 @@ def build(
     tables: Tables | None = None,
     regather: bool = False,
     recompute: Mapping[str, Recompute] | None = None,
+    ways: Ways | None = None,
 ) -> Model:
     """`regather`: parameters may be gathered again in the backward, which saves memory and never time.
 
-    `recompute`: the layers that are computed again, which is decided outside.
+    `recompute`: the layers that are computed again, which is decided outside. `ways`: the choices to take into account,
+    where these are not all.
     """
     tables = tables or Tables(setting, Routes(setting.axes))
-    return _Builder(setting, demands, tables, regather, recompute or {}).run()
+    return _Builder(setting, demands, tables, regather, recompute or {}, ways).run()
 
 
 @dataclass
@@ -127,6 +130,7 @@ class _Builder:
     tables: Tables
     regather: bool
     recompute: Mapping[str, Recompute]
+    ways: Ways | None = None
     known: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -187,7 +191,7 @@ class _Builder:
     def _options(self, node: NamedNode) -> tuple[Option, ...]:
         key = "options", self._signature(node)
         if key not in self.known:
-            self.known[key] = options_of(self.setting, self.demands, node)
+            self.known[key] = options_of(self.setting, self.demands, node, self.ways)
         found: tuple[Option, ...] = self.known[key]
         if not found:
             raise no_option(self.demands, node, self.setting.axes)

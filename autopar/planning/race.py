@@ -1,0 +1,103 @@
+"""The best plan so far, by `evaluate`: whoever finds a plan offers it."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autopar.contracts import check_contracts
+from autopar.conversions import conversions
+from autopar.cost.compute import peak_of
+from autopar.cost.costs import Costs
+from autopar.cost.evaluate import evaluate
+from autopar.decided import Plan
+from autopar.errors import AutoparWarning, LayoutError
+from autopar.layout.syntax import Guard, Limit, Same
+from autopar.planning.demands import Demands
+from autopar.planning.setting import Setting
+from autopar.search.work import Progress
+
+__all__ = ["Priced", "Race"]
+
+CONTRACTS = (Guard, Limit, Same)
+"""Statements about the whole of a plan: they are checked on each that would be the best."""
+
+
+@dataclass(frozen=True)
+class Priced:
+    plan: Plan
+    seconds: float
+    peak_bytes: float
+
+
+class Race:
+    """The best plan so far that keeps the limit and the layout's contracts, by `evaluate`."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        limit: float,
+        began: float,
+        progress: Callable[[Progress], None] | None,
+        demands: Demands,
+    ) -> None:
+        self.setting = setting
+        self.limit = limit
+        self.began = began
+        self.progress = progress
+        self.demands = demands
+        self.broken: LayoutError | None = None
+        """The contract that the last plan broke which would have been the best."""
+        self.is_broken = False
+        """Whether the last plan broke one."""
+        self.plan: Plan | None = None
+        self.costs: Costs | None = None
+        self.origin = ""
+        self.seconds = float("inf")
+        self.least_bytes = float("inf")
+        self.passed: Plan | None = None
+        """The fastest plan that does not fit."""
+        self.passed_seconds = float("inf")
+        self.priced: list[Priced] = []
+
+    @property
+    def floor(self) -> float:
+        """What no plan can be below: the model's products at the highest rate that the devices have."""
+        if self.costs is None:
+            return 0.0
+        device, tensors = self.setting.cluster.device, self.setting.graph.tensors.values()
+        rates = [peak_of(device, dtype) for dtype in {each.dtype for each in tensors if each.dtype.is_floating_point}]
+        return self.costs.flops / self.setting.ranks / max(rates) if rates else 0.0
+
+    def offer(self, origin: str, plan: Plan) -> Costs:
+        """Price a plan, and keep it if it is the best that fits."""
+        self.is_broken = False
+        costs = evaluate(self.setting.graph, plan, self.setting.cluster)
+        self.priced.append(Priced(plan, costs.step_seconds, costs.memory.peak_bytes))
+        self.least_bytes = min(self.least_bytes, costs.memory.peak_bytes)
+        if costs.memory.peak_bytes > self.limit:
+            if costs.step_seconds < self.passed_seconds:
+                self.passed, self.passed_seconds = plan, costs.step_seconds
+        elif costs.step_seconds < self.seconds and self._keeps_contracts(plan):
+            self.plan, self.costs, self.seconds, self.origin = plan, costs, costs.step_seconds, origin
+        return costs
+
+    def _keeps_contracts(self, plan: Plan) -> bool:
+        layout = self.demands.given
+        if not any(isinstance(statement, CONTRACTS) for statement in layout):
+            return True
+        sent = conversions(self.setting.graph, plan.decisions, plan.outputs, plan.local_inputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AutoparWarning)  # whoever takes the plan is warned
+            try:
+                check_contracts(layout, self.setting.graph, plan.decisions, sent)
+            except LayoutError as error:
+                self.broken, self.is_broken = error, True
+                return False
+        return True
+
+    def tell(self, stage: str, bound: float) -> None:
+        if self.progress is not None:
+            self.progress(Progress(stage, time.monotonic() - self.began, self.seconds, bound))
