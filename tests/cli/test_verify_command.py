@@ -89,3 +89,19 @@ def test_a_model_without_values_is_refused(capsys: pytest.CaptureFixture[str]) -
     code, _, err = run(capsys, f"{ROOT}/examples/llama3_8b.py:llama3_8b", "--mesh", "tp=2", "--layout", "megatron")
     assert code == 2
     assert "is on the meta device and has no values to compute with" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "layout"),
+    [
+        ("vit.py:vit", "batch -> dp; (heads, d_ff) -> tp; * -> none"),
+        ("custom_op.py:custom_op", "batch -> dp; d_ff -> tp; * -> none"),
+    ],
+)
+def test_examples_agree_with_one_process(capsys: pytest.CaptureFixture[str], target: str, layout: str) -> None:
+    code, out, err = run(capsys, f"{ROOT}/examples/{target}", "--mesh", "dp=2,tp=2", "--layout", layout, "--json")
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    assert told["collectives"] > 0
+    assert told["differences"][0]["relative"] < 1e-10
