@@ -18,7 +18,7 @@ from autopar.layout.placements import to_placements
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Atoms, Layout
 from autopar.parts import canonical_names, mirror, owner_of
-from autopar.strided import support_strided
+from autopar.strided import support
 from autopar.tracing.graph import NamedGraph, NamedTensor
 
 __all__ = [
@@ -64,7 +64,7 @@ class Held:
         atoms = atoms_of(tensor)
         pieces = layout.pieces(atoms, rank.axes, rank.at)
         placements = to_placements(layout, atoms, rank.axes, tensor.name)
-        support_strided(placements)
+        support(placements)
         return cls(tensor.name, atoms, layout, tuple(tensor.shape), pieces, placements, rank.mesh)
 
     @property

@@ -1,20 +1,21 @@
-"""DTensors whose shards lie strided, as a fused q, k, v weight does that is split by heads: gathered, saved and loaded.
+"""DTensors of which several axes cut one dim, or whose shards lie strided, as a fused q, k, v weight's do by heads.
 
-Torch 2.13 takes strided shards for shards by the axes of the mesh in another order. Where they are not, as where two
-axes cut one dim in blocks, it puts them together wrongly, without a word; and it joins steps of theirs of which it then
-asserts that they are not joined. It can do better, axis by axis as they were cut, and is told to.
+Torch 2.13 puts some of them together wrongly, without a word. It takes strided shards for shards by the axes of the
+mesh in another order, which they are not where two axes cut one dim in blocks. And it gathers along two axes in one
+step over a flattened mesh, as if the shards had the sizes that one cut would give: uneven ones have not, since each
+axis cuts what the one before has left. It can do better, axis by axis as they were cut, and is told to.
 
-For checkpoints: such a shard is several blocks of the whole tensor. `torch.distributed.checkpoint` asks a DTensor which
-blocks it has, and torch answers with one, as if the rows after the first followed it: it refuses to save, or reads
-other rows. Whole state dicts given to `set_model_state_dict` and `set_optimizer_state_dict` are cut in the same way.
+For checkpoints: a strided shard is several blocks of the whole tensor. `torch.distributed.checkpoint` asks a DTensor
+which blocks it has, and torch answers with one, as if the rows after the first followed it: it refuses to save, or
+reads other rows. Whole state dicts given to `set_model_state_dict` and `set_optimizer_state_dict` are cut in the same
+way. DTensor is made to answer with all blocks; a shard that is one block is answered for as before.
 
-`support_strided` makes DTensor answer with all blocks; a shard that is one block is answered for as before. It changes
-DTensor itself, since what an optimizer keeps for a parameter is a DTensor that only torch has made.
+What is changed is DTensor itself, since what an optimizer keeps for a parameter is a DTensor that only torch has made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -25,14 +26,12 @@ import torch.distributed.tensor._redistribute as _redistribute
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = ["support_strided"]
-
-redistribute: Any = _redistribute
-_Spec: Any = DTensorSpec
+__all__ = ["support"]
 
 
 @dataclass(frozen=True)
@@ -50,16 +49,21 @@ class _Block:
         return local
 
 
-def support_strided(placements: Iterable[Placement]) -> None:
-    """Let DTensor gather strided shards, and checkpoints see every block of them, from the first such shard on."""
-    if _are_strided(placements) and not hasattr(DTensor, "_autopar_blocks"):
+def support(placements: Sequence[Placement]) -> None:
+    """Let DTensor gather such tensors, and checkpoints see every block of them, from the first one on."""
+    dims = [placement.dim for placement in placements if isinstance(placement, Shard | _StridedShard)]
+    strided = _are_strided(placements)
+    if (strided or len(set(dims)) < len(dims)) and not hasattr(DTensor, "_autopar_gathers"):
         _gather_as_cut()
+    if strided and not hasattr(DTensor, "_autopar_blocks"):
         _save_all_blocks()
 
 
 def _gather_as_cut() -> None:
-    spec, step = _Spec, redistribute._TransformInfo
-    completed, key_of = spec.__post_init__, step._comm_type_key
+    kind: Any = DTensor
+    spec: Any = DTensorSpec
+    torch_redistribute: Any = _redistribute
+    completed, joined = spec.__post_init__, torch_redistribute._optimize_transform_infos
 
     def complete(self: Any) -> None:
         if self.use_strided_shard_as_shard_order is None and _are_strided(self.placements):
@@ -67,11 +71,20 @@ def _gather_as_cut() -> None:
             self.use_strided_shard_as_shard_order = order is not None
         completed(self)
 
-    def comm_type_key(self: Any) -> str | None:
-        """Steps with one key are joined over a flattened mesh."""
-        return None if _are_strided(self.src_dst_placements) else key_of(self)
+    def join(steps: Any, mesh: Any, *more: Any, **others: Any) -> Any:
+        """Steps of the same kind, joined over a flattened mesh where that is right."""
+        if any(_are_strided(step.src_dst_placements) or _is_uneven(step, mesh) for step in steps):
+            return list(steps)
+        return joined(steps, mesh, *more, **others)
 
-    spec.__post_init__, step._comm_type_key = complete, comm_type_key
+    spec.__post_init__, torch_redistribute._optimize_transform_infos = complete, join
+    kind._autopar_gathers = True
+
+
+def _is_uneven(step: Any, mesh: DeviceMesh) -> bool:
+    """Whether a step gathers shards of different sizes; if so on one rank, then on all, at this axis or one before."""
+    source = step.src_dst_placements[0]
+    return isinstance(source, Shard) and step.logical_shape[source.dim] % mesh.size(step.mesh_dim) != 0
 
 
 def _are_strided(placements: Iterable[Placement]) -> bool:
