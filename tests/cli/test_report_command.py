@@ -11,6 +11,8 @@ import pytest
 
 import autopar
 from autopar.cli import main
+from autopar.mesh import Mesh
+from autopar.search_plan import Asked, under
 from examples.gpt import gpt
 
 ROOT = Path(__file__).parents[2]
@@ -60,11 +62,9 @@ def test_of_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 def test_experts_are_asked_what_the_plan_was(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A plan's file says the cluster, the optimizer and the limit; the strategies beside it are priced for the same."""
-    model, inputs = gpt()
     path = tmp_path / "gpt.plan.lay"
-    autopar.plan(
-        model, "dp=2", inputs, layout="batch -> dp; * -> none", cluster="h100", optimizer="sgd", memory="1GiB"
-    ).save(path)
+    asked = Asked("h100", "1GiB", "sgd")
+    under(autopar.trace(*gpt()), Mesh("dp=2"), "ddp", asked).save(path)
     place = tmp_path / "report.html"
     assert run(capsys, str(path), "--target", GPT, "-o", str(place))[0] == 0
     data = shown(place.read_text())
