@@ -194,7 +194,9 @@ class _Builder:
             self.known[key] = options_of(self.setting, self.demands, node, self.ways)
         found: tuple[Option, ...] = self.known[key]
         if not found:
-            raise no_option(self.demands, node, self.setting.axes)
+            raise no_option(
+                self.demands, node, self.setting.axes, lambda other: bool(options_of(self.setting, other, node))
+            )
         return found
 
     def _work(self, node: NamedNode, option: Option) -> OpWork:
@@ -461,7 +463,7 @@ class _Builder:
             return
         homes = self._homes(tensor, produced, wants)
         if not homes:
-            raise no_option(self.demands, node, self.setting.axes)
+            raise no_option(self.demands, node, self.setting.axes, lambda other: self._has_home(tensor, node, other))
         place = self._add("value", tensor.name, homes, (self._home_parts(tensor, homes, len(users)),))
         into = tuple((home,) for home in homes)
         table = self.tables.values(sizes, itemsize, trained, produced, self._same(into), node.name in self.again)
@@ -513,6 +515,18 @@ class _Builder:
             self.known[key] = tuple(kept)
         homes: tuple[Layout, ...] = self.known[key]
         return homes
+
+    def _has_home(self, tensor: NamedTensor, node: NamedNode, demands: Demands) -> bool:
+        """Whether a value can be kept as another layout demands, however it is taken."""
+        position = node.outputs.index(tensor.name)
+        options = options_of(self.setting, demands, node)
+        found = [layout for option in options if (layout := option.produced[position]) is not None]
+        found += [closed for layout in found for closed in demands.closed(tensor, layout)]
+        atoms, is_handed = atoms_of(tensor), tensor.name in self.handed
+        return any(
+            demands.value_agrees(tensor, home) and (not is_handed or can_be_held(home, atoms, self.setting.axes))
+            for home in found
+        )
 
     def _home_parts(self, tensor: NamedTensor, homes: tuple[Layout, ...], users: int) -> Parts:
         again = self.makers[tensor.name][0].name in self.again

@@ -17,7 +17,7 @@ from autopar.planning.errors import NoPlan
 from autopar.planning.experts import expert_plans, plan_under
 from autopar.planning.race import Race
 from autopar.planning.setting import PlanOptions, Setting
-from autopar.planning.stages import Work, settle, small_recomputed, worthwhile
+from autopar.planning.stages import Work, least_memory, settle, small_recomputed, worthwhile
 from autopar.search.work import Progress, relative_gap
 from autopar.tracing.graph import NamedGraph
 
@@ -91,7 +91,7 @@ def solve_plan(
     if race.plan is None or race.costs is None:
         raise NoPlan(
             f"no plan was found that fits in {size_text(limit)} on each device: the least that was found takes "
-            f"{size_text(race.least_bytes)}\n"
+            f"{size_text(race.least_bytes)}{_without_the_layout(work)}\n"
             "fix: more devices, a smaller batch, recomputation, or more memory",
             race.least_bytes,
         )
@@ -104,6 +104,20 @@ def solve_plan(
         len(search.model.variables),
         sum(len(variable.states) for variable in search.model.variables),
     )
+
+
+def _without_the_layout(work: Work) -> str:
+    """Whether memory is short because of what the layout says."""
+    race = work.race
+    if race.demands.is_empty:
+        return ""
+    demands = Demands(race.setting.graph, race.setting.axes, Layout(()))
+    other = Race(race.setting, race.limit, race.began, None, demands)
+    least_memory(replace(work, demands=demands, race=other))
+    if other.least_bytes >= race.least_bytes:
+        return "; without the layout it is no less"
+    blame = "its lines are to blame: " if other.least_bytes <= race.limit else ""
+    return f"; {blame}without the layout, {size_text(other.least_bytes)} would do"
 
 
 def _with_experts(race: Race, bound: float, deadline: float) -> None:

@@ -26,7 +26,7 @@ from autopar.planning.setting import Setting
 from autopar.planning.tables import Tables
 from autopar.search.problem import Floats
 
-__all__ = ["Ended", "Work", "settle", "small_recomputed", "worthwhile"]
+__all__ = ["Ended", "Work", "least_memory", "settle", "small_recomputed", "worthwhile"]
 
 MOST_FOLLOWED = 3
 """Plans of a mesh with joined axes whose choices are followed."""
@@ -127,6 +127,14 @@ def _recomputed(work: Work, hint: Floats) -> None:
         work.searched(model, race.limit / 2**30, work.deadline, hint)
         if race.plan is not None and race.plan.recompute:
             thinned(graph, race.plan, mode, lambda made: race.offer("search", made), race.limit, said)
+
+
+def least_memory(work: Work) -> None:
+    """Only what takes least of it: the race is told."""
+    layers = work.layers if work.setting.trains else []
+    for mode in ("none", *MODES) if layers else ("none",):
+        model = work.model(regather=True, recompute=dict.fromkeys(layers, mode))
+        work.search(model, work.race.limit / 2**30, np.inf).least_memory()
 
 
 def small_recomputed(work: Work, search: Search) -> tuple[Search, ...]:

@@ -19,6 +19,7 @@ from autopar.layout.language import Layout, parse_layout
 from autopar.layout.syntax import COLLECTIVES
 from autopar.planning.decode import plan_of
 from autopar.planning.demands import Demands
+from autopar.planning.errors import NoPlan
 from autopar.planning.experts import expert_plans
 from autopar.planning.model import build
 from autopar.planning.setting import PlanOptions, Setting
@@ -134,6 +135,31 @@ def test_what_a_guard_and_the_rest_cannot_both_have_is_told() -> None:
     guards = [f"forbid {one}({kind}) over dp" for one in COLLECTIVES for kind in ("act", "output", "input")]
     with pytest.raises(LayoutError, match="is broken by"):
         asked(small(), "; ".join(["input { batch -> dp }", *guards]))
+
+
+def test_lines_that_conflict_are_told_and_no_others() -> None:
+    with pytest.raises(LayoutError) as refused:
+        asked(
+            small(),
+            "seq -> none\nuse@blocks.0.up.weight { d_ff -> dp }\nbatch -> ?\nuse@blocks.0.up.bias { d_ff -> none }",
+        )
+    shown = [line for line in str(refused.value).splitlines() if line.strip().startswith("<layout>")]
+    assert refused.value.code == "E7"
+    assert [line.split("|")[0].strip() for line in shown] == ["<layout>:2", "<layout>:4"]
+
+
+def test_where_memory_is_short_the_layout_is_named_if_it_is_to_blame() -> None:
+    graph, said = small(), parse_layout("* -> none")
+    whole = solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, experts=False)
+    limit = 0.8 * whole.costs.memory.peak_bytes
+    with pytest.raises(NoPlan, match=r"its lines are to blame: without the layout, .* would do") as refused:
+        solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, memory_bytes=limit, experts=False)
+    assert refused.value.least_bytes is not None
+    assert refused.value.least_bytes > limit
+    found = solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, memory_bytes=refused.value.least_bytes, experts=False)
+    assert found.costs.memory.peak_bytes <= refused.value.least_bytes
+    with pytest.raises(NoPlan, match=r"without the layout it is no less|without the layout, .* would do"):
+        solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, memory_bytes=1000, experts=False)
 
 
 def test_holes_with_candidates_take_one_of_them() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.cost.cluster import load_cluster
@@ -21,7 +22,7 @@ H100 = load_cluster("h100")
 def solved(model: nn.Module, inputs: Any, axes: Mapping[str, int], **given: Any) -> tuple[autopar.NamedGraph, Solved]:
     graph = autopar.trace(model.bfloat16(), inputs)
     options = PlanOptions(compiled=True)  # else such small models wait for their host
-    return graph, solve_plan(graph, axes, H100, time_limit=240, options=options, **given)
+    return graph, solve_plan(graph, axes, H100, time_limit=3600, options=options, **given)
 
 
 def axes_of(found: Solved, op: str) -> dict[str, tuple[str, ...]]:
@@ -57,6 +58,29 @@ class Convolution(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.second(self.first(images).relu()).square().mean()
+
+
+def test_tensor_parallelism_stays_within_the_nodes() -> None:
+    """A Llama layer with a small batch: columns of q, k, v, gate and up and rows of down over the links inside a node,
+    the batch over the network between nodes. What follows attention may have its rows split, or its tokens."""
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=1,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model, ids = LlamaForCausalLM(config), torch.randint(config.vocab_size, (2, 4096))
+    _, found = solved(model, {"input_ids": ids}, {"dp": 2, "tp": 8}, experts=False)
+    layer = {op.split(".")[-1]: axes_of(found, op) for op in found.plan.decisions.ops if op.endswith("_proj/linear")}
+    columns, rows = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("down_proj",)
+    assert all(layer[f"{name}/linear"] == {"a": ("dp",), "n": ("tp",)} for name in columns)
+    assert all(layer[f"{name}/linear"] == {"a": ("dp",), "k": ("tp",)} for name in rows)
+    assert layer["o_proj/linear"] in ({"a": ("dp",), "k": ("tp",)}, {"a": ("dp",), "b": ("tp",)})
 
 
 def test_large_images_are_cut_in_tiles() -> None:
