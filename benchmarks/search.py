@@ -1,11 +1,13 @@
 """How long the planner searches, beside a bare export of the same model, and what it proves.
 
     python -m benchmarks.search                                  # Llama-3-8B on dp=8,tp=8
-    python -m benchmarks.search --layers 8 32 80 --mesh dp=8,tp=8 --mesh dp=64
-    python -m benchmarks.search --memory 25                      # GiB on each device
+    python -m benchmarks.search --mesh dp=8,tp=8 --mesh dp=64 --mesh pod=2,dp=8,tp=8
+    python -m benchmarks.search --shape 8b --layers 8 16 32
+    python -m benchmarks.search --shape 70b --shape 405b         # 80 layers, 126 layers
+    python -m benchmarks.search --memory 25 --dtype bfloat16     # GiB on each device; parameters
 
-Seconds are the processor's, which other programs do not count into; the export is that of the same number of layers, in
-the same process.
+Seconds are the processor's, which other programs do not count into; the export is that of the same model, in the same
+process. The limit on memory is the same for all shapes, so the larger ones need larger meshes, or fewer bytes.
 """
 
 from __future__ import annotations
@@ -24,15 +26,22 @@ from autopar.mesh import Mesh
 from autopar.planning.solve import PlanOptions, solve_plan
 from examples.llama3_8b import llama3_8b
 
+SHAPES = {
+    "8b": (32, {}),
+    "70b": (80, {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}),
+    "405b": (126, {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128}),
+}
+"""Of Llama 3: layers, and what else is not as in the one of 8B."""
+
 HEAD = (
-    f"{'layers':>6} {'mesh':>16} {'nodes':>6} {'variables':>9} {'search s':>9} {'/ export':>8} {'gap %':>7} "
-    f"{'step ms':>9} {'GiB':>6}"
+    f"{'shape':>6} {'layers':>6} {'mesh':>16} {'nodes':>6} {'variables':>9} {'search s':>9} {'/ export':>8} "
+    f"{'gap %':>7} {'step ms':>9} {'GiB':>6}"
 )
 
 
-def exported_seconds(layers: int) -> float:
+def exported_seconds(shape: str, layers: int, dtype: torch.dtype) -> float:
     """A bare export, as any tool that starts from it pays."""
-    model, inputs = _model(layers)
+    model, inputs = _model(shape, layers, dtype)
     gc.collect()
     begin = time.process_time()
     with warnings.catch_warnings():
@@ -41,17 +50,19 @@ def exported_seconds(layers: int) -> float:
     return time.process_time() - begin
 
 
-def _model(layers: int) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    torch.set_default_dtype(torch.bfloat16)
+def _model(shape: str, layers: int, dtype: torch.dtype) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    torch.set_default_dtype(dtype)
     try:
-        return llama3_8b(layers=layers, loss=True)
+        return llama3_8b(layers=layers, loss=True, **SHAPES[shape][1])
     finally:
         torch.set_default_dtype(torch.float32)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=[32])
+    parser.add_argument("--shape", action="append", choices=SHAPES, help="default: 8b")
+    parser.add_argument("--layers", type=int, nargs="+", help="default: as many as the shape has")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--mesh", action="append", help="default: dp=8,tp=8")
     parser.add_argument("--cluster", default="h100")
     parser.add_argument("--memory", type=float, default=70.0, help="GiB on each device")
@@ -62,9 +73,11 @@ def main() -> None:
     given = parser.parse_args()
     cluster = load_cluster(given.cluster)
     print(HEAD, flush=True)
-    for layers in given.layers:
-        bare = exported_seconds(layers)
-        graph = autopar.trace(*_model(layers))
+    dtype = getattr(torch, given.dtype)
+    every = [(shape, n) for shape in given.shape or ["8b"] for n in given.layers or [SHAPES[shape][0]]]
+    for shape, layers in every:
+        bare = exported_seconds(shape, layers, dtype)
+        graph = autopar.trace(*_model(shape, layers, dtype))
         _ = graph.footprints
         for text in given.mesh or ["dp=8,tp=8"]:
             mesh = Mesh(text)
@@ -81,12 +94,12 @@ def main() -> None:
                     time_limit=given.time_limit,
                 )
             except AutoparError as error:
-                print(f"{layers:6} {text:>16} {str(error).splitlines()[0]}", flush=True)
+                print(f"{shape:>6} {layers:6} {text:>16} {str(error).splitlines()[0]}", flush=True)
                 continue
             spent = time.process_time() - begin
             print(
-                f"{layers:6} {text:>16} {len(graph.nodes):6} {found.variables:9} {spent:9.2f} {spent / bare:8.2f} "
-                f"{100 * found.gap:7.3f} {1e3 * found.costs.step_seconds:9.2f} "
+                f"{shape:>6} {layers:6} {text:>16} {len(graph.nodes):6} {found.variables:9} {spent:9.2f} "
+                f"{spent / bare:8.2f} {100 * found.gap:7.3f} {1e3 * found.costs.step_seconds:9.2f} "
                 f"{found.costs.memory.peak_bytes / 2**30:6.2f}",
                 flush=True,
             )
