@@ -22,7 +22,7 @@ communication stays on the axes that the user sees change.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
@@ -239,43 +239,49 @@ class _Search:
         cut.update(sorted(others, key=lambda atom: (sizes[atom] % p != 0, -sizes[atom], atom))[:1])
         return tuple(sorted(cut))
 
-    def steps_from(self, layout: Layout) -> Iterator[tuple[Step, tuple[int, ...], _Added]]:
-        """Those that may lead to the target, each with its rank among equally cheap ones and with what it takes."""
+    def steps_from(self, layout: Layout) -> list[_Ranked]:
+        """Those that may lead to the target."""
         sums = {axis for axis in self.active if axis in layout.partial and axis not in self.summed}
         held = layout.axes
         same = {axis for axis in self.active if axis not in held}
         kept = tuple(axis for axis in self.active if axis in same and axis in self.summed)
         every = _every_step(self.atoms, self.every_axis, layout)
+        found: list[_Ranked] = []
         if kept:
-            step = Step(StepKind.KEEP_ONE, kept, None, layout, _partial(layout, kept))
-            yield step, _key(step, tuple(self.axes)), self._added(step)
-        for pair in every.reductions if sums else ():
-            if sums.issuperset(pair[0].axes) and (pair[0].atom is None or pair[0].atom in self.cut):
-                yield *pair, self._added(pair[0])
+            found.append(_ranked(Step(StepKind.KEEP_ONE, kept, None, layout, _partial(layout, kept)), tuple(self.axes)))
+        if sums:
+            found += [
+                one
+                for one in every.reductions
+                if sums.issuperset(one[0].axes) and (one[0].atom is None or one[0].atom in self.cut)
+            ]
         for atom in self.cut:
-            for pair in every.slices[atom] if same else ():
-                if same.issuperset(pair[0].axes):
-                    yield *pair, self._added(pair[0])
+            if same:
+                found += [one for one in every.slices[atom] if same.issuperset(one[0].axes)]
             movable = len(layout.splits[atom]) - self.fixed[atom]
-            for pair in every.pieces[atom] if movable else ():
-                step = pair[0]
+            for one in every.pieces[atom] if movable else ():
+                step = one[0]
                 if len(step.axes) > movable or (step.to_atom is not None and step.to_atom not in self.cut):
                     continue
                 if step.kind is not StepKind.PAD or self.summed.issuperset(step.axes):
-                    yield *pair, self._added(step)
+                    found.append(one)
+        return found if self.plain else [(step, rank, self._linked(step, added)) for step, rank, added in found]
 
-    def _added(self, step: Step) -> _Added:
-        if step.kind in LOCAL:
-            return 0, 0, len(step.axes)
-        price: int | Fraction = step.sent_numel
-        if not self.plain:
-            links = [self.links[axis] for axis in step.axes]
-            price *= _exact(max(link.per_element for link in links))
-            price += _exact(max(link.per_collective for link in links))
-        return price, 1, len(step.axes)
+    def _linked(self, step: Step, added: _Added) -> _Added:
+        """What a step takes on links of different cost."""
+        if step.local:
+            return added
+        links = [self.links[axis] for axis in step.axes]
+        price = _exact(max(link.per_element for link in links)) * added[0]
+        return (price + _exact(max(link.per_collective for link in links)), *added[1:])
 
 
-_Ranked = tuple[Step, tuple[int, ...]]
+_Ranked = tuple[Step, tuple[int, ...], _Added]
+"""A step, its rank among equally cheap ones, and what it takes."""
+
+
+def _ranked(step: Step, names: tuple[str, ...]) -> _Ranked:
+    return step, _key(step, names), (step.sent_numel, 0 if step.local else 1, len(step.axes))
 
 
 @dataclass(frozen=True)
@@ -329,7 +335,7 @@ class _Maker:
 
     def _ranked(self, steps: list[Step]) -> tuple[_Ranked, ...]:
         names = tuple(self.axes)
-        return tuple((step, _key(step, names)) for step in steps)
+        return tuple(_ranked(step, names) for step in steps)
 
     def _ranks(self, axes: tuple[str, ...]) -> int:
         return prod(self.axes[axis] for axis in axes)

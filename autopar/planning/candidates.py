@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import combinations, permutations
 from math import prod
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from autopar.layout.placements import to_placements
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Atoms, Layout
 from autopar.pinned import allows, pinned_passings, pinned_sites, uneven_sites
-from autopar.planning.coarse import Ways, kind_of
+from autopar.planning.coarse import MOST_AXES, Ways, kind_of
 from autopar.planning.demands import Demands, matches
 from autopar.planning.setting import Setting
 from autopar.tracing.graph import NamedNode, NamedTensor
@@ -150,10 +150,14 @@ def stored_of(
 
 
 def _split_further(setting: Setting, atoms: Atoms, base: Layout) -> Iterable[Layout]:
-    """For each product of axes that are left, one dim that they split as well: the first that they divide."""
+    """For each product of axes that are left, one dim that they split as well: the first that they divide.
+
+    On a mesh of many axes only in the mesh's order.
+    """
     left = [axis for axis in setting.used if axis not in base.axes]
+    ordered = permutations if len(setting.used) <= MOST_AXES else combinations
     for count in range(1, len(left) + 1):
-        for added in permutations(left, count):
+        for added in ordered(left, count):
             layout = _first_split(setting, atoms, base, added)
             if layout is not None:
                 yield layout

@@ -28,7 +28,7 @@ from autopar.search.problem import Floats
 
 __all__ = ["Ended", "Work", "least_memory", "settle", "small_recomputed", "worthwhile"]
 
-MOST_FOLLOWED = 3
+MOST_FOLLOWED = 2
 """Plans of a mesh with joined axes whose choices are followed."""
 FREE_SHARE = 0.5
 """Of the time, for the search that pays no heed to memory."""
