@@ -1,0 +1,45 @@
+"""A changed model is planned from the plan that was found for it before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar.cost.cluster import load_cluster
+from autopar.cost.costs import Costs
+from autopar.decided import Plan
+from autopar.mesh import Mesh
+from autopar.planning.race import Race
+from autopar.search_plan import Asked, plan_graph
+from autopar.tracing.graph import NamedGraph
+from examples.gpt import gpt
+
+
+def traced(layers: int, batch: int) -> NamedGraph:
+    model, inputs = gpt(batch=batch, seq=8, d_model=16, heads=2, vocab=16, layers=layers)
+    return autopar.trace(model, inputs)
+
+
+def test_a_changed_model_begins_from_the_old_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a layer more, and with another batch: what the old plan says of tensors that are still there is kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    mesh, asked = (Mesh("dp=2"),), Asked(cluster=load_cluster("h100"), time_limit=60)
+    old = plan_graph(traced(layers=1, batch=4), mesh, None, asked).decided.decisions.stored
+    offered: list[tuple[str, Plan, float]] = []
+    offer = Race.offer
+
+    def told(race: Race, origin: str, plan: Plan) -> Costs:
+        costs = offer(race, origin, plan)
+        offered.append((origin, plan, costs.step_seconds))
+        return costs
+
+    monkeypatch.setattr(Race, "offer", told)
+    for layers, batch in ((2, 4), (1, 8)):
+        offered.clear()
+        found = plan_graph(traced(layers, batch), mesh, None, asked)
+        origin, first, seconds = offered[0]
+        assert origin == "an earlier plan"
+        assert {name: first.decisions.stored[name] for name in old} == old
+        assert found.step_seconds <= seconds
