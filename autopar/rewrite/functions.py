@@ -28,7 +28,7 @@ __all__ = ["Conversion", "Groups", "convert", "send"]
 class _Group:
     name: str
     members: tuple[dict[str, int], ...]
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...] = ()
 
 
 class Groups:
