@@ -11,31 +11,27 @@ Where the layout leaves something to choose (`?{tp, dp*tp}`, `tp?`), that is cho
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf, prod
 
-import torch
-
+from autopar.asked import Asking
 from autopar.broadcasts import begin_at_parameters
 from autopar.choices import Choice, Passing, Site, can_split, choices, layouts_of, passings_of, sites_of
 from autopar.errors import LayoutError
 from autopar.layout.check import check_layout
-from autopar.layout.holds import Holding, Recompute, holding_of, recompute_of
+from autopar.layout.holds import Holding, Recompute
 from autopar.layout.holes import filled, options_of
 from autopar.layout.language import Layout as LayoutText
-from autopar.layout.resolve import Wanted, atoms_of, resolve
-from autopar.layout.sharing import filled_from, groups_of, shared
-from autopar.layout.source import layout_error
+from autopar.layout.resolve import Wanted, atoms_of
+from autopar.layout.sharing import filled_from
 from autopar.layout.state import Atoms, Layout
-from autopar.layout.states import PinnedStates, check_states, states_of
-from autopar.layout.storage import stored_splits
-from autopar.layout.syntax import Axes, Pin
+from autopar.layout.states import UNPINNED
+from autopar.layout.syntax import Axes, OpPin, Pin
 from autopar.pinned import (
     allows,
     cannot_be_had,
-    pin_of,
     pinned_passings,
     pinned_sites,
     uneven_sites,
@@ -46,7 +42,7 @@ from autopar.reshard import Reshard, reshard
 from autopar.rewrite.lowerings import split_of
 from autopar.tracing.graph import NamedGraph, NamedNode, NamedTensor
 
-__all__ = ["Decisions", "OpDecision", "complete", "recomplete", "redecide", "restored"]
+__all__ = ["Decisions", "Known", "OpDecision", "complete", "recomplete", "redecide", "restored"]
 
 
 @dataclass(frozen=True)
@@ -76,26 +72,47 @@ class Decisions:
     """What repeated layers compute again in the backward, by their module paths; nothing where it is not said."""
 
 
-def complete(graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int]) -> Decisions:
-    """Decide everything about a graph under a layout."""
+class Known:
+    """What has been decided about one graph on one mesh.
+
+    An op that is equal to another but for names, with its tensors in the same layouts and asked the same, is decided as
+    that one; a layout that asks the same of every tensor as another comes to the same.
+    """
+
+    def __init__(self) -> None:
+        self.ops: dict[Hashable, OpDecision] = {}
+        self.wholes: dict[Hashable, Decisions] = {}
+        self.sent_numel: dict[tuple[Atoms, bool, Layout, Layout], int] = {}
+
+
+def complete(graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int], known: Known | None = None) -> Decisions:
+    """Decide everything about a graph under a layout; `known` is what was decided under others."""
     whole = with_constraints(layout, graph, axes)
     check_layout(whole, words_of(graph), axes)
+    known = known or Known()
     options = options_of(whole, axes)
-    found = _Picking(graph, whole, axes, options).run() if options else _Completion(graph, whole, axes).run()
-    pinned = {node.name for node in graph.nodes if pin_of(whole, node) is not None}
-    return begin_at_parameters(graph, found, pinned)
+    asking = Asking(graph, whole, axes)
+    everything = None if options else asking.everything()
+    if everything is not None and everything in known.wholes:
+        return known.wholes[everything]
+    found = _Picking(graph, whole, axes, options, known).run() if options else _Completion(asking, known).run()
+    found = begin_at_parameters(graph, found, asking.pinned())
+    if everything is not None:
+        known.wholes[everything] = found
+    return found
 
 
 def recomplete(
-    graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int], known: Decisions
+    graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int], decided: Decisions, known: Known | None = None
 ) -> tuple[Decisions, frozenset[str]]:
-    """What a layout without holes comes to, and the ops that it does not decide: these are as is known."""
+    """What a layout without holes comes to, and the ops that it does not decide: these are as is decided."""
     whole = with_constraints(layout, graph, axes)
     check_layout(whole, words_of(graph), axes)
-    completion = _Completion(graph, whole, axes)
-    found = completion.run(known)
-    pinned = {node.name for node in graph.nodes if pin_of(whole, node) is not None}
-    return begin_at_parameters(graph, found, pinned | completion.undecided), frozenset(completion.undecided)
+    asking = Asking(graph, whole, axes)
+    completion = _Completion(asking, known or Known())
+    found = completion.run(decided)
+    undecided = frozenset(completion.undecided)
+    return begin_at_parameters(graph, found, asking.pinned() | undecided), undecided
 
 
 def redecide(
@@ -106,14 +123,14 @@ def redecide(
     The layout says where the results of these ops are; all else stays as it is known, also how the ops take what is
     held, unless that need not be.
     """
-    completion = _Completion(graph, layout, known.axes)
+    completion = _Completion(Asking(graph, layout, known.axes), Known())
     completion.stored, completion.values = dict(known.stored), dict(known.values)
     completion.ops, completion.holdings = dict(known.ops), dict(known.holdings)
     pinned = {statement.glob for statement in layout if isinstance(statement, Pin)}
     nodes = [node for node in graph.nodes if node.name in ops]
     for name in dict.fromkeys(name for node in nodes for name in (*node.operands, *node.outputs) if name is not None):
         tensor = graph.tensors[name]
-        completion.states[name] = completion._pinned(tensor)
+        completion.asking.states(tensor)  # raises for what cannot be pinned
         if name in pinned and tensor.kind != "activation":
             completion._store(tensor)
         elif tensor.kind == "param" and uses_stay:
@@ -128,11 +145,11 @@ def redecide(
 
 def restored(graph: NamedGraph, layout: LayoutText, known: Decisions, name: str) -> Decisions:
     """What is known, with a parameter held as the layout says; its use stays, and so does every op."""
-    completion = _Completion(graph, layout, known.axes)
-    completion.states[name] = completion._pinned(graph.tensors[name])
-    completion._store(graph.tensors[name])
-    stored = {**known.stored, name: completion.stored[name]}
-    return replace(known, stored=stored, holdings={**known.holdings, name: completion.holdings[name]})
+    asking = Asking(graph, layout, known.axes)
+    held = asking.held(graph.tensors[name])
+    assert held.holding is not None, f"{name} is a parameter"
+    stored, holdings = {**known.stored, name: held.stored}, {**known.holdings, name: held.holding}
+    return replace(known, stored=stored, holdings=holdings)
 
 
 MOST_TRIED = 32
@@ -143,9 +160,15 @@ class _Picking:
     """Tries what a layout leaves to choose."""
 
     def __init__(
-        self, graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int], options: list[tuple[Axes, ...]]
+        self,
+        graph: NamedGraph,
+        layout: LayoutText,
+        axes: Mapping[str, int],
+        options: list[tuple[Axes, ...]],
+        known: Known,
     ) -> None:
         self.graph = graph
+        self.known = known
         self.layout = layout
         self.axes = axes
         self.options = options
@@ -176,96 +199,78 @@ class _Picking:
     def _sent_bytes(self, picks: tuple[Axes, ...]) -> float:
         """What the whole sends with these; endless where it cannot be had."""
         if picks not in self.tried:
-            completion = _Completion(self.graph, filled(self.layout, self.axes, picks), self.axes)
             try:
+                asking = Asking(self.graph, filled(self.layout, self.axes, picks), self.axes)
+                completion = _Completion(asking, self.known)
                 decisions = completion.run()
-                self.tried[picks] = sum(completion.sent_bytes.values()), decisions
+                self.tried[picks] = completion.sent_bytes(), decisions
             except LayoutError as error:
                 self.tried[picks] = inf, error
         return self.tried[picks][0]
 
 
 class _Completion:
-    def __init__(self, graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int]) -> None:
-        self.graph = graph
-        self.axes = axes
-        self.kinds = {tensor.name: self._kinds(tensor) for tensor in graph.tensors.values()}
-        tensors = {name: (graph.tensors[name], kinds) for name, kinds in self.kinds.items()}
-        self.layout = shared(layout, tensors, axes)
-        self.groups = groups_of(layout, list(tensors))
+    def __init__(self, asking: Asking, known: Known) -> None:
+        self.asking = asking
+        self.graph = asking.graph
+        self.axes = asking.axes
+        self.known = known
         self.stored: dict[str, Layout] = {}
         self.values: dict[str, Layout] = {}
         self.used: dict[str, Wanted] = {}
-        self.states: dict[str, PinnedStates] = {}
         self.ops: dict[str, OpDecision] = {}
         self.holdings: dict[str, Holding] = {}
         self.undecided: set[str] = set()
-        self.priced: dict[tuple[Atoms, bool, Layout, Layout], int] = {}
-        self.sent_bytes: dict[tuple[str, Layout | None, Layout | None], int] = {}
-        """By what is converted, from which layout and to which: once for all ops; or what an op itself sends."""
 
-    def _kinds(self, tensor: NamedTensor) -> tuple[str, ...]:
-        """The kinds of rules that say how a tensor is laid out."""
-        if tensor.kind == "activation":
-            return ("output",) if tensor.name in self.graph.outputs else ("act",)
-        return {"param": ("param", "use"), "input": ("input",)}.get(tensor.kind, ("buffer",))
-
-    def run(self, known: Decisions | None = None) -> Decisions:
+    def run(self, decided: Decisions | None = None) -> Decisions:
         for tensor in self.graph.tensors.values():
-            self.states[tensor.name] = self._pinned(tensor)
+            self.asking.states(tensor)  # raises for what cannot be pinned
             if tensor.kind != "activation":
                 self._store(tensor)
         for node in self.graph.nodes:
             try:
                 self._decide(node)
             except LayoutError:
-                if known is None:
+                if decided is None:
                     raise
                 self.undecided.add(node.name)
-                self._take(node, known.ops[node.name])
-        recompute = recompute_of(self.layout, (path for repeat in self.graph.repeats for path in repeat.module_paths))
-        return Decisions(self.axes, self.stored, self.ops, self.values, self.holdings, recompute)
-
-    def _pinned(self, tensor: NamedTensor) -> PinnedStates:
-        states = states_of(self.layout, tensor.name)
-        if states.partial and (tensor.kind != "activation" or tensor.dtype is torch.bool):
-            what = "truths do" if tensor.dtype is torch.bool else f"what is held as {tensor.kind} does"
-            raise layout_error(
-                "E5",
-                f"{tensor.name} cannot be pinned to be partial: {what} not add up",
-                "drop '+ partial'",
-                states.span,
-            )
-        for kind in self.kinds[tensor.name] if states.axes else ():
-            wanted = resolve(self.layout, tensor, kind, self.axes)
-            names = (atom.names[-1] if atom.names else "1" for atom in tensor.atoms)
-            check_states(states, tensor.name, [(name, axes or ()) for name, axes in zip(names, wanted, strict=True)])
-        return states if tensor.requires_grad else replace(states, broadcast=frozenset())
+                self._take(node, decided.ops[node.name])
+        return Decisions(self.axes, self.stored, self.ops, self.values, self.holdings, self.asking.recompute())
 
     def _store(self, tensor: NamedTensor) -> None:
-        kind = self.kinds[tensor.name][0]
-        held = self._closed(resolve(self.layout, tensor, kind, self.axes))
-        if tensor.kind in ("buffer", "constant"):
-            held = Layout.replicated(atoms_of(tensor))  # small, and equal on all ranks
-        elif tensor.kind == "param":
-            held = Layout(stored_splits(self.layout, tensor, self.axes))
-            used = self._closed(resolve(self.layout, tensor, "use", self.axes)).splits
-            self.holdings[tensor.name] = holding_of(self.layout, tensor, used, self.axes)
-        self.stored[tensor.name] = self.values[tensor.name] = held
-        if tensor.kind == "param":
-            use = resolve(self.layout, tensor, "use", self.axes)
-            self.used[tensor.name] = use
-            self.values[tensor.name] = self._closed(use)
-        broadcast = self.states[tensor.name].broadcast
-        self.values[tensor.name] = replace(self.values[tensor.name], broadcast=broadcast)
-
-    def _closed(self, wanted: Wanted) -> Layout:
-        return Layout(tuple(axes or () for axes in wanted))
+        held = self.asking.held(tensor)
+        self.stored[tensor.name], self.values[tensor.name] = held.stored, held.value
+        if held.holding is not None and held.use is not None:
+            self.holdings[tensor.name], self.used[tensor.name] = held.holding, held.use
 
     def _decide(self, node: NamedNode) -> None:
-        best: tuple[tuple[int, int], OpDecision] | None = None
+        """Take a choice for an op: that of an equal one in equal circumstances, or the best."""
         targets = [None if name is None else self._target(self.graph.tensors[name]) for name in node.outputs]
-        pin = pin_of(self.layout, node)
+        pin = self.asking.pin(node)
+        key = self._circumstances(node, targets, pin)
+        if key not in self.known.ops:
+            self.known.ops[key] = self._best(node, targets, pin)
+        self._take(node, self.known.ops[key])
+
+    def _circumstances(self, node: NamedNode, targets: Sequence[Wanted | None], pin: OpPin | None) -> Hashable:
+        """All that an op is decided by."""
+        operands: list[Hashable] = []
+        for name in node.operands:
+            if name is not None and name in self.stored:
+                states = self.asking.states(self.graph.tensors[name])
+                operands.append((self.values[name], self.stored[name], self.used.get(name), states.broadcast))
+            else:
+                operands.append(None if name is None else self.values[name])
+        results: list[Hashable] = []
+        for name, target in zip(node.outputs, targets, strict=True):
+            states = UNPINNED if name is None else self.asking.states(self.graph.tensors[name])
+            results.append((target, states.partial, states.broadcast))
+        pinned = None if pin is None else (pin.choice, pin.uneven)
+        return self.graph.forms[node.name], tuple(operands), tuple(results), pinned
+
+    def _best(self, node: NamedNode, targets: list[Wanted | None], pin: OpPin | None) -> OpDecision:
+        """Of all choices, one that uses most axes and then sends least."""
+        best: tuple[tuple[int, int], OpDecision] | None = None
         sites, uneven = self._candidates(node, targets)
         passing = self._passing(node)
         if pin is not None:
@@ -292,19 +297,17 @@ class _Completion:
             raise cannot_be_had(pin, node, self.axes)
         if best is None:
             raise LayoutError("E5", self._no_choice(node))
-        self._take(node, best[1])
+        return best[1]
 
     def _take(self, node: NamedNode, decision: OpDecision) -> None:
         self.ops[node.name] = decision
-        self.sent_bytes.update(self._sent(node, decision))
         for name, result in zip(node.outputs, decision.results, strict=True):
             if name is not None and result is not None:
                 self.values[name] = result
 
     def _target(self, tensor: NamedTensor) -> Wanted:
-        (kind,) = self.kinds[tensor.name]
-        wanted = resolve(self.layout, tensor, kind, self.axes)
-        for group in self.groups if None in wanted else ():
+        wanted = self.asking.wanted(tensor)
+        for group in self.asking.groups if None in wanted else ():
             if tensor.name in group:
                 decided = (self.graph.tensors[name] for name in group if name in self.values)
                 for other in decided:
@@ -338,7 +341,8 @@ class _Completion:
 
     def _passing(self, node: NamedNode) -> dict[str, tuple[Passing, ...]]:
         """What axes may pass through the op: those along which something of it is a sum, or broadcast, as pinned."""
-        axes = {axis for name in node.outputs if name is not None for axis in self.states[name].axes}
+        tensors = (self.graph.tensors[name] for name in node.outputs if name is not None)
+        axes = {axis for tensor in tensors for axis in self.asking.states(tensor).axes}
         for name in node.operands:
             if name is not None:
                 axes |= self.values[name].partial | self.values[name].broadcast
@@ -350,7 +354,7 @@ class _Completion:
         for name, wanted in zip(node.operands, operands, strict=True):
             if name is None or wanted is None or name not in self.stored:
                 continue
-            if not self.states[name].broadcast <= wanted.broadcast:
+            if not self.asking.states(self.graph.tensors[name]).broadcast <= wanted.broadcast:
                 return False
             if name not in self.used or broadcasts_only:
                 continue
@@ -363,13 +367,20 @@ class _Completion:
         """The layout that a result is brought into: as wanted; what the layout leaves open stays as it comes."""
         if produced is None or target is None:
             return None
-        states = self.states[name]
+        states = self.asking.states(self.graph.tensors[name])
         claimed = {axis for axes in target if axes for axis in axes} | states.axes
         splits = tuple(
             tuple(axis for axis in produced.splits[i] if axis not in claimed) if axes is None else axes
             for i, axes in enumerate(target)
         )
         return Layout(splits, states.partial, states.broadcast)
+
+    def sent_bytes(self) -> int:
+        """What all ops send; what is converted is so once for all ops."""
+        found: dict[tuple[str, Layout | None, Layout | None], int] = {}
+        for node in self.graph.nodes:
+            found.update(self._sent(node, self.ops[node.name]))
+        return sum(found.values())
 
     def _sent(self, node: NamedNode, decision: OpDecision) -> dict[tuple[str, Layout | None, Layout | None], int]:
         """The bytes sent for one op: to convert its operands, by itself, and to convert its results."""
@@ -392,9 +403,10 @@ class _Completion:
     def _bytes(self, tensor: NamedTensor, source: Layout, target: Layout) -> int:
         atoms = atoms_of(tensor)
         key = atoms, tensor.requires_grad, source, target
-        if key not in self.priced:
-            self.priced[key] = sent_numel(reshard(atoms, source, target, self.axes), tensor.requires_grad)
-        return self.priced[key] * tensor.dtype.itemsize
+        priced = self.known.sent_numel
+        if key not in priced:
+            priced[key] = sent_numel(reshard(atoms, source, target, self.axes), tensor.requires_grad)
+        return priced[key] * tensor.dtype.itemsize
 
     def _no_choice(self, node: NamedNode) -> str:
         """Which parameters the op cannot take as the layout wants them used, and which factors are in the way."""

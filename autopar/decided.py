@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import torch
 
-from autopar.completion import Decisions, complete
+from autopar.completion import Decisions, Known, complete
 from autopar.conversions import Outputs
 from autopar.layout.holds import Recompute
 from autopar.layout.language import Layout
@@ -57,9 +57,9 @@ class Plan:
         return self.decisions.axes
 
     @staticmethod
-    def of(graph: NamedGraph, layout: Layout, axes: Mapping[str, int]) -> Plan:
+    def of(graph: NamedGraph, layout: Layout, axes: Mapping[str, int], known: Known | None = None) -> Plan:
         """What a layout without holes comes to; `dataclasses.replace` sets the rest."""
-        return Plan.decided(graph, complete(graph, layout, axes))
+        return Plan.decided(graph, complete(graph, layout, axes, known))
 
     @staticmethod
     def decided(graph: NamedGraph, decisions: Decisions) -> Plan:

@@ -7,8 +7,9 @@ takes the next alternative of its rule.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 from autopar.layout.language import Layout as LayoutText
@@ -44,6 +45,10 @@ Wanted = tuple[Axes | None, ...]
 """For each atom the axes that split it; None where the layout leaves it open."""
 
 
+_Rule = tuple[DimRule, Pin | Scope | None]
+"""A rule, and the pin or the scope of the block that it stands in."""
+
+
 @dataclass(frozen=True)
 class _Entry:
     """One named dim of a tensor: its name and the atoms that it covers."""
@@ -67,11 +72,16 @@ class _Claim:
 
 
 def atoms_of(tensor: HasAtoms) -> Atoms:
-    """A tensor's atoms as states know them."""
-    counts = [0] * len(tensor.shape)
-    for atom in tensor.atoms:
+    """A tensor's atoms as states know them; the same object for all tensors that are cut alike."""
+    return _atoms(tensor.atoms, len(tensor.shape))
+
+
+@lru_cache(maxsize=65536)
+def _atoms(atoms: tuple[NamedAtom, ...], rank: int) -> Atoms:
+    counts = [0] * rank
+    for atom in atoms:
         counts[atom.dim] += 1
-    return Atoms(tuple(atom.size for atom in tensor.atoms), tuple(counts))
+    return Atoms(tuple(atom.size for atom in atoms), tuple(counts))
 
 
 def resolve(layout: LayoutText, tensor: HasAtoms, kind: str, axes: Mapping[str, int]) -> Wanted:
@@ -98,13 +108,14 @@ def _claims(layout: LayoutText, tensor: HasAtoms, kind: str) -> list[_Claim]:
     dims: dict[int, list[int]] = {}
     for i, atom in enumerate(tensor.atoms):
         dims.setdefault(atom.dim, []).append(i)
+    rules = list(_rules_about(layout, tensor, kind))
     found: list[_Claim] = []
     for members in dims.values():
-        found += _claims_of(layout, tensor, kind, tuple(members), 0)
+        found += _claims_of(rules, tensor, tuple(members), 0)
     return found
 
 
-def _claims_of(layout: LayoutText, tensor: HasAtoms, kind: str, atoms: tuple[int, ...], level: int) -> list[_Claim]:
+def _claims_of(rules: Sequence[_Rule], tensor: HasAtoms, atoms: tuple[int, ...], level: int) -> list[_Claim]:
     """The claims of the dims that stand at one level of the names of some atoms."""
     groups: dict[str, list[int]] = {}
     for i in atoms:
@@ -113,8 +124,8 @@ def _claims_of(layout: LayoutText, tensor: HasAtoms, kind: str, atoms: tuple[int
             groups.setdefault(names[level] if level < len(names) else f"{POSITION}{i}", []).append(i)
     claims: list[_Claim] = []
     for name, members in groups.items():
-        own = _rule_for(layout, tensor, name, kind)
-        parts = _claims_of(layout, tensor, kind, tuple(members), level + 1)
+        own = _rule_for(rules, tensor, name)
+        parts = _claims_of(rules, tensor, tuple(members), level + 1)
         if parts and (own is None or max(part.rank for part in parts) > own[0]):
             claims += parts
         elif own is not None:
@@ -123,18 +134,18 @@ def _claims_of(layout: LayoutText, tensor: HasAtoms, kind: str, atoms: tuple[int
 
 
 def _rule_for(
-    layout: LayoutText, tensor: HasAtoms, name: str, kind: str
+    rules: Sequence[_Rule], tensor: HasAtoms, name: str
 ) -> tuple[Specificity, DimRule, Pin | Scope | None] | None:
-    """The most specific rule for a dim."""
-    ranked = [
-        (max(specificity(where, pattern) for pattern in rule.dims if matches(pattern, name)), rule, where)
-        for rule, where in _rules_about(layout, tensor, kind)
-        if any(matches(pattern, name) for pattern in rule.dims)
-    ]
+    """The most specific rule for a dim, of those about its tensor."""
+    ranked: list[tuple[Specificity, _Rule]] = []
+    for rule, where in rules:
+        ranks = [specificity(where, pattern) for pattern in rule.dims if matches(pattern, name)]
+        if ranks:
+            ranked.append((max(ranks), (rule, where)))
     if not ranked:
         return None
-    best = max(rank for rank, _, _ in ranked)
-    (rule, where), *others = [(rule, where) for rank, rule, where in ranked if rank == best]
+    best = max(rank for rank, _ in ranked)
+    (rule, where), *others = [one for rank, one in ranked if rank == best]
     for other, _ in others:
         if other.place != rule.place:
             raise layout_error(
@@ -147,7 +158,7 @@ def _rule_for(
     return best, rule, where
 
 
-def _rules_about(layout: LayoutText, tensor: HasAtoms, kind: str) -> Iterator[tuple[DimRule, Pin | Scope | None]]:
+def _rules_about(layout: LayoutText, tensor: HasAtoms, kind: str) -> Iterator[_Rule]:
     """All rules whose place includes this tensor in this role."""
     dims = {name for atom in tensor.atoms for name in atom.names}
     for statement in layout:

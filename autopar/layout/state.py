@@ -75,19 +75,16 @@ class Layout:
     broadcast: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        seen: set[str] = set()
-        for axis in self.axes:
-            if axis in seen:
-                raise LayoutError(
-                    "E3", f"axis '{axis}' stands twice in the layout {self}: an axis does one thing to a tensor"
-                )
-            seen.add(axis)
+        if len(set(self.axes)) == len(self.axes):
+            return
+        axis = next(axis for axis in self.axes if self.axes.count(axis) > 1)
+        raise LayoutError("E3", f"axis '{axis}' stands twice in the layout {self}: an axis does one thing to a tensor")
 
     @classmethod
     def replicated(cls, atoms: Atoms) -> Layout:
         return cls(((),) * len(atoms.sizes))
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """All axes that are mentioned: those that are not, replicate."""
         return (*(axis for axes in self.splits for axis in axes), *sorted(self.partial), *sorted(self.broadcast))

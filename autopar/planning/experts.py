@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import product
 
+from autopar.completion import Known
 from autopar.decided import Plan
 from autopar.errors import LayoutError
 from autopar.layout.choosing import axes_of
@@ -26,21 +27,24 @@ def splits_nothing(plan: Plan) -> bool:
 
 
 def expert_plans(setting: Setting) -> Iterator[tuple[str, Plan]]:
-    """Every strategy that applies, by what it is called with its axes."""
+    """Every strategy that applies, by what it is called with its axes; those that come to the same once."""
+    known = Known()
+    found: list[Plan] = []
     for name in strategy_names():
         strategy = load_strategy(name)
         for meaning in _assignments(axes_of(strategy), setting.used):
             layout = strategy.on_axes(meaning)
-            plan = plan_under(setting, layout)
-            if plan is not None:
+            plan = plan_under(setting, layout, known)
+            if plan is not None and not any(plan.decisions is other.decisions for other in found):
+                found.append(plan)
                 given = ", ".join(f"{axis}={'*'.join(own)}" for axis, own in meaning.items() if own)
                 called = WHOLE if splits_nothing(plan) else f"{name}({given})"
                 yield called, setting.options.on(plan)
 
 
-def plan_under(setting: Setting, layout: Layout) -> Plan | None:
+def plan_under(setting: Setting, layout: Layout, known: Known | None = None) -> Plan | None:
     try:
-        return Plan.of(setting.graph, layout, setting.axes)
+        return Plan.of(setting.graph, layout, setting.axes, known)
     except LayoutError:
         return None
 

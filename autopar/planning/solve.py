@@ -80,7 +80,9 @@ def solve_plan(
     ended = settle(work)
     search, bound = ended.search, race.floor if wide else ended.bound
     if experts and not demands.given.statements:
+        race.tell("search", bound)
         _with_experts(race, bound, work.deadline)
+        race.tell("experts", bound)
     if not wide:
         search.best = race.seconds
         search.close(small_recomputed(work, search) if search.is_limited else ())

@@ -15,6 +15,7 @@ from autopar.rules.notation import Rule
 from autopar.tracing.binding import Source
 from autopar.tracing.exported import Exported, NodeOrigin
 from autopar.tracing.footprint import Footprint, footprints
+from autopar.tracing.forms import forms
 from autopar.tracing.regions import Repeat
 from autopar.tracing.render import render_json, render_text
 from autopar.tracing.run import TracedModule
@@ -148,6 +149,11 @@ class NamedGraph:
     def footprints(self) -> Mapping[str, Footprint]:
         """What each op does to memory, by the name of its fx node; equal calls have one footprint."""
         return footprints(self.exported)
+
+    @cached_property
+    def forms(self) -> Mapping[str, int]:
+        """By the name of each op a number, the same for ops that are equal but for names."""
+        return forms(self.nodes, self.tensors)
 
     def __str__(self) -> str:
         return render_text(self)

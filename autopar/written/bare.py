@@ -55,9 +55,8 @@ def _kinds(wishes: Iterable[Wish]) -> list[_Kind]:
     names: dict[object, set[str]] = {}
     first: dict[object, Wish] = {}
     for wish in wishes:
-        key = wish.tensor.atoms, wish.tensor.shape, wish.roles
-        names.setdefault(key, set()).add(skeleton(wish.tensor.name))
-        first.setdefault(key, wish)
+        names.setdefault(wish.alike, set()).add(skeleton(wish.tensor.name))
+        first.setdefault(wish.alike, wish)
     dims = {key: frozenset(name for atom in wish.tensor.atoms for name in atom.names) for key, wish in first.items()}
     return [_Kind(wish, len(names[key]), dims[key]) for key, wish in first.items()]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autopar.choices import BROADCAST, Choice, can_split
-from autopar.completion import Decisions, recomplete
+from autopar.completion import Decisions, Known, recomplete
 from autopar.layout.language import Layout
 from autopar.layout.syntax import (
     Axes,
@@ -73,6 +73,7 @@ class _Writing:
     """Ops."""
     stated: set[str] = field(default_factory=set)
     """Values of which a pin says that they are sums or broadcasts."""
+    known: Known = field(default_factory=Known)
 
     def __post_init__(self) -> None:
         self.axes = self.decisions.axes
@@ -84,7 +85,7 @@ class _Writing:
         mesh = (MeshStatement(self.mesh),)
         rules = bare_rules(self.wishes.values(), self.axes)
         holds = tuple(self._holds())
-        right = {name: wish.right_roles(Layout(rules), self.axes) for name, wish in self.wishes.items()}
+        right = self._right_roles(Layout(rules))
         for count in range(ROUNDS + 1):
             tensors = tuple(self._tensors(right))
             found = Written(mesh, rules, tensors, tuple(self._ops()), holds)
@@ -95,9 +96,20 @@ class _Writing:
                 self.stated |= {name for name, wish in self.wishes.items() if wish.partial or wish.broadcast}
         raise AssertionError("these decisions are none that a layout comes to")
 
+    def _right_roles(self, rules: Layout) -> Mapping[str, frozenset[str]]:
+        """By tensor, the roles in which rules that name no tensor give it what it should have."""
+        known: dict[object, frozenset[str]] = {}
+        found = {}
+        for name, wish in self.wishes.items():
+            key = wish.alike
+            if key not in known:
+                known[key] = wish.right_roles(rules, self.axes)
+            found[name] = known[key]
+        return found
+
     def _pin_what_differs(self, layout: Layout) -> bool:
         """Whether the completion decides otherwise; what it does is pinned from now on."""
-        found, undecided = recomplete(self.graph, layout, self.axes, self.decisions)
+        found, undecided = recomplete(self.graph, layout, self.axes, self.decisions, self.known)
         differs = False
         for node in self.graph.nodes:
             wanted, got = self.decisions.ops[node.name], found.ops[node.name]

@@ -40,6 +40,11 @@ class Wish:
         """Whether all roles want the same."""
         return len({splits for _, splits in self.roles}) == 1
 
+    @property
+    def alike(self) -> object:
+        """Equal for tensors of which rules that name no tensor are equally right."""
+        return self.tensor.atoms, self.tensor.shape, self.roles
+
     def right_roles(self, layout: Layout, axes: Mapping[str, int]) -> frozenset[str]:
         """The roles in which a layout gives the tensor what it should have."""
         try:

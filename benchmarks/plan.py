@@ -1,0 +1,149 @@
+"""How long it takes from a model to the graph of one rank, stage by stage, beside a bare export of the same model.
+
+    python -m benchmarks.plan                       # Llama-3-8B on dp=8,tp=8, cluster h100, 70 GiB a device
+    python -m benchmarks.plan --layers 8 --dtype bfloat16 --mesh dp=64 --memory 80
+
+Stages: `trace`; `search`, which proves its bound; `experts`, the strategies that are priced beside what was found;
+`text`, the plan written (as `save` and the cache do) and read again, as the other ranks do; `rewrite`, the graph that
+one rank runs. Seconds are the processor's, which other programs do not count into, in one process, after a small model
+has been through all of it. No process group of that size is needed: one that sends nothing stands in for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import autopar
+from autopar.completion import Decisions
+from autopar.errors import AutoparWarning
+from autopar.front import FromPlan
+from autopar.layout.holds import Holding
+from autopar.mesh import Mesh
+from autopar.rewrite.bucket import Handling, Synchronisation
+from autopar.rewrite.buckets import Parameters
+from autopar.rewrite.emit import emit
+from autopar.rewrite.functions import Groups
+from autopar.search.work import Progress
+from autopar.search_plan import Asked, plan_graph
+from autopar.tracing.graph import NamedGraph
+from examples.llama3_8b import llama3_8b
+
+STAGES = ("export", "trace", "search", "experts", "text", "rewrite")
+
+
+class Clock:
+    """The processor's seconds, stage by stage."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self.last = time.process_time()
+        self.seconds: dict[str, float] = {}
+
+    def done(self, stage: str) -> None:
+        now = time.process_time()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self.last
+        self.last = now
+
+    def told(self, progress: Progress) -> None:
+        """What the planner tells of itself."""
+        self.done(progress.stage)
+
+
+def llama(layers: int, dtype: torch.dtype) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    torch.set_default_dtype(dtype)
+    try:
+        return llama3_8b(layers=layers, loss=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def silent_groups(mesh: Mesh) -> Iterator[Groups]:
+    """The process groups of as many processes, of which this is the first; nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.size)
+    try:
+        yield Groups(init_device_mesh("cpu", tuple(mesh.sizes), mesh_dim_names=mesh.names))
+    finally:
+        dist.destroy_process_group()
+
+
+def measured(layers: int, dtype: torch.dtype, mesh: Mesh, asked: Asked) -> tuple[dict[str, float], autopar.Plan]:
+    """The seconds of every stage, and the plan."""
+    model, inputs = llama(layers, dtype)
+    clock = Clock()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        torch.export.export(model, (), inputs, strict=False).run_decompositions({})
+    clock.done("export")
+    model, inputs = llama(layers, dtype)
+    gc.collect()
+    clock.last = time.process_time()
+    graph = autopar.trace(model, inputs)
+    clock.done("trace")
+    plan = plan_graph(graph, (mesh,), None, asked, clock.told)
+    _ = plan.costs
+    clock.done("search")
+    text = plan.text
+    clock.done("text")
+    axes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    decisions = FromPlan(text, "<plan>", axes, None).read(graph, text)
+    clock.done("text")
+    with silent_groups(mesh) as groups:
+        clock.last = time.process_time()
+        emit(graph, decisions, groups, asked.outputs, asked.local_inputs, parameters_of(graph, decisions))
+        clock.done("rewrite")
+    return clock.seconds, plan
+
+
+def parameters_of(graph: NamedGraph, decisions: Decisions) -> Parameters:
+    """As a parallel module handles them that computes in the dtypes in which it stores."""
+    none = Holding(False, False, False)
+    held = {tensor.name: (tensor.dtype, decisions.holdings.get(tensor.name, none)) for tensor in graph.parameters}
+    found = {
+        name: Handling(dtype, dtype, dtype, holding.deferred, holding.again, holding.lasting)
+        for name, (dtype, holding) in held.items()
+    }
+    return Parameters(found, Synchronisation())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--mesh", default="dp=8,tp=8")
+    parser.add_argument("--cluster", default="h100")
+    parser.add_argument("--memory", type=float, default=70.0, help="GiB on each device")
+    parser.add_argument("--time-limit", type=float, default=120.0)
+    given = parser.parse_args()
+    warnings.simplefilter("ignore", AutoparWarning)
+    asked = Asked(given.cluster, given.memory * 2**30, time_limit=given.time_limit, cache=False)
+    mesh = Mesh(given.mesh)
+    measured(1, torch.float32, mesh, asked)
+    print(f"{'dtype':>9}", *(f"{stage:>8}" for stage in STAGES), f"{'total':>8} {'/ export':>8}  plan", flush=True)
+    for dtype in given.dtype:
+        seconds, plan = measured(given.layers, getattr(torch, dtype), mesh, asked)
+        ours = sum(seconds[stage] for stage in STAGES[1:])
+        found = (
+            f"{1e3 * plan.step_seconds:.1f} ms, {plan.memory_bytes / 2**30:.1f} GiB, gap {100 * (plan.gap or 0):.3f} %"
+        )
+        print(
+            f"{dtype:>9}",
+            *(f"{seconds[stage]:8.2f}" for stage in STAGES),
+            f"{ours:8.2f} {ours / seconds['export']:8.2f}  {found}, from {plan.origin}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""What is remembered between completions changes nothing of them."""
+
+from __future__ import annotations
+
+import pytest
+
+import autopar
+from autopar.completion import Known, complete
+from autopar.errors import LayoutError
+from autopar.layout.choosing import axes_of
+from autopar.layout.strategies import load_strategy, strategy_names
+from autopar.planning.experts import _assignments
+from autopar.tracing.graph import NamedGraph
+from examples.hf import hf
+
+AXES = {"dp": 2, "tp": 2}
+
+
+@pytest.fixture(scope="module", params=["llama", "t5", "resnet"])
+def graph(request: pytest.FixtureRequest) -> NamedGraph:
+    return autopar.trace(*hf(request.param, batch=4, seq=8, train=True))
+
+
+def test_a_completion_beside_others_is_the_same_as_alone(graph: NamedGraph) -> None:
+    known = Known()
+    found = []
+    for name in strategy_names():
+        strategy = load_strategy(name)
+        for meaning in _assignments(axes_of(strategy), AXES):
+            layout = strategy.on_axes(meaning)
+            try:
+                alone = complete(graph, layout, AXES)
+            except LayoutError as error:
+                with pytest.raises(LayoutError, match=str(error).partition(":")[0]):
+                    complete(graph, layout, AXES, known)
+                continue
+            found.append(complete(graph, layout, AXES, known))
+            assert found[-1] == alone
+    assert len({id(one) for one in found}) < len(found)  # some ask the same of every tensor
+
+
+def test_equal_ops_of_repeated_layers_have_one_form() -> None:
+    graph = autopar.trace(*hf("llama", batch=4, seq=8, num_hidden_layers=3))
+    forms = graph.forms
+    names = [node.name for node in graph.nodes if node.name.endswith("mlp.up_proj/linear")]
+    assert len(names) == 3
+    assert len({forms[name] for name in names}) == 1
+    (down, *_) = (node.name for node in graph.nodes if node.name.endswith("mlp.down_proj/linear"))
+    assert forms[down] != forms[names[0]]
