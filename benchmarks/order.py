@@ -14,26 +14,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
-import statistics
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 import autopar
 from autopar.cost.cluster import load_cluster
 from autopar.cost.evaluate import evaluate
 from autopar.decided import Plan
 from autopar.layout.choosing import choose_layout
+from benchmarks.interleaved import Run, faster_share, measured_seconds, undisturbed
 from benchmarks.published.metrics import Pair, kendall_tau
 from examples.gpt import gpt
 
@@ -61,59 +53,6 @@ def predicted_seconds(size: str, ranks: int, cluster: str) -> dict[str, float]:
     return found
 
 
-def measured_seconds(size: str, ranks: int, steps: int) -> dict[str, list[float]]:
-    """By strategy, of every real step with SGD."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "times.json")
-        spawn(_rank, (size, ranks, steps, port, str(result)), nprocs=ranks)
-        times: dict[str, list[float]] = json.loads(result.read_text())
-        return times
-
-
-def undisturbed(seconds: Sequence[float]) -> float:
-    """The median of the faster half."""
-    return statistics.median(sorted(seconds)[: (len(seconds) + 1) // 2])
-
-
-def faster_share(one: Sequence[float], other: Sequence[float]) -> float:
-    """In which share of the rounds one was faster than the other."""
-    return sum(a < b for a, b in zip(one, other, strict=True)) / len(one)
-
-
-def _rank(rank: int, size: str, ranks: int, steps: int, port: int, result: str) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    modules = {}
-    for strategy in STRATEGIES:
-        torch.manual_seed(0)
-        model, inputs = gpt(**SIZES[size])
-        module = autopar.parallelize(model, f"{axis_of(strategy)}={ranks}", inputs, layout=strategy)
-        modules[strategy] = (module, torch.optim.SGD(module.parameters(), lr=1e-3), inputs)
-    times: dict[str, list[float]] = {strategy: [] for strategy in STRATEGIES}
-    for step in range(steps + WARM_UP):
-        for strategy, (module, optimizer, inputs) in modules.items():
-            dist.barrier()
-            start = time.perf_counter()
-            optimizer.zero_grad(set_to_none=True)
-            module(**inputs).backward()
-            optimizer.step()
-            spent = torch.tensor(time.perf_counter() - start)
-            dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-            if step >= WARM_UP:
-                times[strategy].append(spent.item())
-    if rank == 0:
-        Path(result).write_text(json.dumps(times))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-WARM_UP = 3
-
-
 SURE = 0.75
 """Below this share of the rounds, which of two is faster is noise."""
 
@@ -136,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = {}
     for size in given.size or SIZES:
         predicted = predicted_seconds(size, given.ranks, given.cluster)
-        rounds = measured_seconds(size, given.ranks, given.steps)
+        runs = {strategy: Run(f"{axis_of(strategy)}={given.ranks}", strategy) for strategy in STRATEGIES}
+        rounds = measured_seconds(partial(gpt, **SIZES[size]), runs, given.ranks, given.steps)
         measured = {strategy: undisturbed(seconds) for strategy, seconds in rounds.items()}
         order = sorted(STRATEGIES, key=lambda name: measured[name])
         shares = {one: faster_share(rounds[one], rounds[below]) for one, below in pairwise(order)}
