@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import mean, median
 
 import torch
 import torch.distributed as dist
@@ -131,7 +131,23 @@ def _ranks_per_core(place: _Place) -> float:
     return place.ranks_per_node * torch.get_num_threads() / len(os.sched_getaffinity(0))
 
 
-def _seconds(place: _Place, budget: Budget, run: Callable[[], object], active: bool = True) -> float:
+def _undisturbed(times: list[float]) -> float:
+    """The median of the faster half; -1 of none."""
+    return median(sorted(times)[: (len(times) + 1) // 2]) if times else -1.0
+
+
+def _in_turns(times: list[float]) -> float:
+    """The mean, for ranks that share cores: each is in the others' way, and over a step that adds up."""
+    return mean(times) if times else -1.0
+
+
+def _seconds(
+    place: _Place,
+    budget: Budget,
+    run: Callable[[], object],
+    active: bool = True,
+    summary: Callable[[list[float]], float] = _undisturbed,
+) -> float:
     """The time of a call; ranks that are not active wait for the others."""
     times: list[float] = []
     if active:
@@ -145,12 +161,7 @@ def _seconds(place: _Place, budget: Budget, run: Callable[[], object], active: b
     _together(place)
     if active:
         times = [_timed(place, run, inside) for _ in range(repetitions)]
-    return median(spent for spent in _of_all(place, _undisturbed(times)) if spent >= 0)
-
-
-def _undisturbed(times: list[float]) -> float:
-    """The median of the faster half; -1 of none."""
-    return median(sorted(times)[: (len(times) + 1) // 2]) if times else -1.0
+    return median(spent for spent in _of_all(place, summary(times)) if spent >= 0)
 
 
 def _timed(place: _Place, run: Callable[[], object], count: int) -> float:
@@ -267,7 +278,8 @@ def _collective(
     left_out: bool,
 ) -> Measured:
     run = _call(kind, group, size, place.device)
-    return Measured(kind, level, ranks, float(size), _seconds(place, budget, run), left_out)
+    summary = _in_turns if _ranks_per_core(place) > 1 else _undisturbed
+    return Measured(kind, level, ranks, float(size), _seconds(place, budget, run, summary=summary), left_out)
 
 
 def _call(kind: str, group: dist.ProcessGroup, size: int, device: torch.device) -> Callable[[], object]:
