@@ -30,7 +30,7 @@ from functools import lru_cache
 from itertools import combinations, permutations, product
 from math import prod
 
-from autopar.layout.state import Atoms, Layout, Piece, nested
+from autopar.layout.state import Atoms, Layout, Piece, common_axes, longest, nested
 
 __all__ = ["LOCAL", "Link", "Reshard", "Step", "StepKind", "reshard", "steps"]
 
@@ -216,7 +216,7 @@ class _Search:
     def __post_init__(self) -> None:
         pairs = list(zip(self.source.splits, self.target.splits, strict=True))
         # The major axes that an atom has in both layouts stay where they are.
-        self.fixed = tuple(_common(before, after) for before, after in pairs)
+        self.fixed = tuple(common_axes(before, after) for before, after in pairs)
         kept = {axis for (split, _), fixed in zip(pairs, self.fixed, strict=True) for axis in split[:fixed]}
         kept |= self.source.partial & self.target.partial
         mentioned = {*self.source.axes, *self.target.axes}
@@ -342,10 +342,7 @@ class _Maker:
 
     def _extent(self, atom: int, split: tuple[str, ...]) -> int:
         """The longest local extent of an atom."""
-        extent = self.atoms.sizes[atom]
-        for axis in split:
-            extent = -(-extent // self.axes[axis])
-        return extent
+        return longest(self.atoms.sizes[atom], split, self.axes)
 
     def _local_numel(self, layout: Layout, leave_out: tuple[int, ...] = ()) -> int:
         splits = enumerate(layout.splits)
@@ -412,13 +409,6 @@ def _busiest(extent: int, other: int | None, sizes: tuple[int, ...], order: tupl
 def _exact(number: float) -> int | Fraction:
     """Sums of these do not depend on their order, so ties are ties. Whole numbers are much the faster ones."""
     return int(number) if number == int(number) else Fraction(number)
-
-
-def _common(one: tuple[str, ...], other: tuple[str, ...]) -> int:
-    count = 0
-    while count < min(len(one), len(other)) and one[count] == other[count]:
-        count += 1
-    return count
 
 
 def _overlap(one: Piece, other: Piece) -> int:

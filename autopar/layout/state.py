@@ -21,7 +21,7 @@ from typing import Any
 
 from autopar.errors import LayoutError
 
-__all__ = ["Atoms", "Layout", "Piece", "State", "chunk", "coordinates", "nested"]
+__all__ = ["Atoms", "Layout", "Piece", "State", "chunk", "common_axes", "coordinates", "longest", "nested"]
 
 Piece = tuple[int, int]
 """Where a rank's part of one atom starts, and how long it is."""
@@ -167,6 +167,21 @@ def nested(extent: int, cuts: Iterable[tuple[int, int]]) -> Piece:
         offset, extent = chunk(extent, count, index)
         start += offset
     return start, extent
+
+
+def longest(extent: int, split: Iterable[str], axes: Mapping[str, int]) -> int:
+    """The longest piece of an extent that axes split."""
+    for axis in split:
+        extent = -(-extent // axes[axis])
+    return extent
+
+
+def common_axes(one: tuple[str, ...], other: tuple[str, ...]) -> int:
+    """How many major axes two splits of an atom begin with alike."""
+    count = 0
+    while count < min(len(one), len(other)) and one[count] == other[count]:
+        count += 1
+    return count
 
 
 def coordinates(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:

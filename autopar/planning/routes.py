@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
-from autopar.layout.state import Atoms, Layout
+from autopar.layout.state import Atoms, Layout, common_axes, longest
 from autopar.reshard import steps
 
 __all__ = ["Leg", "Routes"]
@@ -67,16 +67,11 @@ class Routes:
             return ()
         places = {atom.place for atom in kept}
         scale = prod((atom.times for atom in kept), start=1.0)
-        scale *= prod(self._longest(sizes[i], source.splits[i]) for i in range(len(sizes)) if i not in places)
+        scale *= prod(longest(sizes[i], source.splits[i], self.axes) for i in range(len(sizes)) if i not in places)
         return tuple(
             Leg(leg.kind, leg.axes, leg.numel * scale, leg.local, leg.before * scale, leg.larger * scale)
             for leg in legs
         )
-
-    def _longest(self, size: int, axes: tuple[str, ...]) -> int:
-        for axis in axes:
-            size = -(-size // self.axes[axis])
-        return size
 
     def _kept(self, sizes: tuple[int, ...], source: Layout, target: Layout) -> list[_Atom]:
         """The atoms that matter: those that the layouts cut differently, and the one that may serve on the way."""
@@ -84,9 +79,7 @@ class Routes:
         cut: list[int] = []
         still = source.partial & target.partial
         for i, (before, after) in enumerate(zip(source.splits, target.splits, strict=True)):
-            common = 0
-            while common < min(len(before), len(after)) and before[common] == after[common]:
-                common += 1
+            common = common_axes(before, after)
             fixed.append(common)
             still = still | set(before[:common])
             if before[common:] or after[common:]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from autopar.cost.compute import seconds_of_bytes
-from autopar.layout.state import Layout
+from autopar.layout.state import Layout, longest
 from autopar.planning.candidates import Stored
 from autopar.planning.routes import Leg, Routes
 from autopar.planning.setting import Setting
@@ -182,7 +182,7 @@ class Tables:
         key = "gib", sizes, layout.splits
         found = self.known.get(key)
         if found is None:
-            cuts = (ceil_over(size, axes, self.setting.axes) for size, axes in zip(sizes, layout.splits, strict=True))
+            cuts = (longest(size, axes, self.setting.axes) for size, axes in zip(sizes, layout.splits, strict=True))
             found = self.known[key] = prod(cuts) / 2**30
         return float(found * itemsize)
 
@@ -335,13 +335,6 @@ class Tables:
             table = self.known[whole] = Table(parts, rows, columns)
         assert isinstance(table, Table)
         return table
-
-
-def ceil_over(size: int, axes: tuple[str, ...], mesh: Mapping[str, int]) -> int:
-    """The longest piece of an extent."""
-    for axis in axes:
-        size = -(-size // mesh[axis])
-    return size
 
 
 def block_of(name: str) -> str:
