@@ -86,9 +86,9 @@ def _options(setting: Setting, demands: Demands, node: NamedNode, ways: Ways | N
         sites = {axis: ways.sites[kind].get(axis, ()) for axis in axes}
         passes = {axis: ways.passes[kind].get(axis, ()) for axis in axes}
     if pin is not None:
-        sites = dict(pinned_sites(pin, node))
+        sites = pinned_sites(pin, node)
         own = pinned_passings(pin, node)
-        passes = {axis: own.get(axis, ways) for axis, ways in passes.items() if axis not in sites}
+        passes = {axis: own.get(axis, every) for axis, every in passes.items() if axis not in sites}
     uneven = _NearlyEven(node, axes, () if pin is None else uneven_sites(pin, node))
     found: dict[object, Option] = {}
     for choice in choices(node, sites, axes, uneven, passes):

@@ -20,7 +20,7 @@ from autopar.layout.state import Layout
 from autopar.planning.setting import Setting
 from autopar.tracing.graph import NamedNode
 
-__all__ = ["MOST_AXES", "Joined", "Ways", "joined_meshes", "ways_of"]
+__all__ = ["MOST_AXES", "Joined", "Ways", "joined_meshes", "kind_of", "ways_of"]
 
 MOST_AXES = 2
 """As many are searched at once with all their choices."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from autopar.contracts import check_contracts
 from autopar.conversions import conversions
@@ -19,17 +18,10 @@ from autopar.planning.demands import Demands
 from autopar.planning.setting import Setting
 from autopar.search.work import Progress
 
-__all__ = ["Priced", "Race"]
+__all__ = ["Race"]
 
 CONTRACTS = (Guard, Limit, Same)
 """Statements about the whole of a plan: they are checked on each that would be the best."""
-
-
-@dataclass(frozen=True)
-class Priced:
-    plan: Plan
-    seconds: float
-    peak_bytes: float
 
 
 class Race:
@@ -60,7 +52,6 @@ class Race:
         self.passed: Plan | None = None
         """The fastest plan that does not fit."""
         self.passed_seconds = float("inf")
-        self.priced: list[Priced] = []
 
     @property
     def floor(self) -> float:
@@ -75,7 +66,6 @@ class Race:
         """Price a plan, and keep it if it is the best that fits."""
         self.is_broken = False
         costs = evaluate(self.setting.graph, plan, self.setting.cluster)
-        self.priced.append(Priced(plan, costs.step_seconds, costs.memory.peak_bytes))
         self.least_bytes = min(self.least_bytes, costs.memory.peak_bytes)
         if costs.memory.peak_bytes > self.limit:
             if costs.step_seconds < self.passed_seconds:

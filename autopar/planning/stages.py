@@ -47,6 +47,8 @@ class Work:
     ways: Ways | None = None
     joined: Joined | None = None
     tables: Tables = field(init=False)
+    spread: list[tuple[Plan, Costs]] = field(default_factory=list, init=False)
+    """Of joined axes: all plans that were offered, on the mesh as it is."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tables", Tables(self.setting, Routes(self.setting.axes)))
@@ -63,9 +65,12 @@ class Work:
         return promised(made, self.demands, self.tables)
 
     def offer(self, plan: Plan) -> Costs:
-        if self.joined is not None:
-            plan = self.joined.spread(plan)
-        return self.race.offer("search", plan)
+        if self.joined is None:
+            return self.race.offer("search", plan)
+        plan = self.joined.spread(plan)
+        costs = self.race.offer("search", plan)
+        self.spread.append((plan, costs))
+        return costs
 
     def search(self, model: Model, limit_gib: float, deadline: float, hint: Floats | None = None) -> Search:
         """A search that tells the race of all that it finds."""
@@ -155,14 +160,15 @@ def worthwhile(work: Work) -> Ways:
     setting, race = work.setting, work.race
     plans = [] if race.plan is None else [race.plan]
     if not work.demands.is_empty:  # what is found does not heed them, and so is not for this race
-        free = Demands(setting.graph, setting.axes, Layout(()), free=True)
-        race = Race(setting, race.limit, race.began, None, free)
+        nothing = Demands(setting.graph, setting.axes, Layout(()), free=True)
+        race = Race(setting, race.limit, race.began, None, nothing)
     meshes = list(joined_meshes(setting))
     for number, (joined, merged) in enumerate(meshes):
         now = time.monotonic()
         until = now + (work.deadline - now) / (len(meshes) - number + 1)
-        race.priced.clear()
-        settle(Work(merged, Demands(merged.graph, merged.axes, Layout(()), free=True), race, until, joined=joined))
-        best = sorted(race.priced, key=lambda one: (one.peak_bytes > race.limit, one.seconds))
-        plans += [one.plan for one in best[:MOST_FOLLOWED]]
+        free = Demands(merged.graph, merged.axes, Layout(()), free=True)
+        coarse = Work(merged, free, race, until, joined=joined)
+        settle(coarse)
+        best = sorted(coarse.spread, key=lambda one: (one[1].memory.peak_bytes > race.limit, one[1].step_seconds))
+        plans += [plan for plan, _ in best[:MOST_FOLLOWED]]
     return ways_of(setting, plans)
