@@ -65,6 +65,42 @@ def test_a_plan_that_was_kept_is_found_without_a_search(
         search_plan.plan_graph(graph, (Mesh("dp=2"),), "* -> none", asked)
 
 
+def test_what_another_planner_found_is_not_found_again(
+    graph: autopar.NamedGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from autopar import search_plan
+    from autopar.written import cache
+
+    asked = Asked("local-cpu", time_limit=2)
+    first = search_plan.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
+    solved = search_plan.solve_plan
+    warm = []
+    monkeypatch.setattr(
+        search_plan, "solve_plan", lambda *args, **given: warm.append(given["warm"]) or solved(*args, **given)
+    )
+    monkeypatch.setattr(cache, "planner_version", lambda: "another")
+    search_plan.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
+    assert [one.decisions.stored for one in warm] == [first.decided.decisions.stored], "it is begun from"
+
+
+def test_any_line_of_the_code_makes_another_planner(tmp_path: Path) -> None:
+    from autopar.written.cache import planner_version
+
+    versions = []
+    for number, (name, text) in enumerate(
+        [("a.py", "x = 1"), ("a.py", "x = 2"), ("b.py", "x = 2"), ("b/a.py", "x = 2")]
+    ):
+        place = tmp_path / str(number) / name
+        place.parent.mkdir(parents=True)
+        place.write_text(text)
+        versions.append(planner_version(tmp_path / str(number)))
+    assert len(set(versions)) == 4
+    (tmp_path / "0" / "__pycache__").mkdir()
+    (tmp_path / "0" / "__pycache__" / "a.pyc").write_bytes(b"")
+    assert planner_version.__wrapped__(tmp_path / "0") == versions[0], "only sources count"
+    assert planner_version() == planner_version(Path(autopar.__file__).parent)
+
+
 def test_other_sizes(megatron: Plan) -> None:
     for batch in (4, 5):
         graph = autopar.trace(*gpt(batch=batch))
