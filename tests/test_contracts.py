@@ -9,12 +9,15 @@ from torch import nn
 import autopar
 from autopar.completion import complete
 from autopar.contracts import check_contracts, check_memory
+from autopar.conversions import conversions
 from autopar.cost.layers import again
 from autopar.cost.memory import memory
 from autopar.cost.profile import wire_of
 from autopar.decided import Plan
 from autopar.errors import LayoutError
+from autopar.layout.choosing import choose_layout
 from autopar.layout.language import parse_layout
+from examples.hf import hf
 
 
 def answer(layer: nn.Module, limit: str, ranks: int) -> str:
@@ -101,3 +104,41 @@ def test_a_share_of_a_device() -> None:
         "           | ^\n"
         "fix: write a size, as in 'limit memory 70GiB'"
     )
+
+
+class Pairs(nn.Module):
+    """A loss over all pairs of samples, which no rank has by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.tower(x)
+        return nn.functional.cross_entropy(z @ z.T, torch.arange(len(x)))
+
+
+def test_fsdp_says_what_it_gathers_of_activations() -> None:
+    graph = autopar.trace(Pairs(), (torch.randn(4, 12),))
+    layout = choose_layout("fsdp", {"fsdp": 2})
+    decisions = complete(graph, layout, {"fsdp": 2})
+    with pytest.warns(autopar.AutoparWarning, match="warn all_gather over fsdp is broken by the all_gather"):
+        check_contracts(layout, graph, decisions, conversions(graph, decisions, "sharded"))
+
+
+SPLIT = {
+    "deepseek_v3": ("model.layers.0.self_attn.q_b_proj.weight", "heads"),
+    "falcon": ("transformer.h.0.mlp.dense_h_to_4h.weight", "d_ff"),
+    "albert": ("albert.embeddings.word_embeddings.weight", "vocab"),
+}
+
+
+@pytest.mark.parametrize("strategy", ["megatron", "megatron_sp", "fsdp_tp"])
+@pytest.mark.parametrize("architecture", SPLIT)
+def test_no_two_dims_of_a_weight_claim_the_axis_of_a_strategy(architecture: str, strategy: str) -> None:
+    """Beside a low-rank dim, one head of keys, and the dim of a narrow table there is what is split."""
+    graph = autopar.trace(*hf(architecture))
+    decisions = complete(graph, choose_layout(strategy, {"tp": 2}), {"tp": 2})
+    name, dim = SPLIT[architecture]
+    (place,) = (i for i, atom in enumerate(graph.tensors[name].atoms) if dim in atom.names)
+    assert decisions.stored[name].splits[place] == ("tp",)

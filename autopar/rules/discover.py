@@ -356,7 +356,7 @@ def _with_kinds(trial: _Trial, runs: Sequence[Run], rule: Rule) -> Rule:
         if said is not None and (said is not FactorKind.SUM or kind is FactorKind.PARALLEL):
             contracted.append((factor, said))
     used = tuple(word for word in rule.localise if word.partition("=")[2] in {"", *found})
-    return replace(rule, whole=rule.whole - found.keys(), contracted=tuple(contracted), localise=used)
+    return replace(rule, whole=rule.whole.difference(found), contracted=tuple(contracted), localise=used)
 
 
 def _attempts(rule: Rule, factor: str) -> Iterator[tuple[FactorKind, FactorKind | None]]:

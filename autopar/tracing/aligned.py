@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-__all__ = ["pair_aligned"]
+__all__ = ["pair_aligned", "value_of"]
 
 aten = torch.ops.aten
 
@@ -182,14 +182,18 @@ def _counts(index: Node, size: int, rank: int) -> int | None:
     longer = [dim for dim, extent in enumerate(shape) if extent != 1]
     if len(longer) != 1 or shape[longer[0]] != size:
         return None
-    value = _value(index, {})
+    value = value_of(index)
     if value is None or not torch.equal(value.reshape(-1), torch.arange(size, dtype=value.dtype)):
         return None
     return longer[0] + rank - len(shape)
 
 
-def _value(node: Node, known: dict[Node, Tensor | None]) -> Tensor | None:
+def value_of(node: Node) -> Tensor | None:
     """The value of a tensor that depends on nothing but numbers in the graph; None for any other."""
+    return _value(node, {})
+
+
+def _value(node: Node, known: dict[Node, Tensor | None]) -> Tensor | None:
     if node in known:
         return known[node]
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or len(known) >= MOST_STEPS:

@@ -16,7 +16,7 @@ from autopar.annotate import tracing
 from autopar.errors import TraceError
 from autopar.tracing.arguments import bind, flatten_arguments, plain_call, signature_of
 from autopar.tracing.exported import Exported, Mutation, OutputTree, Placeholder
-from autopar.tracing.normalise import normalise
+from autopar.tracing.normalise import drop_checks, normalise
 from autopar.tracing.origin import record_origins
 from autopar.tracing.quiet import quiet
 from autopar.tracing.refusal import Refusal, Refusing, check_static
@@ -49,8 +49,9 @@ def export(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Exp
             program = program.run_decompositions({})
     graph_module = program.graph_module
     record_origins(graph_module.graph, PREFIX)
-    normalise(graph_module.graph, device)
+    drop_checks(graph_module.graph)
     check_static(graph_module.graph, owner)
+    normalise(graph_module.graph, device)
     placeholders, aliases = _placeholders(program, model, flat)
     graph_module.recompile()
     assert isinstance(flat.node, Mapped), "arguments are a dict"

@@ -9,9 +9,11 @@ from torch.fx import Graph, Node
 
 from autopar.annotate import constrain_op, named_op
 from autopar.tracing.aligned import pair_aligned
+from autopar.tracing.bags import bags_as_rows
+from autopar.tracing.inserting import arguments_of, insert, replaced
 from autopar.tracing.losses import mean_losses_as_sums
 
-__all__ = ["normalise"]
+__all__ = ["drop_checks", "normalise"]
 
 aten = torch.ops.aten
 
@@ -24,6 +26,7 @@ _CHECKS = (
     aten.sym_constrain_range_for_size.default,
 )
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
+_WRITES = (aten.slice_scatter.default, aten.select_scatter.default)
 _FACTORIES: dict[Any, Any] = {
     aten.new_zeros.default: aten.zeros.default,
     aten.new_ones.default: aten.ones.default,
@@ -32,14 +35,20 @@ _FACTORIES: dict[Any, Any] = {
 }
 
 
+def drop_checks(graph: Graph) -> None:
+    """Erase checks, and what was computed for them alone."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _CHECKS:
+            graph.erase_node(node)
+    remove_dead(graph)
+
+
 def normalise(graph: Graph, device: torch.device | None) -> None:
     marks = {named_op(): "named", constrain_op(): "constrain"}
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target in _CHECKS:
-            graph.erase_node(node)
-        elif node.target is aten.alias.default:
+        if node.target is aten.alias.default:
             _replace(node, node.args[0])
         elif node.target in marks:
             source: Any = node.args[0]
@@ -53,11 +62,14 @@ def normalise(graph: Graph, device: torch.device | None) -> None:
             _replace_copy(graph, node)
         elif node.target is aten.type_as.default:
             _replace(node, _cast(graph, node.args[0], node))  # the other tensor is asked for its type only
+        elif node.target in _WRITES and node.meta["val"].is_complex():
+            _write_pairs(node)
         elif node.target in _FACTORIES:
             _replace(node, _made_anew(graph, node, device))  # the tensor is asked for its type only
         elif "device" in node.kwargs:
             _free_of_device(node, device)
     mean_losses_as_sums(graph)
+    bags_as_rows(graph)
     pair_aligned(graph)
     remove_dead(graph)
 
@@ -95,6 +107,19 @@ def _replace_copy(graph: Graph, node: Node) -> None:
     _replace(node, value)
 
 
+def _write_pairs(node: Node) -> None:
+    """A write into a slice has no derivative where numbers are complex: write real and imaginary parts."""
+    arguments = arguments_of(node)
+    rank = arguments["self"].meta["val"].dim()
+    pairs = {}
+    for name in ("self", "src"):
+        settled = insert(node, aten.resolve_conj.default, arguments[name])
+        pairs[name] = insert(node, aten.view_as_real.default, settled)
+    rest = {name: value for name, value in arguments.items() if name not in pairs}
+    written = insert(node, node.target, *pairs.values(), **{**rest, "dim": arguments["dim"] % rank})
+    replaced(node, insert(node, aten.view_as_complex.default, written))
+
+
 def _cast(graph: Graph, value: Any, node: Node) -> Any:
     """A value in the dtype and on the device of a node, which it stands in for."""
     have, want = value.meta["val"], node.meta["val"]
@@ -128,8 +153,8 @@ def _drop_nothing(node: Node) -> None:
 
 
 def _is_nothing(val: torch.Tensor) -> bool:
-    """Whether a tensor has the shape [0]; a size that is not known yet is refused later."""
-    return [str(size) for size in val.shape] == ["0"]
+    """Whether a tensor has the shape [0]."""
+    return tuple(val.shape) == (0,)
 
 
 def _like(made: Node, node: Node, val: torch.Tensor) -> Node:

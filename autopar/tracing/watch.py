@@ -56,6 +56,8 @@ def watched(ambient_grad: bool, device: torch.device | None) -> Iterator[None]:
             (torch.autograd, "backward", _refused_gradient("backward()")),
             (torch, "tensor", _keeping_data(torch.tensor)),
             (torch.Tensor, "new_tensor", _new_tensor),
+            (torch.nn.modules.transformer, "_detect_is_causal_mask", _said_to_be_causal),
+            (torch.distributions.Distribution, "_validate_args", False),  # it asks values, and changes none
             (torch.inference_mode, "__enter__", _entering_without_grad(torch.inference_mode.__enter__)),
             (torch.inference_mode, "__exit__", _exiting_without_grad(torch.inference_mode.__exit__)),
             (export_trace, "print", _print_nothing),
@@ -140,6 +142,11 @@ def _keeping_data(original: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
 def _new_tensor(like: torch.Tensor, data: Any, *, dtype: Any = None, device: Any = None, **rest: Any) -> torch.Tensor:
     return torch.tensor(data, dtype=dtype or like.dtype, device=like.device if device is None else device, **rest)
+
+
+def _said_to_be_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """`nn.Transformer` reads a mask to find a faster way to the same; unread, the mask is used as it is."""
+    return is_causal is True
 
 
 def _entering_without_grad(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -40,7 +40,7 @@ def test_what_megatron_says() -> None:
         'strategy megatron "tensor parallel: heads, d_ff and vocab"\n'
         "batch -> dp\n"
         "(heads, kv_heads, d_ff) -> tp\n"
-        "vocab -> tp pad\n"
+        "vocab -> tp pad | none !1\n"
         "* -> none\n"
     )
 

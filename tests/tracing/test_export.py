@@ -238,7 +238,23 @@ def typed(net: Net, x: torch.Tensor) -> torch.Tensor:
     return net.second(x).type_as(x) + narrow.type_as(x) + made
 
 
-@pytest.mark.parametrize("function", [inplace, zeroed, accumulated, strided, heads, several_results, typed])
+def complex_numbers(net: Net, x: torch.Tensor) -> torch.Tensor:
+    spectrum = torch.fft.rfft(net.first(x), dim=-1)
+    low = torch.zeros_like(spectrum)
+    low[:, :2] = spectrum[:, :2].conj()
+    low[0] = spectrum[1]
+    return net.second(torch.fft.irfft(low.conj(), n=4, dim=-1))
+
+
+def distribution(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """Its arguments are checked by their values."""
+    return torch.distributions.Normal(net.first(x), F.softplus(net.second(x))).log_prob(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [inplace, zeroed, accumulated, strided, heads, several_results, typed, complex_numbers, distribution],
+)
 def test_ops_that_need_care(function: Callable[..., Any]) -> None:
     assert_equal(function)
 

@@ -127,6 +127,11 @@ def wrong_shape(net: Net, x: torch.Tensor) -> torch.Tensor:
     return x @ torch.zeros(3, 3)
 
 
+def experts(net: Net, x: torch.Tensor) -> torch.Tensor:
+    rows, columns = torch.where(x > 0)
+    return x[rows, columns]
+
+
 @pytest.mark.parametrize(
     ("function", "line", "problem", "fix"),
     [
@@ -134,6 +139,7 @@ def wrong_shape(net: Net, x: torch.Tensor) -> torch.Tensor:
         (loops, "return x.repeat(int(x.sum().item()), 1)", "depends on the data in a tensor", "torch.where"),
         (numbers, "return x * x.sum().item()", "a number, depends on the data in a tensor", "keep sizes fixed"),
         (selects, "return x[x > 0]", "the size of a tensor, or a number, depends on the data", "use a mask"),
+        (experts, "rows, columns = torch.where(x > 0)", "the size of a tensor, or a number, depends", "use a mask"),
         (lists, None, "what it returns holds a number that depends on the data in a tensor (at values.0.0)", "return"),
         (
             custom_function,

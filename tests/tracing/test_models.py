@@ -202,6 +202,61 @@ def recommendation() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Model(forward, bottom=bottom, tables=tables, top=nn.Linear(11, 1)), inputs
 
 
+def bags_of_one_length() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Given as rows, or flat with where each begins; weighted; means, and the largest of equal ones."""
+
+    def forward(m: Any, ids: Tensor, weights: Tensor) -> Tensor:
+        begins = torch.arange(0, ids.numel(), ids.shape[1])
+        most = m.most(torch.cat([ids, ids], 1))
+        return m.head(m.sums(ids, per_sample_weights=weights) + m.means(ids.flatten(), begins)) + most
+
+    bags = {
+        name: nn.EmbeddingBag(30, 8, mode=mode) for name, mode in (("sums", "sum"), ("means", "mean"), ("most", "max"))
+    }
+    inputs = torch.randint(0, 30, (5, 3)), torch.randn(5, 3)
+    return Model(forward, **bags, head=nn.Linear(8, 8)), inputs
+
+
+def adapters() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Low-rank additions to layers, as in fine-tuning."""
+
+    def adapted(m: Any, name: str, x: Tensor) -> Tensor:
+        return (
+            getattr(m, name)(x)
+            + functional.dropout(x, 0.1, m.training) @ getattr(m, f"{name}_a").T @ getattr(m, f"{name}_b").T
+        )
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        q, k, v = (split_heads(part, 4) for part in adapted(m, "qkv", x).chunk(3, -1))
+        mixed = functional.scaled_dot_product_attention(q, k, v)
+        x = x + adapted(m, "out", mixed.transpose(1, 2).flatten(2))
+        return x + adapted(m, "down", adapted(m, "up", x).relu())
+
+    layers = {"qkv": (24, 72), "out": (24, 24), "up": (24, 40), "down": (40, 24)}
+    low = {f"{name}_a": weight(3, size[0]) for name, size in layers.items()}
+    low |= {f"{name}_b": weight(size[1], 3) for name, size in layers.items()}
+    return Model(forward, **{name: nn.Linear(*size) for name, size in layers.items()}, **low), (torch.randn(3, 7, 24),)
+
+
+def edges_of_a_graph() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    def forward(m: Any, nodes: Tensor, edges: Tensor) -> Tensor:
+        hidden = m.first(nodes).relu()
+        return m.second(torch.zeros_like(hidden).index_add(0, edges[1], hidden[edges[0]]))
+
+    inputs = torch.randn(9, 6), torch.randint(0, 9, (2, 14))
+    return Model(forward, first=nn.Linear(6, 12), second=nn.Linear(12, 3)), inputs
+
+
+def causal_encoder() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """`nn.TransformerEncoder` asks whether the mask is a causal one."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.encoder(x, mask=torch.triu(torch.full((7, 7), float("-inf"), dtype=x.dtype), 1))
+
+    layer = nn.TransformerEncoderLayer(24, 4, 40, batch_first=True)
+    return Model(forward, encoder=nn.TransformerEncoder(layer, 1)), (torch.randn(3, 7, 24),)
+
+
 def messages() -> tuple[nn.Module, tuple[Tensor, ...]]:
     def forward(m: Any, nodes: Tensor, edges: Tensor) -> Tensor:
         sums = torch.zeros(9, 12, dtype=nodes.dtype).index_add(0, edges[1], m.first(nodes)[edges[0]])
@@ -276,7 +331,20 @@ MODELS: dict[Callable[[], tuple[nn.Module, tuple[Tensor, ...]]], dict[str, str]]
         "features.0.weight": "d_ff d_model",
     },
     u_net: {"inputs.0": "batch channels height width", "down.weight": "channels.1 channels kernel_height kernel_width"},
-    recommendation: {"tables.0.weight": "types d2", "tables.1.weight": "vocab d3"},
+    recommendation: {"tables.0.weight": "types d1", "tables.1.weight": "vocab d1"},
+    bags_of_one_length: {"sums.weight": "vocab d0", "inputs.0": "batch seq", "inputs.1": "batch seq"},
+    adapters: {
+        "qkv_a": "low_rank d_model",
+        "qkv_b": "(d0 (heads head_dim)) low_rank",
+        "out_a": "low_rank (heads head_dim)",
+        "up_a": "low_rank d_model",
+        "up_b": "d_ff low_rank",
+        "down_a": "low_rank d_ff",
+        "down_b": "d_model low_rank",
+        "up.weight": "d_ff d_model",
+    },
+    edges_of_a_graph: {"inputs.0": "batch d0"},
+    causal_encoder: {"inputs.0": STREAM, "encoder.layers.0.linear1.weight": "d_ff d_model"},
     messages: {"first.weight": "d_ff d0", "second.weight": "d1 d_ff"},
     variational: {},
     losses: {},

@@ -34,6 +34,8 @@ STANDARD_NAMES = {
     "whisper": TEXT,
     "wav2vec2": TEXT - {"vocab"},
     "clip": TEXT | IMAGE,
+    "deepseek_v3": TEXT | {"low_rank"},
+    "albert": TEXT | {"position", "types"},
     "mixtral": TEXT | {"kv_heads", "expert"},
     "qwen3_moe": TEXT | {"kv_heads", "expert"},
 }
@@ -64,6 +66,13 @@ WEIGHTS = {
         "vit.layers.0.attention.o_proj.weight": "d_model (heads head_dim)",
         "vit.layers.1.mlp.fc1.weight": "d_ff d_model",
     },
+    "deepseek_v3": {
+        "model.layers.0.self_attn.q_a_proj.weight": "low_rank d_model",
+        "model.layers.0.self_attn.q_b_proj.weight": "(heads head_dim) low_rank",
+        "model.layers.0.self_attn.kv_a_layernorm.weight": "low_rank",
+        "model.layers.0.mlp.down_proj.weight": "d_model d_ff",
+    },
+    "albert": {"albert.embeddings.word_embeddings.weight": "vocab d0"},
     "mixtral": {"model.layers.0.mlp.experts.down_proj": "expert d_model d_ff"},
 }
 

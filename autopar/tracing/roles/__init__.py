@@ -14,7 +14,7 @@ from autopar.tracing.roles.attention import attention, head_dims, head_parts
 from autopar.tracing.roles.experts import experts
 from autopar.tracing.roles.images import channels, images
 from autopar.tracing.roles.leftovers import inputs, tied
-from autopar.tracing.roles.streams import around_heads, layers, streams
+from autopar.tracing.roles.streams import around_heads, layers, low_ranks, streams
 from autopar.tracing.roles.structure import Proposal, Structure
 from autopar.tracing.roles.tables import tables, untied_heads
 
@@ -32,6 +32,7 @@ DETECTORS: tuple[Callable[[Structure], Iterator[Proposal]], ...] = (
     head_parts,
     around_heads,
     channels,
+    low_ranks,
     layers,
     inputs,
     tied,

@@ -55,6 +55,8 @@ def _heads(structure: Structure, dims: tuple[int, ...]) -> int | None:
 
 
 def _named_heads(structure: Structure, heads: int, shared: bool) -> Iterator[Proposal]:
+    if structure.space.size(heads) == 1:
+        return  # one head that all queries share cannot be split, and has no name
     yield heads, "kv_heads" if shared else "heads"
     parts = structure.space.parts(heads)
     if len(parts) == 2:

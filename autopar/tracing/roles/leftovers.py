@@ -10,14 +10,16 @@ __all__ = ["inputs", "tied"]
 
 
 def inputs(structure: Structure) -> Iterator[Proposal]:
-    """What the user feeds: `batch` leads; the second dim of ids is `seq`, and what stands between it and `d_model`."""
+    """What the user feeds: `batch` leads, unless it is taken apart at once (the ends of edges); the second dim of ids
+    is `seq`, and what stands between it and `d_model`."""
     for placeholder in structure.inputs:
         value = structure.values[placeholder.node]
         dims = structure.dims(placeholder.node)
         names = [structure.name(dim) for dim in dims]
-        if value.dim() >= 2 and not structure.space.parts(dims[0]) and "batch" not in names:
+        whole = value.dim() > 0 and structure.is_whole(placeholder.node, 0)
+        if value.dim() >= 2 and not structure.space.parts(dims[0]) and "batch" not in names and not whole:
             yield dims[0], "batch"
-        if value.dim() == 2 and not value.is_floating_point():
+        if value.dim() == 2 and not value.is_floating_point() and not whole:
             yield dims[1], "seq"
         if value.dim() == 3 and names[2] == "d_model" and "seq" not in names:
             yield dims[names[:2].index("batch") - 1 if "batch" in names else 1], "seq"

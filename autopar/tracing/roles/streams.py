@@ -1,13 +1,15 @@
-"""`d_model d_ff`: the residual stream, and what is born and summed away beside it."""
+"""`d_model d_ff low_rank`: the residual stream, and what is born and summed away beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 from autopar.tracing.binding import BoundNode, ValueKey
 from autopar.tracing.roles.structure import Proposal, Structure, op_name
+from autopar.tracing.roles.tables import columns
 
-__all__ = ["around_heads", "layers", "streams"]
+__all__ = ["around_heads", "layers", "low_ranks", "streams"]
 
 
 def streams(structure: Structure) -> Iterator[Proposal]:
@@ -108,11 +110,56 @@ def layers(structure: Structure) -> Iterator[Proposal]:
         for factor in structure.born(bound):
             made.update(structure.space.within(structure.factor_dim(bound, factor)))
     streams = {structure.space.size(dim) for dim, name in structure.names.items() if name == "d_model"}
+    made -= columns(structure)  # a table tied to the head, narrower than the stream
     for dim in summed:
         inside = [structure.name(part) for part in structure.space.within(dim)]
         if (dim in made or dim in into_stream) and not any(inside):
             stream = dim in normalised and structure.space.size(dim) in streams
             yield dim, "d_model" if stream else "d_ff"
+
+
+def low_ranks(structure: Structure) -> Iterator[Proposal]:
+    """`low_rank`: where a weight is written as a product of two narrower ones (latent attention, adapters), what stands
+    between them. It is summed away to make more than it is, was made of more, and is not bent on the way."""
+    size = structure.space.size
+    for bound in structure.binding.nodes:
+        made = prod(size(structure.factor_dim(bound, factor)) for factor in structure.born(bound))
+        for factor in structure.contractions(bound):
+            dim = structure.factor_dim(bound, factor)
+            if structure.name(dim) is not None or structure.space.parts(dim) or size(dim) >= made:
+                continue
+            sources = [key for key in bound.operands if key is not None and not structure.is_weight(key)]
+            makers = [_maker_unbent(structure, key, dim) for key in sources if dim in structure.dims(key)]
+            if makers and all(maker is not None and size(dim) < _summed_extent(structure, maker) for maker in makers):
+                yield dim, "low_rank"
+
+
+def _summed_extent(structure: Structure, bound: BoundNode) -> int:
+    return prod(structure.space.size(dim) for dim in _summed(structure, bound))
+
+
+CUTS = ("slice", "split", "split_with_sizes", "narrow", "chunk")
+
+
+def _maker_unbent(structure: Structure, key: ValueKey, dim: int) -> BoundNode | None:
+    """The layer that made a dim of a value, if nothing happened to it since but ops that are linear, norms and cuts."""
+    while (bound := structure.maker.get(key)) is not None:
+        if dim in {structure.factor_dim(bound, factor) for factor in structure.born(bound)}:
+            return bound
+        if op_name(bound) in CUTS and bound.operands[0] is not None:
+            dim = structure.dims(bound.operands[0])[structure.dims(key).index(dim)]
+            key = bound.operands[0]
+            continue
+        having = {
+            place: operand
+            for place, operand in enumerate(bound.operands)
+            if operand is not None and not structure.is_weight(operand) and dim in structure.dims(operand)
+        }
+        linear = any(having.keys() <= set(group) for group in bound.rule.linear) or bound.rule.linear_in_all
+        if len(having) != 1 or not (linear or "norm" in op_name(bound)):
+            return None
+        (key,) = having.values()
+    return None
 
 
 def around_heads(structure: Structure) -> Iterator[Proposal]:

@@ -91,6 +91,16 @@ class Structure:
             if holders and all(map(self._is_matrix, holders)):
                 yield factor
 
+    def is_whole(self, key: ValueKey, place: int) -> bool:
+        """Whether no op that takes a value could split this dim of it."""
+        taken = [
+            set(operand.terms[place]) <= bound.rule.whole
+            for bound in self.users.get(key, ())
+            for operand, own in zip(bound.rule.operands, bound.operands, strict=False)
+            if own == key and operand is not None
+        ]
+        return bool(taken) and all(taken)
+
     def _is_matrix(self, key: ValueKey | None) -> bool:
         """A weight, or for each token the one of a stack that was chosen for it."""
         return self.is_weight(key) or key in self._picked

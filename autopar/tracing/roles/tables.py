@@ -9,7 +9,7 @@ import torch
 from autopar.tracing.binding import ValueKey
 from autopar.tracing.roles.structure import LOOKUPS, Proposal, Structure, op_name
 
-__all__ = ["looked_up", "tables", "untied_heads"]
+__all__ = ["columns", "looked_up", "tables", "untied_heads"]
 
 KEEPS_VALUES = frozenset(
     [
@@ -85,6 +85,16 @@ def looked_up(structure: Structure) -> Iterator[tuple[int, str, int]]:
         dims = structure.dims(table)
         rows = structure.factor_dim(bound, indexed[0]) if indexed else dims[0]
         yield rows, _origin(structure, indices, structure.space.size(rows)), len(dims)
+
+
+def columns(structure: Structure) -> set[int]:
+    """The dims beside the rows of the tables that ids look up."""
+    found: set[int] = set()
+    for bound in structure.binding.nodes:
+        table = bound.operands[0] if op_name(bound) in ("embedding", "embedding_bag") else None
+        if table is not None and structure.is_weight(table):
+            found.update(structure.dims(table)[1:])
+    return found
 
 
 def _is_output(structure: Structure, dim: int) -> bool:
