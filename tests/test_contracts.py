@@ -129,6 +129,7 @@ def test_fsdp_says_what_it_gathers_of_activations() -> None:
 SPLIT = {
     "deepseek_v3": ("model.layers.0.self_attn.q_b_proj.weight", "heads"),
     "falcon": ("transformer.h.0.mlp.dense_h_to_4h.weight", "d_ff"),
+    "mobilebert": ("mobilebert.encoder.layer.0.attention.self.query.weight", "heads"),
     "albert": ("albert.embeddings.word_embeddings.weight", "vocab"),
 }
 

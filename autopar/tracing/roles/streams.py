@@ -120,17 +120,21 @@ def layers(structure: Structure) -> Iterator[Proposal]:
 
 def low_ranks(structure: Structure) -> Iterator[Proposal]:
     """`low_rank`: where a weight is written as a product of two narrower ones (latent attention, adapters), what stands
-    between them. It is summed away to make more than it is, was made of more, and is not bent on the way."""
+    between them: not bent on the way, and no wider than what it was made of and than what it makes, unless heads."""
     size = structure.space.size
     for bound in structure.binding.nodes:
-        made = prod(size(structure.factor_dim(bound, factor)) for factor in structure.born(bound))
+        born = [structure.factor_dim(bound, factor) for factor in structure.born(bound)]
+        heads = any(
+            structure.name(atom) in ("heads", "kv_heads") for dim in born for atom in structure.space.atoms(dim)
+        )
         for factor in structure.contractions(bound):
             dim = structure.factor_dim(bound, factor)
-            if structure.name(dim) is not None or structure.space.parts(dim) or size(dim) >= made:
+            if structure.name(dim) is not None or structure.space.parts(dim):
                 continue
             sources = [key for key in bound.operands if key is not None and not structure.is_weight(key)]
             makers = [_maker_unbent(structure, key, dim) for key in sources if dim in structure.dims(key)]
-            if makers and all(maker is not None and size(dim) < _summed_extent(structure, maker) for maker in makers):
+            extents = [prod(map(size, born)), *(_summed_extent(structure, maker) for maker in makers if maker)]
+            if makers and None not in makers and (heads or size(dim) <= min(extents)):
                 yield dim, "low_rank"
 
 
