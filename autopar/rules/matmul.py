@@ -252,6 +252,18 @@ def _grouped_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample
         yield make_sample(op, [rows, weights, torch.tensor((2, 5, 7, 9))], {}, tries)
 
 
+def _expert_rows(call: Call) -> str:
+    """Rows in any order, each with its expert."""
+    return "s k, g k n, s -> s n; linear 0 1; index 2 g; lower g masked_lookup"
+
+
+def _expert_rows_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    generator = torch.Generator().manual_seed(0)
+    rows, matrices = (torch.randn(shape, generator=generator) for shape in ((11, 24), (4, 24, 48)))
+    for drawn in (Draw((11,), "index", 4), Draw((11,), "index", 2)):  # an expert may have no rows
+        yield make_sample(op, [rows, matrices, drawn], {"product": "aten._grouped_mm.default"}, tries)
+
+
 # -- distances and linear algebra -------------------------------------------------------------------------------------
 
 
@@ -303,6 +315,7 @@ FAMILIES = {
     "kron": Family(_kron, _kron_samples),
     "chain": Family(_chain, _chain_samples),
     "grouped": Family(_grouped, _grouped_samples),
+    "expert_rows": Family(_expert_rows, _expert_rows_samples),
     "cdist": Family(_cdist, _cdist_samples),
     "batched": Family(_batched, _batched_samples),
 }
@@ -328,6 +341,7 @@ aten.tensordot.default                                      tensordot
 aten.kron.default                                           kron
 aten.linalg_multi_dot.default                               chain
 aten._grouped_mm.default                                    grouped
+autopar.expert_rows.default                                 expert_rows; try @autopar.rules.expert_rows
 transformers.grouped_mm_fallback.default                    grouped; try @transformers.integrations.moe
 aten.cdist.default                                          cdist
 aten.pdist.default                                          n! d! -> pairs!

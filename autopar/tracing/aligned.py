@@ -8,8 +8,10 @@ which depend on nothing but sizes; what is left is a `gather` along one dim, or 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ _FROM_THE_START = (aten.argmax.default, aten.argmin.default)
 MOST_STEPS = 32
 """Ops that may lead to an index; one that only counts takes a few."""
 MOST_ELEMENTS = 2**20
+NOTHING: Mapping[Node, Tensor] = MappingProxyType({})
 
 
 def pair_aligned(graph: Graph) -> None:
@@ -188,22 +191,23 @@ def _counts(index: Node, size: int, rank: int) -> int | None:
     return longer[0] + rank - len(shape)
 
 
-def value_of(node: Node) -> Tensor | None:
-    """The value of a tensor that depends on nothing but numbers in the graph; None for any other."""
-    return _value(node, {})
+def value_of(node: Node, given: Mapping[Node, Tensor] = NOTHING, most: int = MOST_ELEMENTS) -> Tensor | None:
+    """The value of a tensor that depends on nothing but numbers in the graph and given values; None for any other."""
+    known: dict[Node, Tensor | None] = dict(given)
+    return _value(node, known, len(known) + MOST_STEPS, most)
 
 
-def _value(node: Node, known: dict[Node, Tensor | None]) -> Tensor | None:
+def _value(node: Node, known: dict[Node, Tensor | None], steps: int, most: int) -> Tensor | None:
     if node in known:
         return known[node]
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or len(known) >= MOST_STEPS:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or len(known) >= steps:
         return None
-    if not isinstance(node.meta["val"], Tensor) or node.meta["val"].numel() > MOST_ELEMENTS:
+    if not isinstance(node.meta["val"], Tensor) or node.meta["val"].numel() > most:
         return None
     if torch.Tag.nondeterministic_seeded in node.target.tags:
         return None
     known[node] = None
-    values = {source: _value(source, known) for source in node.all_input_nodes}
+    values = {source: _value(source, known, steps, most) for source in node.all_input_nodes}
     if any(value is None for value in values.values()):
         return None
     args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)

@@ -24,15 +24,15 @@ def arguments_of(node: Node) -> dict[str, Any]:
     return named
 
 
-def insert(origin: Node, op: Any, *args: Any, **kwargs: Any) -> Node:
+def insert(origin: Node, op: Any, *args: Any, before: Node | None = None, **kwargs: Any) -> Node:
     """A node before `origin`, which it stands in for a part of: from the same place in the model, and with a value."""
-    with origin.graph.inserting_before(origin):
+    with origin.graph.inserting_before(before or origin):
         made = origin.graph.call_function(op, args, kwargs)
     made.meta.update({key: value for key, value in origin.meta.items() if key not in MARKS})
-    values = torch.fx.node.map_arg(args, lambda node: node.meta["val"])
+    values, named = torch.fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
     mode = next(v.fake_mode for v in _flat(origin.meta["val"]) if isinstance(v, FakeTensor))
     with mode, torch.no_grad():
-        made.meta["val"] = op(*values, **kwargs)
+        made.meta["val"] = op(*values, **named)
     return made
 
 

@@ -12,6 +12,7 @@ from autopar.tracing.aligned import pair_aligned
 from autopar.tracing.bags import bags_as_rows
 from autopar.tracing.inserting import arguments_of, insert, replaced
 from autopar.tracing.losses import mean_losses_as_sums
+from autopar.tracing.unsorted import undo_sorting
 
 __all__ = ["drop_checks", "normalise"]
 
@@ -70,6 +71,7 @@ def normalise(graph: Graph, device: torch.device | None) -> None:
             _free_of_device(node, device)
     mean_losses_as_sums(graph)
     bags_as_rows(graph)
+    undo_sorting(graph)
     pair_aligned(graph)
     remove_dead(graph)
 
