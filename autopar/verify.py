@@ -210,17 +210,25 @@ def results_of(model: Any, inputs: Any) -> dict[str, Any]:
 
 
 def differences(expected: Results, found: Results) -> tuple[Difference, ...]:
-    """All of them, the largest first. A gradient that is zero but for rounding is judged by the largest gradient."""
-    floor = 1e-3 * max((_largest(one) for name, one in expected.items() if name.startswith("gradient")), default=0.0)
+    """All of them, the largest first. A gradient or a buffer that is zero but for rounding (the mean of what was
+    normalised) is judged by the largest gradient or buffer."""
+    floors = {kind: 1e-3 * _largest_of(kind, expected) for kind in ("gradient", "buffer")}
+    floors["buffer"] = min(1e-3, floors["buffer"])  # a mask among the buffers may hold any number
     compared = []
     for name in dict.fromkeys((*expected, *found)):
         if (name in expected) != (name in found):
             where = "one process" if name in expected else "the parallel model"
             compared.append(Difference(name, float("inf"), f"only {where} has it"))
             continue
-        compared.append(_compared(name, expected[name], found[name], floor if name.startswith("gradient") else 1e-12))
+        compared.append(_compared(name, expected[name], found[name], floors.get(name.split()[0], 1e-12)))
     # What is no number is as bad as can be.
     return tuple(sorted(compared, key=lambda one: (one.relative == one.relative, -one.relative)))
+
+
+def _largest_of(kind: str, results: Results) -> float:
+    """The largest number of a kind, counts and positions aside."""
+    floats = (one for name, one in results.items() if name.startswith(kind) and one is not None)
+    return max((_largest(one) for one in floats if one.is_floating_point()), default=0.0)
 
 
 def _compared(name: str, expected: Any, found: Any, floor: float) -> Difference:

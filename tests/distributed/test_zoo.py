@@ -128,6 +128,15 @@ def test_dropout_over_two_axes(architecture: str) -> None:
     check(architecture, (2, 2), train=True, dropout=0.1)
 
 
+def test_a_buffer_that_is_zero_but_for_rounding_is_not_judged_by_itself() -> None:
+    """The mean of what was normalised; a mask among the buffers does not hide the others."""
+    whole = {"buffer mean": torch.full((3,), 1e-17), "buffer var": torch.ones(3), "buffer mask": torch.tensor([1e30])}
+    noise, *_ = differences(whole, {**whole, "buffer mean": torch.zeros(3)})
+    assert noise.relative < 1e-12
+    wrong, *_ = differences(whole, {**whole, "buffer mean": torch.full((3,), 1e-3)})
+    assert (wrong.name, wrong.relative) == ("buffer mean", pytest.approx(1.0))
+
+
 def test_a_wrong_gradient_is_seen() -> None:
     whole = {"output 0": torch.ones(3), "gradient of weight": torch.ones(2), "gradient of bias": torch.zeros(2)}
     assert {one.relative for one in differences(whole, dict(whole))} == {0}
