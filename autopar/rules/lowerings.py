@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autopar.rules.bags import own_bags, own_rows
 from autopar.rules.call import takes_tensors
 from autopar.rules.local import Local, Piece, narrow
 from autopar.rules.localisers import LOCALISERS
@@ -84,6 +85,8 @@ LOWERINGS: dict[str, Lowering] = {
     "window_mean": window_mean,
     "own_part": own_part,
     "arange_part": arange_part,
+    "own_bags": own_bags,
+    "own_rows": own_rows,
     "causal_rows": causal_rows,
     "grouped_rows": grouped_rows,
     "grouped_experts": grouped_experts,

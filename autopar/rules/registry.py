@@ -13,6 +13,7 @@ from autopar.errors import RuleError
 from autopar.rules import (
     along,
     attention,
+    bags,
     conv,
     elementwise,
     factories,
@@ -47,6 +48,7 @@ MODULES: tuple[ModuleType, ...] = (
     permute,
     slicing,
     index,
+    bags,
     scatter,
     along,
     attention,

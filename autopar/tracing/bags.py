@@ -2,7 +2,7 @@
 
 `nn.EmbeddingBag` given `[batch, length]` ids flattens them and says where each bag begins. Nothing of that can be
 split: any bag may begin anywhere. Where the beginnings only count, 0, length, 2 length ..., the ids are put back into
-rows.
+rows. Bags of any length are one op without the results that nobody uses, which can be split by bags and by the table.
 """
 
 from __future__ import annotations
@@ -24,26 +24,33 @@ SUM, MEAN, MAX = 0, 1, 2
 
 
 def bags_as_rows(graph: Graph) -> None:
-    """Rewrite every lookup of bags that are equally long, where only what is found in them is used."""
+    """Rewrite every lookup of bags, where only what is found in them is used."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in BAGS:
             continue
         arguments = arguments_of(node)
         used = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
-        length = _length(arguments)
-        if length is None or len(used) != len(node.users) or arguments.get("padding_idx") is not None:
+        if len(used) != len(node.users) or not used or arguments.get("padding_idx") is not None:
             continue
-        found = _rows(node, arguments, length)
+        length = _length(arguments)
+        if length is None and arguments["scale_grad_by_freq"]:
+            continue
+        found = _of_any_length(node, arguments) if length is None else _rows(node, arguments, length)
         for user in used:
             replaced(user, found)
         graph.erase_node(node)
+
+
+def _of_any_length(node: Node, arguments: dict[str, Any]) -> Node:
+    names = ("weight", "indices", "offsets", "per_sample_weights", "mode", "include_last_offset")
+    return insert(node, torch.ops.autopar.bags.default, *(arguments[name] for name in names))
 
 
 def _length(arguments: dict[str, Any]) -> int | None:
     """How long all bags are; None where they differ, or where that depends on data."""
     count = arguments["indices"].meta["val"].numel()
     begins = value_of(arguments["offsets"])
-    if begins is None or arguments["indices"].meta["val"].dim() != 1:
+    if begins is None:
         return None
     bags = begins.numel() - bool(arguments["include_last_offset"])
     length, rest = divmod(count, bags) if bags > 0 else (0, 1)

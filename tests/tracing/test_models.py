@@ -217,6 +217,15 @@ def bags_of_one_length() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Model(forward, **bags, head=nn.Linear(8, 8)), inputs
 
 
+def bags_of_any_length() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    def forward(m: Any, ids: Tensor, begins: Tensor, weights: Tensor) -> Tensor:
+        return m.sums(ids, begins, weights) + m.means(ids, begins) + m.most(ids, begins)
+
+    modes = {"sums": "sum", "means": "mean", "most": "max"}
+    bags = {name: nn.EmbeddingBag(30, 8, mode=mode) for name, mode in modes.items()}
+    return Model(forward, **bags), (torch.randint(0, 30, (9,)), torch.tensor([0, 2, 2, 7]), torch.randn(9))
+
+
 def adapters() -> tuple[nn.Module, tuple[Tensor, ...]]:
     """Low-rank additions to layers, as in fine-tuning."""
 
@@ -333,6 +342,7 @@ MODELS: dict[Callable[[], tuple[nn.Module, tuple[Tensor, ...]]], dict[str, str]]
     u_net: {"inputs.0": "batch channels height width", "down.weight": "channels.1 channels kernel_height kernel_width"},
     recommendation: {"tables.0.weight": "types d1", "tables.1.weight": "vocab d1"},
     bags_of_one_length: {"sums.weight": "vocab d0", "inputs.0": "batch seq", "inputs.1": "batch seq"},
+    bags_of_any_length: {"sums.weight": "vocab d0"},
     adapters: {
         "qkv_a": "low_rank d_model",
         "qkv_b": "(d0 (heads head_dim)) low_rank",

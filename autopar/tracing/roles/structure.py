@@ -11,7 +11,7 @@ from autopar.tracing.exported import Exported
 
 __all__ = ["LOOKUPS", "Proposal", "Structure", "op_name"]
 
-LOOKUPS = ("embedding", "index_select", "index", "embedding_bag")
+LOOKUPS = ("embedding", "index_select", "index", "embedding_bag", "bags")
 
 Proposal = tuple[int, str]
 """A class of dims, and the name its place in the graph suggests."""

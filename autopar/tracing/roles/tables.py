@@ -91,7 +91,7 @@ def columns(structure: Structure) -> set[int]:
     """The dims beside the rows of the tables that ids look up."""
     found: set[int] = set()
     for bound in structure.binding.nodes:
-        table = bound.operands[0] if op_name(bound) in ("embedding", "embedding_bag") else None
+        table = bound.operands[0] if op_name(bound) in ("embedding", "embedding_bag", "bags") else None
         if table is not None and structure.is_weight(table):
             found.update(structure.dims(table)[1:])
     return found
