@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,29 +14,20 @@ from autopar.agreement import Agreement
 from autopar.conversions import Outputs
 from autopar.cost.cluster import Cluster
 from autopar.engine import device_mesh
-from autopar.errors import AutoparError, AutoparWarning
+from autopar.errors import AutoparError
 from autopar.front import FromPlan, LayoutPlanner, Searching, has_holes
 from autopar.layout.choosing import choose_layout
 from autopar.layout.language import Layout
 from autopar.layout.source import read_text
 from autopar.mesh import Mesh
 from autopar.module import ParallelModule, Planner, Settings
-from autopar.rules.discover import Discoveries
-from autopar.rules.registry import rule_table
 from autopar.search_plan import Asked, check_outputs, meshes_of, plan_graph
-from autopar.tracing.assemble import assemble
-from autopar.tracing.binding import bind_graph
-from autopar.tracing.export import export
 from autopar.tracing.graph import NamedGraph
-from autopar.tracing.naming import name_dims
-from autopar.tracing.regions import repeated_layers
+from autopar.tracing.tracer import named_graph
 from autopar.written.header import read_header
 from autopar.written.plan import Plan
 
 __all__ = ["parallelize", "plan", "trace"]
-
-_DISCOVERIES = Discoveries()
-"""Rules found for ops that the table lacks, kept between traces."""
 
 
 def trace(
@@ -49,13 +39,7 @@ def trace(
     device. `dims` names dims of inputs, parameters and buffers by name or pattern:
     `{"input_ids": "batch seq", "layers.*.up_proj.weight": "d_ff d_model"}`.
     """
-    exported = export(model, inputs)
-    binding = bind_graph(exported, rule_table(), _DISCOVERIES)
-    for reason in dict.fromkeys(bound.reason for bound in binding.nodes if bound.source == "replicated"):
-        warnings.warn(reason, AutoparWarning, stacklevel=2)
-    repeats = repeated_layers(exported)
-    naming = name_dims(model, exported, binding, dims, repeats)
-    return assemble(model, exported, binding, naming, repeats)
+    return named_graph(model, inputs, dims)
 
 
 def plan(

@@ -39,7 +39,8 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def axis_of(strategy: str) -> str:
-    return "tp" if strategy.startswith("megatron") else "dp"
+    """The axis that it speaks of."""
+    return {"ddp": "dp", "fsdp": "fsdp"}.get(strategy, "tp")
 
 
 def predicted_seconds(size: str, ranks: int, cluster: str) -> dict[str, float]:

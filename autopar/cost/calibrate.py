@@ -18,20 +18,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.algorithms import ALGORITHMS, Span
-from autopar.cost.cluster import Cluster
+from autopar.cost.cluster import Attention, Cluster
 from autopar.cost.comm import Curve, Network
 from autopar.cost.links import Level
+from autopar.cost.trials import Attended, TriedOp
 
 __all__ = [
     "CANDIDATES",
+    "Chain",
     "CollectiveFit",
     "Measured",
     "Measurements",
     "MultiplyFit",
     "Timed",
+    "fit_attention",
     "fit_collectives",
     "fit_kind",
+    "fit_ops",
     "fit_products",
+    "fit_sustained",
     "judge",
 ]
 
@@ -65,6 +70,16 @@ class Timed:
 
 
 @dataclass(frozen=True)
+class Chain:
+    """So many products of [rows, width] and [width, width] in a training step, one after the other, and its time."""
+
+    count: int
+    rows: int
+    width: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Measured:
     """A collective in groups of so many ranks, all groups at once, and its time; level 0 is inside a node."""
 
@@ -93,6 +108,11 @@ class Measurements:
     """What two ranks send while the others rest."""
     busy_cores: bool = False
     """Whether ranks compute on all cores, so that none is left for what is sent beside."""
+    overhead_seconds: float = 0.0
+    """What a small op takes of a training step, of a device that is its own host."""
+    ops: tuple[TriedOp, ...] = ()
+    attentions: tuple[Attended, ...] = ()
+    chain: Chain | None = None
 
     @property
     def ranks(self) -> int:
@@ -134,6 +154,48 @@ def fit_products(products: Sequence[Timed]) -> MultiplyFit:
     predicted = [start + one.flops * (one.reduction + fill) / one.reduction / peaks[one.dtype] for one in products]
     error = median(abs(guess / one.seconds - 1) for guess, one in zip(predicted, products, strict=True))
     return MultiplyFit(start, fill, peaks, error)
+
+
+def fit_sustained(fit: MultiplyFit, chain: Chain | None) -> float:
+    """The share of the rate of products that a training step reaches."""
+    if chain is None:
+        return 1.0
+    flops = 2.0 * chain.rows * chain.width**2
+    peak = fit.peak_flops["float32"]
+    each = fit.start_seconds + flops * (chain.width + fit.fill) / chain.width / peak
+    return min(1.0, chain.count * each / chain.seconds)
+
+
+def fit_attention(attentions: Sequence[Attended], peak_flops: float) -> Attention | None:
+    """The shares of the peak that fused attention reaches."""
+    if not attentions:
+        return None
+
+    def share(causal: bool, backward: bool) -> float:
+        mine = [one for one in attentions if one.causal == causal]
+        reached = median(one.reached(backward) for one in mine) / peak_flops
+        return min(1.0, reached)
+
+    forward, backward = share(False, False), share(False, True)
+    return Attention(
+        1,
+        forward,
+        backward,
+        min(1.0, share(True, False) / forward),
+        causal_backward_fraction=min(1.0, share(True, True) / backward),
+    )
+
+
+def fit_ops(measurements: Measurements) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes per second of the ops that do not get all that the memory gives: forward, backward."""
+    found: tuple[dict[str, float], dict[str, float]] = ({}, {})
+    for op in measurements.ops:
+        ways = ((op.forward_bytes, op.forward_seconds), (op.backward_bytes, op.backward_seconds))
+        for rates, (size, seconds) in zip(found, ways, strict=True):
+            rate = size / max(seconds - measurements.overhead_seconds, seconds / 10)
+            if 0 < rate < measurements.stream_bytes_per_second:
+                rates[op.name] = rate
+    return found
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------

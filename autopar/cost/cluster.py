@@ -44,6 +44,8 @@ class Attention:
     backward_fraction: float
     causal_fraction: float = 1.0
     """The share of the forward's rate that is left where later keys are masked."""
+    causal_backward_fraction: float = 1.0
+    """The same of the backward's."""
     softmax: int = 0
     """What the softmax of a score takes in the forward: as long as the products of so many more dims of a head."""
 
@@ -65,6 +67,12 @@ class Device:
     matrix: Matrix | None = None
     """How it multiplies matrices; by default as fast as its peak and its memory allow."""
     attention: Attention = Attention(1, 1.0, 1.0)
+    forward_bytes_per_second: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """What ops that compute more than they move get of its memory, by name (`gelu`); all others get the stream."""
+    backward_bytes_per_second: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    """The same of their backward."""
+    op_seconds: float = 0.0
+    """What any op takes beyond what it reads and writes, of a device that is its own host: a process of a CPU."""
     host_seconds: float = 0.0
     """What the host takes to launch one kernel of an eager program; it runs ahead, so the sum of all counts."""
     sustained_fraction: float = 1.0

@@ -26,7 +26,7 @@ from autopar.products import ATTENTION, RECURRENT, factors_of, multiplied
 from autopar.tracing.footprint import Footprint
 from autopar.tracing.graph import NamedGraph, NamedNode
 
-__all__ = ["NOTHING", "OpWork", "Work", "local_bytes", "op_work", "seconds_of_bytes"]
+__all__ = ["NOTHING", "OpWork", "Work", "local_bytes", "op_work", "plain_name", "seconds_of_bytes"]
 
 BACKWARD_PRODUCTS = 2.5
 """FLOPs of the backward of fused attention over its forward's: five products, of which one makes the scores again."""
@@ -88,9 +88,16 @@ def local_bytes(graph: NamedGraph, name: str, layout: Layout, axes: Mapping[str,
     return prod(sizes) * tensor.dtype.itemsize
 
 
-def seconds_of_bytes(count: float, device: Device) -> float:
+def seconds_of_bytes(count: float, device: Device, bytes_per_second: float | None = None) -> float:
     """An op that reads and writes so many bytes; one that does nothing takes no time."""
-    return max(device.launch_seconds, count / device.stream) if count else 0.0
+    if not count:
+        return 0.0
+    return device.op_seconds + max(device.launch_seconds, count / (bytes_per_second or device.stream))
+
+
+def plain_name(op: str) -> str:
+    """`gelu` of `aten.gelu.default`, and of the `gelu_` that writes in place: as devices call it."""
+    return op.split(".")[1].strip("_") if "." in op else op
 
 
 def peak_of(device: Device, dtype: torch.dtype) -> float:
@@ -115,7 +122,9 @@ class _Op:
 
     def work(self) -> OpWork:
         if all(alias is not None for alias in self.footprint.aliases) and self.node.outputs:
-            return OpWork(NOTHING, self._by_bytes(self._backward_bytes()))
+            return OpWork(
+                self._view(), self._by_bytes(self._backward_bytes()) if self._backward_bytes() else self._view()
+            )
         if self.node.op == ATTENTION:
             return self._attention()
         pair = multiplied(self.node)
@@ -124,7 +133,9 @@ class _Op:
             if min(found.rows, found.columns) > 1:
                 return self._products(found, *pair)
         flops = self._recurrent_flops() if self.node.op in RECURRENT else 0.0
-        forward, backward = self._by_bytes(self._forward_bytes()), self._by_bytes(self._backward_bytes())
+        name = plain_name(self.node.op)
+        forward = self._by_bytes(self._forward_bytes(), self.device.forward_bytes_per_second.get(name))
+        backward = self._by_bytes(self._backward_bytes(), self.device.backward_bytes_per_second.get(name))
         if not flops:
             return OpWork(forward, backward)
         peak = peak_of(self.device, self._dtype(0))
@@ -200,8 +211,12 @@ class _Op:
     def _has_gradient(self, name: str | None) -> bool:
         return name is not None and self.graph.tensors[name].requires_grad
 
-    def _by_bytes(self, count: float) -> Work:
-        return Work(0.0, count, seconds_of_bytes(count, self.device), launches=int(count > 0))
+    def _by_bytes(self, count: float, bytes_per_second: float | None = None) -> Work:
+        return Work(0.0, count, seconds_of_bytes(count, self.device, bytes_per_second), launches=int(count > 0))
+
+    def _view(self) -> Work:
+        """Nothing is read; a device that is its own host takes its time all the same."""
+        return Work(seconds=self.device.op_seconds) if self.device.op_seconds else NOTHING
 
     # -- products
 
@@ -276,7 +291,8 @@ class _Op:
         works = []
         forward = rates.forward_fraction * (rates.causal_fraction if share < 1 else 1.0)
         forward *= width / (width + 2 * rates.softmax)
-        for times, reached in ((1.0, forward), (BACKWARD_PRODUCTS, rates.backward_fraction)):
+        backward = rates.backward_fraction * (rates.causal_backward_fraction if share < 1 else 1.0)
+        for times, reached in ((1.0, forward), (BACKWARD_PRODUCTS, backward)):
             rate = peak * reached * self.device.sustained_fraction * self._filled(rates, heads, sizes.get("s", 1))
             size = moved * times
             seconds = max(times * flops / rate, seconds_of_bytes(size, self.device))

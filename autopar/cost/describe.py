@@ -154,8 +154,12 @@ def standalone(name_or_path: str | Path) -> str:
 
 
 def links_of(name_or_path: str | Path) -> tuple[list[str], list[str]]:
-    """The lines of a cluster's links and library, and of its sources: for a file with another device."""
+    """The lines of a cluster's links and library, and of its sources: for a file with another device.
+
+    Sources are renamed: the other file has its own.
+    """
     body, sources = _split(standalone(name_or_path))
+    body = re.sub(r'\[([\w.-]+)\]"', r'[links-\1]"', body)
     kept: list[str] = []
     wanted = False
     for line in body.splitlines():
@@ -163,7 +167,7 @@ def links_of(name_or_path: str | Path) -> tuple[list[str], list[str]]:
             wanted = not line.lstrip("[").startswith("device")
         if wanted:
             kept.append(line)
-    return kept, sources
+    return kept, [f"links-{line}" for line in sources]
 
 
 def _split(text: str) -> tuple[str, list[str]]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from math import prod
 
 from autopar.cost.cluster import Device
-from autopar.cost.compute import OpWork, Work, seconds_of_bytes
+from autopar.cost.compute import OpWork, Work
 from autopar.tracing.graph import NamedGraph, NamedNode
 
 __all__ = ["fused", "scaled", "shares_of"]
@@ -53,4 +53,5 @@ def _size(graph: NamedGraph, names: list[str]) -> float:
 
 def scaled(work: Work, share: float, device: Device) -> Work:
     count = work.bytes * share
-    return Work(work.flops, count, seconds_of_bytes(count, device), launches=work.launches if count else 0)
+    seconds = max(device.launch_seconds, share * work.seconds) if count else 0.0
+    return Work(work.flops, count, seconds, launches=work.launches if count else 0)

@@ -1,22 +1,19 @@
-"""Measurements on the machine at hand: products, memory, the start of an op, collectives on the real process group.
-
-All ranks measure at once, as they work at once in training: what they share, they share here too. Every time is a
-median, of the faster half of the repetitions (what else the machine does only adds to them) and then of ranks.
-"""
+"""Measurements on the machine at hand: products, memory, the start of an op, collectives on the real process group."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from statistics import mean, median
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from autopar.cost.calibrate import CANDIDATES, Measured, Measurements, Timed
+from autopar.cost.calibrate import CANDIDATES, Chain, Measured, Measurements, Timed
+from autopar.cost.timing import Budget, Place, own_seconds, place_here, ranks_per_core, seconds_of, waited_seconds
+from autopar.cost.trials import TRIALS, Attended, TriedOp, attended, overhead_seconds, tried
 
 __all__ = ["Budget", "measure", "steps_of"]
 
@@ -27,35 +24,9 @@ SMALLEST_BYTES = 1024
 ITEM_BYTES = 4
 
 
-@dataclass(frozen=True)
-class Budget:
-    """How much is measured."""
-
-    largest_bytes: int
-    """Of a collective's buffer."""
-    largest_product: int
-    """Rows, columns and reduction."""
-    seconds_each: float
-    """Of repeating one measurement, about."""
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where this process stands."""
-
-    device: torch.device
-    rank: int
-    ranks: int
-    ranks_per_node: int
-
-    @property
-    def nodes(self) -> int:
-        return self.ranks // self.ranks_per_node
-
-
 def measure(budget: Budget, tick: Tick) -> Measurements:
     """All of it; with a process group, every rank must call this, and gets the same."""
-    place = _place()
+    place = place_here()
     name, memory = _described(place)
     tick("the start of an op")
     launch = _launch(place, budget)
@@ -67,15 +38,18 @@ def measure(budget: Budget, tick: Tick) -> Measurements:
             tick(f"product {rows} x {reduction} x {columns} in {str(dtype).removeprefix('torch.')}")
             products.append(_product(place, budget, dtype, rows, reduction, columns))
     found = Measurements(name, memory, launch, stream, tuple(products), (), place.nodes, place.ranks_per_node)
-    found = replace(found, busy_cores=_ranks_per_core(place) >= 1)
+    found = replace(found, busy_cores=ranks_per_core(place) >= 1)
+    if place.device.type == "cpu":
+        found = _tried(place, budget, tick, found)
     if place.ranks == 1:
         return found
     collectives = []
     for level, ranks, group in _groups(place):
-        for kind in CANDIDATES:
-            for size, left_out in _sizes(budget.largest_bytes):
-                tick(f"{kind} of {size} bytes by {ranks}")
-                collectives.append(_collective(place, budget, kind, level, ranks, group, size, left_out))
+        for size, left_out in _sizes(budget.largest_bytes):
+            tick(f"collectives of {size} bytes by {ranks}")
+            calls = {kind: _call(kind, group, size, place.device) for kind in CANDIDATES}
+            for kind, seconds in waited_seconds(place, budget, calls).items():
+                collectives.append(Measured(kind, level, ranks, float(size), seconds, left_out))
     tick("two ranks alone")
     return replace(found, collectives=tuple(collectives), lone_bytes_per_second=_lone(place, budget))
 
@@ -84,19 +58,11 @@ def steps_of(budget: Budget, ranks: int, ranks_per_node: int) -> int:
     """About how many times `tick` is called."""
     groups = len(_counts(ranks_per_node)) + len(_counts(ranks // ranks_per_node))
     products = 3 * len(list(_products(budget.largest_product)))
-    return 3 + products + groups * len(CANDIDATES) * len(list(_sizes(budget.largest_bytes)))
+    alone = 3 if torch.cuda.is_available() else 6 + len(TRIALS)
+    return alone + products + groups * len(list(_sizes(budget.largest_bytes)))
 
 
-def _place() -> _Place:
-    together = dist.is_initialized()
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if together else 1
-    on_gpu = torch.cuda.is_available() and (not together or "nccl" in dist.get_backend())
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    return _Place(device, rank, ranks, local if ranks % local == 0 else ranks)
-
-
-def _described(place: _Place) -> tuple[str, float]:
+def _described(place: Place) -> tuple[str, float]:
     """The device's name, and the memory that each rank has."""
     if place.device.type == "cuda":
         properties = torch.cuda.get_device_properties(place.device)
@@ -105,92 +71,10 @@ def _described(place: _Place) -> tuple[str, float]:
     return f"CPU process, {torch.get_num_threads()} thread", memory
 
 
-# -- time -------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _still(place: _Place) -> Iterator[None]:
-    """The device has nothing left to do, before and after."""
-    if place.device.type == "cuda":
-        torch.cuda.synchronize(place.device)
-    yield
-    if place.device.type == "cuda":
-        torch.cuda.synchronize(place.device)
-
-
-def _own_seconds(place: _Place, budget: Budget, run: Callable[[], object]) -> float:
-    """The time of a call that waits for no other rank. Undisturbed, it has a core to itself; in training, only a part
-    of one where there are more ranks than cores."""
-    return max(1.0, _ranks_per_core(place)) * _seconds(place, budget, run)
-
-
-def _ranks_per_core(place: _Place) -> float:
-    """0 of ranks that compute on GPUs."""
-    if place.device.type != "cpu":
-        return 0.0
-    return place.ranks_per_node * torch.get_num_threads() / len(os.sched_getaffinity(0))
-
-
-def _undisturbed(times: list[float]) -> float:
-    """The median of the faster half; -1 of none."""
-    return median(sorted(times)[: (len(times) + 1) // 2]) if times else -1.0
-
-
-def _in_turns(times: list[float]) -> float:
-    """The mean, for ranks that share cores: each is in the others' way, and over a step that adds up."""
-    return mean(times) if times else -1.0
-
-
-def _seconds(
-    place: _Place,
-    budget: Budget,
-    run: Callable[[], object],
-    active: bool = True,
-    summary: Callable[[list[float]], float] = _undisturbed,
-) -> float:
-    """The time of a call; ranks that are not active wait for the others."""
-    times: list[float] = []
-    if active:
-        run()
-    _together(place)
-    first = _timed(place, run, 1) if active else 0.0
-    # As often on every rank: the slowest decides. A GPU is given several calls at a time, so that none waits for us.
-    longest = max(1e-9, *_of_all(place, first))
-    inside = max(1, min(20, int(1e-3 / longest))) if place.device.type == "cuda" else 1
-    repetitions = max(3, min(50, int(budget.seconds_each / (longest * inside))))
-    _together(place)
-    if active:
-        times = [_timed(place, run, inside) for _ in range(repetitions)]
-    return median(spent for spent in _of_all(place, summary(times)) if spent >= 0)
-
-
-def _timed(place: _Place, run: Callable[[], object], count: int) -> float:
-    with _still(place):
-        start = time.perf_counter()
-        for _ in range(count):
-            run()
-        if place.device.type == "cuda":
-            torch.cuda.synchronize(place.device)
-        return (time.perf_counter() - start) / count
-
-
-def _together(place: _Place) -> None:
-    if place.ranks > 1:
-        dist.barrier()
-
-
-def _of_all(place: _Place, value: float) -> list[float]:
-    if place.ranks == 1:
-        return [value]
-    found: list[float] = [0.0] * place.ranks
-    dist.all_gather_object(found, value)
-    return found
-
-
 # -- the device -------------------------------------------------------------------------------------------------------
 
 
-def _launch(place: _Place, budget: Budget) -> float:
+def _launch(place: Place, budget: Budget) -> float:
     x = torch.zeros(1, device=place.device)
     count = 200
 
@@ -198,17 +82,17 @@ def _launch(place: _Place, budget: Budget) -> float:
         for _ in range(count):
             x.add_(1.0)
 
-    return _own_seconds(place, budget, run) / count
+    return own_seconds(place, budget, run) / count
 
 
-def _stream(place: _Place, budget: Budget) -> float:
-    """Two tensors read, one written: larger than the caches of a core, small enough to go undisturbed."""
-    size = 2**28 if place.device.type == "cuda" else 2**23
-    one, other, target = (torch.zeros(size // ITEM_BYTES, device=place.device) for _ in range(3))
-    return 3 * size / _own_seconds(place, budget, lambda: torch.add(one, other, out=target))
+def _stream(place: Place, budget: Budget) -> float:
+    """Two tensors read, one made: larger than the caches of a core."""
+    size = 2**28 if place.device.type == "cuda" else 2**24
+    one, other = (torch.ones(size // ITEM_BYTES, device=place.device) for _ in range(2))
+    return 3 * size / own_seconds(place, budget, lambda: torch.add(one, other))
 
 
-def _dtypes(place: _Place) -> tuple[torch.dtype, ...]:
+def _dtypes(place: Place) -> tuple[torch.dtype, ...]:
     on_gpu = (torch.float32, torch.bfloat16, torch.float16)
     return on_gpu if place.device.type == "cuda" else (torch.float32, torch.bfloat16, torch.float64)
 
@@ -224,11 +108,45 @@ def _products(largest: int) -> Iterator[tuple[int, int, int]]:
         size *= 2
 
 
-def _product(place: _Place, budget: Budget, dtype: torch.dtype, rows: int, reduction: int, columns: int) -> Timed:
+def _product(place: Place, budget: Budget, dtype: torch.dtype, rows: int, reduction: int, columns: int) -> Timed:
     left = torch.ones(rows, reduction, device=place.device, dtype=dtype)
     right = torch.ones(reduction, columns, device=place.device, dtype=dtype)
-    seconds = _own_seconds(place, budget, lambda: left @ right)
+    seconds = own_seconds(place, budget, lambda: left @ right)
     return Timed(str(dtype).removeprefix("torch."), rows, reduction, columns, seconds)
+
+
+def _tried(place: Place, budget: Budget, tick: Tick, found: Measurements) -> Measurements:
+    """What a CPU takes beyond what is multiplied and moved."""
+    seconds = partial(own_seconds, place, replace(budget, seconds_each=budget.seconds_each / 4))
+    tick("a small op")
+    overhead = overhead_seconds(place.device, seconds)
+    ops: list[TriedOp] = []
+    for trial in TRIALS:
+        tick(trial.name)
+        ops.append(tried(trial, TRIED_NUMEL, place.device, seconds))
+    attentions: list[Attended] = []
+    for causal in (False, True):
+        tick("attention")
+        attentions += [attended(causal, rows, 4, place.device, seconds) for rows in (128, 256, 512)]
+    tick("layers")
+    return replace(
+        found, overhead_seconds=overhead, ops=tuple(ops), attentions=tuple(attentions), chain=_chain(place, budget)
+    )
+
+
+TRIED_NUMEL = 2**20
+
+
+def _chain(place: Place, budget: Budget) -> Chain:
+    """Forward and backward of some layers, whose operands do not stay in a core's caches."""
+    width, rows, layers = 512, 1024, 4
+    chain = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).to(place.device)
+    x = torch.rand(rows, width, device=place.device)
+
+    def step() -> None:
+        torch.autograd.grad(chain(x).sum(), list(chain.parameters()))
+
+    return Chain(3 * layers - 1, rows, width, own_seconds(place, budget, step))
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------
@@ -240,7 +158,7 @@ def _counts(units: int) -> list[int]:
     return sorted({*powers, *([units] if units > 1 else [])})
 
 
-def _groups(place: _Place) -> Iterator[tuple[int, int, dist.ProcessGroup]]:
+def _groups(place: Place) -> Iterator[tuple[int, int, dist.ProcessGroup]]:
     """Level, size and this rank's group: inside nodes, then one rank of each node."""
     inside = place.ranks_per_node
     for count in _counts(inside):
@@ -252,7 +170,7 @@ def _groups(place: _Place) -> Iterator[tuple[int, int, dist.ProcessGroup]]:
         yield 1, count, _mine(place, groups)
 
 
-def _mine(place: _Place, groups: list[list[int]]) -> dist.ProcessGroup:
+def _mine(place: Place, groups: list[list[int]]) -> dist.ProcessGroup:
     made = [(dist.new_group(ranks), ranks) for ranks in groups]  # every rank makes all of them
     mine: list[dist.ProcessGroup] = [group for group, ranks in made if place.rank in ranks]
     return mine[0]
@@ -265,21 +183,6 @@ def _sizes(largest: int) -> Iterator[tuple[int, bool]]:
         yield size, left_out
         size *= 2
         left_out = not left_out
-
-
-def _collective(
-    place: _Place,
-    budget: Budget,
-    kind: str,
-    level: int,
-    ranks: int,
-    group: dist.ProcessGroup,
-    size: int,
-    left_out: bool,
-) -> Measured:
-    run = _call(kind, group, size, place.device)
-    summary = _in_turns if _ranks_per_core(place) > 1 else _undisturbed
-    return Measured(kind, level, ranks, float(size), _seconds(place, budget, run, summary=summary), left_out)
 
 
 def _call(kind: str, group: dist.ProcessGroup, size: int, device: torch.device) -> Callable[[], object]:
@@ -311,7 +214,7 @@ def _call(kind: str, group: dist.ProcessGroup, size: int, device: torch.device) 
     return calls[kind]
 
 
-def _lone(place: _Place, budget: Budget) -> float | None:
+def _lone(place: Place, budget: Budget) -> float | None:
     """What two neighbours send each other while the others rest; None where there are no others."""
     if place.ranks_per_node < 3:
         return None
@@ -319,4 +222,4 @@ def _lone(place: _Place, budget: Budget) -> float | None:
     active = place.rank < 2
     size = budget.largest_bytes
     run = _call("all_gather", group, size, place.device) if active else (lambda: None)
-    return size / 2 / _seconds(place, budget, run, active)
+    return size / 2 / seconds_of(place, budget, run, active)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.cost.calibrate import CollectiveFit, Measured, Measurements, MultiplyFit
+from autopar.cost.calibrate import (
+    CollectiveFit,
+    Measured,
+    Measurements,
+    MultiplyFit,
+    fit_attention,
+    fit_ops,
+    fit_sustained,
+)
+from autopar.cost.cluster import Attention
 
 __all__ = ["cluster_text", "times_table"]
 
@@ -58,12 +67,16 @@ def _number(value: float, unit: str) -> str:
 
 def _device(measurements: Measurements, products: MultiplyFit) -> list[str]:
     stream = measurements.stream_bytes_per_second / 1e9
+    sustained = fit_sustained(products, measurements.chain)
+    overhead = measurements.overhead_seconds - measurements.launch_seconds
     return [
         "[device]",
         f"name = {_quoted(measurements.device)}",
         f"memory = {_number(measurements.memory_bytes / 1e9, 'GB')}",
         f"hbm = {_number(stream, 'GB/s')}",
         f"launch = {_number(measurements.launch_seconds * 1e6, 'us')}",
+        *([f"op = {_number(overhead * 1e6, 'us')}"] if overhead > 0 else []),
+        *([f"sustained = {_number(100 * sustained, '%')}"] if sustained < 1 else []),
         "",
         "[device.peak]",
         *(f"{dtype} = {_number(peak / 1e9, 'GFLOP/s')}" for dtype, peak in products.peak_flops.items()),
@@ -80,7 +93,31 @@ def _device(measurements: Measurements, products: MultiplyFit) -> list[str]:
         'columns = "1 [measured]"',
         'reached = "100 % [measured]"',
         "",
+        *_attention(fit_attention(measurements.attentions, products.peak_flops["float32"])),
+        *_rates(measurements),
     ]
+
+
+def _attention(fit: Attention | None) -> list[str]:
+    if fit is None:
+        return []
+    shares = {
+        "forward": fit.forward_fraction,
+        "backward": fit.backward_fraction,
+        "causal": fit.causal_fraction,
+        "causal_backward": fit.causal_backward_fraction,
+    }
+    lines = [f"{key} = {_number(100 * share, '%')}" for key, share in shares.items()]
+    return ["[device.attention]", f'rows = "{fit.rows} [measured]"', *lines, ""]
+
+
+def _rates(measurements: Measurements) -> list[str]:
+    """Of the ops that do not get all that the memory gives."""
+    lines: list[str] = []
+    for way, rates in zip(("forward", "backward"), fit_ops(measurements), strict=True):
+        found = [f"{op} = {_number(rate / 1e9, 'GB/s')}" for op, rate in rates.items()]
+        lines += [f"[device.{way}]", *found, ""] if found else []
+    return lines
 
 
 def _levels(measurements: Measurements, fits: Sequence[CollectiveFit]) -> list[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 
+from autopar.errors import AutoparWarning
 from autopar.layout.language import Layout, parse_layout, parse_strategy_call
 from autopar.layout.source import unknown_name
 from autopar.layout.strategies import load_strategy, strategy_names
@@ -30,9 +33,18 @@ def choose_layout(layout: str | Path | Layout, axes: Mapping[str, int]) -> Layou
                 raise unknown_name("axis", axis, axes, layout)
     else:
         found = parse_layout(layout)
-    if found.strategy is not None:
-        found = found.on_axes({axis: () for axis in axes_of(found) if axis not in axes})
-    return found
+    if found.strategy is None:
+        return found
+    spoken_of = axes_of(found)
+    if spoken_of and not set(spoken_of) & set(axes) and prod(axes.values()) > 1 and isinstance(layout, str):
+        name, mine = found.strategy.name, spoken_of[0]
+        warnings.warn(
+            f"strategy '{name}' splits nothing on a mesh of {', '.join(axes)}: it speaks of {', '.join(spoken_of)}\n"
+            f'fix: layout="{name}({mine}={"*".join(axes)})", or a mesh whose axis is called {mine}',
+            AutoparWarning,
+            stacklevel=3,
+        )
+    return found.on_axes({axis: () for axis in spoken_of if axis not in axes})
 
 
 def _is_call(text: str) -> bool:

@@ -78,7 +78,7 @@ class Hinges:
             hinges.append(({key: (1 - taken) * value for key, value in {**beside, once: 1.0}.items()}, 0.0))
         constant = 0.0
         if setting.trains and any(tensor.requires_grad for tensor in setting.graph.parameters):
-            constant = device.launch_seconds
+            constant = device.op_seconds + device.launch_seconds
             hinges.append(({Sum.OPTIMIZER: 1.0}, -device.launch_seconds))
         slopes = np.zeros((len(hinges), len(Sum)))
         for row, (terms, _) in enumerate(hinges):

@@ -10,11 +10,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from autopar.cli import main
-from autopar.cost.calibrate import Measured, Measurements, Timed, fit_collectives, fit_products, judge
+from autopar.cost.calibrate import (
+    Chain,
+    Measured,
+    Measurements,
+    Timed,
+    fit_attention,
+    fit_collectives,
+    fit_ops,
+    fit_products,
+    fit_sustained,
+    judge,
+)
 from autopar.cost.cluster import load_cluster
 from autopar.cost.comm import Network
+from autopar.cost.compute import BACKWARD_PRODUCTS
+from autopar.cost.describe import links_of
+from autopar.cost.trials import TRIALS, Attended, Trial, TriedOp, tried
 from autopar.cost.written import cluster_text, times_table
 
 SIZES = [1024.0 * 2**i for i in range(15)]
@@ -140,6 +155,56 @@ def test_times_as_csv() -> None:
     )
 
 
+def trained(seconds: float) -> Measurements:
+    """A process of a CPU whose float32 products run at 1e11 FLOP/s, whose ops take 5 us to begin."""
+    ops = (
+        TriedOp("tanh", 8e6, 5e-6 + 8e6 / 2e9, 12e6, 5e-6 + 12e6 / 9e10),
+        TriedOp("relu", 8e6, 5e-6 + 8e6 / 9e10, 12e6, 5e-6 + 12e6 / 9e10),
+        TriedOp("clone", 8e6, 5e-6 + 8e6 / 4e9, 0.0, 1e-6),
+    )
+    attentions = tuple(
+        Attended(causal, flops / forward, BACKWARD_PRODUCTS * flops / backward, flops)
+        for causal, forward, backward in ((False, 8e10, 6e10), (True, 4e10, 3e10))
+        for flops in (1e8, 1e9, 1e10)
+    )
+    alone = Measurements("CPU", 8e9, 1e-6, 1e10, products(10e-6, 32, {"float32": 1e11}), (), 1, 1)
+    return replace(alone, overhead_seconds=5e-6, ops=ops, attentions=attentions, chain=Chain(11, 1024, 512, seconds))
+
+
+def test_what_a_cpu_takes_beyond_products_and_bytes(tmp_path: Path) -> None:
+    each = 10e-6 + 2 * 1024 * 512 * (512 + 32) / 1e11
+    found = trained(11 * each / 0.8)
+    path = tmp_path / "mine.toml"
+    links, sources = links_of("local-cpu")
+    text = cluster_text("mine", "", found, fit_products(found.products), [], "2026-01-31", "a test", (links, sources))
+    path.write_text(text)
+    device = load_cluster(path).device
+    assert device.op_seconds == pytest.approx(4e-6)
+    assert device.sustained_fraction == pytest.approx(0.8, rel=1e-2)
+    assert dict(device.forward_bytes_per_second) == pytest.approx({"tanh": 2e9, "clone": 4e9}, rel=1e-3)
+    assert dict(device.backward_bytes_per_second) == {}
+    rates = device.attention
+    assert (rates.forward_fraction, rates.causal_fraction) == pytest.approx((0.8, 0.5), rel=1e-2)
+    assert (rates.backward_fraction, rates.causal_backward_fraction) == pytest.approx((0.6, 0.5), rel=1e-2)
+
+
+def test_a_machine_that_needs_no_more_says_nothing_of_it() -> None:
+    """No rate is above the memory's, no share above the whole."""
+    assert fit_sustained(fit_products(products(10e-6, 32, {"float32": 1e11})), Chain(11, 1024, 512, 1e-6)) == 1.0
+    fast = replace(trained(1.0), ops=(TriedOp("tanh", 8e6, 1e-5, 12e6, 1e-5),))
+    assert fit_ops(fast) == ({}, {})
+    assert fit_attention((), 1e11) is None
+
+
+@pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
+def test_what_is_tried_is_what_models_call(trial: Trial) -> None:
+    """The op is found in the graph by its name, and the cost model counts its bytes."""
+    found = tried(trial, 4096, torch.device("cpu"), lambda run: float(run() is not None))
+    assert (found.name, found.forward_seconds, found.backward_seconds) == (trial.name, 1.0, 1.0)
+    assert found.forward_bytes >= 2 * 4096
+    assert found.backward_bytes >= 2 * 4096 or trial.name == "clone"
+
+
 @pytest.mark.slow
 def test_a_real_run(tmp_path: Path) -> None:
     """Two processes over Gloo; what is measured varies, what must be written does not."""
@@ -154,6 +219,8 @@ def test_a_real_run(tmp_path: Path) -> None:
     assert cluster.name == "mine"
     assert cluster.uncited == ()
     assert set(cluster.device.peak_flops) == {"float32", "bfloat16", "float64"}
+    assert 0 < cluster.device.attention.forward_fraction < 1
+    assert "tanh" in cluster.device.forward_bytes_per_second
     network = Network(cluster, {"a": 2})
     kinds = {line.split(",")[0] for line in times.read_text().splitlines()[1:]}
     assert kinds == {
