@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.fx.proxy import TracerBase
 
 from autopar.errors import TraceError
+from autopar.tracing.functions import as_op
 from autopar.tracing.grad_regions import apply_grad_modes
 from autopar.tracing.normalise import is_random
 from autopar.tracing.origin import CHECKPOINT, stack_of_model
@@ -49,7 +50,7 @@ def watched(ambient_grad: bool, device: torch.device | None) -> Iterator[None]:
         for owner, name, value in (
             (set_grad_pass, "replace_set_grad_with_hop_pass", keep_grad_modes),
             (autocast_pass, "replace_autocast_with_hop_pass", keep_autocast),
-            (function, "apply", classmethod(_refusing_apply(function.__dict__["apply"].__func__))),
+            (function, "apply", classmethod(_kept_apply(function.__dict__["apply"].__func__))),
             (torch.Tensor, "register_hook", _refused_hook("register_hook")),
             (torch.Tensor, "register_post_accumulate_grad_hook", _refused_hook("register_post_accumulate_grad_hook")),
             (torch.autograd, "grad", _refused_gradient("torch.autograd.grad")),
@@ -186,14 +187,11 @@ def _with_stack(original: Callable[..., Node]) -> Callable[..., Node]:
     return create_node
 
 
-def _refusing_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+def _kept_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if f"{cls.__module__}.".startswith(_HARMLESS_MODULES):
             return original(cls, *args, **kwargs)
-        raise Refusal(
-            f"the backward of the torch.autograd.Function {cls.__name__} would be lost",
-            "register it as an operator: torch.library.custom_op, with register_fake and register_autograd",
-        )
+        return as_op(cls, args)
 
     return apply
 

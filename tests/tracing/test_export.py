@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+import autopar
 from autopar.annotate import named
 from autopar.errors import AutoparWarning
 from autopar.tracing.export import export
@@ -589,6 +590,51 @@ def test_a_tensor_kept_on_the_model_is_a_warning() -> None:
     with pytest.warns(AutoparWarning, match="the forward of Net sets self.last to a tensor; the traced graph does not"):
         export(model, (example(),))
     assert not hasattr(model, "last")
+
+
+class Rounded(torch.autograd.Function):
+    """A gradient as if nothing had been rounded, within bounds; a plain number beside the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, steps: int) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.steps = steps
+        return (x * steps).round() / steps
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return gradient * (x.abs() < ctx.steps / 4), None
+
+
+class Reversed(torch.autograd.Function):
+    """Two results, an input without a gradient, and the newer way to write a function."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x[rows], x.sum(-1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x, rows = ctx.saved_tensors
+        return torch.zeros_like(x).index_add(0, rows, -first) - second[:, None], None
+
+
+def functions(net: Net, x: torch.Tensor) -> torch.Tensor:
+    rounded = Rounded.apply(net.first(x), 3) + Rounded.apply(net.second(x), 5)
+    rows, sums = Reversed.apply(rounded, torch.tensor([2, 0, 1]))
+    return rows * sums[:, None]
+
+
+def test_functions_with_a_backward_of_their_own_keep_it() -> None:
+    assert_equal(functions)
+    graph = autopar.trace(Net(functions), (example(),))
+    found = {node.op.split(".")[1]: str(node.rule) for node in graph.nodes if node.source == "discovered"}
+    assert found["Rounded_0"] == found["Rounded_1"] == "a b -> a b", "one for each number"
 
 
 def test_a_registered_custom_op_keeps_its_backward() -> None:

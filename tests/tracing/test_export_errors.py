@@ -52,6 +52,17 @@ def lists(net: Net, x: torch.Tensor) -> Any:
     return {"values": x.tolist()}
 
 
+class Dropped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mask = torch.rand_like(x) > 0.5
+        return x * ctx.mask
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.mask
+
+
 class Tripled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -62,8 +73,23 @@ class Tripled(torch.autograd.Function):
         return gradient * 3
 
 
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, options: dict[str, int]) -> torch.Tensor:
+        ctx.factor = options["factor"]
+        return x * ctx.factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def random_function(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return Dropped.apply(x)
+
+
 def custom_function(net: Net, x: torch.Tensor) -> torch.Tensor:
-    return Tripled.apply(x)
+    return Scaled.apply(x, {"factor": 2})
 
 
 def tensor_hook(net: Net, x: torch.Tensor) -> torch.Tensor:
@@ -142,9 +168,15 @@ def experts(net: Net, x: torch.Tensor) -> torch.Tensor:
         (experts, "rows, columns = torch.where(x > 0)", "the size of a tensor, or a number, depends", "use a mask"),
         (lists, None, "what it returns holds a number that depends on the data in a tensor (at values.0.0)", "return"),
         (
+            random_function,
+            "ctx.mask = torch.rand_like(x) > 0.5",
+            "the backward of the torch.autograd.Function Dropped would be lost: it draws random numbers",
+            "torch.library.custom_op, with register_fake and register_autograd",
+        ),
+        (
             custom_function,
-            "return Tripled.apply(x)",
-            "the backward of the torch.autograd.Function Tripled would be lost",
+            'return Scaled.apply(x, {"factor": 2})',
+            "the backward of the torch.autograd.Function Scaled would be lost: it is given a dict",
             "torch.library.custom_op, with register_fake and register_autograd",
         ),
         (
