@@ -25,7 +25,8 @@ from autopar.rewrite.lowerings import Split
 from autopar.rewrite.lowerings.base import Message, Send
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.local import Local, Piece
-from autopar.tracing.footprint import Footprint, fake_input, measure
+from autopar.tracing.differentiable import fake_input
+from autopar.tracing.footprint import Footprint, measure
 from autopar.tracing.graph import NamedGraph, NamedNode
 
 __all__ = ["LocalFootprints", "lowered_footprint"]

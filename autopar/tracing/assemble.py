@@ -10,6 +10,7 @@ from torch import nn
 
 from autopar.rules.binding import factor_sizes
 from autopar.tracing.binding import Binding, BoundNode, ValueKey
+from autopar.tracing.differentiable import differentiable
 from autopar.tracing.exported import Exported, NodeOrigin
 from autopar.tracing.graph import Atom, Dim, Kind, NamedGraph, NamedNode, NamedTensor
 from autopar.tracing.naming import Naming
@@ -58,7 +59,7 @@ def _node_name(bound: BoundNode, counts: dict[str, int]) -> str:
 
 def _tensors(exported: Exported, binding: Binding, naming: Naming, names: dict[ValueKey, str]) -> list[NamedTensor]:
     kinds: dict[ValueKey, Kind] = {p.node: p.kind for p in exported.placeholders}
-    differentiable = _differentiable(exported)
+    followed = {node.name for node in differentiable(exported)}
     tensors = []
     for node in exported.graph_module.graph.nodes:
         if node.name in binding.dims:
@@ -73,7 +74,7 @@ def _tensors(exported: Exported, binding: Binding, naming: Naming, names: dict[V
                     dtype=value.dtype,
                     node=node.name,
                     atoms=tuple(_atoms(binding.dims[node.name], naming)),
-                    requires_grad=node.name in differentiable,
+                    requires_grad=node.name in followed,
                 )
             )
     return tensors
@@ -93,21 +94,6 @@ def _atoms(dims: Iterable[int], naming: Naming) -> Iterator[Atom]:
 
     for position, dim in enumerate(dims):
         yield from within(position, dim, ())
-
-
-def _differentiable(exported: Exported) -> set[str]:
-    """The values that autograd follows: what depends on a parameter or input that requires a gradient."""
-    if not exported.grad_enabled:
-        return set()
-    found = {p.node for p in exported.placeholders if p.requires_grad}
-    for node in exported.graph_module.graph.nodes:
-        value = node.meta.get("val")
-        float_valued = not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()
-        detached = node.target is torch.ops.aten.detach.default
-        follows = any(source.name in found for source in node.all_input_nodes)
-        if node.op == "call_function" and float_valued and follows and not detached:
-            found.add(node.name)
-    return found
 
 
 def _node(bound: BoundNode, names: dict[ValueKey, str], naming: Naming) -> NamedNode:

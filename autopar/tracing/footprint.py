@@ -18,9 +18,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from autopar.rules.call import arguments_by_name, operands_of
+from autopar.tracing.differentiable import call_key, differentiable, fake_input
 from autopar.tracing.exported import Exported
 
 __all__ = ["Footprint", "LiveBytes", "fake_input", "footprints", "measure", "untold_failures"]
@@ -93,43 +94,15 @@ def footprints(exported: Exported) -> Mapping[str, Footprint]:
     """The footprint of every op of a traced graph, by the name of its node."""
     found: dict[str, Footprint] = {}
     known: dict[Any, Footprint] = {}
-    trained = _trained(exported)
+    trained = differentiable(exported)
     for node in exported.graph_module.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        key = _key(node, trained)
+        key = call_key(node, trained)
         if key not in known:
             known[key] = _probe(node, trained)
         found[node.name] = known[key]
     return found
-
-
-def _trained(exported: Exported) -> frozenset[Node]:
-    """The nodes through which a gradient flows."""
-    leaves = {p.node for p in exported.placeholders if p.requires_grad} if exported.grad_enabled else set[str]()
-    found: set[Node] = set()
-    for node in exported.graph_module.graph.nodes:
-        if node.op == "placeholder":
-            if node.name in leaves:
-                found.add(node)
-        elif node.op == "call_function" and any(source in found for source in node.all_input_nodes):
-            values = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
-            made = any(value.is_floating_point() or value.is_complex() for value in values)
-            if made and node.target is not torch.ops.aten.detach.default:
-                found.add(node)
-    return frozenset(found)
-
-
-def _key(node: Node, trained: frozenset[Node]) -> Any:
-    def described(value: Any) -> Any:
-        if not isinstance(value, Node):
-            return str(value)
-        val = value.meta["val"]
-        shape = tuple(val.shape), val.stride(), val.dtype, value in trained
-        return shape if isinstance(val, Tensor) else str(val)
-
-    leaves = tree_leaves((node.args, node.kwargs), is_leaf=lambda value: isinstance(value, Node))
-    return node.target, tuple(map(described, leaves)), str(tree_map(lambda value: 0, (node.args, node.kwargs)))
 
 
 def _probe(node: Node, trained: frozenset[Node]) -> Footprint:
@@ -171,22 +144,6 @@ def _probe_on(device: str, node: Node, trained: frozenset[Node]) -> Footprint:
         target: Any = node.target
         operands = operands_of(target, arguments_by_name(target, args, kwargs))
         return measure(operands, lambda: target(*args, **_on(device, target, kwargs)))
-
-
-def fake_input(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    trained: bool,
-    strides: tuple[int, ...] | None = None,
-    device: str = "cpu",
-) -> Tensor:
-    """A tensor without memory, under a fake tensor mode."""
-    if strides is None:
-        made = torch.empty(shape, dtype=dtype, device=device)
-    else:
-        made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    # Not a leaf: some ops treat leaves in another way.
-    return made.requires_grad_().view_as(made) if trained else made
 
 
 def measure(operands: Sequence[Any], call: Callable[[], Any]) -> Footprint:

@@ -105,3 +105,22 @@ def test_what_only_a_gpu_can_do_is_looked_at_without_one(caplog: pytest.LogCaptu
     assert (found.keeps, found.keeps_outputs, found.aliases) == ((), (), (None,))
     assert [tensor.node.split("_")[0] for tensor in graph.saved] == ["softmax"]
     assert "failed while attempting" not in caplog.text
+
+
+class CalledTwice(nn.Module):
+    """The second call takes the statistics that the first one made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU())
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.layers(x) * self.layers(y)).sum()
+
+
+def test_statistics_of_batches_have_no_gradient() -> None:
+    graph = autopar.trace(CalledTwice(), (torch.randn(5, 6), torch.randn(5, 6)))
+    made = [t for t in graph.tensors.values() if "batch_norm" in t.name]
+    assert [t.requires_grad for t in made if t.shape == (5, 8)] == [True, True]
+    assert [t.requires_grad for t in made if t.shape == (8,) and t.name.endswith((":3", ":4"))] == [False] * 4
+    assert {node.node for node in graph.nodes} <= set(graph.footprints)
