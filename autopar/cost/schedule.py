@@ -35,7 +35,8 @@ class Schedule:
 def schedule_of(graph: NamedGraph, plan: Plan, wiring: Wiring, layers: Mapping[str, int]) -> Schedule:
     """The buckets of a plan; `layers` are those that are computed again, by op."""
     buckets = buckets_of(graph, plan, wiring)
-    inside = {bucket: layer for bucket in buckets if (layer := _only_reader(bucket, plan, wiring, layers))}
+    readers = _readers(wiring) if plan.regather else {}
+    inside = {bucket: layer for bucket in buckets if (layer := _only_reader(bucket, plan, readers, layers))}
     of_op: dict[str, list[Bucket]] = {}
     ahead: dict[str, list[Bucket]] = {}
     previous: Bucket | None = None
@@ -49,13 +50,24 @@ def schedule_of(graph: NamedGraph, plan: Plan, wiring: Wiring, layers: Mapping[s
     return Schedule(of_op, ahead, versions, inside, again, next_again)
 
 
-def _only_reader(bucket: Bucket, plan: Plan, wiring: Wiring, layers: Mapping[str, int]) -> int:
+def _readers(wiring: Wiring) -> dict[Version, list[str]]:
+    """By what they take: the ops."""
+    found: dict[Version, list[str]] = {}
+    for op, wired in wiring.ops.items():
+        for version in wired.operands:
+            if version is not None:
+                found.setdefault(version, []).append(op)
+    return found
+
+
+def _only_reader(
+    bucket: Bucket, plan: Plan, readers: Mapping[Version, Sequence[str]], layers: Mapping[str, int]
+) -> int:
     """The layer that is computed again and is the only one to read parameters that are gathered again."""
     if not bucket.gathers or bucket.members[0].tensor not in plan.regather:
         return 0
-    made = {(one.tensor, one.reshard.target) for one in bucket.members}
-    reading = {op for op, wired in wiring.ops.items() if not made.isdisjoint(wired.operands)}
-    found = {layers.get(op, 0) for op in reading}
+    made = ((one.tensor, one.reshard.target) for one in bucket.members)
+    found = {layers.get(op, 0) for version in made for op in readers.get(version, ())}
     return found.pop() if len(found) == 1 else 0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
@@ -28,49 +28,44 @@ Masks = tuple[NDArray[np.bool_], ...]
 class _Part:
     """Assignments: of each variable the states that are left."""
 
-    whose: int
-    """The model that it is of."""
     masks: Masks
     chosen: list[int]
 
 
 def close(
-    eliminations: Sequence[Elimination],
+    elimination: Elimination,
     weights: Floats,
     best: float,
-    price: Callable[[int, list[int]], float],
+    price: Callable[[list[int]], float],
     most: int,
     deadline: float,
 ) -> float:
-    """A bound on the weighed sums of all assignments of some models that could still be better than the best, after at
-    most so many candidates.
+    """A bound on the weighed sums of all assignments of a model that could still be better than the best, after at most
+    so many candidates.
 
-    `price` prices an assignment of one of the models and answers what is to be gone below; `best` is that at the
-    beginning.
+    `price` prices an assignment and answers what is to be gone below; `best` is that at the beginning.
     """
-    weighed = [elimination.weighed(weights) for elimination in eliminations]
+    costs, tables = elimination.weighed(weights)
     order = count()
     parts: list[tuple[float, int, _Part]] = []
 
-    def add(whose: int, masks: Masks) -> None:
-        costs, tables = weighed[whose]
+    def add(masks: Masks) -> None:
         left = [np.where(mask, own, np.inf) for mask, own in zip(masks, costs, strict=True)]
-        value, chosen = eliminations[whose].plan.solve(left, tables)
+        value, chosen = elimination.plan.solve(left, tables)
         if np.isfinite(value):
-            heapq.heappush(parts, (value, next(order), _Part(whose, masks, chosen)))
+            heapq.heappush(parts, (value, next(order), _Part(masks, chosen)))
 
-    for whose, (costs, _) in enumerate(weighed):
-        add(whose, tuple(np.ones(len(own), dtype=bool) for own in costs))
+    add(tuple(np.ones(len(own), dtype=bool) for own in costs))
     for _ in range(most):
         if not parts or parts[0][0] >= best or time.monotonic() > deadline:
             break
         _, _, part = heapq.heappop(parts)
-        best = price(part.whose, part.chosen)
-        costs, masks = weighed[part.whose][0], list(part.masks)
+        best = price(part.chosen)
+        masks = list(part.masks)
         for place, state in enumerate(part.chosen):
             if masks[place].sum() > 1:
                 others = masks[place].copy()
                 others[state] = False
-                add(part.whose, (*masks[:place], others, *masks[place + 1 :]))
+                add((*masks[:place], others, *masks[place + 1 :]))
             masks[place] = np.arange(len(costs[place])) == state
     return min(parts[0][0], best) if parts else best

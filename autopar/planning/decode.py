@@ -43,7 +43,9 @@ def plan_of(model: Model, chosen: Sequence[int]) -> Plan:
             values[name] = _first_use(model, ops, name) or one.layout
             deferred = one.lasting or values[name].splits == one.layout.splits
             holdings[name] = Holding(one.lasting, deferred, one.again)
-    decisions = Decisions(setting.axes, stored, ops, values, holdings, recompute=model.recompute)
+    modes = {name: mode for (kind, name), mode in states.items() if kind == "recompute"}
+    recompute = {**model.recompute, **{path: mode for path, mode in modes.items() if mode != "none"}}
+    decisions = Decisions(setting.axes, stored, ops, values, holdings, recompute=recompute)
     return setting.options.on(Plan.decided(setting.graph, decisions))
 
 

@@ -17,8 +17,8 @@ __all__ = ["Kept"]
 class Kept:
     roots: dict[str, str]
     """By value: the one whose memory it shares."""
-    keepers: dict[str, int]
-    """By root: how many ops keep it, itself or as a view."""
+    keepers: dict[str, tuple[str, ...]]
+    """By root: the ops that keep it, itself or as a view."""
     operands: frozenset[tuple[str, str]]
     """Ops and operands: what is kept of it if it is converted for the op."""
     own: frozenset[str]
@@ -33,7 +33,7 @@ class Kept:
                 source = None if alias is None else node.operands[alias]
                 if name is not None and source is not None:
                     roots[name] = roots[source]
-        keepers: dict[str, int] = {}
+        keepers: dict[str, tuple[str, ...]] = {}
         kept: set[str] = set()
         operands: set[tuple[str, str]] = set()
         own: set[str] = set()
@@ -53,12 +53,12 @@ class Kept:
                     operands.add((node.name, name))
             for name in dict.fromkeys(node.operands[i] for i in footprint.keeps):
                 if name is not None:
-                    keepers[roots[name]] = keepers.get(roots[name], 0) + 1
+                    keepers[roots[name]] = (*keepers.get(roots[name], ()), node.name)
             for i in footprint.keeps_outputs:
                 name = node.outputs[i]
                 if name is not None:
                     own.add(name)
-                    keepers[roots[name]] = keepers.get(roots[name], 0) + 1
+                    keepers[roots[name]] = (*keepers.get(roots[name], ()), node.name)
         return Kept(roots, keepers, frozenset(operands), frozenset(own))
 
     def is_kept(self, name: str) -> bool:
@@ -67,7 +67,7 @@ class Kept:
 
     def only_for(self, op: str, name: str) -> bool:
         """Whether a value lives on for this op alone."""
-        return (op, name) in self.operands and self.keepers.get(self.roots[name], 0) == 1
+        return (op, name) in self.operands and len(self.keepers.get(self.roots[name], ())) == 1
 
 
 def _trains(graph: NamedGraph, node: NamedNode) -> bool:

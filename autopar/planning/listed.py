@@ -5,7 +5,7 @@ Here a conversion that several ops share is counted once, as `evaluate` does: so
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -23,33 +23,30 @@ from autopar.tracing.graph import NamedTensor
 __all__ = ["Listed", "listed"]
 
 MOST_LISTED = 2**17
-"""Assignments of all models together: some 10 MB."""
+"""Assignments: some 10 MB."""
 
 
 @dataclass(frozen=True)
 class Listed:
-    """Of every assignment of some models, one model after the other, in the order of their states."""
+    """Of every assignment of a model, in the order of their states."""
 
-    counts: tuple[tuple[int, ...], ...]
+    counts: tuple[int, ...]
     seconds: Floats
     """No plan takes less."""
     gib: Floats
 
-    def in_order(self, keys: Floats) -> Iterator[tuple[float, int, list[int]]]:
-        """By some key: the key, the model, the assignment."""
-        ends = np.cumsum([prod(counts) for counts in self.counts])
+    def in_order(self, keys: Floats) -> Iterator[tuple[float, list[int]]]:
+        """By some key: the key, the assignment."""
         for place in np.argsort(keys, kind="stable").tolist():
-            whose = int(np.searchsorted(ends, place, side="right"))
-            first = place - (int(ends[whose - 1]) if whose else 0)
-            yield float(keys[place]), whose, [int(state) for state in np.unravel_index(first, self.counts[whose])]
+            yield float(keys[place]), [int(state) for state in np.unravel_index(place, self.counts)]
 
 
-def listed(models: Sequence[Model], hinges: Hinges) -> Listed | None:
+def listed(model: Model, hinges: Hinges) -> Listed | None:
     """None where there are too many."""
-    counts = tuple(tuple(len(variable.states) for variable in model.variables) for model in models)
-    if sum(map(prod, counts)) > MOST_LISTED:
+    counts = tuple(len(variable.states) for variable in model.variables)
+    if prod(counts) > MOST_LISTED:
         return None
-    every = np.concatenate([_sums(model, own).reshape(-1, len(Sum)) for model, own in zip(models, counts, strict=True)])
+    every = _sums(model, counts).reshape(-1, len(Sum))
     beside = np.maximum(0.0, every @ hinges.slopes.T + hinges.offsets).sum(axis=1)
     return Listed(counts, every @ hinges.base + hinges.constant + beside, every[:, list(MEMORY)].max(axis=1))
 
@@ -61,10 +58,10 @@ def _sums(model: Model, counts: tuple[int, ...]) -> Floats:
         own = np.array([variable.at(state) for state in range(counts[node])])
         total += _spread(own, (node,), len(counts))
     for factor in model.factors:
-        rows, columns = counts[factor.first], counts[factor.second]
-        pairs = np.array([[factor.table.at(i, j) for j in range(columns)] for i in range(rows)])
-        scope = factor.first, factor.second
-        total += _spread(pairs if scope[0] < scope[1] else pairs.swapaxes(0, 1), tuple(sorted(scope)), len(counts))
+        shape = [counts[node] for node in factor.scope]
+        sums = np.array([factor.table.at(*states) for states in np.ndindex(*shape)]).reshape(*shape, len(Sum))
+        order = np.argsort(factor.scope).tolist()
+        total += _spread(sums.transpose(*order, len(shape)), tuple(sorted(factor.scope)), len(counts))
     _take_off_what_is_shared(model, counts, total)
     return total
 

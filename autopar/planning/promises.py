@@ -22,8 +22,9 @@ from autopar.layout.precedence import glob_matches
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout
 from autopar.layout.syntax import Guard, Limit, Same
+from autopar.planning.building import handed_out
 from autopar.planning.demands import Demands
-from autopar.planning.model import Factor, Model, Variable, handed_out
+from autopar.planning.model import Factor, Model, Variable
 from autopar.planning.tables import Parts, Table, Tables
 from autopar.planning.totals import Sum
 from autopar.rewrite.lowerings import split_of
@@ -165,7 +166,7 @@ class _Promises:
             self.known[key] = _table(counts)
         table: Table | None = self.known[key]
         if table is not None:
-            self.factors.append(Factor(first, second, table))
+            self.factors.append(Factor((first, second), table))
 
     def _breaks(self, tensor: NamedTensor, broken: Broken, source: Layout, want: Layout) -> float:
         """How often a conversion breaks a guard."""
@@ -191,7 +192,7 @@ class _Promises:
             first, other = (self._texts(each) for each in (places[0], place))
             table = _table(np.array([[float(one != two) for two in other] for one in first]))
             if table is not None:
-                self.factors.append(Factor(places[0], place, table))
+                self.factors.append(Factor((places[0], place), table))
 
     def _place(self, name: str) -> int | None:
         kind = "value" if self.graph.tensors[name].kind == "activation" else "held"

@@ -95,7 +95,7 @@ class Search:
     @property
     def bound(self) -> float:
         """The best that is proved; of memory, what is counted is taken to miss as little as it ever did."""
-        return self._bound_at(self.limit_gib - _least_missed([self]))
+        return self._bound_at(self.limit_gib - self._least_missed)
 
     def _bound_at(self, limit_gib: float) -> float:
         return max([self.proved, *(self._answer_at(answer, limit_gib) for answer in self.answers)])
@@ -120,7 +120,8 @@ class Search:
         self._improve()
 
     def _scan(self) -> None:
-        """Plans that take less and less memory, the same whatever the limit is: more room makes no plan worse."""
+        """Plans that take less and less memory, until one fits: the same whatever the limit is, so that more room makes
+        no plan worse."""
         hinges = np.ones(self.count) if self.hint is None else self.hint
         weights, _ = self.hinges.weights(hinges)
         fastest = self.elimination.candidate(weights)
@@ -130,10 +131,13 @@ class Search:
             at = weights.copy()
             at[Sum.KEPT_GIB] += scale * 2.0**exponent
             at[Sum.STEP_GIB] += scale * 2.0 ** (exponent - 2)
+            _, sums = self.elimination.least(at)
+            self.planes.append(sums)
+            if float(max(sums[list(MEMORY)])) + self._least_missed > self.limit_gib:
+                continue
             chosen = self.elimination.candidate(at)
             self.planes.append(self.model.sums(chosen))
-            self.try_out(chosen)
-            if time.monotonic() > self.deadline:
+            if self.try_out(chosen).peak_gib <= self.limit_gib or time.monotonic() > self.deadline:
                 return
 
     def _improve(self) -> None:
@@ -205,45 +209,45 @@ class Search:
 
     @property
     def is_small(self) -> bool:
-        return len(self.model.variables) <= SMALL and not self.elimination.cut
+        decided = sum(variable.kind != "recompute" for variable in self.model.variables)
+        return decided <= SMALL and not self.elimination.cut
 
-    def close(self, others: Sequence[Search] = (), most: int = MOST_CLOSED) -> None:
-        """Of small models, the proof: what could still be better is tried, of this one and of others.
+    def close(self, most: int = MOST_CLOSED) -> None:
+        """Of small models, the proof: what could still be better is tried.
 
         Where memory is limited, first what takes least of it, until something fits, then by what time and memory are
         worth together: that finds what is good and fits. Then by the time alone, which proves that nothing is better.
         What is counted of memory proves nothing: what is missed of it may be anything in a small model.
         """
-        every = (self, *others)
-        if not all(one.is_small for one in every):
+        if not self.is_small:
             return
-        everything = listed([one.model for one in every], self.hinges)
+        everything = listed(self.model, self.hinges)
         if everything is not None:
-            self._close_listed(every, everything)
+            self._close_listed(everything)
             return
-        if not others and self.best <= self.bound:
+        if self.best <= self.bound:
             return
         _, prices = max(self.answers, key=lambda answer: self._answer_at(answer, self.aim_gib), default=(0.0, None))
         if self.is_limited:
-            if not np.isfinite(self._shared_best(every)):
-                self._close_for_memory(every, most // 4)
+            if not np.isfinite(self.best):
+                self._close_for_memory(most // 4)
             if prices is not None and prices[self.count :].any():
-                self._close(every, prices, most // 4)
-        self.proved = max(self.proved, self._close(every, np.append(self.hinge_prices(), [0.0] * len(MEMORY)), most))
+                self._close(prices, most // 4)
+        self.proved = max(self.proved, self._close(np.append(self.hinge_prices(), [0.0] * len(MEMORY)), most))
 
-    def _close_listed(self, every: Sequence[Search], everything: Listed) -> None:
+    def _close_listed(self, everything: Listed) -> None:
         """The same, where all assignments can be listed; at some prices of memory, as none is known to be right."""
         seconds = everything.seconds
         gib = np.where(seconds < FORBIDDEN_SECONDS, everything.gib, np.inf)
 
         def best() -> float:
-            return self._shared_best(every)
+            return self.best
 
         def tried(keys: Floats, most: int, below: Callable[[], float] = best) -> float:
-            for number, (key, whose, chosen) in enumerate(everything.in_order(keys)):
+            for number, (key, chosen) in enumerate(everything.in_order(keys)):
                 if number == most or key >= min(below(), FORBIDDEN_SECONDS) or time.monotonic() > self.deadline:
                     return min(key, below())
-                every[whose].try_out(chosen, hopeless=False)
+                self.try_out(chosen, hopeless=False)
             return below()
 
         if self.is_limited and tried(seconds, FIRST_LISTED) < best():
@@ -255,43 +259,41 @@ class Search:
         self.proved = tried(seconds, MOST_LISTED)
         self.is_listed = True
 
-    def _close(self, every: Sequence[Search], prices: Floats, most: int) -> float:
+    def _close(self, prices: Floats, most: int) -> float:
         """In the order of what is bounded at some prices; a bound on the seconds, where no price of memory is."""
         weights, constant = self.hinges.weights(prices[: self.count])
         weights[list(MEMORY)] += prices[self.count :]
         of_memory = float(prices[self.count :].sum())
 
         def below() -> float:
-            room = of_memory * (self.limit_gib - _least_missed(every)) if of_memory else 0.0
-            return self._shared_best(every) - constant + room
+            room = of_memory * (self.limit_gib - self._least_missed) if of_memory else 0.0
+            return self.best - constant + room
 
-        def price(whose: int, chosen: list[int]) -> float:
-            every[whose].try_out(chosen, hopeless=False)
+        def price(chosen: list[int]) -> float:
+            self.try_out(chosen, hopeless=False)
             return below()
 
-        eliminations = [one.elimination for one in every]
-        return close(eliminations, weights, below(), price, most, self.deadline) + constant
+        return close(self.elimination, weights, below(), price, most, self.deadline) + constant
 
-    def _close_for_memory(self, every: Sequence[Search], most: int) -> None:
+    def _close_for_memory(self, most: int) -> None:
         """In the order of the memory that is counted, until something fits."""
         weights = np.zeros(len(Sum))
         weights[list(MEMORY)], weights[Sum.FORBIDDEN] = 1 / len(MEMORY), FORBIDDEN_SECONDS
 
         def below() -> float:
-            least = min((found.peak_gib for one in every for found in one.found.values()), default=np.inf)
-            return -np.inf if least <= self.limit_gib else least - _least_missed(every)
+            least = min((found.peak_gib for found in self.found.values()), default=np.inf)
+            return -np.inf if least <= self.limit_gib else least - self._least_missed
 
-        def price(whose: int, chosen: list[int]) -> float:
-            every[whose].try_out(chosen, hopeless=False)
+        def price(chosen: list[int]) -> float:
+            self.try_out(chosen, hopeless=False)
             return below()
 
-        close([one.elimination for one in every], weights, below(), price, most, self.deadline)
+        close(self.elimination, weights, below(), price, most, self.deadline)
 
-    def _shared_best(self, every: Sequence[Search]) -> float:
-        best = min(one.best for one in every)
-        for one in every:
-            one.best = best
-        return best
+    @property
+    def _least_missed(self) -> float:
+        """What is missed of memory, of the plan that was priced by which least is."""
+        return min((found.missed_gib for found in self.found.values()), default=0.0)
 
     # -- memory
 
@@ -305,6 +307,8 @@ class Search:
             chosen = self.elimination.candidate(weights)
             self.planes.append(self.model.sums(chosen))
             tried.append(self.try_out(chosen))
+            if tried[-1].peak_gib <= self.limit_gib:
+                break
         return min(tried, key=lambda one: one.peak_gib)
 
     def mix(self) -> None:
@@ -335,8 +339,3 @@ class Search:
 
 
 MOST_MIXED = 3
-
-
-def _least_missed(searches: Sequence[Search]) -> float:
-    """What is missed of memory, of the plans that were priced by the one of which least is."""
-    return min((found.missed_gib for one in searches for found in one.found.values()), default=0.0)

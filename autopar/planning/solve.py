@@ -17,7 +17,7 @@ from autopar.planning.errors import NoPlan
 from autopar.planning.experts import expert_plans, plan_under
 from autopar.planning.race import Race
 from autopar.planning.setting import PlanOptions, Setting
-from autopar.planning.stages import Work, least_memory, settle, small_recomputed, worthwhile
+from autopar.planning.stages import Work, least_memory, settle, worthwhile
 from autopar.search.work import Progress, relative_gap
 from autopar.tracing.graph import NamedGraph
 
@@ -85,7 +85,7 @@ def solve_plan(
         race.tell("experts", bound)
     if not wide:
         search.best = race.seconds
-        search.close(small_recomputed(work, search) if search.is_limited else ())
+        search.close()
         bound = search.proved if search.is_listed else max(bound, search.proved)
     race.tell("search", bound)
     if race.plan is None and race.broken is not None:

@@ -1,11 +1,10 @@
-"""The searches of one mesh, one after the other: without a limit, with it, and with layers computed again."""
+"""The searches of one mesh, one after the other: without a limit on memory, and with it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 
 import numpy as np
 
@@ -13,27 +12,26 @@ from autopar.cost.costs import Costs
 from autopar.decided import Plan
 from autopar.layout.holds import Recompute
 from autopar.layout.language import Layout
+from autopar.planning.build import build
 from autopar.planning.coarse import Joined, Ways, joined_meshes, ways_of
 from autopar.planning.decode import plan_of
 from autopar.planning.demands import Demands
-from autopar.planning.model import Model, build
+from autopar.planning.model import Model
 from autopar.planning.promises import promised
 from autopar.planning.race import Race
-from autopar.planning.recomputing import MODES, layers_of, thinned
+from autopar.planning.recomputing import STATES, layers_of
 from autopar.planning.routes import Routes
 from autopar.planning.search import Search
 from autopar.planning.setting import Setting
 from autopar.planning.tables import Tables
 from autopar.search.problem import Floats
 
-__all__ = ["Ended", "Work", "least_memory", "settle", "small_recomputed", "worthwhile"]
+__all__ = ["Ended", "Work", "least_memory", "settle", "worthwhile"]
 
 MOST_FOLLOWED = 2
 """Plans of a mesh with joined axes whose choices are followed."""
 FREE_SHARE = 0.5
 """Of the time, for the search that pays no heed to memory."""
-MOST_WAYS = 27
-"""To compute layers again, in a model that is small enough to try them all: three layers, each in three ways."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +54,18 @@ class Work:
     @property
     def layers(self) -> list[str]:
         """The layers of which it is open whether they are computed again."""
-        return [path for path in layers_of(self.setting.graph) if path not in self.demands.recompute]
+        every = layers_of(self.setting.graph) if self.setting.trains else ()
+        return [path for path in every if path not in self.demands.recompute]
 
-    def model(self, regather: bool = False, recompute: Mapping[str, Recompute] | None = None) -> Model:
-        """With what the layout says of layers, and what it promises of the whole."""
+    def model(self, is_limited: bool = False, recompute: Mapping[str, Recompute] | None = None) -> Model:
+        """With what the layout says of layers, and what it promises of the whole.
+
+        Where memory is limited, what saves it is open: what is gathered again, and what is computed again, unless it is
+        said here.
+        """
         again = {**(recompute or {}), **self.demands.recompute}
-        made = build(self.setting, self.demands, self.tables, regather, again, self.ways)
+        is_open = self.layers if is_limited and recompute is None else ()
+        made = build(self.setting, self.demands, self.tables, is_limited, again, self.ways, is_open)
         return promised(made, self.demands, self.tables)
 
     def offer(self, plan: Plan) -> Costs:
@@ -86,7 +90,9 @@ class Work:
     def searched(self, model: Model, limit_gib: float, deadline: float, hint: Floats | None = None) -> Search:
         search = self.search(model, limit_gib, deadline, hint)
         if search.is_limited and search.least_memory().peak_gib > limit_gib and self.race.plan is None:
-            return search
+            least_memory(self)
+            if self.race.plan is None:
+                return search
         search.run()
         search.mix()
         return search
@@ -101,7 +107,7 @@ class Ended:
 
 
 def settle(work: Work) -> Ended:
-    """Search without a limit first; where the best does not fit, with it, and with layers computed again.
+    """Search without a limit first; where the best does not fit, with it.
 
     However little time there is, each kind of search is begun until one plan fits.
     """
@@ -111,48 +117,16 @@ def settle(work: Work) -> Ended:
     bound = search.bound
     if race.plan is None or race.passed_seconds < race.seconds:
         hint = search.hinge_prices()
-        search = work.searched(work.model(regather=True), race.limit / 2**30, work.deadline, hint)
-        if not (layers_of(work.setting.graph) and work.setting.trains):
-            bound = search.bound
-        elif work.joined is None:
-            _recomputed(work, hint)
+        search = work.searched(work.model(is_limited=True), race.limit / 2**30, work.deadline, hint)
+        bound = max(bound, search.bound)
     return Ended(search, bound)
 
 
-def _recomputed(work: Work, hint: Floats) -> None:
-    """Plans that are fast and do not fit, with layers computed again; then plans that are sought for it."""
-    race, graph, said = work.race, work.setting.graph, work.demands.recompute
-    for plan in [plan for plan in (race.passed, race.plan) if plan is not None]:
-        for mode in MODES:
-            thinned(graph, plan, mode, lambda made: race.offer("search", made), race.limit, said)
-    for mode in MODES:
-        if race.plan is not None and time.monotonic() > work.deadline:
-            return
-        model = work.model(regather=True, recompute=dict.fromkeys(layers_of(graph), mode))
-        work.searched(model, race.limit / 2**30, work.deadline, hint)
-        if race.plan is not None and race.plan.recompute:
-            thinned(graph, race.plan, mode, lambda made: race.offer("search", made), race.limit, said)
-
-
 def least_memory(work: Work) -> None:
-    """Only what takes least of it: the race is told."""
-    layers = work.layers if work.setting.trains else []
-    for mode in ("none", *MODES) if layers else ("none",):
-        model = work.model(regather=True, recompute=dict.fromkeys(layers, mode))
+    """Only what takes least of it, with all layers computed again in one way: the race is told."""
+    for mode in STATES if work.layers else STATES[:1]:
+        model = work.model(is_limited=True, recompute=dict.fromkeys(work.layers, mode))
         work.search(model, work.race.limit / 2**30, np.inf).least_memory()
-
-
-def small_recomputed(work: Work, search: Search) -> tuple[Search, ...]:
-    """Searches for all ways to compute layers again, where these are few."""
-    layers = work.layers if work.setting.trains else []
-    if not search.is_small or not layers or (1 + len(MODES)) ** len(layers) > MOST_WAYS:
-        return ()
-    every = (dict(zip(layers, modes, strict=True)) for modes in product(("none", *MODES), repeat=len(layers)))
-    return tuple(
-        work.search(work.model(regather=True, recompute=recompute), search.limit_gib, search.deadline)
-        for recompute in every
-        if set(recompute.values()) != {"none"}
-    )
 
 
 def worthwhile(work: Work) -> Ways:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
 
-from autopar.planning.model import Model
+from autopar.planning.model import Factor, Model
 from autopar.planning.tables import weigh
 from autopar.planning.totals import Sum
 from autopar.search.folded import Folded, TooWide, fixed, folded
-from autopar.search.problem import Floats
+from autopar.search.problem import Floats, Ints
 from autopar.tracing.graph import NamedGraph
 
 __all__ = ["Elimination", "mixtures"]
@@ -28,7 +29,7 @@ class Elimination:
     """The order in which the variables of a model go, and those that are cut."""
 
     model: Model
-    scopes: tuple[tuple[int, int], ...]
+    scopes: tuple[tuple[int, ...], ...]
     cut: tuple[int, ...]
     plan: Folded
     inner: _Inner | None = None
@@ -38,7 +39,7 @@ class Elimination:
     def of(model: Model) -> Elimination:
         """Cut variables until the rest can be eliminated: first values without a gradient, which are small or sent one
         way only; then those with most neighbours."""
-        scopes = tuple((factor.first, factor.second) for factor in model.factors)
+        scopes = tuple(factor.scope for factor in model.factors)
         degree = [0] * len(model.variables)
         for scope in scopes:
             for node in scope:
@@ -47,7 +48,7 @@ class Elimination:
         light = [
             node
             for node, variable in enumerate(model.variables)
-            if variable.kind != "op" and not tensors[variable.name].requires_grad and degree[node] > 1
+            if variable.kind in ("held", "value") and not tensors[variable.name].requires_grad and degree[node] > 1
         ]
         heavy = sorted(set(range(len(degree))).difference(light), key=lambda node: (-degree[node], node))
         for count in (-1, 0, *(2**i - 1 for i in range(1, len(heavy).bit_length() + 1))):
@@ -103,13 +104,14 @@ class _Inner:
     plan: Folded
 
     @staticmethod
-    def of(model: Model, scopes: Sequence[tuple[int, int]], cut: Sequence[int]) -> _Inner | None:
+    def of(model: Model, scopes: Sequence[tuple[int, ...]], cut: Sequence[int]) -> _Inner | None:
         graph = model.setting.graph
         ops = {node.name for node in graph.nodes if not any(_trained(graph, name) for name in node.outputs)}
         light = (
             place
             for place, variable in enumerate(model.variables)
-            if (variable.name in ops if variable.kind == "op" else not _trained(graph, variable.name))
+            if variable.kind != "recompute"
+            and (variable.name in ops if variable.kind == "op" else not _trained(graph, variable.name))
         )
         nodes = tuple(sorted({*cut, *light})) if cut else ()
         place = {node: i for i, node in enumerate(nodes)}
@@ -137,7 +139,7 @@ def _trained(graph: NamedGraph, name: str | None) -> bool:
     return name is not None and graph.tensors[name].requires_grad
 
 
-def _folded(model: Model, scopes: Sequence[tuple[int, int]], cut: Sequence[int]) -> Folded:
+def _folded(model: Model, scopes: Sequence[tuple[int, ...]], cut: Sequence[int]) -> Folded:
     gone = set(cut)
     sizes = [1 if node in gone else len(variable.states) for node, variable in enumerate(model.variables)]
     left = [tuple(node for node in scope if node not in gone) for scope in scopes]
@@ -147,7 +149,7 @@ def _folded(model: Model, scopes: Sequence[tuple[int, int]], cut: Sequence[int])
 class _Weighed:
     """Equal costs and tables are one object."""
 
-    def __init__(self, model: Model, weights: Floats, scopes: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, model: Model, weights: Floats, scopes: Sequence[tuple[int, ...]]) -> None:
         self.model = model
         self.scopes = scopes
         known: dict[Any, Floats] = {}
@@ -200,8 +202,8 @@ class _Weighed:
         """The state of a cut variable that fits the others best."""
         total = self.costs[node].copy()
         for i in self.incident.get(node, ()):
-            first, second = self.scopes[i]
-            total += self.tables[i][:, chosen[second]] if first == node else self.tables[i][chosen[first]]
+            scope = self.scopes[i]
+            total += self.tables[i][tuple(slice(None) if each == node else chosen[each] for each in scope)]
         return int(np.argmin(total))
 
     def relaxed_sums(self, chosen: Sequence[int], gone: set[int]) -> Floats:
@@ -210,14 +212,9 @@ class _Weighed:
         for place, variable in enumerate(self.model.variables):
             total += variable.at(int(np.argmin(self.costs[place])) if place in gone else chosen[place])
         for factor, table in zip(self.model.factors, self.tables, strict=True):
-            row, column = chosen[factor.first], chosen[factor.second]
-            if factor.first in gone and factor.second in gone:
-                row, column = (int(i) for i in np.unravel_index(int(table.argmin()), table.shape))
-            elif factor.first in gone:
-                row = int(np.argmin(table[:, column]))
-            elif factor.second in gone:
-                column = int(np.argmin(table[row]))
-            total += factor.table.at(row, column)
+            left = table[tuple(slice(None) if node in gone else chosen[node] for node in factor.scope)]
+            own = iter(np.unravel_index(int(left.argmin()), left.shape))
+            total += factor.table.at(*(int(next(own)) if node in gone else chosen[node] for node in factor.scope))
         return total
 
 
@@ -227,37 +224,63 @@ _NOTHING = np.zeros(1)
 def mixtures(model: Model, one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[list[int], Floats]]:
     """One assignment up to some place of the graph and another from there on, both ways round, with their sums."""
     places = _places(model)
-    variables, factors = model.variables, model.factors
-    own = np.array([[variable.at(one[i]), variable.at(other[i])] for i, variable in enumerate(variables)])
-    pairs = np.array(
-        [
-            [[factor.table.at(a, b) for b in (one[factor.second], other[factor.second])] for a in ends]
-            for factor in factors
-            for ends in ((one[factor.first], other[factor.first]),)
-        ]
-    ).reshape(len(factors), 2, 2, len(Sum))
-    first = np.array([factor.first for factor in factors], dtype=np.int64)
-    second = np.array([factor.second for factor in factors], dtype=np.int64)
-    each, link = np.arange(len(variables)), np.arange(len(factors))
+    ends = [one, other]
+    own = np.array([[variable.at(end[i]) for end in ends] for i, variable in enumerate(model.variables)])
+    linked = [
+        _Linked.of([factor for factor in model.factors if len(factor.scope) == count], count, ends) for count in (2, 3)
+    ]
+    each = np.arange(len(model.variables))
     for place in np.unique(np.linspace(0, places.max() + 1, PLACES).astype(np.int64)):
         for flip in (0, 1):
             side = np.where(places < place, flip, 1 - flip)
-            sums = own[each, side].sum(axis=0) + pairs[link, side[first], side[second]].sum(axis=0)
+            sums = own[each, side].sum(axis=0) + sum(links.sums(side) for links in linked)
             yield [other[i] if of else one[i] for i, of in enumerate(side.tolist())], sums
+
+
+@dataclass(frozen=True)
+class _Linked:
+    """The sums of factors over so many variables, each of which is as in one assignment or as in another."""
+
+    scopes: Ints
+    sums_of: Floats
+
+    @staticmethod
+    def of(factors: Sequence[Factor], count: int, ends: Sequence[Sequence[int]]) -> _Linked:
+        sums = [
+            factor.table.at(*(ends[end][node] for end, node in zip(picked, factor.scope, strict=True)))
+            for factor in factors
+            for picked in product((0, 1), repeat=count)
+        ]
+        shape = len(factors), *(2,) * count, len(Sum)
+        scopes = np.array([factor.scope for factor in factors], dtype=np.int64).reshape(-1, count)
+        return _Linked(scopes, np.array(sums).reshape(shape))
+
+    def sums(self, side: Ints) -> Floats:
+        picked = side[self.scopes]
+        found = self.sums_of[(np.arange(len(picked)), *picked.T)]
+        return np.asarray(found.sum(axis=0))
 
 
 def _places(model: Model) -> Any:
     """Where in the graph a variable belongs: an op in its place, a value with its producer, a tensor with its first
-    user."""
+    user, a layer where it begins."""
     graph = model.setting.graph
+    by_node = {node.node: node.name for node in graph.nodes}
     rank = {node.name: place for place, node in enumerate(graph.nodes)}
     makers = {name: rank[node.name] for node in graph.nodes for name in node.outputs if name is not None}
+    begins = {
+        path: min(rank[by_node[name]] for name in layer if name in by_node)
+        for repeat in graph.repeats
+        for path, layer in zip(repeat.module_paths, repeat.layers, strict=True)
+    }
     found = []
     for variable in model.variables:
         if variable.kind == "op":
             found.append(rank[variable.name])
         elif variable.kind == "value":
             found.append(makers[variable.name])
+        elif variable.kind == "recompute":
+            found.append(begins[variable.name])
         else:
             users = model.setting.users.get(variable.name, ())
             found.append(rank[users[0].name] if users else 0)

@@ -22,9 +22,10 @@ from autopar.cost.costs import Costs
 from autopar.cost.evaluate import evaluate
 from autopar.decided import Plan
 from autopar.layout.state import Layout
+from autopar.planning.build import build
 from autopar.planning.decode import plan_of
 from autopar.planning.demands import Demands
-from autopar.planning.model import Model, build
+from autopar.planning.model import Model
 from autopar.planning.recomputing import MODES, layers_of
 from autopar.planning.routes import Routes
 from autopar.planning.setting import Setting
@@ -107,17 +108,10 @@ def _oracle(models: tuple[Model, ...], more: tuple[Term, ...]) -> Oracle:
         for node in range(len(first.variables))
     ]
     for place, factor in enumerate(first.factors):
-        scope = factor.first, factor.second
-        pairs = [
-            np.array(
-                [
-                    [model.factors[place].table.at(i, j) for j in range(counts[factor.second])]
-                    for i in range(counts[factor.first])
-                ]
-            )
-            for model in models
-        ]
-        terms.append(_term(scope, pairs))
+        shape = [counts[node] for node in factor.scope]
+        tables = [model.factors[place].table for model in models]
+        each = [np.array([table.at(*states) for states in np.ndindex(*shape)]) for table in tables]
+        terms.append(_term(factor.scope, [sums.reshape(*shape, len(Sum)) for sums in each]))
     return Oracle(models, counts, (*terms, *more), Hinges.of(first.setting))
 
 

@@ -21,8 +21,8 @@ from autopar.conversions import conversions
 from autopar.cost.costs import Costs
 from autopar.cost.evaluate import evaluate
 from autopar.layout.language import parse_layout
+from autopar.planning.build import build
 from autopar.planning.errors import NoPlan
-from autopar.planning.model import build
 from autopar.planning.recomputing import MODES, layers_of
 from autopar.planning.search import Search
 from autopar.planning.totals import MEMORY

@@ -10,9 +10,9 @@ import torch
 import autopar
 from autopar.cost.cluster import load_cluster
 from autopar.layout.language import Layout
+from autopar.planning.build import build
 from autopar.planning.decode import plan_of
 from autopar.planning.demands import Demands
-from autopar.planning.model import build
 from autopar.planning.setting import PlanOptions, Setting
 from autopar.planning.solve import solve_plan
 from autopar.tracing.graph import NamedGraph

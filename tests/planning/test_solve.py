@@ -17,11 +17,11 @@ from autopar.decided import Plan
 from autopar.errors import LayoutError
 from autopar.layout.language import Layout, parse_layout
 from autopar.layout.syntax import COLLECTIVES
+from autopar.planning.build import build
 from autopar.planning.decode import plan_of
 from autopar.planning.demands import Demands
 from autopar.planning.errors import NoPlan
 from autopar.planning.experts import expert_plans
-from autopar.planning.model import build
 from autopar.planning.setting import PlanOptions, Setting
 from autopar.planning.solve import Solved, solve_plan
 from autopar.planning.totals import Hinges, Sum

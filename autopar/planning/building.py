@@ -1,0 +1,191 @@
+"""What the parts of the planner's model are built with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from torch.fx import Node
+
+from autopar.cost.optimizers import optimizer_of
+from autopar.layout.resolve import atoms_of
+from autopar.layout.state import Layout
+from autopar.planning.coarse import Ways
+from autopar.planning.demands import Demands
+from autopar.planning.kept import Kept
+from autopar.planning.model import ByMode, Costs, Factor, Variable
+from autopar.planning.recomputing import STATES, Again
+from autopar.planning.setting import Setting
+from autopar.planning.tables import Parts, Table, Tables, Wants
+from autopar.planning.totals import Sum
+from autopar.search.problem import Floats
+from autopar.tracing.graph import NamedGraph, NamedNode, NamedTensor
+
+__all__ = ["Building", "handed_out", "parts_of"]
+
+
+@dataclass
+class Building:
+    """Variables and factors so far; what is equal is made once.
+
+    `regather`: parameters may be gathered again in the backward. `again`: what is computed again, or may be. `ways`:
+    the choices to take into account, where these are not all.
+    """
+
+    setting: Setting
+    demands: Demands
+    tables: Tables
+    regather: bool
+    again: Again
+    ways: Ways | None = None
+    known: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        graph = self.graph = self.setting.graph
+        self.variables: list[Variable] = []
+        self.factors: list[Factor] = []
+        self.place: dict[tuple[str, str], int] = {}
+        self.nodes = {node.name: node for node in graph.nodes}
+        self.makers = {name: (node, i) for node in graph.nodes for i, name in enumerate(node.outputs) if name}
+        self.handed = handed_out(graph)
+        self.shares: dict[str, float] = {}
+        self.kept = Kept.of(graph)
+        self.optimizer = optimizer_of(self.setting.options.optimizer)
+        self.trains = self.setting.trains
+        for path in self.again.open:
+            self._add("recompute", path, STATES, (self._nothing(len(STATES)),))
+
+    def _add(self, kind: str, name: str, states: tuple[Any, ...], parts: tuple[Parts, ...]) -> int:
+        self.place[kind, name] = len(self.variables)
+        self.variables.append(Variable(kind, name, states, parts))
+        return len(self.variables) - 1
+
+    def _add_op_parts(self, node: NamedNode, parts: Parts) -> None:
+        place = self.place["op", node.name]
+        own = self.variables[place]
+        self.variables[place] = replace(own, parts=(*own.parts, parts))
+
+    def _nothing(self, count: int) -> Parts:
+        key = "nothing", count
+        if key not in self.known:
+            self.known[key] = {Sum.DEVICE: np.zeros(count)}
+        parts: Parts = self.known[key]
+        return parts
+
+    # -- by the mode of a layer
+
+    def _add_by_mode(
+        self, kind: str, name: str, states: tuple[Any, ...], node: NamedNode, made: Callable[[int], Parts]
+    ) -> int:
+        """A variable whose sums depend on the mode of the layer of an op; `made` is told which mode."""
+        count = len(self.again.flags(node.name))
+        each = [made(mode) for mode in range(count)]
+        if all(parts is each[0] for parts in each):
+            return self._add(kind, name, states, (each[0],))
+        place = self._add(kind, name, states, (self._nothing(len(states)),))
+        key = "by mode", tuple(map(id, each))
+        if key not in self.known:
+            every = {part: np.stack([one.get(part, np.zeros(len(states))) for one in each]) for part in Sum}
+            parts = {part: rows for part, rows in every.items() if rows.any()}
+            self.known[key] = Table(parts or {Sum.DEVICE: every[Sum.DEVICE]}, np.arange(count), np.arange(len(states)))
+        self.factors.append(Factor((self._mode(node), place), self.known[key]))
+        return place
+
+    def _add_pairs(self, first: int, second: int, node: NamedNode, made: Callable[[int], Table]) -> None:
+        """What two variables cost together, if that depends on the mode of the layer of an op."""
+        each = tuple(made(mode) for mode in range(len(self.again.flags(node.name))))
+        table: Costs = each[0]
+        if all(one is each[0] for one in each):
+            self.factors.append(Factor((first, second), table))
+            return
+        key = "pairs by mode", tuple(map(id, each))
+        if key not in self.known:
+            self.known[key] = ByMode(each)
+        self.factors.append(Factor((self._mode(node), first, second), self.known[key]))
+
+    def _mode(self, node: NamedNode) -> int:
+        return self.place["recompute", self.again.layers[node.name]]
+
+    # -- what is alike
+
+    def _cut(self, tensor: NamedTensor) -> Any:
+        atoms = tuple((atom.dim, atom.size) for atom in tensor.atoms)
+        return tensor.kind == "param", tensor.dtype, tensor.requires_grad, tensor.shape, atoms
+
+    def _gib(self, name: str, layout: Layout) -> float:
+        tensor = self.graph.tensors[name]
+        return self.tables.gib(tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize, layout)
+
+    def _is_shared(self, name: str) -> bool:
+        """Whether a result has a variable of its own."""
+        many = len(self.setting.users.get(name, ())) > 1
+        return many or name in self.handed or self.demands.is_bound(self.graph.tensors[name])
+
+    def _wants(self, node: NamedNode, name: str) -> tuple[Wants, ...]:
+        """For each option of an op the layouts in which it takes a tensor."""
+        options = self.variables[self.place["op", node.name]].states
+        positions = [i for i, operand in enumerate(node.operands) if operand == name]
+        key = "wants", id(options), tuple(positions)
+        if key not in self.known:
+            self.known[key] = tuple(tuple(dict.fromkeys(option.operands[i] for i in positions)) for option in options)
+        found: tuple[Wants, ...] = self.known[key]
+        return found
+
+    def _same(self, value: Any) -> Any:
+        return self.known.setdefault(("same", value), value)
+
+    def _lives(self, name: str, maker: NamedNode, mode: int) -> bool:
+        """Whether what an op makes is there until the backward: it is kept, and not made again only then."""
+        if not self.kept.is_kept(name):
+            return False
+        return not self.again.flags(maker.name)[mode] or self.again.is_kept_outside(maker.name, self.kept.keepers[name])
+
+    # -- sums that several kinds of variables have
+
+    def _added(self, sums: Floats, name: str, layout: Layout, times: int) -> None:
+        task = self.setting.prices.added(name, layout)
+        sums[Sum.DEVICE] += times * task.seconds
+        sums[Sum.BACKWARD_ROOM] += times * task.seconds
+        sums[Sum.HOST] += times * task.host_seconds
+
+    def _converted(
+        self, sums: Floats, tensor: NamedTensor, source: Layout, target: Layout, backward: bool = True
+    ) -> None:
+        sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
+        ways = [self.tables.way(sizes, itemsize, source.value, target.value)]
+        if backward and tensor.requires_grad:
+            ways.append(self.tables.way(sizes, itemsize, target.gradient.value, source.gradient.value))
+        for device, host in ways:
+            sums[Sum.DEVICE] += device
+            sums[Sum.HOST] += host
+
+    def _handed_out(self, sums: Floats, tensor: NamedTensor, layout: Layout) -> None:
+        """What it takes to hand a tensor out, from the layout in which it is kept."""
+        done: set[Layout] = set()
+        for whole in self.handed.get(tensor.name, ()):
+            if whole or self.setting.options.outputs == "full" or not tensor.shape:
+                wanted = Layout.replicated(atoms_of(tensor))
+            else:
+                wanted = Layout(layout.splits)
+            if wanted not in done:
+                done.add(wanted)
+                self._converted(sums, tensor, layout, wanted)
+
+
+def parts_of(sums: Floats) -> Parts:
+    return {part: sums[part] for part in Sum if sums[part].any()} or {Sum.DEVICE: sums[Sum.DEVICE]}
+
+
+def handed_out(graph: NamedGraph) -> dict[str, tuple[bool, ...]]:
+    """Every tensor that the graph hands out; each time, whether it is written back as a whole."""
+    flat: Any = graph.exported.graph_module.graph.output_node().args[0]
+    by_node = {tensor.node: tensor.name for tensor in graph.tensors.values()}
+    mutated = len(graph.exported.mutations)
+    found: dict[str, tuple[bool, ...]] = {}
+    for i, result in enumerate(flat):
+        if isinstance(result, Node):
+            name = by_node[result.name]
+            found[name] = (*found.get(name, ()), i < mutated)
+    return found

@@ -1,0 +1,132 @@
+"""The ops of a model: their options, and what each takes by itself."""
+
+from __future__ import annotations
+
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from autopar.completion import OpDecision
+from autopar.conversions import Inserted
+from autopar.cost.compute import OpWork, Work
+from autopar.cost.fusion import scaled, shares_of
+from autopar.planning.building import Building, parts_of
+from autopar.planning.candidates import Option, options_of
+from autopar.planning.errors import no_option
+from autopar.planning.tables import Parts
+from autopar.planning.totals import Sum
+from autopar.rewrite.lowerings import split_of
+from autopar.search.problem import Floats
+from autopar.tracing.graph import NamedNode
+
+__all__ = ["Ops"]
+
+
+class Ops(Building):
+    def _add_ops(self) -> None:
+        options = {node.name: self._options(node) for node in self.graph.nodes}
+        if self.setting.options.compiled:
+            whole = {name: self._work(self.nodes[name], found[0]) for name, found in options.items()}
+            self.shares = shares_of(self.graph, whole)
+        for node in self.graph.nodes:
+            found = options[node.name]
+            self._add_by_mode("op", node.name, found, node, partial(self._op_parts, node, found))
+
+    def _signature(self, node: NamedNode) -> Any:
+        """Nodes with one signature have the same options at the same prices."""
+        operands = tuple(None if name is None else self._cut(self.graph.tensors[name]) for name in node.operands)
+        outputs = tuple(None if name is None else self._cut(self.graph.tensors[name]) for name in node.outputs)
+        rule = self._text_of_rule(node)
+        own = (node.op, rule, node.source, tuple(node.atoms.items()), tuple(node.sizes.items()), operands, outputs)
+        return own, id(self.graph.footprints[node.node]), self.demands.token(node)
+
+    def _text_of_rule(self, node: NamedNode) -> str:
+        key = "rule", id(node.rule)
+        if key not in self.known:
+            self.known[key] = (node.rule, str(node.rule))
+        text: str = self.known[key][1]
+        return text
+
+    def _options(self, node: NamedNode) -> tuple[Option, ...]:
+        key = "options", self._signature(node)
+        if key not in self.known:
+            self.known[key] = options_of(self.setting, self.demands, node, self.ways)
+        found: tuple[Option, ...] = self.known[key]
+        if not found:
+            raise no_option(
+                self.demands, node, self.setting.axes, lambda other: bool(options_of(self.setting, other, node))
+            )
+        return found
+
+    def _work(self, node: NamedNode, option: Option) -> OpWork:
+        decision = OpDecision(option.choice, option.operands, option.produced, option.produced)
+        return self.setting.prices.work(node, decision)
+
+    def _op_parts(self, node: NamedNode, options: tuple[Option, ...], mode: int) -> Parts:
+        fused = self.shares.get(node.name)
+        again = self.again.flags(node.name)[mode]
+        keeping = self._made_and_kept(node, mode)
+        inside = 0 if again or not self._keeps(node) else self.graph.footprints[node.node].internal_bytes
+        key = "op", self._signature(node), fused, again, tuple(name is not None for name in keeping)
+        if key not in self.known:
+            sums = np.zeros((len(Sum), len(options)))
+            for i, option in enumerate(options):
+                work = self._work(node, option)
+                if fused is not None:
+                    device = self.setting.cluster.device
+                    work = OpWork(scaled(work.forward, fused, device), scaled(work.backward, fused, device))
+                self._worked(sums[:, i], work, again)
+                self._sent_inside(sums[:, i], node, option, again)
+                share = prod(self.setting.axes[axis] for axis in option.choice.axes)
+                sums[Sum.KEPT_GIB, i] += inside / share / 2**30
+                for position, name in enumerate(keeping):
+                    layout = option.produced[position]
+                    if name is not None and layout is not None:
+                        sums[Sum.KEPT_GIB, i] += self._gib(name, layout)
+            self.known[key] = parts_of(sums)
+        parts: Parts = self.known[key]
+        return parts
+
+    def _made_and_kept(self, node: NamedNode, mode: int) -> tuple[str | None, ...]:
+        """The results of an op that live on as it makes them; shared values are counted where they are kept."""
+        return tuple(
+            name if name is not None and not self._is_shared(name) and self._lives(name, node, mode) else None
+            for name in node.outputs
+        )
+
+    def _keeps(self, node: NamedNode) -> bool:
+        made = (self.graph.tensors[name].requires_grad for name in node.outputs if name is not None)
+        return self.setting.trains and any(made)
+
+    def _worked(self, sums: Floats, work: OpWork, again: bool) -> None:
+        launch = self.setting.prices.launch
+
+        def add(one: Work, room: Sum) -> None:
+            sums[Sum.DEVICE] += one.seconds
+            sums[room] += one.seconds
+            sums[Sum.HOST] += one.launches * launch if one.seconds else 0.0
+
+        add(work.forward, Sum.FORWARD_ROOM)
+        if self.setting.trains:
+            add(work.backward, Sum.BACKWARD_ROOM)
+        if again:
+            add(work.forward, Sum.BACKWARD_ROOM)
+
+    def _sent_inside(self, sums: Floats, node: NamedNode, option: Option, again: bool) -> None:
+        """What an op sends by itself."""
+        split = split_of(self.graph, node, option.choice.splits, option.operands, self.setting.axes)
+        for message in split.messages() if split is not None else ():
+            name = node.operands[0]
+            assert name is not None, node.name
+            one = Inserted(name, node.name, message.reshard, message.itemsize, message.differentiable)
+            ways = [
+                "forward",
+                *(["backward"] if self.setting.trains else []),
+                *(["forward"] if again else []),
+            ]
+            for way in ways:
+                for task in self.setting.prices.conversion(one, way):
+                    sums[Sum.DEVICE] += task.seconds
+                    sums[Sum.HOST] += task.host_seconds

@@ -1,0 +1,144 @@
+"""The values of a model: the layouts in which they are kept, and what brings them there and to the ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from autopar.layout.resolve import atoms_of
+from autopar.layout.state import Layout
+from autopar.planning.building import Building, parts_of
+from autopar.planning.candidates import can_be_held, options_of
+from autopar.planning.demands import Demands
+from autopar.planning.errors import no_option
+from autopar.planning.tables import Parts, Table, Wants
+from autopar.planning.totals import Sum
+from autopar.tracing.graph import NamedNode, NamedTensor
+
+__all__ = ["Values"]
+
+
+class Values(Building):
+    def _value(self, tensor: NamedTensor) -> None:
+        node, position = self.makers[tensor.name]
+        maker = self.place["op", node.name]
+        produced = self._produced(maker, position)
+        users = self.setting.users.get(tensor.name, ())
+        wants = [self._wants(user, tensor.name) for user in users]
+        if not self._is_shared(tensor.name):
+            for user, want in zip(users, wants, strict=True):
+                self._add_given(maker, tensor, produced, user, want)
+            return
+        homes = self._homes(tensor, produced, wants)
+        if not homes:
+            raise no_option(self.demands, node, self.setting.axes, lambda other: self._has_home(tensor, node, other))
+        parts = partial(self._home_parts, tensor, homes, len(users))
+        place = self._add_by_mode("value", tensor.name, homes, node, parts)
+        into: tuple[Wants, ...] = self._same(tuple((home,) for home in homes))
+        sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
+        trained, again = tensor.requires_grad and self.setting.trains, self.again.flags(node.name)
+
+        def brought(mode: int) -> Table:
+            return self.tables.values(sizes, itemsize, trained, produced, into, again[mode])
+
+        self._add_pairs(maker, place, node, brought)
+        for user, want in zip(users, wants, strict=True):
+            self._add_given(place, tensor, homes, user, want)
+
+    def _add_given(
+        self, place: int, tensor: NamedTensor, held: Sequence[Layout], user: NamedNode, wants: Sequence[Wants]
+    ) -> None:
+        """A value, as an op takes it."""
+        sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
+        trained, again = tensor.requires_grad and self.setting.trains, self.again.flags(user.name)
+
+        def table(mode: int) -> Table:
+            kept = self._kept_for(user, tensor.name, mode)
+            return self.tables.values(sizes, itemsize, trained, held, wants, again[mode], kept)
+
+        self._add_pairs(place, self.place["op", user.name], user, table)
+
+    def _kept_for(self, user: NamedNode, name: str, mode: int) -> tuple[bool, bool]:
+        """Whether an op keeps what is converted for it; whether the value itself is kept for no other."""
+        if self.again.flags(user.name)[mode]:
+            return False, False
+        maker = self.makers[name][0]
+        is_own = self.again.layers.get(maker.name) == self.again.layers.get(user.name)
+        only = self.kept.only_for(user.name, name) and self._lives(name, maker, mode if is_own else 0)
+        return (user.name, name) in self.kept.operands, only
+
+    def _produced(self, maker: int, position: int) -> tuple[Layout, ...]:
+        options = self.variables[maker].states
+        key = "produced", id(options), position
+        if key not in self.known:
+            self.known[key] = tuple(option.produced[position] for option in options)
+        found: tuple[Layout, ...] = self.known[key]
+        return found
+
+    def _homes(
+        self, tensor: NamedTensor, produced: tuple[Layout, ...], wants: Sequence[tuple[Wants, ...]]
+    ) -> tuple[Layout, ...]:
+        key = (
+            "homes",
+            self._cut(tensor),
+            produced,
+            tuple(wants),
+            tuple(self.handed.get(tensor.name, ())),
+            (self.demands.stored_token(tensor)),
+        )
+        if key not in self.known:
+            found = dict.fromkeys(produced)
+            found.update(dict.fromkeys(want for each in wants for one in each for want in one if want is not None))
+            is_handed = tensor.name in self.handed
+            if is_handed or self.demands.is_bound(tensor):
+                found.update(dict.fromkeys(resolved for layout in produced for resolved in _resolved(layout)))
+                found.update(dict.fromkeys(each for layout in produced for each in self.demands.closed(tensor, layout)))
+            kept = [home for home in found if self.demands.value_agrees(tensor, home)]
+            if is_handed:
+                atoms = atoms_of(tensor)
+                kept = [home for home in kept if can_be_held(home, atoms, self.setting.axes)]
+            self.known[key] = tuple(kept)
+        homes: tuple[Layout, ...] = self.known[key]
+        return homes
+
+    def _has_home(self, tensor: NamedTensor, node: NamedNode, demands: Demands) -> bool:
+        """Whether a value can be kept as another layout demands, however it is taken."""
+        position = node.outputs.index(tensor.name)
+        options = options_of(self.setting, demands, node)
+        found = [layout for option in options if (layout := option.produced[position]) is not None]
+        found += [closed for layout in found for closed in demands.closed(tensor, layout)]
+        atoms, is_handed = atoms_of(tensor), tensor.name in self.handed
+        return any(
+            demands.value_agrees(tensor, home) and (not is_handed or can_be_held(home, atoms, self.setting.axes))
+            for home in found
+        )
+
+    def _home_parts(self, tensor: NamedTensor, homes: tuple[Layout, ...], users: int, mode: int) -> Parts:
+        kept = self._lives(tensor.name, self.makers[tensor.name][0], mode)
+        key = "home", self._cut(tensor), homes, users, tuple(self.handed.get(tensor.name, ())), kept
+        if key not in self.known:
+            sums = np.zeros((len(Sum), len(homes)))
+            for i, home in enumerate(homes):
+                sums[Sum.KEPT_GIB, i] += self._gib(tensor.name, home) if kept else 0.0
+                if tensor.requires_grad and self.setting.trains and users > 1:
+                    self._added(sums[:, i], tensor.name, home, users - 1)
+                self._handed_out(sums[:, i], tensor, home)
+            self.known[key] = parts_of(sums)
+        parts: Parts = self.known[key]
+        return parts
+
+
+def _resolved(layout: Layout) -> list[Layout]:
+    """What a sum may be brought into: whole, or split along one of its dims."""
+    found = [Layout(layout.splits)]
+    for axis in sorted(layout.partial):
+        found = [
+            made for one in found for made in (one, *(_with(one, place, axis) for place in range(len(layout.splits))))
+        ]
+    return found
+
+
+def _with(layout: Layout, place: int, axis: str) -> Layout:
+    return Layout(tuple((*axes, axis) if i == place else axes for i, axes in enumerate(layout.splits)))
