@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -171,11 +172,15 @@ def plan_graph(
     if not (math.isfinite(asked.time_limit) and asked.time_limit > 0):
         raise AutoparError(f"time_limit={asked.time_limit!r} is no number of seconds above 0")
     each = replace(asked, time_limit=asked.time_limit / len(meshes))
+    ends = time.monotonic() + asked.time_limit
     best: Plan | None = None
     refused: AutoparError | None = None
-    for mesh in meshes:
+    for number, mesh in enumerate(meshes):
+        # Whoever takes less than its part, as nothing on it can be the best, leaves the rest to those that follow.
+        seconds = max(each.time_limit, (ends - time.monotonic()) / (len(meshes) - number))
+        beat = math.inf if best is None else best.step_seconds
         try:
-            found = _on_mesh(graph, mesh, layout, each, progress)
+            found = _on_mesh(graph, mesh, layout, each, progress, seconds, beat)
         except NoPlan as error:
             refused = error
             continue
@@ -193,6 +198,8 @@ def _on_mesh(
     layout: str | Path | Layout | None,
     asked: Asked,
     progress: Callable[[Progress], None] | None,
+    seconds: float,
+    beat_seconds: float,
 ) -> Plan:
     axes = dict(zip(mesh.names, mesh.sizes, strict=True))
     cluster = asked.where()
@@ -214,9 +221,10 @@ def _on_mesh(
         layout=demanded,
         memory_bytes=limit,
         options=options,
-        time_limit=asked.time_limit,
+        time_limit=seconds,
         progress=progress,
         warm=warm,
+        beat_seconds=beat_seconds,
     )
     decided = canonical(graph, solved.plan)
     if said is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ class Building:
         self.shares: dict[str, float] = {}
         self.kept = Kept.of(graph)
         self.optimizer = optimizer_of(self.setting.options.optimizer)
-        self.trains = self.setting.trains
+        self.beginning = self._largest_beginning() if self.setting.trains else None
         for path in self.again.open:
             self._add("recompute", path, STATES, (self._nothing(len(STATES)),))
 
@@ -135,6 +136,29 @@ class Building:
 
     def _same(self, value: Any) -> Any:
         return self.known.setdefault(("same", value), value)
+
+    def _largest_beginning(self) -> NamedNode | None:
+        """The op whose gradients are the largest where the backward begins: what ops after it kept is gone then."""
+        largest, found, after = 0.0, None, 0.0
+        seen: set[str] = set()
+        for node in reversed(self.graph.nodes):
+            footprint = self.graph.footprints[node.node]
+            names = {name for i, name in enumerate(node.operands) if i not in footprint.passes}
+            trained = {name for name in (*names, *node.outputs) if name and self.graph.tensors[name].requires_grad}
+            if any(name in trained for name in node.outputs):
+                size = footprint.backward_bytes + sum(map(self._whole_bytes, trained))
+                if size - after > largest:
+                    largest, found = size - after, node
+                after += footprint.internal_bytes
+            kept = {name for name in node.operands if name and (node.name, name) in self.kept.operands} - seen
+            kept |= {name for name in node.outputs if name and name in self.kept.own} - seen
+            seen |= kept
+            after += sum(self._whole_bytes(name) for name in kept if self.graph.tensors[name].kind == "activation")
+        return found
+
+    def _whole_bytes(self, name: str) -> float:
+        tensor = self.graph.tensors[name]
+        return float(prod(tensor.shape) * tensor.dtype.itemsize)
 
     def _lives(self, name: str, maker: NamedNode, mode: int) -> bool:
         """Whether what an op makes is there until the backward: it is kept, and not made again only then."""

@@ -16,7 +16,7 @@ from autopar.layout.state import Layout
 from autopar.planning.model import Model
 from autopar.planning.routes import Routes
 from autopar.planning.tables import Tables, block_of
-from autopar.planning.totals import MEMORY, Hinges, Sum
+from autopar.planning.totals import MEMORY, MOMENTS, Hinges, Sum
 from autopar.search.problem import Floats
 from autopar.tracing.graph import NamedTensor
 
@@ -48,7 +48,7 @@ def listed(model: Model, hinges: Hinges) -> Listed | None:
         return None
     every = _sums(model, counts).reshape(-1, len(Sum))
     beside = np.maximum(0.0, every @ hinges.slopes.T + hinges.offsets).sum(axis=1)
-    return Listed(counts, every @ hinges.base + hinges.constant + beside, every[:, list(MEMORY)].max(axis=1))
+    return Listed(counts, every @ hinges.base + hinges.constant + beside, (every @ MOMENTS.T).max(axis=1))
 
 
 def _sums(model: Model, counts: tuple[int, ...]) -> Floats:

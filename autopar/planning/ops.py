@@ -69,7 +69,8 @@ class Ops(Building):
         again = self.again.flags(node.name)[mode]
         keeping = self._made_and_kept(node, mode)
         inside = 0 if again or not self._keeps(node) else self.graph.footprints[node.node].internal_bytes
-        key = "op", self._signature(node), fused, again, tuple(name is not None for name in keeping)
+        is_first = node is self.beginning
+        key = "op", self._signature(node), fused, again, is_first, tuple(name is not None for name in keeping)
         if key not in self.known:
             sums = np.zeros((len(Sum), len(options)))
             for i, option in enumerate(options):
@@ -81,6 +82,8 @@ class Ops(Building):
                 self._sent_inside(sums[:, i], node, option, again)
                 share = prod(self.setting.axes[axis] for axis in option.choice.axes)
                 sums[Sum.KEPT_GIB, i] += inside / share / 2**30
+                if is_first:
+                    sums[Sum.BEGINNING_GIB, i] = self._gradients_gib(node, option, share)
                 for position, name in enumerate(keeping):
                     layout = option.produced[position]
                     if name is not None and layout is not None:
@@ -88,6 +91,22 @@ class Ops(Building):
             self.known[key] = parts_of(sums)
         parts: Parts = self.known[key]
         return parts
+
+    def _gradients_gib(self, node: NamedNode, option: Option, share: int) -> float:
+        """What the backward of an op takes: the gradients of what it gives and takes, and what it holds in between."""
+        footprint = self.graph.footprints[node.node]
+        named = [*zip(node.outputs, option.produced, strict=True)]
+        named += [
+            (name, layout)
+            for i, (name, layout) in enumerate(zip(node.operands, option.operands, strict=True))
+            if i not in footprint.passes
+        ]
+        gradients = sum(
+            self._gib(name, layout)
+            for name, layout in dict.fromkeys(named)
+            if name is not None and layout is not None and self.graph.tensors[name].requires_grad
+        )
+        return gradients + footprint.backward_bytes / share / 2**30
 
     def _made_and_kept(self, node: NamedNode, mode: int) -> tuple[str | None, ...]:
         """The results of an op that live on as it makes them; shared values are counted where they are kept."""

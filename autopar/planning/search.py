@@ -25,7 +25,7 @@ import numpy as np
 from autopar.planning.closing import close
 from autopar.planning.listed import Listed, listed
 from autopar.planning.model import Model
-from autopar.planning.totals import FORBIDDEN_SECONDS, MEMORY, Hinges, Sum
+from autopar.planning.totals import FORBIDDEN_SECONDS, MOMENTS, Hinges, Sum, peak_gib
 from autopar.planning.weighed import Elimination, mixtures
 from autopar.search.problem import Floats
 
@@ -60,7 +60,7 @@ class Found:
     @property
     def missed_gib(self) -> float:
         """What the peak is above what the sums say."""
-        return self.peak_gib - float(max(self.sums[list(MEMORY)]))
+        return self.peak_gib - peak_gib(self.sums)
 
 
 @dataclass
@@ -94,8 +94,8 @@ class Search:
 
     @property
     def bound(self) -> float:
-        """The best that is proved; of memory, what is counted is taken to miss as little as it ever did."""
-        return self._bound_at(self.limit_gib - self._least_missed)
+        """The best that is proved; of memory, no plan is taken to need less than is counted, or than any did."""
+        return self._bound_at(self.limit_gib - min(0.0, self._least_missed))
 
     def _bound_at(self, limit_gib: float) -> float:
         return max([self.proved, *(self._answer_at(answer, limit_gib) for answer in self.answers)])
@@ -113,6 +113,10 @@ class Search:
         missed = 0.0 if closest is None else closest.missed_gib
         return self.limit_gib - missed
 
+    @property
+    def is_closed(self) -> bool:
+        return self.best - self.bound <= self.gap * self.best
+
     def run(self) -> None:
         """Improve prices until the gap is closed, nothing moves, or the time is up."""
         if self.is_limited:
@@ -126,14 +130,12 @@ class Search:
         weights, _ = self.hinges.weights(hinges)
         fastest = self.elimination.candidate(weights)
         sums = self.model.sums(fastest)
-        scale = self.hinges.seconds(sums) / max(float(sums[Sum.KEPT_GIB]), 1e-9)
+        scale = self.hinges.seconds(sums) / max(peak_gib(sums), 1e-9)
         for exponent in SCANNED:
-            at = weights.copy()
-            at[Sum.KEPT_GIB] += scale * 2.0**exponent
-            at[Sum.STEP_GIB] += scale * 2.0 ** (exponent - 2)
+            at = weights + scale * 2.0**exponent * (np.array([1.0, 0.25]) @ MOMENTS)
             _, sums = self.elimination.least(at)
             self.planes.append(sums)
-            if float(max(sums[list(MEMORY)])) + self._least_missed > self.limit_gib:
+            if peak_gib(sums) + self._least_missed > self.limit_gib:
                 continue
             chosen = self.elimination.candidate(at)
             self.planes.append(self.model.sums(chosen))
@@ -141,12 +143,12 @@ class Search:
                 return
 
     def _improve(self) -> None:
-        prices = np.zeros(self.count + len(MEMORY))
+        prices = np.zeros(self.count + len(MOMENTS))
         if len(self.planes) > 1:
             _, prices = self._master()
         for _ in range(MOST_ROUNDS):
             self._round(prices)
-            if self.best - self.bound <= self.gap * self.best or time.monotonic() > self.deadline:
+            if self.is_closed or time.monotonic() > self.deadline:
                 return
             upper, prices = self._master()
             if upper - self._bound_at(self.aim_gib) <= 0.1 * self.gap * abs(upper):
@@ -156,7 +158,7 @@ class Search:
 
     def _round(self, prices: Floats) -> None:
         weights, constant = self.hinges.weights(prices[: self.count])
-        weights[list(MEMORY)] += prices[self.count :]
+        weights = weights + prices[self.count :] @ MOMENTS
         value, sums = self.elimination.least(weights)
         self.answers.append((value + constant, prices))
         self.planes.append(sums)
@@ -185,7 +187,7 @@ class Search:
         prices = [solver.NumVar(0.0, 1.0, "") for _ in range(self.count)]
         scale = max(self.best if np.isfinite(self.best) else 1.0, 1e-9)
         highest = HIGHEST_PRICE * scale if self.is_limited else 0.0
-        prices += [solver.NumVar(0.0, highest, "") for _ in MEMORY]
+        prices += [solver.NumVar(0.0, highest, "") for _ in MOMENTS]
         least = solver.NumVar(-solver.infinity(), solver.infinity(), "")
         for sums in self.planes:
             slopes = [*(self.hinges.slopes @ sums + self.hinges.offsets), *self._excess(sums)]
@@ -199,8 +201,8 @@ class Search:
 
     def _excess(self, sums: Floats) -> Floats:
         if not self.is_limited:
-            return np.zeros(len(MEMORY))
-        return np.asarray(sums[list(MEMORY)] - self.aim_gib)
+            return np.zeros(len(MOMENTS))
+        return np.asarray(MOMENTS @ sums - self.aim_gib)
 
     def hinge_prices(self) -> Floats:
         """Those of the best bound without limits."""
@@ -233,7 +235,7 @@ class Search:
                 self._close_for_memory(most // 4)
             if prices is not None and prices[self.count :].any():
                 self._close(prices, most // 4)
-        self.proved = max(self.proved, self._close(np.append(self.hinge_prices(), [0.0] * len(MEMORY)), most))
+        self.proved = max(self.proved, self._close(np.append(self.hinge_prices(), [0.0] * len(MOMENTS)), most))
 
     def _close_listed(self, everything: Listed) -> None:
         """The same, where all assignments can be listed; at some prices of memory, as none is known to be right."""
@@ -262,7 +264,7 @@ class Search:
     def _close(self, prices: Floats, most: int) -> float:
         """In the order of what is bounded at some prices; a bound on the seconds, where no price of memory is."""
         weights, constant = self.hinges.weights(prices[: self.count])
-        weights[list(MEMORY)] += prices[self.count :]
+        weights = weights + prices[self.count :] @ MOMENTS
         of_memory = float(prices[self.count :].sum())
 
         def below() -> float:
@@ -277,8 +279,8 @@ class Search:
 
     def _close_for_memory(self, most: int) -> None:
         """In the order of the memory that is counted, until something fits."""
-        weights = np.zeros(len(Sum))
-        weights[list(MEMORY)], weights[Sum.FORBIDDEN] = 1 / len(MEMORY), FORBIDDEN_SECONDS
+        weights = MOMENTS.mean(axis=0)
+        weights[Sum.FORBIDDEN] = FORBIDDEN_SECONDS
 
         def below() -> float:
             least = min((found.peak_gib for found in self.found.values()), default=np.inf)
@@ -301,8 +303,7 @@ class Search:
         """The plan that takes least, of a few weights of the moments of a step."""
         tried = []
         for kept in (1.0, 0.5, 0.0):
-            weights = 1e-9 * self.hinges.base
-            weights[Sum.KEPT_GIB], weights[Sum.STEP_GIB] = kept, 1 - kept
+            weights = 1e-9 * self.hinges.base + np.array([kept, 1 - kept]) @ MOMENTS
             weights[Sum.FORBIDDEN] = FORBIDDEN_SECONDS
             chosen = self.elimination.candidate(weights)
             self.planes.append(self.model.sums(chosen))
@@ -322,7 +323,7 @@ class Search:
         passes = [one for one in others if one.peak_gib > self.limit_gib and one.seconds < self.best]
         rest = sorted(others, key=lambda one: one.seconds)
         for other in [*sorted(passes, key=lambda one: one.peak_gib)[:MOST_MIXED], *rest[:MOST_MIXED]]:
-            if self.best - self.bound > self.gap * self.best and time.monotonic() < self.deadline:
+            if not self.is_closed and time.monotonic() < self.deadline:
                 self._mix(best, other)
 
     def _mix(self, one: Found, other: Found) -> None:
@@ -331,7 +332,7 @@ class Search:
         worth = []
         for chosen, sums in made:
             seconds = self.hinges.seconds(sums)
-            if float(max(sums[list(MEMORY)])) + missed <= self.limit_gib and seconds < self.best:
+            if peak_gib(sums) + missed <= self.limit_gib and seconds < self.best:
                 worth.append((seconds, chosen))
         for seconds, chosen in sorted(worth, key=lambda pair: pair[0])[:MOST_MIXED]:
             if seconds < self.best and time.monotonic() < self.deadline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -55,11 +56,13 @@ def solve_plan(
     progress: Callable[[Progress], None] | None = None,
     warm: Plan | None = None,
     experts: bool = True,
+    beat_seconds: float = math.inf,
 ) -> Solved:
     """Decide what of a plan is open: all of it, or what `layout` leaves.
 
     `memory_bytes` is what the plan may hold on each device; by default what the device has. `warm` is a plan to begin
-    from; `experts`: whether the strategies of experts are priced as well, in the time that is left.
+    from; `experts`: whether the strategies of experts are priced as well, in the time left. `beat_seconds`: only
+    a faster plan is of use; that there is none is a `NoPlan`.
     """
     began = time.monotonic()
     setting = Setting.of(graph, axes, cluster, options or PlanOptions())
@@ -77,8 +80,10 @@ def solve_plan(
     wide = len(setting.used) > MOST_AXES
     if wide:
         work = replace(work, ways=worthwhile(work))
-    ended = settle(work)
+    ended = settle(work, math.inf if wide else beat_seconds)
     search, bound = ended.search, race.floor if wide else ended.bound
+    if bound >= beat_seconds:
+        raise NoPlan(f"no plan takes less than {beat_seconds:.3g} s")
     if experts and not demands.given.statements:
         race.tell("search", bound)
         _with_experts(race, bound, work.deadline)

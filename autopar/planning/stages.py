@@ -57,7 +57,11 @@ class Work:
         every = layers_of(self.setting.graph) if self.setting.trains else ()
         return [path for path in every if path not in self.demands.recompute]
 
-    def model(self, is_limited: bool = False, recompute: Mapping[str, Recompute] | None = None) -> Model:
+    def model(
+        self,
+        is_limited: bool = False,
+        recompute: Mapping[str, Recompute] | None = None,
+    ) -> Model:
         """With what the layout says of layers, and what it promises of the whole.
 
         Where memory is limited, what saves it is open: what is gathered again, and what is computed again, unless it is
@@ -93,6 +97,7 @@ class Work:
             least_memory(self)
             if self.race.plan is None:
                 return search
+            search.best = self.race.seconds
         search.run()
         search.mix()
         return search
@@ -106,16 +111,18 @@ class Ended:
     bound: float
 
 
-def settle(work: Work) -> Ended:
+def settle(work: Work, beat_seconds: float = np.inf) -> Ended:
     """Search without a limit first; where the best does not fit, with it.
 
-    However little time there is, each kind of search is begun until one plan fits.
+    However little time there is, each kind of search is begun until one plan fits. It ends where no plan is below
+    `beat_seconds`.
     """
     race = work.race
     now = time.monotonic()
     search = work.searched(work.model(), np.inf, now + (work.deadline - now) * FREE_SHARE)
+    is_free = race.plan is not None and race.seconds <= race.passed_seconds
     bound = search.bound
-    if race.plan is None or race.passed_seconds < race.seconds:
+    if not is_free and bound < beat_seconds:
         hint = search.hinge_prices()
         search = work.searched(work.model(is_limited=True), race.limit / 2**30, work.deadline, hint)
         bound = max(bound, search.bound)

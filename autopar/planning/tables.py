@@ -324,7 +324,7 @@ class Tables:
         there, back = ways
         share = 1.0
         if (there or back) and goes_in_bucket(*(tuple(StepKind(leg.kind) for leg, _ in way) for way in ways)):
-            gathers = bool(there) and there[0][0].kind == "all_gather"
+            gathers = any(leg.kind == "all_gather" for leg, _ in there)
             limit = min(float(BUCKET_BYTES), gathered_bytes if gathers else max(LEAST_BYTES, self.total / BUCKETS))
             share = min(1.0, max(leg.before * itemsize for leg, itemsize in (*there, *back)) / max(limit, 1.0))
         forward, backward = self._sent(there, share), self._sent(back, share)
@@ -341,7 +341,7 @@ class Tables:
         """What the links and what the host take for a share of a bucket."""
         prices = self.setting.prices
         seconds = host = 0.0
-        for leg, itemsize in way:
+        for leg, itemsize in way if share else ():
             if leg.local:
                 host += share * prices.launch
             else:

@@ -16,7 +16,7 @@ import numpy as np
 from autopar.planning.setting import Setting
 from autopar.search.problem import Floats
 
-__all__ = ["FORBIDDEN_SECONDS", "MEMORY", "Hinges", "Sum"]
+__all__ = ["FORBIDDEN_SECONDS", "MEMORY", "MOMENTS", "Hinges", "Sum", "peak_gib"]
 
 
 class Sum(IntEnum):
@@ -40,12 +40,23 @@ class Sum(IntEnum):
     """Memory when the optimizer steps."""
     FORBIDDEN = 11
     """How often a promise of the layout is broken."""
+    BEGINNING_GIB = 12
+    """Memory that the backward takes beside that where it begins: gradients at one op, and what it holds."""
 
 
-MEMORY = (Sum.KEPT_GIB, Sum.STEP_GIB)
-"""The sums that are limited."""
+MEMORY = (Sum.KEPT_GIB, Sum.STEP_GIB, Sum.BEGINNING_GIB)
+"""The sums that are of memory."""
+MOMENTS = np.zeros((2, len(Sum)))
+"""What is limited: memory where the backward begins, and when the optimizer steps."""
+MOMENTS[0, [Sum.KEPT_GIB, Sum.BEGINNING_GIB]] = 1.0
+MOMENTS[1, Sum.STEP_GIB] = 1.0
 FORBIDDEN_SECONDS = 1e4
 """More than any step takes: what a layout forbids is chosen only where nothing else can be had."""
+
+
+def peak_gib(sums: Floats) -> float:
+    """The most memory at any moment."""
+    return float((MOMENTS @ sums).max())
 
 
 @dataclass(frozen=True, eq=False)

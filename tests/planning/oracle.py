@@ -30,7 +30,7 @@ from autopar.planning.recomputing import MODES, layers_of
 from autopar.planning.routes import Routes
 from autopar.planning.setting import Setting
 from autopar.planning.tables import Tables, block_of
-from autopar.planning.totals import MEMORY, Hinges, Sum
+from autopar.planning.totals import MEMORY, MOMENTS, Hinges, Sum
 from autopar.search.problem import Floats
 
 __all__ = ["ROUNDED", "Complete", "Oracle", "Term", "best_of_all", "bounds", "cheapest", "own_problem", "whole_problem"]
@@ -227,8 +227,8 @@ class Complete:
         entries = [pair for term in oracle.terms for pair in self._entries(term)]
         self._objective(entries)
         if np.isfinite(limit_gib):
-            for key in MEMORY:
-                self._limit([(literal, float(sums[key])) for literal, sums in entries], limit_gib)
+            for moment in MOMENTS:
+                self._limit([(literal, float(moment @ sums)) for literal, sums in entries], limit_gib)
 
     def _entries(self, term: Term) -> list[tuple[Any, Floats]]:
         scope = [self.states[node] for node in term.scope]

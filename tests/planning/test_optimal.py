@@ -25,7 +25,7 @@ from autopar.planning.build import build
 from autopar.planning.errors import NoPlan
 from autopar.planning.recomputing import MODES, layers_of
 from autopar.planning.search import Search
-from autopar.planning.totals import MEMORY
+from autopar.planning.totals import peak_gib
 from tests.planning.oracle import ROUNDED, Complete, Oracle, best_of_all, cheapest, own_problem, whole_problem
 from tests.planning.random_problems import Drawn, drawn, program
 
@@ -177,7 +177,7 @@ def test_the_search_finds_what_the_complete_model_proves(block: int) -> None:
 
             def sums(chosen: Sequence[int], oracle: Oracle = oracle) -> tuple[float, float]:
                 found = oracle.sums([*chosen, 0])
-                return oracle.hinges.seconds(found), float(max(found[list(MEMORY)]))
+                return oracle.hinges.seconds(found), peak_gib(found)
 
             some = [sums([draw.randrange(count) for count in oracle.counts[:-1]])[1] for _ in range(8)]
             limit = draw.choice([np.inf, max(some), min(some)]) * (1 + 1e-6)  # as no sum of rounded numbers is
