@@ -1,0 +1,115 @@
+"""Layers computed again, decided with all else: the model with a mode for each layer is the models of all modes."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import numpy as np
+import pytest
+
+import autopar
+from autopar.cost.cluster import load_cluster
+from autopar.cost.evaluate import evaluate
+from autopar.layout.language import Layout
+from autopar.planning.build import build
+from autopar.planning.decode import plan_of
+from autopar.planning.demands import Demands
+from autopar.planning.errors import NoPlan
+from autopar.planning.model import Model
+from autopar.planning.recomputing import STATES, layers_of
+from autopar.planning.setting import PlanOptions, Setting
+from autopar.planning.solve import solve_plan
+from autopar.planning.totals import MEMORY, Sum
+from autopar.planning.weighed import Elimination, mixtures
+from autopar.tracing.graph import NamedGraph
+from examples.gpt import gpt
+
+AXES = {"dp": 2, "tp": 2}
+CLUSTER = load_cluster("a100-40")
+SPENT = [key for key in Sum if key not in MEMORY]
+
+
+@pytest.fixture(scope="module")
+def graph() -> NamedGraph:
+    model, inputs = gpt(batch=4, seq=8, d_model=16, heads=2, vocab=16, layers=2)
+    return autopar.trace(model, inputs)
+
+
+@pytest.fixture(scope="module")
+def setting(graph: NamedGraph) -> Setting:
+    return Setting.of(graph, AXES, CLUSTER, PlanOptions())
+
+
+@pytest.fixture(scope="module")
+def model(graph: NamedGraph, setting: Setting) -> Model:
+    return build(setting, Demands(graph, AXES, Layout(())), regather=True, open_layers=layers_of(graph))
+
+
+def drawn(model: Model, draw: random.Random) -> list[int]:
+    return [draw.randrange(len(variable.states)) for variable in model.variables]
+
+
+def test_a_mode_of_a_layer_takes_what_it_takes_where_it_is_settled(
+    graph: NamedGraph, setting: Setting, model: Model
+) -> None:
+    draw = random.Random(0)
+    layers = layers_of(graph)
+    own = [model.place["recompute", path] for path in layers]
+    for modes in product(STATES, repeat=len(layers)):
+        recompute = dict(zip(layers, modes, strict=True))
+        settled = build(setting, Demands(graph, AXES, Layout(())), regather=True, recompute=recompute)
+        for _ in range(3):
+            chosen = drawn(model, draw)
+            for place, mode in zip(own, modes, strict=True):
+                chosen[place] = STATES.index(mode)
+            rest = [chosen[model.place[variable.kind, variable.name]] for variable in settled.variables]
+            np.testing.assert_allclose(model.sums(chosen)[SPENT], settled.sums(rest)[SPENT], rtol=1e-12, atol=1e-18)
+            plan, other = plan_of(model, chosen), plan_of(settled, rest)
+            assert evaluate(graph, plan, CLUSTER) == evaluate(graph, other, CLUSTER)
+
+
+def test_mixtures_are_what_the_model_says_of_them(model: Model) -> None:
+    draw = random.Random(1)
+    found = list(mixtures(model, drawn(model, draw), drawn(model, draw)))
+    for chosen, sums in found[:: max(1, len(found) // 12)]:
+        np.testing.assert_allclose(sums, model.sums(chosen), rtol=1e-9, atol=1e-15)
+
+
+def test_elimination_with_modes_is_a_bound_that_candidates_come_close_to(model: Model) -> None:
+    draw = random.Random(2)
+    elimination = Elimination.of(model)
+    for price in (0.0, 1e-3, 1.0):
+        weights = np.ones(len(Sum))
+        weights[list(MEMORY)] = price
+        bound, _ = elimination.least(weights)
+        found = float(weights @ model.sums(elimination.candidate(weights)))
+        assert bound <= found * (1 + 1e-9)
+        assert found <= min(float(weights @ model.sums(drawn(model, draw))) for _ in range(50))
+
+
+def test_less_memory_is_no_faster_and_computes_layers_again(graph: NamedGraph) -> None:
+    free = solve_plan(graph, {"dp": 2}, CLUSTER)
+    seconds, most = [free.costs.step_seconds], free.costs.memory.peak_bytes
+    modes: set[str] = set()
+    for share in (0.85, 0.7, 0.55, 0.4):
+        try:
+            found = solve_plan(graph, {"dp": 2}, CLUSTER, memory_bytes=share * most)
+        except NoPlan:
+            break
+        assert found.costs.memory.peak_bytes <= share * most
+        assert found.bound_seconds <= found.costs.step_seconds
+        seconds.append(found.costs.step_seconds)
+        modes |= set(found.plan.recompute.values())
+    assert len(seconds) > 2
+    assert seconds == sorted(seconds)
+    assert modes - {"none"}
+
+
+def test_a_mesh_that_cannot_win_is_given_up(graph: NamedGraph) -> None:
+    best = solve_plan(graph, {"dp": 2}, CLUSTER, experts=False)
+    assert best.bound_seconds > 0
+    with pytest.raises(NoPlan, match="no plan takes less than"):
+        solve_plan(graph, {"dp": 2}, CLUSTER, experts=False, beat_seconds=0.5 * best.bound_seconds)
+    same = solve_plan(graph, {"dp": 2}, CLUSTER, experts=False, beat_seconds=2 * best.costs.step_seconds)
+    assert same.costs == best.costs
