@@ -128,8 +128,8 @@ def _without_the_layout(work: Work) -> str:
 
 
 def _with_experts(race: Race, bound: float, deadline: float) -> None:
-    """The strategies of experts, as long as there is time and one of them could be better."""
+    """The strategies of experts, as long as one of them could be better and there is time, or nothing that fits."""
     for name, plan in expert_plans(race.setting):
-        if relative_gap(race.seconds, bound) == 0.0 or time.monotonic() > deadline:
+        if relative_gap(race.seconds, bound) == 0.0 or (race.plan is not None and time.monotonic() > deadline):
             return
         race.offer(name, plan)
