@@ -151,7 +151,7 @@ def _verify_here(task: Task, rank: int) -> Verified:
     model, inputs = load_target(task.target, task.settings)
     dtype = None if task.dtype is None else getattr(torch, task.dtype)
     model, inputs = _as_dtype(model, inputs, dtype)
-    expected = results_of(copy.deepcopy(model), inputs) if rank == 0 else {}
+    expected = _alone(copy.deepcopy(model), inputs, task.dtype) if rank == 0 else {}
     parallel = parallelize(model, task.mesh, inputs, layout=task.layout, dims=task.dims or None, outputs="full")
     torch.manual_seed(2)  # the first rank has drawn more than the others
     with parallel.exact_randomness():
@@ -161,6 +161,18 @@ def _verify_here(task: Task, rank: int) -> Verified:
     dist.barrier()
     dist.destroy_process_group()
     return Verified(compared, collectives)
+
+
+def _alone(model: Any, inputs: Any, dtype: str | None) -> Results:
+    """What the model gives by itself; it may not run in the dtype that is asked for."""
+    try:
+        return results_of(model, inputs)
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        raise VerifyError(
+            f"{type(model).__name__} by itself, in {dtype or 'its own dtype'}: {type(error).__name__}: {said}\n"
+            "fix: --dtype float32 or --dtype own, if the model does not run in another one; else the target"
+        ) from error
 
 
 def _as_dtype(model: Any, inputs: Any, dtype: Any) -> tuple[Any, Any]:

@@ -100,7 +100,13 @@ def plain_name(op: str) -> str:
     return op.split(".")[1].strip("_") if "." in op else op
 
 
+COMPLEX = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
 def peak_of(device: Device, dtype: torch.dtype) -> float:
+    """Products and sums of numbers of a dtype per second; a product of complex numbers is four of real ones."""
+    if dtype in COMPLEX:
+        return peak_of(device, COMPLEX[dtype]) / 4
     name = str(dtype).removeprefix("torch.")
     if name not in device.peak_flops:
         known = ", ".join(device.peak_flops)

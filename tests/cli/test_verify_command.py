@@ -56,6 +56,25 @@ def test_what_differs_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert falling == sorted(falling, reverse=True)
 
 
+def test_a_model_that_does_not_run_in_float64(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "narrow.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "class Narrow(nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        if x.dtype is torch.float64:\n"
+        "            raise TypeError('no float64 here')\n"
+        "        return super().forward(x)\n\n"
+        "def narrow():\n"
+        "    return Narrow(4, 4), (torch.ones(4, 4),)\n"
+    )
+    code, _, err = run(capsys, f"{path}:narrow", "--mesh", "dp=2", "--layout", "ddp")
+    assert code != 0
+    assert "Narrow by itself, in float64: TypeError: no float64 here" in err
+    assert "fix: --dtype float32 or --dtype own" in err
+    assert "Traceback" not in err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

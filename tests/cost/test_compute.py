@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import autopar
 from autopar.completion import complete
 from autopar.cost.cluster import Device, load_device
-from autopar.cost.compute import OpWork, op_work
+from autopar.cost.compute import OpWork, op_work, peak_of
 from autopar.errors import ClusterError
 from autopar.layout.language import parse_layout
 from autopar.tracing.graph import NamedGraph
@@ -200,6 +200,11 @@ def test_a_dtype_without_a_rate_is_an_error() -> None:
         "device 'roofline' has no rate for float64, which the model computes in\n"
         "fix: add float64 under [peak] of the device; it has float32"
     )
+
+
+def test_complex_numbers_are_multiplied_as_four_real_ones() -> None:
+    device = load_device("h100")
+    assert peak_of(device, torch.complex64) == peak_of(device, torch.float32) / 4
 
 
 def test_the_launch_is_the_least() -> None:
