@@ -78,6 +78,8 @@ class Search:
     """What was proved: at these prices the least is so much, the limits not taken off."""
     proved: float = 0.0
     found: dict[tuple[int, ...], Found] = field(default_factory=dict)
+    passed: list[Found] = field(default_factory=list)
+    """What does not fit and was not priced: its seconds and memory are those of its sums."""
     hint: Floats | None = None
     """Prices of the hinges that were good without limits."""
     is_listed: bool = False
@@ -131,16 +133,27 @@ class Search:
         fastest = self.elimination.candidate(weights)
         sums = self.model.sums(fastest)
         scale = self.hinges.seconds(sums) / max(peak_gib(sums), 1e-9)
+        before: Floats | None = None
         for exponent in SCANNED:
             at = weights + scale * 2.0**exponent * (np.array([1.0, 0.25]) @ MOMENTS)
             _, sums = self.elimination.least(at)
             self.planes.append(sums)
             if peak_gib(sums) + self._least_missed > self.limit_gib:
+                before = at
                 continue
+            if before is not None:
+                self._pass_by(before)
+                before = None
             chosen = self.elimination.candidate(at)
             self.planes.append(self.model.sums(chosen))
             if self.try_out(chosen).peak_gib <= self.limit_gib or time.monotonic() > self.deadline:
                 return
+
+    def _pass_by(self, weights: Floats) -> None:
+        """What is fast and takes too much: with others it may make something that fits."""
+        chosen = self.elimination.candidate(weights)
+        sums = self.model.sums(chosen)
+        self.passed.append(Found(chosen, sums, self.hinges.seconds(sums), peak_gib(sums) + self._least_missed))
 
     def _improve(self) -> None:
         prices = np.zeros(self.count + len(MOMENTS))
@@ -319,7 +332,7 @@ class Search:
         if not fits:
             return
         best = min(fits, key=lambda one: one.seconds)
-        others = [one for one in self.found.values() if one is not best]
+        others = [*(one for one in self.found.values() if one is not best), *self.passed]
         passes = [one for one in others if one.peak_gib > self.limit_gib and one.seconds < self.best]
         rest = sorted(others, key=lambda one: one.seconds)
         for other in [*sorted(passes, key=lambda one: one.peak_gib)[:MOST_MIXED], *rest[:MOST_MIXED]]:
