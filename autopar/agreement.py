@@ -136,18 +136,18 @@ class Agreement:
         What is sent is of one size whatever is compared, so that ranks in different calls meet here.
         """
         assert self.group is not None, "there is somebody to compare with"
-        mine = torch.zeros(1 + ROOM, dtype=torch.int64, device=self.device)
-        mine[0] = own
+        mine = torch.tensor((own, *(0,) * ROOM), dtype=torch.int64, device=self.device)
         if along is not None:
-            mine[1 : 1 + len(along)] = along
+            mine.narrow(0, 1, along.numel()).copy_(along)
         everyone = mine.new_empty(self.size * len(mine))
         # Not by the function of torch.distributed, which in a small step takes longer than what it calls.
         work = self.group._allgather_base(everyone, mine)
         return Pending(own, everyone.view(self.size, -1), work)
 
-    def places(self, ranks: Iterable[int]) -> list[int]:
+    def places(self, ranks: Iterable[int]) -> list[int] | slice:
         """In which rows of a comparison these ranks stand."""
-        return [self.ranks.index(rank) for rank in ranks]
+        found = [self.ranks.index(rank) for rank in ranks]
+        return slice(None) if found == list(range(self.size)) else found
 
     def numbers(self, *own: int) -> list[list[int]]:
         """The numbers of all ranks, each below 2**63: one small collective."""

@@ -151,7 +151,7 @@ class Plans:
         self.pending: Pending | None = None
         self.unsaid: int | None = None
         """Which call this is, if the graph says so with its first collective."""
-        self.places: dict[str, list[int]] = {}
+        self.places: dict[str, list[int] | slice] = {}
         self.agreement.same(self._facts(model), SAME_MODEL)
         self.agreement.same({**planner.facts(), "settings": str(settings)}, SAME_ARGUMENTS)
         sums = {

@@ -18,6 +18,7 @@ What was gathered may be given up after the forward and gathered again when the 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -136,6 +137,8 @@ class Running:
     lasting: tuple[tuple[int, ...], list[Tensor]] | None = None
     """The versions of the stored tensors, and what was gathered of them."""
     again: Again | None = None
+    ended: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
+    """What came in and went out at the end of a bucket that does nothing in the forward, in the call before."""
 
     def free_buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """The buffer of the step before, unless somebody still holds a gradient of it."""
@@ -178,6 +181,20 @@ def start(running: Running, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def end(running: Running, started: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    if running.has_start or not running.bucket.is_idle or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return _ended(running, started)
+    # It keeps nothing for a backward, so that one piece of graph does for all calls with the same tensors.
+    if running.ended is not None and all(map(operator.is_, started, running.ended[0])):
+        found = running.ended[1]
+        node = next((x.grad_fn for x in found if x.grad_fn is not None), None)
+        if node is not None:
+            node._set_sequence_nr(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]  # as if made now
+        return found
+    running.ended = tuple(started), _ended(running, started)
+    return running.ended[1]
+
+
+def _ended(running: Running, started: Sequence[Tensor]) -> tuple[Tensor, ...]:
     ended: tuple[Tensor, ...] = _End.apply(running, *started)  # type: ignore[no-untyped-call]
     return ended
 

@@ -85,9 +85,11 @@ def _with_comparison(gate: Gate, group: str, tensors: tuple[Tensor, ...]) -> tup
     """The sums, sent with the comparison of what the ranks call: floating point numbers as the bits of float64."""
     wide = [x.reshape(-1).to(_wide(x.dtype)) for x in tensors]
     bits = [x.view(torch.int64) for x in wide]
-    everyones = gate.everyones(torch.cat(bits), group)
+    everyones = gate.everyones(bits[0] if len(bits) == 1 else torch.cat(bits), group)
     if everyones is None:
         return None
+    if len(bits) == 1:
+        return (everyones.contiguous().view(wide[0].dtype).sum(0),)
     columns = torch.split(everyones, [len(x) for x in bits], 1)
     return tuple(column.contiguous().view(x.dtype).sum(0) for column, x in zip(columns, wide, strict=True))
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.mesh import Mesh
@@ -62,6 +65,40 @@ def autograd_grad(layout: str, mesh: str) -> tuple[float, bool]:
     return worst(found[1], found[0]), all(parameter.grad is None for parameter in bucketed.parameters())
 
 
+class Ops(TorchDispatchMode):
+    """The products and the sums over ranks of a backward, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        self.names += [kind for kind in ("mm", "all_reduce") if kind in name]
+        return func(*args, **(kwargs or {}))
+
+
+def later_calls() -> tuple[list[list[str]], dict[str, int], float]:
+    """What the backwards of three calls do, each by other weights; then two calls in one backward."""
+    model, _, bucketed, inputs = models("ddp", "dp=2", 30_000)
+    found = []
+    for _ in range(3):
+        bucketed.zero_grad()
+        loss = bucketed(**inputs)
+        with Ops() as ops:
+            loss.backward()
+        found.append(ops.names)
+        with torch.no_grad():
+            for each in (model, bucketed):
+                each.get_parameter("tokens.weight").mul_(1.01)
+    bucketed.zero_grad()
+    other = {name: value.roll(1, 1) for name, value in inputs.items()}
+    with Counted() as sent:
+        (bucketed(**inputs) + 2 * bucketed(**other)).backward()
+    (model(**inputs) + 2 * model(**other)).backward()
+    return found, dict(sent.counts), worst(gradients(bucketed), gradients(model))
+
+
 CASES = [("ddp", "dp=2"), ("fsdp", "fsdp=2"), ("megatron", "dp=2,tp=2"), ("fsdp_tp", "fsdp=2,tp=2")]
 
 
@@ -81,6 +118,17 @@ def test_data_parallel_reduces_all_gradients_at_once() -> None:
     parameters = len(list(gpt()[0].parameters()))
     beside = single["all_reduce"] - parameters
     assert bucketed["all_reduce"] <= beside + 2
+
+
+def test_in_later_calls_gradients_are_sent_as_early_as_in_the_first() -> None:
+    for ops, sent, error in launch(later_calls, ranks=2):
+        first, *others = ops
+        places = [[place for place, name in enumerate(each) if name == "all_reduce"] for each in ops]
+        assert len(places[0]) > 4
+        assert first[places[0][0] :].count("mm") > 4  # beside most of the backward
+        assert others == [first, first]
+        assert sent["all_reduce"] == len(places[0])  # the gradients of two calls are added up and sent once
+        assert error < 1e-12
 
 
 def test_accumulation_and_gradients_of_some() -> None:
