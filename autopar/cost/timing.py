@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean, median
 
@@ -40,6 +40,8 @@ class Place:
     rank: int
     ranks: int
     ranks_per_node: int
+    crowding: float = 1.0
+    """How long a rank takes for a second of its own computing while all compute."""
 
     @property
     def nodes(self) -> int:
@@ -52,7 +54,8 @@ def place_here() -> Place:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if together else 1
     on_gpu = torch.cuda.is_available() and (not together or "nccl" in dist.get_backend())
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    return Place(device, rank, ranks, local if ranks % local == 0 else ranks)
+    place = Place(device, rank, ranks, local if ranks % local == 0 else ranks)
+    return replace(place, crowding=_crowding(place))
 
 
 @contextmanager
@@ -67,11 +70,27 @@ def _still(place: Place) -> Iterator[None]:
 
 def own_seconds(place: Place, budget: Budget, run: Callable[[], object]) -> float:
     """The time of a call that waits for no other rank, of which there may be more than cores: what it needs of a core,
-    as often as ranks share it."""
+    and how long it takes to get that."""
     shared = ranks_per_core(place)
     if shared <= 1 or torch.get_num_threads() > 1:
         return max(1.0, shared) * seconds_of(place, budget, run)
-    return shared * seconds_of(place, budget, run, clock=time.process_time)
+    return place.crowding * seconds_of(place, budget, run, clock=time.process_time)
+
+
+def _crowding(place: Place) -> float:
+    """No less than the ranks that share a core; more where the machine gives less than all of its cores."""
+    if ranks_per_core(place) <= 1:
+        return 1.0
+    _compute()
+    together(place)
+    start = time.perf_counter()
+    for _ in range(CROWDED):
+        _compute()
+    spent = mean(_of_all(place, time.perf_counter() - start))
+    return max(ranks_per_core(place), spent / (CROWDED * COMPUTING_SECONDS))
+
+
+CROWDED = 200
 
 
 def ranks_per_core(place: Place) -> float:

@@ -178,7 +178,8 @@ class Building:
         self, sums: Floats, tensor: NamedTensor, source: Layout, target: Layout, backward: bool = True
     ) -> None:
         sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
-        ways = [self.tables.way(sizes, itemsize, source.value, target.value)]
+        share = self.setting.prices.shares.get(tensor.name, 1.0)
+        ways = [self.tables.way(sizes, itemsize, source.value, target.value, share)]
         if backward and tensor.requires_grad:
             ways.append(self.tables.way(sizes, itemsize, target.gradient.value, source.gradient.value))
         for device, host in ways:

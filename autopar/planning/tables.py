@@ -92,16 +92,18 @@ class Tables:
         wants: Sequence[Wants],
         again: bool = False,
         kept: tuple[bool, bool] = (False, False),
+        share: float = 1.0,
     ) -> Table:
         """A value in some layout, wanted in others; `again`: it is converted once more in the backward.
 
         `kept`: whether what is made of it lives until the backward; whether it does so itself, if it is not converted.
+        `share`: what its sum over ranks is of a collective that adds up several.
         """
         return self._same(
-            ("values", sizes, itemsize, trained, again, kept),
+            ("values", sizes, itemsize, trained, again, kept, share),
             sources,
             wants,
-            lambda: self._values(sizes, itemsize, trained, sources, wants, again, kept),
+            lambda: self._values(sizes, itemsize, trained, sources, wants, again, kept, share),
         )
 
     def _values(
@@ -113,6 +115,7 @@ class Tables:
         wants: Sequence[Wants],
         again: bool,
         kept: tuple[bool, bool],
+        share: float,
     ) -> Table:
         distinct = dict.fromkeys(want for each in wants for want in each if want is not None)
         rows, row_of = _numbered(sources)
@@ -120,7 +123,7 @@ class Tables:
 
         def made() -> Parts:
             names = list(distinct)
-            device, host = self._pairs(sizes, itemsize, trained, rows, names, again)
+            device, host = self._pairs(sizes, itemsize, trained, rows, names, again, share)
             place = {name: i for i, name in enumerate(names)}
             parts = {
                 Sum.DEVICE: _summed(device, columns, place, len(rows)),
@@ -130,7 +133,7 @@ class Tables:
                 parts[Sum.KEPT_GIB] = self._kept(sizes, itemsize, rows, columns, kept[1])
             return parts
 
-        key = "values", sizes, itemsize, trained, again, kept, tuple(rows), tuple(map(tuple, columns))
+        key = "values", sizes, itemsize, trained, again, kept, share, tuple(rows), tuple(map(tuple, columns))
         return self._table(key, made, row_of, column_of)
 
     def _pairs(
@@ -141,16 +144,22 @@ class Tables:
         sources: Sequence[Layout],
         targets: Sequence[Layout],
         again: bool,
+        share: float,
     ) -> tuple[Floats, Floats]:
         times = 2 if again else 1
-        there = self._ways(sizes, itemsize, [s.value for s in sources], [t.value for t in targets])
+        there = self._ways(sizes, itemsize, [s.value for s in sources], [t.value for t in targets], share)
         if not trained:
             return times * there[0], times * there[1]
         back = self._ways(sizes, itemsize, [t.gradient.value for t in targets], [s.gradient.value for s in sources])
         return times * there[0] + back[0].T, times * there[1] + back[1].T
 
     def _ways(
-        self, sizes: tuple[int, ...], itemsize: int, sources: Sequence[Layout], targets: Sequence[Layout]
+        self,
+        sizes: tuple[int, ...],
+        itemsize: int,
+        sources: Sequence[Layout],
+        targets: Sequence[Layout],
+        share: float = 1.0,
     ) -> tuple[Floats, Floats]:
         """One direction: what the device and what the host takes, each pair of layouts worked out once."""
         rows, row_of = _numbered(sources)
@@ -158,18 +167,22 @@ class Tables:
         found = np.zeros((2, len(rows), len(columns)))
         for i, source in enumerate(rows):
             for j, target in enumerate(columns):
-                found[:, i, j] = self.way(sizes, itemsize, source, target)
+                found[:, i, j] = self.way(sizes, itemsize, source, target, share)
         spread = np.ix_(row_of, column_of)
         return found[0][spread], found[1][spread]
 
-    def way(self, sizes: tuple[int, ...], itemsize: int, source: Layout, target: Layout) -> tuple[float, float]:
-        key = sizes, itemsize, source, target
+    def way(
+        self, sizes: tuple[int, ...], itemsize: int, source: Layout, target: Layout, share: float = 1.0
+    ) -> tuple[float, float]:
+        key = sizes, itemsize, source, target, share
         price = self.prices.get(key)
         if price is None:
             device = host = 0.0
-            for leg in self.routes.of(sizes, source, target):
+            legs = self.routes.of(sizes, source, target)
+            for leg in legs:
                 seconds, launched = self._leg(leg, itemsize)
-                device, host = device + seconds, host + launched
+                times = share if len(legs) == 1 and leg.kind == StepKind.ALL_REDUCE.value else 1.0
+                device, host = device + times * seconds, host + times * launched
             price = self.prices[key] = (device, host)
         return price
 

@@ -39,9 +39,10 @@ class Values(Building):
         into: tuple[Wants, ...] = self._same(tuple((home,) for home in homes))
         sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
         trained, again = tensor.requires_grad and self.setting.trains, self.again.flags(node.name)
+        share = self.setting.prices.shares.get(tensor.name, 1.0)
 
         def brought(mode: int) -> Table:
-            return self.tables.values(sizes, itemsize, trained, produced, into, again[mode])
+            return self.tables.values(sizes, itemsize, trained, produced, into, again[mode], share=share)
 
         self._add_pairs(maker, place, node, brought)
         for user, want in zip(users, wants, strict=True):
@@ -53,10 +54,11 @@ class Values(Building):
         """A value, as an op takes it."""
         sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
         trained, again = tensor.requires_grad and self.setting.trains, self.again.flags(user.name)
+        share = self.setting.prices.shares.get(tensor.name, 1.0)
 
         def table(mode: int) -> Table:
             kept = self._kept_for(user, tensor.name, mode)
-            return self.tables.values(sizes, itemsize, trained, held, wants, again[mode], kept)
+            return self.tables.values(sizes, itemsize, trained, held, wants, again[mode], kept, share)
 
         self._add_pairs(place, self.place["op", user.name], user, table)
 
