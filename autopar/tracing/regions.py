@@ -33,6 +33,7 @@ class Repeat:
 
     `layers[t][k]` is the name of the node that does step k in layer t; a layer's nodes follow each other in the graph,
     except perhaps in the first layer. `start` is the index of the first one among the call_function nodes.
+    `module_paths` names the layers; they may be equal, or empty where no module tells them apart.
     """
 
     start: int
@@ -189,7 +190,7 @@ class _Calls:
         layers = [list(range(run.start + t * run.period, run.start + (t + 1) * run.period)) for t in range(run.count)]
         while (before := _LayerBefore(self, layers[0], layers[1]).found()) is not None:
             layers.insert(0, before)
-        paths = tuple(".".join(_common([self.paths[i] for i in layer])) for layer in layers)
+        paths = _layer_paths([[self.paths[i] for i in layer] for layer in layers])
         names = tuple(tuple(self.nodes[i].name for i in layer) for layer in layers)
         return Repeat(min(layers[0]), names, paths)
 
@@ -307,6 +308,21 @@ def _shape(val: Any) -> Hashable:
     if isinstance(val, torch.Tensor):
         return tuple(val.shape), val.dtype
     return tuple(map(_shape, val)) if isinstance(val, (list, tuple)) else None
+
+
+def _layer_paths(layers: Sequence[Sequence[tuple[str, ...]]]) -> tuple[str, ...]:
+    """A name for each layer: what the module paths of its ops have in common.
+
+    Ops at a path that is in all layers, as a sum in the forward of the whole model, say nothing of theirs. Layers of
+    modules with nothing in common (`attentions.0` and `feeds.0`) are named by the first.
+    """
+    everywhere = set(layers[0]).intersection(*layers[1:])
+    own = [[path for path in layer if path not in everywhere] or layer for layer in layers]
+    common = [_common(paths) for paths in own]
+    if len(set(common)) < len(layers):
+        depth = next((k for k, pair in enumerate(zip(own[0][0], own[-1][0], strict=False), 1) if len(set(pair)) > 1), 0)
+        common = [paths[0][:depth] for paths in own] if depth else common
+    return tuple(map(".".join, common))
 
 
 def _common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:

@@ -113,8 +113,8 @@ def layer_rows(plan: Plan, names: Iterable[str], path: str = "", repeated: bool 
             before = rows.get(tensor.name)
             if before is not None:
                 said = ", ".join(filter(None, dict.fromkeys((before[3], said))))
-            shown = tensor.name.removeprefix(path).lstrip("./") if path else tensor.name
-            shown = skeleton(shown) if repeated and not path else shown
+            shown = tensor.name.removeprefix(path).lstrip("./") if _is_below(tensor.name, path) else tensor.name
+            shown = skeleton(shown) if repeated and shown == tensor.name else shown
             rows[tensor.name] = shown, " ".join(tensor.dims), layout_text(tensor, plan.layout_of(tensor.name)), said
     return list(rows.values())
 
@@ -129,7 +129,8 @@ def _layers(plan: Plan) -> Iterator[list[str]]:
     for repeat in plan.graph.repeats:
         kinds: dict[tuple[Row, ...], list[int]] = {}
         for t, layer in enumerate(repeat.layers):
-            rows = layer_rows(plan, [names[one] for one in layer if one in names], _path(repeat, t), True)
+            ops = [names[one] for one in layer if one in names]
+            rows = layer_rows(plan, ops, _shared_path(plan, ops, _path(repeat, t)), True)
             kinds.setdefault(tuple(rows), []).append(t)
         kinds = dict(sorted(kinds.items(), key=lambda one: -len(one[1])))
         usual = next(iter(kinds), ())
@@ -161,6 +162,18 @@ def _rows(rows: Sequence[Row]) -> list[str]:
 
 def _path(repeat: Repeat, t: int) -> str:
     return repeat.module_paths[t] if t < len(repeat.module_paths) else ""
+
+
+def _is_below(name: str, path: str) -> bool:
+    return bool(path) and name.startswith((f"{path}.", f"{path}/"))
+
+
+def _shared_path(plan: Plan, ops: Sequence[str], path: str) -> str:
+    """The path of a layer; none where some parameters of the layer are numbered elsewhere."""
+    nodes = {node.name: node for node in plan.graph.nodes}
+    taken = {name for op in ops for name in nodes[op].operands if name is not None}
+    own = [name for name in taken if plan.graph.tensors[name].kind == "param" and skeleton(name) != name]
+    return path if all(_is_below(name, path) for name in own) else ""
 
 
 def _outside(plan: Plan) -> list[str]:

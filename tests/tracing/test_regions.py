@@ -20,6 +20,7 @@ from transformers import (
     T5Model,
 )
 
+import autopar
 from autopar.tracing.export import export
 from autopar.tracing.regions import Repeat, repeated_layers
 
@@ -134,3 +135,29 @@ def test_a_skip_from_two_layers_before_is_no_repeat() -> None:
 
     found = repeats(Skips(), x=torch.randn(2, 4))
     assert [repeat.count for repeat in found] == [2]
+
+
+class Residual(nn.Module):
+    """The sums of its layers stand in its own forward; `apart`: what makes a layer stands in two lists."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        self.apart = apart
+        self.first = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.second = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for first, second in zip(self.first, self.second, strict=True):
+            x = x + second(first(x) if self.apart else x)
+        return x
+
+
+@pytest.mark.parametrize(("apart", "name"), [(False, "second"), (True, "first")])
+def test_layers_without_a_module_of_their_own_have_names(apart: bool, name: str) -> None:
+    graph = autopar.trace(Residual(apart), (torch.randn(4, 6),))
+    (repeat,) = graph.repeats
+    assert repeat.module_paths == (f"{name}.0", f"{name}.1", f"{name}.2")
+    layout = f"batch -> dp; * -> none; recompute full @{name}.1"
+    plan = autopar.plan(graph.model, "dp=2", (torch.randn(4, 6),), layout=layout, cache=False)
+    assert plan.decided.recompute == {f"{name}.1": "full"}
+    assert f"recompute full @{name}.1" in plan.text

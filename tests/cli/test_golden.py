@@ -1,0 +1,109 @@
+"""What every command prints, plain, on a terminal that is none: the whole text."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from autopar.cli import COMMANDS, main
+from tests.cli.kept import FOLDER, ROOT, masked, same_as_kept
+from tests.search.test_contest import INSTANCE
+
+MLP = f"{ROOT}/examples/mlp.py:mlp"
+GPT = f"{ROOT}/examples/gpt.py:gpt"
+WHERE = ("--mesh", "dp=2,tp=2", "--cluster", "h100")
+LAYOUT = ("--layout", "batch -> dp; d_ff -> tp; * -> none")
+DIMS = ("--dims", "x=batch features")
+PROMISES = (
+    "batch -> dp; * -> none\nforbid all_reduce(grad) over dp\nwarn all_reduce(grad) over dp\nlimit memory 10GiB\n"
+)
+
+# Nothing here is searched: what a search finds in a given time depends on the machine.
+PRINTED: Mapping[str, tuple[int, tuple[str, ...]]] = {
+    "plan": (0, ("plan", MLP, *WHERE, *DIMS, *LAYOUT, "-o", "mlp.plan.lay")),
+    "plan_nothing_fits": (1, ("plan", MLP, *WHERE, *LAYOUT, "--memory", "2kB", "--time-limit", "2")),
+    "explain_tensor": (0, ("explain", MLP, "up.0.weight", *WHERE, *DIMS, *LAYOUT)),
+    "explain_op": (0, ("explain", MLP, "up.0/linear", *WHERE, *DIMS, *LAYOUT, "--no-alternatives")),
+    "explain_why_not": (
+        0,
+        ("explain", MLP, "up.0.weight", *WHERE, *DIMS, *LAYOUT, "--no-alternatives", "--why-not", "* -> none"),
+    ),
+    "compare": (0, ("compare", "megatron", "ddp", "fsdp(fsdp=dp*tp)", "--target", GPT, *WHERE)),
+    "check": (0, ("check", GPT, *WHERE, "--layout", "megatron")),
+    "check_promises": (1, ("check", GPT, *WHERE, "--layout", "promises.lay")),
+    "check_not_legal": (1, ("check", GPT, *WHERE, "--layout", "batch -> dp*tp; * -> none")),
+    "verify": (0, ("verify", MLP, "--mesh", "dp=2", "--layout", "batch -> dp; * -> none")),
+    "verify_differs": (1, ("verify", "odd.py:odd", "--mesh", "dp=2", "--layout", "* -> none")),
+    "report": (0, ("report", MLP, *WHERE, *LAYOUT, *DIMS, "-o", "mlp.html")),
+    "trace": (0, ("trace", f"{ROOT}/examples/moe.py:moe")),
+    "strategies": (0, ("strategies",)),
+    "strategies_one": (0, ("strategies", "fsdp_tp")),
+    "clusters": (0, ("clusters",)),
+    "clusters_one": (0, ("clusters", "h100")),
+    "solve": (0, ("solve", "instance.json", "--time-limit", "20", "--seed", "1")),
+}
+
+ODD = """
+import torch
+from torch import nn
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.even, self.odd = nn.Linear(4, 4), nn.Linear(4, 4)
+    def forward(self, x):
+        return self.odd(self.even(x) * (2.0 if torch.compiler.is_exporting() else 1.0))
+
+def odd():
+    torch.manual_seed(0)
+    return Odd(), (torch.ones(4, 4),)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("promises.lay").write_text(PROMISES)
+    Path("odd.py").write_text(ODD)
+    Path("instance.json").write_text(json.dumps(INSTANCE))
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_reads_as_before(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    code, words = PRINTED[name]
+    assert main(list(words)) == code
+    out, err = capsys.readouterr()
+    assert err == "", "no progress where nobody looks"
+    same_as_kept(name, out)
+
+
+@pytest.mark.slow
+def test_calibrate_reads_as_before() -> None:
+    """In processes of its own; which rows there are is golden, what was measured is not."""
+    words = ("calibrate", "--processes", "2", "--largest", "64 KiB", "--seconds", "0.01", "--output", "mine.toml")
+    done = subprocess.run([sys.executable, "-m", "autopar", *words], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    same_as_kept("calibrate", done.stdout)
+    assert main(["clusters", "mine.toml"]) == 0
+
+
+def test_every_command_has_a_golden_text() -> None:
+    tried = {words[0] for _, words in PRINTED.values()} | {"calibrate"}
+    assert {command.__name__.rpartition(".")[2] for command in COMMANDS} == tried
+    assert {path.stem for path in FOLDER.glob("*.txt")} == {*PRINTED, "calibrate"}, "no golden text is left over"
+
+
+def test_what_is_masked() -> None:
+    assert masked("dp  all_reduce  2  237.8 KiB  556 us  11.7 %  × 1.06  ×2  [96, 192]\n") == (
+        "dp  all_reduce  2  #  #  #  × #  ×2  [96, 192]\n"
+    )
+    assert masked("  output 0   9.9e-16\n     step  +3.1 ms\n      9.21 us  #\n") == (
+        "  ...  #\n     step  #\n  #  #\n"
+    )
+    assert masked("      12.1  shrink   445\na.lay:1 | x\n        | ^\n") == "  #  shrink  445\na.lay:1 | x\n  | ^\n"
