@@ -19,6 +19,7 @@ def masked(text: str) -> str:
     """Without what is predicted or measured, and which differences are largest; counts and sizes of tensors stay."""
     shown = PREDICTED.sub("#", text.replace(str(ROOT), "."))
     shown = re.sub(r"^ +\d+\.\d(?=  +\w)", "  #", shown, flags=re.MULTILINE)  # seconds of a line of progress
+    shown = re.sub(r"(strategies/\w+\.lay):\d+", r"\1:#", shown)  # strategies grow comments
     shown = re.sub(r"^ +(?=#|\| )", "  ", shown, flags=re.MULTILINE)  # as wide as a number, or as a place on the disk
     shown = re.sub(r"^  (gradient of|output|buffer) \S+ ", "  ...  ", shown, flags=re.MULTILINE)
     return "\n".join(re.sub(r"(?<=\S) {2,}", "  ", line).rstrip() for line in shown.splitlines()) + "\n"

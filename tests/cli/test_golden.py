@@ -42,7 +42,6 @@ PRINTED: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "report": (0, ("report", MLP, *WHERE, *LAYOUT, *DIMS, "-o", "mlp.html")),
     "trace": (0, ("trace", f"{ROOT}/examples/moe.py:moe")),
     "strategies": (0, ("strategies",)),
-    "strategies_one": (0, ("strategies", "fsdp_tp")),
     "clusters": (0, ("clusters",)),
     "clusters_one": (0, ("clusters", "h100")),
     "solve": (0, ("solve", "instance.json", "--time-limit", "20", "--seed", "1")),
