@@ -134,8 +134,10 @@ def meshes_of(mesh: str | Mesh | DeviceMesh, devices: int | None) -> tuple[Mesh,
         raise MeshError(
             f"the mesh {given} has open sizes\nfix: say how many devices there are: devices=64, --devices 64"
         )
+    if devices < 1:
+        raise MeshError(f"{devices} devices: expected a whole number from 1 up\nfix: as in devices=64, --devices 64")
     known = math.prod(size for size in given.axes.values() if size is not None)
-    if devices < 1 or devices % known:
+    if devices % known:
         raise MeshError(f"{devices} devices cannot be dealt to the mesh {given}: {known} does not divide them")
     return tuple(_closed(given.declared, devices // known))
 

@@ -84,6 +84,16 @@ def _check(arguments: argparse.Namespace) -> None:
         raise AutoparError(f"--times {arguments.times}: there is no folder {arguments.times.resolve().parent}")
     if arguments.like is not None:
         cluster_path(arguments.like)
+    was_there = arguments.output.exists()
+    try:
+        with arguments.output.open("a"):
+            pass
+        if not was_there:
+            arguments.output.unlink(missing_ok=True)
+    except OSError as error:
+        raise AutoparError(
+            f"--output {arguments.output}: cannot be written: {error.strerror}\nfix: give another path"
+        ) from error
 
 
 def _alone(arguments: argparse.Namespace) -> None:

@@ -48,6 +48,8 @@ def check_words(arguments: argparse.Namespace) -> None:
 def check_output(output: str | Path) -> None:
     """A file that can be written."""
     path = Path(output)
+    if not str(output):
+        raise AutoparError("--output: the name of the file is empty\nfix: name a file, as in gpt.plan.lay")
     if path.is_dir():
         raise AutoparError(f"--output {output}: this is a folder\nfix: name a file in it")
     if not path.resolve().parent.is_dir():

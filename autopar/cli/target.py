@@ -110,7 +110,7 @@ def _guarded(target: str, what: str, action: Callable[[], T]) -> T:
     """Run the user's code; whatever it raises is told with its line, not as a traceback of ours."""
     try:
         return action()
-    except Exception as error:  # the user's code may raise anything
+    except (Exception, SystemExit) as error:  # the user's code may raise anything, or leave
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
         frames = [frame for frame in frames if not frame.filename.startswith("<")]
         where = f"\n  {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""

@@ -25,6 +25,7 @@ def only_a_model(): return nn.Linear(2, 2)
 def number(): return 3, (torch.zeros(2),)
 def listed(): return nn.Linear(2, 2), [torch.zeros(2, 2)]
 def fails(): raise RuntimeError("no data here")
+def leaves(): raise SystemExit(3)
 def too_many(): return nn.Linear(2, 2), (torch.zeros(2, 2), torch.zeros(2))
 class Branch(nn.Module):
     def forward(self, x):
@@ -41,6 +42,7 @@ AT_ONCE: list[Case] = [
     (("plan", GPT, *MESH, "--cluster", "h10"), 2, "there is no cluster 'h10'; did you mean 'h100'?"),
     (("plan", GPT, *MESH, "--layout", "megatrom"), 2, "did you mean 'megatron'?"),
     (("plan", GPT, *MESH, "-o", "."), 2, "this is a folder"),
+    (("plan", GPT, *MESH, "-o", ""), 2, "--output: the name of the file is empty"),
     (("plan", GPT, *MESH, "--set", "layers"), 2, "--set layers: expected name=value"),
     (("explain", "nowhere.lay", "x"), 2, "there is no file nowhere.lay"),
     (("explain", "layout.lay", "x"), 2, "layout.lay is a layout and no plan"),
@@ -84,6 +86,7 @@ AT_ONCE: list[Case] = [
     (("clusters", "--toml"), 2, "--toml prints one cluster\nfix: name it"),
     (("calibrate", "--output", "no/such/mine.toml"), 2, "there is no folder"),
     (("calibrate", "--output", "."), 2, "this is a folder"),
+    (("calibrate", "--output", "/proc/new.toml"), 2, "--output /proc/new.toml: cannot be written"),
     (("calibrate", "--output", "new.toml", "--processes", "0"), 2, "--processes 0: expected a whole number from 1 up"),
     (("calibrate", "--output", "new.toml", "--seconds", "nan"), 2, "--seconds nan: expected a number of seconds above"),
     (("calibrate", "--output", "new.toml", "--largest", "many"), 2, "--largest: 'many' is not a size"),
@@ -104,6 +107,7 @@ LATER: list[Case] = [
         ("number", 2, "returned int as the model; it should be an nn.Module"),
         ("listed", 2, "returned a list of 1 as the inputs"),
         ("fails", 2, "the function failed: RuntimeError: no data here"),
+        ("leaves", 2, "the function failed: SystemExit: 3"),
         ("too_many", 1, "the inputs do not fit Linear.forward(input): too many positional arguments"),
         ("branch", 1, "Branch cannot be traced: what the forward does depends on the data in a tensor"),
         ("fials", 2, "has no function 'fials'; did you mean 'fails'?"),
@@ -112,6 +116,8 @@ LATER: list[Case] = [
     (("plan", "targets.py:branch", *MESH), 1, "cannot be traced"),
     (("plan", GPT, *MESH, "--layout", "bacth -> dp"), 2, "there is no dim 'bacth'; did you mean 'batch'?"),
     (("plan", GPT, *MESH, "--layout", "batch -> dq"), 2, "the names are dp, tp"),
+    (("plan", GPT, "--mesh", "?", "--devices", "-4"), 2, "-4 devices: expected a whole number from 1 up"),
+    (("report", GPT, *MESH, *DDP, "-o", "/proc/r.html"), 2, "/proc/r.html: cannot be written"),
     (("plan", GPT, "--mesh", "?"), 2, "say how many devices there are"),
     (("explain", "targets.py:nothing", "x", *MESH), 2, "it should return (model, inputs)"),
     (("explain", GPT, "blocks.0.upp.weight", *MESH, *DDP), 2, "did you mean 'blocks.0.up.weight'?"),
