@@ -20,7 +20,7 @@ from autopar.layout.syntax import Block, DimRule, Hole, Pin
 from autopar.mesh import Mesh
 from autopar.search_plan import Asked, plan_graph
 from autopar.tracing.graph import NamedGraph, NamedTensor
-from autopar.written.header import check_model, read_header
+from autopar.written.header import check_model, check_whole, read_header
 from autopar.written.lowered import lowered
 
 __all__ = ["FromPlan", "LayoutPlanner", "Searching", "has_holes"]
@@ -121,6 +121,7 @@ class FromPlan:
         assert header is not None, "only plans come here"
         check_model(header, graph, self.name)
         layout = parse_layout(text, self.name)
+        check_whole(header, len(layout.statements), self.name)
         if header.graph == graph.fingerprint:
             return complete(graph, layout, self.axes)
         return lowered(graph, layout, self.axes).decisions

@@ -99,7 +99,8 @@ class Work:
                 return search
             search.best = self.race.seconds
         search.run()
-        search.mix()
+        if self.joined is None:  # of joined axes, only the choices are followed
+            search.mix()
         return search
 
 

@@ -13,7 +13,7 @@ from autopar.errors import AutoparError
 from autopar.tracing.graph import NamedGraph
 from autopar.words import did_you_mean
 
-__all__ = ["FIRST", "Header", "check_model", "dtype_of", "dtype_text", "parameters_of", "read_header"]
+__all__ = ["FIRST", "Header", "check_model", "check_whole", "dtype_of", "dtype_text", "parameters_of", "read_header"]
 
 FIRST = "# autopar plan"
 
@@ -42,6 +42,8 @@ class Header:
     bound_seconds: float = 0.0
     memory_bytes: float = 0.0
     origin: str = ""
+    statements: int = 0
+    """How many follow: a file that was cut off has fewer."""
 
     def lines(self) -> list[str]:
         found = [FIRST]
@@ -86,6 +88,16 @@ def _broken(name: str, number: int, line: str, message: str) -> AutoparError:
     shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line[:160])
     fix = "save the plan again; or, to use it as a layout for any model, drop the head"
     return AutoparError(f"{message}\n  {name}:{number} | {shown}\nfix: {fix}")
+
+
+def check_whole(header: Header, statements: int, name: str) -> None:
+    """Raise where the end of a plan's file is missing."""
+    if statements < header.statements:
+        raise AutoparError(
+            f"{name} is cut off: its head says {header.statements} statements, {statements} are there\n"
+            f"  {name} | #   statements      {header.statements}\n"
+            "fix: save the plan again; if you took lines out by hand, take out that one, too"
+        )
 
 
 def parameters_of(graph: NamedGraph) -> str:

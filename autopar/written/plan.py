@@ -23,7 +23,7 @@ from autopar.mesh import Mesh
 from autopar.module import Collective
 from autopar.search.work import relative_gap
 from autopar.tracing.graph import NamedGraph
-from autopar.written.header import Header, check_model, dtype_of, dtype_text, parameters_of, read_header
+from autopar.written.header import Header, check_model, check_whole, dtype_of, dtype_text, parameters_of, read_header
 from autopar.written.lowered import lowered
 from autopar.written.statements import Written, written
 
@@ -139,7 +139,9 @@ class Plan:
         from autopar.written.summary import collective_lines
 
         said = self.written
-        parts = [self.header.lines(), *(list(map(print_statement, one)) for one in (said.mesh, said.rules))]
+        count = sum(map(len, (said.mesh, said.rules, said.tensors, said.ops, said.holds)))
+        head = replace(self.header, statements=count)
+        parts = [head.lines(), *(list(map(print_statement, one)) for one in (said.mesh, said.rules))]
         for title, statements in (
             ("tensors that the rules do not say", said.tensors),
             ("ops that take another choice than the cheapest one", said.ops),
@@ -193,6 +195,7 @@ class Plan:
         layout = parse_layout(text, name)
         if layout.mesh is None or layout.mesh.is_open:
             raise AutoparError(f"{name} does not say its mesh\nfix: write it as in 'mesh dp=2, tp=4'")
+        check_whole(header, len(layout.statements), name)
         axes = dict(zip(layout.mesh.names, layout.mesh.sizes, strict=True))
         same = header.graph == graph.fingerprint
         decided = replace(

@@ -142,6 +142,19 @@ def test_broken_files(megatron: Plan, tmp_path: Path, change: tuple[str, str], m
     assert "\nfix: " in str(error.value)
 
 
+def test_a_file_that_is_cut_off(megatron: Plan, graph: autopar.NamedGraph) -> None:
+    """Wherever it ends, nothing is made up; only the last comments may be missing."""
+    lines = megatron.text.splitlines(keepends=True)
+    last = max(i for i, line in enumerate(lines) if line.strip() and not line.startswith("#"))
+    head = next(i for i, line in enumerate(lines) if "statements" in line)
+    for end in range(head + 1, last + 1):
+        with pytest.raises(AutoparError, match=r"is cut off: its head says|does not say its mesh"):
+            Plan.read("".join(lines[:end]), graph)
+    assert Plan.read("".join(lines[: last + 1]), graph).decided == megatron.decided
+    without = [line for line in lines[:last] if "#   statements" not in line]
+    assert Plan.read("".join(without), graph), "lines taken out by hand, and the word for their number"
+
+
 def test_words(megatron: Plan, graph: autopar.NamedGraph) -> None:
     summary = megatron.summary()
     assert summary.startswith("GPT on dp=2,tp=2: 4 × CPU process")
