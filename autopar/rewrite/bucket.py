@@ -310,7 +310,8 @@ def _sums(running: Running, gradients: Sequence[Tensor]) -> list[Tensor]:
     """The sums of whole gradients, as they will be when they have come: the commonest case, in the fewest calls."""
     handling, first = running.bucket.handling, running.bucket.backward[0][0]
     flat = torch.cat([x.reshape(-1) for x in gradients], out=running.free_buffer(gradients[0], handling.reduced))
-    torch.ops._c10d_functional.all_reduce_(flat, "sum", first.group)
+    # Another tensor of the same memory: until it is sent the buffer is not free, also where a backward has failed.
+    torch.ops._c10d_functional.all_reduce_(flat.detach(), "sum", first.group)
     if handling.reduced != handling.stored:
         flat = torch.ops._c10d_functional.wait_tensor(flat).to(handling.stored)
     elif not running.has_start:
