@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from autopar import __version__
 from autopar.cli import calibrate, check, clusters, compare, explain, plan, report, solve, strategies, trace, verify
 from autopar.cli.early import check_words
 from autopar.cli.help import HelpText
 from autopar.cli.shell import SHELLS, PrintCompletion
-from autopar.errors import AutoparError, TraceError
+from autopar.errors import AutoparError, AutoparWarning, TraceError
 
 __all__ = ["main"]
 
@@ -40,8 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     try:
-        check_words(arguments)
-        code: int = arguments.run(arguments)
+        with _warnings_in_words(arguments.command):
+            check_words(arguments)
+            code: int = arguments.run(arguments)
     except AutoparError as error:
         print(f"autopar {arguments.command}: {error}", file=sys.stderr)
         return 1 if isinstance(error, TraceError) else 2
@@ -49,3 +53,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code
+
+
+@contextmanager
+def _warnings_in_words(command: str) -> Iterator[None]:
+    """What autopar warns of, as its errors are told: once, and without the line of the code that warned."""
+    told: set[str] = set()
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+            if not issubclass(category, AutoparWarning):
+                usual(message, category, *rest)
+            elif str(message) not in told:
+                told.add(str(message))
+                print(f"autopar {command}: warning: {message}", file=sys.stderr)
+
+        warnings.showwarning = show  # type: ignore[assignment]  # the rest is passed on as it comes
+        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 
 from autopar.cli.asking import is_plan
@@ -34,7 +35,12 @@ def check_words(arguments: argparse.Namespace) -> None:
     axes = _axes(said.get("mesh"))
     if said.get("cluster") is not None:
         load_cluster(said["cluster"])
+    limit = said.get("time_limit")
+    if limit is not None and not 0 < limit < inf:
+        raise AutoparError(f"--time-limit {limit:g}: expected a number of seconds above 0")
     layout = said.get("layout")
+    if layout == "":
+        raise AutoparError("--layout: the layout is empty\nfix: leave --layout out, then all of it is searched")
     if layout is not None and axes is not None:
         choose_layout(layout, axes)
     for word in said.get("plans") or ():

@@ -99,8 +99,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _checked(arguments: argparse.Namespace) -> Path | None:
     """Where the answer is written; raises what can be said of the words before anything is read."""
-    if not (math.isfinite(arguments.time_limit) and arguments.time_limit > 0):
-        raise ProblemError(f"--time-limit {arguments.time_limit:g}: expected a number of seconds above 0")
     if arguments.seed < 0:
         raise ProblemError(f"--seed {arguments.seed}: expected a whole number from 0 up")
     return None if arguments.output is None else Path(arguments.output)

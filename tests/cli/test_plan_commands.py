@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,17 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plans") / "gpt.plan.lay"
     replace(plan, target=GPT).save(path)
     return path
+
+
+def test_warnings_are_told_as_errors_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Once, and without a line of the code; `fsdp` splits nothing where no axis is called so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        code, out, err = run(capsys, "plan", GPT, "--mesh", "dp=2", "--layout", "fsdp", "--no-experts")
+    assert code == 0
+    assert "nothing is split" in out
+    assert err.count("autopar plan: warning: strategy 'fsdp' splits nothing on a mesh of dp: it speaks of fsdp\n") == 1
+    assert ".py" not in err
 
 
 def test_plan_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -157,7 +169,8 @@ BAD = [
     (("plan", f"{ROOT}/examples/gpt.py:gtp", *WHERE), "did you mean 'gpt'?"),
     (("plan", GPT, *WHERE, "--memory", "70GX"), "there is no unit 'GX'"),
     (("plan", GPT, *WHERE, "--optimizer", "adamv"), "did you mean 'adam"),
-    (("plan", GPT, *WHERE, "--time-limit", "0"), "is no number of seconds above 0"),
+    (("plan", GPT, *WHERE, "--time-limit", "0"), "--time-limit 0: expected a number of seconds above 0"),
+    (("plan", GPT, *WHERE, "--layout", ""), "--layout: the layout is empty"),
     (("explain", "other.plan.lay", "x"), "is the plan of another model"),
     (("explain", GPT, "x"), "on which mesh"),
     (("explain", "saved.plan.lay", "blocks.0.upp.weight"), "did you mean 'blocks.0.up.weight'?"),
