@@ -92,7 +92,7 @@ def refuse(folder: str) -> dict[str, str]:
         "unknown dim": under("bacth -> dp; * -> none"),
         "unknown axis": under("batch -> ddp; * -> none"),
         "unknown strategy": under("megatrn"),
-        "indivisible": under("batch -> dp; heads -> tp; * -> none", heads=1),
+        "indivisible": under("batch -> dp; heads -> tp; * -> none", heads=3, d_model=12),
         "whole": under(f"op {ATTENTION}[e -> tp]; * -> none"),
         "whole parameter": error_of(
             lambda: autopar.parallelize(*image, layout="use { kernel_height -> tp }; * -> none")
@@ -165,8 +165,8 @@ MESSAGES = {
     ),
     "unknown strategy": f"E1: there is no strategy 'megatrn'; did you mean 'megatron'?\n{NAMES} {STRATEGIES}",
     "indivisible": (
-        "E4: the dim 'heads' of blocks.0.attention/reshape can take no alternative of its rule: "
-        "tp = 2 does not divide 1\n"
+        "E4: the dim 'heads' of blocks.0.attention.qkv.weight can take no alternative of its rule: "
+        "tp = 2 does not divide 3\n"
         "  <layout>:1 | batch -> dp; heads -> tp; * -> none\n"
         "             |              ^\n"
         "fix: add one, as in 'tp | none', allow uneven shards with 'pad', or choose a mesh that divides it"

@@ -54,6 +54,7 @@ def _terms(layout: object) -> list[object]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:strategy .* splits nothing:autopar.errors.AutoparWarning")
 @pytest.mark.parametrize("model", MODELS)
 def test_what_experts_wrote(model: str) -> None:
     torch.manual_seed(0)
