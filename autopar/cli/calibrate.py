@@ -203,7 +203,7 @@ def _write(
     products, fits = fit_products(found.products), fit_collectives(found.collectives)
     how = f"autopar calibrate: {found.ranks} ranks, {backend}, torch {torch.__version__.split('+')[0]}, "
     how += f"buffers up to {budget.largest_bytes} bytes, " if found.collectives else ""
-    how += "medians of the faster half of the repetitions"
+    how += "medians of the faster half of the repetitions, means of collectives where ranks share cores"
     name = arguments.name or arguments.output.stem
     nodes = f"{found.nodes} nodes with " if found.nodes > 1 else ""
     where = f" on {os.cpu_count()} cores" if found.device.startswith("CPU") else ""
