@@ -20,7 +20,6 @@ from autopar.cost.cluster import Cluster
 from autopar.cost.comm import Network
 from autopar.cost.compute import NOTHING, OpWork, Work, local_bytes, op_work, seconds_of_bytes
 from autopar.cost.optimizers import optimizer_of
-from autopar.cost.totals import shares_of_totals
 from autopar.layout.state import Layout
 from autopar.reshard import Step, StepKind
 from autopar.tracing.graph import NamedGraph, NamedNode
@@ -65,7 +64,6 @@ class Prices:
         self.device = self.cluster.device
         self.network = Network(self.cluster, self.axes, self.links)
         self.launch = self.device.launch_seconds if self.compiled else self.device.host_seconds
-        self.shares = shares_of_totals(self.graph)
 
     # -- ops
 
@@ -118,16 +116,16 @@ class Prices:
                 moved = 2.0 * one.itemsize * max(prod(shape_of(one, layout)) for layout in (step.before, step.after))
                 yield self.moved(one.tensor, told, moved)._replace(kind="copy", axes=step.axes)
             else:
-                joined = way == "forward" and len(one.reshard.forward) == 1
-                share = self.share(one.tensor, step.kind.value) if joined else 1.0
+                joined = step.kind is StepKind.ALL_REDUCE and way == "forward" and len(one.reshard.forward) == 1
+                share = self.share(one.tensor) if joined else 1.0
                 seconds, host = self.network.seconds(step.kind.value, step.axes, size), self._host(step)
                 yield Task(
                     one.tensor, step.kind.value, told, share * seconds, step.axes, size, host_seconds=share * host
                 )
 
-    def share(self, tensor: str, kind: str) -> float:
-        """What a scalar's sum is of a collective that adds up several."""
-        return self.shares.get(tensor, 1.0) if kind == StepKind.ALL_REDUCE.value else 1.0
+    def share(self, tensor: str) -> float:
+        """What a tensor's sum over ranks is of a collective that adds up several."""
+        return self.graph.shares.get(tensor, 1.0)
 
     def together(self, members: Sequence[Inserted], way: Literal["forward", "backward"]) -> Iterator[Task]:
         """Parameters that are converted in one bucket: the steps of all at once, beside the computing."""

@@ -113,7 +113,8 @@ class Building:
 
     def _cut(self, tensor: NamedTensor) -> Any:
         atoms = tuple((atom.dim, atom.size) for atom in tensor.atoms)
-        return tensor.kind == "param", tensor.dtype, tensor.requires_grad, tensor.shape, atoms
+        share = self.setting.prices.share(tensor.name)
+        return tensor.kind == "param", tensor.dtype, tensor.requires_grad, tensor.shape, atoms, share
 
     def _gib(self, name: str, layout: Layout) -> float:
         tensor = self.graph.tensors[name]
@@ -178,7 +179,7 @@ class Building:
         self, sums: Floats, tensor: NamedTensor, source: Layout, target: Layout, backward: bool = True
     ) -> None:
         sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
-        share = self.setting.prices.shares.get(tensor.name, 1.0)
+        share = self.setting.prices.share(tensor.name)
         ways = [self.tables.way(sizes, itemsize, source.value, target.value, share)]
         if backward and tensor.requires_grad:
             ways.append(self.tables.way(sizes, itemsize, target.gradient.value, source.gradient.value))

@@ -98,7 +98,7 @@ def _price(tables: Tables, tensor: NamedTensor, held: Any, want: Layout) -> Floa
         price = np.array([found[key][0] if key in found else 0.0 for key in Sum])
     else:
         source = held if tensor.kind == "activation" else held.layout
-        share = tables.setting.prices.shares.get(tensor.name, 1.0)
+        share = tables.setting.prices.share(tensor.name)
         price = tables.values(sizes, itemsize, trained, [source], [(want,)], again=True, share=share).at(0, 0)
     price[list(MEMORY)] = 0.0
     return price

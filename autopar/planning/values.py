@@ -39,7 +39,7 @@ class Values(Building):
         into: tuple[Wants, ...] = self._same(tuple((home,) for home in homes))
         sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
         trained, again = tensor.requires_grad and self.setting.trains, self.again.flags(node.name)
-        share = self.setting.prices.shares.get(tensor.name, 1.0)
+        share = self.setting.prices.share(tensor.name)
 
         def brought(mode: int) -> Table:
             return self.tables.values(sizes, itemsize, trained, produced, into, again[mode], share=share)
@@ -54,7 +54,7 @@ class Values(Building):
         """A value, as an op takes it."""
         sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
         trained, again = tensor.requires_grad and self.setting.trains, self.again.flags(user.name)
-        share = self.setting.prices.shares.get(tensor.name, 1.0)
+        share = self.setting.prices.share(tensor.name)
 
         def table(mode: int) -> Table:
             kept = self._kept_for(user, tensor.name, mode)

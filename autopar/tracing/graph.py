@@ -20,6 +20,7 @@ from autopar.tracing.regions import Repeat
 from autopar.tracing.render import render_json, render_text
 from autopar.tracing.run import TracedModule
 from autopar.tracing.saved import InternalSave, Saved, saved_values
+from autopar.tracing.totals import shares_of_totals
 
 __all__ = ["Atom", "Dim", "Kind", "NamedGraph", "NamedNode", "NamedTensor"]
 
@@ -154,6 +155,11 @@ class NamedGraph:
     def forms(self) -> Mapping[str, int]:
         """By the name of each op a number, the same for ops that are equal but for names."""
         return forms(self.nodes, self.tensors)
+
+    @cached_property
+    def shares(self) -> Mapping[str, float]:
+        """By scalar, where several are summed over ranks at once: what it counts of their collective."""
+        return shares_of_totals(self.nodes, self.tensors)
 
     def __str__(self) -> str:
         return render_text(self)

@@ -12,7 +12,6 @@ import autopar
 from autopar.cost.cluster import Cluster, load_cluster
 from autopar.cost.comm import Network
 from autopar.cost.evaluate import evaluate
-from autopar.cost.totals import shares_of_totals
 from autopar.decided import Plan
 from autopar.layout.choosing import choose_layout
 from examples.gpt import gpt
@@ -30,8 +29,8 @@ class Sums(nn.Module):
 
 def test_sums_that_nothing_uses_until_the_next() -> None:
     graph = autopar.trace(Sums(), (torch.rand(8, 4),))
-    assert list(shares_of_totals(graph).values()) == [0.5, 0.5]
-    assert dict(shares_of_totals(autopar.trace(*gpt()))) == {"/cross_entropy_loss": 0.5, "/sum": 0.5}
+    assert list(graph.shares.values()) == [0.5, 0.5]
+    assert dict(autopar.trace(*gpt()).shares) == {"/cross_entropy_loss": 0.5, "/sum": 0.5}
 
 
 @pytest.mark.parametrize("make", [gpt, moe])

@@ -7,27 +7,28 @@ is taken for granted here: so each has its share of the collective, whatever bec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from autopar.products import factors_of
-from autopar.tracing.graph import NamedGraph, NamedNode
+if TYPE_CHECKING:
+    from autopar.tracing.graph import NamedNode, NamedTensor
 
 __all__ = ["shares_of_totals"]
 
 
-def shares_of_totals(graph: NamedGraph) -> Mapping[str, float]:
+def shares_of_totals(nodes: Sequence[NamedNode], tensors: Mapping[str, NamedTensor]) -> Mapping[str, float]:
     """By scalar, where several are summed at once: what it counts of their collective."""
     first_use: dict[str, int] = {}
-    for place, node in enumerate(graph.nodes):
+    for place, node in enumerate(nodes):
         for name in node.operands:
             first_use.setdefault(name or "", place)
     groups: list[list[str]] = []
     until = -1
-    for place, node in enumerate(graph.nodes):
-        for name in _scalars(graph, node):
-            used = first_use.get(name, len(graph.nodes))
+    for place, node in enumerate(nodes):
+        for name in _scalars(node, tensors):
+            used = first_use.get(name, len(nodes))
             if until < place:
                 groups.append([])
                 until = used
@@ -36,8 +37,8 @@ def shares_of_totals(graph: NamedGraph) -> Mapping[str, float]:
     return MappingProxyType({name: 1 / len(group) for group in groups if len(group) > 1 for name in group})
 
 
-def _scalars(graph: NamedGraph, node: NamedNode) -> list[str]:
+def _scalars(node: NamedNode, tensors: Mapping[str, NamedTensor]) -> list[str]:
     """The results of an op that sums all that it reads: partial as soon as any of it is split."""
-    read = {factor for operand in node.rule.operands for factor in factors_of(operand)}
+    read = any(operand is not None and operand.factors for operand in node.rule.operands)
     names = [name for name in node.outputs if name is not None]
-    return [name for name in names if read and prod(graph.tensors[name].shape) == 1]
+    return [name for name in names if read and prod(tensors[name].shape) == 1]
