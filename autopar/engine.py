@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import socket
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
 
-__all__ = ["device_mesh", "group_over"]
+__all__ = ["device_mesh", "group_over", "join_local_group"]
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
@@ -60,6 +63,21 @@ def _start(mesh: Mesh, device: str) -> None:
     if device == "cpu" and not _resolves(socket.gethostname()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # Gloo would look the host's name up, and abort
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
+
+
+def join_local_group(
+    meeting: Path, rank: int, ranks: int, backend: str = "gloo", limit: timedelta = default_pg_timeout
+) -> None:
+    """Start the process group of processes that one process of this machine has started.
+
+    They meet in a file that is not there yet. A port would have to be chosen before the first rank listens on it, and
+    until then anyone may take it.
+    """
+    # Gloo would look the host's name up, which not every machine can.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(str(meeting), ranks)  # type: ignore[attr-defined]  # torch lists it in its docs alone
+    store.set_timeout(limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
 
 
 def _resolves(host: str) -> bool:

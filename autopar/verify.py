@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -80,11 +79,7 @@ def verify(task: Task, ranks: int, seconds: float = 600, told: Callable[[str], N
 
 
 def _start(place: Path, ranks: int) -> list[subprocess.Popen[bytes]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    shared["GLOO_SOCKET_IFNAME"] = "lo"
+    shared = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     shared["OMP_NUM_THREADS"] = "1"  # else the processes fight for the cores
     shared["CUDA_VISIBLE_DEVICES"] = ""  # one machine may have fewer devices than the mesh
     found = []
@@ -99,9 +94,9 @@ def _start(place: Path, ranks: int) -> list[subprocess.Popen[bytes]]:
 def _wait(running: Sequence[subprocess.Popen[bytes]], place: Path, deadline: float, seconds: float) -> None:
     while True:
         codes = [process.poll() for process in running]
-        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+        failed = {rank: code for rank, code in enumerate(codes) if code}
         if failed:
-            raise _failure(place, failed[0], len(running))
+            raise _failure(place, failed, len(running))
         if None not in codes:
             return
         if time.monotonic() > deadline:
@@ -112,14 +107,17 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], place: Path, deadline: flo
         time.sleep(0.02)
 
 
-def _failure(place: Path, rank: int, ranks: int) -> AutoparError:
+def _failure(place: Path, failed: Mapping[int, int], ranks: int) -> AutoparError:
     """What a rank said, as an error of ours; a rank's own error comes before what others say of it."""
-    for each in (rank, *range(ranks)):
+    for each in range(ranks):
         said = place / f"error{each}"
         if said.exists():
             return VerifyError(said.read_text(encoding="utf-8"))
+    killed = [rank for rank, code in failed.items() if code < 0]  # the others only say that it is gone
+    rank = killed[0] if killed else min(failed)
     log = (place / f"log{rank}").read_text(encoding="utf-8", errors="replace").strip()
-    return VerifyError(f"rank {rank} failed:\n{log[-3000:]}")
+    how = f"was ended by signal {-failed[rank]}" if killed else "failed"
+    return VerifyError(f"rank {rank} {how}:\n{log[-3000:]}")
 
 
 # -- in a process -----------------------------------------------------------------------------------------------------
@@ -129,7 +127,7 @@ def _run(place: Path) -> int:
     task = Task(**json.loads((place / "task").read_text(encoding="utf-8")))
     rank = int(os.environ["RANK"])
     try:
-        found = _verify_here(task, rank)
+        found = _verify_here(task, rank, place / "meeting")
     except AutoparError as error:
         (place / f"error{rank}").write_text(str(error), encoding="utf-8")
         return 1
@@ -139,12 +137,13 @@ def _run(place: Path) -> int:
     return 0
 
 
-def _verify_here(task: Task, rank: int) -> Verified:
+def _verify_here(task: Task, rank: int, meeting: Path) -> Verified:
     import torch
     import torch.distributed as dist
 
     from autopar.api import parallelize
     from autopar.cli.target import load_target
+    from autopar.engine import join_local_group
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -152,14 +151,14 @@ def _verify_here(task: Task, rank: int) -> Verified:
     dtype = None if task.dtype is None else getattr(torch, task.dtype)
     model, inputs = _as_dtype(model, inputs, dtype)
     expected = _alone(copy.deepcopy(model), inputs, task.dtype) if rank == 0 else {}
+    join_local_group(meeting, rank, int(os.environ["WORLD_SIZE"]))
     parallel = parallelize(model, task.mesh, inputs, layout=task.layout, dims=task.dims or None, outputs="full")
     torch.manual_seed(2)  # the first rank has drawn more than the others
     with parallel.exact_randomness():
         found = results_of(parallel, inputs)
     collectives = len(parallel.collectives())
     compared = differences(expected, found) if rank == 0 else ()
-    dist.barrier()
-    dist.destroy_process_group()
+    dist.barrier()  # no rank goes while another one still needs it
     return Verified(compared, collectives)
 
 
@@ -258,4 +257,7 @@ def _largest(value: Any) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(_run(Path(sys.argv[1])))
+    code = _run(Path(sys.argv[1]))
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)  # what is to be said is written: nothing is left that taking Python and its threads down could spoil

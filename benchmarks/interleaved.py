@@ -6,8 +6,6 @@ They take their steps in turn, so that a machine that drifts drifts for all.
 from __future__ import annotations
 
 import json
-import os
-import socket
 import statistics
 import tempfile
 import time
@@ -22,6 +20,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 import autopar
+from autopar.engine import join_local_group
 
 __all__ = ["Run", "faster_share", "measured_seconds", "undisturbed"]
 
@@ -40,12 +39,9 @@ class Run:
 
 def measured_seconds(make: Make, runs: Mapping[str, Run], ranks: int, steps: int) -> dict[str, list[float]]:
     """By run, of every real step with SGD: as long as its slowest rank takes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "times.json")
-        spawn(_rank, (make, dict(runs), ranks, steps, port, str(result)), nprocs=ranks)
+        spawn(_rank, (make, dict(runs), ranks, steps, str(result)), nprocs=ranks)
         times: dict[str, list[float]] = json.loads(result.read_text())
         return times
 
@@ -60,10 +56,9 @@ def faster_share(one: Sequence[float], other: Sequence[float]) -> float:
     return sum(a < b for a, b in zip(one, other, strict=True)) / len(one)
 
 
-def _rank(rank: int, make: Make, runs: dict[str, Run], ranks: int, steps: int, port: int, result: str) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def _rank(rank: int, make: Make, runs: dict[str, Run], ranks: int, steps: int, result: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    join_local_group(Path(result).with_name("meeting"), rank, ranks)
     prepared = {}
     for name, run in runs.items():
         torch.manual_seed(0)

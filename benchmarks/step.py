@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import socket
 import statistics
 import tempfile
 import time
@@ -34,6 +32,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
+from autopar.engine import join_local_group
 from benchmarks.peers import PEERS, Peer
 from examples.gpt import gpt
 
@@ -208,10 +207,9 @@ def _mean(loss: Tensor) -> float:
     return float(total) / dist.get_world_size()
 
 
-def run_rank(rank: int, ranks: int, port: int, arguments: argparse.Namespace, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # Gloo would look the host's name up, which not every machine can
+def run_rank(rank: int, ranks: int, arguments: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    join_local_group(Path(folder, "meeting"), rank, ranks)
     for size in arguments.size:
         for comparison in COMPARISONS:
             wanted = not arguments.only or comparison.name in arguments.only
@@ -239,13 +237,6 @@ def _line(row: Row) -> str:
     )
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=[c.name for c in COMPARISONS], help="may be repeated")
@@ -261,7 +252,7 @@ def main() -> None:
     rows = []
     for ranks in arguments.ranks or [1, 2, 4]:
         with tempfile.TemporaryDirectory() as folder:
-            given = (ranks, _free_port(), arguments, folder)
+            given = (ranks, arguments, folder)
             torch.multiprocessing.spawn(run_rank, args=given, nprocs=ranks)
             found = Path(folder, "rows")
             if found.exists():

@@ -1,16 +1,56 @@
 """What holds for every test."""
 
+import os
+import tempfile
+from itertools import count
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import settings
 
+CACHE = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+"""The home of what is kept between runs, for this process of the tests."""
+COUNT = count()
 
-def pytest_configure() -> None:
+
+def pytest_configure(config: pytest.Config) -> None:
     # The tests run in several processes; threads on top of them only get in each other's way.
     torch.set_num_threads(1)
     # Timings are benchmarks, not tests.
     settings.register_profile("autopar", deadline=None)
     settings.load_profile("autopar")
+    # Plans that were found in an earlier run, by another process or by the user are no business of the tests. What the
+    # tests start inherits it.
+    config.stash[CACHE] = tempfile.TemporaryDirectory(prefix="autopar-tests-")
+    os.environ["XDG_CACHE_HOME"] = config.stash[CACHE].name
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[CACHE].cleanup()
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that one test has found is not found again by the next: each runs as if it were alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(Path(tmp_path_factory.getbasetemp(), f"cache{next(COUNT)}")))
+
+
+@pytest.fixture
+def capsys(capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> pytest.CaptureFixture[str]:
+    """What a test reads of what was printed is shown all the same when it fails."""
+    read = capsys.readouterr
+
+    def remember() -> Any:
+        found = read()
+        for stream, text in zip(("stdout", "stderr"), found, strict=True):
+            if text:
+                request.node.add_report_section("call", f"{stream}, as read by the test", text[-4000:])
+        return found
+
+    capsys.readouterr = remember  # type: ignore[method-assign]
+    return capsys
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -41,6 +41,7 @@ def test_commands_work_one_after_another(tmp_path: Path) -> None:
         "PYTHONPATH": str(ROOT),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
         "OMP_NUM_THREADS": "1",
+        "PET_STANDALONE": "1",  # torchrun takes a port that is free, and not always the same one
     }
     done = subprocess.run(
         ["bash", "-eux", "-o", "pipefail", "-c", script()],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import date
@@ -70,7 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
     if count < 2:
         _alone(arguments)
         return 0
-    spawn(_started, (arguments, largest, count, _free_port()), nprocs=count)  # type: ignore[no-untyped-call]
+    with tempfile.TemporaryDirectory() as folder:
+        given = (arguments, largest, count, Path(folder, "meeting"))
+        spawn(_started, given, nprocs=count)  # type: ignore[no-untyped-call]
     return 0
 
 
@@ -131,32 +133,27 @@ def _bytes(text: str) -> int:
     return int(quantity.value)
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
-
-
-def _started(rank: int, arguments: argparse.Namespace, largest: int | None, count: int, port: int) -> None:
+def _started(rank: int, arguments: argparse.Namespace, largest: int | None, count: int, meeting: Path) -> None:
     """A process that was started here and not by torchrun."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    # Gloo would look the host's name up, which not every machine can.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    _rank(arguments, largest)
+    _rank(arguments, largest, meeting)
 
 
-def _rank(arguments: argparse.Namespace, largest: int | None) -> None:
+def _rank(arguments: argparse.Namespace, largest: int | None, meeting: Path | None = None) -> None:
     import torch
     import torch.distributed as dist
 
     from autopar.cost.measure import Budget, measure, steps_of
+    from autopar.engine import join_local_group
 
     on_gpu = _on_gpu()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    backend = "nccl" if on_gpu else "gloo"
+    if meeting is None:
+        dist.init_process_group(backend)
+    else:
+        join_local_group(meeting, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), backend)
     try:
         size = largest or _bytes(GPU_LARGEST if on_gpu else CPU_LARGEST)
         budget = Budget(size, 8192 if on_gpu else 1024, arguments.seconds)

@@ -75,6 +75,22 @@ def test_a_model_that_does_not_run_in_float64(capsys: pytest.CaptureFixture[str]
     assert "Traceback" not in err
 
 
+def test_a_rank_that_is_killed_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """By itself, not by what the others say of the connection that broke."""
+    path = tmp_path / "greedy.py"
+    path.write_text(
+        "import os, signal, torch\nfrom torch import nn\n\n"
+        "def greedy():\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        print('rank 1 has taken too much', flush=True)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return nn.Linear(4, 4), (torch.ones(4, 4),)\n"
+    )
+    code, out, err = run(capsys, f"{path}:greedy", "--mesh", "dp=2", "--layout", "ddp")
+    assert (code, out) == (2, "")
+    assert err == "autopar verify: rank 1 was ended by signal 9:\nrank 1 has taken too much\n"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -7,7 +7,6 @@ import importlib
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import tempfile
 import time
@@ -98,9 +97,8 @@ def _start(
     context.set_forkserver_preload(["torch.distributed.tensor", "torch._dynamo", "torch._functorch.aot_autograd"])
     (folder / "arguments").write_bytes(pickle.dumps(arguments))
     place = (function.__module__, function.__qualname__, str(folder))
-    port = _free_port()
     running: list[BaseProcess] = [
-        context.Process(target=_rank, args=(*place, rank, ranks, port, limit_seconds)) for rank in range(ranks)
+        context.Process(target=_rank, args=(*place, rank, ranks, limit_seconds)) for rank in range(ranks)
     ]
     for process in running:
         process.start()
@@ -112,19 +110,17 @@ def _log(folder: Path, rank: int) -> str:
     return log.read_text()[-4000:] if log.exists() else ""
 
 
-def _rank(module: str, name: str, folder: str, rank: int, ranks: int, port: int, limit_seconds: float | None) -> None:
+def _rank(module: str, name: str, folder: str, rank: int, ranks: int, limit_seconds: float | None) -> None:
     log = os.open(Path(folder, f"log{rank}"), os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(log, stream)
     faulthandler.enable()  # where every thread was when a rank died of a signal
-    # Gloo would look the host's name up, which not every machine can.
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if ROOT not in sys.path:
         sys.path.insert(0, ROOT)
     # A rank that fails goes at once: the others may never come to take leave of it.
     code = 1
     try:
-        _run(module, name, Path(folder), rank, ranks, port, limit_seconds)
+        _run(module, name, Path(folder), rank, ranks, limit_seconds)
         code = 0
     finally:
         if code:
@@ -134,26 +130,21 @@ def _rank(module: str, name: str, folder: str, rank: int, ranks: int, port: int,
         os._exit(code)
 
 
-def _run(module: str, name: str, folder: Path, rank: int, ranks: int, port: int, limit_seconds: float | None) -> None:
+def _run(module: str, name: str, folder: Path, rank: int, ranks: int, limit_seconds: float | None) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.constants import default_pg_timeout
+
+    from autopar.engine import join_local_group
 
     torch.set_num_threads(1)
     function = getattr(importlib.import_module(module), name)
-    limit = None if limit_seconds is None else timedelta(seconds=limit_seconds)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=limit)
+    limit = default_pg_timeout if limit_seconds is None else timedelta(seconds=limit_seconds)
+    join_local_group(folder / "meeting", rank, ranks, limit=limit)
     given = function(*pickle.loads((folder / "arguments").read_bytes()))
     (folder / f"result{rank}").write_bytes(pickle.dumps(given))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 def _wait(running: list[BaseProcess], deadline: float) -> str | None:

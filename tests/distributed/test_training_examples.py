@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def train(script: str, ranks: int, options: str) -> tuple[list[float], list[tuple[str, str, str]]]:
     """The losses that a script prints, and direction, kind and axes of what it lists."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
         [sys.executable, *torchrun, f"examples/{script}", *shlex.split(options), "--collectives"],
         cwd=ROOT,
