@@ -17,7 +17,7 @@ from autopar.conversions import Outputs, conversions
 from autopar.cost.cluster import Cluster, cluster_names, load_cluster
 from autopar.cost.optimizers import optimizer_of
 from autopar.decided import Plan as Decided
-from autopar.errors import AutoparError, MeshError
+from autopar.errors import AutoparError, LayoutError, MeshError
 from autopar.layout.choosing import choose_layout
 from autopar.layout.language import Layout, parse_layout
 from autopar.layout.syntax import Limit, MeshStatement
@@ -183,8 +183,8 @@ def plan_graph(
         beat = math.inf if best is None else best.step_seconds
         try:
             found = _on_mesh(graph, mesh, layout, each, progress, seconds, beat)
-        except NoPlan as error:
-            refused = error
+        except (NoPlan, LayoutError) as error:  # a layout may be possible on some meshes only
+            refused = error if refused is None or isinstance(error, NoPlan) else refused
             continue
         if best is None or found.step_seconds < best.step_seconds:
             best = found

@@ -12,7 +12,7 @@ from pathlib import Path
 from autopar.errors import LayoutError
 from autopar.words import did_you_mean, nearest
 
-__all__ = ["MAX_CHARACTERS", "Span", "layout_error", "read_text", "unknown_name"]
+__all__ = ["MAX_CHARACTERS", "Span", "excerpts", "layout_error", "read_text", "unknown_name"]
 
 WIDTH = 160
 """Longer lines are cut around the caret."""
@@ -66,12 +66,17 @@ def read_text(path: str | Path) -> str:
 
 def layout_error(code: str, message: str, fix: str, *places: Span | str | None) -> LayoutError:
     """An error that shows each place with a caret; a text stands for what was not read from a file."""
+    return LayoutError(code, "\n".join([f"{code}: {message}", *excerpts(*places), f"fix: {fix}"]))
+
+
+def excerpts(*places: Span | str | None) -> list[str]:
+    """The lines that show places, each once."""
     shown = [place for place in dict.fromkeys(places) if place is not None]
     width = max((len(str(place)) for place in shown if isinstance(place, Span)), default=0)
-    lines = [f"{code}: {message}"]
+    lines: list[str] = []
     for place in shown:
         lines += _excerpt(place, width) if isinstance(place, Span) else [f"  {place}"]
-    return LayoutError(code, "\n".join([*lines, f"fix: {fix}"]))
+    return lines
 
 
 def unknown_name(what: str, name: str, known: Iterable[str], *places: Span | str | None) -> LayoutError:

@@ -10,5 +10,6 @@ model        sets, variables, constraints, objective: stated, then built
 search       the solution
 decode       the plan
 experts      the strategies of experts on this mesh
+refusals     what is said where there is no plan
 solve        all of it: `solve_plan`
 """

@@ -11,7 +11,6 @@ from autopar.planning.held import HeldTensors
 from autopar.planning.model import Model
 from autopar.planning.ops import Ops
 from autopar.planning.recomputing import Again
-from autopar.planning.routes import Routes
 from autopar.planning.setting import Setting
 from autopar.planning.tables import Tables
 from autopar.planning.values import Values
@@ -33,7 +32,7 @@ def build(
     `recompute`: what is settled of layers; `open_layers`: those of which it is decided here. `ways`: the choices to
     take into account, where these are not all.
     """
-    tables = tables or Tables(setting, Routes(setting.axes))
+    tables = tables or Tables(setting)
     settled = dict(recompute or {})
     again = Again.of(setting.graph, settled, open_layers if setting.trains else (), setting.trains)
     return _Builder(setting, demands, tables, regather, again, ways).run(settled)

@@ -14,7 +14,6 @@ import numpy as np
 
 from autopar.layout.state import Layout
 from autopar.planning.model import Model
-from autopar.planning.routes import Routes
 from autopar.planning.tables import Tables, block_of
 from autopar.planning.totals import MEMORY, MOMENTS, Hinges, Sum
 from autopar.search.problem import Floats
@@ -68,7 +67,7 @@ def _sums(model: Model, counts: tuple[int, ...]) -> Floats:
 
 def _take_off_what_is_shared(model: Model, counts: tuple[int, ...], total: Floats) -> None:
     """Of every op but one that takes a tensor in one layout, what its conversion takes, at most."""
-    tables = Tables(model.setting, Routes(model.setting.axes))
+    tables = Tables(model.setting)
     for tensor in model.setting.graph.tensors.values():
         users = model.setting.users.get(tensor.name, ())
         place = model.place.get(("value" if tensor.kind == "activation" else "held", tensor.name))

@@ -66,15 +66,18 @@ class Race:
         """Price a plan, and keep it if it is the best that fits."""
         self.is_broken = False
         costs = evaluate(self.setting.graph, plan, self.setting.cluster)
-        self.least_bytes = min(self.least_bytes, costs.memory.peak_bytes)
-        if costs.memory.peak_bytes > self.limit:
-            if costs.step_seconds < self.passed_seconds:
-                self.passed, self.passed_seconds = plan, costs.step_seconds
-        elif costs.step_seconds < self.seconds and self._keeps_contracts(plan):
-            self.plan, self.costs, self.seconds, self.origin = plan, costs, costs.step_seconds, origin
+        peak = costs.memory.peak_bytes
+        if peak > self.limit and costs.step_seconds < self.passed_seconds:
+            self.passed, self.passed_seconds = plan, costs.step_seconds
+        is_best = peak <= self.limit and costs.step_seconds < self.seconds
+        if (is_best or peak < self.least_bytes) and self.keeps_contracts(plan):
+            self.least_bytes = min(self.least_bytes, peak)
+            if is_best:
+                self.plan, self.costs, self.seconds, self.origin = plan, costs, costs.step_seconds, origin
         return costs
 
-    def _keeps_contracts(self, plan: Plan) -> bool:
+    def keeps_contracts(self, plan: Plan) -> bool:
+        """Whether a plan does what the layout says of the whole; if not, `broken` says what it breaks."""
         layout = self.demands.given
         if not any(isinstance(statement, CONTRACTS) for statement in layout):
             return True

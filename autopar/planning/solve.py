@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from autopar.contracts import size_text
 from autopar.cost.cluster import Cluster
 from autopar.cost.costs import Costs
 from autopar.decided import Plan
@@ -17,8 +16,10 @@ from autopar.planning.demands import Demands
 from autopar.planning.errors import NoPlan
 from autopar.planning.experts import expert_plans, plan_under
 from autopar.planning.race import Race
+from autopar.planning.refusals import refusal
 from autopar.planning.setting import PlanOptions, Setting
-from autopar.planning.stages import Work, least_memory, settle, worthwhile
+from autopar.planning.stages import Work, settle, worthwhile
+from autopar.planning.tables import Tables
 from autopar.search.work import Progress, relative_gap
 from autopar.tracing.graph import NamedGraph
 
@@ -76,7 +77,7 @@ def solve_plan(
     # A plan that was made for something else may not do what this layout demands.
     if warm is not None and demands.is_empty and warm.graph == graph.fingerprint and dict(warm.axes) == dict(axes):
         race.offer("an earlier plan", warm)
-    work = Work(setting, demands, race, began + time_limit)
+    work = Work(setting, demands, race, Tables(setting), began + time_limit)
     wide = len(setting.used) > MOST_AXES
     if wide:
         work = replace(work, ways=worthwhile(work))
@@ -93,15 +94,8 @@ def solve_plan(
         search.close()
         bound = search.proved if search.is_listed else max(bound, search.proved)
     race.tell("search", bound)
-    if race.plan is None and race.broken is not None:
-        raise race.broken
     if race.plan is None or race.costs is None:
-        raise NoPlan(
-            f"no plan was found that fits in {size_text(limit)} on each device: the least that was found takes "
-            f"{size_text(race.least_bytes)}{_without_the_layout(work)}\n"
-            "fix: more devices, a smaller batch, recomputation, or more memory",
-            race.least_bytes,
-        )
+        raise refusal(work)
     return Solved(
         race.plan,
         race.costs,
@@ -111,20 +105,6 @@ def solve_plan(
         len(search.model.variables),
         sum(len(variable.states) for variable in search.model.variables),
     )
-
-
-def _without_the_layout(work: Work) -> str:
-    """Whether memory is short because of what the layout says."""
-    race = work.race
-    if race.demands.is_empty:
-        return ""
-    demands = Demands(race.setting.graph, race.setting.axes, Layout(()))
-    other = Race(race.setting, race.limit, race.began, None, demands)
-    least_memory(replace(work, demands=demands, race=other))
-    if other.least_bytes >= race.least_bytes:
-        return "; without the layout it is no less"
-    blame = "its lines are to blame: " if other.least_bytes <= race.limit else ""
-    return f"; {blame}without the layout, {size_text(other.least_bytes)} would do"
 
 
 def _with_experts(race: Race, bound: float, deadline: float) -> None:

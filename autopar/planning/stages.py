@@ -20,7 +20,6 @@ from autopar.planning.model import Model
 from autopar.planning.promises import promised
 from autopar.planning.race import Race
 from autopar.planning.recomputing import STATES, layers_of
-from autopar.planning.routes import Routes
 from autopar.planning.search import Search
 from autopar.planning.setting import Setting
 from autopar.planning.tables import Tables
@@ -41,15 +40,12 @@ class Work:
     setting: Setting
     demands: Demands
     race: Race
+    tables: Tables
     deadline: float
     ways: Ways | None = None
     joined: Joined | None = None
-    tables: Tables = field(init=False)
     spread: list[tuple[Plan, Costs]] = field(default_factory=list, init=False)
     """Of joined axes: all plans that were offered, on the mesh as it is."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tables", Tables(self.setting, Routes(self.setting.axes)))
 
     @property
     def layers(self) -> list[str]:
@@ -130,9 +126,14 @@ def settle(work: Work, beat_seconds: float = np.inf) -> Ended:
     return Ended(search, bound)
 
 
-def least_memory(work: Work) -> None:
-    """Only what takes least of it, with all layers computed again in one way: the race is told."""
-    for mode in STATES if work.layers else STATES[:1]:
+def least_memory(work: Work, only_one: bool = False) -> None:
+    """Only what takes least of it, with all layers computed again in one way: the race is told.
+
+    `only_one`: until one plan fits.
+    """
+    for mode in reversed(STATES if work.layers else STATES[:1]):
+        if only_one and work.race.plan is not None:
+            return
         model = work.model(is_limited=True, recompute=dict.fromkeys(work.layers, mode))
         work.search(model, work.race.limit / 2**30, np.inf).least_memory()
 
@@ -149,7 +150,7 @@ def worthwhile(work: Work) -> Ways:
         now = time.monotonic()
         until = now + (work.deadline - now) / (len(meshes) - number + 1)
         free = Demands(merged.graph, merged.axes, Layout(()), free=True)
-        coarse = Work(merged, free, race, until, joined=joined)
+        coarse = Work(merged, free, race, Tables(merged), until, joined=joined)
         settle(coarse)
         best = sorted(coarse.spread, key=lambda one: (one[1].memory.peak_bytes > race.limit, one[1].step_seconds))
         plans += [plan for plan, _ in best[:MOST_FOLLOWED]]

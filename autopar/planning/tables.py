@@ -69,11 +69,11 @@ class Tables:
     """The tables of one setting."""
 
     setting: Setting
-    routes: Routes
     known: dict[Any, Any] = field(default_factory=dict)
     prices: dict[Any, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.routes = Routes(self.setting.axes)
         self.blocks: dict[str, float] = {}
         self.total = 0.0
         for tensor in self.setting.graph.parameters:

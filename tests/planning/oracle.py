@@ -27,7 +27,6 @@ from autopar.planning.decode import plan_of
 from autopar.planning.demands import Demands
 from autopar.planning.model import Model
 from autopar.planning.recomputing import MODES, layers_of
-from autopar.planning.routes import Routes
 from autopar.planning.setting import Setting
 from autopar.planning.tables import Tables, block_of
 from autopar.planning.totals import MEMORY, MOMENTS, Hinges, Sum
@@ -83,7 +82,7 @@ def own_problem(model: Model) -> Oracle:
 
 def whole_problem(setting: Setting, demands: Demands) -> Oracle:
     """All that may be decided, with each conversion counted once."""
-    tables = Tables(setting, Routes(setting.axes))
+    tables = Tables(setting)
     layers = layers_of(setting.graph) if setting.trains else ()
     models = tuple(
         build(setting, demands, tables, regather=True, recompute=dict(zip(layers, modes, strict=True)))

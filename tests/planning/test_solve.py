@@ -16,7 +16,6 @@ from autopar.cost.profile import Profile, profile
 from autopar.decided import Plan
 from autopar.errors import LayoutError
 from autopar.layout.language import Layout, parse_layout
-from autopar.layout.syntax import COLLECTIVES
 from autopar.planning.build import build
 from autopar.planning.decode import plan_of
 from autopar.planning.demands import Demands
@@ -130,13 +129,6 @@ def test_guards_steer() -> None:
     assert held.plan.decisions.stored[graph.inputs[0]].splits[0] == ("dp",)
 
 
-def test_what_a_guard_and_the_rest_cannot_both_have_is_told() -> None:
-    """A split input and a whole loss, and nothing may be sent."""
-    guards = [f"forbid {one}({kind}) over dp" for one in COLLECTIVES for kind in ("act", "output", "input")]
-    with pytest.raises(LayoutError, match="is broken by"):
-        asked(small(), "; ".join(["input { batch -> dp }", *guards]))
-
-
 def test_lines_that_conflict_are_told_and_no_others() -> None:
     with pytest.raises(LayoutError) as refused:
         asked(
@@ -152,13 +144,13 @@ def test_where_memory_is_short_the_layout_is_named_if_it_is_to_blame() -> None:
     graph, said = small(), parse_layout("* -> none")
     whole = solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, experts=False)
     limit = 0.8 * whole.costs.memory.peak_bytes
-    with pytest.raises(NoPlan, match=r"its lines are to blame: without the layout, .* would do") as refused:
+    with pytest.raises(NoPlan, match=r"this line is to blame, .*: without the layout, .* would do") as refused:
         solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, memory_bytes=limit, experts=False)
     assert refused.value.least_bytes is not None
     assert refused.value.least_bytes > limit
     found = solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, memory_bytes=refused.value.least_bytes, experts=False)
     assert found.costs.memory.peak_bytes <= refused.value.least_bytes
-    with pytest.raises(NoPlan, match=r"without the layout it is no less|without the layout, .* would do"):
+    with pytest.raises(NoPlan, match=r"without the layout it is (no less|.*, which is too much as well)"):
         solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, memory_bytes=1000, experts=False)
 
 

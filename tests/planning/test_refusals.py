@@ -1,0 +1,118 @@
+"""Why no plan can be had: the smallest set of lines that conflict, with each other or with the limit on memory."""
+
+from __future__ import annotations
+
+import pytest
+
+import autopar
+from autopar.cost.cluster import load_cluster
+from autopar.errors import LayoutError
+from autopar.layout.language import parse_layout
+from autopar.layout.syntax import COLLECTIVES
+from autopar.planning.errors import NoPlan
+from autopar.planning.solve import Solved, solve_plan
+from autopar.tracing.graph import NamedGraph
+from examples.gpt import gpt
+from examples.resnet import resnet
+
+CLUSTER = load_cluster("h100")
+
+
+@pytest.fixture(scope="module")
+def graph() -> NamedGraph:
+    model, inputs = gpt(batch=4, seq=8, d_model=16, heads=2, vocab=16, layers=2)
+    return autopar.trace(model, inputs)
+
+
+def asked(graph: NamedGraph, lines: list[str], memory: float | None = None, ranks: int = 2) -> Solved:
+    layout = parse_layout("\n".join(lines))
+    return solve_plan(graph, {"dp": ranks}, CLUSTER, layout=layout, memory_bytes=memory)
+
+
+def shown(error: Exception) -> list[int]:
+    """The numbers of the lines that an error shows."""
+    places = [line.split("|")[0].strip() for line in str(error).splitlines() if line.strip().startswith("<layout>")]
+    return [int(place.removeprefix("<layout>:")) for place in places]
+
+
+def is_smallest(graph: NamedGraph, lines: list[str], numbers: list[int], memory: float | None, ranks: int) -> bool:
+    """Whether these lines cannot be had, and can without any one of them."""
+    conflict = [lines[number - 1] for number in numbers]
+    with pytest.raises((LayoutError, NoPlan)):
+        asked(graph, conflict, memory, ranks)
+    return all(asked(graph, [*conflict[:i], *conflict[i + 1 :]], memory, ranks) for i in range(len(conflict)))
+
+
+def test_guards_that_conflict_with_other_lines_are_told_and_no_others(graph: NamedGraph) -> None:
+    """A split input and a whole loss, and nothing may be sent."""
+    guards = [f"forbid {one}({kind}) over dp" for one in COLLECTIVES for kind in ("act", "output", "input")]
+    lines = ["vocab -> none", "input { batch -> dp }", *guards]
+    with pytest.raises(LayoutError) as refused:
+        asked(graph, lines)
+    assert refused.value.code == "E7"
+    assert "these lines cannot all be had; without any one of them, the others can" in str(refused.value)
+    assert "in the plan that comes closest, forbid all_gather over dp is broken by the all_gather" in str(refused.value)
+    numbers = shown(refused.value)
+    assert 2 in numbers
+    assert 1 not in numbers
+    assert is_smallest(graph, lines, numbers, None, 2)
+
+
+def test_tensors_that_cannot_share_a_layout_are_told_with_the_lines_that_say_otherwise(graph: NamedGraph) -> None:
+    one, other = "blocks.0.up.weight", "blocks.1.up.weight"
+    lines = [
+        "batch -> dp",
+        f"@{one}[d_ff -> dp]",
+        f"@{other}[d_ff -> none]",
+        f"same @{one} @{other}",
+        "forbid all_to_all(act) over dp",
+    ]
+    with pytest.raises(LayoutError, match="are to share one layout, but") as refused:
+        asked(graph, lines)
+    assert shown(refused.value) == [2, 3, 4]
+
+
+def test_a_limit_on_halos_is_told_with_the_line_that_passes_it() -> None:
+    model, inputs = resnet(depth=18, width=8, image=32, batch=1, device="meta")
+    graph = autopar.trace(model, inputs)
+    node = next(node for node in graph.nodes if node.op.startswith("aten.conv2d") and "halo" in str(node.rule))
+    factor = str(node.rule).split("halo ")[1].split()[0]
+    lines = ["batch -> none", "limit halo 0.1%", f"op @{node.name}[{factor} -> dp]", "width -> none"]
+    with pytest.raises(LayoutError, match=r"gets .* of a shard's extent from its neighbours") as refused:
+        asked(graph, lines)
+    assert shown(refused.value) == [2, 3]
+
+
+def test_lines_that_conflict_with_the_limit_on_memory_are_told_and_no_others(graph: NamedGraph) -> None:
+    lines = ["batch -> dp", "opt { * -> none }", "seq -> none", "forbid all_to_all(act) over dp"]
+    free = solve_plan(graph, {"dp": 4}, CLUSTER)
+    limit = 0.4 * free.costs.memory.peak_bytes
+    with pytest.raises(NoPlan, match="this line is to blame, and without it the others fit") as refused:
+        asked(graph, lines, limit, 4)
+    assert shown(refused.value) == [2]
+    assert is_smallest(graph, lines, [2], limit, 4)
+    assert refused.value.least_bytes is not None
+    assert asked(graph, lines, refused.value.least_bytes, 4).costs.memory.peak_bytes <= refused.value.least_bytes
+
+
+def test_contracts_that_can_be_kept_with_more_memory_are_not_blamed_for_one_another(graph: NamedGraph) -> None:
+    """What fits breaks the guard, and what keeps it does not fit: it is the limit that both conflict with."""
+    lines = ["seq -> none", "use { * -> none }", "forbid all_gather(param) over dp"]
+    kept = asked(graph, lines, None, 4)
+    fits = solve_plan(graph, {"dp": 4}, CLUSTER, memory_bytes=0.4 * kept.costs.memory.peak_bytes)
+    with pytest.raises(NoPlan, match="no plan was found that fits in") as refused:
+        asked(graph, lines, fits.costs.memory.peak_bytes, 4)
+    assert refused.value.least_bytes is not None
+    assert refused.value.least_bytes > fits.costs.memory.peak_bytes, "what breaks a guard is not what would do"
+    numbers = shown(refused.value)
+    assert numbers == [2, 3]
+    assert is_smallest(graph, lines, numbers, fits.costs.memory.peak_bytes, 4)
+
+
+def test_a_layout_that_some_meshes_cannot_have_is_planned_on_the_others() -> None:
+    """Two heads are not split by eight or four."""
+    model, inputs = gpt(batch=4, seq=8, d_model=16, heads=2, vocab=16, layers=1)
+    found = autopar.plan(model, "?", inputs, devices=8, layout="heads -> tp", cluster="h100", cache=False)
+    assert found.mesh.axes["tp"] in (1, 2)
+    with pytest.raises(LayoutError, match="there is no axis 'tq'"):
+        autopar.plan(model, "?", inputs, devices=8, layout="heads -> tq", cluster="h100", cache=False)
