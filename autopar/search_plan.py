@@ -83,7 +83,11 @@ class Asked:
 
 def _memory(text: str) -> tuple[Limit]:
     """`70GiB`, `90%`."""
-    found = tuple(parse_layout(f"limit memory {text}", "memory"))
+    try:
+        found = tuple(parse_layout(f"limit memory {text}", "memory"))
+    except LayoutError as error:
+        why = str(error).splitlines()[0].removeprefix(f"{error.code}: ")
+        raise AutoparError(f"memory={text!r} is no amount: {why}\nfix: write it as in '70GiB' or '90%'") from None
     if len(found) != 1 or not isinstance(found[0], Limit):
         raise AutoparError(f"memory={text!r} is no amount\nfix: write it as in '70GiB' or '90%'")
     return (found[0],)
@@ -232,7 +236,8 @@ def _on_mesh(
     if said is not None:
         sent = conversions(graph, decided.decisions, decided.outputs, decided.local_inputs)
         check_contracts(said, graph, decided.decisions, sent)
-    plan = Plan(graph, decided, mesh, cluster, limit, solved.bound_seconds, solved.origin)
+    within = demanded is not None and bool(demanded.statements)
+    plan = Plan(graph, decided, mesh, cluster, limit, solved.bound_seconds, solved.origin, within_layout=within)
     if asked.cache:
         cache.keep(key, plan)
     return plan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import warnings
@@ -13,7 +12,7 @@ from typing import Any
 from autopar import __version__
 from autopar.cli import calibrate, check, clusters, compare, explain, plan, report, solve, strategies, trace, verify
 from autopar.cli.early import check_words
-from autopar.cli.help import HelpText
+from autopar.cli.help import HelpText, Parser
 from autopar.cli.shell import SHELLS, PrintCompletion
 from autopar.errors import AutoparError, AutoparWarning, TraceError
 
@@ -24,7 +23,7 @@ COMMANDS = (plan, explain, compare, check, verify, report, trace, strategies, cl
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="autopar",
         description="Automatic parallelism for PyTorch.",
         epilog="Try: autopar plan examples/gpt.py:gpt --mesh dp=2,tp=2\n"

@@ -18,6 +18,7 @@ from autopar.cost.cluster import cluster_path
 from autopar.cost.describe import links_of
 from autopar.cost.quantity import measure_of, parse_quantity
 from autopar.errors import AutoparError
+from autopar.files import write_text
 
 if TYPE_CHECKING:
     from autopar.cost.calibrate import Measurements
@@ -82,20 +83,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise AutoparError(f"--processes {arguments.processes}: expected a whole number from 1 up")
     if not 0 < arguments.seconds < inf:
         raise AutoparError(f"--seconds {arguments.seconds:g}: expected a number of seconds above 0")
-    if arguments.times is not None and not arguments.times.resolve().parent.is_dir():
-        raise AutoparError(f"--times {arguments.times}: there is no folder {arguments.times.resolve().parent}")
     if arguments.like is not None:
         cluster_path(arguments.like)
-    was_there = arguments.output.exists()
-    try:
-        with arguments.output.open("a"):
-            pass
-        if not was_there:
-            arguments.output.unlink(missing_ok=True)
-    except OSError as error:
-        raise AutoparError(
-            f"--output {arguments.output}: cannot be written: {error.strerror}\nfix: give another path"
-        ) from error
 
 
 def _alone(arguments: argparse.Namespace) -> None:
@@ -205,11 +194,10 @@ def _write(
     nodes = f"{found.nodes} nodes with " if found.nodes > 1 else ""
     where = f" on {os.cpu_count()} cores" if found.device.startswith("CPU") else ""
     description = f"Measured: {nodes}{found.ranks_per_node} × {found.device}{where}, {backend}"
-    arguments.output.write_text(
-        cluster_text(name, description, found, products, fits, date.today().isoformat(), how, links), encoding="utf-8"
-    )
+    text = cluster_text(name, description, found, products, fits, date.today().isoformat(), how, links)
+    write_text(arguments.output, text)
     if arguments.times is not None:
-        arguments.times.write_text(times_table(found.collectives), encoding="utf-8")
+        write_text(arguments.times, times_table(found.collectives))
     judged = judge(load_cluster(arguments.output), found)
     print(f"wrote {arguments.output}\n\nmedian |error| of the file's prices")
     print(f"  {'':16} {'fitted':>8} {'not fitted':>11}")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from math import inf
-from pathlib import Path
 
 from autopar.cli.asking import is_plan
 from autopar.cli.target import check_target, parse_dims, parse_settings
 from autopar.cost.cluster import load_cluster
 from autopar.errors import AutoparError
+from autopar.files import check_writable
 from autopar.layout.choosing import choose_layout
 from autopar.mesh import Mesh
 
@@ -46,20 +46,9 @@ def check_words(arguments: argparse.Namespace) -> None:
     for word in said.get("plans") or ():
         if not is_plan(word) and axes is not None:
             choose_layout(word, axes)
-    output = said.get("output")
-    if output is not None:
-        check_output(output)
-
-
-def check_output(output: str | Path) -> None:
-    """A file that can be written."""
-    path = Path(output)
-    if not str(output):
-        raise AutoparError("--output: the name of the file is empty\nfix: name a file, as in gpt.plan.lay")
-    if path.is_dir():
-        raise AutoparError(f"--output {output}: this is a folder\nfix: name a file in it")
-    if not path.resolve().parent.is_dir():
-        raise AutoparError(f"--output {output}: there is no folder {path.resolve().parent}\nfix: create it")
+    for name in ("output", "times"):
+        if said.get(name) is not None:
+            check_writable(said[name], f"--{name}")
 
 
 def _axes(mesh: str | None) -> Mapping[str, int] | None:

@@ -30,13 +30,15 @@ def add_parser(subparsers: Any) -> None:
         help="why a tensor or an op of a plan lies as it does, and what else it could do",
         description="The lines of the plan that say so, the rule of the op, its choice, what is sent for it; then "
         "what else the tensor or the op could do, each priced with the rest of the plan as it is. With --why-not, "
-        "what the best plan costs in which the tensor lies otherwise: there the rest is searched again.",
+        "what the best plan costs in which the tensor lies otherwise, and with it those at the same place of the other "
+        "layers of its stack: there the rest is searched again.",
         epilog=EXAMPLES,
         formatter_class=HelpText,
     )
     add_plan(parser, "explain")
     parser.add_argument("name", metavar="NAME", help="of a tensor or an op")
     parser.add_argument("--why-not", metavar="RULES", help='search again with the tensor pinned: "d_ff -> dp"')
+    parser.add_argument("--one-layer", action="store_true", help="--why-not pins the tensor of this layer alone")
     parser.add_argument("--no-alternatives", action="store_true", help="do not price what else it could do")
     add_json(parser, "explain")
     parser.set_defaults(run=run)
@@ -44,6 +46,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read or plan, explain."""
+    from autopar.written.alike import alike
     from autopar.written.alternatives import shown
     from autopar.written.data import explanation_data, short_data
     from autopar.written.explain import explained
@@ -62,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         why_not = forced and {
             "rules": arguments.why_not,
+            "tensors": list(forced.names),
             "found": forced.plan is not None,
             **short_data(forced.plan),
             "why": forced.why or None,
@@ -71,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     print(found)
     if not arguments.no_alternatives:
-        print(f"\n{shown(plan, others)}")
+        print(f"\n{shown(plan, others, len(alike(plan.graph, arguments.name)))}")
     if forced is not None:
         print(f"\n{_beside(plan, forced, arguments.why_not)}")
     return 0
@@ -79,38 +83,46 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Forced:
-    """The best plan with the tensor pinned, or why there is none."""
+    """The best plan with the tensors pinned, or why there is none."""
 
+    names: tuple[str, ...]
     plan: Plan | None
     why: str = ""
 
 
-def _asked(plan: Plan, arguments: argparse.Namespace) -> Any:
-    """The tensor pinned as --why-not says, before anything is priced."""
+def _asked(plan: Plan, arguments: argparse.Namespace) -> tuple[tuple[str, ...], Any]:
+    """The tensors pinned as --why-not says, before anything is priced."""
     from autopar.layout.check import check_layout
     from autopar.layout.language import parse_layout
     from autopar.pinned import words_of
+    from autopar.written.alike import alike
 
     if arguments.name not in plan.graph.tensors:
         raise AutoparError(f"'{arguments.name}' is an op, and --why-not pins a tensor\nfix: name its result")
-    layout = parse_layout(f"@{arguments.name}[{arguments.why_not}]", "--why-not")
+    names = (arguments.name,) if arguments.one_layer else alike(plan.graph, arguments.name)
+    layout = parse_layout("\n".join(f"@{name}[{arguments.why_not}]" for name in names), "--why-not")
     check_layout(layout, words_of(plan.graph), plan.decided.axes)
-    return layout
+    return names, layout
 
 
-def _forced(plan: Plan, layout: Any, arguments: argparse.Namespace, telling: Telling) -> _Forced:
+def _forced(plan: Plan, asked: tuple[tuple[str, ...], Any], arguments: argparse.Namespace, telling: Telling) -> _Forced:
     from autopar.planning.errors import NoPlan
     from autopar.search_plan import asked_as, plan_graph
 
+    names, layout = asked
     try:
-        return _Forced(plan_graph(plan.graph, (plan.mesh,), layout, asked_as(plan, arguments.time_limit), telling))
+        found = plan_graph(plan.graph, (plan.mesh,), layout, asked_as(plan, arguments.time_limit), telling)
     except NoPlan as error:
-        return _Forced(None, str(error))
+        return _Forced(names, None, str(error))
+    return _Forced(names, found)
 
 
 def _beside(plan: Plan, forced: _Forced, rules: str) -> str:
     from autopar.written.compare import side_by_side
 
+    first, *_, last = (forced.names[0], *forced.names)
+    of = f"{first} ... {last}, {len(forced.names)} alike" if first != last else first
     if forced.plan is None:
-        return f"with {rules} there is no plan: {forced.why}"
-    return side_by_side({"as it is": plan, rules: replace(forced.plan, origin="")})
+        return f"with {rules} of {of} there is no plan: {forced.why}"
+    beside = side_by_side({"as it is": plan, rules: replace(forced.plan, origin="")})
+    return f"why not {rules} of {of}: the best plan with it, all else searched again\n\n{beside}"

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from typing import NoReturn
 
-__all__ = ["HelpText"]
+__all__ = ["HelpText", "Parser"]
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what argparse leaves out of a message."""
+
+    def error(self, message: str) -> NoReturn:
+        """`--memory -1GiB` looks like two options; who meant a value is told how to write it."""
+        option = message.removeprefix("argument ").partition(":")[0].split("/")[-1]
+        if message.endswith("expected one argument"):
+            message += f"\nfix: give {option} a value; one that begins with '-' is written with '=', as in {option}=-1"
+        super().error(message)
 
 
 class HelpText(argparse.HelpFormatter):

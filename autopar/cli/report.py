@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.cli.asking import Telling, add_plan, planned
 from autopar.cli.help import HelpText
-from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
     from autopar.written.plan import Plan
@@ -52,11 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
     telling.done()
     from autopar.report.page import report
 
-    try:
-        report(plan, experts).save(arguments.output)
-    except OSError as error:
-        raise AutoparError(
-            f"--output {arguments.output}: cannot be written: {error.strerror}\nfix: give another path"
-        ) from error
+    report(plan, experts).save(arguments.output)
     print(f"written to {arguments.output}")
     return 0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.cli.help import HelpText
 from autopar.cli.structured import add_json, print_data
 from autopar.errors import ProblemError
+from autopar.files import write_text
 
 if TYPE_CHECKING:
     from autopar.search.solver import Solution
@@ -84,10 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         "bound": plain(solution.bound),
     }
     if output is not None:
-        try:
-            output.write_text(json.dumps(answer) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ProblemError(f"--output {output}: cannot be written: {error}") from error
+        write_text(output, json.dumps(answer) + "\n")
     seconds = time.monotonic() - began
     if arguments.json:
         rest = {"gap": plain(solution.gap), "infeasible": solution.infeasible, "seconds": seconds}
@@ -101,6 +99,8 @@ def _checked(arguments: argparse.Namespace) -> Path | None:
     """Where the answer is written; raises what can be said of the words before anything is read."""
     if arguments.seed < 0:
         raise ProblemError(f"--seed {arguments.seed}: expected a whole number from 0 up")
+    if not arguments.instance:
+        raise ProblemError("INSTANCE: the name of the file is empty\nfix: name an instance, as in instance.json.gz")
     return None if arguments.output is None else Path(arguments.output)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from autopar.cost.cluster import Cluster
 from autopar.cost.profile import Profile, Task, profile
 from autopar.decided import Plan
+from autopar.files import write_text
 from autopar.tracing.graph import NamedGraph
 
 __all__ = ["Event", "Timeline", "timeline"]
@@ -55,7 +56,7 @@ class Timeline:
         return {"traceEvents": [*named, *map(_traced, self.events)], "displayTimeUnit": "ms"}
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_json()), encoding="utf-8")
+        write_text(path, json.dumps(self.to_json()))
 
 
 def timeline(graph: NamedGraph, plan: Plan, cluster: Cluster) -> Timeline:

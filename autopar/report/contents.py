@@ -48,6 +48,7 @@ def contents(
     title: str,
     memory_bytes: float | None = None,
     gap: float | None = None,
+    within_layout: bool = False,
     rivals: Sequence[Rival] = (),
 ) -> dict[str, Any]:
     """Everything on the page; `memory_bytes` is the limit of a device, by default all that it has."""
@@ -61,6 +62,7 @@ def contents(
         "cluster": cluster.name,
         "axes": [{"name": name, "size": size} for name, size in plan.axes.items()],
         "gap": gap,
+        "within_layout": within_layout,
         "costs": _costs(costs),
         "memory": _memory(costs, limit, memory_over_time(graph, plan, wiring, found.again)),
         "rivals": [asdict(rival) for rival in rivals],

@@ -10,6 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from autopar.files import write_text
 from autopar.report.contents import Rival, contents
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Page:
 
     def save(self, path: str | Path) -> None:
         """Write it, as in `report.html`."""
-        Path(path).write_text(self.text, encoding="utf-8")
+        write_text(path, self.text)
 
     def _repr_html_(self) -> str:
         return f'<iframe srcdoc="{html.escape(self.text)}" style="width:100%;height:40rem;border:0"></iframe>'
@@ -44,6 +45,7 @@ def report(plan: Plan, experts: Mapping[str, Plan] | None = None) -> Page:
         title=f"{type(plan.graph.model).__name__} on {plan.mesh}",
         memory_bytes=plan.limit_bytes,
         gap=plan.gap,
+        within_layout=plan.within_layout,
         rivals=rivals,
     )
     return Page(page(shown))

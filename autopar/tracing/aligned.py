@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_map_only
 
 __all__ = ["pair_aligned", "value_of"]
 
@@ -212,6 +213,19 @@ def _value(node: Node, known: dict[Node, Tensor | None], steps: int, most: int) 
         return None
     args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
     places = any(argument.name == "device" for argument in node.target._schema.arguments)
-    found = node.target(*args, **{**kwargs, **({"device": torch.device("cpu")} if places else {})})
-    known[node] = found if isinstance(found, Tensor) else None
+    known[node] = _computed(node, args, {**kwargs, **({"device": torch.device("cpu")} if places else {})})
     return known[node]
+
+
+def _computed(node: Node, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """What an op gives on the CPU. Some lack a kernel there that the traced device has, `histc` that of integers."""
+    op: Any = node.target
+    try:
+        found = op(*args, **kwargs)
+    except NotImplementedError:
+        try:
+            found = op(*tree_map_only(Tensor, Tensor.double, args), **tree_map_only(Tensor, Tensor.double, kwargs))
+        except (NotImplementedError, RuntimeError):
+            return None
+        found = found.to(node.meta["val"].dtype) if isinstance(found, Tensor) else None
+    return found if isinstance(found, Tensor) else None

@@ -64,8 +64,8 @@ def alternatives(plan: Plan, name: str) -> tuple[Alternative, ...]:
     return tuple(sorted(found, key=lambda one: inf if one.plan is None else one.plan.step_seconds))
 
 
-def shown(plan: Plan, found: Sequence[Alternative]) -> str:
-    """As a table, beside what the plan takes."""
+def shown(plan: Plan, found: Sequence[Alternative], alike: int = 1) -> str:
+    """As a table, beside what the plan takes; `alike`: how many layers have such a tensor or op."""
     if not found:
         return "no alternatives: nothing here can be split otherwise"
     rows = [("step", "", "memory", "fits", "")]
@@ -76,7 +76,9 @@ def shown(plan: Plan, found: Sequence[Alternative]) -> str:
             sign = "+" if more >= 0 else "−"
             step, size = seconds_text(one.plan.step_seconds), bytes_text(one.plan.memory_bytes)
             rows.append((step, f"{sign}{seconds_text(abs(more))}", size, _yes(one.plan.fits), _short(one.change)))
-    lines = ["alternatives: each line forced by itself, the rest of the plan as it is", *table(rows, right=(0, 1, 2))]
+    place = f" in this one of {alike} layers" if alike > 1 else ""
+    title = f"alternatives: each line forced by itself{place}, the rest of the plan as it is"
+    lines = [title, *table(rows, right=(0, 1, 2))]
     return "\n".join([*lines, *(f"  {one.change} cannot be had: {one.why}" for one in found if one.plan is None)])
 
 

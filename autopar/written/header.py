@@ -42,6 +42,7 @@ class Header:
     bound_seconds: float = 0.0
     memory_bytes: float = 0.0
     origin: str = ""
+    within_layout: bool = False
     statements: int = 0
     """How many follow: a file that was cut off has fewer."""
 

@@ -15,6 +15,7 @@ from autopar.cost.costs import Costs
 from autopar.cost.evaluate import evaluate
 from autopar.decided import Plan as Decided
 from autopar.errors import AutoparError
+from autopar.files import write_text
 from autopar.layout.language import Layout, parse_layout
 from autopar.layout.printer import print_statement
 from autopar.layout.source import read_text
@@ -57,6 +58,8 @@ class Plan:
     """Where it comes from: `search`, or a strategy, or a layout."""
     target: str = ""
     """The TARGET of the command line, if it comes from there."""
+    within_layout: bool = False
+    """Whether a layout said some of it: the bound is then that of the plans which do what it says."""
 
     @cached_property
     def costs(self) -> Costs:
@@ -78,7 +81,10 @@ class Plan:
 
     @property
     def gap(self) -> float | None:
-        """How far from the best of all plans it can be, as a part of its time; None where nothing was proved."""
+        """How far from the best of all plans it can be, as a part of its time; None where nothing was proved.
+
+        Where a layout was given, of all plans that do what it says.
+        """
         return None if self.bound_seconds is None else relative_gap(self.step_seconds, self.bound_seconds)
 
     @cached_property
@@ -131,6 +137,7 @@ class Plan:
             self.bound_seconds or 0.0,
             self.memory_bytes,
             self.origin,
+            self.within_layout,
         )
 
     @cached_property
@@ -155,10 +162,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as a layout without holes, with its costs as comments."""
-        try:
-            Path(path).write_text(self.text, encoding="utf-8")
-        except OSError as error:
-            raise AutoparError(f"{path} cannot be written: {error.strerror}\nfix: give another path") from error
+        write_text(path, self.text)
 
     @staticmethod
     def load(
@@ -211,7 +215,8 @@ class Plan:
         )
         place = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or header.cluster)
         bound = header.bound_seconds if same and cluster is None and header.bound_seconds else None
-        return Plan(graph, decided, layout.mesh, place, header.limit_bytes, bound, header.origin, header.target)
+        asked = header.limit_bytes, bound, header.origin, header.target, header.within_layout
+        return Plan(graph, decided, layout.mesh, place, *asked)
 
     # -- in words
 

@@ -34,7 +34,8 @@ def _head(plan: Plan) -> list[str]:
     device = plan.cluster.device.name
     model = type(plan.graph.model).__name__
     fits = "fits" if plan.fits else "DOES NOT FIT"
-    gap = "nothing proved" if plan.gap is None else f"at most {percent_text(plan.gap)} from the best"
+    best = "the best that the layout allows" if plan.within_layout else "the best"
+    gap = "nothing proved" if plan.gap is None else f"at most {percent_text(plan.gap)} from {best}"
     origin = f"from {plan.origin}" if plan.origin else ""
     lines = [
         f"{model} on {plan.mesh}: {plan.mesh.size} × {device} ({plan.cluster.name})",
@@ -68,10 +69,16 @@ WIDTH = 60
 
 
 def _dims(plan: Plan) -> list[str]:
-    places = dims_by_place(plan)
-    groups = list(places.items())
-    split = {dim for dims in places.values() for dim in dims}
-    whole = [dim for dim, found in plan.graph.dims.items() if dim not in split and found.source != "generated"]
+    """Dims that go to the same places in one row; of several places, that of most tensors first."""
+    places: dict[str, list[str]] = {}
+    for axes, dims in dims_by_place(plan).items():
+        for dim in dims:
+            places.setdefault(dim, []).append(axes)
+    alike: dict[str, list[str]] = {}
+    for dim, found in places.items():
+        alike.setdefault(", or ".join(found), []).append(dim)
+    groups = list(alike.items())
+    whole = [dim for dim, known in plan.graph.dims.items() if dim not in places and known.source != "generated"]
     if whole:
         groups.append(("none", whole))
     rows = []

@@ -31,13 +31,22 @@ def percent_text(share: float) -> str:
 def layout_text(tensor: NamedTensor, layout: Layout) -> str:
     """`d_ff -> tp`, `partial(tp)`, `whole`."""
     places: dict[str, list[str]] = {}
-    for i, (atom, axes) in enumerate(zip(tensor.atoms, layout.splits, strict=True)):
+    for i, axes in enumerate(layout.splits):
         if axes:
-            places.setdefault("*".join(axes), []).append(atom.names[-1] if atom.names else f"_.{i}")
+            places.setdefault("*".join(axes), []).append(_atom_text(tensor, i))
     parts = [f"{', '.join(dims)} -> {axes}" for axes, dims in places.items()]
     marks = (("partial", layout.partial), ("broadcast", layout.broadcast))
     parts += [f"{word}({'*'.join(sorted(axes))})" for word, axes in marks if axes]
     return "; ".join(parts) or "whole"
+
+
+def _atom_text(tensor: NamedTensor, number: int) -> str:
+    """Its innermost name, and of which dim it is a part where the tensor's own dims do not say so."""
+    atom = tensor.atoms[number]
+    if not atom.names:
+        return f"_.{number}"
+    name, dim = atom.names[-1], tensor.dims[atom.dim]
+    return name if name in dim.replace("(", " ").replace(")", " ").split() else f"{name} of {atom.names[0]}"
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "  ") -> list[str]:

@@ -147,6 +147,11 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert data["used_by"] == [{"op": "up.0/linear", "layout": "d_ff -> tp; broadcast(dp)"}]
     assert len(data["alternatives"]) > 2
     assert data["why_not"]["found"]
+    assert data["why_not"]["tensors"] == ["up.0.weight", "up.1.weight"], "the other layer is pinned with it"
+    words = ("--why-not", "d_ff -> none", "--one-layer", "--no-alternatives")
+    assert printed(capsys, 0, "explain", plan[0], "up.0.weight", *plan[1:], *words)["why_not"]["tensors"] == [
+        "up.0.weight"
+    ]
     data = printed(capsys, 0, "explain", plan[0], "up.0/linear", *plan[1:], "--no-alternatives")
     assert data["ops"][0]["sends"]
     assert data["alternatives"] == []

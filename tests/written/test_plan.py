@@ -206,7 +206,7 @@ def test_memory_that_is_not_enough() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"memory": "70"}, "E0: "),
+        ({"memory": "70"}, "memory='70' is no amount: expected a unit"),
         ({"memory": -1.0}, "memory=-1.0 is no amount"),
         ({"cluster": "h1000"}, "did you mean 'h100'"),
         ({"optimizer": "adamww"}, "did you mean 'adamw'"),

@@ -1,0 +1,51 @@
+"""What the summary says of dims, of parts of dims, and of where the gap counts from."""
+
+from __future__ import annotations
+
+import torch
+
+from autopar.api import trace
+from autopar.layout.state import Layout
+from autopar.mesh import Mesh
+from autopar.search_plan import Asked, plan_graph, under
+from autopar.tracing.graph import Atom, NamedTensor
+from autopar.written.alike import alike
+from autopar.written.plan import Plan
+from autopar.written.units import layout_text
+from examples.mlp import mlp
+
+
+def test_a_dim_of_several_places_has_one_row_and_the_usual_place_first() -> None:
+    graph = trace(*mlp(), dims={"x": "batch features"})
+    text = "batch -> dp; d_ff -> tp; param, grad, opt { d_ff -> dp*tp }; * -> none"
+    plan = under(graph, Mesh("dp=2,tp=2"), text, Asked("h100"), "layout")
+    rows = [line.split() for line in plan.summary().partition("\ndims\n")[2].partition("\n\n")[0].splitlines()]
+    assert ["batch", "->", "dp"] in rows
+    assert [row for row in rows if "d_ff" in row] == [["d_ff", "->", "dp*tp,", "or", "tp"]], (
+        "six parameters, four values"
+    )
+
+
+def test_a_part_of_a_dim_says_of_which() -> None:
+    atoms = (Atom(0, 8, ("heads", "kv_heads")), Atom(0, 4, ("heads", "group")), Atom(0, 16, ("head_dim",)))
+    layout = Layout((("tp",), (), ()))
+    weight = NamedTensor("q.weight", "param", ("(heads head_dim)",), (512,), torch.float32, "q", atoms)
+    assert layout_text(weight, layout) == "kv_heads of heads -> tp"
+    inside = NamedTensor("q.weight", "param", ("((kv_heads group) head_dim)",), (512,), torch.float32, "q", atoms)
+    assert layout_text(inside, layout) == "kv_heads -> tp"
+
+
+def test_the_gap_under_a_layout_is_told_as_such_and_kept() -> None:
+    graph = trace(*mlp(), dims={"x": "batch features"})
+    asked = Asked("h100", time_limit=5, cache=False)
+    free = plan_graph(graph, (Mesh("dp=2"),), None, asked)
+    bound = plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> ?", asked)
+    assert "from the best, from" in free.summary()
+    assert "from the best that the layout allows, from" in bound.summary()
+    assert "from the best that the layout allows, from" in Plan.read(bound.text, graph).summary()
+
+
+def test_what_stands_at_one_place_of_all_layers_is_alike() -> None:
+    graph = trace(*mlp())
+    assert alike(graph, "down.1.weight") == ("down.0.weight", "down.1.weight")
+    assert alike(graph, "x") == ("x",)
