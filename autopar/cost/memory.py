@@ -6,6 +6,7 @@ what its partitioner chooses. The optimizer's states are there from the second s
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 
 from autopar.conversions import Wiring
@@ -14,15 +15,26 @@ from autopar.cost.liveness import Liveness
 from autopar.cost.optimizers import Optimizer, optimizer_of
 from autopar.decided import Plan
 from autopar.layout.resolve import atoms_of
-from autopar.tracing.graph import NamedGraph, NamedTensor
+from autopar.tracing.graph import NamedGraph, NamedNode, NamedTensor
 
-__all__ = ["memory", "memory_over_time"]
+__all__ = ["Moment", "memory", "memory_over_time"]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is held while something is done; what parameters, copies, optimizer and inputs take is the same in all."""
+
+    doing: str
+    bytes: float
+    """The most, of all kinds."""
+    gradients_bytes: float
+    """Of parameters, those that are there when it is done."""
 
 
 def memory(graph: NamedGraph, plan: Plan, wiring: Wiring, again: frozenset[str] = frozenset()) -> MemoryCosts:
     """The bytes of one step, on the rank that holds most; `again` are the ops that are computed again."""
     trains = graph.exported.grad_enabled
-    run = _started(graph, plan, wiring, again)
+    run = Liveness(graph, plan, wiring, again, _adds_later(plan))
     run.forward()
     inputs = parameters = 0.0
     for (name, _), storage in run.given.items():
@@ -49,20 +61,39 @@ def memory(graph: NamedGraph, plan: Plan, wiring: Wiring, again: frozenset[str] 
 
 def memory_over_time(
     graph: NamedGraph, plan: Plan, wiring: Wiring, again: frozenset[str] = frozenset()
-) -> tuple[tuple[str, float], ...]:
-    """What is held while each op runs, in the order of the step: what is done, and the most bytes in the meantime."""
-    run = _started(graph, plan, wiring, again)
+) -> tuple[Moment, ...]:
+    """What is held while each op runs, in the order of the step."""
+    run = _Watched(graph, plan, wiring, again, _adds_later(plan))
     run.forward()
+    first = sum(run.storages.sizes[storage] for storage in run.sums.values())
     states = 0.0
     if graph.exported.grad_enabled:
         run.backward()
         states, _ = _optimizer_bytes(graph, plan, optimizer_of(plan.optimizer))
-    return tuple((doing, held + states) for doing, held in run.storages.moments.items() if doing)
+    found = {**dict.fromkeys(run.storages.moments, first), **run.gradients_after}
+    return tuple(Moment(doing, held + states, found[doing]) for doing, held in run.storages.moments.items() if doing)
 
 
-def _started(graph: NamedGraph, plan: Plan, wiring: Wiring, again: frozenset[str]) -> Liveness:
-    later = plan.micro_batches > 1 or plan.gradient_dtype is not None
-    return Liveness(graph, plan, wiring, again, later)
+class _Watched(Liveness):
+    """Notes which gradients of parameters are there after each op."""
+
+    def __init__(
+        self, graph: NamedGraph, plan: Plan, wiring: Wiring, again: frozenset[str] = frozenset(), later: bool = False
+    ) -> None:
+        super().__init__(graph, plan, wiring, again, later)
+        self.gradients_after: dict[str, float] = {}
+        self.stored = {tensor.name for tensor in graph.parameters}
+
+    def _op_backward(self, node: NamedNode) -> None:
+        super()._op_backward(node)
+        there = {storage for (name, _), storage in self.gradients.items() if name in self.stored}
+        there |= set(self.sums.values())
+        self.gradients_after[self.storages.now] = sum(self.storages.sizes[storage] for storage in there)
+
+
+def _adds_later(plan: Plan) -> bool:
+    """Whether gradients are added to what other micro-batches, or another dtype, have made room for."""
+    return plan.micro_batches > 1 or plan.gradient_dtype is not None
 
 
 def _optimizer_bytes(graph: NamedGraph, plan: Plan, optimizer: Optimizer) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from autopar.cost.buckets import Bucket, buckets_of
 from autopar.cost.cluster import Cluster
 from autopar.cost.costs import Costs
 from autopar.cost.evaluate import evaluate
-from autopar.cost.memory import memory_over_time
+from autopar.cost.memory import Moment, memory_over_time
 from autopar.cost.prices import Prices, Task
 from autopar.cost.profile import Profile, profile, wire_of
 from autopar.cost.timeline import STREAMS, timeline_of
@@ -95,7 +95,7 @@ def _costs(costs: Costs) -> dict[str, Any]:
     }
 
 
-def _memory(costs: Costs, limit: float, moments: Sequence[tuple[str, float]]) -> dict[str, Any]:
+def _memory(costs: Costs, limit: float, moments: Sequence[Moment]) -> dict[str, Any]:
     found = costs.memory
     kinds = {
         "parameters": found.parameters_bytes,
@@ -110,7 +110,7 @@ def _memory(costs: Costs, limit: float, moments: Sequence[tuple[str, float]]) ->
         "peak_bytes": found.peak_bytes,
         "peak_at": found.peak_at,
         "kinds": kinds,
-        "moments": [list(moment) for moment in moments],
+        "moments": [[one.doing, one.bytes, one.gradients_bytes] for one in moments],
     }
 
 

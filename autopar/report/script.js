@@ -138,7 +138,10 @@ function parts() {
   if (rows.length) table("communication", ["collective", "over", "in the", "of", "#times", "#bytes", "#time"], rows);
   else at("communication").replaceWith("Nothing is sent.");
   const waiting = data.costs.parts["waiting for the host"];
-  if (waiting > 0) at("host").textContent = `Drawn is the device's own work; it waits another ${seconds(waiting)} for its host to start kernels. `;
+  const drawnSeconds = data.timeline.seconds, off = data.costs.step_seconds - waiting;
+  const host = waiting > 0 ? `Drawn is the device's own work; it waits another ${seconds(waiting)} for its host to start kernels. ` : "";
+  const differs = Math.abs(drawnSeconds - off) > 0.02 * off ? `One possible order, which takes ${seconds(drawnSeconds)}; what is predicted, ${seconds(off)}, counts what hides behind the computing by a formula. ` : "";
+  at("host").textContent = host + differs;
 }
 
 function rivals() {
@@ -154,25 +157,41 @@ function rivals() {
 
 // -- memory
 
+// Round numbers of one unit, from 0 to the most.
+function ticks(most) {
+  const [size, unit] = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]].find(([size]) => most >= size) || [1, "B"];
+  const least = most / size / 5, power = 10 ** Math.floor(Math.log10(least));
+  const step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= least * 0.999);
+  const count = Math.floor(most / size / step);
+  return Array.from({ length: count + 1 }, (_, i) => [i * step * size, i ? `${+(i * step).toFixed(3)} ${unit}` : "0"]);
+}
+
 function memory() {
   const { kinds, moments, limit_bytes: limit, peak_bytes: peak, peak_at: where } = data.memory;
-  const fixed = kinds.parameters + kinds["copies of parameters"] + kinds.optimizer;
   const width = Math.max(at("memory").clientWidth, 240), height = 220, left = 62, top = 12;
   const most = Math.max(limit < 2.5 * peak ? limit : 0, peak) * 1.06;
   const x = (i) => left + ((width - left - 8) * i) / Math.max(1, moments.length - 1);
   const y = (value) => top + (height - top - 18) * (1 - value / most);
-  const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "memory over the step" });
-  for (let i = 0; i <= 4; i++) {
-    const value = (most * i) / 4;
+  const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "memory over the step, by kind" });
+  for (const [value, text] of ticks(most)) {
     svg.append(drawn("line", { x1: left, x2: width - 8, y1: y(value), y2: y(value), stroke: "var(--line)" }));
-    svg.append(drawn("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, bytes(value)));
+    svg.append(drawn("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, text));
   }
-  const line = moments.map(([, value], i) => `${x(i).toFixed(1)},${y(value).toFixed(1)}`);
-  svg.append(
-    drawn("polygon", { points: [`${left},${y(0)}`, ...line, `${x(moments.length - 1)},${y(0)}`].join(" "), fill: "var(--axis-0)", "fill-opacity": 0.35 }),
-    drawn("rect", { x: left, y: y(fixed), width: width - left - 8, height: y(0) - y(fixed), fill: "var(--compute)", "fill-opacity": 0.7 }),
-    drawn("polyline", { points: line.join(" "), fill: "none", stroke: "var(--axis-0)" }),
-  );
+  // From below: what is there all the time, what comes with the backward, and the rest of what is held at that moment.
+  const always = ["parameters", "copies of parameters", "optimizer", "inputs"].filter((kind) => kinds[kind] > 0);
+  const held = moments.map(([, all, gradients]) => {
+    const parts = [...always.map((kind) => [kind, kinds[kind]]), ["gradients", gradients]];
+    const rest = all - parts.reduce((sum, [, value]) => sum + value, 0);
+    return [...parts, ["saved for the backward, and in passing", Math.max(0, rest)]];
+  });
+  let below = moments.map(() => 0);
+  for (let k = 0; moments.length && k < held[0].length; k++) {
+    const above = held.map((parts, i) => below[i] + parts[k][1]);
+    const there = above.map((value, i) => `${x(i).toFixed(1)},${y(value).toFixed(1)}`);
+    const back = below.map((value, i) => `${x(i).toFixed(1)},${y(value).toFixed(1)}`).reverse();
+    svg.append(drawn("polygon", { class: "held", points: [...there, ...back].join(" "), fill: `var(--held-${kindNumber[held[0][k][0]]})` }));
+    below = above;
+  }
   if (limit <= most) {
     svg.append(drawn("line", { x1: left, x2: width - 8, y1: y(limit), y2: y(limit), stroke: "var(--axis-1)", "stroke-dasharray": "6 4" }));
     svg.append(drawn("text", { x: width - 12, y: y(limit) - 4, "text-anchor": "end" }, "limit " + bytes(limit)));
@@ -186,15 +205,20 @@ function memory() {
   svg.addEventListener("pointermove", (event) => {
     const box = svg.getBoundingClientRect();
     const i = Math.round((((event.clientX - box.left) / box.width) * width - left) / (width - left - 8) * (moments.length - 1));
-    if (moments[i]) tip(event, `${moments[i][0]}: ${bytes(moments[i][1])}`);
-    else tip(null);
+    if (!moments[i]) return tip(null);
+    const parts = held[i].filter(([, value]) => value > 0).map(([kind, value]) => `${kind} ${bytes(value)}`);
+    tip(event, `${moments[i][0]}: ${bytes(moments[i][1])}: ${parts.join(", ")}`);
   });
   svg.addEventListener("pointerleave", () => tip(null));
+  const listed = Object.entries(kinds).filter(([, value]) => value > 0);
   at("memory").append(
-    make("p", { class: "note" }, `Most, ${bytes(peak)}, at ${where}. Grey: parameters, their copies and the optimizer's state, all the time.`), svg,
-    make("div", { class: "legend" }, Object.entries(kinds).filter(([, value]) => value > 0).map(([name, value]) => make("span", {}, `${name} ${bytes(value)}`))),
+    make("p", { class: "note" }, `Most, ${bytes(peak)}, at ${where}. In numbers: what is saved at the end of the forward, gradients at the end of the backward; point at the picture for those of a moment.`), svg,
+    make("div", { class: "legend" }, listed.map(([name, value]) =>
+      make("span", {}, make("i", { style: `background:var(--held-${kindNumber[name]})` }), `${name} ${bytes(value)}`))),
   );
 }
+
+const kindNumber = { "parameters": 0, "copies of parameters": 1, "optimizer": 2, "inputs": 3, "gradients": 4, "saved for the backward": 5, "saved for the backward, and in passing": 5 };
 
 // -- the timeline
 

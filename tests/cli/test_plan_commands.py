@@ -95,7 +95,8 @@ def test_explain(capsys: pytest.CaptureFixture[str], saved: Path) -> None:
     assert code == 0
     code, out, _ = run(capsys, *words)
     assert code == 0
-    assert out.startswith(f"{facts}\nalternatives: each line forced by itself, the rest of the plan as it is\n")
+    title = "alternatives: each line forced by itself in this one of 2 layers, the rest of the plan as it is"
+    assert out.startswith(f"{facts}\n{title}\n")
     lines = out.removeprefix(facts).splitlines()
     assert re.fullmatch(r"  [\d.]+ ms +[\d.]+ KiB +yes +as it is", lines[3])
     assert re.fullmatch(

@@ -31,7 +31,7 @@ document.querySelector('#filter [data-axis="tp"]').click();
 document.title = JSON.stringify({
   overflow, facts: count(".fact"), dims: count("#dims tbody tr"), sent: count("#communication tbody tr"),
   ops: count(".op"), devices: count(".device"), rivals: count(".rival"), shown: timeline.shown.length,
-  faded: count("#communication tbody tr.faded"),
+  kinds: count(".held"), faded: count("#communication tbody tr.faded"),
 });
 </script>
 """
@@ -54,7 +54,12 @@ def test_contents_are_those_of_the_plan(found: dict[str, Any]) -> None:
     parts = found["costs"]["parts"]
     spent = sum(seconds for name, seconds in parts.items() if name != "of which computed again")
     assert spent == pytest.approx(costs.step_seconds)
-    assert max(held for _, held in found["memory"]["moments"]) == pytest.approx(costs.memory.peak_bytes)
+    assert max(held for _, held, _ in found["memory"]["moments"]) == pytest.approx(costs.memory.peak_bytes)
+    kinds, gradients = found["memory"]["kinds"], [held for *_, held in found["memory"]["moments"]]
+    always = kinds["parameters"] + kinds["copies of parameters"] + kinds["optimizer"] + kinds["inputs"]
+    assert all(held >= always + part for _, held, part in found["memory"]["moments"])
+    assert gradients[-1] == pytest.approx(kinds["gradients"]), "all of them, once the backward is over"
+    assert max(gradients) > gradients[0], "those of a rank stand beside their sums for a while"
     sections = found["sections"]
     assert [section["count"] for section in sections] == [1, 2, 1]
     sends = [(section["count"], one) for section in sections for op in section["ops"] for one in op["sends"]]
@@ -153,6 +158,7 @@ def test_a_browser_shows_it(found: dict[str, Any], tmp_path: Path, width: int, s
     assert seen["overflow"] <= 0
     assert seen["facts"] == 4
     assert seen["devices"] == 8
+    assert seen["kinds"] == 5, "parameters, optimizer, inputs, gradients, what is saved"
     assert seen["rivals"] == 2
     assert seen["ops"] == sum(len(section["ops"]) for section in found["sections"])
     assert seen["dims"] == len(found["dims"])
