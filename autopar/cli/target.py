@@ -65,6 +65,11 @@ def load_target(target: str, settings: Mapping[str, Any]) -> tuple[nn.Module, An
 def check_target(target: str) -> None:
     """What can be said about a TARGET before anything is loaded."""
     place, colon, name = target.rpartition(":")
+    if target.endswith(".lay"):
+        raise TargetError(
+            f"{target!r} is the file of a layout or plan, and no model\n"
+            f"fix: name the TARGET, file.py:function; what takes a layout, takes this file as --layout {target}"
+        )
     if not colon or not place or not name:
         raise TargetError(f"{target!r} names no function; {FORM}")
     path = Path(place)

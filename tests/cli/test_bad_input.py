@@ -61,6 +61,7 @@ AT_ONCE: list[Case] = [
     (("check", GPT, *MESH, *DDP, "--cluster", "mine.toml"), 2, "unknown key 'unites'; did you mean 'units'?"),
     (("check", GPT, "--mesh", "dp=2,dp=2", *DDP), 2, "axis 'dp' stands twice"),
     (("check", GPT, *MESH, *DDP, "--dims", "ids"), 2, "--dims ids: expected TENSOR=NAMES"),
+    (("verify", "layout.lay", *MESH), 2, "takes this file as --layout layout.lay"),
     (("verify", "gpt.py", *MESH), 2, "names no function"),
     (("verify", GPT, "--mesh", "dp=?"), 2, "every axis needs a number of ranks here"),
     (("verify", GPT, "--mesh", "dp=512"), 2, "dp=512 is 512 processes on this machine, more than 128\nfix: "),
