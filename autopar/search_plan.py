@@ -19,7 +19,7 @@ from autopar.cost.optimizers import optimizer_of
 from autopar.decided import Plan as Decided
 from autopar.errors import AutoparError, LayoutError, MeshError
 from autopar.layout.choosing import choose_layout
-from autopar.layout.language import Layout, parse_layout
+from autopar.layout.language import Layout, memory_limit
 from autopar.layout.syntax import Limit, MeshStatement
 from autopar.mesh import Mesh, MeshAxis
 from autopar.planning.errors import NoPlan
@@ -70,8 +70,7 @@ class Asked:
         """What a device may hold: the least of what is said here and in the layout."""
         limits = [limit for limit in layout or () if isinstance(limit, Limit) and limit.quantity == "memory"]
         if isinstance(self.memory, str):
-            (said,) = _memory(self.memory)
-            limits.append(said)
+            limits.append(memory_limit(self.memory))
         has = float(cluster.device.memory_bytes)
         found = [has * limit.percent / 100 if limit.size_bytes is None else limit.size_bytes for limit in limits]  # type: ignore[operator]
         if self.memory is not None and not isinstance(self.memory, str):
@@ -79,18 +78,6 @@ class Asked:
                 raise AutoparError(f"memory={self.memory!r} is no amount\nfix: bytes, or text as in '70GiB'")
             found.append(float(self.memory))
         return int(min(found, default=has))
-
-
-def _memory(text: str) -> tuple[Limit]:
-    """`70GiB`, `90%`."""
-    try:
-        found = tuple(parse_layout(f"limit memory {text}", "memory"))
-    except LayoutError as error:
-        why = str(error).splitlines()[0].removeprefix(f"{error.code}: ")
-        raise AutoparError(f"memory={text!r} is no amount: {why}\nfix: write it as in '70GiB' or '90%'") from None
-    if len(found) != 1 or not isinstance(found[0], Limit):
-        raise AutoparError(f"memory={text!r} is no amount\nfix: write it as in '70GiB' or '90%'")
-    return (found[0],)
 
 
 def asked_as(plan: Plan, time_limit: float = 30.0) -> Asked:

@@ -9,9 +9,11 @@ from math import inf
 from autopar.cli.asking import is_plan
 from autopar.cli.target import check_target, parse_dims, parse_settings
 from autopar.cost.cluster import load_cluster
+from autopar.cost.optimizers import optimizer_of
 from autopar.errors import AutoparError
 from autopar.files import check_writable
 from autopar.layout.choosing import choose_layout
+from autopar.layout.language import memory_limit
 from autopar.mesh import Mesh
 
 __all__ = ["check_words"]
@@ -35,6 +37,10 @@ def check_words(arguments: argparse.Namespace) -> None:
     axes = _axes(said.get("mesh"))
     if said.get("cluster") is not None:
         load_cluster(said["cluster"])
+    if said.get("memory") is not None:
+        memory_limit(said["memory"])
+    if said.get("optimizer") is not None:
+        optimizer_of(said["optimizer"])
     limit = said.get("time_limit")
     if limit is not None and not 0 < limit < inf:
         raise AutoparError(f"--time-limit {limit:g}: expected a number of seconds above 0")

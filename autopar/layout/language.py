@@ -6,14 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from autopar.errors import AutoparError, LayoutError
 from autopar.layout.axes import expand_lets, replace_axes
 from autopar.layout.parser import Parser
 from autopar.layout.printer import print_statement
 from autopar.layout.source import layout_error, read_text
-from autopar.layout.syntax import Axes, DimRule, MeshStatement, Statement, StrategyStatement
+from autopar.layout.syntax import Axes, DimRule, Limit, MeshStatement, Statement, StrategyStatement
 from autopar.mesh import Mesh
 
-__all__ = ["Layout", "parse_layout", "parse_rules", "parse_strategy_call", "print_layout"]
+__all__ = ["Layout", "memory_limit", "parse_layout", "parse_rules", "parse_strategy_call", "print_layout"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,18 @@ def print_layout(layout: Layout) -> str:
 def parse_rules(text: str, name: str = "<rules>") -> tuple[DimRule, ...]:
     """Rules alone, `batch -> dp, seq -> tp`."""
     return Parser(text, name).rules()
+
+
+def memory_limit(text: str) -> Limit:
+    """`70GiB` or `90%`, what a device may hold where no layout says it."""
+    why = ""
+    try:
+        found = parse_layout(f"limit memory {text}", "memory").statements
+    except LayoutError as error:
+        found, why = (), f": {str(error).splitlines()[0].removeprefix(f'{error.code}: ')}"
+    if len(found) != 1 or not isinstance(found[0], Limit):
+        raise AutoparError(f"memory={text!r} is no amount{why}\nfix: write it as in '70GiB' or '90%'")
+    return found[0]
 
 
 def parse_strategy_call(text: str) -> tuple[str, dict[str, Axes]]:
