@@ -152,9 +152,13 @@ def _layers(plan: Plan) -> Iterator[list[str]]:
                 yield [f"{title} (×{len(layers)}), where it differs", *table([HEAD, *other])]
 
 
+def _is_quiet(row: Row) -> bool:
+    return row[2] == WHOLE and not row[3]
+
+
 def _rows(rows: Sequence[Row]) -> list[str]:
     """A table; parameters that are whole and of which nothing is sent are counted."""
-    shown = [row for row in rows if row[2] != WHOLE or row[3]]
+    shown = [row for row in rows if not _is_quiet(row)]
     quiet = len(rows) - len(shown)
     more = [f"  and {len(shown) - MOST_ROWS} more"] if len(shown) > MOST_ROWS else []
     if quiet:
@@ -187,7 +191,19 @@ def _outside(plan: Plan) -> list[str]:
     inside = {name for repeat in plan.graph.repeats for layer in repeat.layers for name in layer}
     rows = layer_rows(plan, [node.name for node in plan.graph.nodes if node.node not in inside])
     title = "around the layers" if plan.graph.repeats else "tensors"
-    return [title, *_rows(rows)] if rows else []
+    told, quiet = [row for row in rows if not _is_quiet(row)], [row for row in rows if _is_quiet(row)]
+    return [title, *_rows([*_once(told), *quiet])] if rows else []
+
+
+def _once(rows: Iterable[Row]) -> list[Row]:
+    """Rows that differ in the numbers of a name alone, as those of layers that are not quite equal, in one."""
+    alike: dict[Row, list[str]] = {}
+    for name, dims, layout, sends in rows:
+        alike.setdefault((skeleton(name), dims, layout, sends), []).append(name)
+    return [
+        (names[0] if len(names) == 1 else f"{shown} (×{len(names)})", dims, layout, sends)
+        for (shown, dims, layout, sends), names in alike.items()
+    ]
 
 
 MOST_ROWS = 40

@@ -26,6 +26,27 @@ def test_a_dim_of_several_places_has_one_row_and_the_usual_place_first() -> None
     )
 
 
+def test_tensors_of_layers_that_are_not_quite_equal_are_one_row() -> None:
+    """Three residual linears with another function after each: no layers repeat."""
+
+    class Layers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.layers[0](x).relu()
+            x = x + self.layers[1](x).tanh()
+            out: torch.Tensor = x + self.layers[2](x).exp()
+            return out
+
+    graph = trace(Layers(), (torch.randn(4, 8),), dims={"x": "batch features"})
+    assert not graph.repeats
+    plan = under(graph, Mesh("dp=2"), "batch -> dp; * -> none", Asked("h100"), "layout")
+    rows = [line.split("  ") for line in plan.summary().partition("\ntensors\n")[2].partition("\n\n")[0].splitlines()]
+    assert [row[1] for row in rows if "bias" in row[1]] == ["layers.*.bias (×3)"]
+
+
 def test_a_part_of_a_dim_says_of_which() -> None:
     atoms = (Atom(0, 8, ("heads", "kv_heads")), Atom(0, 4, ("heads", "group")), Atom(0, 16, ("head_dim",)))
     layout = Layout((("tp",), (), ()))
