@@ -23,6 +23,7 @@ from autopar.rewrite.emit import emit
 from autopar.rewrite.functions import Groups, _Group
 from autopar.rewrite.moves import _kept_op
 from autopar.tracing.graph import NamedGraph
+from tests.gaps import number
 from tests.simulation import gather
 
 __all__ = ["SimulatedGroups", "difference", "difference_of", "on_ranks", "relative"]
@@ -217,7 +218,7 @@ def relative(expected: Tensor, found: Tensor) -> float:
     if not expected.numel():
         return 0.0
     off = float((found - expected).detach().double().abs().max())
-    return off / max(float(expected.detach().double().abs().max()), 1e-3)
+    return number(off / max(float(expected.detach().double().abs().max()), 1e-3))
 
 
 def _values(graph: NamedGraph, inputs: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from autopar.module import ParallelModule
 from examples.gpt import gpt
 from tests.distributed.launcher import in_turn, launch
 from tests.distributed.training import Inputs, adamw, batches, error_of, gap, losses, whole
+from tests.gaps import number
 
 BEFORE, AFTER = 10, 5
 HEADS = "heads -> dp*tp; * -> none"
@@ -51,7 +52,7 @@ def other_weights(model: nn.Module) -> nn.Module:
 
 
 def curve_gap(found: list[float], expected: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+    return max(number(abs(a - b) / abs(b)) for a, b in zip(found, expected, strict=True))
 
 
 def same_folder() -> str:

@@ -16,6 +16,7 @@ from torch.nn import functional
 import autopar
 from autopar.mesh import Mesh
 from tests.distributed.launcher import launch
+from tests.gaps import number
 
 
 class Op(nn.Module):
@@ -66,7 +67,7 @@ def check(case: Case) -> tuple[float, dict[tuple[str, str], int], int]:
         gradient: Any = parallel.get_parameter(name).grad
         pairs.append((parameter.grad, gradient.full_tensor()))
     for one, other in pairs:
-        worst = max(worst, float((one - other).detach().abs().max() / one.detach().abs().max().clamp_min(1e-6)))
+        worst = max(worst, number((one - other).detach().abs().max() / one.detach().abs().max().clamp_min(1e-6)))
     node = next(node for node in parallel.graph.nodes if node.op in autopar.rewrite.lowerings.LOWERINGS)
     own = [item for item in parallel.emitted.inserted if item.op == node.name and item.tensor == node.operands[0]]
     steps = [(way, step) for item in own for way, step in item.collectives()]

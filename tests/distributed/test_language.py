@@ -14,6 +14,7 @@ from autopar.errors import AutoparWarning, LayoutError
 from autopar.module import ParallelModule
 from examples.gpt import gpt
 from tests.distributed.launcher import in_turn, launch
+from tests.gaps import number
 
 Ran = dict[str, Any]
 """What each function gave on the first rank, by its name."""
@@ -53,12 +54,12 @@ def difference(model: nn.Module, parallel: ParallelModule, *args: Any, **kwargs:
     expected, found = model(*args, **kwargs), parallel(*args, **kwargs)
     expected.backward()
     found.backward()
-    worst = abs(float(((found - expected) / expected).detach()))
+    worst = number(((found - expected) / expected).abs().detach())
     for name, parameter in model.named_parameters():
         gradient: Any = parallel.get_parameter(name).grad
         assert parameter.grad is not None
         off = (gradient.full_tensor() - parameter.grad).abs().max() / parameter.grad.abs().max().clamp_min(1e-6)
-        worst = max(worst, float(off))
+        worst = max(worst, number(off))
     return worst
 
 
@@ -223,7 +224,7 @@ def states(layout: str) -> tuple[float, int, int, list[str], int]:
     for name, parameter in model.named_parameters():
         found: Any = parallel.get_parameter(name)
         worst = max(
-            worst, float((found.full_tensor() - parameter).detach().abs().max() / parameter.detach().abs().max())
+            worst, number((found.full_tensor() - parameter).detach().abs().max() / parameter.detach().abs().max())
         )
     whole, here = (
         sum(moment(state[key]).numel() for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq"))

@@ -12,6 +12,7 @@ import autopar
 from autopar.mesh import Mesh
 from examples.gpt import gpt
 from tests.distributed.launcher import launch
+from tests.gaps import number
 
 Counts = dict[tuple[str, str, str], int]
 
@@ -25,12 +26,12 @@ def compare_gpt(layout: str, mesh: str) -> tuple[float, Counts]:
     expected, found = model(**inputs), parallel(**inputs)
     expected.backward()
     found.backward()
-    worst = abs(float((found - expected) / expected))
+    worst = number(((found - expected) / expected).abs())
     for name, parameter in model.named_parameters():
         gradient: Any = parallel.get_parameter(name).grad
         assert parameter.grad is not None
         difference = (gradient.full_tensor() - parameter.grad).abs().max() / parameter.grad.abs().max().clamp_min(1e-6)
-        worst = max(worst, float(difference))
+        worst = max(worst, number(difference))
     counts = Counter((c.direction, c.kind, "*".join(c.axes)) for c in parallel.collectives())
     return worst, dict(counts)
 

@@ -16,6 +16,7 @@ from examples.gpt import gpt
 from examples.moe import moe
 from examples.resnet import resnet
 from tests.distributed.launcher import launch
+from tests.gaps import number
 
 TILES = "batch:dp; height:sy; width:sx; *:none"
 
@@ -33,7 +34,7 @@ def compare(model: nn.Module, inputs: dict[str, Any], layout: str, mesh: str) ->
         gradient: Any = parallel.get_parameter(name).grad
         pairs.append((parameter.grad, gradient.full_tensor()))
     pairs += [(buffer, parallel.get_buffer(name)) for name, buffer in model.named_buffers()]
-    worst = max(float((a - b).abs().max() / a.abs().max().clamp_min(1e-6)) for a, b in pairs)
+    worst = max(number((a - b).abs().max() / a.abs().max().clamp_min(1e-6)) for a, b in pairs)
     tensors = parallel.graph.tensors
     return worst, tuple(item for item in parallel.collectives() if tensors[item.tensor].kind != "param")
 

@@ -20,6 +20,7 @@ from autopar.errors import AutoparError
 from autopar.module import ParallelModule
 from examples.gpt import gpt
 from tests.distributed.launcher import in_turn, launch
+from tests.gaps import number
 
 MESH = "a=2,b=2"
 ROWS = "rows -> a; * -> none"
@@ -174,7 +175,7 @@ def step(call: nn.Module, x: Tensor, seed: int) -> tuple[list[Tensor], list[Tens
 def gap(found: Tensor | None, expected: Tensor | None) -> float:
     if found is None or expected is None:
         return 0.0 if found is expected else float("inf")
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
+    return number((found - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
 
 
 def error_of(call: Callable[[], Any]) -> str:

@@ -18,6 +18,7 @@ from autopar.layout.state import Atoms, Layout
 from autopar.reshard import Reshard, StepKind, reshard
 from autopar.rewrite.functions import Conversion, Groups
 from tests.distributed.launcher import in_turn, launch
+from tests.gaps import number
 from tests.simulation import all_layouts, run, scatter
 
 CASES = {
@@ -34,6 +35,18 @@ CASES = {
 
 def groups_of(axes: Mapping[str, int]) -> Groups:
     return Groups(init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes)))
+
+
+KINDS = {
+    StepKind.SLICE,
+    StepKind.KEEP_ONE,
+    StepKind.PAD,
+    StepKind.ALL_REDUCE,
+    StepKind.REDUCE_SCATTER,
+    StepKind.ALL_GATHER,
+    StepKind.ALL_TO_ALL,
+}
+"""Those that conversions consist of."""
 
 
 def sampled(atoms: Atoms, axes: Mapping[str, int], count: int) -> list[Reshard]:
@@ -103,22 +116,14 @@ def on_four() -> list[dict[str, Any]]:
 
 
 def test_forward_and_backward_in_real_processes(on_two: list[dict[str, Any]], on_four: list[dict[str, Any]]) -> None:
-    kinds = {
-        StepKind.SLICE,
-        StepKind.KEEP_ONE,
-        StepKind.PAD,
-        StepKind.ALL_REDUCE,
-        StepKind.REDUCE_SCATTER,
-        StepKind.ALL_GATHER,
-        StepKind.ALL_TO_ALL,
-    }
-    assert [found["convert_there_and_back"] for found in (*on_two, *on_four)] == [kinds] * 6
+    assert [found["convert_there_and_back"] for found in (*on_two, *on_four)] == [KINDS] * 6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "count"), [(2, 10_000), (4, 400), (8, 60)])
 def test_many_more_of_them(ranks: int, count: int) -> None:
-    launch(convert_there_and_back, CASES[ranks], count, ranks=ranks, seconds=300)
+    found = launch(convert_there_and_back, CASES[ranks], count, ranks=ranks, seconds=300)
+    assert found == [KINDS] * ranks
 
 
 def store_as_dtensors(axes: Mapping[str, int]) -> list[bool]:
@@ -224,7 +229,7 @@ def distances(backend: str, atoms: Atoms, axes: Mapping[str, int], groups: Group
         assert leaf.grad is not None
         with torch.no_grad():
             found.append((result.detach(), leaf.grad, call(leaf)))
-    return [float((one - other).abs().sum()) for one, other in zip(*found, strict=True)]
+    return [number((one - other).abs().sum()) for one, other in zip(*found, strict=True)]
 
 
 def test_a_compiled_function_with_conversions_is_one_graph(on_two: list[dict[str, Any]]) -> None:
@@ -254,7 +259,7 @@ def differentiate_twice() -> list[float]:
     leaf = scatter(value, split_by("a"), atoms, axes)[dist.get_rank()].requires_grad_()
     (first,) = torch.autograd.grad((back(there(leaf).pow(3)) * 1.0).sum(), leaf, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), leaf)
-    return [float((first - 3 * leaf**2).abs().max()), float((second - 6 * leaf).abs().max())]
+    return [number((first - 3 * leaf**2).abs().max()), number((second - 6 * leaf).abs().max())]
 
 
 def test_second_derivatives(on_two: list[dict[str, Any]]) -> None:

@@ -19,6 +19,7 @@ from examples.moe import moe
 from examples.resnet import resnet
 from tests.distributed.launcher import launch
 from tests.distributed.training import Inputs, adamw, batches, losses
+from tests.gaps import number
 
 STEPS = 20
 
@@ -49,7 +50,7 @@ def curves(model: nn.Module, inputs: Inputs, cases: tuple[tuple[str, str], ...])
     for layout, mesh in cases:
         parallel = autopar.parallelize(model, mesh, inputs, layout=layout)
         other = torch.tensor(losses(parallel, data, adamw(parallel)), dtype=torch.float64)
-        found[f"{layout} on {mesh}"] = float(((other - expected) / expected).abs().max())
+        found[f"{layout} on {mesh}"] = number(((other - expected) / expected).abs().max())
     return found
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
+from tests.gaps import number
 
 __all__ = ["Inputs", "adamw", "batches", "error_of", "gap", "gradient_gap", "losses", "whole"]
 
@@ -26,7 +27,7 @@ def gap(found: Any, expected: Any) -> float:
     """The largest difference, relative to the largest expected value."""
     found, expected = whole(found).detach(), whole(expected).detach()
     assert found.shape == expected.shape
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
+    return number((found - expected).abs().max() / expected.abs().max().clamp_min(1e-9))
 
 
 def gradient_gap(model: nn.Module, parallel: nn.Module) -> float:
@@ -48,7 +49,7 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest difference of the same gradients, relative to the largest expected value of each."""
     assert found.keys() == expected.keys()
     return max(
-        float((found[name].double() - one.double()).abs().max() / one.double().abs().max().clamp_min(1e-3))
+        number((found[name].double() - one.double()).abs().max() / one.double().abs().max().clamp_min(1e-3))
         for name, one in expected.items()
     )
 

@@ -72,6 +72,7 @@ def test_a_mode_of_a_layer_takes_what_it_takes_where_it_is_settled(
 def test_mixtures_are_what_the_model_says_of_them(model: Model) -> None:
     draw = random.Random(1)
     found = list(mixtures(model, drawn(model, draw), drawn(model, draw)))
+    assert len(found) > 1
     for chosen, sums in found[:: max(1, len(found) // 12)]:
         np.testing.assert_allclose(sums, model.sums(chosen), rtol=1e-9, atol=1e-15)
 

@@ -80,7 +80,9 @@ def test_what_the_planner_believes_is_what_evaluate_adds_up(graph: NamedGraph, c
 def test_hinges_are_the_seconds_of_evaluate(graph: NamedGraph) -> None:
     options = PlanOptions(micro_batches=3)
     setting = Setting.of(graph, AXES, CLUSTER, options)
-    for _, plan in list(expert_plans(setting))[:6]:
+    plans = list(expert_plans(setting))[:6]
+    assert len(plans) == 6
+    for _, plan in plans:
         found = profile(graph, plan, CLUSTER)
         sums = sums_of(found)
         for tasks in (found.forward, found.backward):

@@ -66,16 +66,19 @@ def test_bounds_hold_at_any_prices_and_reduced_costs_hold_for_any_solution(narro
 
 
 def test_heeding_keeps_the_limits_that_its_base_keeps() -> None:
+    bases = 0
     for case in range(60):
         problem = random_problem(case, limits=2, whole=True)
         arrays = arrays_of(problem)
         plan = plan_elimination(problem, 10**6, ceiling=impossible_price(problem))
         assert plan is not None
+        bases += len(solutions(problem)[:3])
         for dual in (MessageDual(arrays), NarrowDual(arrays, plan)):
             for cost, base in solutions(problem)[:3]:
                 dual.round(cost)
                 guess = dual.heeding(np.array(base), 0.5)
                 assert excess_of(problem, guess.tolist()) == 0
+    assert bases > 50
 
 
 @pytest.mark.parametrize("block", range(5))
@@ -105,17 +108,20 @@ def test_without_the_exact_model_the_stages_find_optima_too(block: int, monkeypa
 
 
 def test_annealing_keeps_its_books() -> None:
+    annealed = 0
     for case in range(30):
         problem = random_problem(case, limits=2, whole=True)
         known = solutions(problem)
         if not known:
             continue
+        annealed += 1
         arrays = arrays_of(problem)
         start = max(known)
         found, _ = anneal(arrays, Found(start[0], np.array(start[1])), Plan(case, 500, 5.0, 0.1), time.monotonic() + 60)
         assert excess_of(problem, found.strategies.tolist()) == 0
         assert found.cost == cost_of(problem, found.strategies.tolist()) <= start[0]
         assert cost_in(arrays, found.strategies) == found.cost
+    assert annealed > 10
 
 
 def test_repair_finds_solutions_from_anything() -> None:
