@@ -18,12 +18,14 @@ COUNT = count()
 def pytest_configure(config: pytest.Config) -> None:
     # The tests run in several processes; threads on top of them only get in each other's way.
     torch.set_num_threads(1)
-    # Timings are benchmarks, not tests.
-    settings.register_profile("autopar", deadline=None)
-    settings.load_profile("autopar")
+    # Timings are benchmarks, not tests. The same examples are drawn each time: what is red once is red again. Others
+    # are drawn with --hypothesis-profile explore.
+    settings.register_profile("autopar", deadline=None, derandomize=True)
+    settings.register_profile("explore", deadline=None)
+    settings.load_profile(config.getoption("--hypothesis-profile", default=None) or "autopar")
     # Plans that were found in an earlier run, by another process or by the user are no business of the tests. What the
     # tests start inherits it.
-    config.stash[CACHE] = tempfile.TemporaryDirectory(prefix="autopar-tests-")
+    config.stash[CACHE] = tempfile.TemporaryDirectory(prefix="autopar-tests-", ignore_cleanup_errors=True)
     os.environ["XDG_CACHE_HOME"] = config.stash[CACHE].name
 
 

@@ -211,7 +211,7 @@ def test_a_real_run(tmp_path: Path) -> None:
     path, times = tmp_path / "mine.toml", tmp_path / "times.csv"
     command = [sys.executable, "-m", "autopar", "calibrate", "--processes", "2", "--largest", "64 KiB"]
     command += ["--seconds", "0.01", "--output", str(path), "--times", str(times)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     assert "not fitted" in done.stdout
     assert "Warning" not in done.stderr

@@ -23,8 +23,10 @@ ROOT = str(Path(__file__).parents[2])
 KILLED = "was killed by a signal"
 
 
-def launch(function: Callable[..., Any], *arguments: Any, ranks: int, seconds: float = 240) -> list[Any]:
+def launch(function: Callable[..., Any], *arguments: Any, ranks: int, seconds: float = 1200) -> list[Any]:
     """What the function returns on each rank; the first failure, or running out of time, ends all ranks.
+
+    The time is there to end what hangs: much more than anything takes on a machine that is slow and busy.
 
     A rank that dies of a signal is no failure of the function's: twice in some thousand launches, on loaded machines, a
     rank was aborted because its heap was broken, and the cause is not known. Valgrind finds nothing, but it runs one

@@ -207,7 +207,7 @@ def keep_and_load() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def on_four() -> list[dict[str, Any]]:
     functions = (load_under_other_layouts, exchange_with_the_model, keep_and_load)
-    return launch(in_turn, *((function, ()) for function in functions), ranks=4, seconds=500)
+    return launch(in_turn, *((function, ()) for function in functions), ranks=4)
 
 
 def test_a_checkpoint_under_one_layout_continues_under_another(on_four: list[dict[str, Any]]) -> None:

@@ -81,7 +81,7 @@ def check_all(cases: Sequence[str]) -> list[tuple[float, dict[tuple[str, str], i
 
 def run(cases: Mapping[str, Case], most: float) -> None:
     """`most`: the largest message, as a share of the tensor."""
-    found = launch(check_all, list(cases), ranks=Mesh(next(iter(cases.values())).mesh).size, seconds=240)
+    found = launch(check_all, list(cases), ranks=Mesh(next(iter(cases.values())).mesh).size)
     for results in found:
         for (name, case), (worst, counts, numel) in zip(cases.items(), results, strict=True):
             assert worst < 1e-11, (name, worst)

@@ -101,12 +101,12 @@ def test_compiled_is_what_it_is_without(mesh: str) -> None:
     """On two ranks fsdp alone, with another shape; all strategies on 2 x 2."""
     names = ("fsdp",) if mesh == "a=2,b=1" else tuple(STRATEGIES)
     ranks = 2 if mesh == "a=2,b=1" else 4
-    for found in launch(compile_all, names, mesh, "aot_eager", ranks=ranks, seconds=900):
+    for found in launch(compile_all, names, mesh, "aot_eager", ranks=ranks):
         check(found)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor() -> None:
-    for found in launch(by_inductor, ranks=2, seconds=600):
+    for found in launch(by_inductor, ranks=2):
         check(found)

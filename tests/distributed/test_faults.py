@@ -24,8 +24,8 @@ from autopar.rewrite.functions import Groups
 from examples.gpt import gpt
 from tests.distributed.launcher import endings, launch
 
-LOST, LIMIT_SECONDS = 1, 15
-"""The rank that goes, and the time limit of the process group."""
+LOST, LIMIT_SECONDS = 1, 45
+"""The rank that goes, and the time limit of the process group: on a busy machine ranks are late by some seconds."""
 
 
 def small_gpt(**sizes: Any) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -54,12 +54,12 @@ def step_without_one(how: str) -> None:
     [
         ("killed", -signal.SIGKILL, "Connection closed by peer"),
         ("wrong", 1, "Connection closed by peer"),
-        ("stuck", None, "Timed out waiting 15000ms"),
+        ("stuck", None, f"Timed out waiting {LIMIT_SECONDS * 1000}ms"),
     ],
 )
 def test_a_rank_that_is_lost_in_mid_step_ends_the_others(how: str, code: int | None, others: str) -> None:
     # By torch's own limit for the groups of a mesh it would take half an hour.
-    found = endings(step_without_one, how, ranks=4, limit_seconds=LIMIT_SECONDS, seconds=200, lost=LOST)
+    found = endings(step_without_one, how, ranks=4, limit_seconds=LIMIT_SECONDS, seconds=1200, lost=LOST)
     assert found[LOST].code == code
     survivors = [ending for rank, ending in enumerate(found) if rank != LOST]
     assert [ending.code for ending in survivors] == [1, 1, 1], found
@@ -115,7 +115,7 @@ def test_mistakes_are_errors_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "directory.lay").mkdir()
     (tmp_path / "good.lay").write_text("# good\nbatch -> dp; * -> none")
     (tmp_path / "other.lay").write_text("# other\nbatch -> tp; * -> none")
-    for rank, found in enumerate(launch(refuse, str(tmp_path), ranks=4, seconds=300)):
+    for rank, found in enumerate(launch(refuse, str(tmp_path), ranks=4)):
         garbage = (
             f"E0: {tmp_path}/garbage.lay is no text: 'utf-8' codec can't decode byte 0x80 in position 0: invalid start "
             "byte\nfix: give a layout file, in UTF-8"
@@ -131,7 +131,7 @@ def test_mistakes_are_errors_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_groups_of_a_mesh_keep_the_limit_of_the_process_group(tmp_path: Path) -> None:
-    found = endings(report_limits, str(tmp_path), ranks=4, limit_seconds=97, seconds=200)
+    found = endings(report_limits, str(tmp_path), ranks=4, limit_seconds=97, seconds=1200)
     assert [ending.code for ending in found] == [0] * 4, found
     for rank in range(4):
         assert set((tmp_path / str(rank)).read_text().split()) == {"97.0"}

@@ -302,5 +302,5 @@ def everything() -> Ran:
 
 @pytest.fixture(scope="module")
 def ran() -> Ran:
-    found: Ran = launch(everything, ranks=2, seconds=240)[0]
+    found: Ran = launch(everything, ranks=2)[0]
     return found

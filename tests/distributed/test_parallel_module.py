@@ -242,7 +242,7 @@ def fill_from_meta() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def on_two() -> list[dict[str, Any]]:
     functions = (call_in_many_ways, hand_out, take_shards, keep_what_is_shared, refuse, disagree, fill_from_meta)
-    return launch(in_turn, *((function, ()) for function in functions), ranks=2, seconds=240)
+    return launch(in_turn, *((function, ()) for function in functions), ranks=2)
 
 
 def test_every_way_of_calling_gives_what_the_model_gives(on_two: list[dict[str, Any]]) -> None:

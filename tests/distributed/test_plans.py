@@ -93,7 +93,7 @@ def everything(folder: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def on_two() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
-        return launch(everything, folder, ranks=2, seconds=400)
+        return launch(everything, folder, ranks=2)
 
 
 def test_a_plan_that_is_searched_is_run_exactly(on_two: list[dict[str, Any]]) -> None:

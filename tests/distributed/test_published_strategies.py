@@ -66,7 +66,7 @@ def compare_gpt(layout: str, mesh: str) -> tuple[float, tuple[Collective, ...]]:
 )
 def test_resnet_in_tiles_sends_halos_and_statistics(layout: str, mesh: str, train: bool) -> None:
     tiles = [axis for axis in ("sy", "sx") if f"{axis}=2" in mesh]
-    for worst, sent in launch(compare_resnet, layout, mesh, train, ranks=Mesh(mesh).size, seconds=240):
+    for worst, sent in launch(compare_resnet, layout, mesh, train, ranks=Mesh(mesh).size):
         assert worst < 1e-11
         windows = [item for item in sent if item.kind == "halo_exchange"]
         convolutions = 10  # with the pooling; those of 1x1 read nothing of their neighbours
@@ -83,7 +83,7 @@ def test_resnet_in_tiles_sends_halos_and_statistics(layout: str, mesh: str, trai
 @pytest.mark.parametrize("mesh", ["dp=1,ep=2", "dp=2,ep=2"])
 def test_gshard_sends_two_all_to_alls_a_layer_and_direction(mesh: str) -> None:
     layers = 2
-    for worst, sent in launch(compare_moe, mesh, ranks=Mesh(mesh).size, seconds=240):
+    for worst, sent in launch(compare_moe, mesh, ranks=Mesh(mesh).size):
         assert worst < 1e-11
         counts = Counter((item.direction, item.axes) for item in sent if item.kind == "all_to_all")
         assert counts == {("forward", ("ep",)): 2 * layers, ("backward", ("ep",)): 2 * layers}

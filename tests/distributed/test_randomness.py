@@ -220,7 +220,7 @@ def draw_freely() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def on_four() -> list[dict[str, Any]]:
-    return launch(in_turn, (draw_exactly, ()), (draw_freely, ()), ranks=4, seconds=600)
+    return launch(in_turn, (draw_exactly, ()), (draw_freely, ()), ranks=4)
 
 
 def test_exact_mode_draws_what_one_process_draws(on_four: list[dict[str, Any]]) -> None:
@@ -483,5 +483,4 @@ def on_two() -> list[dict[str, Any]]:
         (seed_and_state, ()),
         (compile_it, ()),
         ranks=2,
-        seconds=600,
     )

@@ -195,7 +195,7 @@ def one_rank() -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_gradients_with_dropout() -> None:
-    for found in launch(with_dropout, "a=2,b=2", ranks=4, seconds=600):
+    for found in launch(with_dropout, "a=2,b=2", ranks=4):
         gaps = {case: value for case, value in found.items() if not isinstance(value, dict)}
         assert {case: value for case, value in gaps.items() if not value < 1e-11} == {}
         none, selective, full = (found[f"megatron_sp, {mode}, sent"] for mode in MODES)
@@ -208,7 +208,7 @@ def test_gradients_with_dropout() -> None:
 
 @pytest.mark.slow
 def test_compiled() -> None:
-    for found in launch(compiled, "a=1,b=2", ranks=2, seconds=600):
+    for found in launch(compiled, "a=1,b=2", ranks=2):
         assert len(found) == 4
         assert max(found.values()) < 1e-11, found
 

@@ -122,8 +122,9 @@ def test_forward_and_backward_in_real_processes(on_two: list[dict[str, Any]], on
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "count"), [(2, 10_000), (4, 400), (8, 60)])
 def test_many_more_of_them(ranks: int, count: int) -> None:
-    found = launch(convert_there_and_back, CASES[ranks], count, ranks=ranks, seconds=300)
-    assert found == [KINDS] * ranks
+    found = launch(convert_there_and_back, CASES[ranks], count, ranks=ranks)
+    assert found == [found[0]] * ranks
+    assert found[0] >= KINDS - {StepKind.KEEP_ONE}, "few conversions keep a value on one rank"
 
 
 def store_as_dtensors(axes: Mapping[str, int]) -> list[bool]:
@@ -239,13 +240,13 @@ def test_a_compiled_function_with_conversions_is_one_graph(on_two: list[dict[str
 
 @pytest.mark.slow
 def test_a_compiled_function_over_two_axes() -> None:
-    for differences in launch(run_compiled, "aot_eager", {"a": 2, "b": 2}, ranks=4, seconds=240):
+    for differences in launch(run_compiled, "aot_eager", {"a": 2, "b": 2}, ranks=4):
         assert max(differences) < 1e-12
 
 
 @pytest.mark.slow
 def test_a_function_compiled_by_inductor_gives_the_same() -> None:
-    for differences in launch(run_compiled, "inductor", {"a": 2}, ranks=2, seconds=300):
+    for differences in launch(run_compiled, "inductor", {"a": 2}, ranks=2):
         assert max(differences) < 1e-12
 
 

@@ -197,7 +197,7 @@ TRANSFORMERS = [
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_transformers(architecture: str) -> None:
     pytest.importorskip("transformers")
-    everyone = launch(transformer_steps, architecture, TRANSFORMERS, ranks=RANKS, seconds=500)
+    everyone = launch(transformer_steps, architecture, TRANSFORMERS, ranks=RANKS)
     for (strategy, mesh), steps in zip(TRANSFORMERS, zip(*everyone, strict=True), strict=True):
         theory = transformer_theory(architecture, strategy, mesh)
         check(theory, steps, mesh)
@@ -245,7 +245,7 @@ def mixture_steps(meshes: list[str]) -> list[Step]:
 
 def test_mixture_of_experts() -> None:
     meshes = ["dp=2,ep=2", "dp=1,ep=4"]
-    everyone = launch(mixture_steps, meshes, ranks=RANKS, seconds=300)
+    everyone = launch(mixture_steps, meshes, ranks=RANKS)
     for mesh, steps in zip(meshes, zip(*everyone, strict=True), strict=True):
         check(mixture_theory(mesh), steps, mesh)
 
@@ -342,7 +342,7 @@ def residual_steps(meshes: Mapping[str, str]) -> list[Step]:
 @pytest.mark.slow
 def test_images_in_tiles() -> None:
     meshes = {"dp=1,sy=2,sx=2": "spatial", "dp=2,sy=2,sx=1": "spatial", "dp=1,sy=1,sx=4": TILES}
-    everyone = launch(residual_steps, meshes, ranks=RANKS, seconds=400)
+    everyone = launch(residual_steps, meshes, ranks=RANKS)
     for mesh, steps in zip(meshes, zip(*everyone, strict=True), strict=True):
         check(residual_theory(mesh), steps, mesh)
 

@@ -74,7 +74,7 @@ def train_all() -> dict[str, float]:
 
 @pytest.mark.slow
 def test_losses_are_those_of_one_process() -> None:
-    for found in launch(train_all, ranks=4, seconds=900):
+    for found in launch(train_all, ranks=4):
         assert len(found) == len(GPT) + len(MOE) + len(RESNET)
         far = {case: worst for case, worst in found.items() if not worst < 1e-5}
         assert not far

@@ -24,7 +24,7 @@ def train(script: str, ranks: int, options: str) -> tuple[list[float], list[tupl
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1200,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

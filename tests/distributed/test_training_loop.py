@@ -454,7 +454,7 @@ def on_two() -> list[dict[str, Any]]:
         change_dtype_of_constants,
         hook_on_parameters,
     )
-    return launch(in_turn, *((function, ()) for function in functions), ranks=2, seconds=900)
+    return launch(in_turn, *((function, ()) for function in functions), ranks=2)
 
 
 EXACT = 1e-11

@@ -56,7 +56,7 @@ ON_FOUR = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "cases"), [(2, ON_TWO), (4, ON_FOUR)], ids=["2", "4"])
 def test_uneven_shards_give_what_one_process_gives(ranks: int, cases: Mapping[str, Any]) -> None:
-    for results in launch(run, cases, ranks=ranks, seconds=400):
+    for results in launch(run, cases, ranks=ranks):
         for name, (worst, _) in results.items():
             assert worst < 1e-9, (name, worst)
     sent = {name: found for name, (_, found) in results.items()}

@@ -70,7 +70,7 @@ def test_four_parts_of_the_model() -> None:
 @pytest.mark.slow
 def test_eight_ranks_on_three_axes() -> None:
     strategies = ("fsdp_tp", "megatron_sp")
-    outcomes = zoo_outcomes("gpt2", strategies, (2, 2, 2), seconds=600)
+    outcomes = zoo_outcomes("gpt2", strategies, (2, 2, 2), seconds=1200)
     assert [outcome.strategy for outcome in outcomes] == list(strategies)
     for outcome in outcomes:
         assert is_right("gpt2", outcome), f"{outcome.strategy}: {outcome.error} {outcome.where}"

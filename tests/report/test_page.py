@@ -148,7 +148,7 @@ def test_a_browser_shows_it(found: dict[str, Any], tmp_path: Path, width: int, s
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
     )
     assert [line for line in ran.stderr.splitlines() if "CONSOLE" in line] == []

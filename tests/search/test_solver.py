@@ -152,9 +152,9 @@ def test_the_same_seed_gives_the_same_answer() -> None:
 def test_the_deadline_is_kept() -> None:
     problem = chain(500, limit=0.4)
     solve(chain(50, limit=0.4), 5.0)  # compiles what is to be compiled
-    began = time.monotonic()
+    began = time.process_time()  # not the clock on the wall: a busy machine may be late
     solution = solve(problem, 2.0)
-    assert time.monotonic() - began < 20  # a busy machine may be late, but not by this much
+    assert time.process_time() - began < 20
     assert solution.bound <= solution.cost
 
 
