@@ -7,9 +7,11 @@ a rank that waits for ever.
 from __future__ import annotations
 
 import hashlib
+import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from struct import Struct
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.engine import group_over
+from autopar.channel import SAID, Channel
+from autopar.engine import group_over, limit_seconds_of
 from autopar.errors import AutoparError
 
 __all__ = ["Agreement", "Pending", "checksum", "digest", "kind_of"]
@@ -30,24 +33,44 @@ class _Failure:
     error: AutoparError
 
 
-ROOM = 7
-"""For so many numbers there is room in a comparison, so that what a call sends first may go with it."""
+ROOM = SAID - 1
+"""For so many numbers there is room in a comparison, so that what a call sends may go with it."""
 
 
-@dataclass(frozen=True)
 class Pending:
     """A comparison that is under way."""
 
-    own: int
-    everyone: Tensor
-    work: Any
+    def __init__(self, said: Sequence[int | float], rows: Callable[[], list[list[int]]]) -> None:
+        self._said = said
+        self._rows = rows
+        self._found: list[list[int]] | None = None
 
-    def result(self) -> Tensor | None:
+    def result(self) -> list[list[int | float]] | None:
         """The numbers that ranks have sent along, a row for each; None unless all are in the same call."""
-        self.work.wait()
-        if any(other != self.own for other in self.everyone[:, 0].tolist()):
+        if self._found is None:
+            self._found = self._rows()
+        own, *along = self._said
+        if any(row[0] != own for row in self._found):
             return None
-        return self.everyone[:, 1:]
+        # What is no whole number here is none on any rank: they are in the same call.
+        kinds = [isinstance(number, float) for number in along]
+        return [
+            [_float(bits) if is_float else bits for bits, is_float in zip(row[1:], kinds, strict=False)]
+            for row in self._found
+        ]
+
+
+def _float(bits: int) -> float:
+    found: float = _FLOAT.unpack(_WHOLE.pack(bits))[0]
+    return found
+
+
+def _bits(number: int | float) -> int:
+    found: int = _WHOLE.unpack(_FLOAT.pack(number))[0] if isinstance(number, float) else int(number)
+    return found
+
+
+_FLOAT, _WHOLE = Struct("<d"), Struct("<q")
 
 
 class Agreement:
@@ -56,10 +79,24 @@ class Agreement:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.size = mesh.size()
         self.group = None
+        self.channel: Channel | None = None
         if self.size > 1:
             self.group = group_over(mesh)
             self.ranks = dist.get_process_group_ranks(self.group)
             self.device = torch.device("cpu" if mesh.device_type == "cpu" else f"{mesh.device_type}")
+
+    def open_channel(self) -> None:
+        """Let the ranks exchange a few numbers through the memory of their host, if they are all on one."""
+        if not self.is_cheap:
+            return
+        assert self.group is not None, "there is somebody to talk to"
+        me = self.ranks.index(dist.get_rank())
+        path = self.decided_by_first(lambda: Channel.create(self.size))
+        channel = Channel.open(path, me, self.size, limit_seconds_of(self.group))
+        found = self._gather(channel is not None)
+        if path is not None and me == 0:
+            os.unlink(path)  # it lives as long as somebody has it open
+        self.channel = channel if all(found.values()) else None
 
     @property
     def is_cheap(self) -> bool:
@@ -130,24 +167,30 @@ class Agreement:
                         f"fix: {fix(name)}"
                     )
 
-    def begin(self, own: int, along: Tensor | None = None) -> Pending:
-        """Begin to compare one number below 2**63, and send some 64-bit numbers along.
+    def begin(self, own: int, along: Sequence[int | float] = ()) -> Pending:
+        """Begin to compare one number below 2**63, and send some others along.
 
         What is sent is of one size whatever is compared, so that ranks in different calls meet here.
         """
         assert self.group is not None, "there is somebody to compare with"
-        mine = torch.tensor((own, *(0,) * ROOM), dtype=torch.int64, device=self.device)
-        if along is not None:
-            mine.narrow(0, 1, along.numel()).copy_(along)
+        said = own, *map(_bits, along)
+        if self.channel is not None:
+            return Pending((own, *along), self.channel.say(said).rows)
+        mine = torch.tensor((*said, *(0,) * (ROOM - len(along))), dtype=torch.int64, device=self.device)
         everyone = mine.new_empty(self.size * len(mine))
         # Not by the function of torch.distributed, which in a small step takes longer than what it calls.
         work = self.group._allgather_base(everyone, mine)
-        return Pending(own, everyone.view(self.size, -1), work)
 
-    def places(self, ranks: Iterable[int]) -> list[int] | slice:
+        def rows() -> list[list[int]]:
+            work.wait()
+            found: list[list[int]] = everyone.view(self.size, -1).tolist()
+            return found
+
+        return Pending((own, *along), rows)
+
+    def places(self, ranks: Iterable[int]) -> list[int]:
         """In which rows of a comparison these ranks stand."""
-        found = [self.ranks.index(rank) for rank in ranks]
-        return slice(None) if found == list(range(self.size)) else found
+        return [self.ranks.index(rank) for rank in ranks]
 
     def numbers(self, *own: int) -> list[list[int]]:
         """The numbers of all ranks, each below 2**63: one small collective."""

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
 
-__all__ = ["device_mesh", "group_over", "join_local_group"]
+__all__ = ["device_mesh", "group_over", "join_local_group", "limit_seconds_of"]
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
@@ -53,6 +53,15 @@ def _keep_time_limit(group: dist.ProcessGroup, device: str) -> None:
     world: Any = dist.group.WORLD
     if group is not world and dist.get_backend(group) in (dist.Backend.GLOO, dist.Backend.NCCL):
         _set_pg_timeout(world._get_backend(torch.device(device)).options._timeout, group)
+
+
+def limit_seconds_of(group: dist.ProcessGroup) -> float:
+    """How long a rank of the group waits for the others."""
+    if dist.get_backend(group) != dist.Backend.GLOO:
+        return default_pg_timeout.total_seconds()
+    options: Any = group._get_backend(torch.device("cpu")).options
+    seconds: float = options._timeout.total_seconds()
+    return seconds
 
 
 def _start(mesh: Mesh, device: str) -> None:

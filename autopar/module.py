@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.completion import Decisions
 from autopar.conversions import Outputs
 from autopar.errors import AutoparError
+from autopar.late import Late
 from autopar.parts import tie
 from autopar.planned import Given, Planned
 from autopar.plans import NO_PARAMETERS, Disagreement, Fixed, Planner, Plans, Settings
 from autopar.rewrite.emit import Emitted
-from autopar.rewrite.readable import with_notes
+from autopar.rewrite.readable import with_ends, with_notes
 from autopar.tracing.graph import NamedGraph
 
 __all__ = ["Collective", "ParallelModule", "Planner", "Settings"]
@@ -84,31 +85,43 @@ class ParallelModule(nn.Module):
         # The two ends cannot be traced by torch.compile; what is between them is one graph.
         plan, given, values = self._begin_untraced(args, kwargs)
         outputs = self._run_exactly(plan, values) if self._plans.randomness.is_exact else plan.graph_module(*values)
-        return self._end(plan, given, outputs)
+        return self._end_untraced(plan, given, outputs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Eagerly: that the ranks make the same call is found out beside the forward, before it sends anything."""
         try:
-            plan, given, values = self._begin(args, kwargs, later=True)
+            plan, given, values = self._begin(args, kwargs)
             outputs = plan.graph_module(*values)
             self._plans.check()
         except Disagreement:
             plan, given, values = self._begin(args, kwargs, differ=True)
             outputs = plan.graph_module(*values)
-        return plan.finish(given, outputs)
+        return self._end(plan, given, outputs)
 
     def _begin(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], later: bool = False, differ: bool = False
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], differ: bool = False, compiled: bool = False
     ) -> tuple[Planned, Given, list[Tensor]]:
-        plan, given = self._plans.find(args, kwargs, later, differ)
-        values = plan.values(given)
+        plan, given = self._plans.find(args, kwargs, later=not differ, differ=differ)
+        values = plan.values(given, compiled)
         if plan.emitted.draws:
             values.append(self._plans.randomness.key(plan.emitted.draws))
+        values += plan.emitted.ends.first(values, self._plans)
         return plan, given, values
+
+    def _end(self, plan: Planned, given: Given, outputs: tuple[Any, ...]) -> Any:
+        return plan.finish(given, plan.emitted.ends.last(outputs, self._plans))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin_untraced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Planned, Given, list[Tensor]]:
-        return self._begin(args, kwargs)
+        """A compiled graph sends when it likes, so the ranks are compared before it; and it takes what is there."""
+        try:
+            begun = self._begin(args, kwargs, compiled=True)
+            Late.arrive_all(begun[2])
+            self._plans.check()
+        except Disagreement:
+            begun = self._begin(args, kwargs, differ=True, compiled=True)
+            Late.arrive_all(begun[2])
+        return begun
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_exactly(self, plan: Planned, values: list[Tensor]) -> tuple[Any, ...]:
@@ -117,8 +130,8 @@ class ParallelModule(nn.Module):
         return outputs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _end(self, plan: Planned, given: Given, outputs: tuple[Any, ...]) -> Any:
-        return plan.finish(given, outputs)
+    def _end_untraced(self, plan: Planned, given: Given, outputs: tuple[Any, ...]) -> Any:
+        return self._end(plan, given, outputs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -153,7 +166,7 @@ class ParallelModule(nn.Module):
     @property
     def code(self) -> str:
         """The graph that this rank runs, as Python; before each collective its tensor, layouts, op and rule."""
-        return with_notes(self.emitted.graph_module)
+        return with_ends(with_notes(self.emitted.graph_module), self.emitted.ends)
 
     @property
     def graph(self) -> NamedGraph:

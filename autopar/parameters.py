@@ -37,17 +37,18 @@ class LocalParameters:
         # Of the call before. They keep nothing for a backward, so that one piece of graph does for all calls.
         self._given: list[Tensor] = []
         self._shards: tuple[Tensor, ...] = ()
+        self._compiled = False
 
-    def __call__(self, parameters: Sequence[DTensor]) -> tuple[Tensor, ...]:
+    def __call__(self, parameters: Sequence[DTensor], compiled: bool) -> tuple[Tensor, ...]:
         if not torch.is_grad_enabled() or not any(map(_requires_grad, parameters)):
             return tuple(parameter.to_local() for parameter in parameters)
         given = [*parameters, *map(_local, parameters)]
-        if not _same(given, self._given):
+        if compiled != self._compiled or not _same(given, self._given):
             own = [parameter._spec for parameter in parameters]
             if not _same(own, self._own):
                 self._own, self._copies = own, [copy(spec) for spec in own]
-            self._given = given
-            self._shards = _Locals.apply(self._finish, self._copies, *parameters)  # type: ignore[no-untyped-call]
+            self._given, self._compiled = given, compiled
+            self._shards = _Locals.apply(self._finish, compiled, self._copies, *parameters)  # type: ignore[no-untyped-call]
         return self._shards
 
 
@@ -60,9 +61,12 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 class _Locals(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, finish: Callable[[], None], specs: list[Any], *parameters: DTensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, finish: Callable[[], None], compiled: bool, specs: list[Any], *parameters: DTensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.finish, ctx.specs, ctx.parameters, ctx.nodes = finish, specs, parameters, None
+        ctx.finish, ctx.compiled = finish, compiled
+        ctx.specs, ctx.parameters, ctx.nodes = specs, parameters, None
         shards = tuple([parameter._local_tensor.detach() for parameter in parameters])
         frozen = [shard for shard, each in zip(shards, parameters, strict=True) if not each.requires_grad]
         if frozen:
@@ -72,9 +76,11 @@ class _Locals(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.finish()
+        if ctx.compiled:
+            _wait(gradients)
         if torch.is_grad_enabled():  # gradients of which gradients may be taken
             pairs = zip(gradients, ctx.specs, strict=True)
-            return (None, None, *(None if each is None else _differentiable(each, spec) for each, spec in pairs))
+            return (None, None, None, *(None if each is None else _differentiable(each, spec) for each, spec in pairs))
         if ctx.nodes is None:
             ctx.nodes = [node for node, _ in ctx.next_functions]
         left: list[Tensor | None] = []
@@ -90,7 +96,14 @@ class _Locals(torch.autograd.Function):
                 if _only_put(parameter, node):
                     parameter.grad, wrapped = wrapped, None
             left.append(wrapped)
-        return (None, None, *left)
+        return (None, None, None, *left)
+
+
+def _wait(gradients: Sequence[Tensor | None]) -> None:
+    """For what a compiled graph has begun to send; many gradients lie in one memory, and come together."""
+    found = {x.untyped_storage()._cdata: x for x in gradients if x is not None}
+    for x in found.values():
+        torch.ops._c10d_functional.wait_tensor(x)
 
 
 def _only_put(parameter: DTensor, node: Any) -> bool:

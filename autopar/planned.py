@@ -156,18 +156,16 @@ class Planned:
         self.shards_of = LocalParameters(finish)
         self.inputs = tuple(p.name for p in exported.placeholders if p.kind == "input")
         self.digest = 0
-        self.says_call = False
-        """Whether the first collective of this graph, on all ranks, is also what compares the call."""
         places = emitted.results if results.sharded else ()
         tensors = [None if place is None else (graph.tensors[place[0]], place[1]) for place in places]
         self.handed = tuple(
             None if found is None or not found[0].shape else Held.of(*found, rank=rank) for found in tensors
         )
 
-    def values(self, given: Given) -> list[Tensor]:
-        """What the graph is called with: this rank's shards of everything."""
+    def values(self, given: Given, compiled: bool = False) -> list[Tensor]:
+        """What the graph is called with, compiled or not: this rank's shards of everything."""
         inputs = dict(zip(self.inputs, given.tensors, strict=True))
-        shards = self.shards_of([table[name] for table, name in self.parameters])
+        shards = self.shards_of([table[name] for table, name in self.parameters], compiled)
         values: list[Any] = [None] * len(self.places)
         for place, shard in zip(self.parameter_places, shards, strict=True):
             values[place] = shard

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol
@@ -36,6 +36,7 @@ __all__ = ["Disagreement", "Fixed", "Planner", "Plans", "Settings"]
 SAME_MODEL = "build the same model on every rank: the same seed before it is built, or the same weights loaded into it"
 SAME_ARGUMENTS = "call parallelize on every rank with the same arguments; a layout file must be the same for all"
 SAME_CALL = "call the module on every rank in the same way, with tensors of the same shapes"
+NO_RESULT = "a call on this rank has no result: another rank has begun a call and not ended it"
 LOCAL = (
     "a plain tensor is the whole input, the same on every rank; if each rank loads a part of the batch of its own, "
     "say local_inputs=True"
@@ -150,8 +151,8 @@ class Plans:
         self.latest: Planned | None = None
         self.pending: Pending | None = None
         self.unsaid: int | None = None
-        """Which call this is, if the graph says so with its first collective."""
-        self.places: dict[str, list[int] | slice] = {}
+        """Which call this is, if that is still to be said, with what is sent before the graph."""
+        self.places: dict[str, list[int]] = {}
         self.agreement.same(self._facts(model), SAME_MODEL)
         self.agreement.same({**planner.facts(), "settings": str(settings)}, SAME_ARGUMENTS)
         sums = {
@@ -161,6 +162,7 @@ class Plans:
         }
         if self.agreement.size > 1:
             self.agreement.same_values(sums, lambda name: SAME_MODEL)
+        self.agreement.open_channel()
 
     def _facts(self, model: nn.Module) -> dict[str, str]:
         facts = {"model": self.owner}
@@ -214,7 +216,8 @@ class Plans:
     ) -> tuple[Planned, Given]:
         """The graph for a call; all ranks call in the same way, or all get an error.
 
-        `later`: `check` is called before anything else is sent, so that the comparison may go on beside the forward.
+        `later`: what is sent before the graph says which call this is, or `check` is called before anything is sent,
+        so that the comparison may go on beside the forward.
         `differ`: it has been called, and the ranks are known to differ.
         """
         own: AutoparError | None = None
@@ -228,7 +231,7 @@ class Plans:
             plan = next((p for p in self.found.get(given.key, ()) if p.structure == given.structure), None)
         self.unsaid = None
         if later and plan is not None and self.agreement.is_cheap and not plan.emitted.draws:
-            if plan.says_call:
+            if plan.emitted.ends.early:
                 self.unsaid = plan.digest
             else:
                 self.pending = self.agreement.begin(plan.digest)
@@ -259,18 +262,29 @@ class Plans:
         if pending is not None and pending.result() is None:
             raise Disagreement
 
-    def everyones(self, numbers: Tensor, group: str) -> Tensor | None:
-        """The numbers of all members of a group, and `check` with it; None where the call was checked before."""
-        own, self.unsaid = self.unsaid, None
-        if own is None:
-            self.check()
-            return None
-        everyone = self.agreement.begin(own, numbers).result()
-        if everyone is None:
-            raise Disagreement
-        if group not in self.places:
-            self.places[group] = self.agreement.places(self.groups.ranks(group))
-        return everyone[self.places[group], : len(numbers)]
+    @property
+    def is_cheap(self) -> bool:
+        return self.agreement.is_cheap
+
+    def exchange(self, numbers: Sequence[int | float], last: bool) -> Callable[[str], Sequence[Sequence[int | float]]]:
+        """Begin to exchange some numbers before or after the graph of the latest call; see `ends.Exchanges`."""
+        plan, unsaid, self.unsaid = self.current(), self.unsaid, None
+        pending = self.agreement.begin((plan.digest ^ 1) if last else plan.digest, numbers)
+        if unsaid is not None:
+            self.pending = pending
+
+        def received(group: str) -> Sequence[Sequence[int | float]]:
+            everyone = pending.result()
+            if everyone is None:
+                if not last:
+                    raise Disagreement
+                self.agreement.together(lambda: _reraise(AutoparError(f"{NO_RESULT}\nfix: {SAME_CALL}")))
+                raise AssertionError("the error was raised")
+            if group not in self.places:
+                self.places[group] = self.agreement.places(self.groups.ranks(group))
+            return [everyone[place] for place in self.places[group]]
+
+        return received
 
     # -- making one ---------------------------------------------------------------------------------------------------
 
@@ -283,26 +297,27 @@ class Plans:
         held = agreement.together(lambda: self._held(graph, decisions, given))
         self._check_values(given, held)
         local = self.settings.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
-        emitted = agreement.together(lambda: self._emit(graph, decisions, local))
+        emitted = agreement.together(lambda: self._emit(graph, decisions, local, with_ends=agreement.size > 1))
+        if len({row[0] for row in agreement.numbers(digest(emitted.ends.outline))}) > 1:  # some ranks have nothing
+            emitted = agreement.together(lambda: self._emit(graph, decisions, local, with_ends=False))
         if not self.shells:
             self._build(held)
         finish = self.synchronisation.finish
         plan = Planned(given, graph, decisions, emitted, held, self.shell, self.rank, self.results, finish)
-        # The graph of a rank that has nothing may send something else first.
-        plan.says_call = all(row == [1] for row in agreement.numbers(int(emitted.says_call)))
         plan.digest = max(2, digest("\n".join(f"{name}: {fact}" for name, fact in given.facts().items())))
         self.found.setdefault(given.key, []).append(plan)
         self.latest = plan
         return plan
 
-    def _emit(self, graph: NamedGraph, decisions: Decisions, local: bool) -> Emitted:
+    def _emit(self, graph: NamedGraph, decisions: Decisions, local: bool, with_ends: bool) -> Emitted:
         for mutation in graph.exported.mutations:
             if mutation.kind == "input" and local:
                 raise AutoparError(
                     f"the model changes its input {mutation.target} in place, which works for whole inputs only\n"
                     "fix: give plain tensors, and local_inputs=False"
                 )
-        emitted = emit(graph, decisions, self.groups, self.settings.outputs, local, self._parameters(graph, decisions))
+        parameters, outputs = self._parameters(graph, decisions), self.settings.outputs
+        emitted = emit(graph, decisions, self.groups, outputs, local, parameters, with_ends=with_ends)
         self.planner.check(graph, decisions, emitted.inserted)
         return emitted
 

@@ -13,7 +13,8 @@ in. Under `no_sync()` gradients are kept as they are, and go with those of the n
 
 What was gathered may be given up after the forward and gathered again when the backward comes to it (`Again`).
 
-`torch.compile` orders collectives by itself: there both halves are done at the end of the bucket, always.
+`torch.compile` orders collectives by itself: there both halves are done at the end of the bucket, always; but sums of
+gradients that nothing is done to are left to whoever gives the parameters to wait for, outside of what is compiled.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -107,6 +109,7 @@ class Bucket:
         object.__setattr__(self, "backward", _sending(backward))
         object.__setattr__(self, "is_sum", is_sum)
         object.__setattr__(self, "is_idle", not any(forward) and self.handling.used == self.handling.stored)
+        _sums_op()  # not later: a compiled function cannot define it
 
     def begin(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Cast the stored tensors and begin to convert them; the pieces of each, which may be still to come."""
@@ -263,6 +266,9 @@ class _End(torch.autograd.Function):
         if bucket.is_sum and not compiling and not differentiable and len(here) == len(gradients):
             return (None, *_sums(running, gradients))  # type: ignore[arg-type]
         given = [gradient.to(handling.reduced) for gradient in gradients if gradient is not None]
+        if compiling and bucket.is_sum and given and handling.reduced == handling.stored and not running.has_start:
+            sums = iter(torch.ops.autopar.sums_begun.default(given, bucket.backward[0][0].group))
+            return (None, *(None if gradient is None else next(sums) for gradient in gradients))
         ones = [bucket.conversions[i] for i in here]
         if not here or not bucket.backward:
             converted = [_locally(one.backward, each, one.shape) for each, one in zip(given, ones, strict=True)]
@@ -317,6 +323,28 @@ def _sums(running: Running, gradients: Sequence[Tensor]) -> list[Tensor]:
     elif not running.has_start:
         running.synchronisation.later(running, flat)
     return torch._C._nn.unflatten_dense_tensors(flat, list(gradients))
+
+
+@cache
+def _sums_op() -> Any:
+    """An operator that begins to add up gradients over a group; somebody waits for what comes of it.
+
+    The compiler does not see into it: it would be free to copy what has not come.
+    """
+
+    def begun(gradients: list[Tensor], group: str) -> list[Tensor]:
+        flat = torch.cat([x.reshape(-1) for x in gradients])
+        torch.ops._c10d_functional.all_reduce_(flat, "sum", group)
+        return list(torch._C._nn.unflatten_dense_tensors(flat, gradients))
+
+    def like(gradients: list[Tensor], group: str) -> list[Tensor]:
+        return [x.new_empty(x.shape) for x in gradients]
+
+    library: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define("sums_begun(Tensor[] gradients, str group) -> Tensor[]")
+    library.impl("sums_begun", begun, "CompositeExplicitAutograd")
+    torch.library.register_fake("autopar::sums_begun", like, lib=library)
+    return library
 
 
 def _sending(ways: Sequence[tuple[Move, ...]]) -> tuple[tuple[Move, ...], ...]:

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Graph, Node
 
 from autopar.reshard import LOCAL, StepKind
@@ -69,10 +69,6 @@ class Gate(Protocol):
     """What a call must pass before its first collective."""
 
     def check(self) -> None: ...
-
-    def everyones(self, numbers: Tensor, group: str) -> Tensor | None:
-        """A few 64-bit numbers of all members of a group, as the first collective of a call; None if one was before."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -29,6 +29,7 @@ from autopar.rewrite.buckets import Parameters, put_in_buckets
 from autopar.rewrite.checkpoints import KEPT, REGION, with_regions
 from autopar.rewrite.drawing import Drawings, DrawnOp
 from autopar.rewrite.empty import Empty, amounts, nodes_of, reached
+from autopar.rewrite.ends import Ends, move_to_ends
 from autopar.rewrite.functions import Conversion, Groups
 from autopar.rewrite.gate import put_gate
 from autopar.rewrite.lowerings import Split, split_of
@@ -53,9 +54,9 @@ class Emitted:
     results: tuple[tuple[str, Layout] | None, ...]
     """Name and layout of each result of the model; None for one that is no tensor."""
     draws: tuple[DrawnOp, ...] = ()
-    """Ops that draw random numbers, on several ranks; where there are any, the last input of the graph is their key."""
-    says_call: bool = False
-    """Whether its first collective is also what tells the ranks that they make the same call."""
+    """Ops that draw random numbers, on several ranks; where there are any, the graph has one more input: their key."""
+    ends: Ends = field(default_factory=Ends)
+    """What is sent before and after the graph."""
 
 
 class Convert(nn.Module):
@@ -125,13 +126,15 @@ def emit(
     local_inputs: bool,
     parameters: Parameters | None = None,
     recompute: Mapping[str, Recompute] | None = None,
+    with_ends: bool = False,
 ) -> Emitted:
     """Generate the graph of this rank; every rank does the same, in the same order.
 
     `recompute`: what layers compute again in the backward, if it is not what the decisions say.
+    `with_ends`: small sums are taken out of the graph where they can be made before or after it.
     """
     again = decisions.recompute if recompute is None else recompute
-    return _Emitter(graph, decisions, groups, outputs, local_inputs, parameters or Parameters(), again).run()
+    return _Emitter(graph, decisions, groups, outputs, local_inputs, parameters or Parameters(), again).run(with_ends)
 
 
 class _Emitter:
@@ -161,7 +164,7 @@ class _Emitter:
         self.again = computed_again(graph, self.regions)
         self.region_of = {op: number for number, region in enumerate(self.regions) for op in region.ops}
 
-    def run(self) -> Emitted:
+    def run(self, with_ends: bool) -> Emitted:
         source = self.graph.exported.graph_module.graph
         ops = {node.node: node for node in self.graph.nodes}
         for node in source.nodes:
@@ -180,14 +183,19 @@ class _Emitter:
         assert isinstance(results, tuple), "the graph returns a flat tuple"
         pairs = zip(results, self.wiring.results, strict=True)
         self.out.output(tuple(result if place is None else self._value(*place) for result, place in pairs))
+        ends = move_to_ends(self.out, self.modules, self._inputs()) if with_ends else Ends()
         join_totals(self.out, self.modules)
         put_in_buckets(self.out, self.modules, self.by_node, self.parameters)
-        gate = self.parameters.gate
-        says_call = gate is not None and put_gate(self.out, self.modules, gate)
+        if self.parameters.gate is not None:
+            put_gate(self.out, self.modules, self.parameters.gate)
         mutated = len(self.graph.exported.mutations)
         module = with_regions(self.out, self.modules, self.regions)
         draws = tuple(self.drawings.ops)
-        return Emitted(module, self.wiring.inserted(), self.wiring.results[mutated:], draws, says_call)
+        return Emitted(module, self.wiring.inserted(), self.wiring.results[mutated:], draws, ends)
+
+    def _inputs(self) -> list[str]:
+        """The placeholders of inputs that nobody wants a gradient of."""
+        return [node for node, tensor in self.by_node.items() if tensor.kind == "input" and not tensor.requires_grad]
 
     def _mark(self, made: Node, source: Node, op: str) -> None:
         """Where a node comes from, and what of it is computed again."""

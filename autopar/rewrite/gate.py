@@ -11,7 +11,6 @@ from torch.fx import Graph, Node
 from autopar.rewrite.bucket import BucketEnd, BucketStart, Release, Watch
 from autopar.rewrite.buckets import Gate
 from autopar.rewrite.functions import Conversion
-from autopar.rewrite.totals import with_gate
 
 __all__ = ["put_gate"]
 
@@ -28,17 +27,13 @@ class Check(nn.Module):
             self.gate.check()
 
 
-def put_gate(graph: Graph, modules: dict[str, nn.Module], gate: Gate) -> bool:
-    """Put the gate before the first collective, or in it: then that one has to say which call this is."""
+def put_gate(graph: Graph, modules: dict[str, nn.Module], gate: Gate) -> None:
+    """Put the gate before the first collective."""
     first = next((node for node in graph.nodes if _may_send(node, modules)), None)
-    if first is None:
-        return False
-    if with_gate(first, graph, modules, gate):
-        return True
-    modules["gate"] = Check(gate)
-    with graph.inserting_before(first):
-        graph.call_module("gate")
-    return False
+    if first is not None:
+        modules["gate"] = Check(gate)
+        with graph.inserting_before(first):
+            graph.call_module("gate")
 
 
 def _may_send(node: Node, modules: Mapping[str, nn.Module]) -> bool:

@@ -9,9 +9,10 @@ from torch.fx import GraphModule
 from autopar.conversions import Inserted
 from autopar.layout.state import Layout
 from autopar.reshard import Step
+from autopar.rewrite.ends import Ends
 from autopar.tracing.graph import NamedGraph, NamedTensor
 
-__all__ = ["note_of", "with_notes"]
+__all__ = ["note_of", "with_ends", "with_notes"]
 
 
 def note_of(one: Inserted, graph: NamedGraph) -> str:
@@ -56,4 +57,15 @@ def with_notes(module: GraphModule) -> str:
         body = getattr(child, "body", child)
         if isinstance(body, GraphModule):
             text += f"\n\n# {name}\n{with_notes(body)}"
+    return text
+
+
+def with_ends(text: str, ends: Ends) -> str:
+    """The code of a generated graph between what is sent before it and after it."""
+    first, last = ("".join(f"# {note}\n" for note in notes) for notes in ends.notes)
+    if ends.before is not None:
+        text = f"# before the graph, whose last inputs are the sums of this:\n{first}{ends.before.code}{text}"
+    if ends.late:
+        places = ", ".join(str(place) for place, _ in ends.late)
+        text += f"\n# after the graph, of its results {places}, waited for when somebody reads them:\n{last}"
     return text

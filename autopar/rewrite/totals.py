@@ -7,7 +7,7 @@ next one if nothing has used it until then.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,32 +16,25 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from autopar.agreement import ROOM
 from autopar.reshard import StepKind
-from autopar.rewrite.buckets import Gate
 from autopar.rewrite.functions import Conversion, convert, send
 
-__all__ = ["Totals", "join_totals", "with_gate"]
+__all__ = ["Totals", "join_totals", "joined", "small_sum"]
 
 FEW = 1024
 """Elements: what takes longer to start than to send."""
 
 
 class Totals(nn.Module):
-    """Several sums over one group.
-
-    `gate`, where they are the first that a call sends: then they go with the comparison of what the ranks call.
-    """
+    """Several sums over one group."""
 
     def __init__(self, conversions: tuple[Conversion, ...], notes: tuple[str, ...]) -> None:
         super().__init__()
         self.conversions = conversions
         self.notes = notes
-        self.gate: Gate | None = None
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        gate = None if torch.compiler.is_compiling() else self.gate
-        found: tuple[Tensor, ...] = _Totals.apply(self.conversions, gate, *tensors)  # type: ignore[no-untyped-call]
+        found: tuple[Tensor, ...] = _Totals.apply(self.conversions, *tensors)  # type: ignore[no-untyped-call]
         return found
 
     def extra_repr(self) -> str:
@@ -50,18 +43,9 @@ class Totals(nn.Module):
 
 class _Totals(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, conversions: tuple[Conversion, ...], gate: Gate | None, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        first = conversions[0].forward[0]
-        pieces = None if gate is None else _with_comparison(gate, first.group, tensors)
-        if pieces is None:
-            dtypes = {x.dtype for x in tensors}
-            # Counts are exact in float64, as far as anybody counts.
-            common = dtypes.pop() if len(dtypes) == 1 else torch.float64
-            flat = torch.cat([x.reshape(-1).to(common) for x in tensors])
-            total = torch.ops._c10d_functional.wait_tensor(send(first, flat))
-            pieces = torch.split(total, [x.numel() for x in tensors])
+    def forward(ctx: Any, conversions: tuple[Conversion, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        total = torch.ops._c10d_functional.wait_tensor(send(conversions[0].forward[0], joined(tensors)))
+        pieces = torch.split(total, [x.numel() for x in tensors])
         # Each a tensor of its own, as views of one may not be changed one by one.
         found = [
             piece.to(x.dtype, copy=True).reshape(one.result_shape)
@@ -75,27 +59,18 @@ class _Totals(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
-            return (None, None, *gradients)
+            return (None, *gradients)
         # For gradients of gradients: each of them is added up, as the sums are.
         pairs = zip(gradients, ctx.conversions, strict=True)
-        return (None, None, *(None if x is None else convert(x, one, backward=True) for x, one in pairs))
+        return (None, *(None if x is None else convert(x, one, backward=True) for x, one in pairs))
 
 
-def _with_comparison(gate: Gate, group: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    """The sums, sent with the comparison of what the ranks call: floating point numbers as the bits of float64."""
-    wide = [x.reshape(-1).to(_wide(x.dtype)) for x in tensors]
-    bits = [x.view(torch.int64) for x in wide]
-    everyones = gate.everyones(bits[0] if len(bits) == 1 else torch.cat(bits), group)
-    if everyones is None:
-        return None
-    if len(bits) == 1:
-        return (everyones.contiguous().view(wide[0].dtype).sum(0),)
-    columns = torch.split(everyones, [len(x) for x in bits], 1)
-    return tuple(column.contiguous().view(x.dtype).sum(0) for column, x in zip(columns, wide, strict=True))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Several in one, of their dtype or one that holds the values of all."""
+    dtypes = {x.dtype for x in tensors}
+    # Counts are exact in float64, as far as anybody counts.
+    common = dtypes.pop() if len(dtypes) == 1 else torch.float64
+    return torch.cat([x.reshape(-1).to(common) for x in tensors])
 
 
 @dataclass
@@ -110,7 +85,7 @@ def join_totals(graph: Graph, modules: dict[str, nn.Module]) -> None:
     groups: list[_Group] = []
     open_groups: dict[Any, _Group] = {}
     for node in graph.nodes:
-        conversion = _small_sum(node, modules)
+        conversion = small_sum(node, modules)
         if conversion is None:
             continue
         used = min((places[user] for user in node.users), default=len(places))
@@ -125,21 +100,7 @@ def join_totals(graph: Graph, modules: dict[str, nn.Module]) -> None:
         _join(graph, modules, f"totals_{number}", group.members)
 
 
-def with_gate(node: Node, graph: Graph, modules: dict[str, nn.Module], gate: Gate) -> bool:
-    """Let the sums that a node makes go with the comparison of calls, if they are few enough."""
-    single, totals = _small_sum(node, modules), modules[str(node.target)]
-    conversions = (single,) if single is not None else totals.conversions if isinstance(totals, Totals) else ()
-    numbers = sum(prod(one.shape) for one in conversions)
-    if not 0 < 2 * numbers <= ROOM or node.meta.get("region") is not None:  # complex numbers take two places
-        return False
-    if single is not None:
-        totals = modules[str(_join(graph, modules, "totals", [node]).target)]
-    assert isinstance(totals, Totals), "found or made"
-    totals.gate = gate
-    return True
-
-
-def _small_sum(node: Node, modules: Mapping[str, nn.Module]) -> Conversion | None:
+def small_sum(node: Node, modules: Mapping[str, nn.Module]) -> Conversion | None:
     """The conversion of a node that is a sum of few numbers over some ranks, and nothing in the backward."""
     conversion = getattr(modules.get(str(node.target)), "conversion", None) if node.op == "call_module" else None
     if not isinstance(conversion, Conversion) or conversion.backward or len(conversion.forward) != 1:

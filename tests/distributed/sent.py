@@ -36,6 +36,8 @@ class Step(NamedTuple):
     values: Counter[Sent]
     parameters: Counter[Sent]
     real: tuple[Sent, ...]
+    apart: int = 0
+    """Of the values, those that are sent before the graph or after it, on one host through its memory."""
 
 
 class Counted(TorchDispatchMode):
@@ -140,4 +142,5 @@ def step(model: nn.Module, inputs: dict[str, Tensor], layout: str, mesh: str, lo
         )
         for kind in ("param", "value")
     }
-    return Step(listed["value"], listed["param"], tuple(recorder.sent))
+    apart = sum(map(len, parallel.emitted.ends.notes))
+    return Step(listed["value"], listed["param"], tuple(recorder.sent), apart)

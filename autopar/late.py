@@ -1,0 +1,71 @@
+"""A tensor of a few numbers that the other ranks are still to send their parts of.
+
+It is waited for when somebody looks at it. A training loop goes from a loss into its backward, which does not, so the
+ranks do not wait for each other between the forward and the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+__all__ = ["Late"]
+
+
+class Late(Tensor):
+    """An ordinary tensor as soon as its values have come."""
+
+    _own: Tensor
+    """Without autograd, in the same memory."""
+    _arrival: Callable[[], Tensor | complex]
+
+    @staticmethod
+    def of(like: Tensor, arrival: Callable[[], Tensor | complex]) -> Late:
+        """Of this shape, dtype and device; `arrival` waits, and gives the values or one for all."""
+        own = torch.full_like(like, torch.nan if like.is_floating_point() else -1, requires_grad=False)
+        made: Late = torch.Tensor._make_subclass(Late, own)
+        made._own, made._arrival = own, arrival
+        return made
+
+    def arrive(self) -> None:
+        own, arrival = self.__dict__.pop("_own"), self.__dict__.pop("_arrival")
+        self.__class__ = Tensor  # type: ignore[assignment]
+        values = arrival()
+        with torch.no_grad():
+            # `data`, for nobody can have read the values that are written over.
+            if isinstance(values, Tensor):
+                own.data.copy_(values.reshape(own.shape))
+            else:
+                own.data.fill_(values)
+
+    @staticmethod
+    def arrive_all(values: Any) -> None:
+        """Wait for whatever is late in a tree of values."""
+        for value in tree_iter(values):
+            if isinstance(value, Late):
+                value.arrive()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function not in _BLIND:
+            cls.arrive_all((args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+_BLIND = frozenset(
+    (
+        Tensor.backward,
+        torch.autograd.grad,
+        torch.ones_like,  # the gradient that a backward begins with
+        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+        Tensor.grad_fn.__get__,  # type: ignore[union-attr]
+    )
+)
+"""What is done with a loss before and in its backward, and does not look at its value."""
