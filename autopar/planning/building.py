@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -15,6 +17,7 @@ from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout
 from autopar.planning.coarse import Ways
 from autopar.planning.demands import Demands
+from autopar.planning.errors import OutOfTime
 from autopar.planning.kept import Kept
 from autopar.planning.model import ByMode, Costs, Factor, Variable
 from autopar.planning.recomputing import STATES, Again
@@ -32,7 +35,8 @@ class Building:
     """Variables and factors so far; what is equal is made once.
 
     `regather`: parameters may be gathered again in the backward. `again`: what is computed again, or may be. `ways`:
-    the choices to take into account, where these are not all.
+    the choices to take into account, where these are not all. `deadline`: when it is given up, with `OutOfTime`.
+    `lasting`: what is gathered of parameters may stay until the optimizer steps.
     """
 
     setting: Setting
@@ -41,6 +45,8 @@ class Building:
     regather: bool
     again: Again
     ways: Ways | None = None
+    deadline: float = math.inf
+    lasting: bool = False
     known: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,6 +63,10 @@ class Building:
         self.beginning = self._largest_beginning() if self.setting.trains else None
         for path in self.again.open:
             self._add("recompute", path, STATES, (self._nothing(len(STATES)),))
+
+    def _heed_time(self) -> None:
+        if time.monotonic() > self.deadline:
+            raise OutOfTime
 
     def _add(self, kind: str, name: str, states: tuple[Any, ...], parts: tuple[Parts, ...]) -> int:
         self.place[kind, name] = len(self.variables)

@@ -120,9 +120,17 @@ def _uses_agree(setting: Setting, demands: Demands, node: NamedNode, operands: t
 
 
 def stored_of(
-    setting: Setting, demands: Demands, tensor: NamedTensor, uses: Iterable[Layout], regather: bool = False
+    setting: Setting,
+    demands: Demands,
+    tensor: NamedTensor,
+    uses: Iterable[Layout],
+    regather: bool = False,
+    lasting: bool = False,
 ) -> tuple[Stored, ...]:
-    """In how many ways a tensor may be held: as it is used, whole, or split further by axes that are left."""
+    """In how many ways a tensor may be held: as it is used, whole, or split further by axes that are left.
+
+    `lasting`: what is gathered may stay until the optimizer steps, also where there is one micro-batch.
+    """
     atoms = atoms_of(tensor)
     whole = Layout.replicated(atoms)
     if tensor.kind in ("buffer", "constant"):
@@ -145,7 +153,7 @@ def stored_of(
         if held == "regather":
             return tuple(Stored(layout, again=any(layout.splits)) for layout in kept)
         ways += [Stored(layout, again=True) for layout in split if regather and held is None]
-        ways += [Stored(layout, lasting=True) for layout in split if setting.options.micro_batches > 1]
+        ways += [Stored(layout, lasting=True) for layout in split if lasting or setting.options.micro_batches > 1]
     return tuple(ways)
 
 

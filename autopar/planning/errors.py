@@ -11,7 +11,7 @@ from autopar.planning.conflicts import conflicting, spans_of
 from autopar.planning.demands import Demands
 from autopar.tracing.graph import NamedNode
 
-__all__ = ["NoPlan", "no_option"]
+__all__ = ["NoPlan", "OutOfTime", "no_option"]
 
 
 class NoPlan(AutoparError):
@@ -20,6 +20,10 @@ class NoPlan(AutoparError):
     def __init__(self, text: str, least_bytes: float | None = None) -> None:
         super().__init__(text)
         self.least_bytes = least_bytes
+
+
+class OutOfTime(Exception):
+    """The time was up before there was a model to search: what was found until then stands."""
 
 
 def no_option(

@@ -71,7 +71,7 @@ class HeldTensors(Building):
     def _stored(self, tensor: NamedTensor, uses: tuple[Layout, ...]) -> tuple[Stored, ...]:
         key = "stored", tensor.kind, self._cut(tensor), uses, self.demands.stored_token(tensor)
         if key not in self.known:
-            self.known[key] = stored_of(self.setting, self.demands, tensor, uses, self.regather)
+            self.known[key] = stored_of(self.setting, self.demands, tensor, uses, self.regather, self.lasting)
         found: tuple[Stored, ...] = self.known[key]
         return found
 

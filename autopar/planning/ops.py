@@ -31,6 +31,7 @@ class Ops(Building):
             whole = {name: self._work(self.nodes[name], found[0]) for name, found in options.items()}
             self.shares = shares_of(self.graph, whole)
         for node in self.graph.nodes:
+            self._heed_time()
             found = options[node.name]
             self._add_by_mode("op", node.name, found, node, partial(self._op_parts, node, found))
 
@@ -52,6 +53,7 @@ class Ops(Building):
     def _options(self, node: NamedNode) -> tuple[Option, ...]:
         key = "options", self._signature(node)
         if key not in self.known:
+            self._heed_time()
             self.known[key] = options_of(self.setting, self.demands, node, self.ways)
         found: tuple[Option, ...] = self.known[key]
         if not found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from autopar.contracts import size_text
@@ -100,4 +101,4 @@ def _least(work: Work, demands: Demands) -> Race:
 def _other(work: Work, demands: Demands) -> Work:
     """The same mesh to search, with other demands: what it finds is not for the race of this one."""
     race = Race(work.setting, work.race.limit, work.race.began, None, demands)
-    return replace(work, demands=demands, race=race)
+    return replace(work, demands=demands, race=race, gives_up=math.inf)

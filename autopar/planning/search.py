@@ -44,6 +44,8 @@ MOST_LISTED = 2000
 FIRST_LISTED = 125
 PRICES_LISTED = (0, 3, 6)
 """Powers of two of prices of memory, of seconds per byte of the fastest plan that takes all there is."""
+LESS = 1e-3
+"""What is tried is this part less than the least memory that was found."""
 HIGHEST_PRICE = 1e3
 """Seconds per GiB and second of the step: no memory is worth more."""
 
@@ -117,7 +119,7 @@ class Search:
 
     @property
     def is_closed(self) -> bool:
-        return self.best - self.bound <= self.gap * self.best
+        return bool(np.isfinite(self.best)) and self.best - self.bound <= self.gap * self.best
 
     def run(self) -> None:
         """Improve prices until the gap is closed, nothing moves, or the time is up."""
@@ -135,10 +137,12 @@ class Search:
         scale = self.hinges.seconds(sums) / max(peak_gib(sums), 1e-9)
         before: Floats | None = None
         for exponent in SCANNED:
+            if time.monotonic() > self.deadline and np.isfinite(self.best):
+                return
             at = weights + scale * 2.0**exponent * (np.array([1.0, 0.25]) @ MOMENTS)
             _, sums = self.elimination.least(at)
             self.planes.append(sums)
-            if peak_gib(sums) + self._least_missed > self.limit_gib:
+            if peak_gib(sums) + min(0.0, self._least_missed) > self.limit_gib:
                 before = at
                 continue
             if before is not None:
@@ -161,7 +165,7 @@ class Search:
             _, prices = self._master()
         for _ in range(MOST_ROUNDS):
             self._round(prices)
-            if self.is_closed or time.monotonic() > self.deadline:
+            if self.is_closed or self.bound >= FORBIDDEN_SECONDS or time.monotonic() > self.deadline:
                 return
             upper, prices = self._master()
             if upper - self._bound_at(self.aim_gib) <= 0.1 * self.gap * abs(upper):
@@ -324,6 +328,20 @@ class Search:
             if tried[-1].peak_gib <= self.limit_gib:
                 break
         return min(tried, key=lambda one: one.peak_gib)
+
+    def lessen(self, limit_gib: float) -> None:
+        """Where nothing fits yet: as if the limit were just below the least that was found, over and over."""
+        while time.monotonic() < self.deadline:
+            least = min((one.peak_gib for one in self.found.values()), default=np.inf)
+            if least <= limit_gib or not np.isfinite(least):
+                break
+            self.limit_gib = least * (1 - LESS)
+            self.best = np.inf
+            self.run()
+            self.mix()
+            if min(one.peak_gib for one in self.found.values()) > self.limit_gib:
+                break
+        self.limit_gib = limit_gib
 
     def mix(self) -> None:
         """Mixtures of the fastest plan that fits with others: with those that are faster and do not fit, or with those

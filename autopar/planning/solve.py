@@ -13,17 +13,20 @@ from autopar.decided import Plan
 from autopar.layout.language import Layout
 from autopar.planning.coarse import MOST_AXES
 from autopar.planning.demands import Demands
-from autopar.planning.errors import NoPlan
+from autopar.planning.errors import NoPlan, OutOfTime
 from autopar.planning.experts import expert_plans, plan_under
 from autopar.planning.race import Race
 from autopar.planning.refusals import refusal
 from autopar.planning.setting import PlanOptions, Setting
-from autopar.planning.stages import Work, settle, worthwhile
+from autopar.planning.stages import Ended, Work, settle, worthwhile
 from autopar.planning.tables import Tables
 from autopar.search.work import Progress, relative_gap
 from autopar.tracing.graph import NamedGraph
 
 __all__ = ["PlanOptions", "Solved", "solve_plan"]
+
+SEARCH_SHARE = 0.75
+"""Of the time, after which the strategies of experts are priced if the search has not ended."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,8 @@ def solve_plan(
     """Decide what of a plan is open: all of it, or what `layout` leaves.
 
     `memory_bytes` is what the plan may hold on each device; by default what the device has. `warm` is a plan to begin
-    from; `experts`: whether the strategies of experts are priced as well, in the time left. `beat_seconds`: only
-    a faster plan is of use; that there is none is a `NoPlan`.
+    from; `experts`: whether the strategies of experts are priced as well, in the time left, or a quarter of it.
+    `beat_seconds`: only a faster plan is of use; that there is none is a `NoPlan`.
     """
     began = time.monotonic()
     setting = Setting.of(graph, axes, cluster, options or PlanOptions())
@@ -77,34 +80,49 @@ def solve_plan(
     # A plan that was made for something else may not do what this layout demands.
     if warm is not None and demands.is_empty and warm.graph == graph.fingerprint and dict(warm.axes) == dict(axes):
         race.offer("an earlier plan", warm)
-    work = Work(setting, demands, race, Tables(setting), began + time_limit)
-    wide = len(setting.used) > MOST_AXES
-    if wide:
-        work = replace(work, ways=worthwhile(work))
-    ended = settle(work, math.inf if wide else beat_seconds)
-    search, bound = ended.search, race.floor if wide else ended.bound
-    if bound >= beat_seconds:
+    priced = experts and not demands.given.statements
+    searching = began + time_limit * (SEARCH_SHARE if priced else 1.0)
+    work = Work(setting, demands, race, Tables(setting), searching, searching, until_one_fits=not priced)
+    ended = _searched(work, beat_seconds)
+    if ended.bound >= beat_seconds:
         raise NoPlan(f"no plan takes less than {beat_seconds:.3g} s")
-    if experts and not demands.given.statements:
-        race.tell("search", bound)
-        _with_experts(race, bound, work.deadline)
-        race.tell("experts", bound)
-    if not wide:
-        search.best = race.seconds
+    work = replace(work, deadline=began + time_limit, gives_up=math.inf, until_one_fits=True)
+    if priced:
+        race.tell("search", ended.bound)
+        _with_experts(race, ended.bound, work.deadline)
+        race.tell("experts", ended.bound)
+        if race.plan is None and ended.is_cut:
+            ended = _searched(work, beat_seconds)
+    bound, search = max(ended.bound, race.floor), ended.search
+    if search is not None and not ended.is_part:
+        search.best, search.deadline = race.seconds, work.deadline
         search.close()
         bound = search.proved if search.is_listed else max(bound, search.proved)
     race.tell("search", bound)
     if race.plan is None or race.costs is None:
         raise refusal(work)
+    variables = () if search is None else search.model.variables
     return Solved(
         race.plan,
         race.costs,
         min(bound, race.seconds),
         time.monotonic() - began,
         race.origin,
-        len(search.model.variables),
-        sum(len(variable.states) for variable in search.model.variables),
+        len(variables),
+        sum(len(variable.states) for variable in variables),
     )
+
+
+def _searched(work: Work, beat_seconds: float) -> Ended:
+    """A mesh of many axes with joined axes first. Of its choices not all are searched, so what is proved is not of all
+    plans."""
+    if len(work.setting.used) <= MOST_AXES:
+        return settle(work, beat_seconds)
+    try:
+        work = replace(work, ways=worthwhile(work))
+    except OutOfTime:
+        return Ended(None, 0.0, is_cut=True)
+    return replace(settle(work), bound=0.0, is_part=True)
 
 
 def _with_experts(race: Race, bound: float, deadline: float) -> None:

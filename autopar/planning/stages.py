@@ -16,6 +16,7 @@ from autopar.planning.build import build
 from autopar.planning.coarse import Joined, Ways, joined_meshes, ways_of
 from autopar.planning.decode import plan_of
 from autopar.planning.demands import Demands
+from autopar.planning.errors import OutOfTime
 from autopar.planning.model import Model
 from autopar.planning.promises import promised
 from autopar.planning.race import Race
@@ -23,6 +24,7 @@ from autopar.planning.recomputing import STATES, layers_of
 from autopar.planning.search import Search
 from autopar.planning.setting import Setting
 from autopar.planning.tables import Tables
+from autopar.planning.totals import HOST
 from autopar.search.problem import Floats
 
 __all__ = ["Ended", "Work", "least_memory", "settle", "worthwhile"]
@@ -42,6 +44,9 @@ class Work:
     race: Race
     tables: Tables
     deadline: float
+    gives_up: float = np.inf
+    """When no search is begun any more, but for one that is to go on `until_one_fits`."""
+    until_one_fits: bool = True
     ways: Ways | None = None
     joined: Joined | None = None
     spread: list[tuple[Plan, Costs]] = field(default_factory=list, init=False)
@@ -53,10 +58,16 @@ class Work:
         every = layers_of(self.setting.graph) if self.setting.trains else ()
         return [path for path in every if path not in self.demands.recompute]
 
+    @property
+    def ends(self) -> float:
+        """When it is too late to make a model."""
+        return np.inf if self.until_one_fits and self.race.plan is None else self.gives_up
+
     def model(
         self,
         is_limited: bool = False,
         recompute: Mapping[str, Recompute] | None = None,
+        lasting: bool = False,
     ) -> Model:
         """With what the layout says of layers, and what it promises of the whole.
 
@@ -65,7 +76,7 @@ class Work:
         """
         again = {**(recompute or {}), **self.demands.recompute}
         is_open = self.layers if is_limited and recompute is None else ()
-        made = build(self.setting, self.demands, self.tables, is_limited, again, self.ways, is_open)
+        made = build(self.setting, self.demands, self.tables, is_limited, again, self.ways, is_open, self.ends, lasting)
         return promised(made, self.demands, self.tables)
 
     def offer(self, plan: Plan) -> Costs:
@@ -92,6 +103,8 @@ class Work:
         if search.is_limited and search.least_memory().peak_gib > limit_gib and self.race.plan is None:
             least_memory(self)
             if self.race.plan is None:
+                search.lessen(self.race.limit / 2**30)
+            if self.race.plan is None:
                 return search
             search.best = self.race.seconds
         search.run()
@@ -102,27 +115,36 @@ class Work:
 
 @dataclass(frozen=True)
 class Ended:
-    """The last search, and what is proved of all plans."""
+    """The last search, if there was time for one, and what is proved of all plans."""
 
-    search: Search
+    search: Search | None
     bound: float
+    is_part: bool = False
+    """Whether not all choices were searched."""
+    is_cut: bool = False
+    """Whether there was no time to begin a search that was due."""
 
 
 def settle(work: Work, beat_seconds: float = np.inf) -> Ended:
     """Search without a limit first; where the best does not fit, with it.
 
-    However little time there is, each kind of search is begun until one plan fits. It ends where no plan is below
-    `beat_seconds`.
+    However little time there is, each kind of search is begun until one plan fits, unless that is left to others. It
+    ends where no plan is below `beat_seconds`.
     """
-    race = work.race
-    now = time.monotonic()
-    search = work.searched(work.model(), np.inf, now + (work.deadline - now) * FREE_SHARE)
-    is_free = race.plan is not None and race.seconds <= race.passed_seconds
-    bound = search.bound
-    if not is_free and bound < beat_seconds:
-        hint = search.hinge_prices()
-        search = work.searched(work.model(is_limited=True), race.limit / 2**30, work.deadline, hint)
-        bound = max(bound, search.bound)
+    race, search, bound = work.race, None, 0.0
+    try:
+        now = time.monotonic()
+        search = work.searched(work.model(), np.inf, now + (work.deadline - now) * FREE_SHARE)
+        bound = search.bound
+        is_free = race.plan is not None and race.seconds <= race.passed_seconds
+        if not is_free and bound < beat_seconds:
+            hint = search.hinge_prices()
+            search = work.searched(
+                work.model(is_limited=True, lasting=bool(hint[HOST] > 0)), race.limit / 2**30, work.deadline, hint
+            )
+            bound = max(bound, search.bound)
+    except OutOfTime:
+        return Ended(search, bound, is_cut=True)
     return Ended(search, bound)
 
 
@@ -148,10 +170,14 @@ def worthwhile(work: Work) -> Ways:
     meshes = list(joined_meshes(setting))
     for number, (joined, merged) in enumerate(meshes):
         now = time.monotonic()
+        if plans and now > work.ends:
+            break
         until = now + (work.deadline - now) / (len(meshes) - number + 1)
         free = Demands(merged.graph, merged.axes, Layout(()), free=True)
-        coarse = Work(merged, free, race, Tables(merged), until, joined=joined)
+        coarse = Work(merged, free, race, Tables(merged), until, work.gives_up, work.until_one_fits, joined=joined)
         settle(coarse)
         best = sorted(coarse.spread, key=lambda one: (one[1].memory.peak_bytes > race.limit, one[1].step_seconds))
         plans += [plan for plan, _ in best[:MOST_FOLLOWED]]
+    if not plans:
+        raise OutOfTime
     return ways_of(setting, plans)

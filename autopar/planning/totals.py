@@ -16,7 +16,7 @@ import numpy as np
 from autopar.planning.setting import Setting
 from autopar.search.problem import Floats
 
-__all__ = ["FORBIDDEN_SECONDS", "MEMORY", "MOMENTS", "Hinges", "Sum", "peak_gib"]
+__all__ = ["FORBIDDEN_SECONDS", "HOST", "MEMORY", "MOMENTS", "Hinges", "Sum", "peak_gib"]
 
 
 class Sum(IntEnum):
@@ -44,6 +44,8 @@ class Sum(IntEnum):
     """Memory that the backward takes beside that where it begins: gradients at one op, and what it holds."""
 
 
+HOST = 0
+"""The hinge of the host: it has a price where launching takes longer than what is launched."""
 MEMORY = (Sum.KEPT_GIB, Sum.STEP_GIB, Sum.BEGINNING_GIB)
 """The sums that are of memory."""
 MOMENTS = np.zeros((2, len(Sum)))

@@ -48,9 +48,9 @@ def test_axes_on_different_links_are_not_joined(graph: NamedGraph) -> None:
 
 
 def test_three_axes_are_no_worse_than_two_of_them_joined(graph: NamedGraph) -> None:
-    found = solve_plan(graph, AXES, CLUSTER, experts=False)
+    found = solve_plan(graph, AXES, CLUSTER, experts=False, time_limit=3600)
     for axes in ({"pod": 2, "t": 4}, {"d": 4, "tp": 2}):
-        joined = solve_plan(graph, axes, CLUSTER, experts=False)
+        joined = solve_plan(graph, axes, CLUSTER, experts=False, time_limit=3600)
         assert found.costs.step_seconds <= joined.costs.step_seconds * (1 + 1e-9)
     assert evaluate(graph, found.plan, CLUSTER).step_seconds == found.costs.step_seconds
     assert 0 < found.bound_seconds < found.costs.step_seconds
@@ -65,7 +65,7 @@ def test_a_plan_is_found_however_short_the_time(graph: NamedGraph) -> None:
 
 def test_what_a_layout_demands_holds_on_three_axes(graph: NamedGraph) -> None:
     layout = parse_layout("act@blocks.* { batch -> pod*dp }\nparam@blocks.*.up.weight { d_ff -> tp }", "test")
-    found = solve_plan(graph, AXES, CLUSTER, layout=layout)
+    found = solve_plan(graph, AXES, CLUSTER, layout=layout, time_limit=3600)
     decisions = found.plan.decisions
     assert str(decisions.stored["blocks.0.up.weight"]) == "[0 -> tp]"
     assert decisions.values["blocks.1.up/linear"].splits[0] == ("pod", "dp")
@@ -75,5 +75,5 @@ def test_a_plan_of_three_axes_computes_what_one_process_does() -> None:
     torch.manual_seed(0)
     model, inputs = gpt(layers=1, d_model=16, heads=4, vocab=32, seq=8, batch=8)
     graph, exact = autopar.trace(model, inputs), autopar.trace(model.double(), inputs)
-    plan = solve_plan(graph, AXES, CLUSTER, experts=False).plan
+    plan = solve_plan(graph, AXES, CLUSTER, experts=False, time_limit=3600).plan
     assert difference_of(exact, plan.decisions, list(inputs.values())) < 1e-9

@@ -90,12 +90,12 @@ def test_elimination_with_modes_is_a_bound_that_candidates_come_close_to(model: 
 
 
 def test_less_memory_is_no_faster_and_computes_layers_again(graph: NamedGraph) -> None:
-    free = solve_plan(graph, {"dp": 2}, CLUSTER)
+    free = solve_plan(graph, {"dp": 2}, CLUSTER, time_limit=3600)
     seconds, most = [free.costs.step_seconds], free.costs.memory.peak_bytes
     modes: set[str] = set()
     for share in (0.85, 0.7, 0.55, 0.4):
         try:
-            found = solve_plan(graph, {"dp": 2}, CLUSTER, memory_bytes=share * most)
+            found = solve_plan(graph, {"dp": 2}, CLUSTER, memory_bytes=share * most, time_limit=3600)
         except NoPlan:
             break
         assert found.costs.memory.peak_bytes <= share * most
@@ -108,9 +108,11 @@ def test_less_memory_is_no_faster_and_computes_layers_again(graph: NamedGraph) -
 
 
 def test_a_mesh_that_cannot_win_is_given_up(graph: NamedGraph) -> None:
-    best = solve_plan(graph, {"dp": 2}, CLUSTER, experts=False)
+    best = solve_plan(graph, {"dp": 2}, CLUSTER, experts=False, time_limit=3600)
     assert best.bound_seconds > 0
     with pytest.raises(NoPlan, match="no plan takes less than"):
-        solve_plan(graph, {"dp": 2}, CLUSTER, experts=False, beat_seconds=0.5 * best.bound_seconds)
-    same = solve_plan(graph, {"dp": 2}, CLUSTER, experts=False, beat_seconds=2 * best.costs.step_seconds)
+        solve_plan(graph, {"dp": 2}, CLUSTER, experts=False, beat_seconds=0.5 * best.bound_seconds, time_limit=3600)
+    same = solve_plan(
+        graph, {"dp": 2}, CLUSTER, experts=False, beat_seconds=2 * best.costs.step_seconds, time_limit=3600
+    )
     assert same.costs == best.costs

@@ -26,7 +26,7 @@ def graph() -> NamedGraph:
 
 def asked(graph: NamedGraph, lines: list[str], memory: float | None = None, ranks: int = 2) -> Solved:
     layout = parse_layout("\n".join(lines))
-    return solve_plan(graph, {"dp": ranks}, CLUSTER, layout=layout, memory_bytes=memory)
+    return solve_plan(graph, {"dp": ranks}, CLUSTER, layout=layout, memory_bytes=memory, time_limit=3600)
 
 
 def shown(error: Exception) -> list[int]:
@@ -85,7 +85,7 @@ def test_a_limit_on_halos_is_told_with_the_line_that_passes_it() -> None:
 
 def test_lines_that_conflict_with_the_limit_on_memory_are_told_and_no_others(graph: NamedGraph) -> None:
     lines = ["batch -> dp", "opt { * -> none }", "seq -> none", "forbid all_to_all(act) over dp"]
-    free = solve_plan(graph, {"dp": 4}, CLUSTER)
+    free = solve_plan(graph, {"dp": 4}, CLUSTER, time_limit=3600)
     limit = 0.4 * free.costs.memory.peak_bytes
     with pytest.raises(NoPlan, match="this line is to blame, and without it the others fit") as refused:
         asked(graph, lines, limit, 4)
@@ -99,7 +99,7 @@ def test_contracts_that_can_be_kept_with_more_memory_are_not_blamed_for_one_anot
     """What fits breaks the guard, and what keeps it does not fit: it is the limit that both conflict with."""
     lines = ["seq -> none", "use { * -> none }", "forbid all_gather(param) over dp"]
     kept = asked(graph, lines, None, 4)
-    fits = solve_plan(graph, {"dp": 4}, CLUSTER, memory_bytes=0.4 * kept.costs.memory.peak_bytes)
+    fits = solve_plan(graph, {"dp": 4}, CLUSTER, memory_bytes=0.4 * kept.costs.memory.peak_bytes, time_limit=3600)
     with pytest.raises(NoPlan, match="no plan was found that fits in") as refused:
         asked(graph, lines, fits.costs.memory.peak_bytes, 4)
     assert refused.value.least_bytes is not None

@@ -92,7 +92,7 @@ def test_hinges_are_the_seconds_of_evaluate(graph: NamedGraph) -> None:
 
 
 def test_no_strategy_is_better(graph: NamedGraph) -> None:
-    solved = solve_plan(graph, AXES, CLUSTER, time_limit=30)
+    solved = solve_plan(graph, AXES, CLUSTER, time_limit=3600)
     assert solved.costs == evaluate(graph, solved.plan, CLUSTER), "what is claimed is what evaluate says"
     assert solved.bound_seconds <= solved.costs.step_seconds
     setting = Setting.of(graph, AXES, CLUSTER, PlanOptions())
@@ -106,16 +106,16 @@ def small() -> NamedGraph:
 
 
 def asked(graph: NamedGraph, text: str, warm: Plan | None = None) -> Solved:
-    return solve_plan(graph, {"dp": 2}, CLUSTER, layout=parse_layout(text), warm=warm)
+    return solve_plan(graph, {"dp": 2}, CLUSTER, layout=parse_layout(text), warm=warm, time_limit=3600)
 
 
 def test_an_earlier_plan_is_not_taken_for_what_a_layout_demands() -> None:
     graph = small()
-    free = solve_plan(graph, {"dp": 2}, CLUSTER)
+    free = solve_plan(graph, {"dp": 2}, CLUSTER, time_limit=3600)
     found = asked(graph, "batch -> dp", warm=free.plan)
     inputs = [found.plan.decisions.stored[name].splits for name in graph.inputs]
     assert inputs == [(("dp",), ())] * len(inputs)
-    again = solve_plan(graph, {"dp": 2}, CLUSTER, warm=free.plan)
+    again = solve_plan(graph, {"dp": 2}, CLUSTER, warm=free.plan, time_limit=3600)
     assert again.costs.step_seconds <= free.costs.step_seconds
 
 
@@ -144,16 +144,18 @@ def test_lines_that_conflict_are_told_and_no_others() -> None:
 
 def test_where_memory_is_short_the_layout_is_named_if_it_is_to_blame() -> None:
     graph, said = small(), parse_layout("* -> none")
-    whole = solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, experts=False)
+    whole = solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, experts=False, time_limit=3600)
     limit = 0.8 * whole.costs.memory.peak_bytes
     with pytest.raises(NoPlan, match=r"this line is to blame, .*: without the layout, .* would do") as refused:
-        solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, memory_bytes=limit, experts=False)
+        solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, memory_bytes=limit, experts=False, time_limit=3600)
     assert refused.value.least_bytes is not None
     assert refused.value.least_bytes > limit
-    found = solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, memory_bytes=refused.value.least_bytes, experts=False)
+    found = solve_plan(
+        graph, {"dp": 4}, CLUSTER, layout=said, memory_bytes=refused.value.least_bytes, experts=False, time_limit=3600
+    )
     assert found.costs.memory.peak_bytes <= refused.value.least_bytes
     with pytest.raises(NoPlan, match=r"without the layout it is (no less|.*, which is too much as well)"):
-        solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, memory_bytes=1000, experts=False)
+        solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, memory_bytes=1000, experts=False, time_limit=3600)
 
 
 def test_holes_with_candidates_take_one_of_them() -> None:
@@ -163,7 +165,7 @@ def test_holes_with_candidates_take_one_of_them() -> None:
         ("batch -> ?{tp, dp*tp}", {("tp",), ("dp", "tp")}),
         ("batch -> dp?", {("dp",), ("dp", "tp")}),
     ):
-        found = solve_plan(graph, AXES, CLUSTER, layout=parse_layout(text), experts=False)
+        found = solve_plan(graph, AXES, CLUSTER, layout=parse_layout(text), experts=False, time_limit=3600)
         places = [(graph.tensors[name].dims.index("batch"), name) for name in graph.inputs]
         assert {found.plan.decisions.stored[name].splits[place] for place, name in places} <= allowed, text
 
@@ -191,7 +193,56 @@ def test_layers_are_computed_again_as_a_layout_says() -> None:
 def test_tensors_that_are_to_share_a_layout_do() -> None:
     graph = small()
     one, other = "blocks.0.up.weight", "blocks.0.attention.qkv.weight"
-    found = solve_plan(graph, AXES, CLUSTER, layout=parse_layout(f"batch -> dp; same @{one} @{other}"), experts=False)
+    found = solve_plan(
+        graph, AXES, CLUSTER, layout=parse_layout(f"batch -> dp; same @{one} @{other}"), experts=False, time_limit=3600
+    )
     stored = found.plan.decisions.stored
     texts = [layout_text(graph.tensors[name], stored[name]) for name in (one, other)]
     assert texts[0] == texts[1]
+
+
+def test_where_the_host_is_slow_what_is_gathered_may_stay() -> None:
+    """As ZeRO-1 does: of a small model, which takes the host longer than the devices, no expert is better."""
+    model, inputs = gpt(layers=2, d_model=64, heads=4, vocab=128, seq=32, batch=8, device="meta")
+    graph, axes = autopar.trace(model, inputs), {"dp": 8}
+    setting = Setting.of(graph, axes, CLUSTER, PlanOptions())
+    experts = [evaluate(graph, plan, CLUSTER) for _, plan in expert_plans(setting)]
+    for limit in sorted({costs.memory.peak_bytes for costs in experts}):
+        found = solve_plan(graph, axes, CLUSTER, memory_bytes=limit, experts=False, time_limit=3600)
+        fits = [costs.step_seconds for costs in experts if costs.memory.peak_bytes <= limit]
+        assert found.costs.step_seconds <= min(fits) * (1 + 1e-9), limit
+
+
+def test_the_least_memory_that_is_told_is_what_no_search_goes_below() -> None:
+    model, inputs = gpt(layers=2, d_model=64, heads=4, vocab=128, seq=32, batch=8, device="meta")
+    graph = autopar.trace(model, inputs)
+    with pytest.raises(NoPlan) as refused:
+        solve_plan(graph, {"dp": 8}, CLUSTER, memory_bytes=1000, time_limit=3600)
+    least = refused.value.least_bytes
+    assert least is not None
+    found = solve_plan(graph, {"dp": 8}, CLUSTER, memory_bytes=least, time_limit=3600)
+    assert found.costs.memory.peak_bytes == least
+    with pytest.raises(NoPlan):
+        solve_plan(graph, {"dp": 8}, CLUSTER, memory_bytes=0.99 * least, time_limit=3600)
+
+
+@pytest.mark.parametrize("axes", [AXES, {"pod": 2, "dp": 2, "tp": 2}])
+def test_without_time_to_search_the_best_expert_stands(graph: NamedGraph, axes: dict[str, int]) -> None:
+    solved = solve_plan(graph, axes, CLUSTER, time_limit=1e-3)
+    assert solved.origin != "search"
+    assert solved.costs == evaluate(graph, solved.plan, CLUSTER)
+    assert 0 < solved.bound_seconds < solved.costs.step_seconds
+    longer = solve_plan(graph, axes, CLUSTER, time_limit=3600)
+    assert longer.origin == "search"
+    assert solved.bound_seconds <= longer.costs.step_seconds <= solved.costs.step_seconds
+
+
+def test_without_time_and_without_experts_that_may_be_taken_a_plan_is_found(graph: NamedGraph) -> None:
+    with pytest.raises(NoPlan) as refused:
+        solve_plan(graph, AXES, CLUSTER, memory_bytes=1000, experts=False, time_limit=1e-3)
+    least = refused.value.least_bytes
+    assert least is not None
+    found = solve_plan(graph, AXES, CLUSTER, memory_bytes=least, experts=False, time_limit=1e-3)
+    assert found.costs.memory.peak_bytes <= least
+    said = parse_layout("batch -> ?; forbid all_gather(act) over dp")
+    assert solve_plan(graph, AXES, CLUSTER, layout=said, time_limit=1e-3).plan.decisions.axes == AXES

@@ -226,7 +226,7 @@ def test_bad_arguments(given: dict[str, object], message: str) -> None:
 @pytest.mark.slow
 def test_layers_that_are_computed_again_are_written() -> None:
     model, inputs = gpt(layers=6, d_model=512, heads=8, vocab=512, seq=1024, batch=8, device="meta")
-    plan = autopar.plan(model, "dp=2,tp=2", inputs, cluster="h100", memory="300MiB", time_limit=8, cache=False)
+    plan = autopar.plan(model, "dp=2,tp=2", inputs, cluster="h100", memory="300MiB", time_limit=60, cache=False)
     assert plan.fits
     assert plan.decided.recompute
     assert plan.decided.decisions.recompute == plan.decided.recompute, "what is priced is what runs"
