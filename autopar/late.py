@@ -49,7 +49,9 @@ class Late(Tensor):
             if isinstance(value, Late):
                 value.arrive()
 
+    # A compiler would trace what is done here, and has no values to wait for.
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

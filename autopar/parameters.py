@@ -99,6 +99,7 @@ class _Locals(torch.autograd.Function):
         return (None, None, None, *left)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _wait(gradients: Sequence[Tensor | None]) -> None:
     """For what a compiled graph has begun to send; many gradients lie in one memory, and come together."""
     found = {x.untyped_storage()._cdata: x for x in gradients if x is not None}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autopar.late import Late
+from autopar.rewrite.ends import wrapped
 
 
 class Tripled(torch.autograd.Function):
@@ -101,6 +102,12 @@ def test_what_is_done_with_it_has_a_gradient() -> None:
     assert weight.grad == 35
     assert loss.item() == 30
     assert arrived == [1]
+
+
+def test_whole_numbers_run_over_as_those_of_tensors_do() -> None:
+    for numbers in ([2**62, 2**62], [2**62, 2**62, 2**62, 2**62], [-(2**62), -(2**62), -1], [3, -5]):
+        assert wrapped(sum(numbers)) == torch.tensor(numbers).sum()
+    assert wrapped(2.5) == 2.5
 
 
 def test_several_numbers_of_another_type() -> None:

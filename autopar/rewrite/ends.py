@@ -25,7 +25,7 @@ from autopar.rewrite.checkpoints import REGION
 from autopar.rewrite.functions import Conversion, convert, send
 from autopar.rewrite.totals import joined, small_sum
 
-__all__ = ["Ends", "Exchanges", "move_to_ends"]
+__all__ = ["Ends", "Exchanges", "move_to_ends", "wrapped"]
 
 MOST_NODES = 64
 """Of the graph before the graph: targets that are shifted, flattened, compared and counted take ten."""
@@ -133,6 +133,11 @@ def _begin(
     ]
 
 
+def wrapped(number: complex) -> complex:
+    """Sums of whole numbers run over as those of tensors do."""
+    return (number + 2**63) % 2**64 - 2**63 if isinstance(number, int) else number
+
+
 def _collectives(conversions: Sequence[Conversion], parts: Sequence[Tensor]) -> list[Tensor]:
     """The sums by collectives, one for each group."""
     found: list[Tensor] = list(parts)
@@ -158,7 +163,7 @@ def _received(
     columns = list(zip(*sent(group), strict=True))[piece]
     if dtype.is_complex:
         columns = [tuple(map(complex, *pair)) for pair in zip(columns[::2], columns[1::2], strict=True)]
-    sums = [sum(column) for column in columns]
+    sums = [wrapped(sum(column)) for column in columns]
     return torch.tensor(sums, dtype=dtype).reshape(shape) if shape else sums[0]
 
 

@@ -21,6 +21,7 @@ from autopar.errors import AutoparError
 from autopar.late import Late
 from autopar.mesh import Mesh
 from tests.distributed.launcher import endings, launch
+from tests.gaps import number
 
 
 class Classifier(nn.Module):
@@ -88,7 +89,7 @@ def run(how: str, mesh: str) -> dict[str, Any]:
         "sent": (len(ends.early), len(ends.late)),
         "is late": is_late,
         "still": still,
-        "error": max(float((a - b).abs().max()) for a, b in pairs),
+        "error": max(number((a - b).abs().max()) for a, b in pairs),
         "without gradients": [type(one) is Late for one in (calm if isinstance(calm, tuple) else (calm,))],
         "code": parallel.code,
     }
@@ -122,6 +123,38 @@ def test_sums_at_the_ends_of_a_call(way: Any, mesh: str, ranks: int) -> None:
             assert one["still"] == one["is late"], f"{how}: a backward does not look"
             assert one["without gradients"] == [how == "count" and place == 1 for place in range(len(one["is late"]))]
         assert found["plain"]["code"].index("before") < found["plain"]["code"].index("/cross_entropy_loss[]")
+
+
+def compiled_around() -> list[float]:
+    """Functions that are compiled with a call in them: one goes on with the loss, one has the backward, too."""
+    torch.manual_seed(0)
+    model, x, targets = Classifier("plain").double(), torch.randn(8, 8).double(), torch.arange(8) % 5
+    parallel = autopar.parallelize(model, "dp=2", (x, targets), layout="batch -> dp; * -> none")
+    expected = model(x, targets)
+    expected.backward()
+
+    def halved() -> Tensor:
+        return parallel(x, targets) / 2 + 1
+
+    def stepped() -> Tensor:
+        loss: Tensor = parallel(x, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    found = []
+    compiled = [torch.compile(function, backend="aot_eager") for function in (halved, stepped)]
+    for _ in range(3):
+        parallel.zero_grad()
+        found.append(float(compiled[0]().detach() - (expected / 2 + 1)))
+        found.append(float(compiled[1]() - expected))
+        for p, q in zip(parallel.parameters(), model.parameters(), strict=True):
+            found.append(float((p.grad.full_tensor() - q.grad).abs().max()))
+    return found
+
+
+def test_in_functions_that_are_compiled() -> None:
+    for found in launch(compiled_around, ranks=2, seconds=300):
+        assert max(map(number, map(abs, found))) < 1e-12
 
 
 def out_of_step() -> list[str]:
@@ -166,10 +199,10 @@ def exchange_many() -> dict[str, Any]:
     talk.open_channel()
     me = dist.get_rank()
     begun = []
-    for number in range(5 * EXCHANGES):
-        if me == number % 3:
+    for turn in range(5 * EXCHANGES):
+        if me == turn % 3:
             time.sleep(0.002)  # each of them is late at times
-        begun.append(talk.begin(number, (me, number * 0.1 + me, -number)))
+        begun.append(talk.begin(turn, (me, turn * 0.1 + me, -turn)))
     results = [one.result() for one in begun]
     differ = talk.begin(me, (7,)).result()
     return {"channel": talk.channel is not None, "results": results, "differ": differ}
