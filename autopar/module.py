@@ -18,7 +18,7 @@ from autopar.errors import AutoparError
 from autopar.late import Late
 from autopar.parts import tie
 from autopar.planned import Given, Planned
-from autopar.plans import NO_PARAMETERS, Disagreement, Fixed, Planner, Plans, Settings
+from autopar.plans import Disagreement, Fixed, Planner, Plans, Settings
 from autopar.rewrite.emit import Emitted
 from autopar.rewrite.readable import with_ends, with_notes
 from autopar.tracing.graph import NamedGraph
@@ -190,24 +190,25 @@ class ParallelModule(nn.Module):
         without it each module's own `reset_parameters` runs. Every rank draws the same numbers, so that the weights
         do not depend on the layout.
         """
-        self._plans.init_weights(init)
+        self._plans.weights.initialise(init, self._plans.agreement)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Take this rank's part of a state dict of whole tensors; mapped files (`torch.load(..., mmap=True)`) do."""
-        self._plans.load_full(state_dict)
+        self._plans.weights.load_full(state_dict, self._plans.agreement)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As of any module; tensors may be whole, or split as another layout on another mesh has them.
 
         All ranks load together: a tensor that comes split in another way is gathered for a moment.
         """
-        names = self._plans.names()
+        weights = self._plans.weights
+        names = weights.names()
         try:
-            found = super().load_state_dict(self._plans.placed(state_dict), strict, assign)
+            found = super().load_state_dict(weights.placed(state_dict), strict, assign)
         finally:
             tie(self, names)
         if not found.missing_keys:
-            self._plans.was_given(state_dict)
+            weights.was_given(state_dict)
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
@@ -232,11 +233,9 @@ class ParallelModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        if not self._plans.shells:
-            raise AutoparError(NO_PARAMETERS)
+        self._plans.weights.check_there()
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._plans.shells:
-            raise AutoparError(NO_PARAMETERS)
+        self._plans.weights.check_there()
         return super().state_dict(*args, **kwargs)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -18,18 +17,19 @@ from autopar.completion import Decisions
 from autopar.conversions import Inserted, Outputs
 from autopar.errors import AutoparError
 from autopar.layout.holds import Holding
-from autopar.parts import canonical_names, mirror, owner_of
 from autopar.planned import Given, Planned, Results
 from autopar.randomness import Randomness, kept_generators
-from autopar.rewrite.bucket import Handling, Synchronisation
+from autopar.rewrite.bucket import Handling
 from autopar.rewrite.buckets import Parameters
 from autopar.rewrite.emit import Emitted, emit
 from autopar.rewrite.functions import Groups
-from autopar.sharding import Held, Rank, held_by, hollow, initialise, load_full, match_dtypes, placed, split
+from autopar.rewrite.running import Synchronisation
+from autopar.sharding import Held, Rank, held_by
 from autopar.tracing.arguments import bind, flatten_arguments, signature_of
 from autopar.tracing.graph import NamedGraph
 from autopar.tracing.state import autocast_state
 from autopar.tracing.tree import Flattened
+from autopar.weights import Weights
 
 __all__ = ["Disagreement", "Fixed", "Planner", "Plans", "Settings"]
 
@@ -41,13 +41,6 @@ LOCAL = (
     "a plain tensor is the whole input, the same on every rank; if each rank loads a part of the batch of its own, "
     "say local_inputs=True"
 )
-NO_PARAMETERS = (
-    "the module has no parameters yet: how they are split is decided when it is first traced\n"
-    "fix: give parallelize the inputs, or call the module once before you make the optimizer"
-)
-
-
-_training, _requires_grad, _dtype = map(attrgetter, ("training", "requires_grad", "dtype"))
 
 
 class Planner(Protocol):
@@ -133,42 +126,20 @@ class Plans:
         if self.device.type != "cpu":
             self.device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
         self.randomness = Randomness(self.agreement, self.device)
-        self.given: nn.Module | None = model  # until its weights are split; then only its skeleton is kept
-        self.skeleton = hollow(model, self.device, settings.compute_dtype)
-        self.dtypes: dict[str, torch.dtype] = {}  # in which the parameters are stored, in the latest trace
+        self.weights = Weights(shell, model, self.device, settings.compute_dtype)
         self.synchronisation = Synchronisation()
-        self.signature = signature_of(self.skeleton)
-        self.has_values = not any(parameter.is_meta for parameter in model.parameters())
-        self.unset = {name for name, buffer in model.named_buffers() if buffer.is_meta}
-        """Buffers that were built without values and have not been given any."""
-        self.loaded = False
-        """Whether some state dict was."""
-        self.shells: list[nn.Module] = []
-        self.stored: dict[str, Held] = {}
-        self.tables: list[tuple[dict[str, nn.Parameter | None], str]] = []
-        self.buffer_tables: list[tuple[dict[str, Tensor | None], str]] = []
+        self.signature = signature_of(self.weights.skeleton)
         self.found: dict[Any, list[Planned]] = {}
         self.latest: Planned | None = None
         self.pending: Pending | None = None
         self.unsaid: int | None = None
         """Which call this is, if that is still to be said, with what is sent before the graph."""
         self.places: dict[str, list[int]] = {}
-        self.agreement.same(self._facts(model), SAME_MODEL)
+        self.agreement.same(self.weights.facts(), SAME_MODEL)
         self.agreement.same({**planner.facts(), "settings": str(settings)}, SAME_ARGUMENTS)
-        sums = {
-            f"the {kind} {name}": ((), checksum(tensor))
-            for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers()))
-            for name, tensor in tensors
-        }
         if self.agreement.size > 1:
-            self.agreement.same_values(sums, lambda name: SAME_MODEL)
+            self.agreement.same_values(self.weights.sums(), lambda name: SAME_MODEL)
         self.agreement.open_channel()
-
-    def _facts(self, model: nn.Module) -> dict[str, str]:
-        facts = {"model": self.owner}
-        facts.update({f"shape of parameter {name}": kind_of(p) for name, p in model.named_parameters()})
-        facts.update({f"shape of buffer {name}": kind_of(buffer) for name, buffer in model.named_buffers()})
-        return facts
 
     def current(self) -> Planned:
         if self.latest is None:
@@ -197,19 +168,7 @@ class Plans:
         self._plan(self._given(flat))
 
     def _given(self, flat: Flattened) -> Given:
-        modes = tuple(map(_training, self.shells))
-        parameters: list[Any] = [table[name] for table, name in self.tables]
-        buffers: list[Any] = [table[name] for table, name in self.buffer_tables]
-        if not self.shells:
-            model = self.given
-            assert model is not None, "kept until there are shells"
-            modes = tuple(module.training for module in model.modules())
-            if self.shell.training != modes[0]:
-                modes = (self.shell.training,) * len(modes)
-            parameters, buffers = list(model.parameters()), list(model.buffers())
-        trained = tuple(map(_requires_grad, parameters))
-        dtypes = (*map(_dtype, parameters), *map(_dtype, buffers))
-        return Given(self.signature, flat, modes, trained, dtypes, torch.is_grad_enabled(), autocast_state())
+        return Given(self.signature, flat, *self.weights.state(), torch.is_grad_enabled(), autocast_state())
 
     def find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], later: bool = False, differ: bool = False
@@ -246,13 +205,7 @@ class Plans:
                     plan = self._plan(given)
         assert given is not None, "else its error was raised"
         assert plan is not None, "found or made"
-        if not self.has_values:
-            fix = "fix: call init_weights() or load_full_state_dict(state_dict) of the parallel module first"
-            what = "its parameters have no values yet"
-            if self.loaded:  # of what a file can hold, all
-                fix = "fix: call init_weights() before the state dict is loaded: this buffer is in no state dict"
-                what = f"its buffer {min(self.unset)} has no values yet"
-            raise AutoparError(f"{self.owner} was built on the meta device and {what}\n{fix}")
+        self.weights.check_set()
         self.latest = plan
         return plan, given
 
@@ -300,8 +253,8 @@ class Plans:
         emitted = agreement.together(lambda: self._emit(graph, decisions, local, with_ends=agreement.size > 1))
         if len({row[0] for row in agreement.numbers(digest(emitted.ends.outline))}) > 1:  # some ranks have nothing
             emitted = agreement.together(lambda: self._emit(graph, decisions, local, with_ends=False))
-        if not self.shells:
-            self._build(held)
+        if not self.weights.shells:
+            self.weights.build(held)
         finish = self.synchronisation.finish
         plan = Planned(given, graph, decisions, emitted, held, self.shell, self.rank, self.results, finish)
         plan.digest = max(2, digest("\n".join(f"{name}: {fact}" for name, fact in given.facts().items())))
@@ -327,7 +280,7 @@ class Plans:
         for tensor in graph.tensors.values():
             if tensor.kind != "param":
                 continue
-            stored = self.dtypes[tensor.name]
+            stored = self.weights.dtypes[tensor.name]
             reduced = (self.settings.reduce_dtype if stored.is_floating_point else None) or stored
             holding = decisions.holdings.get(tensor.name, Holding(False, False, False))
             found[tensor.name] = Handling(
@@ -337,29 +290,23 @@ class Plans:
 
     def _trace(self, given: Given) -> NamedGraph:
         """Trace the call with the whole inputs, whatever part of them this rank was given."""
-        for module, training in zip(self.skeleton.modules(), given.training, strict=True):
-            module.training = training
-        for parameter, trained in zip(self.skeleton.parameters(), given.trained, strict=True):
-            parameter.requires_grad_(trained)
-        self.dtypes = dict(zip(dict(self.skeleton.named_parameters()), given.dtypes, strict=False))
-        if self.settings.compute_dtype is None:
-            match_dtypes(self.skeleton, given.dtypes)
         sharded = [isinstance(tensor, DTensor) for tensor in given.tensors]
         if any(sharded) and (self.settings.local_inputs or not all(sharded)):
             raise AutoparError(
                 "some inputs are DTensors and some are not, or local_inputs=True says that they are plain shards\n"
                 "fix: give all tensors as DTensors, or none"
             )
+        model = self.weights.traceable(given.training, given.trained, given.dtypes)
         dtype = self.settings.compute_dtype
-        graph = self.planner.trace(self.skeleton, given.example(None, dtype))
+        graph = self.planner.trace(model, given.example(None, dtype))
         if self.settings.local_inputs:
             shapes = self.planner.whole_shapes(graph)
-            graph = self.planner.trace(self.skeleton, given.example(shapes, dtype))
+            graph = self.planner.trace(model, given.example(shapes, dtype))
         return graph
 
     def _held(self, graph: NamedGraph, decisions: Decisions, given: Given) -> dict[str, Held]:
         held = held_by(graph, decisions, self.rank)
-        for name, place in self.stored.items():
+        for name, place in self.weights.stored.items():
             if held[name].layout != place.layout:
                 raise AutoparError(
                     f"in this call the layout stores the parameter {name} as {held[name].layout}, and it is stored as "
@@ -401,76 +348,12 @@ class Plans:
         kept = [axis for axis in self.rank.axes if axis not in split]
         return f"ranks along the axes {', '.join(kept)} work on the same data: give them the same tensor"
 
-    def _build(self, held: Mapping[str, Held]) -> None:
-        """Split the weights of the model that was given, and let go of it."""
-        model = self.given
-        assert model is not None, "built once"
-        names = {name for name, _ in model.named_parameters()}
-        self.stored = {name: place for name, place in held.items() if name in names}
-        training = self.shell.training
-        with torch.inference_mode(False):
-            self.shells = split(model, self.shell, self.stored, self.device)
-        if self.shell.training != training:  # train() or eval() was called before there was anything to set
-            self.shell.train(training)
-        self._find_tables()
-        self.given = None
-
-    def _find_tables(self) -> None:
-        owners = [owner_of(self.shell, name) for name, _ in nn.Module.named_parameters(self.shell)]
-        self.tables = [(owner._parameters, leaf) for owner, leaf in owners]
-        owners = [owner_of(self.shell, name) for name, _ in nn.Module.named_buffers(self.shell)]
-        self.buffer_tables = [(owner._buffers, leaf) for owner, leaf in owners]
-
     def copied(self, shell: nn.Module, memo: dict[int, Any]) -> Plans:
         """The plans of another module, with a copy of the weights; its calls are traced anew."""
         made = copy.copy(self)
-        made.shell, made.given = shell, copy.deepcopy(self.given, memo)
+        made.shell, made.weights = shell, self.weights.copied(shell, memo)
         made.found, made.latest, made.synchronisation = {}, None, Synchronisation()
-        made.unset = set(self.unset)
-        if self.shells:
-            made.shells = mirror(self.shell, shell, lambda p: _duplicate(p, memo), lambda b: b.detach().clone())
-            made._find_tables()
         return made
-
-    # -- values for a model from the meta device ----------------------------------------------------------------------
-
-    def init_weights(self, init: Callable[[nn.Module], None] | None) -> None:
-        if not self.shells:
-            raise AutoparError(NO_PARAMETERS)
-        rows = self.agreement.numbers(int(torch.randint(2**62, ())))
-        with torch.random.fork_rng():
-            torch.manual_seed(rows[0][0])
-            self.agreement.together(lambda: initialise(self.skeleton, self.shell, self.stored, self.device, init))
-        self.has_values = True
-        self.unset.clear()
-
-    def names(self) -> dict[str, str]:
-        """Every name of a parameter or buffer -> the first name of that tensor."""
-        if not self.shells:
-            raise AutoparError(NO_PARAMETERS)
-        return canonical_names(self.shell)
-
-    def placed(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """A state dict with its tensors split as the module holds them."""
-        return placed(self.shell, self.stored, state_dict)
-
-    def load_full(self, state_dict: Mapping[str, Tensor]) -> None:
-        if not self.shells:
-            raise AutoparError(NO_PARAMETERS)
-        self.agreement.together(lambda: load_full(self.shell, self.stored, state_dict))
-        self.was_given(state_dict)
-
-    def was_given(self, names: Iterable[str]) -> None:
-        """All parameters have values, and the buffers of these names: those that are not persistent are in no file."""
-        self.loaded = True
-        self.unset.difference_update(names)
-        self.has_values = self.has_values or not self.unset
-
-
-def _duplicate(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    made = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-    memo[id(parameter)] = made
-    return made
 
 
 def _reraise(error: AutoparError | None) -> None:

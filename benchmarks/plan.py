@@ -30,10 +30,11 @@ from autopar.errors import AutoparWarning
 from autopar.front import FromPlan
 from autopar.layout.holds import Holding
 from autopar.mesh import Mesh
-from autopar.rewrite.bucket import Handling, Synchronisation
+from autopar.rewrite.bucket import Handling
 from autopar.rewrite.buckets import Parameters
 from autopar.rewrite.emit import emit
 from autopar.rewrite.functions import Groups
+from autopar.rewrite.running import Synchronisation
 from autopar.search.work import Progress
 from autopar.search_plan import Asked, plan_graph
 from autopar.tracing.graph import NamedGraph

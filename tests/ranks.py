@@ -21,7 +21,6 @@ from autopar.layout.resolve import atoms_of
 from autopar.layout.state import coordinates
 from autopar.rewrite.emit import emit
 from autopar.rewrite.functions import Groups, _Group
-from autopar.rewrite.moves import _kept_op
 from autopar.tracing.graph import NamedGraph
 from tests.gaps import number
 from tests.simulation import gather
@@ -52,7 +51,6 @@ class SimulatedGroups(Groups):
 def on_ranks(axes: Mapping[str, int], function: Callable[[SimulatedGroups], T]) -> list[T]:
     """What the function returns on each rank of a mesh; the first error of a rank is raised."""
     count = len(list(coordinates(axes)))
-    _kept_op()  # not by several threads at once
     meeting = _Meeting(count)
     results: list[Any] = [None] * count
 

@@ -22,9 +22,9 @@ from autopar.layout.choosing import choose_layout
 from autopar.layout.language import parse_layout
 from autopar.mesh import Mesh
 from autopar.reshard import Reshard
-from autopar.rewrite.bucket import BucketEnd
 from autopar.rewrite.buckets import goes_in_bucket
 from autopar.rewrite.emit import emit
+from autopar.rewrite.places import BucketEnd
 from autopar.rewrite.totals import Totals
 from autopar.tracing.graph import NamedGraph
 from examples.gpt import gpt

@@ -19,8 +19,10 @@ from torch.fx import Graph, Node
 
 from autopar.reshard import LOCAL, StepKind
 from autopar.rewrite.aliases import readers
-from autopar.rewrite.bucket import Bucket, BucketEnd, BucketStart, Handling, Release, Running, Synchronisation, Watch
+from autopar.rewrite.bucket import Bucket, Handling
 from autopar.rewrite.functions import Conversion
+from autopar.rewrite.places import BucketEnd, BucketStart, Release, Watch
+from autopar.rewrite.running import Running, Synchronisation
 from autopar.tracing.graph import NamedTensor
 
 __all__ = ["BUCKET_BYTES", "Gate", "Parameters", "goes_in_bucket", "in_buckets", "put_in_buckets"]

@@ -20,7 +20,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.layout.holds import Recompute
 from autopar.recompute import Region
-from autopar.rewrite.bucket import Again, BucketEnd, BucketStart, Release, Running, Watch
+from autopar.rewrite.places import BucketEnd, BucketStart, Release, Watch
+from autopar.rewrite.running import Again, Running
 from autopar.rewrite.selective import Selective
 from autopar.tracing.checkpoint import body_of, boundary, call_checkpoint, put_call
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from autopar.rewrite.bucket import BucketEnd, BucketStart, Release, Watch
 from autopar.rewrite.buckets import Gate
 from autopar.rewrite.functions import Conversion
+from autopar.rewrite.places import BucketEnd, BucketStart, Release, Watch
 
 __all__ = ["put_gate"]
 

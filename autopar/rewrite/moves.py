@@ -10,16 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import pairwise
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.layout.state import Piece
 from autopar.reshard import LOCAL, Reshard, Step, StepKind
+from autopar.rewrite.operators import kept
 
 __all__ = ["Move", "bind", "finish", "keep_local", "prepare", "zeros_of"]
 
@@ -65,7 +64,6 @@ def bind(step: Step, reshard: Reshard, coordinate: Mapping[str, int], members: t
 
     The name of the group is left to whoever knows of process groups.
     """
-    _kept_op()  # not later: a compiled function cannot define it
     atoms, axes = reshard.atoms, dict(reshard.axes)
     here = {axis: coordinate[axis] for axis in axes}
     before = step.before.pieces(atoms, axes, here)
@@ -146,7 +144,7 @@ def keep_local(move: Move, x: Tensor) -> Tensor:
     """The steps that send nothing."""
     if move.kind is StepKind.KEEP_ONE:
         if torch.compiler.is_compiling():
-            return _kept(x, move.before, move.keep)
+            return kept(x, move.before, move.keep)
         return x if move.keep else torch.zeros_like(x)
     if move.kind is StepKind.SLICE:
         # A copy: a view would keep the whole tensor in memory for as long as the slice lives.
@@ -156,33 +154,11 @@ def keep_local(move: Move, x: Tensor) -> Tensor:
     return _padded(x, move.atom, left, right)
 
 
-@cache
-def _kept_op() -> Any:
-    """An operator that gives back its input, or zeros of some shape; defined at its first use.
-
-    The compiler does not see into it. It would see that zeros depend on nothing: a rank that holds only zeros would
-    then drop the collectives before them or move those after them from the backward to the forward, while the other
-    ranks do not, and all of them would hang.
-    """
-
-    def copied(x: Tensor, shape: Sequence[int], keep: bool) -> Tensor:
-        return x.clone() if keep else x.new_zeros(shape)
-
-    op = torch.library.custom_op("autopar::kept", copied, mutates_args=())
-    op.register_fake(lambda x, shape, keep: torch.empty_like(x) if keep else x.new_empty(shape))
-    return torch.ops.autopar.kept.default
-
-
-def _kept(x: Tensor, shape: tuple[int, ...], keep: bool) -> Tensor:
-    kept: Tensor = torch.ops.autopar.kept.default(x, list(shape), keep)
-    return kept
-
-
 def zeros_of(shape: Sequence[int], dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
     """Zeros that depend on some tensors, also for the compiler."""
     if not torch.compiler.is_compiling():
         return tensors[0].new_zeros(tuple(shape), dtype=dtype)
-    first, *others = (_kept(x, tuple(shape), False).to(dtype) for x in tensors)
+    first, *others = (kept(x, tuple(shape), False).to(dtype) for x in tensors)
     for other in others:
         first = first + other
     return first
@@ -192,7 +168,7 @@ def _padded(x: Tensor, atom: int, left: int, right: int) -> Tensor:
     if not left and not right:
         return x
     if x.shape[atom] == 0 and torch.compiler.is_compiling():
-        return _kept(x, _replaced(tuple(x.shape), atom, left + right), False)
+        return kept(x, _replaced(tuple(x.shape), atom, left + right), False)
     parts = [x.new_zeros(_replaced(tuple(x.shape), atom, length)) for length in (left, right)]
     return torch.cat([parts[0], x, parts[1]], atom)
 
