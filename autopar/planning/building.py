@@ -128,7 +128,7 @@ class Building:
 
     def _gib(self, name: str, layout: Layout) -> float:
         tensor = self.graph.tensors[name]
-        return self.tables.gib(tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize, layout)
+        return self.tables.ways.gib(tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize, layout)
 
     def _is_shared(self, name: str) -> bool:
         """Whether a result has a variable of its own."""
@@ -190,9 +190,9 @@ class Building:
     ) -> None:
         sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
         share = self.setting.prices.share(tensor.name)
-        ways = [self.tables.way(sizes, itemsize, source.value, target.value, share)]
+        ways = [self.tables.ways.way(sizes, itemsize, source.value, target.value, share)]
         if backward and tensor.requires_grad:
-            ways.append(self.tables.way(sizes, itemsize, target.gradient.value, source.gradient.value))
+            ways.append(self.tables.ways.way(sizes, itemsize, target.gradient.value, source.gradient.value))
         for device, host in ways:
             sums[Sum.DEVICE] += device
             sums[Sum.HOST] += host

@@ -45,6 +45,10 @@ class Stored:
     shared: Layout | None = None
     """What it is converted to once for all ops that take it so; what others take is made for each of them."""
 
+    def defers(self, want: Layout) -> bool:
+        """Whether a gradient may wait for the last micro-batch: it is stored as it is used, or the copy stays."""
+        return self.lasting or self.layout.splits == want.splits
+
 
 class _NearlyEven:
     """The sites that axes cut in pieces of nearly one length, and those that a pin allows to be uneven."""

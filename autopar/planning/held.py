@@ -13,7 +13,7 @@ from autopar.layout.state import Layout
 from autopar.planning.building import Building, parts_of
 from autopar.planning.candidates import Stored, stored_of
 from autopar.planning.model import Factor
-from autopar.planning.tables import Parts, Table, Wants, block_of
+from autopar.planning.tables import Parts, Table, Use, Wants
 from autopar.planning.totals import Sum
 from autopar.search.problem import Floats
 from autopar.tracing.graph import NamedNode, NamedTensor
@@ -27,28 +27,20 @@ class HeldTensors(Building):
         wants = [self._wants(node, tensor.name) for node in users]
         uses = dict.fromkeys(want.value for each in wants for one in each for want in one if want is not None)
         stored = self._stored(tensor, tuple(uses))
-        trained = tensor.requires_grad and self.setting.trains
         parts = self._held_parts(tensor, stored)
         if tensor.kind == "param" and len(users) > 1:
             stored, parts = self._with_shared(tensor, stored, parts, users, wants)
         place = self._add("held", tensor.name, stored, parts)
-        sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
+        cut = self.tables.cut(tensor)
         for number, (node, want) in enumerate(zip(users, wants, strict=True)):
             if tensor.kind == "param":
-                first = number == 0 and trained and self._accumulates()
-                table = self.tables.parameters(
-                    sizes,
-                    itemsize,
-                    trained,
-                    stored,
-                    want,
-                    block_of(tensor.name),
-                    (node.name, tensor.name) in self.kept.operands,
-                    self._accumulated_bytes(tensor) if first else None,
-                    number > 0,
-                )
+                first = number == 0 and cut.trained and self._accumulates()
+                kept = (node.name, tensor.name) in self.kept.operands
+                handled = self.tables.handled(tensor, kept, later=number > 0)
+                accumulates = self._accumulated_bytes(tensor) if first else None
+                table = self.tables.parameters(cut, stored, want, handled, accumulates)
                 self.factors.append(Factor((place, self.place["op", node.name]), table))
-                if number == 0 and trained and len(users) > 1:
+                if number == 0 and cut.trained and len(users) > 1:
                     self._add_gradients(tensor, node, want, len(users) - 1)
             else:
                 self._add_taken(place, tensor, stored, node, want)
@@ -57,14 +49,12 @@ class HeldTensors(Building):
         self, place: int, tensor: NamedTensor, stored: Sequence[Stored], node: NamedNode, wants: Sequence[Wants]
     ) -> None:
         """An input or a buffer, as an op takes it."""
-        sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
-        trained = tensor.requires_grad and self.setting.trains
-        layouts = [one.layout for one in stored]
-        kept = (node.name, tensor.name) in self.kept.operands, False
+        cut, layouts = self.tables.cut(tensor), [one.layout for one in stored]
+        kept = (node.name, tensor.name) in self.kept.operands
         again = self.again.flags(node.name)
 
         def table(mode: int) -> Table:
-            return self.tables.values(sizes, itemsize, trained, layouts, wants, again[mode], kept)
+            return self.tables.values(cut, layouts, wants, Use(again[mode], kept))
 
         self._add_pairs(place, self.place["op", node.name], node, table)
 
@@ -94,10 +84,8 @@ class HeldTensors(Building):
         )
         rows = np.array([stored.index(replace(one, shared=None)) for one in states])
         spread = [{key: values[rows] for key, values in part.items()} for part in parts]
-        sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
         kept = any((node.name, tensor.name) in self.kept.operands for node in users)
-        trained = tensor.requires_grad and self.setting.trains
-        once = self.tables.shared(sizes, itemsize, trained, states, block_of(tensor.name), kept)
+        once = self.tables.shared(self.tables.cut(tensor), states, self.tables.handled(tensor, kept))
         return states, (*spread, once)
 
     def _held_parts(self, tensor: NamedTensor, stored: tuple[Stored, ...]) -> tuple[Parts, ...]:

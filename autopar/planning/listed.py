@@ -14,7 +14,7 @@ import numpy as np
 
 from autopar.layout.state import Layout
 from autopar.planning.model import Model
-from autopar.planning.tables import Tables, block_of
+from autopar.planning.tables import Tables, Use
 from autopar.planning.totals import MEMORY, MOMENTS, Hinges, Sum
 from autopar.search.problem import Floats
 from autopar.tracing.graph import NamedTensor
@@ -89,16 +89,15 @@ def _take_off_what_is_shared(model: Model, counts: tuple[int, ...], total: Float
 
 def _price(tables: Tables, tensor: NamedTensor, held: Any, want: Layout) -> Floats:
     """The sums of one conversion; no memory, which proves nothing."""
-    sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
-    trained = tensor.requires_grad and tables.setting.trains
+    cut = tables.cut(tensor)
     if tensor.kind == "param":
         shared = [replace(held, shared=None if want == held.shared else want)]
-        found = tables.shared(sizes, itemsize, trained, shared, block_of(tensor.name), kept=False)
+        found = tables.shared(cut, shared, tables.handled(tensor, kept=False))
         price = np.array([found[key][0] if key in found else 0.0 for key in Sum])
     else:
         source = held if tensor.kind == "activation" else held.layout
-        share = tables.setting.prices.share(tensor.name)
-        price = tables.values(sizes, itemsize, trained, [source], [(want,)], again=True, share=share).at(0, 0)
+        use = Use(again=True, share=tables.setting.prices.share(tensor.name))
+        price = tables.values(cut, [source], [(want,)], use).at(0, 0)
     price[list(MEMORY)] = 0.0
     return price
 

@@ -173,9 +173,9 @@ class _Promises:
         sizes = tuple(atom.size for atom in tensor.atoms)
         key = "breaks", sizes, tensor.requires_grad, broken, source, want
         if key not in self.known:
-            ways = {"forward": self.tables.routes.of(sizes, source.value, want.value)}
+            ways = {"forward": self.tables.ways.routes.of(sizes, source.value, want.value)}
             if tensor.requires_grad:
-                ways["backward"] = self.tables.routes.of(sizes, want.gradient.value, source.gradient.value)
+                ways["backward"] = self.tables.ways.routes.of(sizes, want.gradient.value, source.gradient.value)
             self.known[key] = sum(
                 _count(broken, way, [(leg.kind, frozenset(leg.axes)) for leg in legs if not leg.local])
                 for way, legs in ways.items()

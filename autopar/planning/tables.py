@@ -5,31 +5,24 @@ A table holds the sums of `totals` apart, so that one table serves at all prices
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import prod
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from autopar.cost.compute import seconds_of_bytes
-from autopar.layout.state import Layout, longest
+from autopar.layout.state import Layout
 from autopar.planning.candidates import Stored
-from autopar.planning.routes import Leg, Routes
 from autopar.planning.setting import Setting
 from autopar.planning.totals import Sum
-from autopar.reshard import StepKind
-from autopar.rewrite.buckets import BUCKET_BYTES, BUCKETS, LEAST_BYTES, goes_in_bucket
+from autopar.planning.ways import Cut, Ways, block_of
 from autopar.search.problem import Floats, Ints
+from autopar.tracing.graph import NamedTensor
 
-__all__ = ["Parts", "Table", "Tables", "block_of"]
+__all__ = ["Handled", "Parts", "Table", "Tables", "Use", "Wants", "weigh"]
 
 Parts = Mapping[Sum, Floats]
 """By sum, an array of one shape; sums that are not there are zero."""
-
-_Sent = tuple[Leg, int]
-"""A step, and the bytes of an element."""
 
 Wants = tuple[Layout | None, ...]
 """The layouts in which one op takes one tensor, at all its places; None: as it is."""
@@ -64,102 +57,110 @@ def weigh(parts: Parts, weights: Floats) -> Floats:
     return total
 
 
-@dataclass
+class Use(NamedTuple):
+    """How a value is taken."""
+
+    again: bool = False
+    """It is converted once more in the backward."""
+    kept: bool = False
+    """What is made of it lives until the backward."""
+    instead: bool = False
+    """It does so itself, if it is not converted."""
+    share: float = 1.0
+    """What its sum over ranks is of a collective that adds up several."""
+
+
+class Handled(NamedTuple):
+    """How a parameter is taken."""
+
+    gathered: float
+    """The bytes of the layers whose gathers go together."""
+    kept: bool
+    """Whether some op keeps it."""
+    later: bool = False
+    """Whether gradients wait for the last micro-batch is up to the first op that takes the parameter; of a later one
+    they are counted as if they did."""
+
+
 class Tables:
     """The tables of one setting."""
 
-    setting: Setting
-    known: dict[Any, Any] = field(default_factory=dict)
-    prices: dict[Any, tuple[float, float]] = field(default_factory=dict)
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.ways = Ways(setting)
+        self.known: dict[Any, Any] = {}
 
-    def __post_init__(self) -> None:
-        self.routes = Routes(self.setting.axes)
-        self.blocks: dict[str, float] = {}
-        self.total = 0.0
-        for tensor in self.setting.graph.parameters:
-            size = prod(tensor.shape) * tensor.dtype.itemsize
-            self.total += size
-            self.blocks[block_of(tensor.name)] = self.blocks.get(block_of(tensor.name), 0.0) + size
+    def cut(self, tensor: NamedTensor) -> Cut:
+        return Cut.of(tensor, self.setting)
 
-    # -- values
+    def handled(self, tensor: NamedTensor, kept: bool, later: bool = False) -> Handled:
+        return Handled(self.ways.blocks.get(block_of(tensor.name), 0.0), kept, later)
 
-    def values(
-        self,
-        sizes: tuple[int, ...],
-        itemsize: int,
-        trained: bool,
-        sources: Sequence[Layout],
-        wants: Sequence[Wants],
-        again: bool = False,
-        kept: tuple[bool, bool] = (False, False),
-        share: float = 1.0,
-    ) -> Table:
-        """A value in some layout, wanted in others; `again`: it is converted once more in the backward.
+    def values(self, cut: Cut, sources: Sequence[Layout], wants: Sequence[Wants], use: Use) -> Table:
+        """A value in some layout, wanted in others."""
 
-        `kept`: whether what is made of it lives until the backward; whether it does so itself, if it is not converted.
-        `share`: what its sum over ranks is of a collective that adds up several.
-        """
-        return self._same(
-            ("values", sizes, itemsize, trained, again, kept, share),
-            sources,
-            wants,
-            lambda: self._values(sizes, itemsize, trained, sources, wants, again, kept, share),
-        )
-
-    def _values(
-        self,
-        sizes: tuple[int, ...],
-        itemsize: int,
-        trained: bool,
-        sources: Sequence[Layout],
-        wants: Sequence[Wants],
-        again: bool,
-        kept: tuple[bool, bool],
-        share: float,
-    ) -> Table:
-        distinct = dict.fromkeys(want for each in wants for want in each if want is not None)
-        rows, row_of = _numbered(sources)
-        columns, column_of = _numbered(tuple(dict.fromkeys(each) for each in wants))
-
-        def made() -> Parts:
-            names = list(distinct)
-            device, host = self._pairs(sizes, itemsize, trained, rows, names, again, share)
-            place = {name: i for i, name in enumerate(names)}
+        def made(rows: Sequence[Layout], columns: Sequence[Wants]) -> Parts:
+            distinct = list(dict.fromkeys(want for each in columns for want in each if want is not None))
+            device, host = self._pairs(cut, rows, distinct, use)
+            place = {layout: i for i, layout in enumerate(distinct)}
             parts = {
                 Sum.DEVICE: _summed(device, columns, place, len(rows)),
                 Sum.HOST: _summed(host, columns, place, len(rows)),
             }
-            if kept[0]:
-                parts[Sum.KEPT_GIB] = self._kept(sizes, itemsize, rows, columns, kept[1])
+            if use.kept:
+                parts[Sum.KEPT_GIB] = self._kept(cut, rows, columns, use.instead)
             return parts
 
-        key = "values", sizes, itemsize, trained, again, kept, share, tuple(rows), tuple(map(tuple, columns))
-        return self._table(key, made, row_of, column_of)
+        return self._table(("values", cut, use), sources, wants, made)
 
-    def _pairs(
+    def parameters(
         self,
-        sizes: tuple[int, ...],
-        itemsize: int,
-        trained: bool,
-        sources: Sequence[Layout],
-        targets: Sequence[Layout],
-        again: bool,
-        share: float,
-    ) -> tuple[Floats, Floats]:
-        times = 2 if again else 1
-        there = self._ways(sizes, itemsize, [s.value for s in sources], [t.value for t in targets], share)
-        if not trained:
+        cut: Cut,
+        stored: Sequence[Stored],
+        wants: Sequence[Wants],
+        handled: Handled,
+        accumulates: Callable[[Layout], float] | None = None,
+    ) -> Table:
+        """A parameter as it is stored, taken in other layouts.
+
+        `accumulates`: what it takes to add the gradient, in some layout, to that of earlier micro-batches.
+        """
+
+        def made(rows: Sequence[Stored], columns: Sequence[Wants]) -> Parts:
+            sums = np.zeros((len(Sum), len(rows), len(columns)))
+            for i, one in enumerate(rows):
+                for j, each in enumerate(columns):
+                    for want in each:
+                        if want is not None and want != one.shared:
+                            sums[Sum.KEPT_GIB, i, j] += self.ways.kept_copy(cut, one, want, handled.kept)
+                            self.ways.add_moved(sums[:, i, j], cut, one, want, handled.gathered, handled.later)
+                    first = next(iter(each), None)
+                    if accumulates is not None and first is not None:
+                        held = first if one.defers(first) else one.layout
+                        self.ways.add_accumulated(sums[:, i, j], accumulates(held))
+            return {key: sums[key] for key in Sum if sums[key].any()} or {Sum.DEVICE: sums[Sum.DEVICE]}
+
+        return self._table(("parameters", cut, handled, accumulates is not None), stored, wants, made)
+
+    def shared(self, cut: Cut, stored: Sequence[Stored], handled: Handled) -> Parts:
+        """What it takes to convert a parameter once for several ops, by the way it is held."""
+        sums = np.zeros((len(Sum), len(stored)))
+        for i, one in enumerate(stored):
+            if one.shared is not None:
+                sums[Sum.KEPT_GIB, i] += self.ways.kept_copy(cut, one, one.shared, handled.kept)
+                self.ways.add_moved(sums[:, i], cut, one, one.shared, handled.gathered)
+        return {key: sums[key] for key in Sum}
+
+    def _pairs(self, cut: Cut, sources: Sequence[Layout], targets: Sequence[Layout], use: Use) -> tuple[Floats, Floats]:
+        times = 2 if use.again else 1
+        there = self._each(cut, [s.value for s in sources], [t.value for t in targets], use.share)
+        if not cut.trained:
             return times * there[0], times * there[1]
-        back = self._ways(sizes, itemsize, [t.gradient.value for t in targets], [s.gradient.value for s in sources])
+        back = self._each(cut, [t.gradient.value for t in targets], [s.gradient.value for s in sources], 1.0)
         return times * there[0] + back[0].T, times * there[1] + back[1].T
 
-    def _ways(
-        self,
-        sizes: tuple[int, ...],
-        itemsize: int,
-        sources: Sequence[Layout],
-        targets: Sequence[Layout],
-        share: float = 1.0,
+    def _each(
+        self, cut: Cut, sources: Sequence[Layout], targets: Sequence[Layout], share: float
     ) -> tuple[Floats, Floats]:
         """One direction: what the device and what the host takes, each pair of layouts worked out once."""
         rows, row_of = _numbered(sources)
@@ -167,250 +168,59 @@ class Tables:
         found = np.zeros((2, len(rows), len(columns)))
         for i, source in enumerate(rows):
             for j, target in enumerate(columns):
-                found[:, i, j] = self.way(sizes, itemsize, source, target, share)
+                found[:, i, j] = self.ways.way(cut.sizes, cut.itemsize, source, target, share)
         spread = np.ix_(row_of, column_of)
         return found[0][spread], found[1][spread]
 
-    def way(
-        self, sizes: tuple[int, ...], itemsize: int, source: Layout, target: Layout, share: float = 1.0
-    ) -> tuple[float, float]:
-        key = sizes, itemsize, source, target, share
-        price = self.prices.get(key)
-        if price is None:
-            device = host = 0.0
-            legs = self.routes.of(sizes, source, target)
-            for leg in legs:
-                seconds, launched = self._leg(leg, itemsize)
-                times = share if len(legs) == 1 and leg.kind == StepKind.ALL_REDUCE.value else 1.0
-                device, host = device + times * seconds, host + times * launched
-            price = self.prices[key] = (device, host)
-        return price
-
-    def _leg(self, leg: Leg, itemsize: int) -> tuple[float, float]:
-        prices = self.setting.prices
-        if leg.local:
-            size = 2.0 * itemsize * leg.larger
-            return seconds_of_bytes(size, prices.device), prices.launch if size else 0.0
-        seconds = prices.network.seconds(leg.kind, leg.axes, leg.numel * itemsize)
-        return seconds, prices.cluster.library.host_seconds.get(leg.kind, prices.launch)
-
-    def _kept(
-        self, sizes: tuple[int, ...], itemsize: int, rows: Sequence[Layout], columns: Sequence[Wants], instead: bool
-    ) -> Floats:
+    def _kept(self, cut: Cut, rows: Sequence[Layout], columns: Sequence[Wants], instead: bool) -> Floats:
         """What conversions add to what is kept; `instead` of the value itself."""
         found = np.zeros((len(rows), len(columns)))
         for i, row in enumerate(rows):
             for j, each in enumerate(columns):
                 for want in each:
                     if want is not None and want.value != row.value:
-                        found[i, j] += self.gib(sizes, itemsize, want)
-                        found[i, j] -= self.gib(sizes, itemsize, row) if instead else 0.0
+                        found[i, j] += self.ways.gib(cut.sizes, cut.itemsize, want)
+                        found[i, j] -= self.ways.gib(cut.sizes, cut.itemsize, row) if instead else 0.0
         return found
-
-    def gib(self, sizes: tuple[int, ...], itemsize: int, layout: Layout) -> float:
-        """The largest shard."""
-        key = "gib", sizes, layout.splits
-        found = self.known.get(key)
-        if found is None:
-            cuts = (longest(size, axes, self.setting.axes) for size, axes in zip(sizes, layout.splits, strict=True))
-            found = self.known[key] = prod(cuts) / 2**30
-        return float(found * itemsize)
-
-    # -- parameters
-
-    def parameters(
-        self,
-        sizes: tuple[int, ...],
-        itemsize: int,
-        trained: bool,
-        stored: Sequence[Stored],
-        wants: Sequence[Wants],
-        block: str,
-        kept: bool,
-        accumulates: Callable[[Layout], float] | None = None,
-        later: bool = False,
-    ) -> Table:
-        """A parameter as it is stored, taken in other layouts: beside the computing, in buckets.
-
-        `block`: the layers whose gathers go together; `kept`: whether some op keeps it; `accumulates`: what it takes to
-        add the gradient, in some layout, to that of earlier micro-batches. Whether gradients wait for the last
-        micro-batch is up to the first op that takes the parameter; of a `later` one they are counted as if they did.
-        """
-        gathered = self.blocks.get(block, 0.0)
-        return self._same(
-            ("parameters", sizes, itemsize, trained, gathered, kept, accumulates is not None, later),
-            stored,
-            wants,
-            lambda: self._parameters(sizes, itemsize, trained, stored, wants, gathered, kept, accumulates, later),
-        )
-
-    def _parameters(
-        self,
-        sizes: tuple[int, ...],
-        itemsize: int,
-        trained: bool,
-        stored: Sequence[Stored],
-        wants: Sequence[Wants],
-        gathered: float,
-        kept: bool,
-        accumulates: Callable[[Layout], float] | None,
-        later: bool,
-    ) -> Table:
-        rows, row_of = _numbered(stored)
-        columns, column_of = _numbered(tuple(dict.fromkeys(each) for each in wants))
-
-        def made() -> Parts:
-            sums = np.zeros((len(Sum), len(rows), len(columns)))
-            for i, one in enumerate(rows):
-                for j, each in enumerate(columns):
-                    for want in each:
-                        if want is not None and want != one.shared:
-                            sums[Sum.KEPT_GIB, i, j] += self._kept_copy(sizes, itemsize, one, want, kept)
-                            ways = self._ways_of(sizes, itemsize, trained, one, want)
-                            self._moved(sums[:, i, j], ways, one, want, gathered, later)
-                    first = next(iter(each), None)
-                    if accumulates is not None and first is not None:
-                        held = first if _is_deferred(one, first) else one.layout
-                        self._accumulated(sums[:, i, j], accumulates(held))
-            return {key: sums[key] for key in Sum if sums[key].any()} or {Sum.DEVICE: sums[Sum.DEVICE]}
-
-        key = (
-            "parameters",
-            sizes,
-            itemsize,
-            trained,
-            tuple(rows),
-            tuple(map(tuple, columns)),
-            kept,
-            accumulates is not None,
-            gathered,
-            later,
-        )
-        return self._table(key, made, row_of, column_of)
-
-    def shared(
-        self,
-        sizes: tuple[int, ...],
-        itemsize: int,
-        trained: bool,
-        stored: Sequence[Stored],
-        block: str,
-        kept: bool,
-    ) -> Parts:
-        """What it takes to convert a parameter once for several ops, by the way it is held."""
-        gathered = self.blocks.get(block, 0.0)
-        sums = np.zeros((len(Sum), len(stored)))
-        for i, one in enumerate(stored):
-            if one.shared is not None:
-                sums[Sum.KEPT_GIB, i] += self._kept_copy(sizes, itemsize, one, one.shared, kept)
-                ways = self._ways_of(sizes, itemsize, trained, one, one.shared)
-                self._moved(sums[:, i], ways, one, one.shared, gathered)
-        return {key: sums[key] for key in Sum}
-
-    def _kept_copy(self, sizes: tuple[int, ...], itemsize: int, held: Stored, want: Layout, kept: bool) -> float:
-        """What is gathered of a parameter lives until the backward, or until the optimizer steps."""
-        lives = (kept and not held.again) or held.lasting
-        return self.gib(sizes, itemsize, want) if lives and want.splits != held.layout.splits else 0.0
-
-    def _ways_of(
-        self, sizes: tuple[int, ...], itemsize: int, trained: bool, held: Stored, want: Layout
-    ) -> tuple[tuple[_Sent, ...], tuple[_Sent, ...]]:
-        there = self.routes.of(sizes, held.layout.value, want.value)
-        back = self.routes.of(sizes, want.gradient.value, held.layout.gradient.value) if trained else ()
-        dtype = self.setting.options.gradient_dtype
-        reduced = itemsize if dtype is None else dtype.itemsize
-        return tuple((leg, itemsize) for leg in there), tuple((leg, reduced) for leg in back)
-
-    def _moved(
-        self,
-        sums: Floats,
-        ways: tuple[tuple[_Sent, ...], tuple[_Sent, ...]],
-        held: Stored,
-        want: Layout,
-        gathered_bytes: float,
-        later: bool = False,
-    ) -> None:
-        """In a bucket, a parameter takes its share of what the fullest bucket takes: no bucket sends a byte in less.
-
-        `gathered_bytes` is what could be gathered together.
-        """
-        there, back = ways
-        share = 1.0
-        if (there or back) and goes_in_bucket(*(tuple(StepKind(leg.kind) for leg, _ in way) for way in ways)):
-            gathers = any(leg.kind == "all_gather" for leg, _ in there)
-            limit = min(float(BUCKET_BYTES), gathered_bytes if gathers else max(LEAST_BYTES, self.total / BUCKETS))
-            share = min(1.0, max(leg.before * itemsize for leg, itemsize in (*there, *back)) / max(limit, 1.0))
-        forward, backward = self._sent(there, share), self._sent(back, share)
-        sums[Sum.FORWARD_ONCE if held.lasting else Sum.FORWARD_EACH] += forward[0]
-        sums[Sum.HOST] += 0.0 if held.lasting else forward[1]
-        deferred = later or _is_deferred(held, want)
-        sums[Sum.BACKWARD_ONCE if deferred else Sum.BACKWARD_EACH] += backward[0]
-        sums[Sum.HOST] += 0.0 if deferred else backward[1]
-        if held.again and self.setting.trains and any(leg.kind == "all_gather" for leg, _ in there):
-            sums[Sum.BACKWARD_EACH] += forward[0]
-            sums[Sum.HOST] += forward[1]
-
-    def _sent(self, way: tuple[_Sent, ...], share: float) -> tuple[float, float]:
-        """What the links and what the host take for a share of a bucket."""
-        prices = self.setting.prices
-        seconds = host = 0.0
-        for leg, itemsize in way if share else ():
-            if leg.local:
-                host += share * prices.launch
-            else:
-                seconds += share * prices.network.seconds(leg.kind, leg.axes, leg.numel * itemsize / share)
-                host += share * prices.cluster.library.host_seconds.get(leg.kind, prices.launch)
-        return seconds, host
-
-    def _accumulated(self, sums: Floats, size: float) -> None:
-        prices = self.setting.prices
-        seconds = seconds_of_bytes(size, prices.device)
-        sums[Sum.DEVICE] += seconds
-        sums[Sum.BACKWARD_ROOM] += seconds
-        sums[Sum.HOST] += prices.launch if size else 0.0
-
-    def _same(self, key: Any, rows: Sequence[Any], columns: Sequence[Any], made: Callable[[], Table]) -> Table:
-        """The table of before, if rows and columns are the same objects: sooner seen than that they are equal."""
-        whole = key, id(rows), id(columns)
-        if whole not in self.known:
-            self.known[whole] = made(), rows, columns  # held, so that no other object takes their place
-        table = self.known[whole][0]
-        assert isinstance(table, Table)
-        return table
 
     def _table(
         self,
         key: Any,
-        made: Callable[[], Parts],
-        rows: Ints,
-        columns: Ints,
+        rows: Sequence[Any],
+        columns: Sequence[Wants],
+        made: Callable[[Sequence[Any], Sequence[Wants]], Parts],
     ) -> Table:
-        if key not in self.known:
-            self.known[key] = made()
-        parts = self.known[key]
-        whole = "table", id(parts), rows.tobytes(), columns.tobytes()
-        table = self.known.get(whole)
-        if table is None:
-            table = self.known[whole] = Table(parts, rows, columns)
-        assert isinstance(table, Table)
+        # The same objects are sooner seen than that others are equal to them; held, so that none takes their place.
+        whole = key, id(rows), id(columns)
+        if whole not in self.known:
+            self.known[whole] = self._equal(key, rows, columns, made), rows, columns
+        table: Table = self.known[whole][0]
         return table
 
-
-def block_of(name: str) -> str:
-    """The layer that a parameter is of, as buckets see it."""
-    found = re.match(r"(.*?\.\d+)\.", name)
-    return found[1] if found else ""
-
-
-def _is_deferred(held: Stored, want: Layout) -> bool:
-    """Whether a gradient may wait for the last micro-batch: it is stored as it is used, or the copy stays."""
-    return held.lasting or held.layout.splits == want.splits
+    def _equal(
+        self,
+        key: Any,
+        rows: Sequence[Any],
+        columns: Sequence[Wants],
+        made: Callable[[Sequence[Any], Sequence[Wants]], Parts],
+    ) -> Table:
+        distinct, row_of = _numbered(rows)
+        wanted, column_of = _numbered([tuple(dict.fromkeys(each)) for each in columns])
+        named = key, tuple(distinct), tuple(wanted)
+        if named not in self.known:
+            self.known[named] = made(distinct, wanted)
+        parts = self.known[named]
+        whole = "table", id(parts), row_of.tobytes(), column_of.tobytes()
+        table: Table | None = self.known.get(whole)
+        if table is None:
+            table = self.known[whole] = Table(parts, row_of, column_of)
+        return table
 
 
 def _numbered(items: Sequence[Any]) -> tuple[list[Any], Ints]:
     """The distinct ones, and for each which one it is."""
     distinct: dict[Any, int] = {}
-    places = [distinct.setdefault(item if not isinstance(item, dict) else tuple(item), len(distinct)) for item in items]
+    places = [distinct.setdefault(item, len(distinct)) for item in items]
     return list(distinct), np.array(places, dtype=np.int64)
 
 

@@ -13,7 +13,7 @@ from autopar.planning.building import Building, parts_of
 from autopar.planning.candidates import can_be_held, options_of
 from autopar.planning.demands import Demands
 from autopar.planning.errors import no_option
-from autopar.planning.tables import Parts, Table, Wants
+from autopar.planning.tables import Parts, Table, Use, Wants
 from autopar.planning.totals import Sum
 from autopar.tracing.graph import NamedNode, NamedTensor
 
@@ -37,12 +37,10 @@ class Values(Building):
         parts = partial(self._home_parts, tensor, homes, len(users))
         place = self._add_by_mode("value", tensor.name, homes, node, parts)
         into: tuple[Wants, ...] = self._same(tuple((home,) for home in homes))
-        sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
-        trained, again = tensor.requires_grad and self.setting.trains, self.again.flags(node.name)
-        share = self.setting.prices.share(tensor.name)
+        cut, again, share = self.tables.cut(tensor), self.again.flags(node.name), self.setting.prices.share(tensor.name)
 
         def brought(mode: int) -> Table:
-            return self.tables.values(sizes, itemsize, trained, produced, into, again[mode], share=share)
+            return self.tables.values(cut, produced, into, Use(again[mode], share=share))
 
         self._add_pairs(maker, place, node, brought)
         for user, want in zip(users, wants, strict=True):
@@ -52,13 +50,12 @@ class Values(Building):
         self, place: int, tensor: NamedTensor, held: Sequence[Layout], user: NamedNode, wants: Sequence[Wants]
     ) -> None:
         """A value, as an op takes it."""
-        sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
-        trained, again = tensor.requires_grad and self.setting.trains, self.again.flags(user.name)
-        share = self.setting.prices.share(tensor.name)
+        cut, again, share = self.tables.cut(tensor), self.again.flags(user.name), self.setting.prices.share(tensor.name)
 
         def table(mode: int) -> Table:
-            kept = self._kept_for(user, tensor.name, mode)
-            return self.tables.values(sizes, itemsize, trained, held, wants, again[mode], kept, share)
+            return self.tables.values(
+                cut, held, wants, Use(again[mode], *self._kept_for(user, tensor.name, mode), share)
+            )
 
         self._add_pairs(place, self.place["op", user.name], user, table)
 

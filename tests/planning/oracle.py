@@ -28,7 +28,7 @@ from autopar.planning.demands import Demands
 from autopar.planning.model import Model
 from autopar.planning.recomputing import MODES, layers_of
 from autopar.planning.setting import Setting
-from autopar.planning.tables import Tables, block_of
+from autopar.planning.tables import Tables, Use
 from autopar.planning.totals import MEMORY, MOMENTS, Hinges, Sum
 from autopar.search.problem import Floats
 
@@ -156,16 +156,15 @@ def _wants(model: Model, user: Any, name: str) -> list[set[Layout]]:
 def _price(setting: Setting, tables: Tables, name: str, held: Any) -> Callable[[Layout], Floats]:
     """The sums of one conversion of a tensor, at its most: in a layer that is computed again."""
     tensor = setting.graph.tensors[name]
-    sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
-    trained = tensor.requires_grad and setting.trains
+    cut = tables.cut(tensor)
 
     @cache
     def price(want: Layout) -> Floats:
         if tensor.kind == "param":
-            sums = tables.shared(sizes, itemsize, trained, [replace(held, shared=want)], block_of(name), False)
+            sums = tables.shared(cut, [replace(held, shared=want)], tables.handled(tensor, kept=False))
             return np.array([sums[key][0] if key not in MEMORY else 0.0 for key in Sum])
         source = held if tensor.kind == "activation" else held.layout
-        return tables.values(sizes, itemsize, trained, [source], [(want,)], again=True).at(0, 0)
+        return tables.values(cut, [source], [(want,)], Use(again=True)).at(0, 0)
 
     return price
 
