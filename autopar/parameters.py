@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autopar.rewrite.bucket import waited
+
 __all__ = ["LocalParameters"]
 
 
@@ -77,7 +79,7 @@ class _Locals(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.finish()
         if ctx.compiled:
-            _wait(gradients)
+            _waited(gradients)
         if torch.is_grad_enabled():  # gradients of which gradients may be taken
             pairs = zip(gradients, ctx.specs, strict=True)
             return (None, None, None, *(None if each is None else _differentiable(each, spec) for each, spec in pairs))
@@ -100,11 +102,9 @@ class _Locals(torch.autograd.Function):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _wait(gradients: Sequence[Tensor | None]) -> None:
-    """For what a compiled graph has begun to send; many gradients lie in one memory, and come together."""
-    found = {x.untyped_storage()._cdata: x for x in gradients if x is not None}
-    for x in found.values():
-        torch.ops._c10d_functional.wait_tensor(x)
+def _waited(gradients: Sequence[Tensor | None]) -> None:
+    """For what a compiled graph has begun to send."""
+    waited(gradients)
 
 
 def _only_put(parameter: DTensor, node: Any) -> bool:

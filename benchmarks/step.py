@@ -104,7 +104,7 @@ class Sent(TorchDispatchMode):
         share = (self.ranks - 1) / self.ranks
         factor = 2.0 if "reduce" in name and "scatter" not in name else 1.0
         whole = max(sizes)
-        if name in ("all_gather_into_tensor",):  # the functional one is given its shard only
+        if name.startswith("all_gather_into_tensor"):  # the functional one is given its shard only
             whole *= self.ranks
         self.count += 1
         self.bytes += whole * factor * share

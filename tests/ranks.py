@@ -152,7 +152,12 @@ class _Transport(TorchDispatchMode):
         if not name.startswith("_c10d_functional::"):
             return func(*args, **(kwargs or {}))
         name = name.removeprefix("_c10d_functional::")
-        return args[0] if name == "wait_tensor" else self._collective(name, *args)
+        if name == "wait_tensor":
+            return args[0]
+        if name.endswith("_coalesced"):
+            buffers, *given = args
+            return [self._collective(name.removesuffix("_coalesced"), buffer, *given) for buffer in buffers]
+        return self._collective(name, *args)
 
     def _collective(self, name: str, buffer: Tensor, *given: Any) -> Tensor:
         *options, group = given

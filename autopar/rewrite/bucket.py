@@ -1,7 +1,8 @@
 """Parameters converted together: one collective for many of them, in the forward as in the backward.
 
-A bucket lays its tensors into one buffer, sends that, and takes each tensor out again. What is begun need not have come
-when these functions return: whoever reads it waits for it first (`waited`).
+A bucket lays its tensors into one buffer, sends that, and takes each tensor out again; large ones are sent from where
+they lie, by the same collective. What is begun need not have come when these functions return: whoever reads it waits
+for it first (`waited`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ import torch
 from torch import Tensor
 
 from autopar.reshard import StepKind
-from autopar.rewrite.functions import Conversion, send
+from autopar.rewrite.functions import Conversion, send, send_all
 from autopar.rewrite.moves import Move, finish, keep_local, prepare
 
 __all__ = ["Bucket", "Handling", "begin_steps", "is_view", "locally", "waited"]
+
+ALONE_BYTES = 2**20
+"""From this size on, a tensor is sent from where it lies: copying it into a buffer, and out of one, takes longer than
+that the collective has one buffer more."""
 
 
 @dataclass(frozen=True)
@@ -97,19 +102,47 @@ def begin_steps(steps: tuple[tuple[Move, ...], ...], tensors: Sequence[Tensor]) 
 
 
 def _exchange(moves: tuple[Move, ...], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    first = moves[0]
     parts = [prepare(move, x) for move, x in zip(moves, tensors, strict=True)]
-    sizes = [part.numel() for part in parts]
-    if first.kind is StepKind.REDUCE_SCATTER:
-        sizes = [size // first.ranks for size in sizes]
-        rows = [part.view(first.ranks, size) for part, size in zip(parts, sizes, strict=True)]
-        flat = torch.cat(rows, 1).view(-1)
-    else:
-        flat = torch.cat(parts)
+    alone = [i for i, part in enumerate(parts) if _is_sent_alone(moves[0], part)]
+    if not alone or torch.compiler.is_compiling():
+        return _sent_as_one(moves[0], parts)
+    others = [i for i in range(len(parts)) if i not in alone]
+    buffers = [parts[i] for i in alone]
+    if not others:
+        return tuple(send_all(moves[0], buffers))
+    flat, sizes = _joined(moves[0], [parts[i] for i in others])
+    *sent, last = send_all(moves[0], [*buffers, flat])
+    pieces = dict(zip([*alone, *others], [*sent, *_parted(moves[0], last, sizes)], strict=True))
+    return tuple(pieces[i] for i in range(len(parts)))
+
+
+def _is_sent_alone(move: Move, part: Tensor) -> bool:
+    if move.kind not in (StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER):
+        return False
+    size = part.numel() * part.element_size() * (move.ranks if move.kind is StepKind.ALL_GATHER else 1)
+    return size >= ALONE_BYTES
+
+
+def _sent_as_one(first: Move, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    flat, sizes = _joined(first, parts)
     sent = send(first, flat) if flat.numel() else flat
     if torch.compiler.is_compiling():
         # The buffer and not its pieces: the compiler takes what is waited for to be contiguous.
         sent = torch.ops._c10d_functional.wait_tensor(sent)
+    return _parted(first, sent, sizes)
+
+
+def _joined(first: Move, parts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """One buffer, and how much of what comes back on each rank is of each part."""
+    sizes = [part.numel() for part in parts]
+    if first.kind is StepKind.REDUCE_SCATTER:
+        sizes = [size // first.ranks for size in sizes]
+        rows = [part.view(first.ranks, size) for part, size in zip(parts, sizes, strict=True)]
+        return torch.cat(rows, 1).view(-1), sizes
+    return torch.cat(list(parts)), sizes
+
+
+def _parted(first: Move, sent: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     if first.kind is StepKind.ALL_GATHER:
         return torch.split(sent.view(first.ranks, sum(sizes)), sizes, 1)
     return torch.split(sent, sizes)
@@ -121,11 +154,8 @@ def is_view(move: Move) -> bool:
 
 
 def waited(pieces: Sequence[Tensor | None]) -> Any:
-    """All pieces are of one buffer, and wait for it."""
-    if torch.compiler.is_compiling():
-        return pieces  # they are there
-    for piece in pieces:
-        if piece is not None:
+    """The pieces, when they have come; many of them lie in one memory, and come together."""
+    if not torch.compiler.is_compiling():  # else they are there
+        for piece in {piece.untyped_storage()._cdata: piece for piece in pieces if piece is not None}.values():
             torch.ops._c10d_functional.wait_tensor(piece)
-            break
     return pieces

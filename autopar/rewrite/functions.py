@@ -21,7 +21,7 @@ from autopar.errors import MeshError
 from autopar.reshard import Reshard, Step, StepKind
 from autopar.rewrite.moves import Move, bind, finish, keep_local, prepare
 
-__all__ = ["Conversion", "Groups", "convert", "send"]
+__all__ = ["Conversion", "Groups", "convert", "send", "send_all"]
 
 
 @dataclass(frozen=True)
@@ -165,4 +165,18 @@ def send(move: Move, buffer: Tensor) -> Tensor:
         sent = ops.reduce_scatter_tensor(buffer, "sum", move.ranks, move.group)
     else:
         sent = ops.all_to_all_single(buffer, list(move.received), list(move.sent), move.group)
+    return sent
+
+
+def send_all(move: Move, buffers: list[Tensor]) -> list[Tensor]:
+    """Start one collective on several flat buffers, each as by itself."""
+    ops = torch.ops._c10d_functional
+    sent: list[Tensor]
+    if len(buffers) == 1:
+        return [send(move, buffers[0])]
+    if move.kind is StepKind.ALL_GATHER:
+        sent = ops.all_gather_into_tensor_coalesced(buffers, move.ranks, move.group)
+    else:
+        assert move.kind is StepKind.REDUCE_SCATTER, f"{move.kind} is for one buffer"
+        sent = ops.reduce_scatter_tensor_coalesced(buffers, "sum", move.ranks, move.group)
     return sent

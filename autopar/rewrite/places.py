@@ -142,7 +142,7 @@ class _End(torch.autograd.Function):
             if compiling or handling.reduced != handling.stored or not all(map(is_view, steps[-1])):
                 pieces = waited(pieces)
             elif not running.has_start:
-                running.synchronisation.later(running, pieces[0])
+                running.synchronisation.later(running, pieces)
             pairs = zip(ones, pieces, strict=True)
             converted = [finish(one.backward[-1], piece).reshape(one.shape) for one, piece in pairs]
         for i, gradient in zip(here, converted, strict=True):
@@ -178,7 +178,7 @@ def _sums(running: Running, gradients: Sequence[Tensor]) -> list[Tensor]:
     if handling.reduced != handling.stored:
         flat = torch.ops._c10d_functional.wait_tensor(flat).to(handling.stored)
     elif not running.has_start:
-        running.synchronisation.later(running, flat)
+        running.synchronisation.later(running, (flat,))
     return torch._C._nn.unflatten_dense_tensors(flat, list(gradients))
 
 

@@ -23,19 +23,19 @@ class Synchronisation:
     """
 
     enabled: bool = True
-    unfinished: dict[Running, Tensor] = field(default_factory=dict)
+    unfinished: dict[Running, Sequence[Tensor]] = field(default_factory=dict)
 
     def finish(self) -> None:
         """Wait for all that has been sent."""
         while self.unfinished:
-            torch.ops._c10d_functional.wait_tensor(self.unfinished.popitem()[1])
+            waited(self.unfinished.popitem()[1])
 
-    def later(self, running: Running, buffer: Tensor) -> None:
+    def later(self, running: Running, pieces: Sequence[Tensor]) -> None:
         """Leave gradients to `finish`; those of a second forward are added to the first's, so both must have come."""
         is_second = running in self.unfinished
         if is_second:
             self.finish()
-        self.unfinished[running] = buffer
+        self.unfinished[running] = pieces
         if is_second:
             self.finish()
 

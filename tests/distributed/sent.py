@@ -52,7 +52,9 @@ class Counted(TorchDispatchMode):
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "_c10d_functional" and name != "wait_tensor":
             self.counts[name.rstrip("_")] += 1
-            self.dtypes.setdefault(name.rstrip("_"), set()).add(str(args[0].dtype).removeprefix("torch."))
+            tensors = args[0] if isinstance(args[0], list) else [args[0]]
+            kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+            self.dtypes.setdefault(name.rstrip("_"), set()).update(kinds)
         return func(*args, **(kwargs or {}))
 
 
@@ -62,7 +64,9 @@ GIVEN: Mapping[str, tuple[str, int]] = {
     "_c10d_functional::all_reduce_": ("all_reduce", 0),
     "_c10d_functional::all_to_all_single": ("all_to_all", 0),
     "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
     "_c10d_functional::all_gather_into_tensor": ("all_gather", 0),
+    "_c10d_functional::all_gather_into_tensor_coalesced": ("all_gather", 0),
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::_allgather_base_": ("all_gather", 0),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
@@ -89,7 +93,7 @@ class Recorder(TorchDispatchMode):
         kind, place = GIVEN[name]
         ranks = tuple(dist.get_process_group_ranks(_group_of(args)))
         # The functional gather is given this rank's part alone.
-        parts = len(ranks) if name == "_c10d_functional::all_gather_into_tensor" else 1
+        parts = len(ranks) if name.startswith("_c10d_functional::all_gather_into_tensor") else 1
         self.sent.append(Sent(self.direction, kind, self.axes[ranks], parts * _bytes(args[place])))
 
 

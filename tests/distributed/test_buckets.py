@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.mesh import Mesh
-from autopar.rewrite import emit
+from autopar.rewrite import bucket, emit
 from autopar.rewrite.buckets import put_in_buckets
 from examples.gpt import gpt
 from tests.distributed.launcher import in_turn, launch
@@ -99,6 +100,21 @@ def later_calls() -> tuple[list[list[str]], dict[str, int], float]:
     return found, dict(sent.counts), worst(gradients(bucketed), gradients(model))
 
 
+def sent_alone(layout: str, mesh: str, alone_bytes: int) -> tuple[float, dict[str, int]]:
+    """Four backwards, the third without sending, where tensors from some size on are sent from where they lie."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket, "ALONE_BYTES", alone_bytes)
+        model, _, bucketed, inputs = models(layout, mesh, 50_000)
+        with Counted() as sent:
+            for turn in range(4):
+                model(**inputs).backward()
+                with bucketed.no_sync() if turn == 2 else nullcontext():
+                    bucketed(**inputs).backward()
+        return worst(gradients(bucketed), gradients(model)), dict(sent.counts)
+
+
+ZERO3 = "batch -> dp\n* -> none\nparam, grad, opt { * -> dp | none }"
+
 CASES = [("ddp", "dp=2"), ("fsdp", "fsdp=2"), ("megatron", "dp=2,tp=2"), ("fsdp_tp", "fsdp=2,tp=2")]
 
 
@@ -111,6 +127,19 @@ def test_gradients_are_those_of_single_conversions(layout: str, mesh: str, limit
         assert unlike_single < 1e-12
         assert unlike_model < 1e-12
         assert sum(bucketed.values()) < sum(single.values())
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh"),
+    [("zero1", "dp=2"), ("fsdp", "fsdp=2"), (f"{ZERO3}\nregather @*", "dp=2"), ("fsdp_tp", "fsdp=2,tp=2")],
+    ids=["zero1", "fsdp", "gathered again", "fsdp_tp"],
+)
+@pytest.mark.parametrize("alone_bytes", [1, 4000])
+def test_large_tensors_are_sent_from_where_they_lie(layout: str, mesh: str, alone_bytes: int) -> None:
+    for error, sent in launch(sent_alone, layout, mesh, alone_bytes, ranks=Mesh(mesh).size):
+        assert error < 1e-12
+        assert sent["reduce_scatter_tensor_coalesced"] > 0
+        assert sent["all_gather_into_tensor_coalesced"] > 0
 
 
 def test_data_parallel_reduces_all_gradients_at_once() -> None:
