@@ -141,6 +141,7 @@ def stepper(peer: Peer, optimizer: str, compiled: bool) -> Callable[[], Tensor]:
 def compare(comparison: Comparison, size: str, arguments: argparse.Namespace, rank: int, ranks: int) -> Row:
     steps = arguments.steps or STEPS[size]
     torch.manual_seed(0)
+    torch.compiler.reset()  # what was compiled for another comparison makes sizes symbols in this one
     model, inputs = gpt(**SIZES[size])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", autopar.AutoparWarning)
