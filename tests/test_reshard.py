@@ -7,13 +7,16 @@ import random
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain, combinations, permutations
+from math import prod
 
 import pytest
 import torch
 
+from autopar.cheapest import _Bound, cheapest
 from autopar.errors import LayoutError
 from autopar.layout.state import Atoms, Layout
 from autopar.reshard import Link, Reshard, Step, StepKind, reshard, steps
+from autopar.steps import Axes
 from tests.simulation import Everywhere, all_layouts, gather, run, scatter
 
 CASES = [
@@ -395,3 +398,33 @@ def common(source: Layout, target: Layout) -> Layout:
         held.append(one[:same])
     idle = frozenset("abc") - {*source.axes, *target.axes}
     return Layout(tuple(held), source.partial & target.partial, idle)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_bound_of_the_search_leaves_out_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    drawn = [_conversion(draw) for _ in range(60)]
+    bounded = [cheapest.__wrapped__(*given) for given in drawn]
+    monkeypatch.setattr(_Bound, "with_rest", lambda self, cost, extent: cost)
+    assert bounded == [cheapest.__wrapped__(*given) for given in drawn]
+
+
+def _conversion(draw: random.Random) -> tuple[Atoms, Layout, Layout, Axes, tuple[tuple[str, Link], ...]]:
+    """Sizes that axes divide or do not, sums in either layout, links of any cost."""
+    axes = draw.choice([{"a": 2, "b": 4, "c": 3}, {"p": 2, "d": 8, "t": 8}, {"x": 4, "y": 4}])
+    count = draw.randint(0, 3)
+    sizes = tuple(draw.choice([prod(axes.values()), 2 * prod(axes.values()), 7, 1, 30, 0]) for _ in range(count))
+    ends = []
+    for _ in range(2):
+        splits: list[list[str]] = [[] for _ in sizes]
+        partial = set()
+        for axis in draw.sample(list(axes), len(axes)):
+            state = draw.choice("RRPSSS")
+            if state == "P":
+                partial.add(axis)
+            elif state == "S" and sizes:
+                draw.choice(splits).append(axis)
+        ends.append(Layout(tuple(map(tuple, splits)), frozenset(partial)))
+    costs = [(1.0, 0.0)] if draw.random() < 0.5 else [(1.0, 2.0), (0.5, 0.0), (10.0, 100.0), (0.0, 1.0)]
+    links = tuple((axis, Link(*draw.choice(costs))) for axis in axes)
+    return Atoms(sizes, (1,) * count), *ends, tuple(axes.items()), links  # type: ignore[return-value]
