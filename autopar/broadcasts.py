@@ -16,7 +16,7 @@ from autopar.choices import BROADCAST, layouts_of
 from autopar.tracing.graph import NamedGraph, NamedNode
 
 if TYPE_CHECKING:  # the completion ends with this
-    from autopar.completion import Decisions, OpDecision
+    from autopar.decisions import Decisions, OpDecision
 
 __all__ = ["begin_at_parameters"]
 

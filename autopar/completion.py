@@ -12,16 +12,17 @@ Where the layout leaves something to choose (`?{tp, dp*tp}`, `tp?`), that is cho
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from math import inf, prod
 
 from autopar.asked import Asking
 from autopar.broadcasts import begin_at_parameters
-from autopar.choices import Choice, Passing, Site, can_split, choices, layouts_of, passings_of, sites_of
+from autopar.choices import Passing, Site, can_split, choices, layouts_of, passings_of, sites_of
+from autopar.decisions import Decisions, OpDecision
 from autopar.errors import LayoutError
 from autopar.layout.check import check_layout
-from autopar.layout.holds import Holding, Recompute
+from autopar.layout.holds import Holding
 from autopar.layout.holes import filled, options_of
 from autopar.layout.language import Layout as LayoutText
 from autopar.layout.resolve import Wanted, atoms_of
@@ -42,34 +43,7 @@ from autopar.reshard import Reshard, reshard
 from autopar.rewrite.lowerings import split_of
 from autopar.tracing.graph import NamedGraph, NamedNode, NamedTensor
 
-__all__ = ["Decisions", "Known", "OpDecision", "complete", "recomplete", "redecide", "restored"]
-
-
-@dataclass(frozen=True)
-class OpDecision:
-    """How one op runs: its choice, the layouts it takes, those it gives, and those its results are brought into."""
-
-    choice: Choice
-    operands: tuple[Layout | None, ...]
-    produced: tuple[Layout | None, ...]
-    results: tuple[Layout | None, ...]
-
-
-@dataclass(frozen=True)
-class Decisions:
-    """A layout without holes: where every tensor is, and how every op runs."""
-
-    axes: Mapping[str, int]
-    stored: Mapping[str, Layout]
-    """Inputs, parameters and buffers as they are held."""
-    ops: Mapping[str, OpDecision]
-    """By the name of the op."""
-    values: Mapping[str, Layout]
-    """Every value as its consumers find it."""
-    holdings: Mapping[str, Holding] = field(default_factory=dict)
-    """How parameters are held between uses."""
-    recompute: Mapping[str, Recompute] = field(default_factory=dict)
-    """What repeated layers compute again in the backward, by their module paths; nothing where it is not said."""
+__all__ = ["Known", "complete", "recomplete", "redecide", "restored"]
 
 
 class Known:

@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from autopar.completion import Decisions
 from autopar.conversions import Inserted
 from autopar.cost.layers import again
 from autopar.cost.memory import memory
 from autopar.cost.profile import wire_of
 from autopar.decided import Plan
+from autopar.decisions import Decisions
 from autopar.errors import AutoparWarning
 from autopar.layout.language import Layout
 from autopar.layout.precedence import glob_matches

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch.fx import Node
 
-from autopar.completion import Decisions, OpDecision
+from autopar.decisions import Decisions, OpDecision
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout
 from autopar.reshard import Reshard, Step, reshard

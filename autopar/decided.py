@@ -8,8 +8,9 @@ from types import MappingProxyType
 
 import torch
 
-from autopar.completion import Decisions, Known, complete
+from autopar.completion import Known, complete
 from autopar.conversions import Outputs
+from autopar.decisions import Decisions
 from autopar.layout.holds import Recompute
 from autopar.layout.language import Layout
 from autopar.tracing.graph import NamedGraph

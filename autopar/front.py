@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.completion import Decisions, complete
+from autopar.completion import complete
 from autopar.contracts import check_contracts, check_memory
 from autopar.conversions import Inserted
 from autopar.decided import Plan as Decided
+from autopar.decisions import Decisions
 from autopar.layout.language import Layout, parse_layout
 from autopar.layout.resolve import resolve
 from autopar.layout.syntax import Block, DimRule, Hole, Pin

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.completion import Decisions
 from autopar.conversions import Outputs
+from autopar.decisions import Decisions
 from autopar.errors import AutoparError
 from autopar.late import Late
 from autopar.parts import tie

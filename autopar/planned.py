@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.agreement import kind_of
-from autopar.completion import Decisions
+from autopar.decisions import Decisions
 from autopar.errors import AutoparError
 from autopar.parameters import LocalParameters
 from autopar.parts import owner_of

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.agreement import Agreement, Pending, checksum, digest, kind_of
-from autopar.completion import Decisions
 from autopar.conversions import Inserted, Outputs
+from autopar.decisions import Decisions
 from autopar.errors import AutoparError
 from autopar.layout.holds import Holding
 from autopar.planned import Given, Planned, Results

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from autopar.completion import Decisions
+from autopar.decisions import Decisions
 from autopar.errors import AutoparError
 from autopar.layout.placements import to_placements
 from autopar.layout.resolve import atoms_of

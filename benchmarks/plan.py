@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autopar
-from autopar.completion import Decisions
+from autopar.decisions import Decisions
 from autopar.errors import AutoparWarning
 from autopar.front import FromPlan
 from autopar.layout.holds import Holding

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.completion import Decisions, complete
+from autopar.completion import complete
+from autopar.decisions import Decisions
 from autopar.layout.language import parse_layout
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import coordinates

@@ -16,9 +16,9 @@ from math import prod
 import torch
 
 from autopar.choices import Choice
-from autopar.completion import OpDecision
 from autopar.cost.cluster import Attention, Device
 from autopar.cost.matrix import Product, product_seconds
+from autopar.decisions import OpDecision
 from autopar.errors import ClusterError
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
-from autopar.completion import OpDecision
 from autopar.conversions import Wiring
 from autopar.decided import Plan
+from autopar.decisions import OpDecision
 from autopar.layout.resolve import atoms_of
 from autopar.reshard import StepKind
 from autopar.rewrite.lowerings import Split

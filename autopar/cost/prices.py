@@ -13,13 +13,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from autopar.completion import OpDecision
 from autopar.conversions import Inserted
 from autopar.cost.buckets import shape_of
 from autopar.cost.cluster import Cluster
 from autopar.cost.comm import Network
 from autopar.cost.compute import NOTHING, OpWork, Work, local_bytes, op_work, seconds_of_bytes
 from autopar.cost.optimizers import optimizer_of
+from autopar.decisions import OpDecision
 from autopar.layout.state import Layout
 from autopar.reshard import Step, StepKind
 from autopar.tracing.graph import NamedGraph, NamedNode

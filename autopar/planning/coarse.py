@@ -14,8 +14,8 @@ from math import prod
 from typing import Any
 
 from autopar.choices import Choice, Passing, Site
-from autopar.completion import OpDecision
 from autopar.decided import Plan
+from autopar.decisions import OpDecision
 from autopar.layout.state import Layout
 from autopar.planning.setting import Setting
 from autopar.tracing.graph import NamedNode

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autopar.completion import Decisions, OpDecision
 from autopar.decided import Plan
+from autopar.decisions import Decisions, OpDecision
 from autopar.layout.holds import Holding
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from autopar.completion import OpDecision
 from autopar.conversions import Inserted
 from autopar.cost.compute import OpWork, Work
 from autopar.cost.fusion import scaled, shares_of
+from autopar.decisions import OpDecision
 from autopar.planning.building import Building, parts_of
 from autopar.planning.candidates import Option, options_of
 from autopar.planning.errors import no_option

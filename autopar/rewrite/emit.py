@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.choices import Choice
-from autopar.completion import Decisions, OpDecision
 from autopar.conversions import Inserted, OpConversions, Outputs, wire
+from autopar.decisions import Decisions, OpDecision
 from autopar.layout.holds import Recompute
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout, chunk

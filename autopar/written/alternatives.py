@@ -15,9 +15,10 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from autopar.choices import Choice, can_split, layouts_of
-from autopar.completion import Decisions, redecide, restored
+from autopar.completion import redecide, restored
 from autopar.cost.costs import Costs
 from autopar.decided import Plan as Decided
+from autopar.decisions import Decisions
 from autopar.errors import LayoutError
 from autopar.layout.language import Layout
 from autopar.layout.printer import print_statement

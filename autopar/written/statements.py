@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autopar.choices import BROADCAST, Choice, can_split
-from autopar.completion import Decisions, Known, recomplete
+from autopar.completion import Known, recomplete
+from autopar.decisions import Decisions
 from autopar.layout.language import Layout
 from autopar.layout.syntax import (
     Axes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.completion import Decisions
+from autopar.decisions import Decisions
 from autopar.errors import LayoutError
 from autopar.layout.holds import Holding
 from autopar.layout.language import Layout

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from autopar.choices import Choice, Site, choices, layouts_of, passings_of
-from autopar.completion import Decisions, OpDecision
+from autopar.decisions import Decisions, OpDecision
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout
 from autopar.tracing.graph import NamedGraph, NamedNode, NamedTensor

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from autopar.api import trace
-from autopar.completion import Decisions, complete
+from autopar.completion import complete
+from autopar.decisions import Decisions
 from autopar.errors import LayoutError
 from autopar.layout.choosing import choose_layout
 from autopar.layout.language import parse_layout, print_layout
