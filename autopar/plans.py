@@ -114,7 +114,6 @@ class Plans:
         self, shell: nn.Module, model: nn.Module, mesh: DeviceMesh, planner: Planner, settings: Settings
     ) -> None:
         self.shell = shell
-        self.owner = type(model).__name__
         self.planner = planner
         self.settings = settings
         self.results = Results(settings.outputs == "sharded", settings.local_inputs, settings.compute_dtype)
@@ -150,8 +149,8 @@ class Plans:
 
     def prepare(self, inputs: tuple[Any, ...] | Mapping[str, Any]) -> None:
         """Trace and decide before the first call."""
-        arguments = bind(self.signature, self.owner, inputs)
-        given = self._given(flatten_arguments(arguments, self.owner))
+        arguments = bind(self.signature, self.weights.owner, inputs)
+        given = self._given(flatten_arguments(arguments, self.weights.owner))
         self.agreement.same(given.facts(), SAME_CALL)
         self._plan(given)
 
@@ -181,7 +180,7 @@ class Plans:
         """
         own: AutoparError | None = None
         try:
-            given = self._given(Given.read(self.signature, self.owner, args, kwargs))
+            given = self._given(Given.read(self.signature, self.weights.owner, args, kwargs))
         except AutoparError as error:
             own = error
             given = None

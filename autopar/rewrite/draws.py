@@ -207,7 +207,6 @@ def known(what: Draw) -> str:
     """A name under which `draw` finds it: the same in every process for the same draw."""
     name = hashlib.sha256(repr(what).encode()).hexdigest()[:32]
     _KNOWN[name] = what
-    _drawn_op()  # not later: a compiled function cannot define it
     return name
 
 
@@ -229,14 +228,11 @@ def _draw(key: Tensor, operands: Sequence[Tensor], draw: str) -> Tensor:
         return what.local(operands, seeded(number, what.shard, what.device)).contiguous()
 
 
-@cache
-def _drawn_op() -> Any:
-    """The same as an operator that the compiler does not see into, so that it neither moves nor repeats it."""
+def _drawn_like(key: Tensor, operands: Sequence[Tensor], draw: str) -> Tensor:
+    what = _KNOWN[draw]
+    return torch.empty(what.cut.local_shape, dtype=what.dtype, device=what.device)
 
-    def shape_of(key: Tensor, operands: Sequence[Tensor], draw: str) -> Tensor:
-        what = _KNOWN[draw]
-        return torch.empty(what.cut.local_shape, dtype=what.dtype, device=what.device)
 
-    op = torch.library.custom_op("autopar::drawn", _draw, mutates_args=())
-    op.register_fake(shape_of)
-    return torch.ops.autopar.drawn.default
+# The same as an operator that the compiler does not see into, so that it neither moves nor repeats it; defined here
+# because a compiled function cannot define it, and of several threads only one may.
+torch.library.custom_op("autopar::drawn", _draw, mutates_args=()).register_fake(_drawn_like)
