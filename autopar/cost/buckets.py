@@ -22,6 +22,8 @@ class Bucket:
 
     members: tuple[Inserted, ...]
     op: str
+    is_alone: bool = False
+    """Whether it is no bucket: a conversion that stands with its op, and is done again with it."""
 
     @property
     def gathers(self) -> bool:
@@ -57,7 +59,7 @@ def buckets_of(graph: NamedGraph, plan: Plan, wiring: Wiring) -> tuple[Bucket, .
                 continue
             steps = tuple(tuple((step.kind, step.axes) for step in way) for way in ways_of(one))
             if not goes_in_bucket(*(tuple(kind for kind, _ in way) for way in steps)):
-                alone.append(Bucket((one,), one.op))
+                alone.append(Bucket((one,), one.op, is_alone=True))
                 continue
             block = re.match(r"(.*?\.\d+)\.", tensor.name)
             size = max(prod(shape_of(one, step.before)) for way in ways_of(one) for step in way) * one.itemsize

@@ -145,12 +145,15 @@ class Forward(Held):
             self.kept[node.name].append(self.storages.new(internal))
         if node.name in self.reading:
             entering = self.entering.setdefault(layer, set())
-            read = (
-                version for version in wired.operands if version is not None and version not in self.schedule.versions
-            )
+            read = (version for version in wired.operands if version is not None and self._is_held(version, layer))
             for made in (self.values[version] for version in read):
                 if made not in inside and made not in entering:
                     entering.add(self.storages.take(made))
+
+    def _is_held(self, version: Version, layer: int) -> bool:
+        """Whether what enters a layer that is computed again is held for it: of what buckets gather, only a checkpoint
+        holds it all, and not what is gathered again."""
+        return version not in self.schedule.versions or (layer in self.whole and version[0] not in self.plan.regather)
 
     def _let_go(self, node: NamedNode, wired: OpConversions, place: int) -> None:
         named = {version for version in wired.operands if version is not None}
@@ -168,15 +171,22 @@ class Forward(Held):
     def _convert(self, one: Inserted) -> None:
         """A conversion by itself: a chain of steps, each with the buffers that it takes."""
         held = self.values[one.tensor, one.reshard.source]
-        made = self.values[one.tensor, one.reshard.target] = self._steps(held, one.reshard.forward, one)
+        made = self._converted(one)
         if made != held and one.op in self.again:
             self.made.setdefault(self.layers[one.op][0], set()).add(made)
 
+    def _converted(self, one: Inserted) -> int:
+        held = self.values[one.tensor, one.reshard.source]
+        made = self.values[one.tensor, one.reshard.target] = self._steps(held, one.reshard.forward, one)
+        return made
+
     def _gather(self, bucket: Bucket) -> None:
         """Parameters are laid into one buffer, which is gathered ahead, and then taken out."""
-        if len(bucket.members) == 1 or not bucket.members[0].reshard.forward:
+        if bucket.is_alone:
+            self._convert(bucket.members[0])
+        elif len(bucket.members) == 1 or not bucket.members[0].reshard.forward:
             for one in bucket.members:
-                self._convert(one)
+                self._converted(one)
         else:
             flat = self.flat.pop(bucket, None)
             flat = self._start(bucket) if flat is None else flat

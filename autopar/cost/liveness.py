@@ -28,6 +28,8 @@ class Liveness(Forward):
         """What an op has found, before it is added to the gradients that other uses have left."""
         self.refilled: dict[Bucket, int] = {}
         """What has been gathered again."""
+        self.waiting: list[Bucket] = []
+        """Those whose gradients are reduced when a checkpoint has been left."""
 
     def backward(self) -> None:
         if self.later:
@@ -39,13 +41,14 @@ class Liveness(Forward):
         inside = 0
         for node in reversed(self.graph.nodes):
             layer = self._layer(node)
+            if layer != inside:
+                self._leave(inside)
             self.storages.now = f"the backward of {node.name}"
             if layer != inside:
-                self._left(inside)
                 self._make_again(layer)
             inside = layer
             self._op_backward(node)
-        self._left(inside)
+        self._leave(inside)
 
     def gradient_bytes(self) -> float:
         """What the gradients of parameters take once the backward is over."""
@@ -78,7 +81,10 @@ class Liveness(Forward):
             if (one.tensor, one.reshard.target) not in self.schedule.versions:
                 self._convert_back(one)
         for bucket in self.schedule.of_op.get(node.name, ()):
-            self._reduce(bucket)
+            if self._layer(node) in self.whole and bucket not in self.schedule.inside and not bucket.is_alone:
+                self.waiting.append(bucket)
+            else:
+                self._reduce(bucket)
 
     def _op_gradients(self, node: NamedNode, wired: OpConversions, given: list[int]) -> None:
         """The gradients of the operands, beside those that are there; `_add` adds them up."""
@@ -176,6 +182,13 @@ class Liveness(Forward):
             self._left(layer)
         for one in made.values():
             self.storages.drop(one)
+
+    def _leave(self, layer: int) -> None:
+        """What entered is let go of; then the gradients of what was gathered outside are reduced."""
+        self._left(layer)
+        for bucket in self.waiting:
+            self._reduce(bucket)
+        self.waiting.clear()
 
     def _left(self, layer: int) -> None:
         for storage in self.entering.pop(layer, ()):

@@ -99,9 +99,11 @@ class _Profiler:
 
     def _forward(self, node: NamedNode, work: OpWork, direction: Direction, parameters: bool) -> Iterator[Task]:
         wired = self.wiring.ops[node.name]
-        if parameters:
-            for bucket in self.buckets.get(node.name, ()):
+        for bucket in self.buckets.get(node.name, ()):
+            if parameters:
                 yield from self._bucket(bucket, "forward")
+            elif bucket.is_alone:
+                yield from (task._replace(direction=direction) for task in self._bucket(bucket, "forward"))
         for one in self._values(wired):
             yield from self.prices.conversion(one, "forward", direction)
         yield from self.prices.op(node.name, direction, work.forward)

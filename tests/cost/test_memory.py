@@ -191,6 +191,20 @@ def test_recomputation_is_measured_as_predicted(small_gpt: NamedGraph, layout: s
     assert real.saved_bytes < measure(small_gpt, replace(plan, recompute={})).saved_bytes
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("regathers", [False, True])
+def test_large_parameters_of_layers_computed_again_are_measured_as_predicted(mode: str, regathers: bool) -> None:
+    """Each fills a bucket by itself; what is not gathered again stays, as it is gathered outside the layer."""
+    graph = autopar.trace(*gpt(layers=2, d_model=1280, heads=4, vocab=64, seq=16, batch=4))
+    layers = [path for repeat in graph.repeats for path in repeat.module_paths]
+    plan = plan_of(graph, "fsdp", {"fsdp": 4}, recompute=dict.fromkeys(layers, mode))
+    plan = replace(plan, regather=frozenset(t.name for t in graph.parameters if regathers))
+    found, real = predicted(graph, plan), measure(graph, plan)
+    assert found.saved_bytes == pytest.approx(real.saved_bytes, rel=0.01)
+    assert found.peak_bytes == pytest.approx(real.peak_bytes, rel=0.05)
+
+
 def test_gradients_of_earlier_micro_batches_are_there(small_gpt: NamedGraph) -> None:
     plan = plan_of(small_gpt, "zero1", {"dp": 4})
     one, four = (predicted(small_gpt, replace(plan, micro_batches=count)) for count in (1, 4))
