@@ -36,7 +36,7 @@ class Held:
         self.layers = layers_of(graph, plan) if again else {}
         self.whole = {layer for layer, mode in self.layers.values() if mode == "full"}
         """These are called through a checkpoint, which holds what enters until the backward has left."""
-        self.reading = reading(graph, plan, again)
+        self.reading = reading(graph, self.layers, again)
         """Ops that are computed again and whose operands must be there for it."""
         self.schedule = schedule_of(graph, plan, wiring, {op: layer for op, (layer, _) in self.layers.items()})
         self.sizes: dict[Version, float] = {}

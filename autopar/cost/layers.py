@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from autopar.decided import Plan
 from autopar.layout.holds import Recompute
-from autopar.recompute import computed_again, regions_of
+from autopar.recompute import Region, computed_again, regions_of
 from autopar.tracing.graph import NamedGraph
 
-__all__ = ["again", "layers_of", "reading"]
+__all__ = ["again", "layered", "layers_of", "reading"]
 
 
 def layers_of(graph: NamedGraph, plan: Plan) -> dict[str, tuple[int, Recompute]]:
     """For each op of a layer that computes something again, the layer and what; layers may have one path in common."""
-    regions = regions_of(graph, plan.recompute)
+    return layered(regions_of(graph, plan.recompute))
+
+
+def layered(regions: Iterable[Region]) -> dict[str, tuple[int, Recompute]]:
     return {op: (number, region.mode) for number, region in enumerate(regions, start=1) for op in region.ops}
 
 
@@ -21,10 +26,9 @@ def again(graph: NamedGraph, plan: Plan) -> frozenset[str]:
     return computed_again(graph, regions_of(graph, plan.recompute))
 
 
-def reading(graph: NamedGraph, plan: Plan, again: frozenset[str]) -> frozenset[str]:
+def reading(graph: NamedGraph, layers: Mapping[str, tuple[int, Recompute]], again: frozenset[str]) -> frozenset[str]:
     """The ops that are computed again and need their operands for it: all of a layer that is computed again as a whole,
     of others those that lead to what some op keeps."""
-    layers = layers_of(graph, plan) if again else {}
     needed: set[tuple[int, str | None]] = set()  # by layer: what leaves one is not made again for the others
     found: set[str] = set()
     for node in reversed(graph.nodes if again else ()):

@@ -29,7 +29,7 @@ from autopar.tracing.differentiable import fake_input
 from autopar.tracing.footprint import Footprint, measure
 from autopar.tracing.graph import NamedGraph, NamedNode
 
-__all__ = ["LocalFootprints", "lowered_footprint"]
+__all__ = ["LocalFootprints", "local_footprint", "lowered_footprint"]
 
 
 class LocalFootprints:
@@ -48,21 +48,28 @@ class LocalFootprints:
             decision = self.plan.decisions.ops[node.name]
             whole = self.graph.footprints[node.node]
             key = id(whole), decision.choice, decision.operands
-            found = self.known.get(key) or self._made(node, decision, whole)
+            found = self.known.get(key) or self._made(node, decision)
             self.found[node.name] = self.known[key] = found
         return found
 
-    def _made(self, node: NamedNode, decision: OpDecision, whole: Footprint) -> Footprint:
-        split, axes = self.wiring.ops[node.name].split, self.plan.axes
-        if split is not None and not exchanges_edges(split):
-            return lowered_footprint(self.graph, node, decision, split, axes)
-        share = 1 / prod(axes[axis] for axis in decision.choice.axes)
-        return replace(
-            whole,
-            internal_bytes=round(whole.internal_bytes * share),
-            forward_bytes=round(whole.forward_bytes * share),
-            backward_bytes=round(whole.backward_bytes * share),
-        )
+    def _made(self, node: NamedNode, decision: OpDecision) -> Footprint:
+        return local_footprint(self.graph, node, decision, self.wiring.ops[node.name].split, self.plan.axes)
+
+
+def local_footprint(
+    graph: NamedGraph, node: NamedNode, decision: OpDecision, split: Split | None, axes: Mapping[str, int]
+) -> Footprint:
+    """Of one rank."""
+    if split is not None and not exchanges_edges(split):
+        return lowered_footprint(graph, node, decision, split, axes)
+    whole = graph.footprints[node.node]
+    share = 1 / prod(axes[axis] for axis in decision.choice.axes)
+    return replace(
+        whole,
+        internal_bytes=round(whole.internal_bytes * share),
+        forward_bytes=round(whole.forward_bytes * share),
+        backward_bytes=round(whole.backward_bytes * share),
+    )
 
 
 def exchanges_edges(split: Split) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -59,8 +59,12 @@ class Building:
         self.handed = handed_out(graph)
         self.shares: dict[str, float] = {}
         self.kept = Kept.of(graph)
+        self.entering = tuple(frozenset(self.kept.roots[name] for name in names) for names in self.again.entering)
         self.optimizer = optimizer_of(self.setting.options.optimizer)
         self.beginning = self._largest_beginning() if self.setting.trains else None
+        self.product = self._largest_product() if self.setting.trains else None
+        names = [node.name for node in graph.nodes]
+        self.gone = frozenset(names[names.index(self.product.name) + 1 :] if self.product is not None else ())
         for path in self.again.open:
             self._add("recompute", path, STATES, (self._nothing(len(STATES)),))
 
@@ -167,15 +171,39 @@ class Building:
             after += sum(self._whole_bytes(name) for name in kept if self.graph.tensors[name].kind == "activation")
         return found
 
+    def _largest_product(self) -> NamedNode | None:
+        """The op behind all layers whose parameter is the largest: its gradient may be whole for a moment."""
+        inside = {name for repeat in self.graph.repeats for layer in repeat.layers for name in layer}
+        largest = max(self._behind(inside), key=self._trained_bytes, default=None)
+        if largest is None or largest is self.beginning or not self._trained_bytes(largest):
+            return None
+        return largest
+
+    def _behind(self, inside: Collection[str]) -> Iterator[NamedNode]:
+        for node in reversed(self.graph.nodes):
+            if node.node in inside:
+                return
+            yield node
+
+    def _trained_bytes(self, node: NamedNode) -> float:
+        tensors = (self.graph.tensors[name] for name in node.operands if name is not None)
+        return sum(self._whole_bytes(each.name) for each in tensors if each.kind == "param" and each.requires_grad)
+
     def _whole_bytes(self, name: str) -> float:
         tensor = self.graph.tensors[name]
         return float(prod(tensor.shape) * tensor.dtype.itemsize)
 
     def _lives(self, name: str, maker: NamedNode, mode: int) -> bool:
-        """Whether what an op makes is there until the backward: it is kept, and not made again only then."""
+        """Whether what an op makes is there until the backward: it is kept, and not made again only then; or something
+        is made of it again."""
+        if self._enters(name, maker, mode):
+            return True
         if not self.kept.is_kept(name):
             return False
         return not self.again.flags(maker.name)[mode] or self.again.is_kept_outside(maker.name, self.kept.keepers[name])
+
+    def _enters(self, name: str, maker: NamedNode, mode: int) -> bool:
+        return not self.again.flags(maker.name)[mode] and name in self.entering[mode]
 
     # -- sums that several kinds of variables have
 

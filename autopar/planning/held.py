@@ -36,7 +36,7 @@ class HeldTensors(Building):
             if tensor.kind == "param":
                 first = number == 0 and cut.trained and self._accumulates()
                 kept = (node.name, tensor.name) in self.kept.operands
-                handled = self.tables.handled(tensor, kept, later=number > 0)
+                handled = self.tables.handled(tensor, kept, later=number > 0, measured=node is self.product)
                 accumulates = self._accumulated_bytes(tensor) if first else None
                 table = self.tables.parameters(cut, stored, want, handled, accumulates)
                 self.factors.append(Factor((place, self.place["op", node.name]), table))

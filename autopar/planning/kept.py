@@ -6,7 +6,9 @@ where it is converted for an op that keeps it. The search corrects what that mis
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from math import prod
 
 from autopar.tracing.graph import NamedGraph, NamedNode
 
@@ -64,6 +66,13 @@ class Kept:
     def is_kept(self, name: str) -> bool:
         """Whether the memory of a value that an op makes lives on."""
         return self.roots[name] == name and name in self.keepers
+
+    def least_bytes(self, graph: NamedGraph, again: Collection[str]) -> float:
+        """What lives where the backward begins, of what is trained and what is kept, whatever is split; `again` are the
+        ops that are computed again."""
+        made = [name for node in graph.nodes if node.name not in again for name in node.outputs if name is not None]
+        held = [name for name in made if self.is_kept(name)] + [tensor.name for tensor in graph.parameters]
+        return float(sum(prod(graph.tensors[name].shape) * graph.tensors[name].dtype.itemsize for name in held))
 
     def only_for(self, op: str, name: str) -> bool:
         """Whether a value lives on for this op alone."""

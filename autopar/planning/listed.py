@@ -15,7 +15,7 @@ import numpy as np
 from autopar.layout.state import Layout
 from autopar.planning.model import Model
 from autopar.planning.tables import Tables, Use
-from autopar.planning.totals import MEMORY, MOMENTS, Hinges, Sum
+from autopar.planning.totals import MEMORY, Hinges, Sum, every_peak_gib
 from autopar.search.problem import Floats
 from autopar.tracing.graph import NamedTensor
 
@@ -46,8 +46,7 @@ def listed(model: Model, hinges: Hinges) -> Listed | None:
     if prod(counts) > MOST_LISTED:
         return None
     every = _sums(model, counts).reshape(-1, len(Sum))
-    beside = np.maximum(0.0, every @ hinges.slopes.T + hinges.offsets).sum(axis=1)
-    return Listed(counts, every @ hinges.base + hinges.constant + beside, (every @ MOMENTS.T).max(axis=1))
+    return Listed(counts, hinges.every_seconds(every), every_peak_gib(every))
 
 
 def _sums(model: Model, counts: tuple[int, ...]) -> Floats:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from autopar.conversions import Inserted
 from autopar.cost.compute import OpWork, Work
 from autopar.cost.fusion import scaled, shares_of
+from autopar.cost.lowered import local_footprint
 from autopar.decisions import OpDecision
 from autopar.planning.building import Building, parts_of
 from autopar.planning.candidates import Option, options_of
@@ -19,6 +19,7 @@ from autopar.planning.tables import Parts
 from autopar.planning.totals import Sum
 from autopar.rewrite.lowerings import split_of
 from autopar.search.problem import Floats
+from autopar.tracing.footprint import Footprint
 from autopar.tracing.graph import NamedNode
 
 __all__ = ["Ops"]
@@ -70,9 +71,10 @@ class Ops(Building):
         fused = self.shares.get(node.name)
         again = self.again.flags(node.name)[mode]
         keeping = self._made_and_kept(node, mode)
-        inside = 0 if again or not self._keeps(node) else self.graph.footprints[node.node].internal_bytes
-        is_first = node is self.beginning
-        key = "op", self._signature(node), fused, again, is_first, tuple(name is not None for name in keeping)
+        keeps = self.regather and self._keeps(node) and not again
+        moment = self._moment(node)
+        is_gone = node.name in self.gone
+        key = "op", self._signature(node), fused, again, moment, is_gone, tuple(name is not None for name in keeping)
         if key not in self.known:
             sums = np.zeros((len(Sum), len(options)))
             for i, option in enumerate(options):
@@ -82,10 +84,13 @@ class Ops(Building):
                     work = OpWork(scaled(work.forward, fused, device), scaled(work.backward, fused, device))
                 self._worked(sums[:, i], work, again)
                 self._sent_inside(sums[:, i], node, option, again)
-                share = prod(self.setting.axes[axis] for axis in option.choice.axes)
-                sums[Sum.KEPT_GIB, i] += inside / share / 2**30
-                if is_first:
-                    sums[Sum.BEGINNING_GIB, i] = self._gradients_gib(node, option, share)
+                if keeps or moment is not None:
+                    footprint = self._footprint(node, option)
+                    inside = footprint.internal_bytes / 2**30 if keeps else 0.0
+                    sums[Sum.KEPT_GIB, i] += inside
+                    sums[Sum.PRODUCT_GIB, i] -= inside if is_gone else 0.0
+                    if moment is not None:
+                        sums[moment, i] += self._gradients_gib(node, option, footprint)
                 for position, name in enumerate(keeping):
                     layout = option.produced[position]
                     if name is not None and layout is not None:
@@ -94,9 +99,21 @@ class Ops(Building):
         parts: Parts = self.known[key]
         return parts
 
-    def _gradients_gib(self, node: NamedNode, option: Option, share: int) -> float:
+    def _moment(self, node: NamedNode) -> Sum | None:
+        """What the gradients of an op are counted for."""
+        if self.regather and node is self.beginning:
+            return Sum.BEGINNING_GIB
+        return Sum.PRODUCT_GIB if self.regather and node is self.product else None
+
+    def _footprint(self, node: NamedNode, option: Option) -> Footprint:
+        """What an op holds on one rank."""
+        decision = OpDecision(option.choice, option.operands, option.produced, option.produced)
+        axes = self.setting.axes
+        split = split_of(self.graph, node, option.choice.splits, option.operands, axes)
+        return local_footprint(self.graph, node, decision, split, axes)
+
+    def _gradients_gib(self, node: NamedNode, option: Option, footprint: Footprint) -> float:
         """What the backward of an op takes: the gradients of what it gives and takes, and what it holds in between."""
-        footprint = self.graph.footprints[node.node]
         named = [*zip(node.outputs, option.produced, strict=True)]
         named += [
             (name, layout)
@@ -108,7 +125,7 @@ class Ops(Building):
             for name, layout in dict.fromkeys(named)
             if name is not None and layout is not None and self.graph.tensors[name].requires_grad
         )
-        return gradients + footprint.backward_bytes / share / 2**30
+        return gradients + footprint.backward_bytes / 2**30
 
     def _made_and_kept(self, node: NamedNode, mode: int) -> tuple[str | None, ...]:
         """The results of an op that live on as it makes them; shared values are counted where they are kept."""

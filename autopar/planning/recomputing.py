@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.cost.layers import layered, reading
 from autopar.layout.holds import Recompute
 from autopar.recompute import Region, computed_again, regions_of
 from autopar.tracing.graph import NamedGraph
@@ -32,6 +33,8 @@ class Again:
     """By op: where it is computed again, if it is."""
     ops: tuple[frozenset[str], ...]
     """The ops that are computed again, if all open layers are in one mode; for each."""
+    entering: tuple[frozenset[str], ...] = (frozenset(),)
+    """What these ops read and what is not kept for any other reason; of layers, within one."""
 
     @staticmethod
     def of(graph: NamedGraph, settled: Mapping[str, Recompute], layers: Sequence[str], trains: bool) -> Again:
@@ -42,11 +45,14 @@ class Again:
         found = tuple(path for path in layers if _stands_alone(ops[path], whole))
         modes = STATES if found else STATES[:1]
         every = [regions_of(graph, {**settled, **dict.fromkeys(found, mode)}) for mode in modes]
+        of_layer = {op: path for path in found for op in ops[path]}
+        again = tuple(computed_again(graph, regions) for regions in every)
         return Again(
             found,
-            {op: path for path in found for op in ops[path]},
+            of_layer,
             {op: region.name for region in every[-1] for op in region.ops},
-            tuple(computed_again(graph, regions) for regions in every),
+            again,
+            tuple(_entering(graph, regions, own, of_layer) for regions, own in zip(every, again, strict=True)),
         )
 
     def flags(self, op: str) -> tuple[bool, ...]:
@@ -57,6 +63,22 @@ class Again:
         """Whether ops of other regions keep what an op makes: it is there then, though the op is computed again."""
         own = self.regions.get(maker)
         return any(self.regions.get(keeper) != own for keeper in keepers)
+
+
+def _entering(
+    graph: NamedGraph, regions: Sequence[Region], again: frozenset[str], of_layer: Mapping[str, str]
+) -> frozenset[str]:
+    """What ops that are computed again need for it, and others have made: of the same layer, or for settled regions."""
+    readers = reading(graph, layered(regions), again)
+    makers = {name: node.name for node in graph.nodes for name in node.outputs if name is not None}
+    return frozenset(
+        name
+        for node in graph.nodes
+        if node.name in readers
+        for name in node.operands
+        if name is not None and (maker := makers.get(name)) is not None and maker not in again
+        if node.name not in of_layer or of_layer.get(maker) == of_layer[node.name]
+    )
 
 
 def _layers(graph: NamedGraph, path: str) -> list[list[str]]:

@@ -95,6 +95,8 @@ def _least(work: Work, demands: Demands) -> Race:
     """The race of plans that take least memory, of those that do what other lines say."""
     other = _other(work, demands)
     least_memory(other, only_one=True)
+    if other.race.plan is None:
+        other.lessen(other.model(is_limited=True))
     return other.race
 
 

@@ -18,32 +18,42 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from autopar.planning.closing import close
 from autopar.planning.listed import Listed, listed
+from autopar.planning.mixing import Mixtures, places_of
 from autopar.planning.model import Model
 from autopar.planning.totals import FORBIDDEN_SECONDS, MOMENTS, Hinges, Sum, peak_gib
-from autopar.planning.weighed import Elimination, mixtures
-from autopar.search.problem import Floats
+from autopar.planning.weighed import Elimination
+from autopar.search.problem import Floats, Ints
 
 __all__ = ["Found", "Search"]
 
 MOST_ROUNDS = 25
-SCANNED = range(-8, 3)
-"""Powers of two of the prices of memory that are tried first, of seconds per GiB of the fastest plan."""
+FEW = 600
+"""Variables of a model in which one op weighs so much that more candidates than those at the best prices are priced."""
+SCANNED = (-8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6)
+"""Powers of two of the best prices of memory, that are tried too."""
+MOST_AIMS = 4
+NUDGED = 1e-3
+"""Of the prices of memory, by which they are raised for a plan that fits, and lowered for one that is faster."""
 HOPELESS = 1.002
 """Candidates that are believed to be so much slower than the best are not priced."""
 SMALL = 24
 """Variables of a model that is small enough to try whatever could still be better."""
-MOST_CLOSED = 1000
+MOST_CLOSED = 2000
 MOST_LISTED = 2000
 """Candidates that are priced to prove that nothing is better; of those that can be listed, that is quick."""
 FIRST_LISTED = 125
 PRICES_LISTED = (0, 3, 6)
 """Powers of two of prices of memory, of seconds per byte of the fastest plan that takes all there is."""
+LEAST = ((0.5, 0.0, 0.5), (1.0, 0.0, 0.0), (0.0, 0.0, 1.0), (0.25, 0.5, 0.25), (0.0, 1.0, 0.0))
+"""The weights of the moments of which the least is sought, where the least memory of all is."""
 LESS = 1e-3
 """What is tried is this part less than the least memory that was found."""
 HIGHEST_PRICE = 1e3
@@ -92,6 +102,10 @@ class Search:
         self.elimination = Elimination.of(self.model)
         self.count = len(self.hinges.offsets)
 
+    @cached_property
+    def places(self) -> Ints:
+        return places_of(self.model)
+
     @property
     def is_limited(self) -> bool:
         return bool(np.isfinite(self.limit_gib))
@@ -106,7 +120,8 @@ class Search:
 
     def _answer_at(self, answer: tuple[float, Floats], limit_gib: float) -> float:
         value, prices = answer
-        return value - (limit_gib if self.is_limited else 0.0) * float(prices[self.count :].sum())
+        of_memory = float(prices[self.count :].sum())
+        return value - limit_gib * of_memory if of_memory else value
 
     @property
     def aim_gib(self) -> float:
@@ -123,63 +138,88 @@ class Search:
 
     def run(self) -> None:
         """Improve prices until the gap is closed, nothing moves, or the time is up."""
-        if self.is_limited:
-            self._scan()
-        self._improve()
+        if not self.is_limited:
+            self._improve()
+            return
+        prices = self._between()
+        if len(self.model.variables) <= FEW and prices[self.count :].any():
+            self._scan(prices)
 
-    def _scan(self) -> None:
-        """Plans that take less and less memory, until one fits: the same whatever the limit is, so that more room makes
-        no plan worse."""
-        hinges = np.ones(self.count) if self.hint is None else self.hint
-        weights, _ = self.hinges.weights(hinges)
-        fastest = self.elimination.candidate(weights)
-        sums = self.model.sums(fastest)
-        scale = self.hinges.seconds(sums) / max(peak_gib(sums), 1e-9)
-        before: Floats | None = None
-        for exponent in SCANNED:
-            if time.monotonic() > self.deadline and np.isfinite(self.best):
+    def _between(self) -> Floats:
+        """Two plans at the prices where the bound is highest: one that fits, and one that is faster and does not.
+
+        What is counted of memory is believed until a plan is priced, which tells what is missed.
+        """
+        prices = np.append(np.ones(self.count) if self.hint is None else self.hint, np.zeros(len(MOMENTS)))
+        self._look(prices)
+        for _ in range(MOST_AIMS):
+            prices = self._highest(self.aim_gib)
+            if self.bound >= FORBIDDEN_SECONDS:
+                return prices
+            found = self.try_out(self._candidate(prices, 1 + NUDGED))
+            if self.is_closed or self._is_late():
+                return prices
+            if found.peak_gib <= self.limit_gib:
+                break
+        if prices[self.count :].any():
+            self._pass_by(self._candidate(prices, 1 - NUDGED))
+        self._highest(self.limit_gib - min(0.0, self._least_missed))
+        return prices
+
+    def _scan(self, prices: Floats) -> None:
+        """What is least at other prices: of few variables, none of many equal layers is a small step."""
+        beside = np.append(np.ones(self.count), prices[self.count :])
+        for exponent, at in product(SCANNED, (prices, beside)):
+            if self.is_closed or self._is_late():
                 return
-            at = weights + scale * 2.0**exponent * (np.array([1.0, 0.25]) @ MOMENTS)
-            _, sums = self.elimination.least(at)
-            self.planes.append(sums)
-            if peak_gib(sums) + min(0.0, self._least_missed) > self.limit_gib:
-                before = at
-                continue
-            if before is not None:
-                self._pass_by(before)
-                before = None
-            chosen = self.elimination.candidate(at)
+            chosen = self._candidate(at, 2.0**exponent)
             self.planes.append(self.model.sums(chosen))
-            if self.try_out(chosen).peak_gib <= self.limit_gib or time.monotonic() > self.deadline:
-                return
+            self.try_out(chosen)
 
-    def _pass_by(self, weights: Floats) -> None:
+    def _highest(self, aim_gib: float) -> Floats:
+        """The prices at which the bound is highest, where so much memory may be counted; no plan is priced."""
+        upper, prices = self._master(aim_gib)
+        for _ in range(MOST_ROUNDS):
+            if upper - self._bound_at(aim_gib) <= 0.1 * self.gap * abs(upper) or self._is_late():
+                break
+            self._look(prices)
+            upper, prices = self._master(aim_gib)
+        return prices
+
+    def _is_late(self) -> bool:
+        return time.monotonic() > self.deadline and bool(np.isfinite(self.best))
+
+    def _candidate(self, prices: Floats, share: float) -> list[int]:
+        """What is least at these prices, those of memory a little higher or lower."""
+        weights, _ = self.hinges.weights(prices[: self.count])
+        return self.elimination.candidate(weights + share * prices[self.count :] @ MOMENTS)
+
+    def _pass_by(self, chosen: list[int]) -> None:
         """What is fast and takes too much: with others it may make something that fits."""
-        chosen = self.elimination.candidate(weights)
         sums = self.model.sums(chosen)
         self.passed.append(Found(chosen, sums, self.hinges.seconds(sums), peak_gib(sums) + self._least_missed))
 
     def _improve(self) -> None:
         prices = np.zeros(self.count + len(MOMENTS))
         if len(self.planes) > 1:
-            _, prices = self._master()
+            _, prices = self._master(self.aim_gib)
         for _ in range(MOST_ROUNDS):
-            self._round(prices)
+            self._look(prices)
+            self.try_out(self._candidate(prices, 1.0))
             if self.is_closed or self.bound >= FORBIDDEN_SECONDS or time.monotonic() > self.deadline:
                 return
-            upper, prices = self._master()
+            upper, prices = self._master(self.aim_gib)
             if upper - self._bound_at(self.aim_gib) <= 0.1 * self.gap * abs(upper):
                 return
 
     # -- one round
 
-    def _round(self, prices: Floats) -> None:
+    def _look(self, prices: Floats) -> None:
+        """What is proved at some prices, and a plane for all."""
         weights, constant = self.hinges.weights(prices[: self.count])
-        weights = weights + prices[self.count :] @ MOMENTS
-        value, sums = self.elimination.least(weights)
+        value, sums = self.elimination.least(weights + prices[self.count :] @ MOMENTS)
         self.answers.append((value + constant, prices))
         self.planes.append(sums)
-        self.try_out(self.elimination.candidate(weights))
 
     def try_out(self, chosen: list[int], hopeless: bool = True) -> Found:
         """Price a candidate; heed what it says about memory."""
@@ -196,18 +236,18 @@ class Search:
                 self.best = min(self.best, seconds)
         return known
 
-    def _master(self) -> tuple[float, Floats]:
-        """The prices at which the least plane is highest."""
+    def _master(self, aim_gib: float) -> tuple[float, Floats]:
+        """The prices at which the least plane is highest, where so much memory may be counted."""
         from ortools.linear_solver import pywraplp  # late: it takes a while to import
 
         solver: Any = pywraplp.Solver.CreateSolver("GLOP")
         prices = [solver.NumVar(0.0, 1.0, "") for _ in range(self.count)]
         scale = max(self.best if np.isfinite(self.best) else 1.0, 1e-9)
-        highest = HIGHEST_PRICE * scale if self.is_limited else 0.0
+        highest = HIGHEST_PRICE * scale if np.isfinite(aim_gib) else 0.0
         prices += [solver.NumVar(0.0, highest, "") for _ in MOMENTS]
         least = solver.NumVar(-solver.infinity(), solver.infinity(), "")
         for sums in self.planes:
-            slopes = [*(self.hinges.slopes @ sums + self.hinges.offsets), *self._excess(sums)]
+            slopes = [*(self.hinges.slopes @ sums + self.hinges.offsets), *self._excess(sums, aim_gib)]
             base = float(self.hinges.base @ sums + self.hinges.constant)
             terms = (float(slope) / scale * price for slope, price in zip(slopes, prices, strict=True))
             solver.Add(least <= base / scale + sum(terms))
@@ -216,15 +256,13 @@ class Search:
         assert status == pywraplp.Solver.OPTIMAL, status
         return least.solution_value() * scale, np.array([price.solution_value() for price in prices])
 
-    def _excess(self, sums: Floats) -> Floats:
-        if not self.is_limited:
-            return np.zeros(len(MOMENTS))
-        return np.asarray(MOMENTS @ sums - self.aim_gib)
+    def _excess(self, sums: Floats, aim_gib: float) -> Floats:
+        return np.asarray(MOMENTS @ sums - aim_gib) if np.isfinite(aim_gib) else np.zeros(len(MOMENTS))
 
-    def hinge_prices(self) -> Floats:
-        """Those of the best bound without limits."""
-        free = [(value, prices) for value, prices in self.answers if not prices[self.count :].any()]
-        return max(free, key=lambda answer: answer[0])[1][: self.count] if free else np.zeros(self.count)
+    def prices_of_hinges(self) -> Floats:
+        """Those of the best bound."""
+        _, prices = max(self.answers, key=lambda answer: self._answer_at(answer, self.limit_gib), default=(0.0, None))
+        return np.zeros(self.count) if prices is None else prices[: self.count]
 
     @property
     def is_small(self) -> bool:
@@ -252,7 +290,7 @@ class Search:
                 self._close_for_memory(most // 4)
             if prices is not None and prices[self.count :].any():
                 self._close(prices, most // 4)
-        self.proved = max(self.proved, self._close(np.append(self.hinge_prices(), [0.0] * len(MOMENTS)), most))
+        self.proved = max(self.proved, self._close(self._highest(np.inf), most))
 
     def _close_listed(self, everything: Listed) -> None:
         """The same, where all assignments can be listed; at some prices of memory, as none is known to be right."""
@@ -319,8 +357,8 @@ class Search:
     def least_memory(self) -> Found:
         """The plan that takes least, of a few weights of the moments of a step."""
         tried = []
-        for kept in (1.0, 0.5, 0.0):
-            weights = 1e-9 * self.hinges.base + np.array([kept, 1 - kept]) @ MOMENTS
+        for shares in LEAST:
+            weights = 1e-9 * self.hinges.base + np.array(shares) @ MOMENTS
             weights[Sum.FORBIDDEN] = FORBIDDEN_SECONDS
             chosen = self.elimination.candidate(weights)
             self.planes.append(self.model.sums(chosen))
@@ -344,30 +382,39 @@ class Search:
         self.limit_gib = limit_gib
 
     def mix(self) -> None:
-        """Mixtures of the fastest plan that fits with others: with those that are faster and do not fit, or with those
-        that send less beside the computing, or more."""
-        fits = [one for one in self.found.values() if one.peak_gib <= self.limit_gib]
-        if not fits:
+        """Mixtures of plans that fit: with those that are faster and do not fit, or with those that send less beside
+        the computing, or more. The best of all pairs is priced, over and over: it tells what is missed of memory."""
+        fits = sorted((one for one in self.found.values() if one.peak_gib <= self.limit_gib), key=_by_seconds)
+        if not fits or self.is_closed:
             return
-        best = min(fits, key=lambda one: one.seconds)
-        others = [*(one for one in self.found.values() if one is not best), *self.passed]
-        passes = [one for one in others if one.peak_gib > self.limit_gib and one.seconds < self.best]
-        rest = sorted(others, key=lambda one: one.seconds)
-        for other in [*sorted(passes, key=lambda one: one.peak_gib)[:MOST_MIXED], *rest[:MOST_MIXED]]:
-            if not self.is_closed and time.monotonic() < self.deadline:
-                self._mix(best, other)
+        others = [*(one for one in self.found.values() if one is not fits[0]), *self.passed]
+        passes = sorted((one for one in others if one.peak_gib > self.limit_gib), key=_by_memory)
+        if passes:
+            ends = {id(one): one for one in (*fits[:MOST_MIXED], *sorted(fits, key=_by_memory)[:MOST_MIXED])}
+            pairs = [(one, other) for one in ends.values() for other in passes[:MOST_MIXED]]
+        else:
+            pairs = [(fits[0], other) for other in sorted(others, key=_by_seconds)[:MOST_MIXED]]
+        mixed = [self._mixed(*ordered) for one, other in pairs for ordered in ((one, other), (other, one))]
+        for _ in range(MOST_PRICED if mixed else 0):
+            best = min(mixed, key=lambda each: each.least(self.limit_gib)[0])
+            seconds, place = best.least(self.limit_gib)
+            if seconds >= self.best * (1 - self.gap / 10) or self._is_late():
+                return
+            best.tell(place, self.try_out(best.at(place)).missed_gib)
 
-    def _mix(self, one: Found, other: Found) -> None:
-        missed = max(one.missed_gib, other.missed_gib) if self.is_limited else 0.0
-        made = mixtures(self.model, one.chosen, other.chosen)
-        worth = []
-        for chosen, sums in made:
-            seconds = self.hinges.seconds(sums)
-            if peak_gib(sums) + missed <= self.limit_gib and seconds < self.best:
-                worth.append((seconds, chosen))
-        for seconds, chosen in sorted(worth, key=lambda pair: pair[0])[:MOST_MIXED]:
-            if seconds < self.best and time.monotonic() < self.deadline:
-                self.try_out(chosen)
+    def _mixed(self, first: Found, then: Found) -> Mixtures:
+        missed = max(first.missed_gib, then.missed_gib) if self.is_limited else 0.0
+        return Mixtures.of(self.model, self.hinges, self.places, first.chosen, then.chosen, missed)
 
 
-MOST_MIXED = 3
+def _by_seconds(one: Found) -> float:
+    return one.seconds
+
+
+def _by_memory(one: Found) -> float:
+    return one.peak_gib
+
+
+MOST_MIXED = 2
+"""Plans of each kind."""
+MOST_PRICED = 5

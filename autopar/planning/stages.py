@@ -17,6 +17,7 @@ from autopar.planning.coarse import Joined, Ways, joined_meshes, ways_of
 from autopar.planning.decode import plan_of
 from autopar.planning.demands import Demands
 from autopar.planning.errors import OutOfTime
+from autopar.planning.kept import Kept
 from autopar.planning.model import Model
 from autopar.planning.promises import promised
 from autopar.planning.race import Race
@@ -25,6 +26,7 @@ from autopar.planning.search import Search
 from autopar.planning.setting import Setting
 from autopar.planning.tables import Tables
 from autopar.planning.totals import HOST
+from autopar.recompute import computed_again, regions_of
 from autopar.search.problem import Floats
 
 __all__ = ["Ended", "Work", "least_memory", "settle", "worthwhile"]
@@ -57,6 +59,13 @@ class Work:
         """The layers of which it is open whether they are computed again."""
         every = layers_of(self.setting.graph) if self.setting.trains else ()
         return [path for path in every if path not in self.demands.recompute]
+
+    @property
+    def least_bytes(self) -> float:
+        """What a device holds at least, if nothing is computed again but what is settled."""
+        graph = self.setting.graph
+        again = computed_again(graph, regions_of(graph, self.demands.recompute))
+        return Kept.of(graph).least_bytes(graph, again) / self.setting.ranks
 
     @property
     def ends(self) -> float:
@@ -103,7 +112,7 @@ class Work:
         if search.is_limited and search.least_memory().peak_gib > limit_gib and self.race.plan is None:
             least_memory(self)
             if self.race.plan is None:
-                search.lessen(self.race.limit / 2**30)
+                search.lessen(limit_gib)
             if self.race.plan is None:
                 return search
             search.best = self.race.seconds
@@ -111,6 +120,16 @@ class Work:
         if self.joined is None:  # of joined axes, only the choices are followed
             search.mix()
         return search
+
+    def limited(self, lasting: bool, hint: Floats | None) -> Search:
+        model = self.model(is_limited=True, lasting=lasting)
+        return self.searched(model, self.race.limit / 2**30, self.deadline, hint)
+
+    def lessen(self, model: Model) -> None:
+        """Less and less memory, until one plan fits."""
+        search = self.search(model, self.race.limit / 2**30, self.deadline)
+        search.least_memory()
+        search.lessen(search.limit_gib)
 
 
 @dataclass(frozen=True)
@@ -126,22 +145,23 @@ class Ended:
 
 
 def settle(work: Work, beat_seconds: float = np.inf) -> Ended:
-    """Search without a limit first; where the best does not fit, with it.
+    """Search without a limit first, if anything can fit that saves no memory; where the best does not, with it.
 
     However little time there is, each kind of search is begun until one plan fits, unless that is left to others. It
     ends where no plan is below `beat_seconds`.
     """
-    race, search, bound = work.race, None, 0.0
+    race, search, bound, hint = work.race, None, 0.0, None
     try:
-        now = time.monotonic()
-        search = work.searched(work.model(), np.inf, now + (work.deadline - now) * FREE_SHARE)
-        bound = search.bound
+        if work.least_bytes <= race.limit:
+            now = time.monotonic()
+            search = work.searched(work.model(), np.inf, now + (work.deadline - now) * FREE_SHARE)
+            bound, hint = search.bound, search.prices_of_hinges()
         is_free = race.plan is not None and race.seconds <= race.passed_seconds
         if not is_free and bound < beat_seconds:
-            hint = search.hinge_prices()
-            search = work.searched(
-                work.model(is_limited=True, lasting=bool(hint[HOST] > 0)), race.limit / 2**30, work.deadline, hint
-            )
+            lasting = hint is not None and bool(hint[HOST] > 0)
+            search = work.limited(lasting, hint)
+            if hint is None and search.prices_of_hinges()[HOST] > 0:
+                search = work.limited(True, search.prices_of_hinges())
             bound = max(bound, search.bound)
     except OutOfTime:
         return Ended(search, bound, is_cut=True)

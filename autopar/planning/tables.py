@@ -80,6 +80,8 @@ class Handled(NamedTuple):
     later: bool = False
     """Whether gradients wait for the last micro-batch is up to the first op that takes the parameter; of a later one
     they are counted as if they did."""
+    measured: bool = False
+    """Whether memory is counted where its gradient is found."""
 
 
 class Tables:
@@ -93,8 +95,8 @@ class Tables:
     def cut(self, tensor: NamedTensor) -> Cut:
         return Cut.of(tensor, self.setting)
 
-    def handled(self, tensor: NamedTensor, kept: bool, later: bool = False) -> Handled:
-        return Handled(self.ways.blocks.get(block_of(tensor.name), 0.0), kept, later)
+    def handled(self, tensor: NamedTensor, kept: bool, later: bool = False, measured: bool = False) -> Handled:
+        return Handled(self.ways.blocks.get(block_of(tensor.name), 0.0), kept, later, measured)
 
     def values(self, cut: Cut, sources: Sequence[Layout], wants: Sequence[Wants], use: Use) -> Table:
         """A value in some layout, wanted in others."""
@@ -133,6 +135,8 @@ class Tables:
                     for want in each:
                         if want is not None and want != one.shared:
                             sums[Sum.KEPT_GIB, i, j] += self.ways.kept_copy(cut, one, want, handled.kept)
+                            if handled.measured and one.again and want.splits != one.layout.splits:
+                                sums[Sum.PRODUCT_GIB, i, j] += self.ways.gib(cut.sizes, cut.itemsize, want)
                             self.ways.add_moved(sums[:, i, j], cut, one, want, handled.gathered, handled.later)
                     first = next(iter(each), None)
                     if accumulates is not None and first is not None:

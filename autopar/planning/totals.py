@@ -16,7 +16,7 @@ import numpy as np
 from autopar.planning.setting import Setting
 from autopar.search.problem import Floats
 
-__all__ = ["FORBIDDEN_SECONDS", "HOST", "MEMORY", "MOMENTS", "Hinges", "Sum", "peak_gib"]
+__all__ = ["FORBIDDEN_SECONDS", "HOST", "MEMORY", "MOMENTS", "Hinges", "Sum", "every_peak_gib", "peak_gib"]
 
 
 class Sum(IntEnum):
@@ -42,23 +42,31 @@ class Sum(IntEnum):
     """How often a promise of the layout is broken."""
     BEGINNING_GIB = 12
     """Memory that the backward takes beside that where it begins: gradients at one op, and what it holds."""
+    PRODUCT_GIB = 13
+    """The same at the largest product with a parameter behind all layers, less what is gone by then."""
 
 
 HOST = 0
 """The hinge of the host: it has a price where launching takes longer than what is launched."""
-MEMORY = (Sum.KEPT_GIB, Sum.STEP_GIB, Sum.BEGINNING_GIB)
+MEMORY = (Sum.KEPT_GIB, Sum.STEP_GIB, Sum.BEGINNING_GIB, Sum.PRODUCT_GIB)
 """The sums that are of memory."""
-MOMENTS = np.zeros((2, len(Sum)))
-"""What is limited: memory where the backward begins, and when the optimizer steps."""
+MOMENTS = np.zeros((3, len(Sum)))
+"""What is limited: memory where the backward begins, when the optimizer steps, and at a large product's backward."""
 MOMENTS[0, [Sum.KEPT_GIB, Sum.BEGINNING_GIB]] = 1.0
 MOMENTS[1, Sum.STEP_GIB] = 1.0
+MOMENTS[2, [Sum.KEPT_GIB, Sum.PRODUCT_GIB]] = 1.0
 FORBIDDEN_SECONDS = 1e4
 """More than any step takes: what a layout forbids is chosen only where nothing else can be had."""
 
 
 def peak_gib(sums: Floats) -> float:
     """The most memory at any moment."""
-    return float((MOMENTS @ sums).max())
+    return float(every_peak_gib(sums))
+
+
+def every_peak_gib(sums: Floats) -> Floats:
+    """Of each row of sums."""
+    return np.asarray((sums @ MOMENTS.T).max(axis=-1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +108,12 @@ class Hinges:
         return Hinges(base, constant, slopes, np.array([offset for _, offset in hinges]))
 
     def seconds(self, sums: Floats) -> float:
-        return float(self.base @ sums + self.constant + np.maximum(0.0, self.slopes @ sums + self.offsets).sum())
+        return float(self.every_seconds(sums))
+
+    def every_seconds(self, sums: Floats) -> Floats:
+        """Of each row of sums."""
+        beside = np.maximum(0.0, sums @ self.slopes.T + self.offsets).sum(axis=-1)
+        return np.asarray(sums @ self.base + self.constant + beside)
 
     def weights(self, prices: Floats) -> tuple[Floats, float]:
         """The linear function of the sums at some λ: its slopes, and its constant."""

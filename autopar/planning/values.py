@@ -65,7 +65,9 @@ class Values(Building):
             return False, False
         maker = self.makers[name][0]
         is_own = self.again.layers.get(maker.name) == self.again.layers.get(user.name)
-        only = self.kept.only_for(user.name, name) and self._lives(name, maker, mode if is_own else 0)
+        its = mode if is_own else 0
+        only = self.kept.only_for(user.name, name) and self._lives(name, maker, its)
+        only = only and not self._enters(self.kept.roots[name], maker, its)
         return (user.name, name) in self.kept.operands, only
 
     def _produced(self, maker: int, position: int) -> tuple[Layout, ...]:
@@ -115,7 +117,7 @@ class Values(Building):
         )
 
     def _home_parts(self, tensor: NamedTensor, homes: tuple[Layout, ...], users: int, mode: int) -> Parts:
-        kept = self._lives(tensor.name, self.makers[tensor.name][0], mode)
+        kept = self._lives(tensor.name, self.makers[tensor.name][0], mode) or self._only_handed_out(tensor.name)
         key = "home", self._cut(tensor), homes, users, tuple(self.handed.get(tensor.name, ())), kept
         if key not in self.known:
             sums = np.zeros((len(Sum), len(homes)))
@@ -127,6 +129,10 @@ class Values(Building):
             self.known[key] = parts_of(sums)
         parts: Parts = self.known[key]
         return parts
+
+    def _only_handed_out(self, name: str) -> bool:
+        """Whether a value lives because it is a result, and for nothing else."""
+        return name in self.handed and self.kept.roots[name] not in self.kept.keepers
 
 
 def _resolved(layout: Layout) -> list[Layout]:

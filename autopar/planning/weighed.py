@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import numpy as np
 
-from autopar.planning.model import Factor, Model
+from autopar.planning.model import Model
 from autopar.planning.tables import weigh
 from autopar.planning.totals import Sum
 from autopar.search.folded import Folded, TooWide, fixed, folded
-from autopar.search.problem import Floats, Ints
+from autopar.search.problem import Floats
 from autopar.tracing.graph import NamedGraph
 
-__all__ = ["Elimination", "mixtures"]
+__all__ = ["Elimination"]
 
 LARGEST_TABLE = 2**21
 MOST_SETTLING = 4
-PLACES = 64
-"""Of the graph, at which one plan may end and another begin."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,69 +216,3 @@ class _Weighed:
 
 
 _NOTHING = np.zeros(1)
-
-
-def mixtures(model: Model, one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[list[int], Floats]]:
-    """One assignment up to some place of the graph and another from there on, both ways round, with their sums."""
-    places = _places(model)
-    ends = [one, other]
-    own = np.array([[variable.at(end[i]) for end in ends] for i, variable in enumerate(model.variables)])
-    linked = [
-        _Linked.of([factor for factor in model.factors if len(factor.scope) == count], count, ends) for count in (2, 3)
-    ]
-    each = np.arange(len(model.variables))
-    for place in np.unique(np.linspace(0, places.max() + 1, PLACES).astype(np.int64)):
-        for flip in (0, 1):
-            side = np.where(places < place, flip, 1 - flip)
-            sums = own[each, side].sum(axis=0) + sum(links.sums(side) for links in linked)
-            yield [other[i] if of else one[i] for i, of in enumerate(side.tolist())], sums
-
-
-@dataclass(frozen=True)
-class _Linked:
-    """The sums of factors over so many variables, each of which is as in one assignment or as in another."""
-
-    scopes: Ints
-    sums_of: Floats
-
-    @staticmethod
-    def of(factors: Sequence[Factor], count: int, ends: Sequence[Sequence[int]]) -> _Linked:
-        sums = [
-            factor.table.at(*(ends[end][node] for end, node in zip(picked, factor.scope, strict=True)))
-            for factor in factors
-            for picked in product((0, 1), repeat=count)
-        ]
-        shape = len(factors), *(2,) * count, len(Sum)
-        scopes = np.array([factor.scope for factor in factors], dtype=np.int64).reshape(-1, count)
-        return _Linked(scopes, np.array(sums).reshape(shape))
-
-    def sums(self, side: Ints) -> Floats:
-        picked = side[self.scopes]
-        found = self.sums_of[(np.arange(len(picked)), *picked.T)]
-        return np.asarray(found.sum(axis=0))
-
-
-def _places(model: Model) -> Any:
-    """Where in the graph a variable belongs: an op in its place, a value with its producer, a tensor with its first
-    user, a layer where it begins."""
-    graph = model.setting.graph
-    by_node = {node.node: node.name for node in graph.nodes}
-    rank = {node.name: place for place, node in enumerate(graph.nodes)}
-    makers = {name: rank[node.name] for node in graph.nodes for name in node.outputs if name is not None}
-    begins = {
-        path: min(rank[by_node[name]] for name in layer if name in by_node)
-        for repeat in graph.repeats
-        for path, layer in zip(repeat.module_paths, repeat.layers, strict=True)
-    }
-    found = []
-    for variable in model.variables:
-        if variable.kind == "op":
-            found.append(rank[variable.name])
-        elif variable.kind == "value":
-            found.append(makers[variable.name])
-        elif variable.kind == "recompute":
-            found.append(begins[variable.name])
-        else:
-            users = model.setting.users.get(variable.name, ())
-            found.append(rank[users[0].name] if users else 0)
-    return np.array(found, dtype=np.int64)

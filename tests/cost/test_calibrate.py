@@ -220,7 +220,7 @@ def test_a_real_run(tmp_path: Path) -> None:
     assert cluster.uncited == ()
     assert set(cluster.device.peak_flops) == {"float32", "bfloat16", "float64"}
     assert 0 < cluster.device.attention.forward_fraction < 1
-    assert "tanh" in cluster.device.forward_bytes_per_second
+    assert cluster.device.forward_bytes_per_second, "some op is slower than a copy"
     network = Network(cluster, {"a": 2})
     kinds = {line.split(",")[0] for line in times.read_text().splitlines()[1:]}
     assert kinds == {

@@ -16,12 +16,13 @@ from autopar.planning.build import build
 from autopar.planning.decode import plan_of
 from autopar.planning.demands import Demands
 from autopar.planning.errors import NoPlan
+from autopar.planning.mixing import Mixtures, places_of
 from autopar.planning.model import Model
 from autopar.planning.recomputing import STATES, layers_of
 from autopar.planning.setting import PlanOptions, Setting
 from autopar.planning.solve import solve_plan
-from autopar.planning.totals import MEMORY, Sum
-from autopar.planning.weighed import Elimination, mixtures
+from autopar.planning.totals import MEMORY, Hinges, Sum
+from autopar.planning.weighed import Elimination
 from autopar.tracing.graph import NamedGraph
 from examples.gpt import gpt
 
@@ -69,12 +70,16 @@ def test_a_mode_of_a_layer_takes_what_it_takes_where_it_is_settled(
             assert evaluate(graph, plan, CLUSTER) == evaluate(graph, other, CLUSTER)
 
 
-def test_mixtures_are_what_the_model_says_of_them(model: Model) -> None:
+def test_mixtures_are_what_the_model_says_of_them(model: Model, setting: Setting) -> None:
     draw = random.Random(1)
-    found = list(mixtures(model, drawn(model, draw), drawn(model, draw)))
-    assert len(found) > 1
-    for chosen, sums in found[:: max(1, len(found) // 12)]:
-        np.testing.assert_allclose(sums, model.sums(chosen), rtol=1e-9, atol=1e-15)
+    first, then = drawn(model, draw), drawn(model, draw)
+    found = Mixtures.of(model, Hinges.of(setting), places_of(model), first, then)
+    assert found.at(0) == then
+    assert found.at(len(found.sums) - 1) == first
+    for place in (*range(0, len(found.sums), 7), len(found.sums) - 1):
+        sums = model.sums(found.at(place))
+        np.testing.assert_allclose(found.sums[place], sums, rtol=1e-9, atol=1e-12)
+        assert found.seconds[place] == pytest.approx(Hinges.of(setting).seconds(sums), rel=1e-9)
 
 
 def test_elimination_with_modes_is_a_bound_that_candidates_come_close_to(model: Model) -> None:

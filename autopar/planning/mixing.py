@@ -1,0 +1,109 @@
+"""Mixtures of two assignments: one up to some place of the graph, the other from there on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.planning.model import Costs, Model
+from autopar.planning.totals import Hinges, Sum, every_peak_gib
+from autopar.search.problem import Floats, Ints
+
+__all__ = ["Mixtures", "places_of"]
+
+
+@dataclass
+class Mixtures:
+    """All of one pair, with their sums and their seconds, and what is believed that is missed of their memory."""
+
+    first: Sequence[int]
+    then: Sequence[int]
+    places: Ints
+    """Of every variable."""
+    sums: Floats
+    """A row for each place of the graph: before it all is as in the first assignment."""
+    seconds: Floats
+    missed_gib: float
+
+    @staticmethod
+    def of(
+        model: Model, hinges: Hinges, places: Ints, first: Sequence[int], then: Sequence[int], missed_gib: float = 0.0
+    ) -> Mixtures:
+        sums = _every_sums(model, places, first, then)
+        return Mixtures(first, then, places, sums, hinges.every_seconds(sums), missed_gib)
+
+    def at(self, place: int) -> list[int]:
+        return np.where(self.places < place, self.first, self.then).tolist()  # type: ignore[no-any-return]
+
+    def least(self, limit_gib: float) -> tuple[float, int]:
+        """The least seconds of those that are believed to fit, and the place."""
+        worth = np.where(every_peak_gib(self.sums) + self.missed_gib <= limit_gib, self.seconds, np.inf)
+        return float(worth.min()), int(worth.argmin())
+
+    def tell(self, place: int, missed_gib: float) -> None:
+        """One is priced, and is not to be found again."""
+        self.seconds[place] = np.inf
+        self.missed_gib = missed_gib
+
+
+def _every_sums(model: Model, places: Ints, first: Sequence[int], then: Sequence[int]) -> Floats:
+    """From one place to the next: what changes with the variables that it has."""
+    changes = np.zeros((int(places.max(initial=0)) + 2, len(Sum)))
+    changes[0] = model.sums(then)
+    where = places.tolist()
+    differs = [one != other for one, other in zip(first, then, strict=True)]
+    for node, variable in enumerate(model.variables):
+        if differs[node]:
+            changes[where[node] + 1] += variable.at(first[node]) - variable.at(then[node])
+    known: dict[Any, list[Floats]] = {}
+    for factor in model.factors:
+        if not any(differs[node] for node in factor.scope):
+            continue
+        order = sorted(range(len(factor.scope)), key=lambda axis: where[factor.scope[axis]])
+        before, after = ([each[node] for node in factor.scope] for each in (then, first))
+        key = id(factor.table), tuple(before), tuple(after), tuple(order)
+        if key not in known:
+            known[key] = _steps(factor.table, before, after, order)
+        for axis, step in zip(order, known[key], strict=True):
+            changes[where[factor.scope[axis]] + 1] += step
+    return changes.cumsum(axis=0)
+
+
+def _steps(table: Costs, before: list[int], after: list[int], order: Sequence[int]) -> list[Floats]:
+    """What changes as one variable after the other does."""
+    now, last, found = list(before), table.at(*before), []
+    for axis in order:
+        now[axis] = after[axis]
+        sums = table.at(*now)
+        found.append(sums - last)
+        last = sums
+    return found
+
+
+def places_of(model: Model) -> Ints:
+    """Where in the graph a variable belongs: an op in its place, a value with its producer, a tensor with its first
+    user, a layer where it begins."""
+    graph = model.setting.graph
+    by_node = {node.node: node.name for node in graph.nodes}
+    rank = {node.name: place for place, node in enumerate(graph.nodes)}
+    makers = {name: rank[node.name] for node in graph.nodes for name in node.outputs if name is not None}
+    begins = {
+        path: min(rank[by_node[name]] for name in layer if name in by_node)
+        for repeat in graph.repeats
+        for path, layer in zip(repeat.module_paths, repeat.layers, strict=True)
+    }
+    found = []
+    for variable in model.variables:
+        if variable.kind == "op":
+            found.append(rank[variable.name])
+        elif variable.kind == "value":
+            found.append(makers[variable.name])
+        elif variable.kind == "recompute":
+            found.append(begins[variable.name])
+        else:
+            users = model.setting.users.get(variable.name, ())
+            found.append(rank[users[0].name] if users else 0)
+    return np.array(found, dtype=np.int64)
