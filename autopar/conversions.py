@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from autopar.decisions import Decisions, OpDecision
 from autopar.layout.resolve import atoms_of
-from autopar.layout.state import Layout
+from autopar.layout.state import Atoms, Layout
 from autopar.reshard import Reshard, Step, reshard
 from autopar.rewrite.lowerings import Split, split_of
 from autopar.tracing.graph import NamedGraph, NamedNode
@@ -102,6 +102,7 @@ class _Wirer:
         self.local_inputs = local_inputs
         self.layouts: dict[str, Layout] = {}
         self.converted: set[tuple[str, Layout]] = set()
+        self.found: dict[tuple[Atoms, Layout, Layout], Reshard] = {}
 
     def run(self) -> Wiring:
         inputs: dict[str, Inserted] = {}
@@ -163,7 +164,10 @@ class _Wirer:
 
     def _convert(self, name: str, have: Layout, wanted: Layout, op: str) -> Inserted:
         tensor = self.graph.tensors[name]
-        found = reshard(atoms_of(tensor), have, wanted, self.decisions.axes)
+        key = atoms_of(tensor), have, wanted
+        found = self.found.get(key)
+        if found is None:
+            found = self.found[key] = reshard(*key, self.decisions.axes)
         return Inserted(name, op, found, tensor.dtype.itemsize, tensor.requires_grad)
 
 

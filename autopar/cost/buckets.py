@@ -79,8 +79,7 @@ def ways_of(one: Inserted) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
 
 def shape_of(one: Inserted, layout: Any) -> tuple[int, ...]:
     """The local atoms of the rank with the largest shard."""
-    axes = dict(one.reshard.axes)
-    sizes: tuple[int, ...] = layout.local_sizes(one.reshard.atoms, axes, dict.fromkeys(axes, 0))
+    sizes: tuple[int, ...] = layout.largest_sizes(one.reshard.atoms, dict(one.reshard.axes))
     return sizes
 
 

@@ -84,8 +84,7 @@ def op_work(
 def local_bytes(graph: NamedGraph, name: str, layout: Layout, axes: Mapping[str, int]) -> int:
     """What the rank with the largest shard holds of a tensor."""
     tensor = graph.tensors[name]
-    sizes = layout.local_sizes(atoms_of(tensor), axes, dict.fromkeys(axes, 0))
-    return prod(sizes) * tensor.dtype.itemsize
+    return prod(layout.largest_sizes(atoms_of(tensor), axes)) * tensor.dtype.itemsize
 
 
 def seconds_of_bytes(count: float, device: Device, bytes_per_second: float | None = None) -> float:

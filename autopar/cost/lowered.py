@@ -105,7 +105,7 @@ def lowered_footprint(
 def _operand(graph: NamedGraph, name: str, decision: OpDecision, position: int, axes: Mapping[str, int]) -> Tensor:
     tensor, layout = graph.tensors[name], decision.operands[position]
     atoms = atoms_of(tensor)
-    shape = tensor.shape if layout is None else atoms.fold(layout.local_sizes(atoms, axes, dict.fromkeys(axes, 0)))
+    shape = tensor.shape if layout is None else atoms.fold(layout.largest_sizes(atoms, axes))
     return fake_input(shape, tensor.dtype, tensor.requires_grad)
 
 
@@ -126,7 +126,7 @@ def _sent(message: Message) -> Send:
     """What comes back of a message: of the right shape, with a gradient where the message has one."""
     found = message.reshard
     axes = dict(found.axes)
-    shape = found.atoms.fold(found.target.local_sizes(found.atoms, axes, dict.fromkeys(axes, 0)))
+    shape = found.atoms.fold(found.target.largest_sizes(found.atoms, axes))
 
     def send(x: Tensor) -> Tensor:
         if not message.differentiable:

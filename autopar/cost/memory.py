@@ -113,7 +113,7 @@ def _optimizer_bytes(graph: NamedGraph, plan: Plan, optimizer: Optimizer) -> tup
 
 def _local_shape(tensor: NamedTensor, plan: Plan) -> tuple[int, ...]:
     atoms, stored = atoms_of(tensor), plan.decisions.stored[tensor.name]
-    return atoms.fold(stored.local_sizes(atoms, plan.axes, dict.fromkeys(plan.axes, 0)))
+    return atoms.fold(stored.largest_sizes(atoms, plan.axes))
 
 
 def _factored(shape: tuple[int, ...]) -> int:

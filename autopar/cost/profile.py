@@ -6,7 +6,7 @@ is equal is worked out once: ops by their call and the layouts of their tensors,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -83,11 +83,16 @@ class _Profiler:
         forward += [task for one in self.wiring.outputs for task in self.prices.conversion(one, "forward")]
         backward = [task for one in self.wiring.outputs for task in self.prices.conversion(one, "backward")]
         recomputed = again(self.graph, self.plan)
+        layers: dict[int, list[NamedNode]] = {}
+        for node in nodes:
+            if node.name in recomputed:
+                layers.setdefault(self.layer_of[node.name][0], []).append(node)
         inside = 0
         for node in reversed(nodes if self.graph.exported.grad_enabled else ()):
             layer, mode = self.layer_of.get(node.name, (0, "none"))
             if mode != "none" and layer != inside:
-                backward += self._recomputed(layer, recomputed, works)
+                for one in layers.get(layer, ()):  # the forward once more: all of it, or what is cheap
+                    backward += self._forward(one, works[one.name], "recompute", parameters=False)
             inside = layer
             backward += self._backward(node, works[node.name])
         return Profile(tuple(forward), tuple(backward), self._optimizer(), self._model_flops(), recomputed)
@@ -146,12 +151,6 @@ class _Profiler:
         if tensor.kind == "param" and (plan.micro_batches > 1 or plan.gradient_dtype is not None):
             layout = plan.decisions.values[name] if name in plan.accumulated else plan.decisions.stored[name]
             yield self.prices.accumulated(name, layout, plan.master_dtype)
-
-    def _recomputed(self, layer: int, again: frozenset[str], works: Mapping[str, OpWork]) -> Iterator[Task]:
-        """The forward of a layer once more: all of it, or what is cheap."""
-        for node in self.graph.nodes:
-            if node.name in again and self.layer_of[node.name][0] == layer:
-                yield from self._forward(node, works[node.name], "recompute", parameters=False)
 
     def _bucket(self, bucket: Bucket, way: Literal["forward", "backward"]) -> Iterator[Task]:
         once = self.plan.resident if way == "forward" else self.plan.accumulated

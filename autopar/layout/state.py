@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
 from typing import Any
@@ -125,6 +125,8 @@ class Layout:
     def without(self, axes: Iterable[str]) -> Layout:
         """This layout with some axes replicated."""
         gone = frozenset(axes)
+        if gone.isdisjoint(self.axes):
+            return self
         splits = tuple(tuple(axis for axis in split if axis not in gone) for split in self.splits)
         return Layout(splits, self.partial - gone, self.broadcast - gone)
 
@@ -147,10 +149,22 @@ class Layout:
         """The sizes of the local atoms; `atoms.fold` makes the local shape of them."""
         return tuple(length for _, length in self.pieces(atoms, axes, coordinate))
 
+    def largest_sizes(self, atoms: Atoms, axes: Mapping[str, int]) -> tuple[int, ...]:
+        """Those of the first rank, which has the largest shard."""
+        return _largest_sizes(atoms.sizes, self.splits, tuple(axes.items()))
+
     def __str__(self) -> str:
         rules = ", ".join(f"{atom} -> {'*'.join(axes)}" for atom, axes in enumerate(self.splits) if axes)
         marks = [("partial", self.partial), ("broadcast", self.broadcast)]
         return f"[{rules}]" + "".join(f" + {word}({'*'.join(sorted(axes))})" for word, axes in marks if axes)
+
+
+@lru_cache(maxsize=65536)
+def _largest_sizes(
+    sizes: tuple[int, ...], splits: tuple[tuple[str, ...], ...], axes: tuple[tuple[str, int], ...]
+) -> tuple[int, ...]:
+    counts = dict(axes)
+    return tuple(longest(size, split, counts) for size, split in zip(sizes, splits, strict=True))
 
 
 def chunk(extent: int, count: int, index: int) -> Piece:

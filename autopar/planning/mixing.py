@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.planning.model import Costs, Model
+from autopar.planning.model import Alike, Group, Model
 from autopar.planning.totals import Hinges, Sum, every_peak_gib
 from autopar.search.problem import Floats, Ints
 
@@ -53,31 +53,31 @@ def _every_sums(model: Model, places: Ints, first: Sequence[int], then: Sequence
     """From one place to the next: what changes with the variables that it has."""
     changes = np.zeros((int(places.max(initial=0)) + 2, len(Sum)))
     changes[0] = model.sums(then)
-    where = places.tolist()
-    differs = [one != other for one, other in zip(first, then, strict=True)]
-    for node, variable in enumerate(model.variables):
-        if differs[node]:
-            changes[where[node] + 1] += variable.at(first[node]) - variable.at(then[node])
-    known: dict[Any, list[Floats]] = {}
-    for factor in model.factors:
-        if not any(differs[node] for node in factor.scope):
-            continue
-        order = sorted(range(len(factor.scope)), key=lambda axis: where[factor.scope[axis]])
-        before, after = ([each[node] for node in factor.scope] for each in (then, first))
-        key = id(factor.table), tuple(before), tuple(after), tuple(order)
-        if key not in known:
-            known[key] = _steps(factor.table, before, after, order)
-        for axis, step in zip(order, known[key], strict=True):
-            changes[where[factor.scope[axis]] + 1] += step
+    for alike in (model.costs, model.tables):
+        for group in alike.groups:
+            _add_changes(changes, alike, group, places[group.scopes], np.asarray(first), np.asarray(then))
     return changes.cumsum(axis=0)
 
 
-def _steps(table: Costs, before: list[int], after: list[int], order: Sequence[int]) -> list[Floats]:
+def _add_changes(changes: Floats, alike: Alike, group: Group, places: Ints, first: Ints, then: Ints) -> None:
+    """Of terms over so many variables: each changes with one of them after the other."""
+    before, after = then[group.scopes], first[group.scopes]
+    differs = (before != after).any(axis=1)
+    order = np.argsort(places, axis=1, kind="stable")
+    every = np.column_stack([group.kinds, before, after, order])[differs]
+    rows, which = np.unique(every, axis=0, return_inverse=True)
+    count = places.shape[1]
+    steps = np.array([_steps(alike.terms[row[0]], *np.split(row[1:], 3)) for row in rows]).reshape(-1, count, len(Sum))
+    where = np.take_along_axis(places, order, axis=1)[differs] + 1
+    np.add.at(changes, where, steps[which.ravel()])
+
+
+def _steps(term: Any, before: Ints, after: Ints, order: Ints) -> list[Floats]:
     """What changes as one variable after the other does."""
-    now, last, found = list(before), table.at(*before), []
+    now, last, found = before.copy(), term.at(*before), []
     for axis in order:
         now[axis] = after[axis]
-        sums = table.at(*now)
+        sums = term.at(*now)
         found.append(sums - last)
         last = sums
     return found

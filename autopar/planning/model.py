@@ -33,7 +33,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,9 +42,9 @@ from autopar.layout.holds import Recompute
 from autopar.planning.setting import Setting
 from autopar.planning.tables import Parts, Table
 from autopar.planning.totals import Sum
-from autopar.search.problem import Floats
+from autopar.search.problem import Floats, Ints
 
-__all__ = ["ByMode", "Costs", "Factor", "Model", "Variable"]
+__all__ = ["Alike", "ByMode", "Costs", "Factor", "Group", "Model", "Variable"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,10 +101,53 @@ class Model:
     recompute: Mapping[str, Recompute]
     """What is settled of layers."""
 
+    @cached_property
+    def costs(self) -> Alike:
+        """What variables cost by themselves."""
+        own = [(tuple(map(id, variable.parts)), variable) for variable in self.variables]
+        return Alike.of(own, [(node,) for node in range(len(own))])
+
+    @cached_property
+    def tables(self) -> Alike:
+        """What they cost together."""
+        return Alike.of([(id(factor.table), factor.table) for factor in self.factors], [f.scope for f in self.factors])
+
     def sums(self, chosen: Sequence[int]) -> Floats:
         total = np.zeros(len(Sum))
-        for variable, state in zip(self.variables, chosen, strict=True):
-            total += variable.at(state)
-        for factor in self.factors:
-            total += factor.at(chosen)
+        for alike in (self.costs, self.tables):
+            for group in alike.groups:
+                states = np.asarray(chosen)[group.scopes]
+                rows, counts = np.unique(np.column_stack([group.kinds, states]), axis=0, return_counts=True)
+                for (kind, *at), count in zip(rows.tolist(), counts.tolist(), strict=True):
+                    total += count * alike.terms[kind].at(*at)
         return total
+
+
+class Group(NamedTuple):
+    """Terms over so many variables: the kind of each, and the variables."""
+
+    kinds: Ints
+    scopes: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Alike:
+    """Terms of a model; those of one kind are one object, so they are worked out once."""
+
+    terms: tuple[Any, ...]
+    """One of each kind."""
+    kinds: tuple[int, ...]
+    """Of all terms."""
+    groups: tuple[Group, ...]
+
+    @staticmethod
+    def of(terms: Sequence[tuple[Any, Any]], scopes: Sequence[tuple[int, ...]]) -> Alike:
+        """Terms with their identity."""
+        number: dict[Any, int] = {}
+        kinds = tuple(number.setdefault(key, len(number)) for key, _ in terms)
+        first = dict(reversed([(kind, term) for kind, (_, term) in zip(kinds, terms, strict=True)]))
+        groups = []
+        for count in sorted({len(scope) for scope in scopes}):
+            places = [i for i, scope in enumerate(scopes) if len(scope) == count]
+            groups.append(Group(np.array(kinds)[places], np.array([scopes[i] for i in places]).reshape(-1, count)))
+        return Alike(tuple(first[kind] for kind in range(len(number))), kinds, tuple(groups))

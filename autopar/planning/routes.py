@@ -100,9 +100,8 @@ class Routes:
 
     def _found(self, sizes: tuple[int, ...], source: Layout, target: Layout) -> tuple[Leg, ...]:
         atoms = Atoms(sizes, (1,) * len(sizes))
-        first = dict.fromkeys(self.axes, 0)
         legs = []
         for step in steps(atoms, source, target, self.axes):
-            before, after = (prod(end.local_sizes(atoms, self.axes, first)) for end in (step.before, step.after))
+            before, after = (prod(end.largest_sizes(atoms, self.axes)) for end in (step.before, step.after))
             legs.append(Leg(step.kind.value, step.axes, step.numel, step.local, before, max(before, after)))
         return tuple(legs)

@@ -40,6 +40,8 @@ FEW = 600
 SCANNED = (-8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6)
 """Powers of two of the best prices of memory, that are tried too."""
 MOST_AIMS = 4
+BELIEVED = 0.8
+"""Of the limit: a plan of many variables that is counted to take no more is believed to fit."""
 NUDGED = 1e-3
 """Of the prices of memory, by which they are raised for a plan that fits, and lowered for one that is faster."""
 HOPELESS = 1.002
@@ -91,7 +93,7 @@ class Search:
     proved: float = 0.0
     found: dict[tuple[int, ...], Found] = field(default_factory=dict)
     passed: list[Found] = field(default_factory=list)
-    """What does not fit and was not priced: its seconds and memory are those of its sums."""
+    """What was not priced, as it surely fits, or does not: its seconds and memory are those of its sums."""
     hint: Floats | None = None
     """Prices of the hinges that were good without limits."""
     is_listed: bool = False
@@ -193,6 +195,20 @@ class Search:
         """What is least at these prices, those of memory a little higher or lower."""
         weights, _ = self.hinges.weights(prices[: self.count])
         return self.elimination.candidate(weights + share * prices[self.count :] @ MOMENTS)
+
+    def _believed(self, chosen: list[int]) -> Found | None:
+        """A plan that is not priced, as it surely fits: with others it makes a faster one."""
+        sums = self.model.sums(chosen)
+        if len(self.model.variables) <= FEW or peak_gib(sums) > BELIEVED * self.limit_gib:
+            return None
+        self.passed.append(Found(chosen, sums, self.hinges.seconds(sums), peak_gib(sums)))
+        return self.passed[-1]
+
+    def end(self) -> None:
+        """Price what is only believed to fit, if nothing else does."""
+        for one in sorted(self.passed, key=_by_seconds):
+            if one.peak_gib <= self.limit_gib and not np.isfinite(self.best):
+                self.try_out(one.chosen)
 
     def _pass_by(self, chosen: list[int]) -> None:
         """What is fast and takes too much: with others it may make something that fits."""
@@ -355,14 +371,14 @@ class Search:
     # -- memory
 
     def least_memory(self) -> Found:
-        """The plan that takes least, of a few weights of the moments of a step."""
+        """The plan that takes least, of a few weights of the moments of a step; priced unless it surely fits."""
         tried = []
         for shares in LEAST:
             weights = 1e-9 * self.hinges.base + np.array(shares) @ MOMENTS
             weights[Sum.FORBIDDEN] = FORBIDDEN_SECONDS
             chosen = self.elimination.candidate(weights)
             self.planes.append(self.model.sums(chosen))
-            tried.append(self.try_out(chosen))
+            tried.append(self._believed(chosen) or self.try_out(chosen))
             if tried[-1].peak_gib <= self.limit_gib:
                 break
         return min(tried, key=lambda one: one.peak_gib)
@@ -384,10 +400,11 @@ class Search:
     def mix(self) -> None:
         """Mixtures of plans that fit: with those that are faster and do not fit, or with those that send less beside
         the computing, or more. The best of all pairs is priced, over and over: it tells what is missed of memory."""
-        fits = sorted((one for one in self.found.values() if one.peak_gib <= self.limit_gib), key=_by_seconds)
+        every = [*self.found.values(), *self.passed]
+        fits = sorted((one for one in every if one.peak_gib <= self.limit_gib), key=_by_seconds)
         if not fits or self.is_closed:
             return
-        others = [*(one for one in self.found.values() if one is not fits[0]), *self.passed]
+        others = [one for one in every if one is not fits[0]]
         passes = sorted((one for one in others if one.peak_gib > self.limit_gib), key=_by_memory)
         if passes:
             ends = {id(one): one for one in (*fits[:MOST_MIXED], *sorted(fits, key=_by_memory)[:MOST_MIXED])}

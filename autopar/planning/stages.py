@@ -119,6 +119,7 @@ class Work:
         search.run()
         if self.joined is None:  # of joined axes, only the choices are followed
             search.mix()
+        search.end()
         return search
 
     def limited(self, lasting: bool, hint: Floats | None) -> Search:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from autopar.planning.model import Model
 from autopar.planning.tables import weigh
-from autopar.planning.totals import Sum
 from autopar.search.folded import Folded, TooWide, fixed, folded
 from autopar.search.problem import Floats
 from autopar.tracing.graph import NamedGraph
@@ -60,7 +60,7 @@ class Elimination:
         """A lower bound on the weighted sum of all assignments, and the sums of what has it."""
         weighed = _Weighed(self.model, weights, self.scopes)
         value, chosen = self._solved(weighed, dict.fromkeys(self.cut))
-        return value, weighed.relaxed_sums(chosen, set(self.cut)) if self.cut else self.model.sums(chosen)
+        return value, weighed.relaxed_sums(chosen, self.touched) if self.cut else self.model.sums(chosen)
 
     def weighed(self, weights: Floats) -> tuple[list[Floats], list[Floats]]:
         """The costs of all states and pairs, where nothing is cut."""
@@ -72,20 +72,28 @@ class Elimination:
         """An assignment whose weighed sum is most likely low."""
         weighed = _Weighed(self.model, weights, self.scopes)
         _, chosen = self._solved(weighed, dict.fromkeys(self.cut))
+        states: dict[int, int | None] | None = None
         for _ in range(MOST_SETTLING if self.cut else 0):
+            last = states
             if self.inner is not None:
-                states: dict[int, int | None] = dict(self.inner.settled(weighed, chosen))
+                states = dict(self.inner.settled(weighed, chosen))
             else:
                 states = {node: weighed.best_state(node, chosen) for node in self.cut}
-            _, better = self._solved(weighed, states)
-            if better == chosen:
+            if states == last:
                 break
-            chosen = better
+            _, chosen = self._solved(weighed, states)
         return chosen
 
+    @cached_property
+    def touched(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The factors that have variables which are cut, and these."""
+        cut = set(self.cut)
+        found = ((i, tuple(node for node in scope if node in cut)) for i, scope in enumerate(self.scopes))
+        return tuple((i, gone) for i, gone in found if gone)
+
     def _solved(self, weighed: _Weighed, cut: Mapping[int, int | None]) -> tuple[float, list[int]]:
-        costs, tables, constant = weighed.without(cut)
-        value, chosen = self.plan.solve(costs, tables)
+        costs, tables, constant = weighed.without(cut, self.touched)
+        value, chosen = self.plan.solve(costs, tables, pattern=tuple(cut.items()))
         for node, state in cut.items():
             chosen[node] = 0 if state is None else state
         return value + constant, chosen
@@ -149,51 +157,40 @@ class _Weighed:
     def __init__(self, model: Model, weights: Floats, scopes: Sequence[tuple[int, ...]]) -> None:
         self.model = model
         self.scopes = scopes
-        known: dict[Any, Floats] = {}
-
-        def once(key: Any, made: Callable[[], Floats]) -> Floats:
-            if key not in known:
-                known[key] = made()
-            return known[key]
-
-        self.costs = [
-            once(
-                tuple(map(id, variable.parts)),
-                lambda variable=variable: sum((weigh(parts, weights) for parts in variable.parts), np.zeros(1)),  # type: ignore[misc]
-            )
-            for variable in model.variables
-        ]
-        self.tables = [
-            once(id(factor.table), lambda factor=factor: factor.table.weighed(weights))  # type: ignore[misc]
-            for factor in model.factors
-        ]
-        self.incident: dict[int, list[int]] = {}
-        for i, scope in enumerate(scopes):
-            for node in scope:
-                self.incident.setdefault(node, []).append(i)
+        own = [sum((weigh(parts, weights) for parts in variable.parts), np.zeros(1)) for variable in model.costs.terms]
+        self.costs: list[Floats] = [own[kind] for kind in model.costs.kinds]
+        both = [table.weighed(weights) for table in model.tables.terms]
+        self.tables: list[Floats] = [both[kind] for kind in model.tables.kinds]
         self.sliced: dict[Any, Floats] = {}
 
-    def without(self, cut: Mapping[int, int | None]) -> tuple[list[Floats], list[Floats], float]:
+    @cached_property
+    def incident(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for i, scope in enumerate(self.scopes):
+            for node in scope:
+                found.setdefault(node, []).append(i)
+        return found
+
+    def without(
+        self, cut: Mapping[int, int | None], touched: Sequence[tuple[int, tuple[int, ...]]]
+    ) -> tuple[list[Floats], list[Floats], float]:
         """Costs and tables without the variables that are cut, and what these cost by themselves."""
         costs = list(self.costs)
         constant = 0.0
         for node, state in cut.items():
             constant += float(self.costs[node].min() if state is None else self.costs[node][state])
             costs[node] = _NOTHING
-        tables: list[Floats] = []
-        for scope, table in zip(self.scopes, self.tables, strict=True):
-            gone = [node for node in scope if node in cut]
-            if not gone:
-                tables.append(table)
-                continue
+        tables: list[Floats | None] = list(self.tables)
+        for i, gone in touched:
+            scope, table = self.scopes[i], self.tables[i]
             key = id(table), tuple((scope.index(node), cut[node]) for node in gone)
             if key not in self.sliced:
                 self.sliced[key] = fixed(table, scope, cut)
+            tables[i] = self.sliced[key]
             if len(gone) == len(scope):
                 constant += float(self.sliced[key])
-            else:
-                tables.append(self.sliced[key])
-        return costs, tables, constant
+                tables[i] = None
+        return costs, [table for table in tables if table is not None], constant
 
     def best_state(self, node: int, chosen: Sequence[int]) -> int:
         """The state of a cut variable that fits the others best."""
@@ -203,15 +200,17 @@ class _Weighed:
             total += self.tables[i][tuple(slice(None) if each == node else chosen[each] for each in scope)]
         return int(np.argmin(total))
 
-    def relaxed_sums(self, chosen: Sequence[int], gone: set[int]) -> Floats:
+    def relaxed_sums(self, chosen: Sequence[int], touched: Sequence[tuple[int, tuple[int, ...]]]) -> Floats:
         """The sums of an answer in which every table has chosen the states of cut variables for itself."""
-        total = np.zeros(len(Sum))
-        for place, variable in enumerate(self.model.variables):
-            total += variable.at(int(np.argmin(self.costs[place])) if place in gone else chosen[place])
-        for factor, table in zip(self.model.factors, self.tables, strict=True):
+        gone = {node for _, nodes in touched for node in nodes}
+        whole = [int(np.argmin(self.costs[node])) if node in gone else state for node, state in enumerate(chosen)]
+        total = self.model.sums(whole)
+        for i, _ in touched:
+            factor, table = self.model.factors[i], self.tables[i]
             left = table[tuple(slice(None) if node in gone else chosen[node] for node in factor.scope)]
             own = iter(np.unravel_index(int(left.argmin()), left.shape))
             total += factor.table.at(*(int(next(own)) if node in gone else chosen[node] for node in factor.scope))
+            total -= factor.at(whole)
         return total
 
 

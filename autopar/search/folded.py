@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
-from autopar.search.problem import Floats, Ints
+from autopar.search.problem import Floats
 
 __all__ = ["Folded", "TooWide", "folded"]
 
@@ -44,43 +44,79 @@ class Folded:
 
     sizes: tuple[int, ...]
     buckets: tuple[_Bucket, ...]
+    firsts: dict[object, list[int]] = field(default_factory=dict)
+    """By pattern: for each bucket the first one that is equal to it."""
 
-    def solve(self, costs: Sequence[Floats], tables: Sequence[Floats]) -> tuple[float, list[int]]:
-        """The least total, and a strategy for every node; tables stand in the order of their scopes."""
-        known: dict[object, tuple[Floats, Ints]] = {}
-        results: list[tuple[Floats, Ints]] = []
+    def solve(
+        self, costs: Sequence[Floats], tables: Sequence[Floats], pattern: object = None
+    ) -> tuple[float, list[int]]:
+        """The least total, and a strategy for every node; tables stand in the order of their scopes.
+
+        With one `pattern`, the same costs and tables are the same objects every time: what is equal is found once.
+        """
+        firsts = self.firsts.get(pattern)
+        if firsts is None:
+            firsts = self._firsts(costs, tables)
+            if pattern is not None:
+                self.firsts[pattern] = firsts
+        results: list[Floats] = []
         total = 0.0
-        for bucket in self.buckets:
-            own = costs[bucket.node]
-            parts = [(tables[i], places) for i, places in bucket.given]
-            parts += [(results[i][0], places) for i, places in bucket.made]
-            key = id(own), tuple((id(part), places) for part, places in parts)
-            found = known.get(key)
-            if found is None:
-                found = known[key] = self._best(bucket, own, parts)
-            results.append(found)
+
+        def parts(bucket: _Bucket) -> list[_Part]:
+            found = [(tables[i], places) for i, places in bucket.given]
+            return found + [(results[i], places) for i, places in bucket.made]
+
+        for place, (bucket, first) in enumerate(zip(self.buckets, firsts, strict=True)):
+            if first < place:
+                results.append(results[first])
+            else:
+                results.append(_least(len(bucket.others) + 1, costs[bucket.node], parts(bucket)))
             if not bucket.others:
-                total += float(found[0])
+                total += float(results[-1])
         chosen = [0] * len(self.sizes)
-        for bucket, (_, best) in zip(reversed(self.buckets), reversed(results), strict=True):
-            chosen[bucket.node] = int(best[tuple(chosen[other] for other in bucket.others)])
+        known: dict[tuple[int, tuple[int, ...]], int] = {}
+        for bucket, first in zip(reversed(self.buckets), reversed(firsts), strict=True):
+            at = tuple(chosen[other] for other in bucket.others)
+            state = known.get((first, at))
+            if state is None:
+                state = known[first, at] = _best(costs[bucket.node], parts(bucket), at)
+            chosen[bucket.node] = state
         return total, chosen
 
-    def _best(
-        self, bucket: _Bucket, own: Floats, parts: Sequence[tuple[Floats, tuple[int, ...]]]
-    ) -> tuple[Floats, Ints]:
-        """Axes: the node first, then the others in their order."""
-        count = len(bucket.others) + 1
-        table = own.reshape(-1, *(1,) * (count - 1))
-        for part, places in sorted(parts, key=lambda part: part[0].size):
-            order = np.argsort(places)
-            moved = part.transpose(order)
-            shape = [1] * count
-            for axis, place in enumerate(sorted(places)):
-                shape[place] = moved.shape[axis]
-            table = table + moved.reshape(shape)
-        best = table.argmin(axis=0)
-        return np.asarray(np.take_along_axis(table, best[None], axis=0)[0]), np.asarray(best)
+    def _firsts(self, costs: Sequence[Floats], tables: Sequence[Floats]) -> list[int]:
+        known: dict[object, int] = {}
+        found: list[int] = []
+        for place, bucket in enumerate(self.buckets):
+            given = tuple((id(tables[i]), places) for i, places in bucket.given)
+            made = tuple((found[i], places) for i, places in bucket.made)
+            found.append(known.setdefault((id(costs[bucket.node]), given, made), place))
+        return found
+
+
+_Part = tuple[Floats, tuple[int, ...]]
+"""A table, and for each of its axes the place in a bucket: the node that goes is the first, then the others."""
+
+
+def _least(count: int, own: Floats, parts: Sequence[_Part]) -> Floats:
+    """The least over the strategies of a node, for all of the others."""
+    table = own.reshape(-1, *(1,) * (count - 1))
+    for part, places in sorted(parts, key=lambda part: part[0].size):
+        order = np.argsort(places)
+        moved = part.transpose(order)
+        shape = [1] * count
+        for axis, place in enumerate(sorted(places)):
+            shape[place] = moved.shape[axis]
+        table = table + moved.reshape(shape)
+    return np.asarray(table.min(axis=0))
+
+
+def _best(own: Floats, parts: Sequence[_Part], at: tuple[int, ...]) -> int:
+    """The strategy of a node that is least where the others have theirs. Which is least is not kept for all of these:
+    that takes many times longer to find than how much it is."""
+    total = own
+    for part, places in sorted(parts, key=lambda part: part[0].size):
+        total = total + part[tuple(at[place - 1] if place else slice(None) for place in places)]
+    return int(total.argmin())
 
 
 def folded(sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], largest: int = LARGEST_TABLE) -> Folded:
