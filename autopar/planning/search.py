@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import Any
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from autopar.planning.closing import close
 from autopar.planning.listed import Listed, listed
 from autopar.planning.mixing import Mixtures, places_of
 from autopar.planning.model import Model
+from autopar.planning.prices import highest
 from autopar.planning.totals import FORBIDDEN_SECONDS, MOMENTS, Hinges, Sum, peak_gib
 from autopar.planning.weighed import Elimination
 from autopar.search.problem import Floats, Ints
@@ -35,8 +35,10 @@ from autopar.search.problem import Floats, Ints
 __all__ = ["Found", "Search"]
 
 MOST_ROUNDS = 25
-FEW = 600
-"""Variables of a model in which one op weighs so much that more candidates than those at the best prices are priced."""
+FEW, MANY = 600, 2500
+"""Variables of a model in which one op weighs so much that more candidates than those at the best prices are priced;
+and of one in which they are if much is left to gain."""
+WIDE = 0.01
 SCANNED = (-8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6)
 """Powers of two of the best prices of memory, that are tried too."""
 MOST_AIMS = 4
@@ -96,6 +98,8 @@ class Search:
     """What was not priced, as it surely fits, or does not: its seconds and memory are those of its sums."""
     hint: Floats | None = None
     """Prices of the hinges that were good without limits."""
+    between: Floats = field(default_factory=lambda: np.zeros(0))
+    """The prices between a plan that fits and one that does not."""
     is_listed: bool = False
     """Whether `proved` is of all assignments, and so the best that can be said."""
 
@@ -143,9 +147,9 @@ class Search:
         if not self.is_limited:
             self._improve()
             return
-        prices = self._between()
-        if len(self.model.variables) <= FEW and prices[self.count :].any():
-            self._scan(prices)
+        self.between = self._between()
+        if len(self.model.variables) <= FEW:
+            self.widen()
 
     def _between(self) -> Floats:
         """Two plans at the prices where the bound is highest: one that fits, and one that is faster and does not.
@@ -168,8 +172,17 @@ class Search:
         self._highest(self.limit_gib - min(0.0, self._least_missed))
         return prices
 
-    def _scan(self, prices: Floats) -> None:
-        """What is least at other prices: of few variables, none of many equal layers is a small step."""
+    @property
+    def is_wide(self) -> bool:
+        """Whether much is left between what was found and what is proved, in a model that is soon searched again."""
+        many = FEW < len(self.model.variables) <= MANY
+        return many and self.is_limited and self.best - self.bound > WIDE * self.best
+
+    def widen(self) -> None:
+        """What is least at other prices: where layers are few or differ, none of them is a small step."""
+        prices = self.between
+        if not prices[self.count :].any():
+            return
         beside = np.append(np.ones(self.count), prices[self.count :])
         for exponent, at in product(SCANNED, (prices, beside)):
             if self.is_closed or self._is_late():
@@ -254,26 +267,14 @@ class Search:
 
     def _master(self, aim_gib: float) -> tuple[float, Floats]:
         """The prices at which the least plane is highest, where so much memory may be counted."""
-        from ortools.linear_solver import pywraplp  # late: it takes a while to import
-
-        solver: Any = pywraplp.Solver.CreateSolver("GLOP")
-        prices = [solver.NumVar(0.0, 1.0, "") for _ in range(self.count)]
+        sums = np.array(self.planes)
+        excess = sums @ MOMENTS.T - aim_gib if np.isfinite(aim_gib) else np.zeros((len(sums), len(MOMENTS)))
+        slopes = np.column_stack([sums @ self.hinges.slopes.T + self.hinges.offsets, excess])
         scale = max(self.best if np.isfinite(self.best) else 1.0, 1e-9)
-        highest = HIGHEST_PRICE * scale if np.isfinite(aim_gib) else 0.0
-        prices += [solver.NumVar(0.0, highest, "") for _ in MOMENTS]
-        least = solver.NumVar(-solver.infinity(), solver.infinity(), "")
-        for sums in self.planes:
-            slopes = [*(self.hinges.slopes @ sums + self.hinges.offsets), *self._excess(sums, aim_gib)]
-            base = float(self.hinges.base @ sums + self.hinges.constant)
-            terms = (float(slope) / scale * price for slope, price in zip(slopes, prices, strict=True))
-            solver.Add(least <= base / scale + sum(terms))
-        solver.Maximize(least)
-        status = solver.Solve()
-        assert status == pywraplp.Solver.OPTIMAL, status
-        return least.solution_value() * scale, np.array([price.solution_value() for price in prices])
-
-    def _excess(self, sums: Floats, aim_gib: float) -> Floats:
-        return np.asarray(MOMENTS @ sums - aim_gib) if np.isfinite(aim_gib) else np.zeros(len(MOMENTS))
+        dearest = HIGHEST_PRICE * scale if np.isfinite(aim_gib) else 0.0
+        most = np.array([1.0] * self.count + [dearest] * len(MOMENTS))
+        least, prices = highest((sums @ self.hinges.base + self.hinges.constant) / scale, slopes / scale, most)
+        return least * scale, prices
 
     def prices_of_hinges(self) -> Floats:
         """Those of the best bound."""
@@ -399,7 +400,16 @@ class Search:
 
     def mix(self) -> None:
         """Mixtures of plans that fit: with those that are faster and do not fit, or with those that send less beside
-        the computing, or more. The best of all pairs is priced, over and over: it tells what is missed of memory."""
+        the computing, or more. In a model that is not large, what is found is mixed once more."""
+        is_large = len(self.model.variables) > MANY
+        for _ in range(1 if is_large else MOST_MIXINGS):
+            best = self.best
+            self._mix(*(MIXED_IF_LARGE if is_large else MIXED))
+            if self.best >= best * (1 - self.gap / 10):
+                return
+
+    def _mix(self, most_ends: int, most_priced: int) -> None:
+        """The best mixture of all pairs is priced, over and over: it tells what is missed of memory."""
         every = [*self.found.values(), *self.passed]
         fits = sorted((one for one in every if one.peak_gib <= self.limit_gib), key=_by_seconds)
         if not fits or self.is_closed:
@@ -407,12 +417,12 @@ class Search:
         others = [one for one in every if one is not fits[0]]
         passes = sorted((one for one in others if one.peak_gib > self.limit_gib), key=_by_memory)
         if passes:
-            ends = {id(one): one for one in (*fits[:MOST_MIXED], *sorted(fits, key=_by_memory)[:MOST_MIXED])}
-            pairs = [(one, other) for one in ends.values() for other in passes[:MOST_MIXED]]
+            ends = {id(one): one for one in (*fits[:most_ends], *sorted(fits, key=_by_memory)[:most_ends])}
+            pairs = [(one, other) for one in ends.values() for other in passes[:most_ends]]
         else:
-            pairs = [(fits[0], other) for other in sorted(others, key=_by_seconds)[:MOST_MIXED]]
+            pairs = [(fits[0], other) for other in sorted(others, key=_by_seconds)[:most_ends]]
         mixed = [self._mixed(*ordered) for one, other in pairs for ordered in ((one, other), (other, one))]
-        for _ in range(MOST_PRICED if mixed else 0):
+        for _ in range(most_priced if mixed else 0):
             best = min(mixed, key=lambda each: each.least(self.limit_gib)[0])
             seconds, place = best.least(self.limit_gib)
             if seconds >= self.best * (1 - self.gap / 10) or self._is_late():
@@ -432,6 +442,6 @@ def _by_memory(one: Found) -> float:
     return one.peak_gib
 
 
-MOST_MIXED = 2
-"""Plans of each kind."""
-MOST_PRICED = 5
+MIXED, MIXED_IF_LARGE = (4, 12), (2, 5)
+"""Of each kind, so many plans are mixed, and so many mixtures priced."""
+MOST_MIXINGS = 3

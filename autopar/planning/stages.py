@@ -119,6 +119,9 @@ class Work:
         search.run()
         if self.joined is None:  # of joined axes, only the choices are followed
             search.mix()
+            if search.is_wide:
+                search.widen()
+                search.mix()
         search.end()
         return search
 
