@@ -58,6 +58,8 @@ class Building:
         self.makers = {name: (node, i) for node in graph.nodes for i, name in enumerate(node.outputs) if name}
         self.handed = handed_out(graph)
         self.shares: dict[str, float] = {}
+        self.cuts: dict[str, Any] = {}
+        self.signatures: dict[str, Any] = {}
         self.kept = Kept.of(graph)
         self.entering = tuple(frozenset(self.kept.roots[name] for name in names) for names in self.again.entering)
         self.optimizer = optimizer_of(self.setting.options.optimizer)
@@ -126,9 +128,13 @@ class Building:
     # -- what is alike
 
     def _cut(self, tensor: NamedTensor) -> Any:
-        atoms = tuple((atom.dim, atom.size) for atom in tensor.atoms)
-        share = self.setting.prices.share(tensor.name)
-        return tensor.kind == "param", tensor.dtype, tensor.requires_grad, tensor.shape, atoms, share
+        found = self.cuts.get(tensor.name)
+        if found is None:
+            atoms = tuple((atom.dim, atom.size) for atom in tensor.atoms)
+            share = self.setting.prices.share(tensor.name)
+            found = tensor.kind == "param", tensor.dtype, tensor.requires_grad, tensor.shape, atoms, share
+            found = self.cuts[tensor.name] = self._same(found)
+        return found
 
     def _gib(self, name: str, layout: Layout) -> float:
         tensor = self.graph.tensors[name]

@@ -38,6 +38,12 @@ class Ops(Building):
 
     def _signature(self, node: NamedNode) -> Any:
         """Nodes with one signature have the same options at the same prices."""
+        found = self.signatures.get(node.name)
+        if found is None:
+            found = self.signatures[node.name] = self._same(self._signed(node))
+        return found
+
+    def _signed(self, node: NamedNode) -> Any:
         operands = tuple(None if name is None else self._cut(self.graph.tensors[name]) for name in node.operands)
         outputs = tuple(None if name is None else self._cut(self.graph.tensors[name]) for name in node.outputs)
         rule = self._text_of_rule(node)
