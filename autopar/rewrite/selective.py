@@ -165,6 +165,7 @@ class _Run:
             save = self._keep if stretch.kept else functools.partial(self._drop, stretch)
             with saved_tensors_hooks(save, _unpacked):
                 found = stretch.module(*(values[name] for name in stretch.reads))
+            value = None  # where nothing is written
             for name, value in zip(stretch.writes, found, strict=True):
                 values[name] = value
                 memory = [_memory(one) for one in _tensors((value,))]
@@ -222,6 +223,7 @@ class _Run:
                 saved = place()
                 if saved is not None:
                     saved.tensor = tensor
+            value = None
             for name, value in zip(stretch.writes, results, strict=True):
                 values[name] = tree_map(_apart, value)
                 for reference in self.views.get(name, ()):

@@ -85,6 +85,23 @@ def test_a_resnet_that_gathers_again_is_measured_as_predicted() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize(("layout", "axes"), [("ddp", {"dp": 4}), ("fsdp", {"fsdp": 4})], ids=["ddp", "fsdp"])
+def test_a_resnet_that_computes_and_gathers_again_is_measured_as_predicted(
+    layout: str, axes: Mapping[str, int], mode: str
+) -> None:
+    """Some stretches of its layers write nothing but statistics."""
+    model, inputs = resnet(depth=18, width=8, image=64, batch=8, loss=True, train=True)
+    graph = autopar.trace(model, inputs)
+    layers = [path for repeat in graph.repeats for path in repeat.module_paths]
+    regather = frozenset(tensor.name for tensor in graph.parameters)
+    plan = plan_of(graph, layout, axes, regather=regather, recompute=dict.fromkeys(layers, mode))
+    found, real = predicted(graph, plan), measure(graph, plan)
+    assert found.saved_bytes == pytest.approx(real.saved_bytes, rel=0.01)
+    assert found.peak_bytes == pytest.approx(real.peak_bytes, rel=0.05)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_mixture_of_experts_is_measured_as_predicted() -> None:
     model, inputs = moe(batch=8)
     graph = autopar.trace(model, inputs)
