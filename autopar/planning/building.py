@@ -18,7 +18,6 @@ from autopar.layout.state import Layout
 from autopar.planning.coarse import Ways
 from autopar.planning.demands import Demands
 from autopar.planning.errors import OutOfTime
-from autopar.planning.kept import Kept
 from autopar.planning.model import ByMode, Costs, Factor, Variable
 from autopar.planning.recomputing import STATES, Again
 from autopar.planning.setting import Setting
@@ -60,7 +59,7 @@ class Building:
         self.shares: dict[str, float] = {}
         self.cuts: dict[str, Any] = {}
         self.signatures: dict[str, Any] = {}
-        self.kept = Kept.of(graph)
+        self.kept = self.setting.kept
         self.entering = tuple(frozenset(self.kept.roots[name] for name in names) for names in self.again.entering)
         self.optimizer = optimizer_of(self.setting.options.optimizer)
         self.beginning = self._largest_beginning() if self.setting.trains else None

@@ -143,11 +143,13 @@ class Alike:
     @staticmethod
     def of(terms: Sequence[tuple[Any, Any]], scopes: Sequence[tuple[int, ...]]) -> Alike:
         """Terms with their identity."""
-        number: dict[Any, int] = {}
-        kinds = tuple(number.setdefault(key, len(number)) for key, _ in terms)
-        first = dict(reversed([(kind, term) for kind, (_, term) in zip(kinds, terms, strict=True)]))
+        first: dict[Any, Any] = {}
+        for key, term in terms:
+            first.setdefault(key, term)
+        number = {key: kind for kind, key in enumerate(first)}
+        kinds = tuple(number[key] for key, _ in terms)
         groups = []
         for count in sorted({len(scope) for scope in scopes}):
             places = [i for i, scope in enumerate(scopes) if len(scope) == count]
             groups.append(Group(np.array(kinds)[places], np.array([scopes[i] for i in places]).reshape(-1, count)))
-        return Alike(tuple(first[kind] for kind in range(len(number))), kinds, tuple(groups))
+        return Alike(tuple(first.values()), kinds, tuple(groups))

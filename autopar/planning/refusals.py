@@ -96,7 +96,7 @@ def _least(work: Work, demands: Demands) -> Race:
     other = _other(work, demands)
     least_memory(other, only_one=True)
     if other.race.plan is None:
-        other.lessen(other.model(is_limited=True))
+        other.lessen()
     return other.race
 
 

@@ -229,16 +229,15 @@ class Search:
         self.passed.append(Found(chosen, sums, self.hinges.seconds(sums), peak_gib(sums) + self._least_missed))
 
     def _improve(self) -> None:
+        """Without a limit: what is least at the best prices is priced in every round."""
         prices = np.zeros(self.count + len(MOMENTS))
-        if len(self.planes) > 1:
-            _, prices = self._master(self.aim_gib)
         for _ in range(MOST_ROUNDS):
             self._look(prices)
             self.try_out(self._candidate(prices, 1.0))
             if self.is_closed or self.bound >= FORBIDDEN_SECONDS or time.monotonic() > self.deadline:
                 return
-            upper, prices = self._master(self.aim_gib)
-            if upper - self._bound_at(self.aim_gib) <= 0.1 * self.gap * abs(upper):
+            upper, prices = self._master(np.inf)
+            if upper - self.bound <= 0.1 * self.gap * abs(upper):
                 return
 
     # -- one round

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from math import prod
 from types import MappingProxyType
 
@@ -13,6 +14,7 @@ from autopar.conversions import Outputs
 from autopar.cost.cluster import Cluster
 from autopar.cost.prices import Prices
 from autopar.decided import Plan
+from autopar.planning.kept import Kept
 from autopar.tracing.graph import NamedGraph, NamedNode
 
 __all__ = ["PlanOptions", "Setting"]
@@ -63,6 +65,10 @@ class Setting:
         trains = graph.exported.grad_enabled
         everyone = {name: tuple(nodes) for name, nodes in users.items()}
         return Setting(graph, axes, cluster, options, prices, trains, used, everyone)
+
+    @cached_property
+    def kept(self) -> Kept:
+        return Kept.of(self.graph)
 
     @property
     def ranks(self) -> int:

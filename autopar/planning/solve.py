@@ -94,13 +94,13 @@ def _uncollected() -> Iterator[None]:
 
 def _solved(race: Race, time_limit: float, warm: Plan | None, experts: bool, beat_seconds: float) -> Solved:
     setting, demands, began, layout = race.setting, race.demands, race.began, race.demands.given
-    same = warm is not None and warm.graph == setting.graph.fingerprint and dict(warm.axes) == dict(setting.axes)
     if layout.statements:
         plan = plan_under(setting, layout)
         if plan is not None:
             race.offer("layout", setting.options.on(plan))
     # A plan that was made for something else may not do what this layout demands.
-    if warm is not None and same and demands.is_empty:
+    asked = setting.graph.fingerprint, dict(setting.axes)
+    if warm is not None and demands.is_empty and (warm.graph, dict(warm.axes)) == asked:
         race.offer("an earlier plan", warm)
     priced = experts and not layout.statements
     searching = began + time_limit * (SEARCH_SHARE if priced else 1.0)

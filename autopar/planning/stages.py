@@ -17,7 +17,6 @@ from autopar.planning.coarse import Joined, Ways, joined_meshes, ways_of
 from autopar.planning.decode import plan_of
 from autopar.planning.demands import Demands
 from autopar.planning.errors import OutOfTime
-from autopar.planning.kept import Kept
 from autopar.planning.model import Model
 from autopar.planning.promises import promised
 from autopar.planning.race import Race
@@ -65,7 +64,7 @@ class Work:
         """What a device holds at least, if nothing is computed again but what is settled."""
         graph = self.setting.graph
         again = computed_again(graph, regions_of(graph, self.demands.recompute))
-        return Kept.of(graph).least_bytes(graph, again) / self.setting.ranks
+        return self.setting.kept.least_bytes(graph, again) / self.setting.ranks
 
     @property
     def ends(self) -> float:
@@ -129,9 +128,9 @@ class Work:
         model = self.model(is_limited=True, lasting=lasting)
         return self.searched(model, self.race.limit / 2**30, self.deadline, hint)
 
-    def lessen(self, model: Model) -> None:
+    def lessen(self) -> None:
         """Less and less memory, until one plan fits."""
-        search = self.search(model, self.race.limit / 2**30, self.deadline)
+        search = self.search(self.model(is_limited=True), self.race.limit / 2**30, self.deadline)
         search.least_memory()
         search.lessen(search.limit_gib)
 

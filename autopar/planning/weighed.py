@@ -60,7 +60,7 @@ class Elimination:
         """A lower bound on the weighted sum of all assignments, and the sums of what has it."""
         weighed = _Weighed(self.model, weights, self.scopes)
         value, chosen = self._solved(weighed, dict.fromkeys(self.cut))
-        return value, weighed.relaxed_sums(chosen, self.touched) if self.cut else self.model.sums(chosen)
+        return value, weighed.relaxed_sums(chosen, self.cut, self.touched) if self.cut else self.model.sums(chosen)
 
     def weighed(self, weights: Floats) -> tuple[list[Floats], list[Floats]]:
         """The costs of all states and pairs, where nothing is cut."""
@@ -200,9 +200,11 @@ class _Weighed:
             total += self.tables[i][tuple(slice(None) if each == node else chosen[each] for each in scope)]
         return int(np.argmin(total))
 
-    def relaxed_sums(self, chosen: Sequence[int], touched: Sequence[tuple[int, tuple[int, ...]]]) -> Floats:
+    def relaxed_sums(
+        self, chosen: Sequence[int], cut: Sequence[int], touched: Sequence[tuple[int, tuple[int, ...]]]
+    ) -> Floats:
         """The sums of an answer in which every table has chosen the states of cut variables for itself."""
-        gone = {node for _, nodes in touched for node in nodes}
+        gone = set(cut)
         whole = [int(np.argmin(self.costs[node])) if node in gone else state for node, state in enumerate(chosen)]
         total = self.model.sums(whole)
         for i, _ in touched:
