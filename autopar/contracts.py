@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from autopar.conversions import Inserted
-from autopar.cost.layers import again
 from autopar.cost.memory import memory
-from autopar.cost.profile import wire_of
+from autopar.cost.wired import Wired
 from autopar.decided import Plan
 from autopar.decisions import Decisions
 from autopar.errors import AutoparWarning
@@ -202,7 +201,7 @@ def check_memory(layout: Layout, graph: NamedGraph, plan: Plan, device_bytes: fl
     if limit is None:
         return
     statement, most_bytes = limit
-    found = memory(graph, plan, wire_of(graph, plan), again(graph, plan))
+    found = memory(Wired(graph, plan))
     if found.peak_bytes > most_bytes:
         parts = {
             "parameters": found.parameters_bytes + found.copies_bytes,

@@ -21,9 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autopar
-from autopar.cost.layers import again
 from autopar.cost.memory import memory
-from autopar.cost.profile import wire_of
+from autopar.cost.wired import Wired
 from autopar.decided import Plan
 from autopar.layout.choosing import choose_layout
 from autopar.layout.holds import Recompute
@@ -220,7 +219,7 @@ def main() -> None:
         layers = [path for repeat in graph.repeats for path in repeat.module_paths]
         names = frozenset(tensor.name for tensor in graph.parameters if options.regather)
         plan = replace(plan, recompute=dict.fromkeys(layers, options.recompute), regather=names)
-        predicted = memory(graph, plan, wire_of(graph, plan), again(graph, plan))
+        predicted = memory(Wired(graph, plan))
         measured = measure(graph, plan, options.rank)
         error = predicted.peak_bytes / measured.peak_bytes - 1
         worst = max(worst, abs(error))

@@ -10,9 +10,8 @@ import autopar
 from autopar.completion import complete
 from autopar.contracts import check_contracts, check_memory
 from autopar.conversions import conversions
-from autopar.cost.layers import again
 from autopar.cost.memory import memory
-from autopar.cost.profile import wire_of
+from autopar.cost.wired import Wired
 from autopar.decided import Plan
 from autopar.errors import LayoutError
 from autopar.layout.choosing import choose_layout
@@ -73,7 +72,7 @@ def memory_answer(limit: str, lines: str = "", device_bytes: float | None = None
     graph = autopar.trace(Stack(), (torch.randn(512, 64),), dims={"x": "batch features"})
     layout = parse_layout(f"batch -> dp; * -> none\nlimit memory {limit}\n{lines}", "my.lay")
     plan = Plan.of(graph, layout, {"dp": 2})
-    peak = memory(graph, plan, wire_of(graph, plan), again(graph, plan)).peak_bytes
+    peak = memory(Wired(graph, plan)).peak_bytes
     try:
         check_memory(layout, graph, plan, device_bytes)
     except LayoutError as error:

@@ -21,7 +21,8 @@ from autopar.cost.cluster import Cluster
 from autopar.cost.compute import peak_of
 from autopar.cost.costs import CommunicationCosts, ComputeCosts, Costs
 from autopar.cost.memory import memory
-from autopar.cost.profile import Profile, Task, profile, wire_of
+from autopar.cost.profile import Profile, Task, profile
+from autopar.cost.wired import Wired
 from autopar.decided import Plan
 from autopar.errors import AutoparError
 from autopar.tracing.graph import NamedGraph
@@ -36,8 +37,8 @@ def evaluate(graph: NamedGraph, plan: Plan, cluster: Cluster) -> Costs:
             f"the plan is for another graph than this one ({plan.graph}, not {graph.fingerprint})\n"
             "fix: trace the model with the inputs that the plan was made for, or plan again"
         )
-    wiring = wire_of(graph, plan)
-    found = profile(graph, plan, cluster, wiring)
+    wired = Wired(graph, plan)
+    found = profile(wired, cluster)
     count = plan.micro_batches
     compute = ComputeCosts(
         count * _seconds(found.forward, "forward"),
@@ -60,7 +61,7 @@ def evaluate(graph: NamedGraph, plan: Plan, cluster: Cluster) -> Costs:
         compute,
         _communication(found, count),
         exposed,
-        memory(graph, plan, wiring, found.again),
+        memory(wired),
         flops,
         device_flops,
         flops / (step * devices * peak) if step else 0.0,

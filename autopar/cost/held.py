@@ -4,41 +4,38 @@ from __future__ import annotations
 
 from math import prod
 
-from autopar.conversions import Inserted, Wiring
+from autopar.conversions import Inserted
 from autopar.cost.buckets import Bucket, buffers_of, shape_of
 from autopar.cost.compute import local_bytes
-from autopar.cost.layers import layers_of, reading
+from autopar.cost.layers import reading
 from autopar.cost.lowered import LocalFootprints
 from autopar.cost.schedule import schedule_of
 from autopar.cost.storages import Storages
 from autopar.cost.versions import Version, last_uses
-from autopar.decided import Plan
+from autopar.cost.wired import Wired
 from autopar.reshard import Step
-from autopar.tracing.graph import NamedGraph, NamedNode
+from autopar.tracing.graph import NamedNode
 
 __all__ = ["Held"]
 
 
 class Held:
-    """One micro-batch. `again` are the ops that are computed again; `later`: gradients are there from the start."""
+    """One micro-batch."""
 
-    def __init__(
-        self, graph: NamedGraph, plan: Plan, wiring: Wiring, again: frozenset[str] = frozenset(), later: bool = False
-    ) -> None:
-        self.graph = graph
-        self.plan = plan
-        self.axes = plan.axes
-        self.wiring = wiring
-        self.again = again
-        self.later = later
-        self.local = LocalFootprints(graph, plan, wiring)
-        self.last = last_uses(graph, wiring)
-        self.layers = layers_of(graph, plan) if again else {}
+    def __init__(self, wired: Wired) -> None:
+        self.graph, self.plan, self.wiring = wired.graph, wired.plan, wired.wiring
+        self.axes = self.plan.axes
+        self.again = wired.again
+        self.later = self.plan.micro_batches > 1 or self.plan.gradient_dtype is not None
+        """Whether gradients are added to what other micro-batches, or another dtype, have made room for."""
+        self.local = LocalFootprints(wired)
+        self.last = last_uses(self.graph, self.wiring)
+        self.layers = wired.layers if wired.again else {}
         self.whole = {layer for layer, mode in self.layers.values() if mode == "full"}
         """These are called through a checkpoint, which holds what enters until the backward has left."""
-        self.reading = reading(graph, self.layers, again)
+        self.reading = reading(self.graph, self.layers, self.again)
         """Ops that are computed again and whose operands must be there for it."""
-        self.schedule = schedule_of(graph, plan, wiring, {op: layer for op, (layer, _) in self.layers.items()})
+        self.schedule = schedule_of(wired)
         self.sizes: dict[Version, float] = {}
         self.storages = Storages()
         self.values: dict[Version, int] = {}

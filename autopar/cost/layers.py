@@ -4,26 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from autopar.decided import Plan
 from autopar.layout.holds import Recompute
-from autopar.recompute import Region, computed_again, regions_of
+from autopar.recompute import Region
 from autopar.tracing.graph import NamedGraph
 
-__all__ = ["again", "layered", "layers_of", "reading"]
-
-
-def layers_of(graph: NamedGraph, plan: Plan) -> dict[str, tuple[int, Recompute]]:
-    """For each op of a layer that computes something again, the layer and what; layers may have one path in common."""
-    return layered(regions_of(graph, plan.recompute))
+__all__ = ["layered", "reading"]
 
 
 def layered(regions: Iterable[Region]) -> dict[str, tuple[int, Recompute]]:
+    """For each op of a region, its number and what is computed again of it."""
     return {op: (number, region.mode) for number, region in enumerate(regions, start=1) for op in region.ops}
-
-
-def again(graph: NamedGraph, plan: Plan) -> frozenset[str]:
-    """The ops that are computed again."""
-    return computed_again(graph, regions_of(graph, plan.recompute))
 
 
 def reading(graph: NamedGraph, layers: Mapping[str, tuple[int, Recompute]], again: frozenset[str]) -> frozenset[str]:

@@ -7,12 +7,12 @@ by running it (`autopar/tracing/footprint.py`). Conversions hold their buffers a
 
 from __future__ import annotations
 
-from autopar.conversions import Inserted, OpConversions, Wiring
+from autopar.conversions import Inserted, OpConversions
 from autopar.cost.buckets import Bucket, copied
 from autopar.cost.forward import Forward
 from autopar.cost.versions import Version, results_of
-from autopar.decided import Plan
-from autopar.tracing.graph import NamedGraph, NamedNode
+from autopar.cost.wired import Wired
+from autopar.tracing.graph import NamedNode
 
 __all__ = ["Liveness"]
 
@@ -20,10 +20,8 @@ __all__ = ["Liveness"]
 class Liveness(Forward):
     """A forward (`autopar/cost/forward.py`) and the backward after it."""
 
-    def __init__(
-        self, graph: NamedGraph, plan: Plan, wiring: Wiring, again: frozenset[str] = frozenset(), later: bool = False
-    ) -> None:
-        super().__init__(graph, plan, wiring, again, later)
+    def __init__(self, wired: Wired) -> None:
+        super().__init__(wired)
         self.pending: list[tuple[Version, int]] = []
         """What an op has found, before it is added to the gradients that other uses have left."""
         self.refilled: dict[Bucket, int] = {}

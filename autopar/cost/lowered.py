@@ -16,8 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
-from autopar.conversions import Wiring
-from autopar.decided import Plan
+from autopar.cost.wired import Wired
 from autopar.decisions import OpDecision
 from autopar.layout.resolve import atoms_of
 from autopar.reshard import StepKind
@@ -35,10 +34,8 @@ __all__ = ["LocalFootprints", "local_footprint", "lowered_footprint"]
 class LocalFootprints:
     """The footprints of the ops of a plan, each worked out once."""
 
-    def __init__(self, graph: NamedGraph, plan: Plan, wiring: Wiring) -> None:
-        self.graph = graph
-        self.plan = plan
-        self.wiring = wiring
+    def __init__(self, wired: Wired) -> None:
+        self.graph, self.plan, self.wiring = wired.graph, wired.plan, wired.wiring
         self.found: dict[str, Footprint] = {}
         self.known: dict[Any, Footprint] = {}
 

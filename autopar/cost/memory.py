@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from autopar.conversions import Wiring
 from autopar.cost.costs import MemoryCosts
 from autopar.cost.liveness import Liveness
 from autopar.cost.optimizers import Optimizer, optimizer_of
+from autopar.cost.wired import Wired
 from autopar.decided import Plan
 from autopar.layout.resolve import atoms_of
 from autopar.tracing.graph import NamedGraph, NamedNode, NamedTensor
@@ -31,10 +31,11 @@ class Moment:
     """Of parameters, those that are there when it is done."""
 
 
-def memory(graph: NamedGraph, plan: Plan, wiring: Wiring, again: frozenset[str] = frozenset()) -> MemoryCosts:
-    """The bytes of one step, on the rank that holds most; `again` are the ops that are computed again."""
+def memory(wired: Wired) -> MemoryCosts:
+    """The bytes of one step, on the rank that holds most."""
+    graph, plan = wired.graph, wired.plan
     trains = graph.exported.grad_enabled
-    run = Liveness(graph, plan, wiring, again, _adds_later(plan))
+    run = Liveness(wired)
     run.forward()
     inputs = parameters = 0.0
     for (name, _), storage in run.given.items():
@@ -59,11 +60,10 @@ def memory(graph: NamedGraph, plan: Plan, wiring: Wiring, again: frozenset[str] 
     return MemoryCosts(parameters, copies, gradients, states, inputs, saved, moments[at], at)
 
 
-def memory_over_time(
-    graph: NamedGraph, plan: Plan, wiring: Wiring, again: frozenset[str] = frozenset()
-) -> tuple[Moment, ...]:
+def memory_over_time(wired: Wired) -> tuple[Moment, ...]:
     """What is held while each op runs, in the order of the step."""
-    run = _Watched(graph, plan, wiring, again, _adds_later(plan))
+    graph, plan = wired.graph, wired.plan
+    run = _Watched(wired)
     run.forward()
     first = sum(run.storages.sizes[storage] for storage in run.sums.values())
     states = 0.0
@@ -77,23 +77,16 @@ def memory_over_time(
 class _Watched(Liveness):
     """Notes which gradients of parameters are there after each op."""
 
-    def __init__(
-        self, graph: NamedGraph, plan: Plan, wiring: Wiring, again: frozenset[str] = frozenset(), later: bool = False
-    ) -> None:
-        super().__init__(graph, plan, wiring, again, later)
+    def __init__(self, wired: Wired) -> None:
+        super().__init__(wired)
         self.gradients_after: dict[str, float] = {}
-        self.stored = {tensor.name for tensor in graph.parameters}
+        self.stored = {tensor.name for tensor in self.graph.parameters}
 
     def _op_backward(self, node: NamedNode) -> None:
         super()._op_backward(node)
         there = {storage for (name, _), storage in self.gradients.items() if name in self.stored}
         there |= set(self.sums.values())
         self.gradients_after[self.storages.now] = sum(self.storages.sizes[storage] for storage in there)
-
-
-def _adds_later(plan: Plan) -> bool:
-    """Whether gradients are added to what other micro-batches, or another dtype, have made room for."""
-    return plan.micro_batches > 1 or plan.gradient_dtype is not None
 
 
 def _optimizer_bytes(graph: NamedGraph, plan: Plan, optimizer: Optimizer) -> tuple[float, float]:

@@ -11,17 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from autopar.choices import Choice
-from autopar.conversions import Inserted, OpConversions, Wiring, wire
-from autopar.cost.buckets import Bucket, buckets_of
+from autopar.conversions import Inserted, OpConversions
+from autopar.cost.buckets import Bucket
 from autopar.cost.cluster import Cluster
 from autopar.cost.compute import OpWork, op_work
 from autopar.cost.fusion import fused
-from autopar.cost.layers import again, layers_of
 from autopar.cost.prices import Direction, Prices, Task
-from autopar.decided import Plan
-from autopar.tracing.graph import NamedGraph, NamedNode
+from autopar.cost.wired import Wired
+from autopar.tracing.graph import NamedNode
 
-__all__ = ["Profile", "Task", "profile", "wire_of"]
+__all__ = ["Profile", "Task", "profile"]
 
 
 @dataclass(frozen=True)
@@ -33,37 +32,29 @@ class Profile:
     optimizer: tuple[Task, ...]
     model_flops: float
     """Of one micro-batch, of the whole model, without what is computed again."""
-    again: frozenset[str] = frozenset()
-    """The ops that are computed again in the backward."""
 
     def __iter__(self) -> Iterator[Task]:
         yield from (*self.forward, *self.backward, *self.optimizer)
 
 
-def profile(graph: NamedGraph, plan: Plan, cluster: Cluster, wiring: Wiring | None = None) -> Profile:
+def profile(wired: Wired, cluster: Cluster) -> Profile:
     """Everything that a device does, on the rank that has most to do."""
-    return _Profiler(graph, plan, cluster, wiring or wire_of(graph, plan)).run()
-
-
-def wire_of(graph: NamedGraph, plan: Plan) -> Wiring:
-    return wire(graph, plan.decisions, plan.outputs, plan.local_inputs)
+    return _Profiler(wired, cluster).run()
 
 
 @dataclass
 class _Profiler:
-    graph: NamedGraph
-    plan: Plan
+    wired: Wired
     cluster: Cluster
-    wiring: Wiring
 
     def __post_init__(self) -> None:
-        plan = self.plan
+        plan = self.plan = self.wired.plan
+        self.graph, self.wiring = self.wired.graph, self.wired.wiring
         self.axes = plan.axes
         self.prices = Prices(self.graph, self.cluster, self.axes, plan.links, plan.compiled, plan.gradient_dtype)
         self.buckets: dict[str, list[Bucket]] = {}
-        for bucket in buckets_of(self.graph, self.plan, self.wiring):
+        for bucket in self.wired.buckets:
             self.buckets.setdefault(bucket.op, []).append(bucket)
-        self.layer_of = layers_of(self.graph, self.plan)
         self.first_use: dict[str, str] = {}
         for node in self.graph.nodes:
             for name in node.operands:
@@ -82,20 +73,19 @@ class _Profiler:
             forward += self._forward(node, works[node.name], "forward", parameters=True)
         forward += [task for one in self.wiring.outputs for task in self.prices.conversion(one, "forward")]
         backward = [task for one in self.wiring.outputs for task in self.prices.conversion(one, "backward")]
-        recomputed = again(self.graph, self.plan)
         layers: dict[int, list[NamedNode]] = {}
         for node in nodes:
-            if node.name in recomputed:
-                layers.setdefault(self.layer_of[node.name][0], []).append(node)
+            if node.name in self.wired.again:
+                layers.setdefault(self.wired.layers[node.name][0], []).append(node)
         inside = 0
         for node in reversed(nodes if self.graph.exported.grad_enabled else ()):
-            layer, mode = self.layer_of.get(node.name, (0, "none"))
+            layer, mode = self.wired.layers.get(node.name, (0, "none"))
             if mode != "none" and layer != inside:
                 for one in layers.get(layer, ()):  # the forward once more: all of it, or what is cheap
                     backward += self._forward(one, works[one.name], "recompute", parameters=False)
             inside = layer
             backward += self._backward(node, works[node.name])
-        return Profile(tuple(forward), tuple(backward), self._optimizer(), self._model_flops(), recomputed)
+        return Profile(tuple(forward), tuple(backward), self._optimizer(), self._model_flops())
 
     # -- ops
 

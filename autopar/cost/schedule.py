@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.conversions import Wiring
-from autopar.cost.buckets import Bucket, buckets_of
+from autopar.cost.buckets import Bucket
 from autopar.cost.versions import Version
+from autopar.cost.wired import Wired
 from autopar.decided import Plan
-from autopar.tracing.graph import NamedGraph
 
 __all__ = ["Schedule", "schedule_of"]
 
@@ -32,9 +32,9 @@ class Schedule:
     """By bucket: the one that is gathered again after it."""
 
 
-def schedule_of(graph: NamedGraph, plan: Plan, wiring: Wiring, layers: Mapping[str, int]) -> Schedule:
-    """The buckets of a plan; `layers` are those that are computed again, by op."""
-    buckets = buckets_of(graph, plan, wiring)
+def schedule_of(wired: Wired) -> Schedule:
+    buckets, plan, wiring = wired.buckets, wired.plan, wired.wiring
+    layers = {op: layer for op, (layer, _) in wired.layers.items()} if wired.again else {}
     readers = _readers(wiring) if plan.regather else {}
     inside = {bucket: layer for bucket in buckets if (layer := _only_reader(bucket, plan, readers, layers))}
     of_op: dict[str, list[Bucket]] = {}

@@ -15,6 +15,7 @@ from typing import Any
 
 from autopar.cost.cluster import Cluster
 from autopar.cost.profile import Profile, Task, profile
+from autopar.cost.wired import Wired
 from autopar.decided import Plan
 from autopar.files import write_text
 from autopar.tracing.graph import NamedGraph
@@ -61,7 +62,7 @@ class Timeline:
 
 def timeline(graph: NamedGraph, plan: Plan, cluster: Cluster) -> Timeline:
     """When a device does what in one step."""
-    return timeline_of(profile(graph, plan, cluster), plan.micro_batches)
+    return timeline_of(profile(Wired(graph, plan), cluster), plan.micro_batches)
 
 
 def timeline_of(found: Profile, micro_batches: int) -> Timeline:

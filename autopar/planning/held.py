@@ -25,8 +25,7 @@ class HeldTensors(Building):
     def _held(self, tensor: NamedTensor) -> None:
         users = self.setting.users.get(tensor.name, ())
         wants = [self._wants(node, tensor.name) for node in users]
-        uses = dict.fromkeys(want.value for each in wants for one in each for want in one if want is not None)
-        stored = self._stored(tensor, tuple(uses))
+        stored = self._stored(tensor, self._uses(wants))
         parts = self._held_parts(tensor, stored)
         if tensor.kind == "param" and len(users) > 1:
             stored, parts = self._with_shared(tensor, stored, parts, users, wants)
@@ -58,8 +57,17 @@ class HeldTensors(Building):
 
         self._add_pairs(place, self.place["op", node.name], node, table)
 
+    def _uses(self, wants: Sequence[Sequence[Wants]]) -> tuple[Layout, ...]:
+        """The layouts in which ops take a tensor, as values."""
+        key = "uses", tuple(map(id, wants))
+        if key not in self.known:
+            found = (want.value for each in wants for one in each for want in one if want is not None)
+            self.known[key] = self._same(tuple(dict.fromkeys(found)))
+        uses: tuple[Layout, ...] = self.known[key]
+        return uses
+
     def _stored(self, tensor: NamedTensor, uses: tuple[Layout, ...]) -> tuple[Stored, ...]:
-        key = "stored", tensor.kind, self._cut(tensor), uses, self.demands.stored_token(tensor)
+        key = "stored", tensor.kind, self._cut(tensor), id(uses), self.demands.stored_token(tensor)
         if key not in self.known:
             self.known[key] = stored_of(self.setting, self.demands, tensor, uses, self.regather, self.lasting)
         found: tuple[Stored, ...] = self.known[key]
@@ -89,7 +97,7 @@ class HeldTensors(Building):
         return states, (*spread, once)
 
     def _held_parts(self, tensor: NamedTensor, stored: tuple[Stored, ...]) -> tuple[Parts, ...]:
-        key = "held", tensor.kind, self._cut(tensor), stored, tuple(self.handed.get(tensor.name, ()))
+        key = "held", tensor.kind, self._cut(tensor), id(stored), tuple(self.handed.get(tensor.name, ()))
         if key not in self.known:
             sums = np.zeros((len(Sum), len(stored)))
             options = self.setting.options

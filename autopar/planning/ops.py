@@ -79,24 +79,14 @@ class Ops(Building):
         keeping = self._made_and_kept(node, mode)
         keeps = self.regather and self._keeps(node) and not again
         moment = self._moment(node)
-        is_gone = node.name in self.gone
-        key = "op", self._signature(node), fused, again, moment, is_gone, tuple(name is not None for name in keeping)
+        kept = keeps, node.name in self.gone, tuple(name is not None for name in keeping)
+        key = "op", self._signature(node), fused, again, moment, kept
         if key not in self.known:
-            sums = np.zeros((len(Sum), len(options)))
+            once, more = self._computed(node, options, fused)
+            sums = once + more if again else once.copy()
+            if keeps or moment is not None:
+                self._add_held(sums, node, options, keeps, moment)
             for i, option in enumerate(options):
-                work = self._work(node, option)
-                if fused is not None:
-                    device = self.setting.cluster.device
-                    work = OpWork(scaled(work.forward, fused, device), scaled(work.backward, fused, device))
-                self._worked(sums[:, i], work, again)
-                self._sent_inside(sums[:, i], node, option, again)
-                if keeps or moment is not None:
-                    footprint = self._footprint(node, option)
-                    inside = footprint.internal_bytes / 2**30 if keeps else 0.0
-                    sums[Sum.KEPT_GIB, i] += inside
-                    sums[Sum.PRODUCT_GIB, i] -= inside if is_gone else 0.0
-                    if moment is not None:
-                        sums[moment, i] += self._gradients_gib(node, option, footprint)
                 for position, name in enumerate(keeping):
                     layout = option.produced[position]
                     if name is not None and layout is not None:
@@ -104,6 +94,37 @@ class Ops(Building):
             self.known[key] = parts_of(sums)
         parts: Parts = self.known[key]
         return parts
+
+    def _computed(self, node: NamedNode, options: tuple[Option, ...], fused: float | None) -> tuple[Floats, Floats]:
+        """What each option takes to compute and to send by itself, and what more if it is computed again."""
+        key = "computed", self._signature(node), fused
+        if key not in self.known:
+            once, more = np.zeros((2, len(Sum), len(options)))
+            for i, option in enumerate(options):
+                work = self._work(node, option)
+                if fused is not None:
+                    device = self.setting.cluster.device
+                    work = OpWork(scaled(work.forward, fused, device), scaled(work.backward, fused, device))
+                self._add_work(once[:, i], work.forward, Sum.FORWARD_ROOM)
+                self._add_work(more[:, i], work.forward, Sum.BACKWARD_ROOM)
+                if self.setting.trains:
+                    self._add_work(once[:, i], work.backward, Sum.BACKWARD_ROOM)
+                self._sent_inside(once[:, i], more[:, i], node, option)
+            self.known[key] = once, more
+        found: tuple[Floats, Floats] = self.known[key]
+        return found
+
+    def _add_held(
+        self, sums: Floats, node: NamedNode, options: tuple[Option, ...], keeps: bool, moment: Sum | None
+    ) -> None:
+        """What each option holds between forward and backward beside values, and in its backward."""
+        for i, option in enumerate(options):
+            footprint = self._footprint(node, option)
+            inside = footprint.internal_bytes / 2**30 if keeps else 0.0
+            sums[Sum.KEPT_GIB, i] += inside
+            sums[Sum.PRODUCT_GIB, i] -= inside if node.name in self.gone else 0.0
+            if moment is not None:
+                sums[moment, i] += self._gradients_gib(node, option, footprint)
 
     def _moment(self, node: NamedNode) -> Sum | None:
         """What the gradients of an op are counted for."""
@@ -144,33 +165,21 @@ class Ops(Building):
         made = (self.graph.tensors[name].requires_grad for name in node.outputs if name is not None)
         return self.setting.trains and any(made)
 
-    def _worked(self, sums: Floats, work: OpWork, again: bool) -> None:
-        launch = self.setting.prices.launch
+    def _add_work(self, sums: Floats, work: Work, room: Sum) -> None:
+        sums[Sum.DEVICE] += work.seconds
+        sums[room] += work.seconds
+        sums[Sum.HOST] += work.launches * self.setting.prices.launch if work.seconds else 0.0
 
-        def add(one: Work, room: Sum) -> None:
-            sums[Sum.DEVICE] += one.seconds
-            sums[room] += one.seconds
-            sums[Sum.HOST] += one.launches * launch if one.seconds else 0.0
-
-        add(work.forward, Sum.FORWARD_ROOM)
-        if self.setting.trains:
-            add(work.backward, Sum.BACKWARD_ROOM)
-        if again:
-            add(work.forward, Sum.BACKWARD_ROOM)
-
-    def _sent_inside(self, sums: Floats, node: NamedNode, option: Option, again: bool) -> None:
-        """What an op sends by itself."""
+    def _sent_inside(self, once: Floats, more: Floats, node: NamedNode, option: Option) -> None:
+        """What an op sends by itself, and what more if it is computed again."""
         split = split_of(self.graph, node, option.choice.splits, option.operands, self.setting.axes)
         for message in split.messages() if split is not None else ():
             name = node.operands[0]
             assert name is not None, node.name
             one = Inserted(name, node.name, message.reshard, message.itemsize, message.differentiable)
-            ways = [
-                "forward",
-                *(["backward"] if self.setting.trains else []),
-                *(["forward"] if again else []),
-            ]
-            for way in ways:
-                for task in self.setting.prices.conversion(one, way):
+            forward = tuple(self.setting.prices.conversion(one, "forward"))
+            backward = tuple(self.setting.prices.conversion(one, "backward") if self.setting.trains else ())
+            for sums, tasks in ((once, (*forward, *backward)), (more, forward)):
+                for task in tasks:
                     sums[Sum.DEVICE] += task.seconds
                     sums[Sum.HOST] += task.host_seconds

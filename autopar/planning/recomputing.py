@@ -31,38 +31,45 @@ class Again:
     """By op of such a layer: its path."""
     regions: Mapping[str, str]
     """By op: where it is computed again, if it is."""
-    ops: tuple[frozenset[str], ...]
-    """The ops that are computed again, if all open layers are in one mode; for each."""
+    flagged: Mapping[str, tuple[bool, ...]]
+    """By op that may be computed again: whether it is, for each mode of its layer; once where that is settled."""
     entering: tuple[frozenset[str], ...] = (frozenset(),)
-    """What these ops read and what is not kept for any other reason; of layers, within one."""
+    """For each mode: what ops that are computed again read and what is not kept for any other reason; of layers, within
+    one."""
 
     @staticmethod
     def of(graph: NamedGraph, settled: Mapping[str, Recompute], layers: Sequence[str], trains: bool) -> Again:
         if not trains:
-            return Again((), {}, {}, (frozenset(),))
-        ops = {path: dict.fromkeys(op for each in _layers(graph, path) for op in each) for path in layers}
+            return Again((), {}, {}, {})
+        ops = _ops_of_layers(graph)
         whole = regions_of(graph, {**settled, **dict.fromkeys(layers, "full")})
-        found = tuple(path for path in layers if _stands_alone(ops[path], whole))
+        region_of = {op: region for region in whole for op in region.ops}
+        found = tuple(path for path in layers if _stands_alone(ops[path], region_of))
         modes = STATES if found else STATES[:1]
         every = [regions_of(graph, {**settled, **dict.fromkeys(found, mode)}) for mode in modes]
         of_layer = {op: path for path in found for op in ops[path]}
-        again = tuple(computed_again(graph, regions) for regions in every)
+        again = [computed_again(graph, regions) for regions in every]
+        flagged = dict.fromkeys(again[0], (True,))
+        flagged.update((op, tuple(op in ops for ops in again)) for op in of_layer)
         return Again(
             found,
             of_layer,
             {op: region.name for region in every[-1] for op in region.ops},
-            again,
+            flagged,
             tuple(_entering(graph, regions, own, of_layer) for regions, own in zip(every, again, strict=True)),
         )
 
     def flags(self, op: str) -> tuple[bool, ...]:
         """For each mode of the layer of an op, whether it is computed again; one where there is nothing to decide."""
-        return tuple(op in ops for ops in (self.ops if op in self.layers else self.ops[:1]))
+        return self.flagged.get(op, _NOT)
 
     def is_kept_outside(self, maker: str, keepers: Iterable[str]) -> bool:
         """Whether ops of other regions keep what an op makes: it is there then, though the op is computed again."""
         own = self.regions.get(maker)
         return any(self.regions.get(keeper) != own for keeper in keepers)
+
+
+_NOT = (False,)
 
 
 def _entering(
@@ -81,16 +88,17 @@ def _entering(
     )
 
 
-def _layers(graph: NamedGraph, path: str) -> list[list[str]]:
+def _ops_of_layers(graph: NamedGraph) -> dict[str, dict[str, None]]:
+    """By the path of a repeated layer: its ops, in order."""
     by_node = {node.node: node.name for node in graph.nodes}
-    return [
-        [by_node[name] for name in layer if name in by_node]
-        for repeat in graph.repeats
-        for own, layer in zip(repeat.module_paths, repeat.layers, strict=True)
-        if own == path
-    ]
+    found: dict[str, dict[str, None]] = {}
+    for repeat in graph.repeats:
+        for path, layer in zip(repeat.module_paths, repeat.layers, strict=True):
+            found.setdefault(path, {}).update((by_node[name], None) for name in layer if name in by_node)
+    return found
 
 
-def _stands_alone(ops: Mapping[str, None], regions: Sequence[Region]) -> bool:
+def _stands_alone(ops: Mapping[str, None], region_of: Mapping[str, Region]) -> bool:
     """Whether no checkpoint of the model joins a layer with something else."""
-    return all(ops.keys().isdisjoint(region.ops) or ops.keys() >= set(region.ops) for region in regions)
+    touched = {id(region): region for op in ops if (region := region_of.get(op)) is not None}
+    return all(ops.keys() >= set(region.ops) for region in touched.values())

@@ -96,6 +96,8 @@ class Search:
     found: dict[tuple[int, ...], Found] = field(default_factory=dict)
     passed: list[Found] = field(default_factory=list)
     """What was not priced, as it surely fits, or does not: its seconds and memory are those of its sums."""
+    near: list[int] | None = None
+    """What was the least at the last prices."""
     hint: Floats | None = None
     """Prices of the hinges that were good without limits."""
     between: Floats = field(default_factory=lambda: np.zeros(0))
@@ -207,7 +209,7 @@ class Search:
     def _candidate(self, prices: Floats, share: float) -> list[int]:
         """What is least at these prices, those of memory a little higher or lower."""
         weights, _ = self.hinges.weights(prices[: self.count])
-        return self.elimination.candidate(weights + share * prices[self.count :] @ MOMENTS)
+        return self.elimination.candidate(weights + share * prices[self.count :] @ MOMENTS, self.near)
 
     def _believed(self, chosen: list[int]) -> Found | None:
         """A plan that is not priced, as it surely fits: with others it makes a faster one."""
@@ -245,9 +247,10 @@ class Search:
     def _look(self, prices: Floats) -> None:
         """What is proved at some prices, and a plane for all."""
         weights, constant = self.hinges.weights(prices[: self.count])
-        value, sums = self.elimination.least(weights + prices[self.count :] @ MOMENTS)
-        self.answers.append((value + constant, prices))
-        self.planes.append(sums)
+        least = self.elimination.least(weights + prices[self.count :] @ MOMENTS)
+        self.answers.append((least.value + constant, prices))
+        self.planes.append(least.sums)
+        self.near = least.chosen
 
     def try_out(self, chosen: list[int], hopeless: bool = True) -> Found:
         """Price a candidate; heed what it says about memory."""

@@ -163,18 +163,18 @@ class Tables:
         back = self._each(cut, [t.gradient.value for t in targets], [s.gradient.value for s in sources], 1.0)
         return times * there[0] + back[0].T, times * there[1] + back[1].T
 
-    def _each(
-        self, cut: Cut, sources: Sequence[Layout], targets: Sequence[Layout], share: float
-    ) -> tuple[Floats, Floats]:
+    def _each(self, cut: Cut, sources: Sequence[Layout], targets: Sequence[Layout], share: float) -> Floats:
         """One direction: what the device and what the host takes, each pair of layouts worked out once."""
         rows, row_of = _numbered(sources)
         columns, column_of = _numbered(targets)
-        found = np.zeros((2, len(rows), len(columns)))
-        for i, source in enumerate(rows):
-            for j, target in enumerate(columns):
-                found[:, i, j] = self.ways.way(cut.sizes, cut.itemsize, source, target, share)
-        spread = np.ix_(row_of, column_of)
-        return found[0][spread], found[1][spread]
+        key = "each", cut.sizes, cut.itemsize, share, tuple(rows), tuple(columns)
+        if key not in self.known:
+            found = np.zeros((2, len(rows), len(columns)))
+            for i, source in enumerate(rows):
+                for j, target in enumerate(columns):
+                    found[:, i, j] = self.ways.way(cut.sizes, cut.itemsize, source, target, share)
+            self.known[key] = found
+        return np.asarray(self.known[key][:, row_of[:, None], column_of])
 
     def _kept(self, cut: Cut, rows: Sequence[Layout], columns: Sequence[Wants], instead: bool) -> Floats:
         """What conversions add to what is kept; `instead` of the value itself."""

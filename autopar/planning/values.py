@@ -36,7 +36,7 @@ class Values(Building):
             raise no_option(self.demands, node, self.setting.axes, lambda other: self._has_home(tensor, node, other))
         parts = partial(self._home_parts, tensor, homes, len(users))
         place = self._add_by_mode("value", tensor.name, homes, node, parts)
-        into: tuple[Wants, ...] = self._same(tuple((home,) for home in homes))
+        into = self._into(homes)
         cut, again, share = self.tables.cut(tensor), self.again.flags(node.name), self.setting.prices.share(tensor.name)
 
         def brought(mode: int) -> Table:
@@ -81,14 +81,8 @@ class Values(Building):
     def _homes(
         self, tensor: NamedTensor, produced: tuple[Layout, ...], wants: Sequence[tuple[Wants, ...]]
     ) -> tuple[Layout, ...]:
-        key = (
-            "homes",
-            self._cut(tensor),
-            produced,
-            tuple(wants),
-            tuple(self.handed.get(tensor.name, ())),
-            (self.demands.stored_token(tensor)),
-        )
+        handed, token = tuple(self.handed.get(tensor.name, ())), self.demands.stored_token(tensor)
+        key = "homes", self._cut(tensor), id(produced), tuple(map(id, wants)), handed, token
         if key not in self.known:
             found = dict.fromkeys(produced)
             found.update(dict.fromkeys(want for each in wants for one in each for want in one if want is not None))
@@ -104,6 +98,13 @@ class Values(Building):
         homes: tuple[Layout, ...] = self.known[key]
         return homes
 
+    def _into(self, homes: tuple[Layout, ...]) -> tuple[Wants, ...]:
+        key = "into", id(homes)
+        if key not in self.known:
+            self.known[key] = tuple((home,) for home in homes)
+        found: tuple[Wants, ...] = self.known[key]
+        return found
+
     def _has_home(self, tensor: NamedTensor, node: NamedNode, demands: Demands) -> bool:
         """Whether a value can be kept as another layout demands, however it is taken."""
         position = node.outputs.index(tensor.name)
@@ -118,7 +119,7 @@ class Values(Building):
 
     def _home_parts(self, tensor: NamedTensor, homes: tuple[Layout, ...], users: int, mode: int) -> Parts:
         kept = self._lives(tensor.name, self.makers[tensor.name][0], mode) or self._only_handed_out(tensor.name)
-        key = "home", self._cut(tensor), homes, users, tuple(self.handed.get(tensor.name, ())), kept
+        key = "home", self._cut(tensor), id(homes), users, tuple(self.handed.get(tensor.name, ())), kept
         if key not in self.known:
             sums = np.zeros((len(Sum), len(homes)))
             for i, home in enumerate(homes):

@@ -37,6 +37,14 @@ class Cut(NamedTuple):
         return cls(sizes, tensor.dtype.itemsize, tensor.requires_grad and setting.trains)
 
 
+class _Moved(NamedTuple):
+    """What a parameter takes of its bucket: seconds of the links and of the host, forward and backward."""
+
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+    gathers: bool
+
+
 class Ways:
     """The conversions of one setting, each worked out once."""
 
@@ -44,6 +52,7 @@ class Ways:
         self.setting = setting
         self.routes = Routes(setting.axes)
         self.prices: dict[tuple[tuple[int, ...], int, Layout, Layout, float], tuple[float, float]] = {}
+        self.moved: dict[tuple[Cut, Layout, Layout, float], _Moved] = {}
         self.elements: dict[tuple[tuple[int, ...], tuple[tuple[str, ...], ...]], float] = {}
         self.blocks: dict[str, float] = {}
         self.total = 0.0
@@ -100,25 +109,31 @@ class Ways:
 
         `gathered_bytes` is what could be gathered together.
         """
-        there, back = ways = self._ways_of(cut, held, want)
-        share = 1.0
-        if (there or back) and goes_in_bucket(*(tuple(StepKind(leg.kind) for leg, _ in way) for way in ways)):
-            gathers = any(leg.kind == "all_gather" for leg, _ in there)
-            limit = min(float(BUCKET_BYTES), gathered_bytes if gathers else max(LEAST_BYTES, self.total / BUCKETS))
-            share = min(1.0, max(leg.before * itemsize for leg, itemsize in (*there, *back)) / max(limit, 1.0))
-        forward, backward = self._sent(there, share), self._sent(back, share)
+        forward, backward, gathers = self._moved(cut, held.layout, want, gathered_bytes)
         sums[Sum.FORWARD_ONCE if held.lasting else Sum.FORWARD_EACH] += forward[0]
         sums[Sum.HOST] += 0.0 if held.lasting else forward[1]
         deferred = later or held.defers(want)
         sums[Sum.BACKWARD_ONCE if deferred else Sum.BACKWARD_EACH] += backward[0]
         sums[Sum.HOST] += 0.0 if deferred else backward[1]
-        if held.again and self.setting.trains and any(leg.kind == "all_gather" for leg, _ in there):
+        if held.again and self.setting.trains and gathers:
             sums[Sum.BACKWARD_EACH] += forward[0]
             sums[Sum.HOST] += forward[1]
 
-    def _ways_of(self, cut: Cut, held: Stored, want: Layout) -> tuple[tuple[_Sent, ...], tuple[_Sent, ...]]:
-        there = self.routes.of(cut.sizes, held.layout.value, want.value)
-        back = self.routes.of(cut.sizes, want.gradient.value, held.layout.gradient.value) if cut.trained else ()
+    def _moved(self, cut: Cut, stored: Layout, want: Layout, gathered_bytes: float) -> _Moved:
+        key = cut, stored, want, gathered_bytes
+        found = self.moved.get(key)
+        if found is None:
+            there, back = ways = self._ways_of(cut, stored, want)
+            gathers, share = any(leg.kind == "all_gather" for leg, _ in there), 1.0
+            if (there or back) and goes_in_bucket(*(tuple(StepKind(leg.kind) for leg, _ in way) for way in ways)):
+                limit = min(float(BUCKET_BYTES), gathered_bytes if gathers else max(LEAST_BYTES, self.total / BUCKETS))
+                share = min(1.0, max(leg.before * itemsize for leg, itemsize in (*there, *back)) / max(limit, 1.0))
+            found = self.moved[key] = _Moved(self._sent(there, share), self._sent(back, share), gathers)
+        return found
+
+    def _ways_of(self, cut: Cut, stored: Layout, want: Layout) -> tuple[tuple[_Sent, ...], tuple[_Sent, ...]]:
+        there = self.routes.of(cut.sizes, stored.value, want.value)
+        back = self.routes.of(cut.sizes, want.gradient.value, stored.gradient.value) if cut.trained else ()
         dtype = self.setting.options.gradient_dtype
         reduced = cut.itemsize if dtype is None else dtype.itemsize
         return tuple((leg, cut.itemsize) for leg in there), tuple((leg, reduced) for leg in back)

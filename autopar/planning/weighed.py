@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,15 @@ __all__ = ["Elimination"]
 
 LARGEST_TABLE = 2**21
 MOST_SETTLING = 4
+
+
+class Least(NamedTuple):
+    """The least at some weights: a lower bound on the weighted sum of all assignments; what has it, and its sums."""
+
+    value: float
+    sums: Floats
+    chosen: list[int]
+    """But for variables that are cut, which every table chooses for itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +65,12 @@ class Elimination:
                 continue
         raise AssertionError("with everything cut, nothing is wide")
 
-    def least(self, weights: Floats) -> tuple[float, Floats]:
-        """A lower bound on the weighted sum of all assignments, and the sums of what has it."""
+    def least(self, weights: Floats) -> Least:
+        """A lower bound on the weighted sum of all assignments."""
         weighed = _Weighed(self.model, weights, self.scopes)
         value, chosen = self._solved(weighed, dict.fromkeys(self.cut))
-        return value, weighed.relaxed_sums(chosen, self.cut, self.touched) if self.cut else self.model.sums(chosen)
+        sums = weighed.relaxed_sums(chosen, self.cut, self.touched) if self.cut else self.model.sums(chosen)
+        return Least(value, sums, chosen)
 
     def weighed(self, weights: Floats) -> tuple[list[Floats], list[Floats]]:
         """The costs of all states and pairs, where nothing is cut."""
@@ -68,10 +78,10 @@ class Elimination:
         found = _Weighed(self.model, weights, self.scopes)
         return found.costs, found.tables
 
-    def candidate(self, weights: Floats) -> list[int]:
-        """An assignment whose weighed sum is most likely low."""
+    def candidate(self, weights: Floats, near: Sequence[int] | None = None) -> list[int]:
+        """An assignment whose weighed sum is most likely low; `near`: what was the least at weights like these."""
         weighed = _Weighed(self.model, weights, self.scopes)
-        _, chosen = self._solved(weighed, dict.fromkeys(self.cut))
+        chosen = list(near) if near and self.cut else self._solved(weighed, dict.fromkeys(self.cut))[1]
         states: dict[int, int | None] | None = None
         for _ in range(MOST_SETTLING if self.cut else 0):
             last = states

@@ -11,15 +11,15 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any, Literal
 
-from autopar.conversions import Wiring
-from autopar.cost.buckets import Bucket, buckets_of
+from autopar.cost.buckets import Bucket
 from autopar.cost.cluster import Cluster
 from autopar.cost.costs import Costs
 from autopar.cost.evaluate import evaluate
 from autopar.cost.memory import Moment, memory_over_time
 from autopar.cost.prices import Prices, Task
-from autopar.cost.profile import Profile, profile, wire_of
+from autopar.cost.profile import Profile, profile
 from autopar.cost.timeline import STREAMS, timeline_of
+from autopar.cost.wired import Wired
 from autopar.decided import Plan
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout
@@ -54,8 +54,8 @@ def contents(
     """Everything on the page; `memory_bytes` is the limit of a device, by default all that it has."""
     costs = evaluate(graph, plan, cluster)
     tensors = _Tensors(graph, plan)
-    wiring = wire_of(graph, plan)
-    found = profile(graph, plan, cluster, wiring)
+    wired = Wired(graph, plan)
+    found = profile(wired, cluster)
     limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
     return {
         "title": title,
@@ -64,10 +64,10 @@ def contents(
         "gap": gap,
         "within_layout": within_layout,
         "costs": _costs(costs),
-        "memory": _memory(costs, limit, memory_over_time(graph, plan, wiring, found.again)),
+        "memory": _memory(costs, limit, memory_over_time(wired)),
         "rivals": [asdict(rival) for rival in rivals],
         "dims": _dims(graph, plan),
-        "sections": _sections(graph, plan, tensors, _Sending(graph, plan, cluster, wiring)),
+        "sections": _sections(graph, plan, tensors, _Sending(wired, cluster)),
         "tensors": tensors.described,
         "timeline": _timeline(found, plan),
     }
@@ -202,12 +202,12 @@ class _Sending:
     Parameters of many ops, also of several layers, travel together: what is sent of all is shown at each of the ops.
     """
 
-    def __init__(self, graph: NamedGraph, plan: Plan, cluster: Cluster, wiring: Wiring) -> None:
-        self.prices = Prices(graph, cluster, plan.axes, plan.links, plan.compiled, plan.gradient_dtype)
-        self.graph = graph
-        self.wiring = wiring
+    def __init__(self, wired: Wired, cluster: Cluster) -> None:
+        self.graph, plan = wired.graph, wired.plan
+        self.prices = Prices(self.graph, cluster, plan.axes, plan.links, plan.compiled, plan.gradient_dtype)
+        self.wiring = wired.wiring
         self.buckets: dict[str, list[Bucket]] = {}
-        for bucket in buckets_of(graph, plan, wiring):
+        for bucket in wired.buckets:
             for op in dict.fromkeys(one.op for one in bucket.members):
                 self.buckets.setdefault(op, []).append(bucket)
 

@@ -19,7 +19,8 @@ import autopar
 from autopar.cost.cluster import Cluster, load_cluster
 from autopar.cost.compute import local_bytes
 from autopar.cost.memory import memory
-from autopar.cost.profile import Task, profile, wire_of
+from autopar.cost.profile import Task, profile
+from autopar.cost.wired import Wired
 from autopar.decided import Plan
 from autopar.tracing.graph import NamedGraph
 from benchmarks.published.models import Decoder, decoder_inputs, decoder_model
@@ -125,14 +126,14 @@ def _parts(setting: Setting) -> Parts:
     graph = _traced(setting.decoder, run.micro_batch * run.dp)
     plan = _plan(graph, run)
     cluster = _cluster(run)
-    wiring = wire_of(graph, plan)
-    found = profile(graph, plan, cluster, wiring)
+    wired = Wired(graph, plan)
+    found = profile(wired, cluster)
     forward, backward = _cut(found.forward), _cut(found.backward[::-1])
     elements = _elements(graph, plan)
     counts = [sum(_part_of(tensor.name) == i for tensor in graph.parameters) for i in range(3)]
     saved, held, passing = [0.0] * 3, 0.0, 0.0
     if run.weighed:
-        fill = memory(graph, plan, wiring, found.again)
+        fill = memory(wired)
         saved = _saved(graph, plan)
         if not run.software.gathers_again and run.recompute == "none":
             saved = [size + _gathered_bytes(tasks, run.tp) for size, tasks in zip(saved, forward, strict=True)]

@@ -14,11 +14,11 @@ import pytest
 
 import autopar
 from autopar.conversions import conversions
-from autopar.cost.buckets import buckets_of
 from autopar.cost.cluster import load_cluster
 from autopar.cost.evaluate import evaluate, exposed_seconds
-from autopar.cost.profile import Profile, Task, profile, wire_of
+from autopar.cost.profile import Profile, Task, profile
 from autopar.cost.timeline import STREAMS, timeline, timeline_of
+from autopar.cost.wired import Wired
 from autopar.decided import Plan
 from autopar.errors import AutoparError
 from autopar.layout.choosing import choose_layout
@@ -192,7 +192,7 @@ def test_less_overlap_exposes_more(graph: NamedGraph) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_parameter_is_in_one_bucket(graph: NamedGraph, layout: str) -> None:
     plan = plan_of(graph, layout)
-    buckets = buckets_of(graph, plan, wire_of(graph, plan))
+    buckets = Wired(graph, plan).buckets
     members = [one for bucket in buckets for one in bucket.members]
     listed = [one for one in conversions(graph, plan.decisions) if graph.tensors[one.tensor].kind == "param"]
     keys = [(one.tensor, one.reshard) for one in members]
@@ -213,7 +213,7 @@ def test_the_timeline_has_every_task_and_no_overlap_within_a_stream(
 ) -> None:
     plan = plan_of(graph, layout, micro_batches=micro_batches)
     found = timeline(graph, plan, CLUSTER)
-    tasks = profile(graph, plan, CLUSTER)
+    tasks = profile(Wired(graph, plan), CLUSTER)
     often = [task for task in (*tasks.forward, *tasks.backward) if not task.once]
     once = [task for task in (*tasks.forward, *tasks.backward, *tasks.optimizer) if task.once]
     assert len(found.events) == micro_batches * len(often) + len(once) + len(tasks.optimizer)

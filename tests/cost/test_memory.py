@@ -13,11 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.cost.costs import MemoryCosts
-from autopar.cost.layers import again
 from autopar.cost.memory import memory
 from autopar.cost.optimizers import OPTIMIZERS, optimizer_of
-from autopar.cost.profile import wire_of
 from autopar.cost.storages import Storages
+from autopar.cost.wired import Wired
 from autopar.decided import Plan
 from autopar.errors import AutoparError
 from autopar.layout.choosing import choose_layout
@@ -43,7 +42,7 @@ def plan_of(graph: NamedGraph, layout: str, axes: Mapping[str, int], **changes: 
 
 
 def predicted(graph: NamedGraph, plan: Plan) -> MemoryCosts:
-    return memory(graph, plan, wire_of(graph, plan), again(graph, plan))
+    return memory(Wired(graph, plan))
 
 
 @pytest.fixture(scope="module")

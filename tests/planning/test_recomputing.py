@@ -88,7 +88,7 @@ def test_elimination_with_modes_is_a_bound_that_candidates_come_close_to(model: 
     for price in (0.0, 1e-3, 1.0):
         weights = np.ones(len(Sum))
         weights[list(MEMORY)] = price
-        bound, _ = elimination.least(weights)
+        bound = elimination.least(weights).value
         found = float(weights @ model.sums(elimination.candidate(weights)))
         assert bound <= found * (1 + 1e-9)
         assert found <= min(float(weights @ model.sums(drawn(model, draw))) for _ in range(50))

@@ -13,6 +13,7 @@ from autopar.contracts import layout_text
 from autopar.cost.cluster import load_cluster
 from autopar.cost.evaluate import evaluate
 from autopar.cost.profile import Profile, profile
+from autopar.cost.wired import Wired
 from autopar.decided import Plan
 from autopar.errors import LayoutError
 from autopar.layout.language import Layout, parse_layout
@@ -67,7 +68,7 @@ def test_what_the_planner_believes_is_what_evaluate_adds_up(graph: NamedGraph, c
     same = 0
     for _ in range(12):
         chosen = [draw.randrange(len(variable.states)) for variable in model.variables]
-        believed, found = model.sums(chosen), sums_of(profile(graph, plan_of(model, chosen), CLUSTER))
+        believed, found = model.sums(chosen), sums_of(profile(Wired(graph, plan_of(model, chosen)), CLUSTER))
         for key in (Sum.FORWARD_ROOM, Sum.BACKWARD_ROOM):
             assert believed[key] == pytest.approx(found[key], rel=1e-9)
         for key in (Sum.FORWARD_EACH, Sum.FORWARD_ONCE, Sum.BACKWARD_EACH, Sum.BACKWARD_ONCE):
@@ -83,7 +84,7 @@ def test_hinges_are_the_seconds_of_evaluate(graph: NamedGraph) -> None:
     plans = list(expert_plans(setting))[:6]
     assert len(plans) == 6
     for _, plan in plans:
-        found = profile(graph, plan, CLUSTER)
+        found = profile(Wired(graph, plan), CLUSTER)
         sums = sums_of(found)
         for tasks in (found.forward, found.backward):
             sums[Sum.HOST] += sum(task.host_seconds for task in tasks if task.beside and not task.once)
