@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.planning.model import Alike, Group, Model
+from autopar.planning.model import Alike, Group, Model, distinct_rows
 from autopar.planning.totals import Hinges, Sum, every_peak_gib
 from autopar.search.problem import Floats, Ints
 
@@ -65,11 +65,11 @@ def _add_changes(changes: Floats, alike: Alike, group: Group, places: Ints, firs
     differs = (before != after).any(axis=1)
     order = np.argsort(places, axis=1, kind="stable")
     every = np.column_stack([group.kinds, before, after, order])[differs]
-    rows, which = np.unique(every, axis=0, return_inverse=True)
-    count = places.shape[1]
+    distinct, which, _ = distinct_rows(every)
+    rows, count = every[distinct], places.shape[1]
     steps = np.array([_steps(alike.terms[row[0]], *np.split(row[1:], 3)) for row in rows]).reshape(-1, count, len(Sum))
     where = np.take_along_axis(places, order, axis=1)[differs] + 1
-    np.add.at(changes, where, steps[which.ravel()])
+    np.add.at(changes, where, steps[which])
 
 
 def _steps(term: Any, before: Ints, after: Ints, order: Ints) -> list[Floats]:

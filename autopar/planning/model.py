@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +45,7 @@ from autopar.planning.tables import Parts, Table
 from autopar.planning.totals import Sum
 from autopar.search.problem import Floats, Ints
 
-__all__ = ["Alike", "ByMode", "Costs", "Factor", "Group", "Model", "Variable"]
+__all__ = ["Alike", "ByMode", "Costs", "Factor", "Group", "Model", "Variable", "distinct_rows"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,11 +117,28 @@ class Model:
         total = np.zeros(len(Sum))
         for alike in (self.costs, self.tables):
             for group in alike.groups:
-                states = np.asarray(chosen)[group.scopes]
-                rows, counts = np.unique(np.column_stack([group.kinds, states]), axis=0, return_counts=True)
-                for (kind, *at), count in zip(rows.tolist(), counts.tolist(), strict=True):
+                rows = np.column_stack([group.kinds, np.asarray(chosen)[group.scopes]])
+                first, _, counts = distinct_rows(rows)
+                for (kind, *at), count in zip(rows[first].tolist(), counts.tolist(), strict=True):
                     total += count * alike.terms[kind].at(*at)
         return total
+
+
+def distinct_rows(rows: Ints) -> tuple[Ints, Ints, Ints]:
+    """Of a table of small numbers: where each distinct row stands first, which of them each row is, how often each is
+    there."""
+    counts = rows.max(axis=0, initial=0) + 1
+    if prod(counts.tolist()) < 2**62:  # one number for each row is sorted ten times sooner
+        _, *found = np.unique(
+            np.ravel_multi_index(tuple(rows.T), tuple(counts)),
+            return_index=True,
+            return_inverse=True,
+            return_counts=True,
+        )
+    else:
+        _, *found = np.unique(rows, axis=0, return_index=True, return_inverse=True, return_counts=True)
+    first, which, often = found
+    return first, which.ravel(), often
 
 
 class Group(NamedTuple):

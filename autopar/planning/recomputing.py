@@ -49,8 +49,8 @@ class Again:
         every = [regions_of(graph, {**settled, **dict.fromkeys(found, mode)}) for mode in modes]
         of_layer = {op: path for path in found for op in ops[path]}
         again = [computed_again(graph, regions) for regions in every]
-        flagged = dict.fromkeys(again[0], (True,))
-        flagged.update((op, tuple(op in ops for ops in again)) for op in of_layer)
+        flagged: dict[str, tuple[bool, ...]] = dict.fromkeys(again[0], (True,))
+        flagged |= {op: tuple(op in ops for ops in again) for op in of_layer}
         return Again(
             found,
             of_layer,

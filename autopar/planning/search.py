@@ -29,7 +29,7 @@ from autopar.planning.mixing import Mixtures, places_of
 from autopar.planning.model import Model
 from autopar.planning.prices import highest
 from autopar.planning.totals import FORBIDDEN_SECONDS, MOMENTS, Hinges, Sum, peak_gib
-from autopar.planning.weighed import Elimination
+from autopar.planning.weighed import Elimination, Least
 from autopar.search.problem import Floats, Ints
 
 __all__ = ["Found", "Search"]
@@ -96,8 +96,8 @@ class Search:
     found: dict[tuple[int, ...], Found] = field(default_factory=dict)
     passed: list[Found] = field(default_factory=list)
     """What was not priced, as it surely fits, or does not: its seconds and memory are those of its sums."""
-    near: list[int] | None = None
-    """What was the least at the last prices."""
+    looked: list[Least] = field(default_factory=list)
+    """What was the least at prices that were looked at."""
     hint: Floats | None = None
     """Prices of the hinges that were good without limits."""
     between: Floats = field(default_factory=lambda: np.zeros(0))
@@ -189,7 +189,8 @@ class Search:
         for exponent, at in product(SCANNED, (prices, beside)):
             if self.is_closed or self._is_late():
                 return
-            chosen = self._candidate(at, 2.0**exponent)
+            weights, _ = self.hinges.weights(at[: self.count])
+            chosen = self.elimination.candidate(weights + 2.0**exponent * at[self.count :] @ MOMENTS)
             self.planes.append(self.model.sums(chosen))
             self.try_out(chosen)
 
@@ -207,9 +208,11 @@ class Search:
         return time.monotonic() > self.deadline and bool(np.isfinite(self.best))
 
     def _candidate(self, prices: Floats, share: float) -> list[int]:
-        """What is least at these prices, those of memory a little higher or lower."""
+        """What is least at prices that were looked at, those of memory a little higher or lower."""
         weights, _ = self.hinges.weights(prices[: self.count])
-        return self.elimination.candidate(weights + share * prices[self.count :] @ MOMENTS, self.near)
+        weights = weights + share * prices[self.count :] @ MOMENTS
+        near = min(self.looked, key=lambda least: float(weights @ least.sums))
+        return self.elimination.candidate(weights, near.chosen)
 
     def _believed(self, chosen: list[int]) -> Found | None:
         """A plan that is not priced, as it surely fits: with others it makes a faster one."""
@@ -250,7 +253,7 @@ class Search:
         least = self.elimination.least(weights + prices[self.count :] @ MOMENTS)
         self.answers.append((least.value + constant, prices))
         self.planes.append(least.sums)
-        self.near = least.chosen
+        self.looked.append(least)
 
     def try_out(self, chosen: list[int], hopeless: bool = True) -> Found:
         """Price a candidate; heed what it says about memory."""

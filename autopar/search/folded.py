@@ -133,10 +133,10 @@ def folded(sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], largest: int
     made: list[list[int]] = [[] for _ in order]
     arranged: list[tuple[int, ...]] = []
     for place, (_, around) in enumerate(order):
-        others = tuple(sorted(around, key=rank.__getitem__))
+        others = tuple(sorted(around))  # as the nodes stand, so that the order is one in equal parts
         arranged.append(others)
         if others:
-            made[rank[others[0]]].append(place)
+            made[min(map(rank.__getitem__, others))].append(place)
     buckets = []
     for place, (node, _) in enumerate(order):
         at = {other: axis for axis, other in enumerate((node, *arranged[place]))}
@@ -152,27 +152,42 @@ def folded(sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], largest: int
 
 
 def _order(sizes: Sequence[int], neighbours: list[set[int]], largest: int) -> list[tuple[int, set[int]]]:
-    def weight(node: int) -> int:
-        return prod(sizes[other] for other in neighbours[node]) * sizes[node]
+    """Next are all nodes whose tables are the smallest, before any that become small by that: equal parts of a problem
+    go side by side, and share their results, where one after the other would hang on what was left of the one before.
+    """
 
-    heap = [(weight(node), node) for node in range(len(sizes))]
+    def weight(node: int) -> int:
+        return prod([sizes[other] for other in neighbours[node]], start=sizes[node])
+
+    weights = [weight(node) for node in range(len(sizes))]
+    waiting: dict[int, list[int]] = {}
+    for node, size in enumerate(weights):
+        waiting.setdefault(size, []).append(node)
+    heap = list(waiting)
     heapq.heapify(heap)
     done: set[int] = set()
     order: list[tuple[int, set[int]]] = []
     while heap:
-        size, node = heapq.heappop(heap)
-        if node in done or size != weight(node):
-            continue
-        if size > largest:
-            raise TooWide
-        done.add(node)
-        around = neighbours[node]
-        order.append((node, around))
-        for other in around:
-            neighbours[other] |= around - {other}
-            neighbours[other].discard(node)
-        for other in around:
-            heapq.heappush(heap, (weight(other), other))
+        least = heapq.heappop(heap)
+        for node in sorted(waiting.pop(least)):
+            if node in done or weights[node] != least:
+                continue
+            if least > largest:
+                raise TooWide
+            done.add(node)
+            around = neighbours[node]
+            order.append((node, around))
+            for other in around:
+                neighbours[other] |= around
+                neighbours[other] -= {node, other}
+            for other in around:
+                size = weight(other)
+                if size != weights[other]:
+                    weights[other] = size
+                    if size not in waiting:
+                        waiting[size] = []
+                        heapq.heappush(heap, size)
+                    waiting[size].append(other)
     return order
 
 
