@@ -156,13 +156,12 @@ class Forward(Held):
         return version not in self.schedule.versions or (layer in self.whole and version[0] not in self.plan.regather)
 
     def _let_go(self, node: NamedNode, wired: OpConversions, place: int) -> None:
-        named = {version for version in wired.operands if version is not None}
-        for one in (*wired.before, *wired.after):
-            named |= {(one.tensor, one.reshard.source), (one.tensor, one.reshard.target)}
+        """What is used for the last time here, and what is made for nobody."""
+        made = [(one.tensor, one.reshard.target) for one in (*wired.before, *wired.after)]
         pairs = zip(node.outputs, self.plan.decisions.ops[node.name].produced, strict=True)
-        named |= {(name, layout) for name, layout in pairs if name is not None and layout is not None}
-        for version in named:
-            if self.last.get(version, -1) <= place and version in self.values:
+        made += [(name, layout) for name, layout in pairs if name is not None and layout is not None]
+        for version in (*self.ends.get(place, ()), *(version for version in made if version not in self.last)):
+            if version in self.values:
                 self._release(version)
 
     def _release(self, version: Version) -> None:

@@ -30,6 +30,10 @@ class Held:
         """Whether gradients are added to what other micro-batches, or another dtype, have made room for."""
         self.local = LocalFootprints(wired)
         self.last = last_uses(self.graph, self.wiring)
+        self.ends: dict[float, list[Version]] = {}
+        """By the place of an op: what it is the last to use."""
+        for version, place in self.last.items():
+            self.ends.setdefault(place, []).append(version)
         self.layers = wired.layers if wired.again else {}
         self.whole = {layer for layer, mode in self.layers.values() if mode == "full"}
         """These are called through a checkpoint, which holds what enters until the backward has left."""

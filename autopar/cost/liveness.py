@@ -22,7 +22,7 @@ class Liveness(Forward):
 
     def __init__(self, wired: Wired) -> None:
         super().__init__(wired)
-        self.pending: list[tuple[Version, int]] = []
+        self.pending: dict[Version, list[int]] = {}
         """What an op has found, before it is added to the gradients that other uses have left."""
         self.refilled: dict[Bucket, int] = {}
         """What has been gathered again."""
@@ -94,13 +94,12 @@ class Liveness(Forward):
                 continue
             passed = i in footprint.passes
             made = self.storages.take(given[0]) if passed else self.storages.new(self._bytes(version))
-            self.pending.append((version, made))
+            self.pending.setdefault(version, []).append(made)
 
     def _add(self, version: Version) -> None:
         """Add what an op has found to the gradient that other uses have left."""
-        for made in [made for name, made in self.pending if name == version]:
+        for made in self.pending.pop(version, ()):
             self._accumulate(version, made)
-        self.pending = [pair for pair in self.pending if pair[0] != version]
 
     def _accumulate(self, version: Version, made: int) -> None:
         before = self.gradients.get(version)

@@ -158,8 +158,9 @@ class Search:
 
         What is counted of memory is believed until a plan is priced, which tells what is missed.
         """
-        prices = np.append(np.ones(self.count) if self.hint is None else self.hint, np.zeros(len(MOMENTS)))
-        self._look(prices)
+        if self.hint is not None or not self.planes:
+            self._look(np.append(np.ones(self.count) if self.hint is None else self.hint, np.zeros(len(MOMENTS))))
+        prices = np.zeros(self.count + len(MOMENTS))
         for _ in range(MOST_AIMS):
             prices = self._highest(self.aim_gib)
             if self.bound >= FORBIDDEN_SECONDS:

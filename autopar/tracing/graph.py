@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -46,9 +46,11 @@ class Dim:
         return max(self.sizes)
 
 
-@dataclass(frozen=True)
-class Atom:
-    """A smallest piece of a physical dim: `(heads head_dim)` has two, and `heads` may be `(kv_heads group)` itself."""
+class Atom(NamedTuple):
+    """A smallest piece of a physical dim: `(heads head_dim)` has two, and `heads` may be `(kv_heads group)` itself.
+
+    A tuple, because much is looked up by it.
+    """
 
     dim: int
     size: int
