@@ -85,7 +85,7 @@ class LayoutPlanner:
         """The shape of an input of which one rank has a shard of this shape."""
         # Asked about a tensor that all axes divide: what the shard itself could still be split into does not matter.
         scale = prod(self.axes.values())
-        atoms = tuple(replace(atom, size=atom.size * scale if atom.names else atom.size) for atom in tensor.atoms)
+        atoms = tuple(atom._replace(size=atom.size * scale if atom.names else atom.size) for atom in tensor.atoms)
         sizes = [prod(atom.size for atom in atoms if atom.dim == dim) for dim in range(len(tensor.shape))]
         wanted = resolve(self.layout, replace(tensor, atoms=atoms, shape=tuple(sizes)), "input", self.axes)
         shape = list(tensor.shape)

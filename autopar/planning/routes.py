@@ -29,14 +29,24 @@ class Leg(NamedTuple):
     larger: float
 
 
-class _Atom(NamedTuple):
-    """An atom as the search sees it: how many of its major axes are left out, as nothing becomes of them."""
+_Splits = tuple[tuple[str, ...], ...]
+_Key = tuple[tuple[int, ...], _Splits, _Splits, frozenset[str], frozenset[str]]
+"""A conversion of a small tensor: its sizes, how it is split and then what it is a sum over, before and after."""
 
-    place: int
-    size: int
-    fixed: int
-    times: float
-    """How much longer it really is."""
+
+class _Change(NamedTuple):
+    """What two layouts do differently, whatever the sizes."""
+
+    fixed: tuple[int, ...]
+    """By atom, how many of its major axes are left out, as nothing becomes of them."""
+    cut: tuple[int, ...]
+    """The atoms that are cut differently."""
+    others: tuple[int, ...]
+    ranks: int
+    """Of the axes that change."""
+    before: frozenset[str]
+    after: frozenset[str]
+    """The axes whose sum is still due, but for those where it is due in both."""
 
 
 @dataclass
@@ -44,7 +54,8 @@ class Routes:
     """The conversions of one mesh."""
 
     axes: Mapping[str, int]
-    small: dict[tuple[tuple[int, ...], Layout, Layout], tuple[Leg, ...]] = field(default_factory=dict)
+    small: dict[_Key, tuple[Leg, ...]] = field(default_factory=dict)
+    changes: dict[tuple[Layout, Layout], _Change] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ranks = prod(self.axes.values())
@@ -53,55 +64,57 @@ class Routes:
         """The steps from one value layout to another, of a tensor with atoms of these sizes."""
         if source.splits == target.splits and source.partial == target.partial:
             return ()
-        kept = self._kept(sizes, source, target)
-        both = source.partial & target.partial
-        key = (
-            tuple(atom.size for atom in kept),
-            Layout(tuple(source.splits[atom.place][atom.fixed :] for atom in kept), source.partial - both),
-            Layout(tuple(target.splits[atom.place][atom.fixed :] for atom in kept), target.partial - both),
-        )
+        change = self.changes.get((source, target))
+        if change is None:
+            change = self.changes[source, target] = self._change(source, target)
+        # The atoms that matter: those that the layouts cut differently, and the one that may serve on the way. The
+        # search over conversions picks the same helper.
+        helper = min(change.others, key=lambda i: (sizes[i] % change.ranks != 0, -sizes[i], i), default=None)
+        places = change.cut if helper is None else tuple(sorted((*change.cut, helper)))
+        small, before, after = [], [], []
+        scale = 1.0
+        for i, size in enumerate(sizes):
+            if i not in places:
+                scale *= longest(size, source.splits[i], self.axes)
+                continue
+            fixed = 0
+            if size and not size % self.ranks:
+                fixed = change.fixed[i]
+                scale *= size / prod([self.axes[axis] for axis in source.splits[i][:fixed]]) / self.ranks
+                size = self.ranks
+            small.append(size)
+            before.append(source.splits[i][fixed:])
+            after.append(target.splits[i][fixed:])
+        key = tuple(small), tuple(before), tuple(after), change.before, change.after
         legs = self.small.get(key)
         if legs is None:
             legs = self.small[key] = self._found(*key)
-        if not legs:
-            return ()
-        places = {atom.place for atom in kept}
-        scale = prod((atom.times for atom in kept), start=1.0)
-        scale *= prod(longest(sizes[i], source.splits[i], self.axes) for i in range(len(sizes)) if i not in places)
         return tuple(
             Leg(leg.kind, leg.axes, leg.numel * scale, leg.local, leg.before * scale, leg.larger * scale)
             for leg in legs
         )
 
-    def _kept(self, sizes: tuple[int, ...], source: Layout, target: Layout) -> list[_Atom]:
-        """The atoms that matter: those that the layouts cut differently, and the one that may serve on the way."""
-        fixed: list[int] = []
-        cut: list[int] = []
-        still = source.partial & target.partial
-        for i, (before, after) in enumerate(zip(source.splits, target.splits, strict=True)):
-            common = common_axes(before, after)
-            fixed.append(common)
-            still = still | set(before[:common])
-            if before[common:] or after[common:]:
-                cut.append(i)
-        # The search over conversions picks the same helper.
-        mentioned = {*source.axes, *target.axes}
-        count = prod(size for axis, size in self.axes.items() if axis in mentioned and axis not in still)
-        others = [i for i in range(len(sizes)) if i not in cut]
-        helper = sorted(others, key=lambda i: (sizes[i] % count != 0, -sizes[i], i))[:1]
-        kept = []
-        for i in sorted((*cut, *helper)):
-            if sizes[i] % self.ranks or not sizes[i]:
-                kept.append(_Atom(i, sizes[i], 0, 1.0))
-            else:
-                own = prod(self.axes[axis] for axis in source.splits[i][: fixed[i]])
-                kept.append(_Atom(i, self.ranks, fixed[i], sizes[i] / own / self.ranks))
-        return kept
+    def _change(self, source: Layout, target: Layout) -> _Change:
+        pairs = list(zip(source.splits, target.splits, strict=True))
+        fixed = tuple(common_axes(before, after) for before, after in pairs)
+        both = source.partial & target.partial
+        still = both | {axis for (before, _), common in zip(pairs, fixed, strict=True) for axis in before[:common]}
+        cut = tuple(i for i, (one, other) in enumerate(pairs) if one[fixed[i] :] or other[fixed[i] :])
+        others = tuple(i for i in range(len(pairs)) if i not in cut)
+        count = prod(self.axes[axis] for axis in {*source.axes, *target.axes} - still if axis in self.axes)
+        return _Change(fixed, cut, others, count, source.partial - both, target.partial - both)
 
-    def _found(self, sizes: tuple[int, ...], source: Layout, target: Layout) -> tuple[Leg, ...]:
+    def _found(
+        self,
+        sizes: tuple[int, ...],
+        before: _Splits,
+        after: _Splits,
+        due_before: frozenset[str],
+        due_after: frozenset[str],
+    ) -> tuple[Leg, ...]:
         atoms = Atoms(sizes, (1,) * len(sizes))
         legs = []
-        for step in steps(atoms, source, target, self.axes):
-            before, after = (prod(end.largest_sizes(atoms, self.axes)) for end in (step.before, step.after))
-            legs.append(Leg(step.kind.value, step.axes, step.numel, step.local, before, max(before, after)))
+        for step in steps(atoms, Layout(before, due_before), Layout(after, due_after), self.axes):
+            ends = [prod(end.largest_sizes(atoms, self.axes)) for end in (step.before, step.after)]
+            legs.append(Leg(step.kind.value, step.axes, step.numel, step.local, ends[0], max(ends)))
         return tuple(legs)

@@ -101,8 +101,7 @@ def _least(count: int, own: Floats, parts: Sequence[_Part]) -> Floats:
     """The least over the strategies of a node, for all of the others."""
     table = own.reshape(-1, *(1,) * (count - 1))
     for part, places in sorted(parts, key=lambda part: part[0].size):
-        order = np.argsort(places)
-        moved = part.transpose(order)
+        moved = part.transpose(sorted(range(len(places)), key=places.__getitem__))
         shape = [1] * count
         for axis, place in enumerate(sorted(places)):
             shape[place] = moved.shape[axis]
