@@ -12,14 +12,15 @@ from typing import get_args
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.contracts import check_contracts
+from autopar.contracts import check_contracts, memory_limit
 from autopar.conversions import Outputs, conversions
 from autopar.cost.cluster import Cluster, cluster_names, load_cluster
 from autopar.cost.optimizers import optimizer_of
 from autopar.decided import Plan as Decided
 from autopar.errors import AutoparError, LayoutError, MeshError
 from autopar.layout.choosing import choose_layout
-from autopar.layout.language import Layout, memory_limit
+from autopar.layout.language import Layout, parse_memory
+from autopar.layout.source import excerpts
 from autopar.layout.syntax import Limit, MeshStatement
 from autopar.mesh import Mesh, MeshAxis
 from autopar.planning.errors import NoPlan
@@ -68,11 +69,10 @@ class Asked:
 
     def limit_bytes(self, cluster: Cluster, layout: Layout | None) -> int:
         """What a device may hold: the least of what is said here and in the layout."""
-        limits = [limit for limit in layout or () if isinstance(limit, Limit) and limit.quantity == "memory"]
-        if isinstance(self.memory, str):
-            limits.append(memory_limit(self.memory))
         has = float(cluster.device.memory_bytes)
-        found = [has * limit.percent / 100 if limit.size_bytes is None else limit.size_bytes for limit in limits]  # type: ignore[operator]
+        said = [parse_memory(self.memory)] if isinstance(self.memory, str) else []
+        lowest = memory_limit(Layout((*(layout or ()), *said)), has)
+        found = [] if lowest is None else [lowest[1]]
         if self.memory is not None and not isinstance(self.memory, str):
             if not (math.isfinite(self.memory) and self.memory > 0):
                 raise AutoparError(f"memory={self.memory!r} is no amount\nfix: bytes, or text as in '70GiB'")
@@ -167,7 +167,7 @@ def plan_graph(
     each = replace(asked, time_limit=asked.time_limit / len(meshes))
     ends = time.monotonic() + asked.time_limit
     best: Plan | None = None
-    refused: AutoparError | None = None
+    refused: list[tuple[Mesh, AutoparError]] = []
     for number, mesh in enumerate(meshes):
         # Whoever takes less than its part, as nothing on it can be the best, leaves the rest to those that follow.
         seconds = max(each.time_limit, (ends - time.monotonic()) / (len(meshes) - number))
@@ -175,14 +175,23 @@ def plan_graph(
         try:
             found = _on_mesh(graph, mesh, layout, each, progress, seconds, beat)
         except (NoPlan, LayoutError) as error:  # a layout may be possible on some meshes only
-            refused = error if refused is None or isinstance(error, NoPlan) else refused
+            refused.append((mesh, error))
             continue
         if best is None or found.step_seconds < best.step_seconds:
             best = found
     if best is None:
-        assert refused is not None, "no mesh was tried"
-        raise refused
+        raise _closest(refused)
     return best
+
+
+def _closest(refused: Sequence[tuple[Mesh, AutoparError]]) -> AutoparError:
+    """Of meshes that are all refused, the one on which the least memory would do; else the first."""
+    short = [(mesh, error) for mesh, error in refused if isinstance(error, NoPlan)]
+    if not short or len(refused) == 1:
+        return refused[0][1]
+    mesh, error = min(short, key=lambda one: math.inf if one[1].least_bytes is None else one[1].least_bytes)
+    what = f"of {len(refused)} meshes, {mesh} comes closest: {error.what}"
+    return NoPlan(what, error.least_bytes, error.lines, error.fix)
 
 
 def _on_mesh(
@@ -196,10 +205,10 @@ def _on_mesh(
 ) -> Plan:
     axes = dict(zip(mesh.names, mesh.sizes, strict=True))
     cluster = asked.where()
-    said = None if layout is None else choose_layout(layout, axes)
-    limit = asked.limit_bytes(cluster, said)
-    if said is not None:  # what is asked for of memory is settled; a mesh statement is checked where it is read
-        said = Layout(tuple(one for one in said if not _is_limit(one)), said.name)
+    given = None if layout is None else choose_layout(layout, axes)
+    limit = asked.limit_bytes(cluster, given)
+    # What is asked for of memory is settled; a mesh statement is checked where it is read.
+    said = None if given is None else Layout(tuple(one for one in given if not _is_limit(one)), given.name)
     demanded = None if said is None else Layout(tuple(one for one in said if not isinstance(one, MeshStatement)))
     options = asked.options(mesh)
     key = cache.key(graph, mesh, cluster, demanded, limit, options, asked.time_limit)
@@ -207,18 +216,21 @@ def _on_mesh(
     if known is not None:
         return known
     warm = cache.last(graph, mesh) if asked.cache else None
-    solved = solve_plan(
-        graph,
-        axes,
-        cluster,
-        layout=demanded,
-        memory_bytes=limit,
-        options=options,
-        time_limit=seconds,
-        progress=progress,
-        warm=warm,
-        beat_seconds=beat_seconds,
-    )
+    try:
+        solved = solve_plan(
+            graph,
+            axes,
+            cluster,
+            layout=demanded,
+            memory_bytes=limit,
+            options=options,
+            time_limit=seconds,
+            progress=progress,
+            warm=warm,
+            beat_seconds=beat_seconds,
+        )
+    except NoPlan as error:
+        raise error if given is None else _with_its_line(error, given, limit, cluster) from None
     decided = canonical(graph, solved.plan)
     if said is not None:
         sent = conversions(graph, decided.decisions, decided.outputs, decided.local_inputs)
@@ -228,6 +240,16 @@ def _on_mesh(
     if asked.cache:
         cache.keep(key, plan)
     return plan
+
+
+def _with_its_line(error: NoPlan, given: Layout, limit: int, cluster: Cluster) -> NoPlan:
+    """With the line that sets the limit on memory, where the layout does."""
+    lowest = memory_limit(given, cluster.device.memory_bytes)
+    if error.least_bytes is None or lowest is None or int(lowest[1]) > limit:
+        return error
+    shown = excerpts(lowest[0].span)
+    lines = (*error.lines, "the limit is set here", *shown) if shown else error.lines
+    return NoPlan(error.what, error.least_bytes, lines, error.fix)
 
 
 def _is_limit(statement: object) -> bool:

@@ -13,7 +13,7 @@ from autopar.cost.optimizers import optimizer_of
 from autopar.errors import AutoparError
 from autopar.files import check_writable
 from autopar.layout.choosing import choose_layout
-from autopar.layout.language import memory_limit
+from autopar.layout.language import parse_memory
 from autopar.mesh import Mesh
 
 __all__ = ["check_words"]
@@ -38,7 +38,7 @@ def check_words(arguments: argparse.Namespace) -> None:
     if said.get("cluster") is not None:
         load_cluster(said["cluster"])
     if said.get("memory") is not None:
-        memory_limit(said["memory"])
+        parse_memory(said["memory"])
     if said.get("optimizer") is not None:
         optimizer_of(said["optimizer"])
     limit = said.get("time_limit")

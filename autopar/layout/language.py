@@ -14,7 +14,7 @@ from autopar.layout.source import layout_error, read_text
 from autopar.layout.syntax import Axes, DimRule, Limit, MeshStatement, Statement, StrategyStatement
 from autopar.mesh import Mesh
 
-__all__ = ["Layout", "memory_limit", "parse_layout", "parse_rules", "parse_strategy_call", "print_layout"]
+__all__ = ["Layout", "parse_layout", "parse_memory", "parse_rules", "parse_strategy_call", "print_layout"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def parse_rules(text: str, name: str = "<rules>") -> tuple[DimRule, ...]:
     return Parser(text, name).rules()
 
 
-def memory_limit(text: str) -> Limit:
+def parse_memory(text: str) -> Limit:
     """`70GiB` or `90%`, what a device may hold where no layout says it."""
     why = ""
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from autopar.errors import AutoparError, LayoutError
 from autopar.layout.source import layout_error
@@ -15,11 +15,16 @@ __all__ = ["NoPlan", "OutOfTime", "no_option"]
 
 
 class NoPlan(AutoparError):
-    """No plan keeps all limits; `least_bytes` is the least memory that was found to do, where memory is short."""
+    """No plan keeps all limits."""
 
-    def __init__(self, text: str, least_bytes: float | None = None) -> None:
-        super().__init__(text)
+    def __init__(self, what: str, least_bytes: float | None = None, lines: Sequence[str] = (), fix: str = "") -> None:
+        super().__init__("\n".join((what, *lines, *([fix] if fix else ()))))
+        self.what = what
         self.least_bytes = least_bytes
+        """The least memory that was found to do, where memory is short."""
+        self.lines = tuple(lines)
+        """Of the layout, as they are shown."""
+        self.fix = fix
 
 
 class OutOfTime(Exception):

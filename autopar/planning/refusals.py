@@ -29,13 +29,11 @@ def refusal(work: Work) -> AutoparError:
         return _conflict(work, broken)
     lines: list[str] = []
     said = "" if race.demands.is_empty else _without_the_layout(work, lines)
-    text = [
+    what = (
         f"no plan was found that fits in {size_text(race.limit)} on each device: the least that was found takes "
-        f"{size_text(race.least_bytes)}{said}",
-        *lines,
-        "fix: more devices, a smaller batch, recomputation, or more memory",
-    ]
-    return NoPlan("\n".join(text), race.least_bytes)
+        f"{size_text(race.least_bytes)}{said}"
+    )
+    return NoPlan(what, race.least_bytes, lines, "fix: more devices, a smaller batch, or more memory")
 
 
 def _conflict(work: Work, broken: LayoutError) -> LayoutError:

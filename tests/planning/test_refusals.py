@@ -119,3 +119,29 @@ def test_a_layout_that_some_meshes_cannot_have_is_planned_on_the_others() -> Non
     assert found.mesh.axes["tp"] in (1, 2)
     with pytest.raises(LayoutError, match="there is no axis 'tq'"):
         autopar.plan(model, "?", inputs, devices=8, layout="heads -> tq", cluster="h100", cache=False)
+
+
+def test_the_line_that_sets_a_limit_on_memory_is_shown() -> None:
+    model, inputs = gpt(batch=4, seq=8, d_model=16, heads=2, vocab=16, layers=1)
+    layout = "batch -> dp\nlimit memory 1KiB\n"
+    with pytest.raises(NoPlan, match=r"no plan was found that fits in 1\.00 KiB") as refused:
+        autopar.plan(model, "dp=2", inputs, layout=layout, cluster="h100", cache=False)
+    assert shown(refused.value) == [2]
+    assert str(refused.value).splitlines()[-1].startswith("fix: ")
+    with pytest.raises(NoPlan) as refused:
+        autopar.plan(model, "dp=2", inputs, layout=layout, memory=512, cluster="h100", cache=False)
+    assert shown(refused.value) == [], "it is not the layout that sets the limit"
+
+
+def test_of_many_meshes_the_one_that_comes_closest_is_told() -> None:
+    model, inputs = gpt(batch=4, seq=8, d_model=16, heads=2, vocab=16, layers=1)
+    alone = {}
+    for mesh in ("dp=1,tp=2", "dp=2,tp=1"):
+        with pytest.raises(NoPlan) as refused:
+            autopar.plan(model, mesh, inputs, memory=1024, cluster="h100", cache=False)
+        alone[mesh] = refused.value.least_bytes
+    with pytest.raises(NoPlan, match=r"of 2 meshes, (.*) comes closest: no plan was found") as refused:
+        autopar.plan(model, "?", inputs, devices=2, memory=1024, cluster="h100", cache=False)
+    least = min(alone.values())
+    assert refused.value.least_bytes == least
+    assert any(f"of 2 meshes, {mesh} comes" in str(refused.value) for mesh in alone if alone[mesh] == least)
