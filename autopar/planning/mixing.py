@@ -17,7 +17,10 @@ __all__ = ["Mixtures", "places_of"]
 
 @dataclass
 class Mixtures:
-    """All of one pair, with their sums and their seconds, and what is believed that is missed of their memory."""
+    """All of one pair, with their sums and their seconds, and what is believed that is missed of their memory.
+
+    What is missed is known of those that are priced; between two of them it is taken to change evenly.
+    """
 
     first: Sequence[int]
     then: Sequence[int]
@@ -26,27 +29,37 @@ class Mixtures:
     sums: Floats
     """A row for each place of the graph: before it all is as in the first assignment."""
     seconds: Floats
-    missed_gib: float
+    missed_gib: dict[int, float]
+    """By place, in no order: of the ends, which are known before, and of what was priced since."""
 
     @staticmethod
     def of(
-        model: Model, hinges: Hinges, places: Ints, first: Sequence[int], then: Sequence[int], missed_gib: float = 0.0
+        model: Model,
+        hinges: Hinges,
+        places: Ints,
+        first: Sequence[int],
+        then: Sequence[int],
+        missed_gib: tuple[float, float] = (0.0, 0.0),
     ) -> Mixtures:
+        """`missed_gib`: of the first assignment, and of the other."""
         sums = _every_sums(model, places, first, then)
-        return Mixtures(first, then, places, sums, hinges.every_seconds(sums), missed_gib)
+        missed = {0: missed_gib[1], len(sums) - 1: missed_gib[0]}
+        return Mixtures(first, then, places, sums, hinges.every_seconds(sums), missed)
 
     def at(self, place: int) -> list[int]:
         return np.where(self.places < place, self.first, self.then).tolist()  # type: ignore[no-any-return]
 
     def least(self, limit_gib: float) -> tuple[float, int]:
-        """The least seconds of those that are believed to fit, and the place."""
-        worth = np.where(every_peak_gib(self.sums) + self.missed_gib <= limit_gib, self.seconds, np.inf)
+        """The least seconds of those that are not priced and are believed to fit, and the place."""
+        known = sorted(self.missed_gib)
+        missed = np.interp(np.arange(len(self.sums)), known, [self.missed_gib[place] for place in known])
+        worth = np.where(every_peak_gib(self.sums) + missed <= limit_gib, self.seconds, np.inf)
+        worth[known] = np.inf
         return float(worth.min()), int(worth.argmin())
 
     def tell(self, place: int, missed_gib: float) -> None:
         """One is priced, and is not to be found again."""
-        self.seconds[place] = np.inf
-        self.missed_gib = missed_gib
+        self.missed_gib[place] = missed_gib
 
 
 def _every_sums(model: Model, places: Ints, first: Sequence[int], then: Sequence[int]) -> Floats:

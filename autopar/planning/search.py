@@ -156,13 +156,14 @@ class Search:
     def _between(self) -> Floats:
         """Two plans at the prices where the bound is highest: one that fits, and one that is faster and does not.
 
-        What is counted of memory is believed until a plan is priced, which tells what is missed.
+        What is counted of memory is believed until a plan is priced, which tells what is missed. Another may miss less:
+        at once no more is given up than half of what could be.
         """
         if self.hint is not None or not self.planes:
             self._look(np.append(np.ones(self.count) if self.hint is None else self.hint, np.zeros(len(MOMENTS))))
-        prices = np.zeros(self.count + len(MOMENTS))
+        prices, aim = np.zeros(self.count + len(MOMENTS)), self.aim_gib
         for _ in range(MOST_AIMS):
-            prices = self._highest(self.aim_gib)
+            prices = self._highest(aim)
             if self.bound >= FORBIDDEN_SECONDS:
                 return prices
             found = self.try_out(self._candidate(prices, 1 + NUDGED))
@@ -170,6 +171,8 @@ class Search:
                 return prices
             if found.peak_gib <= self.limit_gib:
                 break
+            least = min(peak_gib(one.sums) for one in (*self.found.values(), *self.passed))
+            aim = max(self.aim_gib, (aim + least) / 2)
         if prices[self.count :].any():
             self._pass_by(self._candidate(prices, 1 - NUDGED))
         self._highest(self.limit_gib - min(0.0, self._least_missed))
@@ -436,7 +439,7 @@ class Search:
             best.tell(place, self.try_out(best.at(place)).missed_gib)
 
     def _mixed(self, first: Found, then: Found) -> Mixtures:
-        missed = max(first.missed_gib, then.missed_gib) if self.is_limited else 0.0
+        missed = (first.missed_gib, then.missed_gib) if self.is_limited else (0.0, 0.0)
         return Mixtures.of(self.model, self.hinges, self.places, first.chosen, then.chosen, missed)
 
 

@@ -118,10 +118,10 @@ class Work:
         search.run()
         if self.joined is None:  # of joined axes, only the choices are followed
             search.mix()
-            if search.is_wide:
-                search.widen()
-                search.mix()
         search.end()
+        if self.joined is None and search.is_wide:
+            search.widen()
+            search.mix()
         return search
 
     def limited(self, lasting: bool, hint: Floats | None) -> Search:
@@ -157,7 +157,10 @@ def settle(work: Work, beat_seconds: float = np.inf) -> Ended:
     try:
         if work.least_bytes <= race.limit:
             now = time.monotonic()
-            search = work.searched(work.model(), np.inf, now + (work.deadline - now) * FREE_SHARE)
+            until = now + (work.deadline - now) * FREE_SHARE
+            search = work.searched(work.model(), np.inf, until)
+            if search.prices_of_hinges()[HOST] > 0:
+                search = work.searched(work.model(lasting=True), np.inf, until)
             bound, hint = search.bound, search.prices_of_hinges()
         is_free = race.plan is not None and race.seconds <= race.passed_seconds
         if not is_free and bound < beat_seconds:

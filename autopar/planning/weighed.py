@@ -18,6 +18,8 @@ from autopar.tracing.graph import NamedGraph
 __all__ = ["Elimination"]
 
 LARGEST_TABLE = 2**21
+LARGEST_UNCUT = 2**24
+"""Where a variable with a gradient would be cut, which costs more of the bound than a larger table takes of time."""
 MOST_SETTLING = 4
 
 
@@ -44,7 +46,7 @@ class Elimination:
     @staticmethod
     def of(model: Model) -> Elimination:
         """Cut variables until the rest can be eliminated: first values without a gradient, which are small or sent one
-        way only; then those with most neighbours."""
+        way only; before any other is, larger tables are tried; then those with most neighbours."""
         scopes = tuple(factor.scope for factor in model.factors)
         degree = [0] * len(model.variables)
         for scope in scopes:
@@ -57,10 +59,12 @@ class Elimination:
             if variable.kind in ("held", "value") and not tensors[variable.name].requires_grad and degree[node] > 1
         ]
         heavy = sorted(set(range(len(degree))).difference(light), key=lambda node: (-degree[node], node))
-        for count in (-1, 0, *(2**i - 1 for i in range(1, len(heavy).bit_length() + 1))):
-            cut = () if count < 0 else (*light, *heavy[:count])
+        tries = [((), LARGEST_TABLE), (tuple(light), LARGEST_TABLE), ((), LARGEST_UNCUT), (tuple(light), LARGEST_UNCUT)]
+        counts = (2**i - 1 for i in range(1, len(heavy).bit_length() + 1))
+        for cut, largest in (*tries, *(((*light, *heavy[:count]), LARGEST_TABLE) for count in counts)):
             try:
-                return Elimination(model, scopes, cut, _folded(model, scopes, cut), _Inner.of(model, scopes, cut))
+                plan = _folded(model, scopes, cut, largest)
+                return Elimination(model, scopes, cut, plan, _Inner.of(model, scopes, cut))
             except TooWide:
                 continue
         raise AssertionError("with everything cut, nothing is wide")
@@ -154,11 +158,11 @@ def _trained(graph: NamedGraph, name: str | None) -> bool:
     return name is not None and graph.tensors[name].requires_grad
 
 
-def _folded(model: Model, scopes: Sequence[tuple[int, ...]], cut: Sequence[int]) -> Folded:
+def _folded(model: Model, scopes: Sequence[tuple[int, ...]], cut: Sequence[int], largest: int) -> Folded:
     gone = set(cut)
     sizes = [1 if node in gone else len(variable.states) for node, variable in enumerate(model.variables)]
     left = [tuple(node for node in scope if node not in gone) for scope in scopes]
-    return folded(sizes, [scope for scope in left if scope], LARGEST_TABLE)
+    return folded(sizes, [scope for scope in left if scope], largest)
 
 
 class _Weighed:
