@@ -189,7 +189,7 @@ class Search:
         prices = self.between
         if not prices[self.count :].any():
             return
-        beside = np.append(np.ones(self.count), prices[self.count :])
+        beside = np.append(np.ones(self.count) if self.hint is None else self.hint, prices[self.count :])
         for exponent, at in product(SCANNED, (prices, beside)):
             if self.is_closed or self._is_late():
                 return

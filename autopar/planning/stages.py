@@ -124,9 +124,20 @@ class Work:
             search.mix()
         return search
 
-    def limited(self, lasting: bool, hint: Floats | None) -> Search:
-        model = self.model(is_limited=True, lasting=lasting)
-        return self.searched(model, self.race.limit / 2**30, self.deadline, hint)
+    def lasting_too(
+        self, limit_gib: float, deadline: float, hint: Floats | None = None, lasting: bool = False
+    ) -> Search:
+        """Where the host has a price, parameters may also stay gathered until the optimizer steps.
+
+        That saves nothing else, so it is left out of the first search; of small models it is tried in any case.
+        """
+        is_limited = bool(np.isfinite(limit_gib))
+        if not lasting:
+            search = self.searched(self.model(is_limited), limit_gib, deadline, hint)
+            hint = search.prices_of_hinges()
+            if hint[HOST] == 0.0 and not search.is_small:
+                return search
+        return self.searched(self.model(is_limited, lasting=True), limit_gib, deadline, hint)
 
     def lessen(self) -> None:
         """Less and less memory, until one plan fits."""
@@ -157,17 +168,12 @@ def settle(work: Work, beat_seconds: float = np.inf) -> Ended:
     try:
         if work.least_bytes <= race.limit:
             now = time.monotonic()
-            until = now + (work.deadline - now) * FREE_SHARE
-            search = work.searched(work.model(), np.inf, until)
-            if search.prices_of_hinges()[HOST] > 0:
-                search = work.searched(work.model(lasting=True), np.inf, until)
+            search = work.lasting_too(np.inf, now + (work.deadline - now) * FREE_SHARE)
             bound, hint = search.bound, search.prices_of_hinges()
         is_free = race.plan is not None and race.seconds <= race.passed_seconds
         if not is_free and bound < beat_seconds:
             lasting = hint is not None and bool(hint[HOST] > 0)
-            search = work.limited(lasting, hint)
-            if hint is None and search.prices_of_hinges()[HOST] > 0:
-                search = work.limited(True, search.prices_of_hinges())
+            search = work.lasting_too(race.limit / 2**30, work.deadline, hint, lasting)
             bound = max(bound, search.bound)
     except OutOfTime:
         return Ended(search, bound, is_cut=True)

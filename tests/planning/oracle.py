@@ -85,7 +85,7 @@ def whole_problem(setting: Setting, demands: Demands) -> Oracle:
     tables = Tables(setting)
     layers = layers_of(setting.graph) if setting.trains else ()
     models = tuple(
-        build(setting, demands, tables, regather=True, recompute=dict(zip(layers, modes, strict=True)))
+        build(setting, demands, tables, regather=True, recompute=dict(zip(layers, modes, strict=True)), lasting=True)
         for modes in product(("none", *MODES), repeat=len(layers))
     )
     barred = [
