@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ __all__ = ["Mixtures", "places_of"]
 class Mixtures:
     """All of one pair, with their sums and their seconds, and what is believed that is missed of their memory.
 
-    What is missed is known of those that are priced; between two of them it is taken to change evenly.
+    What is missed is known of those that are priced; between two of them it is taken to change evenly. Before one is
+    priced, what is counted is believed.
     """
 
     first: Sequence[int]
@@ -29,22 +30,13 @@ class Mixtures:
     sums: Floats
     """A row for each place of the graph: before it all is as in the first assignment."""
     seconds: Floats
-    missed_gib: dict[int, float]
-    """By place, in no order: of the ends, which are known before, and of what was priced since."""
+    missed_gib: dict[int, float] = field(default_factory=dict)
+    """By place, in no order."""
 
     @staticmethod
-    def of(
-        model: Model,
-        hinges: Hinges,
-        places: Ints,
-        first: Sequence[int],
-        then: Sequence[int],
-        missed_gib: tuple[float, float] = (0.0, 0.0),
-    ) -> Mixtures:
-        """`missed_gib`: of the first assignment, and of the other."""
+    def of(model: Model, hinges: Hinges, places: Ints, first: Sequence[int], then: Sequence[int]) -> Mixtures:
         sums = _every_sums(model, places, first, then)
-        missed = {0: missed_gib[1], len(sums) - 1: missed_gib[0]}
-        return Mixtures(first, then, places, sums, hinges.every_seconds(sums), missed)
+        return Mixtures(first, then, places, sums, hinges.every_seconds(sums))
 
     def at(self, place: int) -> list[int]:
         return np.where(self.places < place, self.first, self.then).tolist()  # type: ignore[no-any-return]
@@ -52,7 +44,9 @@ class Mixtures:
     def least(self, limit_gib: float) -> tuple[float, int]:
         """The least seconds of those that are not priced and are believed to fit, and the place."""
         known = sorted(self.missed_gib)
-        missed = np.interp(np.arange(len(self.sums)), known, [self.missed_gib[place] for place in known])
+        missed = np.interp(
+            np.arange(len(self.sums)), known or [0], [self.missed_gib[place] for place in known] or [0.0]
+        )
         worth = np.where(every_peak_gib(self.sums) + missed <= limit_gib, self.seconds, np.inf)
         worth[known] = np.inf
         return float(worth.min()), int(worth.argmin())

@@ -49,9 +49,8 @@ class Race:
         self.origin = ""
         self.seconds = float("inf")
         self.least_bytes = float("inf")
-        self.passed: Plan | None = None
-        """The fastest plan that does not fit."""
         self.passed_seconds = float("inf")
+        """Of the fastest plan that does not fit."""
 
     @property
     def floor(self) -> float:
@@ -67,8 +66,8 @@ class Race:
         self.is_broken = False
         costs = evaluate(self.setting.graph, plan, self.setting.cluster)
         peak = costs.memory.peak_bytes
-        if peak > self.limit and costs.step_seconds < self.passed_seconds:
-            self.passed, self.passed_seconds = plan, costs.step_seconds
+        if peak > self.limit:
+            self.passed_seconds = min(self.passed_seconds, costs.step_seconds)
         is_best = peak <= self.limit and costs.step_seconds < self.seconds
         if (is_best or peak < self.least_bytes) and self.keeps_contracts(plan):
             self.least_bytes = min(self.least_bytes, peak)

@@ -439,8 +439,11 @@ class Search:
             best.tell(place, self.try_out(best.at(place)).missed_gib)
 
     def _mixed(self, first: Found, then: Found) -> Mixtures:
-        missed = (first.missed_gib, then.missed_gib) if self.is_limited else (0.0, 0.0)
-        return Mixtures.of(self.model, self.hinges, self.places, first.chosen, then.chosen, missed)
+        mixtures = Mixtures.of(self.model, self.hinges, self.places, first.chosen, then.chosen)
+        for place, one in ((0, then), (len(mixtures.sums) - 1, first)):
+            if tuple(one.chosen) in self.found:
+                mixtures.tell(place, one.missed_gib)
+        return mixtures
 
 
 def _by_seconds(one: Found) -> float:
