@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,30 +31,44 @@ class Mixtures:
     sums: Floats
     """A row for each place of the graph: before it all is as in the first assignment."""
     seconds: Floats
+    worth: Floats
+    """The same, but of those that are like the one before, or known."""
     missed_gib: dict[int, float] = field(default_factory=dict)
     """By place, in no order."""
+    _least: dict[float, tuple[float, int]] = field(default_factory=dict)
+    """At a limit, until more is told."""
 
     @staticmethod
     def of(model: Model, hinges: Hinges, places: Ints, first: Sequence[int], then: Sequence[int]) -> Mixtures:
         sums = _every_sums(model, places, first, then)
-        return Mixtures(first, then, places, sums, hinges.every_seconds(sums))
+        seconds = hinges.every_seconds(sums)
+        changes = places[np.asarray(first) != np.asarray(then)] + 1
+        worth = np.full(len(seconds), np.inf)
+        worth[changes] = seconds[changes]
+        return Mixtures(first, then, places, sums, seconds, worth)
 
     def at(self, place: int) -> list[int]:
         return np.where(self.places < place, self.first, self.then).tolist()  # type: ignore[no-any-return]
 
     def least(self, limit_gib: float) -> tuple[float, int]:
-        """The least seconds of those that are not priced and are believed to fit, and the place."""
-        known = sorted(self.missed_gib)
-        missed = np.interp(
-            np.arange(len(self.sums)), known or [0], [self.missed_gib[place] for place in known] or [0.0]
-        )
-        worth = np.where(every_peak_gib(self.sums) + missed <= limit_gib, self.seconds, np.inf)
-        worth[known] = np.inf
-        return float(worth.min()), int(worth.argmin())
+        """The least seconds of those that are not known and are believed to fit, and the place."""
+        if limit_gib not in self._least:
+            known = sorted(self.missed_gib)
+            told = [self.missed_gib[place] for place in known]
+            missed = np.interp(np.arange(len(self.sums)), known or [0], told or [0.0])
+            worth = np.where(self.peak_gib + missed <= limit_gib, self.worth, np.inf)
+            self._least = {limit_gib: (float(worth.min()), int(worth.argmin()))}
+        return self._least[limit_gib]
+
+    @cached_property
+    def peak_gib(self) -> Floats:
+        return every_peak_gib(self.sums)
 
     def tell(self, place: int, missed_gib: float) -> None:
         """One is priced, and is not to be found again."""
         self.missed_gib[place] = missed_gib
+        self.worth[place] = np.inf
+        self._least = {}
 
 
 def _every_sums(model: Model, places: Ints, first: Sequence[int], then: Sequence[int]) -> Floats:

@@ -15,6 +15,7 @@ candidates fix them at the states that fit best, over and over until none change
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,8 @@ BELIEVED = 0.8
 """Of the limit: a plan of many variables that is counted to take no more is believed to fit."""
 NUDGED = 1e-3
 """Of the prices of memory, by which they are raised for a plan that fits, and lowered for one that is faster."""
+ALIKE = 2e-3
+"""Plans that differ by no more than this part of their seconds and memory make the same mixtures."""
 HOPELESS = 1.002
 """Candidates that are believed to be so much slower than the best are not priced."""
 SMALL = 24
@@ -410,15 +413,17 @@ class Search:
     def mix(self) -> None:
         """Mixtures of plans that fit: with those that are faster and do not fit, or with those that send less beside
         the computing, or more. In a model that is not large, what is found is mixed once more."""
-        is_large = len(self.model.variables) > MANY
-        for _ in range(1 if is_large else MOST_MIXINGS):
+        count = len(self.model.variables)
+        ends_and_priced = MIXED_IF_LARGE if count > MANY else MIXED if count > FEW else MIXED_IF_SMALL
+        for _ in range(1 if count > MANY else MOST_MIXINGS):
             best = self.best
-            self._mix(*(MIXED_IF_LARGE if is_large else MIXED))
-            if self.best >= best * (1 - self.gap / 10):
+            self._mix(*ends_and_priced)
+            if self.best >= best * (1 - WORTHWHILE):
                 return
 
     def _mix(self, most_ends: int, most_priced: int) -> None:
-        """The best mixture of all pairs is priced, over and over: it tells what is missed of memory."""
+        """The best mixture of all pairs is priced, over and over: it tells what is missed of memory. Where some fit and
+        are no better, what is counted of time does not tell them apart; in a large model, one that fits will do."""
         every = [*self.found.values(), *self.passed]
         fits = sorted((one for one in every if one.peak_gib <= self.limit_gib), key=_by_seconds)
         if not fits or self.is_closed:
@@ -426,17 +431,24 @@ class Search:
         others = [one for one in every if one is not fits[0]]
         passes = sorted((one for one in others if one.peak_gib > self.limit_gib), key=_by_memory)
         if passes:
-            ends = {id(one): one for one in (*fits[:most_ends], *sorted(fits, key=_by_memory)[:most_ends])}
-            pairs = [(one, other) for one in ends.values() for other in passes[:most_ends]]
+            ends = {
+                id(one): one for one in (*_unlike(fits, most_ends), *_unlike(sorted(fits, key=_by_memory), most_ends))
+            }
+            pairs = [(one, other) for one in ends.values() for other in _unlike(passes, most_ends)]
         else:
-            pairs = [(fits[0], other) for other in sorted(others, key=_by_seconds)[:most_ends]]
+            pairs = [(fits[0], other) for other in _unlike(sorted(others, key=_by_seconds), most_ends)]
         mixed = [self._mixed(*ordered) for one, other in pairs for ordered in ((one, other), (other, one))]
-        for _ in range(most_priced if mixed else 0):
-            best = min(mixed, key=lambda each: each.least(self.limit_gib)[0])
-            seconds, place = best.least(self.limit_gib)
-            if seconds >= self.best * (1 - self.gap / 10) or self._is_late():
+        most_found, is_large, in_vain = len(self.found) + most_priced, len(self.model.variables) > MANY, 0
+        while mixed and len(self.found) < most_found and in_vain < (1 if is_large else 2):
+            mixtures = min(mixed, key=lambda each: each.least(self.limit_gib)[0])
+            seconds, place = mixtures.least(self.limit_gib)
+            best = self.best
+            if seconds >= best * (1 - self.gap) or self._is_late():
                 return
-            best.tell(place, self.try_out(best.at(place)).missed_gib)
+            found = self.try_out(mixtures.at(place))
+            mixtures.tell(place, found.missed_gib)
+            is_no_better = self.best >= best * (1 - self.gap)
+            in_vain += found.peak_gib <= self.limit_gib and (is_large or is_no_better)
 
     def _mixed(self, first: Found, then: Found) -> Mixtures:
         mixtures = Mixtures.of(self.model, self.hinges, self.places, first.chosen, then.chosen)
@@ -454,6 +466,19 @@ def _by_memory(one: Found) -> float:
     return one.peak_gib
 
 
-MIXED, MIXED_IF_LARGE = (4, 12), (2, 5)
+def _unlike(every: Sequence[Found], most: int) -> list[Found]:
+    """The first of some, but none whose sums say nearly the same of time and memory as those of one before."""
+    found: dict[tuple[int, ...], Found] = {}
+    for one in every:
+        counted = one.peak_gib - one.missed_gib
+        key = tuple(round(math.log(max(amount, 1e-12)) / ALIKE) for amount in (one.seconds, counted))
+        found.setdefault(key, one)
+        if len(found) == most:
+            break
+    return list(found.values())
+
+
+MIXED_IF_SMALL, MIXED, MIXED_IF_LARGE = (4, 20), (4, 12), (2, 5)
 """Of each kind, so many plans are mixed, and so many mixtures priced."""
-MOST_MIXINGS = 3
+MOST_MIXINGS, WORTHWHILE = 3, 1e-3
+"""Rounds, of which each but the last has to gain so much."""
