@@ -174,6 +174,8 @@ def settle(work: Work, beat_seconds: float = np.inf) -> Ended:
         if not is_free and bound < beat_seconds:
             lasting = hint is not None and bool(hint[HOST] > 0)
             search = work.lasting_too(race.limit / 2**30, work.deadline, hint, lasting)
+            if race.plan is None and hint is not None:  # as the least that would do is found
+                search = work.lasting_too(race.limit / 2**30, work.deadline)
             bound = max(bound, search.bound)
     except OutOfTime:
         return Ended(search, bound, is_cut=True)
