@@ -101,6 +101,16 @@ def _resized(local: Local, piece: Piece) -> Local:
     return local.with_arguments(**scales, output_size=local.output_shape()[-count:])
 
 
+def _default_cross_dim(local: Local, piece: Piece) -> Local:
+    """`cross` without a dim takes the first of length 3: that of the whole tensor, and a shard may have another."""
+    operand = local.rule.operands[0]
+    assert operand is not None, "a cross product has operands"
+    if local.arguments["dim"] is not None:
+        return local
+    whole = [prod(local.sizes[name] for name in term) for term in operand.terms]
+    return local.with_arguments(dim=whole.index(3))
+
+
 LOCALISERS: dict[str, Localiser] = {
     **{name: _output_shape(name) for name in ("size", "shape", "output_size")},
     "as_reshape": _as_reshape,
@@ -111,5 +121,6 @@ LOCALISERS: dict[str, Localiser] = {
     "split_sizes": _chunk_lengths("split_sizes"),
     "resized": _resized,
     "diagonal": _diagonal,
+    "cross_dim": _default_cross_dim,
     "padding_idx": _padding_index,
 }

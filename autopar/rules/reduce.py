@@ -147,15 +147,19 @@ def _cross(call: Call) -> str:
     shape = call.output.shape
     names = fresh_names(len(shape), set())
     dim = call["dim"]
-    position = shape.index(3) if dim is None else dim % len(shape)
+    position = call.operand(0).shape.index(3) if dim is None else dim % len(shape)
     names[position] += "!"
     operands = ", ".join(aligned_dims([spec.shape for spec in call.operands if spec], names, shape))
-    return f"{operands} -> {' '.join(names)}; linear 0 1"
+    return f"{operands} -> {' '.join(names)}; linear 0 1{'; localise cross_dim' if dim is None else ''}"
 
 
 def _cross_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    """Without a dim it is the first of length 3: shards of 3 rows are cut along the rows here, in 2 and in 3."""
     for shape, dim in (((5, 3), -1), ((3, 5), 0), ((5, 3, 4), 1)):
         yield make_sample(op, [Draw(shape), Draw(shape)], {"dim": dim}, tries)
+    if op._schema.arguments[2].default_value is None:
+        for first, second in (((6, 3), (6, 3)), ((9, 4, 3), (9, 4, 3)), ((1, 3), (3, 3))):
+            yield make_sample(op, [Draw(first), Draw(second)], {"dim": None}, tries)
 
 
 def _softmax(call: Call) -> str:
