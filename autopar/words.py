@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["INTEGER", "MAX_DIGITS", "NAME", "RESERVED", "did_you_mean", "nearest"]
+__all__ = ["INTEGER", "MAX_DIGITS", "NAME", "RESERVED", "did_you_mean", "nearest", "printable"]
 
 NAME = r"[^\W\d]\w*"
 """A letter or `_`, then letters, digits, `_`: the regular expression."""
@@ -38,3 +38,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def nearest(name: str, known: Iterable[str], count: int) -> list[str]:
     """The known names that are most like this one, the nearest first."""
     return difflib.get_close_matches(name, sorted(known), n=count, cutoff=0.0)
+
+
+def printable(text: str) -> str:
+    """A text of a file for a terminal: without characters that would steer it."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

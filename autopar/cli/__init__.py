@@ -15,6 +15,7 @@ from autopar.cli.early import check_words
 from autopar.cli.help import HelpText, Parser
 from autopar.cli.shell import SHELLS, PrintCompletion
 from autopar.errors import AutoparError, AutoparWarning, TraceError
+from autopar.words import printable
 
 __all__ = ["main"]
 
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_words(arguments)
             code: int = arguments.run(arguments)
     except AutoparError as error:
-        print(f"autopar {arguments.command}: {error}", file=sys.stderr)
+        print(f"autopar {arguments.command}: {printable(str(error))}", file=sys.stderr)
         return 1 if isinstance(error, TraceError) else 2
     except BrokenPipeError:  # the reader (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -66,7 +67,7 @@ def _warnings_in_words(command: str) -> Iterator[None]:
                 usual(message, category, *rest)
             elif str(message) not in told:
                 told.add(str(message))
-                print(f"autopar {command}: warning: {message}", file=sys.stderr)
+                print(f"autopar {command}: warning: {printable(str(message))}", file=sys.stderr)
 
         warnings.showwarning = show  # type: ignore[assignment]  # the rest is passed on as it comes
         yield

@@ -51,12 +51,13 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def add_target_option(parser: argparse.ArgumentParser) -> None:
-    """TARGET where the head of a plan's file may say it."""
-    parser.add_argument(
-        "--target",
-        dest="target_of_plan",
-        metavar="TARGET",
-        help="the model (default: that of the plan's file)",
+    """TARGET of a plan's file, which names one in its head: a file is data, so the user must name it or confirm it."""
+    named = parser.add_mutually_exclusive_group()
+    named.add_argument("--target", dest="target_of_plan", metavar="TARGET", help="the model of a plan's file")
+    named.add_argument(
+        "--trust-target",
+        action="store_true",
+        help="import and call the TARGET that the plan's file names; only for files that you trust",
     )
     _add_settings(parser)
 
@@ -122,7 +123,7 @@ def target_text(arguments: argparse.Namespace) -> str:
 
 
 def traced(arguments: argparse.Namespace, target: str | None = None) -> NamedGraph:
-    """The graph of TARGET, or of what a plan's head says."""
+    """The graph of TARGET; `target` is one with the words that change its model, as a plan's head says it."""
     name, changes = (arguments.target, []) if target is None else _target_of(target)
     said = {flag: [word for other, word in changes if other == flag] for flag in ("--set", "--dims")}
     settings = parse_settings(arguments.set or said["--set"])
@@ -169,12 +170,11 @@ def planned(arguments: argparse.Namespace, telling: Telling | None = None) -> Pl
     return plan_graph(graph, possible, None, asked, telling)
 
 
-def header_of(path: str) -> Any:
+def header_of(path: str, text: str) -> Any:
     """The head of a plan's file."""
-    from autopar.layout.source import read_text
     from autopar.written.header import read_header
 
-    header = read_header(read_text(path), path)
+    header = read_header(text, path)
     if header is None:
         raise AutoparError(
             f"{path} is no plan: its first line is not '# autopar plan'\n"
@@ -197,17 +197,30 @@ def is_plan(word: str) -> bool:
 
 
 def read_plan(arguments: argparse.Namespace, path: str, graph: NamedGraph | None = None) -> Plan:
-    """A plan's file, for the TARGET that it names in its head, or that is given."""
+    """A plan's file, for the TARGET that is given, or that its head names if the user trusts it."""
     from autopar.layout.source import read_text
     from autopar.written.plan import Plan
 
-    header = header_of(path)
-    target = getattr(arguments, "target_of_plan", None) or header.target
+    text = read_text(path)
     if graph is None:
-        if not target:
-            raise AutoparError(f"{path} does not say which model it is for\nfix: --target file.py:function")
-        graph = traced(arguments, target)
-    return Plan.read(read_text(path), graph, path, getattr(arguments, "cluster", None))
+        graph = traced(arguments, arguments.target_of_plan or _trusted_target(arguments, path, text))
+    return Plan.read(text, graph, path, getattr(arguments, "cluster", None))
+
+
+def _trusted_target(arguments: argparse.Namespace, path: str, text: str) -> str:
+    """The TARGET of a plan's head. To trace it is to run it: any function of any module can stand there."""
+    from autopar.layout.source import Span, excerpts
+
+    header = header_of(path, text)
+    if not header.target:
+        raise AutoparError(f"{path} does not say which model it is for\nfix: --target file.py:function")
+    if not arguments.trust_target:
+        number, line = next(pair for pair in enumerate(text.splitlines(), 1) if pair[1].startswith("#   target "))
+        message = f"{path} names the code of its model; a plan's file is data, and code that it names is not run"
+        shown = excerpts(Span(path, number, line.index(header.target), line))
+        fix = "name the model, --target file.py:function; or --trust-target, if you trust this file"
+        raise AutoparError("\n".join([message, *shown, f"fix: {fix}"]))
+    return str(header.target)
 
 
 class Telling:

@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 EXAMPLES = """examples:
-  autopar compare old.plan.lay new.plan.lay
-  autopar compare gpt.plan.lay megatron fsdp_tp(fsdp=dp)
-  autopar compare ddp fsdp(fsdp=dp*tp) --target examples/gpt.py:gpt --mesh dp=2,tp=2
+  autopar compare old.plan.lay new.plan.lay --target examples/gpt.py:gpt
+  autopar compare gpt.plan.lay megatron "fsdp_tp(fsdp=dp)" --trust-target
+  autopar compare ddp "fsdp(fsdp=dp*tp)" --target examples/gpt.py:gpt --mesh dp=2,tp=2
 
-Without --target and --mesh they are those of the first plan. What cannot be had on the mesh is told with its reason,
-and the others are compared. Exit codes: 0, 1 (none of them can be had), 2 (the question was wrong).
+Without --mesh it is that of the first plan, and with --trust-target so is the model. What cannot be had on the mesh is
+told with its reason, and the others are compared.
+Exit codes: 0, 1 (none of them can be had), 2 (the question was wrong).
 """
 
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 EXAMPLES = """examples:
-  autopar explain gpt.plan.lay blocks.0.up.weight
-  autopar explain gpt.plan.lay blocks.0.up.weight --why-not "d_ff -> dp"
+  autopar explain gpt.plan.lay blocks.0.up.weight --trust-target
+  autopar explain gpt.plan.lay blocks.0.up.weight --target examples/gpt.py:gpt --why-not "d_ff -> dp"
   autopar explain examples/gpt.py:gpt blocks.0/add --mesh dp=2,tp=2 --layout megatron
 """
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 EXAMPLES = """examples:
-  autopar report gpt.plan.lay -o gpt.html
+  autopar report gpt.plan.lay --target examples/gpt.py:gpt -o gpt.html
   autopar report examples/gpt.py:gpt --mesh dp=2,tp=2 --layout megatron --cluster h100 -o megatron.html
 
 One file that needs no network: which dim goes where, the time of a step and its timeline, memory over the step, who

@@ -34,7 +34,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
             raise TargetError(f"--set {setting}: expected name=value, as in --set layers=4")
         try:
             parsed[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             parsed[name] = value
     return parsed
 

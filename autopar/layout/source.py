@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.errors import LayoutError
-from autopar.words import did_you_mean, nearest
+from autopar.words import did_you_mean, nearest, printable
 
 __all__ = ["MAX_CHARACTERS", "Span", "excerpts", "layout_error", "read_text", "unknown_name"]
 
@@ -93,7 +93,7 @@ def unknown_name(what: str, name: str, known: Iterable[str], *places: Span | str
 
 def _excerpt(span: Span, width: int) -> list[str]:
     # One column per character, whatever a bad file holds: the caret must point, and nothing may reach the terminal.
-    text = "".join(" " if c == "\t" else c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in span.text)
+    text = printable(span.text).replace("\t", " ").replace("\n", " ")
     column = span.column
     if len(text) > WIDTH:
         start = max(0, column - WIDTH // 2)

@@ -11,7 +11,7 @@ import torch
 
 from autopar.errors import AutoparError
 from autopar.tracing.graph import NamedGraph
-from autopar.words import did_you_mean
+from autopar.words import did_you_mean, printable
 
 __all__ = ["FIRST", "Header", "check_model", "check_whole", "dtype_of", "dtype_text", "parameters_of", "read_header"]
 
@@ -86,7 +86,7 @@ def read_header(text: str, name: str) -> Header | None:
 
 
 def _broken(name: str, number: int, line: str, message: str) -> AutoparError:
-    shown = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line[:160])
+    shown = printable(line[:160])
     fix = "save the plan again; or, to use it as a layout for any model, drop the head"
     return AutoparError(f"{message}\n  {name}:{number} | {shown}\nfix: {fix}")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from autopar.conversions import Outputs, conversions
-from autopar.cost.cluster import Cluster, load_cluster
+from autopar.cost.cluster import Cluster, cluster_names, load_cluster
 from autopar.cost.comm import Network
 from autopar.cost.costs import Costs
 from autopar.cost.evaluate import evaluate
@@ -213,7 +213,7 @@ class Plan:
             gradient_dtype=dtype_of(header.gradient_dtype),
             links={axis: link for axis in layout.mesh.names if (link := layout.mesh.link(axis)) is not None},
         )
-        place = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or header.cluster)
+        place = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or _shipped(header.cluster, name))
         bound = header.bound_seconds if same and cluster is None and header.bound_seconds else None
         asked = header.limit_bytes, bound, header.origin, header.target, header.within_layout
         return Plan(graph, decided, layout.mesh, place, *asked)
@@ -263,6 +263,16 @@ class Plan:
         from html import escape
 
         return f"<pre>{escape(self.summary())}</pre>"
+
+
+def _shipped(cluster: str, name: str) -> str:
+    """The cluster of a plan's head, which is the name of one that autopar ships: a head names no file to open."""
+    if cluster not in cluster_names():
+        raise AutoparError(
+            f"{name} was made for the cluster '{cluster}', which autopar does not ship\n"
+            "fix: give the file that describes it: cluster='FILE.toml', --cluster FILE.toml"
+        )
+    return cluster
 
 
 def _outputs(text: str) -> Outputs:

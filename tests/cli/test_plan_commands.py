@@ -69,7 +69,7 @@ def test_plan_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert data["dims"]["d_ff"] == "tp"
     assert data["layout"].startswith("# autopar plan\n")
     assert "d_ff -> tp" in path.read_text()
-    code, out, _ = run(capsys, "explain", str(path), "x")
+    code, out, _ = run(capsys, "explain", str(path), "x", "--trust-target")
     assert code == 0, "the head of the plan says the model with its dims"
     assert out.startswith("x[batch features]")
 
@@ -90,7 +90,7 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_explain(capsys: pytest.CaptureFixture[str], saved: Path) -> None:
-    words = ("explain", str(saved), "blocks.0.up/linear")
+    words = ("explain", str(saved), "blocks.0.up/linear", "--trust-target")
     code, facts, _ = run(capsys, *words, "--no-alternatives")
     assert code == 0
     code, out, _ = run(capsys, *words)
@@ -107,11 +107,11 @@ def test_explain(capsys: pytest.CaptureFixture[str], saved: Path) -> None:
 
 
 def test_compare(capsys: pytest.CaptureFixture[str], saved: Path) -> None:
-    code, out, _ = run(capsys, "compare", str(saved), "megatron", "megatron_sp")
+    code, out, _ = run(capsys, "compare", str(saved), "megatron", "megatron_sp", "--trust-target")
     assert code == 0
     assert "megatron: the same" in out
     assert f"{saved} and megatron_sp differ in" in out
-    code, out, _ = run(capsys, "compare", str(saved), "megatron_sp", "--json")
+    code, out, _ = run(capsys, "compare", str(saved), "megatron_sp", "--json", "--target", GPT)
     first, second = json.loads(out)["plans"]
     assert code == 0
     assert first["differs"] == {}
@@ -172,12 +172,15 @@ BAD = [
     (("plan", GPT, *WHERE, "--optimizer", "adamv"), "did you mean 'adam"),
     (("plan", GPT, *WHERE, "--time-limit", "0"), "--time-limit 0: expected a number of seconds above 0"),
     (("plan", GPT, *WHERE, "--layout", ""), "--layout: the layout is empty"),
-    (("explain", "other.plan.lay", "x"), "is the plan of another model"),
+    (("explain", "other.plan.lay", "x", "--trust-target"), "is the plan of another model"),
     (("explain", GPT, "x"), "on which mesh"),
-    (("explain", "saved.plan.lay", "blocks.0.upp.weight"), "did you mean 'blocks.0.up.weight'?"),
-    (("explain", "saved.plan.lay", "tokens.weight", "--why-not", "vocab -> tq"), "there is no axis 'tq'"),
+    (("explain", "saved.plan.lay", "blocks.0.upp.weight", "--trust-target"), "did you mean 'blocks.0.up.weight'?"),
+    (
+        ("explain", "saved.plan.lay", "tokens.weight", "--why-not", "vocab -> tq", "--target", GPT),
+        "there is no axis 'tq'",
+    ),
     (("compare", "megatron", "ddp"), "which model, on which mesh?"),
-    (("compare", "saved.plan.lay", "megatrom"), "did you mean 'megatron'?"),
+    (("compare", "saved.plan.lay", "megatrom", "--trust-target"), "did you mean 'megatron'?"),
     (("compare", "saved.plan.lay", "--target", MLP), "is the plan of another model"),
     (("check", GPT, "--layout", "megatron"), "on which mesh?"),
 ]
