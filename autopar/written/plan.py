@@ -24,6 +24,7 @@ from autopar.mesh import Mesh
 from autopar.module import Collective
 from autopar.search.work import relative_gap
 from autopar.tracing.graph import NamedGraph
+from autopar.words import did_you_mean
 from autopar.written.header import Header, check_model, check_whole, dtype_of, dtype_text, parameters_of, read_header
 from autopar.written.lowered import lowered
 from autopar.written.statements import Written, written
@@ -267,9 +268,10 @@ class Plan:
 
 def _shipped(cluster: str, name: str) -> str:
     """The cluster of a plan's head, which is the name of one that autopar ships: a head names no file to open."""
-    if cluster not in cluster_names():
+    names = cluster_names()
+    if cluster not in names:
         raise AutoparError(
-            f"{name} was made for the cluster '{cluster}', which autopar does not ship\n"
+            f"{name} was made for the cluster '{cluster}', which autopar does not ship{did_you_mean(cluster, names)}\n"
             "fix: give the file that describes it: cluster='FILE.toml', --cluster FILE.toml"
         )
     return cluster
