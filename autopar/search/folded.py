@@ -44,6 +44,8 @@ class Folded:
 
     sizes: tuple[int, ...]
     buckets: tuple[_Bucket, ...]
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Of the tables, without the nodes that have one strategy."""
     firsts: dict[object, list[int]] = field(default_factory=dict)
     """By pattern: for each bucket the first one that is equal to it."""
 
@@ -54,6 +56,7 @@ class Folded:
 
         With one `pattern`, the same costs and tables are the same objects every time: what is equal is found once.
         """
+        tables = self._narrow(tables)
         firsts = self.firsts.get(pattern)
         if firsts is None:
             firsts = self._firsts(costs, tables)
@@ -82,6 +85,14 @@ class Folded:
                 state = known[first, at] = _best(costs[bucket.node], parts(bucket), at)
             chosen[bucket.node] = state
         return total, chosen
+
+    def _narrow(self, tables: Sequence[Floats]) -> list[Floats]:
+        """What is one object stays one object."""
+        known: dict[object, Floats] = {}
+        return [
+            table if table.shape == shape else known.setdefault((id(table), shape), table.reshape(shape))
+            for table, shape in zip(tables, self.shapes, strict=True)
+        ]
 
     def _firsts(self, costs: Sequence[Floats], tables: Sequence[Floats]) -> list[int]:
         known: dict[object, int] = {}
@@ -121,6 +132,8 @@ def _best(own: Floats, parts: Sequence[_Part], at: tuple[int, ...]) -> int:
 def folded(sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], largest: int = LARGEST_TABLE) -> Folded:
     """An order in which the smallest table is made next."""
     neighbours: list[set[int]] = [set() for _ in sizes]
+    # Who has one strategy is nobody's neighbour: arrays have few axes, and a shared value may have many users.
+    scopes = [tuple(node for node in scope if sizes[node] > 1) or scope[:1] for scope in scopes]
     for scope in scopes:
         for node in scope:
             neighbours[node].update(other for other in scope if other != node)
@@ -147,7 +160,7 @@ def folded(sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], largest: int
                 tuple((i, tuple(at[other] for other in arranged[i])) for i in made[place]),
             )
         )
-    return Folded(tuple(sizes), tuple(buckets))
+    return Folded(tuple(sizes), tuple(buckets), tuple(tuple(sizes[node] for node in scope) for scope in scopes))
 
 
 def _order(sizes: Sequence[int], neighbours: list[set[int]], largest: int) -> list[tuple[int, set[int]]]:
