@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.agreement import kind_of
+from autopar.agreement import digest, kind_of
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError
 from autopar.parameters import LocalParameters
@@ -21,6 +23,7 @@ from autopar.rewrite.emit import Emitted
 from autopar.sharding import Held, Rank
 from autopar.tracing.arguments import bind_call, flatten_arguments, plain_call, without_defaults
 from autopar.tracing.graph import NamedGraph
+from autopar.tracing.overlaps import check_overlaps
 from autopar.tracing.state import Autocast
 from autopar.tracing.tree import Constant, Flattened, Items, Mapped, Node, Original, Shared, TensorLeaf, unflatten
 
@@ -103,8 +106,7 @@ def outline(node: Node) -> str:
     if isinstance(node, TensorLeaf):
         return "tensor"
     if isinstance(node, Constant):
-        plain = node.value is None or isinstance(node.value, bool | int | float | complex | str | bytes | torch.dtype)
-        return repr(node.value) if plain else f"a {type(node.value).__qualname__}"
+        return _constant_outline(node.value)
     if isinstance(node, Items):
         return f"{node.kind.__name__}({', '.join(map(outline, node.children))})"
     if isinstance(node, Shared | Original):
@@ -112,6 +114,23 @@ def outline(node: Node) -> str:
     names = node.keys if isinstance(node, Mapped) else node.names
     inside = ", ".join(f"{name}={outline(child)}" for name, child in zip(names, node.children, strict=True))
     return f"{node.kind.__name__}({inside})"
+
+
+_PLAIN = bool | int | float | complex | str | bytes | bytearray | Enum | torch.dtype | torch.device
+
+
+def _constant_outline(value: Any) -> str:
+    """A value that is no tensor, as text; of objects that have no text of their own, the type."""
+    kind = type(value).__qualname__
+    if value is None or isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, set | frozenset):
+        return f"{kind}({', '.join(sorted(map(_constant_outline, value)))})"
+    if isinstance(value, tuple | deque):
+        return f"{kind}({', '.join(map(_constant_outline, value))})"
+    if hasattr(value, "__array__"):
+        return f"{kind}({value.dtype}, {value.shape}, {digest(str(value.tolist()))})"
+    return f"a {kind}"
 
 
 @dataclass(frozen=True)
@@ -146,7 +165,8 @@ class Planned:
         self.graph_module = emitted.graph_module
         self.held = held
         self.results = results
-        self.mutated = {mutation.target for mutation in exported.mutations} if exported.grad_enabled else set()
+        self.changed = tuple(mutation.target for mutation in exported.mutations)
+        self.mutated = set(self.changed) if exported.grad_enabled else set()
         self.places = [_place(module, placeholder.kind, placeholder.name) for placeholder in exported.placeholders]
         tables = zip(exported.placeholders, self.places, strict=True)
         self.parameters = [(table, p.name.rpartition(".")[2]) for p, table in tables if p.kind == "param" and table]
@@ -165,6 +185,8 @@ class Planned:
     def values(self, given: Given, compiled: bool = False) -> list[Tensor]:
         """What the graph is called with, compiled or not: this rank's shards of everything."""
         inputs = dict(zip(self.inputs, given.tensors, strict=True))
+        if self.changed:
+            self._check_overlaps(inputs)
         shards = self.shards_of([table[name] for table, name in self.parameters], compiled)
         values: list[Any] = [None] * len(self.places)
         for place, shard in zip(self.parameter_places, shards, strict=True):
@@ -182,6 +204,15 @@ class Planned:
                 value = value.clone()  # the backward may read the old value after the new one is written
             values[place] = value
         return values
+
+    def _check_overlaps(self, inputs: Mapping[str, Tensor]) -> None:
+        plain = {name: tensor for name, tensor in inputs.items() if not isinstance(tensor, DTensor)}
+        buffers = {
+            p.name: table[p.name.rpartition(".")[2]]
+            for p, table in zip(self.graph.exported.placeholders, self.places, strict=True)
+            if p.kind == "buffer" and table is not None
+        }
+        check_overlaps(type(self.graph.model).__name__, self.changed, plain, buffers)
 
     def _input(self, tensor: Tensor) -> Tensor:
         local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -18,6 +18,7 @@ from autopar.tracing.arguments import bind, flatten_arguments, plain_call, signa
 from autopar.tracing.exported import Exported, Mutation, OutputTree, Placeholder
 from autopar.tracing.normalise import drop_checks, normalise
 from autopar.tracing.origin import record_origins
+from autopar.tracing.overlaps import apart, check_overlaps
 from autopar.tracing.quiet import quiet
 from autopar.tracing.refusal import Refusal, Refusing, check_static
 from autopar.tracing.state import Autocast, autocast_state, entered
@@ -42,7 +43,8 @@ def export(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Exp
     with quiet(owner), Refusing(owner):
         if autocast:
             check_autocast(device)
-        examples = tuple(tensor if tensor.is_leaf else tensor.detach() for tensor in flat.tensors)
+        # torch.export takes inputs that share memory, or are one tensor, for one input.
+        examples = tuple(map(apart, flat.tensors))
         with watched(torch.is_grad_enabled(), device), tracing(), new_attributes_removed(model):
             program = torch.export.export(call, examples, strict=False)
         with random_ops_kept():
@@ -56,12 +58,16 @@ def export(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Exp
     graph_module.recompile()
     assert isinstance(flat.node, Mapped), "arguments are a dict"
     assert call.returned.tree is not None, "the model was called"
+    mutations = _mutations(program, flat.paths, call.returned.assigned)
+    given = dict(zip(flat.paths, flat.tensors, strict=True))
+    state = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+    check_overlaps(owner, (mutation.target for mutation in mutations), given, state, TraceError)
     return Exported(
         graph_module=graph_module,
         placeholders=placeholders,
         constants={p.name: program.constants[PREFIX + p.name] for p in placeholders if p.kind == "constant"},
         aliases=aliases,
-        mutations=_mutations(program, flat.paths, call.returned.assigned),
+        mutations=mutations,
         output_tree=call.returned.tree,
         input_tree=flat.node,
         training=model.training,

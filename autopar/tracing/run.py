@@ -15,6 +15,7 @@ from autopar.tracing.arguments import bind_call, flatten_arguments, signature_of
 from autopar.tracing.checkpoint import with_checkpoints
 from autopar.tracing.exported import Exported
 from autopar.tracing.normalise import is_factory
+from autopar.tracing.overlaps import check_overlaps
 from autopar.tracing.state import Autocast, autocast_state, entered
 from autopar.tracing.tree import Flattened, Mapped, difference, unflatten
 
@@ -71,6 +72,8 @@ class TracedCall:
         tensors.update(module.named_parameters(remove_duplicate=False))
         tensors.update(module.named_buffers(remove_duplicate=False))
         given = dict(zip(self.inputs, flat.tensors, strict=True))
+        if self.mutated and not torch.compiler.is_compiling():
+            check_overlaps(self.owner, self.mutated, given, tensors)
         graph_module, constants = self.graph_on(_device_of(tensors, given))
         sources = {"param": tensors, "buffer": tensors, "constant": constants, "input": given}
         values = []

@@ -7,8 +7,11 @@ end, too).
 
 from __future__ import annotations
 
+import array
+import collections
 import copy
 import enum
+import math
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -154,6 +157,10 @@ _OPAQUE = (
 )
 
 
+_CHANGING = (set, bytearray, collections.deque, array.array)
+"""Containers without attributes, which the caller may change between two calls."""
+
+
 class _Flattener:
     def __init__(self, deep: bool, originals: Mapping[int, int], kept: Collection[int]) -> None:
         self.deep = deep
@@ -210,15 +217,17 @@ class _Flattener:
         return Mapped(type(value), tuple(value), children, number, _template(value, dict.fromkeys(value)))
 
     def _other(self, value: Any, path: str) -> Node:
-        if isinstance(value, (set, frozenset)) and any(isinstance(child, torch.Tensor) for child in value):
-            raise UnsupportedValueError(path, "a set of tensors, which has no order: use a tuple or a dict")
+        unordered = isinstance(value, (set, frozenset))
+        if (unordered or isinstance(value, collections.deque)) and any(isinstance(x, torch.Tensor) for x in value):
+            why = "which has no order: use a tuple or a dict" if unordered else "which is not searched: use a list"
+            raise UnsupportedValueError(path, f"a {type(value).__name__} of tensors, {why}")
         if isinstance(value, Iterator):
             raise UnsupportedValueError(path, f"a {type(value).__name__}, which can be read only once: use a tuple")
         if isinstance(value, _OPAQUE):
             return Constant(value)
         stored = attributes(value)
-        if not stored:
-            return Constant(value)
+        if not stored or hasattr(value, "__array__"):
+            return Constant(_snapshot(value))
         held, first = len(self.tensors) + self.references, len(self.containers)
         number = self._enter(value)
         children = tuple(self.visit(child, _join(path, name)) for name, child in stored.items())
@@ -348,10 +357,23 @@ def _join(path: str, name: object) -> str:
 
 
 def _equal(a: object, b: object) -> bool:
-    if a is b:
-        return True
+    """Return True if a model cannot tell the two apart: 1 is not True, and 0.0 is not -0.0."""
     if type(a) is not type(b):
         return False
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
+    if isinstance(a, complex) and isinstance(b, complex):
+        return _equal(a.real, b.real) and _equal(a.imag, b.imag)
+    if a is b:
+        return True
     if hasattr(a, "__array__"):  # numpy compares element by element
-        return bool(getattr(a, "shape", None) == getattr(b, "shape", None)) and a.tolist() == b.tolist()  # type: ignore[attr-defined]
+        same_kind = getattr(a, "shape", None) == getattr(b, "shape", None) and a.dtype == b.dtype  # type: ignore[attr-defined]
+        return same_kind and a.tobytes() == b.tobytes()  # type: ignore[attr-defined]
     return bool(a == b)
+
+
+def _snapshot(value: Any) -> Any:
+    """A value that later changes of the original do not reach, to compare later calls with."""
+    return copy.copy(value) if isinstance(value, _CHANGING) or hasattr(value, "__array__") else value
