@@ -9,9 +9,10 @@ its backward and which gradients it passes on as they are is seen by running it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import add
 
 import torch
 
@@ -22,7 +23,7 @@ from autopar.decisions import OpDecision
 from autopar.errors import ClusterError
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout
-from autopar.products import ATTENTION, RECURRENT, factors_of, multiplied
+from autopar.products import ATTENTION, RECURRENT, Contraction, contractions, factors_of, is_linear_in_both
 from autopar.tracing.footprint import Footprint
 from autopar.tracing.graph import NamedGraph, NamedNode
 
@@ -132,23 +133,19 @@ class _Op:
             )
         if self.node.op == ATTENTION:
             return self._attention()
-        pair = multiplied(self.node)
-        if pair is not None:
-            found = self._product(*pair)
-            if min(found.rows, found.columns) > 1:
-                return self._products(found, *pair)
-        flops = self._recurrent_flops() if self.node.op in RECURRENT else 0.0
+        steps = [(self._product(step), step) for step in contractions(self.node)]
+        if any(min(product.rows, product.columns) > 1 for product, _ in steps):
+            return self._products(steps)
         name = plain_name(self.node.op)
         forward = self._by_bytes(self._forward_bytes(), self.device.forward_bytes_per_second.get(name))
         backward = self._by_bytes(self._backward_bytes(), self.device.backward_bytes_per_second.get(name))
-        if not flops:
-            return OpWork(forward, backward)
-        peak = peak_of(self.device, self._dtype(0))
-        more = [
-            Work(times * flops, 0.0, times * flops / peak, times * flops / peak)
-            for times in (1, 2 if self._trained() else 0)
-        ]
-        return OpWork(forward + more[0], backward + more[1])
+        if self.node.op in RECURRENT:
+            return OpWork(*map(add, (forward, backward), self._recurrent()))
+        if steps and is_linear_in_both(self.node.rule, *(side[0] for side in steps[0][1].operands)):
+            flops = sum(product.flops for product, _ in steps)  # by vectors: limited by what is read
+            taken = sum(product.flops * len(self._made(step)) for product, step in steps)
+            return OpWork(forward + Work(flops), backward + Work(taken))
+        return OpWork(forward, backward)
 
     # -- sizes
 
@@ -225,26 +222,26 @@ class _Op:
 
     # -- products
 
-    def _product(self, one: int, other: int) -> Product:
-        """What is multiplied: operands by position."""
-        sizes, rule = self._sizes(), self.node.rule
-        left, right, output = (
-            factors_of(operand) for operand in (rule.operands[one], rule.operands[other], rule.outputs[0])
-        )
-        for (
-            factor,
-            _,
-        ) in rule.halos:  # windows that grow an image do their work where they read, others where they write
+    def _product(self, step: Contraction) -> Product:
+        """The local sizes of one product."""
+        sizes = self._sizes()
+        for factor, _ in self.node.rule.halos:
+            # Windows that grow an image do their work where they read, others where they write.
             if factor in sizes:
-                sizes[factor] = min(sizes[factor], self._extent_read(one, factor))
+                sizes[factor] = min(sizes[factor], self._extent_read(step.operands[0][0], factor))
 
-        def size(factors: set[str]) -> int:
+        def size(factors: frozenset[str]) -> int:
             return prod(sizes[factor] for factor in factors)
 
-        batch = left & right & output
-        return Product(
-            size(batch), size((left & output) - batch), size((right & output) - batch), size((left | right) - output)
-        )
+        # All rows are multiplied wherever the experts lie: a rank takes those of others as zeros of its own.
+        experts = min(size(step.chosen), size(step.rows)) if step.chosen else 1
+        rows = size(step.rows) / experts if experts > 1 else size(step.rows)
+        return Product(size(step.batch) * experts, rows, size(step.columns), size(step.summed))
+
+    def _made(self, step: Contraction) -> list[int]:
+        """The sides of a product of which some operand gets a gradient."""
+        trained = set(self._trained())
+        return [side for side in (0, 1) if trained & set(step.operands[side])]
 
     def _extent_read(self, position: int, factor: str) -> int:
         """The local extent of a dim of an operand, where the factor's own is that of the result."""
@@ -257,12 +254,10 @@ class _Op:
         count = prod(self.axes[axis] for axis in self.decision.choice.of((factor, 0)))
         return -(-whole // count)
 
-    def _products(self, product: Product, one: int, other: int) -> OpWork:
-        dtype = self._dtype(one)
+    def _products(self, steps: Sequence[tuple[Product, Contraction]]) -> OpWork:
+        multiplied = {i for _, step in steps for side in step.operands for i in side}
+        dtype = self._dtype(min(multiplied))
         peak = peak_of(self.device, dtype)
-        trained = self._trained()
-        m, n, k = product.rows, product.columns, product.reduction
-        gradients = {one: Product(product.batch, m, k, n), other: Product(product.batch, k, n, m)}
 
         def work(product: Product) -> Work:
             seconds = product_seconds(product, dtype.itemsize, self.device.matrix, peak, self.device.stream)
@@ -270,12 +265,17 @@ class _Op:
             size = product.bytes(dtype.itemsize)
             return Work(product.flops, size, max(seconds, self.device.launch_seconds), product.flops / peak, 1)
 
-        backward = sum((work(gradients[i]) for i in (one, other) if i in trained), NOTHING)
-        rest = [i for i in trained if i not in (one, other) and i not in self.footprint.passes]
+        forward = backward = NOTHING
+        for product, step in steps:
+            forward += work(product)
+            m, n, k = product.rows, product.columns, product.reduction
+            gradients = (Product(product.batch, m, k, n), Product(product.batch, k, n, m))
+            backward = sum((work(gradients[side]) for side in self._made(step)), backward)
+        rest = [i for i in self._trained() if i not in multiplied and i not in self.footprint.passes]
         if rest:  # a bias: the gradient of the result is read once more
             size = self._output_bytes(0) + sum(map(self._operand_bytes, rest))
             backward += self._by_bytes(size)
-        return OpWork(work(product), backward)
+        return OpWork(forward, backward)
 
     # -- ops that do more than their rules say
 
@@ -307,8 +307,10 @@ class _Op:
     def _causal_share(self, sizes: Mapping[str, int]) -> float:
         """Of the scores; the last shard of the queries sees most of the keys."""
         rows, keys = sizes["s"], max(self.node.sizes.get("t", self.node.sizes["s"]), 1)
-        first = keys - rows
-        return min(1.0, (first + (rows + 1) / 2) / keys)
+        first = self.node.sizes["s"] - rows  # query i sees keys 0 to i, however many there are
+        growing = min(max(keys - first, 0), rows)
+        seen = growing * (first + (growing + 1) / 2) + (rows - growing) * keys
+        return seen / max(rows * keys, 1)
 
     def _filled(self, rates: Attention, heads: int, rows: int) -> float:
         """The share of the processors that have something to do."""
@@ -318,16 +320,17 @@ class _Op:
         waves = -(-blocks // self.device.matrix.processors)
         return blocks / (waves * self.device.matrix.processors) if waves == 1 else 1.0
 
-    def _recurrent_flops(self) -> float:
-        """Every weight matrix once for each token."""
+    def _recurrent(self) -> tuple[Work, Work]:
+        """Every weight matrix once for each token, and twice in the backward."""
         output = self.graph.tensors[self.node.outputs[0] or ""]
         tokens = self._output_bytes(0) / output.dtype.itemsize / output.shape[-1]
-        weights = [self.graph.tensors[name] for name in self.node.operands if name is not None]
-        return (
-            2
-            * tokens
-            * sum(prod(weight.shape) for weight in weights if weight.kind == "param" and len(weight.shape) == 2)
+        weights = [self.graph.tensors[name].shape for name in self.node.operands[RECURRENT[self.node.op] :] if name]
+        flops = 2.0 * tokens * sum(prod(shape) for shape in weights if len(shape) == 2)
+        seconds = flops / peak_of(self.device, self._dtype(0))
+        forward, backward = (
+            Work(times * flops, 0.0, times * seconds, times * seconds) for times in (1, 2 if self._trained() else 0)
         )
+        return forward, backward
 
 
 def _local_extent(node: NamedNode, factor: str, choice: Choice, axes: Mapping[str, int]) -> int:

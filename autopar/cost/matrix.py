@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 
 __all__ = ["Matrix", "Product", "Tile", "product_seconds"]
 
@@ -52,12 +53,15 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Product:
-    """`batch` products of [rows, reduction] by [reduction, columns]."""
+    """`batch` products of [rows, reduction] by [reduction, columns].
+
+    Of a mixture of experts the rows, or in its gradient the reduction, are those of an average expert: a fraction.
+    """
 
     batch: int
-    rows: int
-    columns: int
-    reduction: int
+    rows: float
+    columns: float
+    reduction: float
 
     @property
     def flops(self) -> float:
@@ -99,7 +103,7 @@ def _tiled(
     if parts > 1 and part < _SHORTEST:
         return float("inf")
     rows, columns = size
-    tiles = product.batch * -(-product.rows // rows) * -(-product.columns // columns) * parts
+    tiles = product.batch * ceil(product.rows / rows) * ceil(product.columns / columns) * parts
     waves = -(-tiles // matrix.processors)
     seconds = waves * 2 * rows * columns * (part + matrix.fill) / rate
     if parts > 1:  # the parts are sums in 4 bytes, written and read again

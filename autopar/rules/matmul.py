@@ -231,12 +231,10 @@ def _grouped(call: Call) -> str:
         return f"{dims}; linear 0 1; lower s grouped_rows; lower g grouped_experts"
     if (first, second) == (3, 3):
         return "g m k, g k n, ?, ? -> g m n; linear 0 1"
-    names = iter(fresh_names(10, set()))
-    sides = [
-        ", ".join("?" if spec is None else dims_text([f"{next(names)}!" for _ in spec.shape]) for spec in specs)
-        for specs in (call.operands, call.outputs)
-    ]
-    return f"{sides[0]} -> {sides[1]}"
+    rest = ", ?" * (len(call.operands) - 3)
+    if (first, second) == (2, 2):  # the gradient of the matrices: the rows of each expert are summed
+        return f"m s, s n, ends!{rest} -> g! m n; linear 0 1; lower s grouped_rows"
+    return f"g! m k, k s, ends!{rest} -> m s; linear 0 1; lower s grouped_rows"
 
 
 def _grouped_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
@@ -248,6 +246,10 @@ def _grouped_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample
         yield make_sample(op, [rows, weights, torch.tensor(ends, dtype=torch.int32)], {}, tries)
     if op._schema.name == "aten::_grouped_mm":
         yield make_sample(op, [rows.expand(4, 11, 24).contiguous(), weights, None, None], {}, tries)
+        ends_of_columns = torch.tensor((4, 8, 8, 24), dtype=torch.int32)
+        columns = torch.randn(24, 24, generator=generator)
+        for first, second in ((columns, columns), (weights, torch.randn(48, 24, generator=generator))):
+            yield make_sample(op, [first, second, ends_of_columns, None], {}, tries)
     else:
         yield make_sample(op, [rows, weights, torch.tensor((2, 5, 7, 9))], {}, tries)
 

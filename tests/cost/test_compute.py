@@ -211,3 +211,41 @@ def test_the_launch_is_the_least() -> None:
     device = replace(load_device("h100"), launch_seconds=1.0)
     for work in works(autopar.trace(Layer("linear"), (torch.randn(4, 6, 12),)), "* -> none", {"a": 2}, device).values():
         assert work.forward.seconds == 1.0
+
+
+class Experts(nn.Module):
+    """Rows that each meet the matrix of one expert."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(experts, 16, 24))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        pytest.importorskip("transformers.integrations.moe")
+        product = "transformers.grouped_mm_fallback.default"
+        rows: torch.Tensor = torch.ops.autopar.expert_rows(x, self.weight, chosen, product)
+        return rows
+
+
+def of_experts(experts: int, layout: str) -> OpWork:
+    inputs = (torch.randn(64, 16, requires_grad=True), torch.randint(experts, (64,)))
+    dims = {"x": "batch d_model", "chosen": "batch", "weight": "experts d_model d_ff"}
+    (work,) = works(autopar.trace(Experts(experts), inputs, dims=dims), layout, {"a": 4}).values()
+    return work
+
+
+@pytest.mark.parametrize("experts", [4, 8, 32])
+def test_a_row_meets_one_expert_however_many_there_are(experts: int) -> None:
+    work = of_experts(experts, "* -> none")
+    assert work.forward.flops == 2 * 64 * 16 * 24
+    assert work.backward.flops == 2 * work.forward.flops
+    assert work.forward.bytes == 4 * (64 * 16 + experts * 16 * 24 + 64 * 24), "the matrices are all read"
+
+
+def test_ranks_that_hold_other_experts_multiply_all_rows() -> None:
+    whole, rows, experts = (
+        of_experts(8, layout) for layout in ("* -> none", "batch -> a; * -> none", "experts -> a; * -> none")
+    )
+    assert rows.forward.flops == whole.forward.flops / 4
+    assert experts.forward.flops == whole.forward.flops
+    assert experts.forward.bytes < whole.forward.bytes, "each reads its own matrices"
