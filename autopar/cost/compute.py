@@ -305,12 +305,14 @@ class _Op:
         return OpWork(works[0], works[1] if self._trained() else NOTHING)
 
     def _causal_share(self, sizes: Mapping[str, int]) -> float:
-        """Of the scores; the last shard of the queries sees most of the keys."""
-        rows, keys = sizes["s"], max(self.node.sizes.get("t", self.node.sizes["s"]), 1)
-        first = self.node.sizes["s"] - rows  # query i sees keys 0 to i, however many there are
-        growing = min(max(keys - first, 0), rows)
-        seen = growing * (first + (growing + 1) / 2) + (rows - growing) * keys
-        return seen / max(rows * keys, 1)
+        """Of the scores of the busiest shard: query `i` sees keys `0` to `i`, of those that there are."""
+        rows, total = sizes["s"], self.node.sizes["s"]
+        keys = self.node.sizes.get("t", total)
+        if not rows or not keys:
+            return 1.0
+        stop = total // rows * rows  # what is left over is a shorter shard
+        seen = max(_seen(stop - rows, stop, keys), _seen(stop, total, keys))
+        return seen / (rows * keys)
 
     def _filled(self, rates: Attention, heads: int, rows: int) -> float:
         """The share of the processors that have something to do."""
@@ -331,6 +333,12 @@ class _Op:
             Work(times * flops, 0.0, times * seconds, times * seconds) for times in (1, 2 if self._trained() else 0)
         )
         return forward, backward
+
+
+def _seen(start: int, stop: int, keys: int) -> int:
+    """How many pairs of a query from `start` to `stop` and a key it sees there are."""
+    edge = max(start, min(stop, keys))  # from here on each sees all keys
+    return (start + 1 + edge) * (edge - start) // 2 + (stop - edge) * keys
 
 
 def _local_extent(node: NamedNode, factor: str, choice: Choice, axes: Mapping[str, int]) -> int:

@@ -146,6 +146,22 @@ def test_the_last_shard_of_causal_queries_sees_most() -> None:
 
 
 @pytest.mark.parametrize(
+    ("rows", "keys", "shards"), [(64, 64, 2), (64, 64, 4), (64, 40, 4), (40, 64, 4), (9, 9, 4), (10, 10, 4), (8, 1, 2)]
+)
+def test_causal_queries_are_priced_by_the_pairs_of_the_busiest_shard(rows: int, keys: int, shards: int) -> None:
+    class Attend(nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return functional.scaled_dot_product_attention(q, k, k, is_causal=True)
+
+    inputs = torch.randn(2, 3, rows, 8), torch.randn(2, 3, keys, 8)
+    graph = autopar.trace(Attend(), inputs, dims={"q": "batch heads seq e", "k": "batch heads keys e"})
+    (found,) = works(graph, "seq -> a pad; * -> none", {"a": shards}).values()
+    mask = torch.ones(rows, keys, dtype=torch.bool).tril()
+    busiest = max(int(part.sum()) for part in mask.split(-(-rows // shards)))
+    assert found.forward.flops == pytest.approx(2 * 3 * busiest * 2 * 2 * 8)
+
+
+@pytest.mark.parametrize(
     ("head_dim", "is_causal", "forward", "backward"),
     [
         # FlashAttention-2, 8,192 tokens, TFLOP/s: Dao-AILab/flash-attention, pull requests 1791 and 2688

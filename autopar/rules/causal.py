@@ -1,0 +1,233 @@
+"""Causal attention of some of the queries: without a mask, and with the memory of fused attention.
+
+The last query sees all keys, each one before it sees one key less. Fused kernels of GPUs know this form. That of CPUs
+does not: it works on the keys before the first query and on the square of the rest, and the two are merged by the
+logarithms of the sums of their weights. Where there is no fused kernel, blocks of queries are written out in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = ["attend_last_rows"]
+
+aten = torch.ops.aten
+
+GPU_ALIGNMENT = 8
+"""Fused kernels of GPUs take heads of a multiple of so many dims."""
+GPU_WIDEST = 256
+"""The widest head that FlashAttention takes."""
+LOWER_RIGHT = 2
+"""`custom_mask_type` of the memory-efficient kernel: the last query sees all keys."""
+BLOCK_ROWS = 256
+"""Queries that are written out at a time: enough to keep a device busy, and few of the scores live at once."""
+
+
+def attend_last_rows(query: Tensor, key: Tensor, value: Tensor, scale: float | None, grouped: bool) -> Tensor:
+    """Return the attention of `rows` queries that are the last ones of as many positions as there are keys.
+
+    `query` is `... rows e`, `key` `... keys e`, `value` `... keys v`, with at most as many rows as keys. Leading dims
+    broadcast; `grouped`: the last of them has fewer heads in keys and values, as `enable_gqa` says.
+    """
+    shape = _result_shape(query, key, value, grouped)
+    scale = 1 / sqrt(query.shape[-1]) if scale is None else scale
+    kernel = _kernel(query.device.type, query.device.index, query.dtype, max(query.shape[-1], value.shape[-1]))
+    if kernel == "efficient" and torch.compiler.is_compiling():
+        kernel = "none"  # torch 2.13 does not know the shapes of what its backward gives
+    q, k, v = _with_heads(query, key, value, grouped, shares=kernel in ("cpu", "flash"))
+    if kernel == "flash":
+        found = _flash(q, k, v, scale)
+    elif kernel == "efficient":
+        found = _efficient(q, k, v, scale)
+    elif kernel == "cpu":
+        width = max(q.shape[-1], v.shape[-1])
+        merged: Tensor = _Merged.apply(*(_widened(x, width) for x in (q, k, v)), scale)  # type: ignore[no-untyped-call]
+        found = merged[..., : v.shape[-1]]
+    else:
+        found = _Written.apply(q, k, v, scale)  # type: ignore[no-untyped-call]
+    return found.reshape(shape)
+
+
+def _result_shape(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[int, ...]:
+    leads = [tuple(x.shape[:-2]) for x in (query, key, value)]
+    if grouped:
+        leads = [leads[0], *((*lead[:-1], leads[0][-1]) for lead in leads[1:])]
+    return (*_broadcast(leads), query.shape[-2], value.shape[-1])
+
+
+def _broadcast(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+
+
+def _with_heads(query: Tensor, key: Tensor, value: Tensor, grouped: bool, shares: bool) -> list[Tensor]:
+    """All as `batch heads rows width`; `shares`: a kernel lets several heads of queries share one of the keys."""
+    tensors = [query, key, value]
+    leads = [x.shape[:-2] for x in tensors]
+    heads = [lead[-1] if lead else 1 for lead in leads]
+    same_batch = all(len(lead) == 2 and lead[0] == leads[0][0] for lead in leads)
+    if same_batch and heads[1] == heads[2] and (heads[0] == heads[1] or (shares and _groups(heads, grouped))):
+        return tensors
+    if grouped:
+        tensors[1:] = [x.repeat_interleave(heads[0] // x.shape[-3], -3) for x in tensors[1:]]
+    lead = _broadcast(x.shape[:-2] for x in tensors)
+    batch = (prod(lead[:-1]), lead[-1] if lead else 1)
+    return [x.expand(*lead, *x.shape[-2:]).reshape(*batch, *x.shape[-2:]) for x in tensors]
+
+
+def _groups(heads: list[int], grouped: bool) -> bool:
+    return heads[0] % heads[1] == 0 if grouped else heads[1] == 1
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else functional.pad(x, (0, width - x.shape[-1]))
+
+
+def _kernel(device_type: str, index: int | None, dtype: torch.dtype, width: int) -> str:
+    """The fused kernel for such tensors: `flash`, `efficient`, `cpu`, or none."""
+    if device_type == "cpu":
+        return "cpu" if torch._C._get_flash_sdp_enabled() else "none"
+    if device_type != "cuda":
+        return "none"
+    capability = torch.cuda.get_device_capability(index)
+    half = dtype is torch.float16 or (dtype is torch.bfloat16 and capability >= (8, 0))
+    if half and capability >= (8, 0) and width <= GPU_WIDEST and torch._C._get_flash_sdp_enabled():
+        return "flash"
+    efficient = (half or dtype is torch.float32) and torch._C._get_mem_efficient_sdp_enabled()
+    return "efficient" if efficient else "none"
+
+
+# What torch.compiler.assume_constant_result does, without loading the compiler: it cannot ask a device.
+_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+# -- fused kernels of GPUs --------------------------------------------------------------------------------------------
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    width = max(q.shape[-1], v.shape[-1])
+    aligned = -(-width // GPU_ALIGNMENT) * GPU_ALIGNMENT
+    padded = [_widened(x, aligned) for x in (q, k, v)]
+    # For this op causal means that the last query sees all keys, unlike for `scaled_dot_product_attention`.
+    found: Tensor = aten._scaled_dot_product_flash_attention.default(*padded, 0.0, True, False, scale=scale)[0]
+    return found[..., : v.shape[-1]]
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    widths = [-(-x.shape[-1] // GPU_ALIGNMENT) * GPU_ALIGNMENT for x in (q, k, v)]
+    padded = [_widened(x, width).transpose(1, 2) for x, width in zip((q, k, v), widths, strict=True)]
+    saves = torch.is_grad_enabled() and any(x.requires_grad for x in padded)
+    nothing = (None,) * 5  # no bias, all sequences of one length
+    found: Tensor = aten._efficient_attention_forward.default(
+        *padded, *nothing, 0.0, LOWER_RIGHT, saves, scale=scale, seqlen_k=None
+    )[0]
+    return found.transpose(1, 2)[..., : v.shape[-1]]
+
+
+# -- the fused kernel of CPUs -----------------------------------------------------------------------------------------
+
+
+class _Merged(torch.autograd.Function):
+    """The backward of each part takes the merged result and sums, so that its gradients are those of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        found, sums = _cpu(q, *_last(k, v, q.shape[-2]), True, scale)
+        before = k.shape[-2] - q.shape[-2]
+        if before:
+            first, first_sums = _cpu(q, k[..., :before, :], v[..., :before, :], False, scale)
+            total = torch.logaddexp(sums, first_sums)
+            shares = [(part - total).exp()[..., None] for part in (sums, first_sums)]
+            found, sums = (found * shares[0] + first * shares[1]).to(q.dtype), total
+        ctx.save_for_backward(q, k, v, found, sums)
+        ctx.scale = scale
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        _once()
+        q, k, v, found, sums = ctx.saved_tensors
+        if gradient.stride(-1) != 1 or 0 in gradient.stride():
+            gradient = gradient.contiguous()
+        back = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        last = _last(k, v, q.shape[-2])
+        gradients = back(gradient, q, *last, found, sums, 0.0, True, scale=ctx.scale)
+        before = k.shape[-2] - q.shape[-2]
+        if not before:
+            return (*gradients, None)
+        early = back(gradient, q, k[..., :before, :], v[..., :before, :], found, sums, 0.0, False, scale=ctx.scale)
+        joined = [torch.cat(pair, -2) for pair in zip(early[1:], gradients[1:], strict=True)]
+        return early[0] + gradients[0], *joined, None
+
+
+def _last(k: Tensor, v: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    return k[..., k.shape[-2] - rows :, :], v[..., v.shape[-2] - rows :, :]
+
+
+def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu.default(
+        q, k, v, 0.0, causal, scale=scale
+    )
+    return found
+
+
+# -- written out ------------------------------------------------------------------------------------------------------
+
+
+class _Written(torch.autograd.Function):
+    """Blocks of queries in turn; the backward makes their weights again."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        parts = [_weights(q, k, start, scale) @ _to_sum(v[..., :seen, :]) for start, seen in _blocks(q, k)]
+        found = torch.cat(parts, -2).to(q.dtype)
+        ctx.save_for_backward(q, k, v, found)
+        ctx.scale = scale
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        _once()
+        q, k, v, found = ctx.saved_tensors
+        of_q, of_k, of_v = [], torch.zeros_like(_to_sum(k)), torch.zeros_like(_to_sum(v))
+        for start, seen in _blocks(q, k):
+            weights = _weights(q, k, start, ctx.scale)
+            own, result = (_to_sum(x[..., start : start + BLOCK_ROWS, :]) for x in (gradient, found))
+            of_v[..., :seen, :] += weights.transpose(-1, -2) @ own
+            moved = own @ _to_sum(v[..., :seen, :]).transpose(-1, -2) - (own * result).sum(-1, keepdim=True)
+            of_scores = weights * moved * ctx.scale
+            of_q.append(of_scores @ _to_sum(k[..., :seen, :]))
+            of_k[..., :seen, :] += of_scores.transpose(-1, -2) @ _to_sum(q[..., start : start + BLOCK_ROWS, :])
+        return torch.cat(of_q, -2).to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None
+
+
+def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int]]:
+    """Where each block of queries starts, and how many keys its last one sees."""
+    rows, keys = q.shape[-2], k.shape[-2]
+    return [(start, keys - rows + min(start + BLOCK_ROWS, rows)) for start in range(0, rows, BLOCK_ROWS)]
+
+
+def _weights(q: Tensor, k: Tensor, start: int, scale: float) -> Tensor:
+    """What a block of queries makes of the keys that it sees."""
+    own = _to_sum(q[..., start : start + BLOCK_ROWS, :])
+    rows = own.shape[-2]
+    seen = k.shape[-2] - q.shape[-2] + start + rows
+    scores = (own * scale) @ _to_sum(k[..., :seen, :]).transpose(-1, -2)
+    later = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
+    square = scores[..., seen - rows :].masked_fill(later, -torch.inf)
+    return torch.cat([scores[..., : seen - rows], square], -1).softmax(-1)
+
+
+def _to_sum(x: Tensor) -> Tensor:
+    """In the dtype that sums are made in."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _once() -> None:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("fused causal attention has no second derivative")
