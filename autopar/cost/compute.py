@@ -19,8 +19,8 @@ import torch
 from autopar.choices import Choice
 from autopar.cost.cluster import Attention, Device
 from autopar.cost.matrix import Product, product_seconds
+from autopar.cost.rates import peak_of
 from autopar.decisions import OpDecision
-from autopar.errors import ClusterError
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import Layout
 from autopar.products import ATTENTION, RECURRENT, Contraction, contractions, factors_of, is_linear_in_both
@@ -98,23 +98,6 @@ def seconds_of_bytes(count: float, device: Device, bytes_per_second: float | Non
 def plain_name(op: str) -> str:
     """`gelu` of `aten.gelu.default`, and of the `gelu_` that writes in place: as devices call it."""
     return op.split(".")[1].strip("_") if "." in op else op
-
-
-COMPLEX = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
-
-
-def peak_of(device: Device, dtype: torch.dtype) -> float:
-    """Products and sums of numbers of a dtype per second; a product of complex numbers is four of real ones."""
-    if dtype in COMPLEX:
-        return peak_of(device, COMPLEX[dtype]) / 4
-    name = str(dtype).removeprefix("torch.")
-    if name not in device.peak_flops:
-        known = ", ".join(device.peak_flops)
-        raise ClusterError(
-            f"device '{device.name}' has no rate for {name}, which the model computes in\n"
-            f"fix: add {name} under [peak] of the device; it has {known}"
-        )
-    return device.peak_flops[name]
 
 
 @dataclass(frozen=True)

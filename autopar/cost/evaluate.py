@@ -18,10 +18,10 @@ from collections.abc import Iterable
 import torch
 
 from autopar.cost.cluster import Cluster
-from autopar.cost.compute import peak_of
 from autopar.cost.costs import CommunicationCosts, ComputeCosts, Costs
 from autopar.cost.memory import memory
 from autopar.cost.profile import Profile, Task, profile
+from autopar.cost.rates import peak_of
 from autopar.cost.wired import Wired
 from autopar.decided import Plan
 from autopar.errors import AutoparError

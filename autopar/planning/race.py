@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from autopar.contracts import check_contracts
 from autopar.conversions import conversions
-from autopar.cost.compute import peak_of
 from autopar.cost.costs import Costs
 from autopar.cost.evaluate import evaluate
+from autopar.cost.rates import peak_of
 from autopar.decided import Plan
 from autopar.errors import AutoparWarning, LayoutError
 from autopar.layout.syntax import Guard, Limit, Same

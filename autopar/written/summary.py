@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
+from autopar.cost.rates import rate_notes
 from autopar.written.globs import skeleton
 from autopar.written.units import bytes_text, layout_text, percent_text, seconds_text, table
 
@@ -45,6 +46,8 @@ def _head(plan: Plan) -> list[str]:
     if plan.mesh.size > 1 and not dims_by_place(plan):
         why = ", and to send would take longer" if plan.origin == "search" else ""
         lines.append(f"  note    nothing is split: every device does all of the work{why}")
+    for rate in rate_notes(plan.graph, plan.cluster.device):
+        lines.append(f"  note    the device has no rate for a dtype of the model: priced {rate}")
     return lines
 
 

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import autopar
 from autopar.completion import complete
 from autopar.cost.cluster import Device, load_device
-from autopar.cost.compute import OpWork, op_work, peak_of
+from autopar.cost.compute import OpWork, op_work
+from autopar.cost.rates import peak_of, rate_notes, rate_of
 from autopar.errors import ClusterError
 from autopar.layout.language import parse_layout
 from autopar.tracing.graph import NamedGraph
@@ -208,14 +209,53 @@ def test_views_are_free_and_lookups_read_what_they_give() -> None:
     assert kinds["relu"].backward.bytes == 3 * size, "the gradient, the result that is kept, and what is made of them"
 
 
-def test_a_dtype_without_a_rate_is_an_error() -> None:
+HALF_KNOWN = Device("half known", 1e9, 1e12, 0.0, MappingProxyType({"float32": 8e12, "float16": 64e12}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rate", "source"),
+    [
+        (torch.float64, 4e12, "float32"),  # half for twice the width
+        (torch.float32, 8e12, "float32"),
+        (torch.bfloat16, 64e12, "float16"),
+        (torch.float8_e4m3fn, 64e12, "float16"),  # no slower
+        (torch.int8, 8e12, "float32"),
+        (torch.int64, 8e12, "float32"),
+        (torch.bool, 8e12, "float32"),
+        (torch.complex64, 2e12, "float32"),
+        (torch.complex128, 1e12, "float32"),
+    ],
+)
+def test_a_dtype_without_a_rate_has_that_of_the_nearest(dtype: torch.dtype, rate: float, source: str) -> None:
+    found = rate_of(HALF_KNOWN, dtype)
+    assert (found.flops_per_second, found.taken_from) == (rate, source)
+    assert rate_of(replace(HALF_KNOWN, peak_flops={"float8": 9.0}), torch.float8_e5m2).is_known
+
+
+def test_a_rate_that_is_not_the_device_s_own_is_said() -> None:
     graph = autopar.trace(Layer("linear").double(), (torch.randn(4, 6, 12, dtype=torch.float64),))
+    assert rate_notes(graph, HALF_KNOWN) == ("float64 at 4 TFLOP/s, from the rate of float32",)
+    assert rate_notes(graph, load_device("h100")) == ()
+    assert works(graph, "* -> none", {"a": 2}, HALF_KNOWN)
+    plan = autopar.plan(Layer("linear").double(), "dp=2", (torch.randn(4, 6, 12, dtype=torch.float64),), cluster="h100")
+    assert "no rate" not in plan.summary()
+    poor = replace(plan.cluster, device=replace(plan.cluster.device, peak_flops={"float32": 8e12}))
+    assert "priced float64 at 4 TFLOP/s, from the rate of float32" in replace(plan, cluster=poor).summary()
+
+
+def test_a_device_without_any_rate_is_an_error() -> None:
     with pytest.raises(ClusterError) as error:
-        works(graph, "* -> none", {"a": 2})
+        peak_of(replace(HALF_KNOWN, peak_flops={"tf32": 1e12}), torch.float64)
     assert str(error.value) == (
-        "device 'roofline' has no rate for float64, which the model computes in\n"
-        "fix: add float64 under [peak] of the device; it has float32"
+        "device 'half known' has no rate for float64, which the model computes in, and none of a float\n"
+        "fix: add float64 or float32 under [peak] of the device; it has tf32"
     )
+
+
+@pytest.mark.parametrize("name", ["v100", "a100-40", "a100-80", "h100", "h200", "b200", "gb200"])
+def test_every_device_has_a_rate_for_doubles(name: str) -> None:
+    device = load_device(name)
+    assert 0.4 < device.peak_flops["float64"] / device.peak_flops["float32"] <= 1
 
 
 def test_complex_numbers_are_multiplied_as_four_real_ones() -> None:
@@ -265,3 +305,25 @@ def test_ranks_that_hold_other_experts_multiply_all_rows() -> None:
     assert rows.forward.flops == whole.forward.flops / 4
     assert experts.forward.flops == whole.forward.flops
     assert experts.forward.bytes < whole.forward.bytes, "each reads its own matrices"
+
+
+class Positions(nn.Module):
+    """A model in bfloat16 with angles of positions in float64, as FLUX has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        steps = 1.0 / 10000.0 ** torch.linspace(0, 1, 8, dtype=torch.float64)
+        angles = torch.einsum("bs,d->bsd", positions.double(), steps) @ torch.eye(8, dtype=torch.float64)
+        turned = torch.cat([angles.cos(), angles.sin()], -1).to(x.dtype)
+        return torch.as_tensor(self.linear(x) * turned)
+
+
+@pytest.mark.parametrize("cluster", ["h100", "a100-80", "v100", "b200"])
+def test_a_model_with_a_table_of_doubles_is_planned_on_gpus(cluster: str) -> None:
+    inputs = (torch.randn(4, 6, 16, dtype=torch.bfloat16), torch.arange(6).expand(4, 6))
+    plan = autopar.plan(Positions(), "dp=2", inputs, cluster=cluster, dims={"x": "batch seq d_model"})
+    assert plan.step_seconds > 0
+    assert ("from the rate of float16" in plan.summary()) is (cluster == "v100")
