@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.contracts import check_contracts, memory_limit
 from autopar.conversions import Outputs, conversions
-from autopar.cost.cluster import Cluster, cluster_names, load_cluster
+from autopar.cost.cluster import Cluster, load_cluster
 from autopar.cost.optimizers import optimizer_of
+from autopar.cost.shipped import shipped_for
 from autopar.decided import Plan as Decided
 from autopar.errors import AutoparError, LayoutError, MeshError
 from autopar.layout.choosing import choose_layout
@@ -101,14 +102,18 @@ def check_outputs(outputs: str) -> None:
 
 
 def cluster_here() -> Cluster:
-    """This machine's, by the name of its device; CPUs where there is no GPU."""
+    """This machine's, by the name and the memory of its device; CPUs where there is no GPU."""
     if not torch.cuda.is_available():
         return load_cluster(LOCAL)
-    device = torch.cuda.get_device_name().upper()
-    for name in sorted(cluster_names(), key=len):
-        if name.split("-")[0].upper() in device:
-            return load_cluster(name)
-    raise AutoparError(f"no cluster has a {device}\nfix: name one, cluster='h100'; or measure it: autopar calibrate")
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    found = shipped_for(properties.name, properties.total_memory)
+    if found is None:
+        raise AutoparError(
+            f"no cluster has a device '{properties.name}' with {properties.total_memory / 1e9:.0f} GB\n"
+            f"fix: measure it, autopar calibrate --output mine.toml, and give cluster='mine.toml'; or name one that is "
+            f"like it, with the memory that there is: cluster='h100', memory='{properties.total_memory / 2**30:.0f}GiB'"
+        )
+    return found
 
 
 # -- meshes

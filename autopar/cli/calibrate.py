@@ -184,9 +184,13 @@ def _write(
 
     from autopar.cost.calibrate import fit_collectives, fit_products, judge
     from autopar.cost.cluster import load_cluster
+    from autopar.cost.shipped import shipped_for
     from autopar.cost.written import cluster_text, times_table
 
-    products, fits = fit_products(found.products), fit_collectives(found.collectives)
+    shipped = None if found.own_host else shipped_for(found.device, found.memory_bytes)
+    device = None if shipped is None else shipped.device
+    products = fit_products(found.products, device, found.stream_bytes_per_second)
+    fits = fit_collectives(found.collectives)
     how = f"autopar calibrate: {found.ranks} ranks, {backend}, torch {torch.__version__.split('+')[0]}, "
     how += f"buffers up to {budget.largest_bytes} bytes, " if found.collectives else ""
     how += "medians of the faster half of the repetitions, means of collectives where ranks share cores"
@@ -194,11 +198,13 @@ def _write(
     nodes = f"{found.nodes} nodes with " if found.nodes > 1 else ""
     where = f" on {os.cpu_count()} cores" if found.device.startswith("CPU") else ""
     description = f"Measured: {nodes}{found.ranks_per_node} × {found.device}{where}, {backend}"
-    text = cluster_text(name, description, found, products, fits, date.today().isoformat(), how, links)
+    text = cluster_text(name, description, found, products, fits, date.today().isoformat(), how, links, shipped)
     write_text(arguments.output, text)
     if arguments.times is not None:
         write_text(arguments.times, times_table(found.collectives))
     judged = judge(load_cluster(arguments.output), found)
+    if shipped is not None:
+        print(f"what cannot be measured is as in {shipped.name}: [inherited] in the file")
     print(f"wrote {arguments.output}\n\nmedian |error| of the file's prices")
     print(f"  {'':16} {'fitted':>8} {'not fitted':>11}")
     print(f"  {'products':16} {products.error:>8.0%} {'':>11}")

@@ -10,17 +10,20 @@ of those that it may run, the one that fits best is taken. Errors count relative
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
+from math import inf
 from statistics import median
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from autopar.cost.algorithms import ALGORITHMS, Span
-from autopar.cost.cluster import Attention, Cluster
+from autopar.cost.cluster import Attention, Cluster, Device
 from autopar.cost.comm import Curve, Network
 from autopar.cost.links import Level
+from autopar.cost.matrix import Matrix, Product, product_seconds
 from autopar.cost.trials import Attended, TriedOp
 
 __all__ = [
@@ -77,6 +80,7 @@ class Chain:
     rows: int
     width: int
     seconds: float
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,11 @@ class Measurements:
     busy_cores: bool = False
     """Whether ranks compute on all cores, so that none is left for what is sent beside."""
     overhead_seconds: float = 0.0
-    """What a small op takes of a training step, of a device that is its own host."""
+    """What a small op takes of a training step: of the device that is its own host, or of the host beside it."""
+    own_host: bool = True
+    """Whether the device starts its ops itself, as a core of a CPU does."""
+    processors: int = 1
+    """Of the device: a library of collectives takes some of them."""
     ops: tuple[TriedOp, ...] = ()
     attentions: tuple[Attended, ...] = ()
     chain: Chain | None = None
@@ -129,9 +137,55 @@ class MultiplyFit:
     peak_flops: Mapping[str, float]
     error: float
     """The median of |predicted - measured| / measured."""
+    matrix: Matrix | None = None
+    """The tiles and processors of a device that autopar ships, if with them the error is less."""
+    stream_bytes_per_second: float = inf
+
+    def seconds(self, dtype: str, rows: int, reduction: int, columns: int) -> float:
+        """What a product takes by the fit."""
+        if self.matrix is None:
+            flops = 2.0 * rows * reduction * columns
+            return self.start_seconds + flops * (reduction + self.fill) / reduction / self.peak_flops[dtype]
+        product = Product(1, rows, columns, reduction)
+        size = getattr(torch, dtype).itemsize
+        return product_seconds(product, size, self.matrix, self.peak_flops[dtype], self.stream_bytes_per_second)
 
 
-def fit_products(products: Sequence[Timed]) -> MultiplyFit:
+def fit_products(
+    products: Sequence[Timed], shipped: Device | None = None, stream_bytes_per_second: float = inf
+) -> MultiplyFit:
+    """Fit what a product takes, with the tiles of a shipped device of this kind where these fit better."""
+    plain = _fit_plain(products)
+    if shipped is None or shipped.matrix is None:
+        return plain
+    tiled = _fit_tiled(products, plain, shipped, shipped.matrix, stream_bytes_per_second)
+    return min(plain, tiled, key=lambda fit: fit.error)
+
+
+def _fit_tiled(
+    products: Sequence[Timed], plain: MultiplyFit, shipped: Device, matrix: Matrix, stream: float
+) -> MultiplyFit:
+    """The peaks with which the tiles of a device give the measured times."""
+    peaks = {}
+    for dtype, plain_peak in plain.peak_flops.items():
+        peak = shipped.peak_flops.get(dtype, plain_peak)
+        fit = MultiplyFit(matrix.start_seconds, matrix.fill, {dtype: peak}, 0.0, matrix, stream)
+        shares = []
+        for one in products:
+            if one.dtype == dtype:
+                expected = fit.seconds(dtype, one.rows, one.reduction, one.columns) - matrix.start_seconds
+                shares.append(expected / max(one.seconds - matrix.start_seconds, one.seconds / 10))
+        peaks[dtype] = peak * median(shares)
+    found = MultiplyFit(matrix.start_seconds, matrix.fill, peaks, 0.0, matrix, stream)
+    return replace(found, error=_error_of(found, products))
+
+
+def _error_of(fit: MultiplyFit, products: Sequence[Timed]) -> float:
+    guesses = [(fit.seconds(one.dtype, one.rows, one.reduction, one.columns), one.seconds) for one in products]
+    return _median_error(guess / seconds for guess, seconds in guesses)
+
+
+def _fit_plain(products: Sequence[Timed]) -> MultiplyFit:
     """What a product takes beyond its operations, by the dtype with most measurements; the peak of each dtype."""
     dtypes = sorted({one.dtype for one in products}, key=lambda name: -sum(one.dtype == name for one in products))
     first = [one for one in products if one.dtype == dtypes[0]]
@@ -151,48 +205,56 @@ def fit_products(products: Sequence[Timed]) -> MultiplyFit:
         work = [one.flops * (one.reduction + fill) / one.reduction for one in mine]
         spent = [max(one.seconds - start, one.seconds / 10) for one in mine]
         peaks[dtype] = median(done / time for done, time in zip(work, spent, strict=True))
-    predicted = [start + one.flops * (one.reduction + fill) / one.reduction / peaks[one.dtype] for one in products]
-    error = median(abs(guess / one.seconds - 1) for guess, one in zip(predicted, products, strict=True))
-    return MultiplyFit(start, fill, peaks, error)
+    found = MultiplyFit(start, fill, peaks, 0.0)
+    return replace(found, error=_error_of(found, products))
 
 
 def fit_sustained(fit: MultiplyFit, chain: Chain | None) -> float:
     """The share of the rate of products that a training step reaches."""
-    if chain is None:
+    if chain is None or chain.dtype not in fit.peak_flops:
         return 1.0
-    flops = 2.0 * chain.rows * chain.width**2
-    peak = fit.peak_flops["float32"]
-    each = fit.start_seconds + flops * (chain.width + fit.fill) / chain.width / peak
-    return min(1.0, chain.count * each / chain.seconds)
+    return min(1.0, chain.count * fit.seconds(chain.dtype, chain.rows, chain.width, chain.width) / chain.seconds)
 
 
-def fit_attention(attentions: Sequence[Attended], peak_flops: float) -> Attention | None:
-    """The shares of the peak that fused attention reaches."""
+def fit_attention(
+    attentions: Sequence[Attended], peak_flops: Mapping[str, float], shipped: Attention | None = None
+) -> Attention | None:
+    """The shares of the peak that fused attention reaches. How many queries a processor takes shows in no time."""
     if not attentions:
         return None
 
-    def share(causal: bool, backward: bool) -> float:
-        mine = [one for one in attentions if one.causal == causal]
-        reached = median(one.reached(backward) for one in mine) / peak_flops
-        return min(1.0, reached)
+    def share(causal: bool, backward: bool, head_dim: int | None = None) -> float:
+        mine = [one for one in attentions if one.causal == causal and head_dim in (None, one.head_dim)]
+        return median(one.reached(backward) / peak_flops[one.dtype] for one in mine)
 
-    forward, backward = share(False, False), share(False, True)
+    dims = sorted({one.head_dim for one in attentions})
+    times = {head_dim: 1 / share(False, False, head_dim) for head_dim in dims}
+    softmax = 0 if shipped is None else shipped.softmax
+    if len(dims) > 1:
+        few, many = dims[0], dims[-1]  # share = forward / (1 + softmax / head_dim)
+        slope = max(0.0, (times[few] - times[many]) / (1 / few - 1 / many))
+        limit = times[many] - slope / many
+        softmax = round(slope / limit) if limit > 0 else softmax
+    forward = median((1 + softmax / head_dim) / spent for head_dim, spent in times.items())
     return Attention(
-        1,
-        forward,
-        backward,
-        min(1.0, share(True, False) / forward),
-        causal_backward_fraction=min(1.0, share(True, True) / backward),
+        1 if shipped is None else shipped.rows,
+        min(1.0, forward),
+        min(1.0, share(False, True)),
+        min(1.0, share(True, False) / share(False, False)),
+        min(1.0, share(True, True) / share(False, True)),
+        softmax,
     )
 
 
 def fit_ops(measurements: Measurements) -> tuple[dict[str, float], dict[str, float]]:
     """Bytes per second of the ops that do not get all that the memory gives: forward, backward."""
     found: tuple[dict[str, float], dict[str, float]] = ({}, {})
+    # A host runs ahead of its device while that has something to do.
+    overhead = measurements.overhead_seconds if measurements.own_host else 0.0
     for op in measurements.ops:
         ways = ((op.forward_bytes, op.forward_seconds), (op.backward_bytes, op.backward_seconds))
         for rates, (size, seconds) in zip(found, ways, strict=True):
-            rate = size / max(seconds - measurements.overhead_seconds, seconds / 10)
+            rate = size / max(seconds - overhead, seconds / 10)
             if 0 < rate < measurements.stream_bytes_per_second:
                 rates[op.name] = rate
     return found

@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.cost.calibrate import CANDIDATES, Chain, Measured, Measurements, Timed
 from autopar.cost.timing import Budget, Place, own_seconds, place_here, ranks_per_core, seconds_of, waited_seconds
-from autopar.cost.trials import TRIALS, Attended, TriedOp, attended, overhead_seconds, tried
+from autopar.cost.trials import TRIALS, Attended, TriedOp, attended, attention_trials, overhead_seconds, tried
 
 __all__ = ["Budget", "measure", "steps_of"]
 
@@ -39,8 +39,8 @@ def measure(budget: Budget, tick: Tick) -> Measurements:
             products.append(_product(place, budget, dtype, rows, reduction, columns))
     found = Measurements(name, memory, launch, stream, tuple(products), (), place.nodes, place.ranks_per_node)
     found = replace(found, busy_cores=ranks_per_core(place) >= 1)
-    if place.device.type == "cpu":
-        found = _tried(place, budget, tick, found)
+    found = replace(found, own_host=place.device.type == "cpu", processors=_processors(place))
+    found = _tried(place, budget, tick, found)
     if place.ranks == 1:
         return found
     collectives = []
@@ -58,7 +58,7 @@ def steps_of(budget: Budget, ranks: int, ranks_per_node: int) -> int:
     """About how many times `tick` is called."""
     groups = len(_counts(ranks_per_node)) + len(_counts(ranks // ranks_per_node))
     products = 3 * len(list(_products(budget.largest_product)))
-    alone = 3 if torch.cuda.is_available() else 6 + len(TRIALS)
+    alone = 5 + len(TRIALS) + len(attention_trials("cuda" if torch.cuda.is_available() else "cpu"))
     return alone + products + groups * len(list(_sizes(budget.largest_bytes)))
 
 
@@ -69,6 +69,12 @@ def _described(place: Place) -> tuple[str, float]:
         return properties.name, float(properties.total_memory)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / place.ranks_per_node
     return f"CPU process, {torch.get_num_threads()} thread", memory
+
+
+def _processors(place: Place) -> int:
+    if place.device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(place.device).multi_processor_count)
 
 
 # -- the device -------------------------------------------------------------------------------------------------------
@@ -88,7 +94,7 @@ def _launch(place: Place, budget: Budget) -> float:
 def _stream(place: Place, budget: Budget) -> float:
     """Two tensors read, one made: larger than the caches of a core."""
     size = 2**28 if place.device.type == "cuda" else 2**24
-    one, other = (torch.ones(size // ITEM_BYTES, device=place.device) for _ in range(2))
+    one, other = (torch.rand(size // ITEM_BYTES, device=place.device) for _ in range(2))
     return 3 * size / own_seconds(place, budget, lambda: torch.add(one, other))
 
 
@@ -109,25 +115,26 @@ def _products(largest: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _product(place: Place, budget: Budget, dtype: torch.dtype, rows: int, reduction: int, columns: int) -> Timed:
-    left = torch.ones(rows, reduction, device=place.device, dtype=dtype)
-    right = torch.ones(reduction, columns, device=place.device, dtype=dtype)
+    # Not of one value: bits that do not change take less power, and a GPU at its limit of power runs faster on them.
+    left = torch.randn(rows, reduction, device=place.device).to(dtype)
+    right = torch.randn(reduction, columns, device=place.device).to(dtype)
     seconds = own_seconds(place, budget, lambda: left @ right)
     return Timed(str(dtype).removeprefix("torch."), rows, reduction, columns, seconds)
 
 
 def _tried(place: Place, budget: Budget, tick: Tick, found: Measurements) -> Measurements:
-    """What a CPU takes beyond what is multiplied and moved."""
+    """What a device takes beyond what is multiplied and moved."""
     seconds = partial(own_seconds, place, replace(budget, seconds_each=budget.seconds_each / 4))
     tick("a small op")
     overhead = overhead_seconds(place.device, seconds)
     ops: list[TriedOp] = []
     for trial in TRIALS:
         tick(trial.name)
-        ops.append(tried(trial, TRIED_NUMEL, place.device, seconds))
+        ops.append(tried(trial, TRIED_NUMEL if found.own_host else TRIED_NUMEL_GPU, place.device, seconds))
     attentions: list[Attended] = []
-    for causal in (False, True):
+    for attention in attention_trials(place.device.type):
         tick("attention")
-        attentions += [attended(causal, rows, 4, place.device, seconds) for rows in (128, 256, 512)]
+        attentions.append(attended(attention, place.device, seconds))
     tick("layers")
     return replace(
         found, overhead_seconds=overhead, ops=tuple(ops), attentions=tuple(attentions), chain=_chain(place, budget)
@@ -135,18 +142,23 @@ def _tried(place: Place, budget: Budget, tick: Tick, found: Measurements) -> Mea
 
 
 TRIED_NUMEL = 2**20
+TRIED_NUMEL_GPU = 2**26
+"""Beyond its caches, and far longer than a launch."""
 
 
 def _chain(place: Place, budget: Budget) -> Chain:
     """Forward and backward of some layers, whose operands do not stay in a core's caches."""
-    width, rows, layers = 512, 1024, 4
-    chain = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).to(place.device)
-    x = torch.rand(rows, width, device=place.device)
+    on_cpu = place.device.type == "cpu"
+    width, rows, dtype = (512, 1024, torch.float32) if on_cpu else (4096, 8192, torch.float16)
+    layers = 4
+    chain = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).to(place.device, dtype)
+    x = torch.rand(rows, width, device=place.device).to(dtype)
 
     def step() -> None:
         torch.autograd.grad(chain(x).sum(), list(chain.parameters()))
 
-    return Chain(3 * layers - 1, rows, width, own_seconds(place, budget, step))
+    seconds = own_seconds(place, budget, step)
+    return Chain(3 * layers - 1, rows, width, seconds, str(dtype).removeprefix("torch."))
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------

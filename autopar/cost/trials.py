@@ -7,6 +7,7 @@ over the very bytes that the cost model counts for it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,17 @@ from autopar.decided import Plan
 from autopar.layout.choosing import choose_layout
 from autopar.tracing.tracer import named_graph
 
-__all__ = ["TRIALS", "Attended", "Trial", "TriedOp", "attended", "overhead_seconds", "tried"]
+__all__ = [
+    "TRIALS",
+    "Attended",
+    "AttentionTrial",
+    "Trial",
+    "TriedOp",
+    "attended",
+    "attention_trials",
+    "overhead_seconds",
+    "tried",
+]
 
 Function = Callable[..., torch.Tensor]
 Seconds = Callable[[Callable[[], object]], float]
@@ -96,7 +107,7 @@ class _Alone(nn.Module):
 
     def __init__(self, function: Function) -> None:
         super().__init__()
-        self.function = function
+        self.function = copy.deepcopy(function)  # a module is moved to the device, and the table is of all
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(x)
@@ -160,6 +171,8 @@ class Attended:
     backward_seconds: float
     flops: float
     """Of the forward, as far as the mask leaves any."""
+    dtype: str = "float32"
+    head_dim: int = 64
 
     def reached(self, backward: bool) -> float:
         """FLOPs per second."""
@@ -168,12 +181,43 @@ class Attended:
         return self.flops / self.forward_seconds
 
 
-def attended(causal: bool, rows: int, heads: int, device: torch.device, seconds: Seconds) -> Attended:
-    """Attention over so many queries and keys of 64 dims."""
-    width = 64
-    q, k, v = (torch.rand(1, heads, rows, width, device=device, requires_grad=True) for _ in range(3))
-    run = partial(F.scaled_dot_product_attention, q, k, v, is_causal=causal)
+@dataclass(frozen=True)
+class AttentionTrial:
+    """Attention over `rows` queries and as many keys."""
+
+    causal: bool
+    rows: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+def attention_trials(device_type: str) -> tuple[AttentionTrial, ...]:
+    """Enough to do for all of a device. Where a softmax takes its time, that shows in heads of two sizes.
+
+    All GPUs that have a fused kernel have one for float16.
+    """
+    if device_type == "cpu":
+        return tuple(AttentionTrial(causal, rows, 4, 64, torch.float32) for causal in WAYS for rows in (128, 256, 512))
+    return tuple(
+        AttentionTrial(causal, rows, 32, head_dim, torch.float16)
+        for causal in WAYS
+        for head_dim in (64, 128)
+        for rows in (1024, 2048, 4096)
+    )
+
+
+WAYS = (False, True)
+
+
+def attended(trial: AttentionTrial, device: torch.device, seconds: Seconds) -> Attended:
+    """Run a trial, forward and backward."""
+    rows, width = trial.rows, trial.head_dim
+    shape = (1, trial.heads, rows, width)
+    q, k, v = (torch.randn(shape, device=device).to(trial.dtype).requires_grad_() for _ in range(3))
+    run = partial(F.scaled_dot_product_attention, q, k, v, is_causal=trial.causal)
     forward = seconds(run)
     backward = seconds(_backward(run(), [q, k, v]))
-    share = (rows + 1) / (2 * rows) if causal else 1.0
-    return Attended(causal, forward, backward, 4.0 * heads * rows * rows * width * share)
+    share = (rows + 1) / (2 * rows) if trial.causal else 1.0
+    flops = 4.0 * trial.heads * rows * rows * width * share
+    return Attended(trial.causal, forward, backward, flops, str(trial.dtype).removeprefix("torch."), width)

@@ -13,7 +13,9 @@ from autopar.cost.calibrate import (
     fit_ops,
     fit_sustained,
 )
-from autopar.cost.cluster import Attention
+from autopar.cost.cluster import Attention, Cluster, Device
+from autopar.cost.links import Library
+from autopar.cost.matrix import Matrix
 
 __all__ = ["cluster_text", "times_table"]
 
@@ -31,18 +33,24 @@ def cluster_text(
     date: str,
     how: str,
     links: tuple[Sequence[str], Sequence[str]] = ((), ()),
+    shipped: Cluster | None = None,
 ) -> str:
-    """A file that `load_cluster` reads. One process measures no links: those of another file, and its sources."""
+    """A file that `load_cluster` reads. One process measures no links: those of another file, and its sources.
+
+    What cannot be measured is inherited from the shipped cluster of such devices, and said to be.
+    """
     lines = [
         f"name = {_quoted(name)}",
         f"description = {_quoted(description)}",
         "",
-        *_device(measurements, products),
+        *([f"# [inherited]: not measured on this machine, but as in the cluster {shipped.name}"] if shipped else []),
+        *_device(measurements, products, None if shipped is None else shipped.device),
         *_levels(measurements, fits),
-        *_library(measurements, fits),
+        *_library(measurements, fits, None if shipped is None else shipped.library),
         *links[0],
         "[sources]",
         *links[1],
+        *([_inherited_source(shipped, date)] if shipped else []),
         f"measured = {{ text = {_quoted(how)}, date = {date} }}",
     ]
     return "\n".join(lines) + "\n"
@@ -65,24 +73,74 @@ def _number(value: float, unit: str) -> str:
     return f'"{value:.4g} {unit} [measured]"'
 
 
-def _device(measurements: Measurements, products: MultiplyFit) -> list[str]:
+def _inherited_source(shipped: Cluster, date: str) -> str:
+    text = f"the cluster {shipped.name} that autopar ships, where its sources are: not measured on this machine"
+    return f"inherited = {{ text = {_quoted(text)}, date = {date} }}"
+
+
+def _kept(value: float, unit: str) -> str:
+    """A number of the shipped cluster."""
+    return f'"{value:.6g} {unit} [inherited]"'
+
+
+def _device(measurements: Measurements, products: MultiplyFit, shipped: Device | None) -> list[str]:
     stream = measurements.stream_bytes_per_second / 1e9
-    sustained = fit_sustained(products, measurements.chain)
-    overhead = measurements.overhead_seconds - measurements.launch_seconds
+    memory = [f"hbm = {_number(stream, 'GB/s')}"]
+    if shipped is not None:
+        memory = [f"hbm = {_kept(shipped.hbm_bytes_per_second / 1e9, 'GB/s')}", f"stream = {_number(stream, 'GB/s')}"]
     return [
         "[device]",
         f"name = {_quoted(measurements.device)}",
         f"memory = {_number(measurements.memory_bytes / 1e9, 'GB')}",
-        f"hbm = {_number(stream, 'GB/s')}",
+        *memory,
         f"launch = {_number(measurements.launch_seconds * 1e6, 'us')}",
-        *([f"op = {_number(overhead * 1e6, 'us')}"] if overhead > 0 else []),
-        *([f"sustained = {_number(100 * sustained, '%')}"] if sustained < 1 else []),
+        *_overhead(measurements),
+        *_sustained(fit_sustained(products, measurements.chain), shipped),
         "",
         "[device.peak]",
         *(f"{dtype} = {_number(peak / 1e9, 'GFLOP/s')}" for dtype, peak in products.peak_flops.items()),
+        *_other_peaks(products, shipped),
         "",
+        *(_tiled_matrix(products.matrix) if products.matrix else _plain_matrix(products, measurements.processors)),
+        "",
+        *_attention(
+            fit_attention(measurements.attentions, products.peak_flops, None if shipped is None else shipped.attention),
+            shipped is not None,
+        ),
+        *_rates(measurements),
+    ]
+
+
+def _overhead(measurements: Measurements) -> list[str]:
+    """What any op takes: of a device that starts its ops itself, or of the host beside it."""
+    if not measurements.own_host:
+        spent = measurements.overhead_seconds
+        return [f"host = {_number(spent * 1e6, 'us')}"] if spent > 0 else []
+    more = measurements.overhead_seconds - measurements.launch_seconds
+    return [f"op = {_number(more * 1e6, 'us')}"] if more > 0 else []
+
+
+def _sustained(measured: float, shipped: Device | None) -> list[str]:
+    """A few seconds of layers do not bring a GPU to its limit of power: the shipped share, if that is less."""
+    if shipped is not None and shipped.sustained_fraction < measured:
+        return [f"sustained = {_kept(100 * shipped.sustained_fraction, '%')}"]
+    return [f"sustained = {_number(100 * measured, '%')}"] if measured < 1 else []
+
+
+def _other_peaks(products: MultiplyFit, shipped: Device | None) -> list[str]:
+    others = {} if shipped is None else dict(shipped.peak_flops)
+    return [
+        f"{dtype} = {_kept(peak / 1e9, 'GFLOP/s')}"
+        for dtype, peak in others.items()
+        if dtype not in products.peak_flops
+    ]
+
+
+def _plain_matrix(products: MultiplyFit, processors: int) -> list[str]:
+    """Tiles of one number, so that no wave of them is noticed."""
+    return [
         "[device.matrix]",
-        'processors = "1 [measured]"',
+        f'processors = "{processors} [measured]"',
         f"start = {_number(products.start_seconds * 1e6, 'us')}",
         f'fill = "{products.fill} [measured]"',
         'split = "0 us [measured]"',
@@ -92,13 +150,27 @@ def _device(measurements: Measurements, products: MultiplyFit) -> list[str]:
         'rows = "1 [measured]"',
         'columns = "1 [measured]"',
         'reached = "100 % [measured]"',
-        "",
-        *_attention(fit_attention(measurements.attentions, products.peak_flops["float32"])),
-        *_rates(measurements),
     ]
 
 
-def _attention(fit: Attention | None) -> list[str]:
+def _tiled_matrix(matrix: Matrix) -> list[str]:
+    """The measured products are in the peaks."""
+    aligned = ", ".join(f"{unit} = {_kept(100 * share, '%')}" for unit, share in matrix.aligned_fraction.items())
+    lines = [
+        "[device.matrix]",
+        f'processors = "{matrix.processors} [inherited]"',
+        f"start = {_kept(matrix.start_seconds * 1e6, 'us')}",
+        f'fill = "{matrix.fill} [inherited]"',
+        f"split = {_kept(matrix.split_seconds * 1e6, 'us')}",
+        f"aligned = {{ {aligned} }}" if aligned else "aligned = {}",
+    ]
+    for tile in matrix.tile:
+        lines += ["", "[[device.matrix.tile]]", f"rows = {tile.rows}", f"columns = {tile.columns}"]
+        lines += [f"reached = {_kept(100 * tile.reached_fraction, '%')}"]
+    return lines
+
+
+def _attention(fit: Attention | None, is_shipped: bool) -> list[str]:
     if fit is None:
         return []
     shares = {
@@ -108,7 +180,9 @@ def _attention(fit: Attention | None) -> list[str]:
         "causal_backward": fit.causal_backward_fraction,
     }
     lines = [f"{key} = {_number(100 * share, '%')}" for key, share in shares.items()]
-    return ["[device.attention]", f'rows = "{fit.rows} [measured]"', *lines, ""]
+    rows = f'rows = "{fit.rows} [{"inherited" if is_shipped else "measured"}]"'
+    softmax = [f'softmax = "{fit.softmax} [measured]"'] if fit.softmax else []
+    return ["[device.attention]", rows, *lines, *softmax, ""]
 
 
 def _rates(measurements: Measurements) -> list[str]:
@@ -146,10 +220,13 @@ def _faster_alone(measurements: Measurements, fits: Sequence[CollectiveFit]) -> 
     return max(1.0, measurements.lone_bytes_per_second / pairs[0].bytes_per_second)
 
 
-def _library(measurements: Measurements, fits: Sequence[CollectiveFit]) -> list[str]:
+def _library(measurements: Measurements, fits: Sequence[CollectiveFit], shipped: Library | None) -> list[str]:
     lines = ["[library]", 'name = "as measured"'] if fits else []
-    # Of the one processor that a device is taken to be: what is sent beside the computing takes all of it, or nothing.
-    lines += ['processors = "1 [measured]"', ""] if fits and measurements.busy_cores else [""]
+    if fits and shipped is not None:  # what a collective takes of the host, and of the device beside it
+        host = ", ".join(f"{kind} = {_kept(spent * 1e6, 'us')}" for kind, spent in shipped.host_seconds.items())
+        lines += [f"host = {{ {host} }}"] if host else []
+        takes = shipped.processors and measurements.processors > 1
+        lines += [f'processors = "{shipped.processors} [inherited]"'] if takes else []
     rows: dict[tuple[str, int], dict[int, CollectiveFit]] = {}
     one_node = _used(fits) == [0]
     for fit in fits:
