@@ -165,8 +165,8 @@ def _tiled_matrix(matrix: Matrix) -> list[str]:
         f"aligned = {{ {aligned} }}" if aligned else "aligned = {}",
     ]
     for tile in matrix.tile:
-        lines += ["", "[[device.matrix.tile]]", f"rows = {tile.rows}", f"columns = {tile.columns}"]
-        lines += [f"reached = {_kept(100 * tile.reached_fraction, '%')}"]
+        lines += ["", "[[device.matrix.tile]]", f'rows = "{tile.rows} [inherited]"']
+        lines += [f'columns = "{tile.columns} [inherited]"', f"reached = {_kept(100 * tile.reached_fraction, '%')}"]
     return lines
 
 
