@@ -35,6 +35,9 @@ __all__ = ["Asked", "asked_as", "check_outputs", "cluster_here", "meshes_of", "p
 
 LOCAL = "local-cpu"
 
+LARGEST_GAP = 0.9
+"""A bound further below the time of a plan says nothing of the plan: it is that of devices that only multiply."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -241,7 +244,8 @@ def _on_mesh(
         sent = conversions(graph, decided.decisions, decided.outputs, decided.local_inputs)
         check_contracts(said, graph, decided.decisions, sent)
     within = demanded is not None and bool(demanded.statements)
-    plan = Plan(graph, decided, mesh, cluster, limit, solved.bound_seconds, solved.origin, within_layout=within)
+    bound = solved.bound_seconds if solved.gap <= LARGEST_GAP else 0.0
+    plan = Plan(graph, decided, mesh, cluster, limit, bound, solved.origin, within_layout=within)
     if asked.cache:
         cache.keep(key, plan)
     return plan

@@ -65,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     graph = traced(arguments)
     from autopar.planning.errors import NoPlan
     from autopar.search_plan import plan_graph
+    from autopar.written.experts import least_of
 
     try:
         plan = plan_graph(graph, possible, arguments.layout, asked, telling)
@@ -75,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     plan = replace(plan, target=target_text(arguments))
     experts = {} if arguments.no_experts else _experts(plan, telling)
+    if arguments.layout is None:
+        plan = least_of(plan, experts)
     telling.done()
     if arguments.output is not None:
         plan.save(arguments.output)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.asking import Telling, add_plan, planned
+from autopar.cli.asking import Telling, add_plan, is_plan, planned
 from autopar.cli.help import HelpText
 
 if TYPE_CHECKING:
@@ -44,10 +44,12 @@ def run(arguments: argparse.Namespace) -> int:
     plan = planned(arguments, telling)
     experts: dict[str, Plan] = {}
     if not arguments.no_experts:
-        from autopar.written.experts import experts_beside
+        from autopar.written.experts import experts_beside, least_of
 
         telling.say("pricing the strategies of experts")
         experts = experts_beside(plan)
+        if arguments.layout is None and not is_plan(arguments.plan):
+            plan = least_of(plan, experts)
     telling.done()
     from autopar.report.page import report
 

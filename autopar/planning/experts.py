@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 
 from autopar.completion import Known
@@ -26,13 +26,19 @@ def splits_nothing(plan: Plan) -> bool:
     return not held and not any(op.choice.splits for op in decisions.ops.values())
 
 
-def expert_plans(setting: Setting) -> Iterator[tuple[str, Plan]]:
-    """Every strategy that applies, by what it is called with its axes; those that come to the same once."""
+def expert_plans(setting: Setting, is_late: Callable[[], bool] = lambda: False) -> Iterator[tuple[str, Plan]]:
+    """Every strategy that applies, by what it is called with its axes; those that come to the same once.
+
+    Those with the fewest axes come first, as the others have many assignments. It ends when `is_late` says so, which is
+    asked before each assignment: to find that one does not apply takes as long as to find that it does.
+    """
     known = Known()
     found: list[Plan] = []
-    for name in strategy_names():
-        strategy = load_strategy(name)
+    strategies = {name: load_strategy(name) for name in strategy_names()}
+    for name, strategy in sorted(strategies.items(), key=lambda item: len(axes_of(item[1]))):
         for meaning in _assignments(axes_of(strategy), setting.used):
+            if is_late():
+                return
             layout = strategy.on_axes(meaning)
             plan = plan_under(setting, layout, known)
             if plan is not None and not any(plan.decisions is other.decisions for other in found):

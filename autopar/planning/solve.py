@@ -30,6 +30,9 @@ __all__ = ["PlanOptions", "Solved", "solve_plan"]
 SEARCH_SHARE = 0.75
 """Of the time, after which the strategies of experts are priced if the search has not ended."""
 
+LEAST_PRICED = 3
+"""Strategies that are priced however little time there is: those of one axis, which take little, and are often good."""
+
 
 @dataclass(frozen=True)
 class Solved:
@@ -149,7 +152,13 @@ def _searched(work: Work, beat_seconds: float) -> Ended:
 
 def _with_experts(race: Race, bound: float, deadline: float) -> None:
     """The strategies of experts, as long as one of them could be better and there is time, or nothing that fits."""
-    for name, plan in expert_plans(race.setting):
-        if relative_gap(race.seconds, bound) == 0.0 or (race.plan is not None and time.monotonic() > deadline):
-            return
+    priced = 0
+
+    def is_late() -> bool:
+        if relative_gap(race.seconds, bound) == 0.0:
+            return True
+        return race.plan is not None and priced >= LEAST_PRICED and time.monotonic() > deadline
+
+    for name, plan in expert_plans(race.setting, is_late):
         race.offer(name, plan)
+        priced += 1

@@ -46,7 +46,7 @@ def costs_data(plan: Plan) -> dict[str, Any]:
     costs, memory = plan.costs, plan.costs.memory
     return {
         "step_seconds": costs.step_seconds,
-        "bound_seconds": plan.bound_seconds,
+        "bound_seconds": plan.bound_seconds or None,
         "gap": plan.gap,
         "fits": plan.fits,
         "mfu": costs.mfu,

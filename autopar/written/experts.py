@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from autopar.planning.experts import WHOLE, splits_nothing
 if TYPE_CHECKING:
     from autopar.written.plan import Plan
 
-__all__ = ["experts_beside"]
+__all__ = ["experts_beside", "least_of"]
 
 
 def experts_beside(plan: Plan) -> dict[str, Plan]:
@@ -38,6 +39,14 @@ def experts_beside(plan: Plan) -> dict[str, Plan]:
         if best is not None:
             found[best[0]] = best[1]
     return dict(sorted(found.items(), key=lambda item: _rank(item[1])))
+
+
+def least_of(plan: Plan, experts: Mapping[str, Plan]) -> Plan:
+    """The plan that was searched, or a faster strategy that fits: a search may have had no time to price them all."""
+    name = min((name for name, one in experts.items() if one.fits), key=lambda name: _rank(experts[name]), default=None)
+    if name is None or plan.within_layout or experts[name].step_seconds >= plan.step_seconds:
+        return plan
+    return replace(experts[name], bound_seconds=plan.bound_seconds, origin=name, target=plan.target)
 
 
 def _rank(plan: Plan) -> tuple[bool, float]:

@@ -39,7 +39,7 @@ class Header:
     target: str = ""
     limit_bytes: int = 0
     step_seconds: float = 0.0
-    bound_seconds: float = 0.0
+    bound_seconds: float | None = None
     memory_bytes: float = 0.0
     origin: str = ""
     within_layout: bool = False
@@ -58,6 +58,7 @@ class Header:
 _READ: Mapping[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
+    "float | None": float,
     "bool": {"True": True, "False": False}.__getitem__,
 }
 

@@ -54,7 +54,7 @@ class Plan:
     limit_bytes: int
     """What it may hold on each device."""
     bound_seconds: float | None = None
-    """No plan that does what was asked takes less; None where nothing was proved."""
+    """No plan that does what was asked takes less; 0 where a search proved nothing of use, None where none was made."""
     origin: str = ""
     """Where it comes from: `search`, or a strategy, or a layout."""
     target: str = ""
@@ -86,7 +86,7 @@ class Plan:
 
         Where a layout was given, of all plans that do what it says.
         """
-        return None if self.bound_seconds is None else relative_gap(self.step_seconds, self.bound_seconds)
+        return relative_gap(self.step_seconds, self.bound_seconds) if self.bound_seconds else None
 
     @cached_property
     def collectives(self) -> tuple[PricedCollective, ...]:
@@ -135,7 +135,7 @@ class Plan:
             self.target,
             self.limit_bytes,
             self.step_seconds,
-            self.bound_seconds or 0.0,
+            self.bound_seconds,
             self.memory_bytes,
             self.origin,
             self.within_layout,
@@ -215,7 +215,7 @@ class Plan:
             links={axis: link for axis in layout.mesh.names if (link := layout.mesh.link(axis)) is not None},
         )
         place = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or _shipped(header.cluster, name))
-        bound = header.bound_seconds if same and cluster is None and header.bound_seconds else None
+        bound = header.bound_seconds if same and cluster is None else None
         asked = header.limit_bytes, bound, header.origin, header.target, header.within_layout
         return Plan(graph, decided, layout.mesh, place, *asked)
 

@@ -36,7 +36,8 @@ def _head(plan: Plan) -> list[str]:
     model = type(plan.graph.model).__name__
     fits = "fits" if plan.fits else "DOES NOT FIT"
     best = "the best that the layout allows" if plan.within_layout else "the best"
-    gap = "nothing proved" if plan.gap is None else f"at most {percent_text(plan.gap)} from {best}"
+    unproved = "nothing proved" if plan.bound_seconds is None else "no bound was found in the time"
+    gap = unproved if plan.gap is None else f"at most {percent_text(plan.gap)} from {best}"
     origin = f"from {plan.origin}" if plan.origin else ""
     lines = [
         f"{model} on {plan.mesh}: {plan.mesh.size} × {device} ({plan.cluster.name})",

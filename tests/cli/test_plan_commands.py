@@ -81,6 +81,29 @@ def test_plan_beside_experts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "megatron(dp=dp, tp=tp)" in {one["strategy"] for one in data["experts"]}
 
 
+@pytest.mark.parametrize("target", [GPT, f"{ROOT}/examples/moe.py:moe"])
+def test_out_of_time_the_plan_is_the_least_of_all_that_is_shown(
+    capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    code, out, _ = run(capsys, "plan", target, *WHERE, "--time-limit", "0.001", "--json")
+    data = json.loads(out)
+    assert code == 0
+    assert data["step_seconds"] == min(one["step_seconds"] for one in data["experts"] if one["fits"])
+    assert data["origin"] in {one["strategy"] for one in data["experts"]}
+    assert (data["bound_seconds"], data["gap"]) == (None, None)
+    code, out, _ = run(capsys, "plan", target, *WHERE, "--time-limit", "0.001")
+    assert "ms, no bound was found in the time, from " in out
+    assert re.search(r"this plan +\S+ ms  ", out)
+    assert not re.search(r"× 0\.\d", out), "no row is faster"
+
+
+def test_a_faster_strategy_is_not_what_a_layout_says(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "plan", GPT, *WHERE, "--layout", "megatron", "--json")
+    data = json.loads(out)
+    assert code == 0
+    assert data["step_seconds"] > min(one["step_seconds"] for one in data["experts"])
+
+
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "plan", GPT, *WHERE, "--memory", "20kB", "--time-limit", "2", "--layout", "megatron")
     assert code == 1

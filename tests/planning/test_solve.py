@@ -17,6 +17,7 @@ from autopar.cost.wired import Wired
 from autopar.decided import Plan
 from autopar.errors import LayoutError
 from autopar.layout.language import Layout, parse_layout
+from autopar.planning import experts
 from autopar.planning.build import build
 from autopar.planning.decode import plan_of
 from autopar.planning.demands import Demands
@@ -225,6 +226,22 @@ def test_the_least_memory_that_is_told_is_what_no_search_goes_below() -> None:
     assert found.costs.memory.peak_bytes == least
     with pytest.raises(NoPlan):
         solve_plan(graph, {"dp": 8}, CLUSTER, memory_bytes=0.99 * least, time_limit=3600)
+
+
+def test_strategies_are_not_tried_when_it_is_late(graph: NamedGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are those that do not apply, and are never offered: to find that out takes as long."""
+    tried: list[Layout] = []
+
+    def none(setting: Setting, layout: Layout, known: object = None) -> Plan | None:
+        tried.append(layout)
+        return None
+
+    monkeypatch.setattr(experts, "plan_under", none)
+    setting = Setting.of(graph, {"pod": 2, "dp": 2, "tp": 2}, CLUSTER, PlanOptions())
+    assert list(expert_plans(setting, lambda: len(tried) >= 4)) == []
+    assert len(tried) == 4
+    assert list(expert_plans(setting)) == []
+    assert len(tried) > 20
 
 
 @pytest.mark.parametrize("axes", [AXES, {"pod": 2, "dp": 2, "tp": 2}])
