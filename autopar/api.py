@@ -96,7 +96,8 @@ def parallelize(
 
     Every process of the mesh calls this with the same model and inputs. The result is called as the model is; its
     parameters are DTensors under the model's names. Without `inputs` it is traced at its first call. `outputs`: tensors
-    that are no scalars come back as DTensors (`sharded`), gathered (`full`) or as this rank's plain shards (`local`).
+    that are no scalars come back as DTensors (`sharded`), gathered (`full`) or as this rank's plain shards: gradients
+    are then averaged over the shards, as DDP does for a loss that is a mean (`local`), or summed (`local_sum`).
     `local_inputs`: the inputs are this rank's shards already. `compute_dtype`: parameters and inputs are cast to it for
     the forward and backward, while the parameters that the optimizer sees stay as they are; `reduce_dtype`: gradients
     are added up in it, by default in the dtype of their parameter.

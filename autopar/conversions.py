@@ -22,8 +22,11 @@ from autopar.tracing.graph import NamedGraph, NamedNode
 
 __all__ = ["Inserted", "OpConversions", "Outputs", "Wiring", "conversions", "wire"]
 
-Outputs = Literal["sharded", "full", "local"]
-"""How results are handed out: as DTensors, gathered, or as plain shards."""
+Outputs = Literal["sharded", "full", "local", "local_sum"]
+"""How results are handed out: as DTensors, gathered, or as plain shards.
+
+With shards each rank makes a loss of its own. Gradients are those of the mean of these losses, or of their sum.
+"""
 
 
 @dataclass(frozen=True)

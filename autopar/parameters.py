@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.rewrite.bucket import waited
 
-__all__ = ["LocalParameters"]
+__all__ = ["LocalParameters", "averaged"]
 
 
 class LocalParameters:
@@ -133,3 +133,21 @@ def _differentiable(gradient: Tensor, spec: Any) -> Tensor:
     return DTensor.from_local(
         gradient, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
     )
+
+
+def averaged(value: Any, shards: int) -> Any:
+    """A shard that is handed out, for losses of which the mean over so many shards is trained."""
+    if shards == 1 or not isinstance(value, Tensor) or not value.requires_grad:
+        return value
+    return _Averaged.apply(value, shards)  # type: ignore[no-untyped-call]
+
+
+class _Averaged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, shards: int) -> Tensor:
+        ctx.shards = shards
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.shards, None

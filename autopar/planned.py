@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.agreement import digest, kind_of
+from autopar.conversions import Outputs
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError
-from autopar.parameters import LocalParameters
+from autopar.layout.state import Layout
+from autopar.parameters import LocalParameters, averaged
 from autopar.parts import owner_of
 from autopar.rewrite.emit import Emitted
 from autopar.sharding import Held, Rank
@@ -137,7 +140,7 @@ def _constant_outline(value: Any) -> str:
 class Results:
     """How the module hands out what the graph gives."""
 
-    sharded: bool
+    outputs: Outputs
     local_inputs: bool
     compute_dtype: torch.dtype | None
 
@@ -176,11 +179,13 @@ class Planned:
         self.shards_of = LocalParameters(finish)
         self.inputs = tuple(p.name for p in exported.placeholders if p.kind == "input")
         self.digest = 0
-        places = emitted.results if results.sharded else ()
+        places = emitted.results if results.outputs == "sharded" else ()
         tensors = [None if place is None else (graph.tensors[place[0]], place[1]) for place in places]
         self.handed = tuple(
             None if found is None or not found[0].shape else Held.of(*found, rank=rank) for found in tensors
         )
+        self.shares = tuple(1 if place is None else _shards(place[1], rank) for place in emitted.results)
+        """In how many parts each result is split."""
 
     def values(self, given: Given, compiled: bool = False) -> list[Tensor]:
         """What the graph is called with, compiled or not: this rank's shards of everything."""
@@ -227,9 +232,11 @@ class Planned:
         flat = given.flat
         reused = {number: flat.containers[mine] for number, mine in exported.output_tree.reused.items()}
         rest = outputs[len(exported.mutations) :]
-        if self.results.sharded:
+        if self.results.outputs == "sharded":
             pairs = zip(rest, self.handed, strict=True)
             rest = tuple(value if held is None else held.wrap(value) for value, held in pairs)
+        elif self.results.outputs == "local":
+            rest = tuple(map(averaged, rest, self.shares))
         (result, _), _ = unflatten(exported.output_tree.node, rest, flat.containers, reused)
         return result
 
@@ -247,6 +254,10 @@ class Planned:
             assert target is not None, mutation
             with torch.set_grad_enabled(torch.is_grad_enabled() and mutation.kind == "input"):
                 target.copy_(outputs[mutation.output])
+
+
+def _shards(layout: Layout, rank: Rank) -> int:
+    return prod(rank.axes[axis] for axes in layout.splits for axis in axes)
 
 
 def _place(module: nn.Module, kind: str, name: str) -> dict[str, Any] | None:

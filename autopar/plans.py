@@ -116,7 +116,7 @@ class Plans:
         self.shell = shell
         self.planner = planner
         self.settings = settings
-        self.results = Results(settings.outputs == "sharded", settings.local_inputs, settings.compute_dtype)
+        self.results = Results(settings.outputs, settings.local_inputs, settings.compute_dtype)
         self.groups = Groups(mesh)
         self.agreement = Agreement(mesh)
         axes = dict(zip(self.groups.names, mesh.shape, strict=True))

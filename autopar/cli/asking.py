@@ -85,7 +85,9 @@ def add_question(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
     parser.add_argument("--memory", metavar="SIZE", help="what a device may hold, as in 70GiB or 90%% (default: all)")
     parser.add_argument("--optimizer", metavar="NAME", help="whose states are held (default: adamw)")
     parser.add_argument(
-        "--outputs", choices=("sharded", "full", "local"), help="how results are handed out (default: sharded)"
+        "--outputs",
+        choices=("sharded", "full", "local", "local_sum"),
+        help="how results are handed out (default: sharded)",
     )
 
 

@@ -232,7 +232,7 @@ def hand_out() -> dict[str, Any]:
             if outputs == "local":  # each rank's loss is of its share: of the batch, or of the vocabulary
                 if layout == "megatron":
                     continue
-                (loss_of(logits, targets.chunk(2)[dist.get_rank()]) / 2).backward()
+                loss_of(logits, targets.chunk(2)[dist.get_rank()]).backward()
             else:
                 loss_of(whole(logits), targets).backward()
             found[f"{layout}, {outputs}"] = gradient_gap(model, parallel)
