@@ -12,10 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.agreement import Agreement, Pending, checksum, digest, kind_of
+from autopar.agreement import Agreement, Pending, checksum, checksum_of_all, digest, kind_of
 from autopar.conversions import Inserted, Outputs
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError
+from autopar.graph_facts import graph_facts
 from autopar.layout.holds import Holding
 from autopar.planned import Given, Planned, Results
 from autopar.randomness import Randomness, kept_generators
@@ -35,12 +36,18 @@ __all__ = ["Disagreement", "Fixed", "Planner", "Plans", "Settings"]
 
 SAME_MODEL = "build the same model on every rank: the same seed before it is built, or the same weights loaded into it"
 SAME_ARGUMENTS = "call parallelize on every rank with the same arguments; a layout file must be the same for all"
+SAME_GRAPH = (
+    "build the same model on every rank and call it in the same way: numbers such as a dropout's p or a scale, tables "
+    "that are no parameters, and constants of forward are parts of the graph"
+)
 SAME_CALL = "call the module on every rank in the same way, with tensors of the same shapes"
 NO_RESULT = "a call on this rank has no result: another rank has begun a call and not ended it"
 LOCAL = (
-    "a plain tensor is the whole input, the same on every rank; if each rank loads a part of the batch of its own, "
-    "say local_inputs=True"
+    "a plain tensor is the whole input: give every rank the same batch, all of it; if each rank loads a part of the "
+    "batch of its own (a DistributedSampler, another seed), say parallelize(..., local_inputs=True)"
 )
+FIRST_CALLS, LATER_CALLS = 10, 100
+"""Where a comparison makes a device wait, these calls are compared: the first, and then each of so many."""
 
 
 class Planner(Protocol):
@@ -131,6 +138,10 @@ class Plans:
         self.found: dict[Any, list[Planned]] = {}
         self.latest: Planned | None = None
         self.pending: Pending | None = None
+        self.calls = 0
+        """On devices that would wait for a comparison, only the first of them and some later ones are compared."""
+        self.sign = 0
+        """Which call this is, with which inputs; the same on all ranks."""
         self.unsaid: int | None = None
         """Which call this is, if that is still to be said, with what is sent before the graph."""
         self.places: dict[str, list[int]] = {}
@@ -188,18 +199,20 @@ class Plans:
         if given is not None:
             plan = next((p for p in self.found.get(given.key, ()) if p.structure == given.structure), None)
         self.unsaid = None
+        compared = self.agreement.is_cheap or self._is_compared(differ)
+        self.sign = self._sign(own, plan, given) if compared or plan is None else 0
         if later and plan is not None and self.agreement.is_cheap and not plan.emitted.draws:
             if plan.emitted.ends.early:
-                self.unsaid = plan.digest
+                self.unsaid = self.sign
             else:
-                self.pending = self.agreement.begin(plan.digest)
-        elif self.agreement.is_cheap or plan is None or differ:
-            sign = 0 if own is not None else plan.digest if plan is not None else 1
-            is_same = not differ and (self.agreement.size == 1 or self.agreement.begin(sign).result() is not None)
-            if not is_same or sign in (0, 1):
+                self.pending = self.agreement.begin(self.sign)
+        elif compared or plan is None or differ:
+            is_same = not differ and (self.agreement.size == 1 or self.agreement.begin(self.sign).result() is not None)
+            if not is_same or self.sign in (0, 1):
                 self.agreement.together(lambda: _reraise(own))
                 assert given is not None, "else its error was raised"
                 self.agreement.same(given.facts(), SAME_CALL)
+                self._check_whole(given)
                 with kept_generators(self.device):
                     plan = self._plan(given)
         assert given is not None, "else its error was raised"
@@ -207,6 +220,27 @@ class Plans:
         self.weights.check_set()
         self.latest = plan
         return plan, given
+
+    def _is_compared(self, differ: bool) -> bool:
+        """Whether a call is, where comparing makes the device wait."""
+        self.calls += not differ
+        return self.agreement.size > 1 and (self.calls <= FIRST_CALLS or self.calls % LATER_CALLS == 0)
+
+    def _sign(self, own: AutoparError | None, plan: Planned | None, given: Given | None) -> int:
+        """A number that ranks have in common that make the same call with the same whole inputs."""
+        if own is not None or plan is None or given is None:
+            return 0 if own is not None else 1
+        if self.agreement.size == 1 or self.settings.local_inputs:
+            return plan.digest
+        return max(2, plan.digest ^ checksum_of_all(given.tensors))
+
+    def _check_whole(self, given: Given) -> None:
+        """Raise unless all ranks were given the same whole inputs."""
+        if self.agreement.size == 1 or self.settings.local_inputs:
+            return
+        pairs = zip(given.flat.paths, given.tensors, strict=True)
+        sums = {path: ((), checksum(tensor)) for path, tensor in pairs if not isinstance(tensor, DTensor)}
+        self.agreement.same_values(sums, lambda path: LOCAL)
 
     def check(self) -> None:
         """Before the first collective of a call: whether all ranks make the same one."""
@@ -221,7 +255,7 @@ class Plans:
     def exchange(self, numbers: Sequence[int | float], last: bool) -> Callable[[str], Sequence[Sequence[int | float]]]:
         """Begin to exchange some numbers before or after the graph of the latest call; see `ends.Exchanges`."""
         plan, unsaid, self.unsaid = self.current(), self.unsaid, None
-        pending = self.agreement.begin((plan.digest ^ 1) if last else plan.digest, numbers)
+        pending = self.agreement.begin((plan.digest ^ 1) if last else self.sign, numbers)
         if unsaid is not None:
             self.pending = pending
 
@@ -243,7 +277,7 @@ class Plans:
     def _plan(self, given: Given) -> Planned:
         agreement = self.agreement
         graph = agreement.together(lambda: self._trace(given))
-        agreement.same({"traced graph": str(digest(_outline(graph)))}, SAME_CALL)
+        agreement.same(graph_facts(graph), SAME_GRAPH)
         said = agreement.decided_by_first(lambda: self.planner.decide(graph))
         decisions = agreement.together(lambda: self.planner.read(graph, said)) if isinstance(said, str) else said
         held = agreement.together(lambda: self._held(graph, decisions, given))
@@ -358,9 +392,3 @@ class Plans:
 def _reraise(error: AutoparError | None) -> None:
     if error is not None:
         raise error
-
-
-def _outline(graph: NamedGraph) -> str:
-    lines = [f"{tensor} {tensor.dtype} {tensor.shape} {tensor.requires_grad}" for tensor in graph.tensors.values()]
-    lines += [f"{node.name} {node.op} {node.operands} {node.rule}" for node in graph.nodes]
-    return "\n".join(lines)

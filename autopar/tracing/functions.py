@@ -19,13 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from autopar.tracing.refusal import Refusal
 
-__all__ = ["as_op"]
+__all__ = ["as_op", "plain_arguments"]
 
 NAMESPACE = "autopar_functions"
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.memory_format)
 
 _ops: dict[tuple[Any, ...], Any] = {}
 """Kept as long as the process lives, as torch keeps ops."""
+_calls: dict[str, _Call] = {}
+"""By the name of the op."""
 
 
 def as_op(function: Any, arguments: Sequence[Any]) -> Any:
@@ -39,6 +41,12 @@ def as_op(function: Any, arguments: Sequence[Any]) -> Any:
         _ops[key] = _defined(_Call(function, plain, places, several), results)
     made = _ops[key](*tensors)
     return (made,) if several and results == 1 else made
+
+
+def plain_arguments(op: torch._ops.OpOverload) -> str:
+    """What an op that stands for a function was given besides tensors, as text; nothing for any other op."""
+    call = _calls.get(op.namespace + "::" + op._opname)
+    return "" if call is None else f" of {call.function.__qualname__} with {call.plain}"
 
 
 def _plain(function: Any, value: Any) -> Hashable:
@@ -163,6 +171,7 @@ def _defined(call: _Call, results: int) -> Any:
     stem = re.sub(r"\W", "_", call.function.__name__)
     number = len([key for key in _ops if key[0].__name__ == call.function.__name__])
     name = f"{NAMESPACE}::{stem}_{number}"
+    _calls[name] = call
     tensors = ", ".join(f"Tensor x{place}" for place in range(len(call.places)))
     returns = f"({', '.join(['Tensor'] * results)})"
     op = torch.library.custom_op(name, _tupled(call), mutates_args=(), schema=f"({tensors}) -> {returns}")
