@@ -208,7 +208,18 @@ class Planned:
             if placeholder.name in self.mutated:
                 value = value.clone()  # the backward may read the old value after the new one is written
             values[place] = value
+        if compiled:
+            self._mark_static(values)
         return values
+
+    def _mark_static(self, values: list[Tensor]) -> None:
+        """Say of parameters and buffers that they stay where they are, as those of a module that is compiled do.
+
+        CUDA graphs copy every other input at every call. If one does move, they are recorded again.
+        """
+        for place, placeholder in enumerate(self.graph.exported.placeholders):
+            if placeholder.kind != "input" and placeholder.name not in self.mutated:
+                torch._dynamo.mark_static_address(values[place], guard=False)
 
     def _check_overlaps(self, inputs: Mapping[str, Tensor]) -> None:
         plain = {name: tensor for name, tensor in inputs.items() if not isinstance(tensor, DTensor)}

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
 
 import autopar
 from examples.gpt import gpt
@@ -110,3 +112,63 @@ def test_compiled_is_what_it_is_without(mesh: str) -> None:
 def test_inductor() -> None:
     for found in launch(by_inductor, ranks=2):
         check(found)
+
+
+class Counting(nn.Module):
+    """Parameters, one of which is frozen, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8, bias=False).requires_grad_(False)
+        self.register_buffer("offset", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.linear(x) + self.offset).square().mean()
+
+
+def static_inputs(layout: str) -> tuple[dict[int, tuple[int, int]], list[float]]:
+    """By call: the inputs of the largest graph that it compiled, and how many of them stay. And all differences."""
+    found: list[tuple[int, int]] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        context = torch._guards.TracingContext.try_get()
+        assert context is not None
+        assert context.fw_metadata is not None
+        found.append((len(inputs), len(context.fw_metadata.static_input_indices)))
+        return make_boxed_func(graph.forward)
+
+    torch.manual_seed(0)
+    model = Counting().double()
+    x = torch.randn(4, 8, dtype=torch.float64)
+    parallel = autopar.parallelize(copy.deepcopy(model), "a=2", (x,), layout=layout)
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward))
+    compiled: Any = torch.compile(parallel, backend=backend)
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (model, parallel)]
+    gaps, largest = [], {}
+    for number in range(6):
+        if number == 5:  # the parameter is another one: what is compiled reads it where it is
+            for one in (model, parallel):
+                one.linear.weight = nn.Parameter(one.linear.weight.detach() * 2)
+        trained = number < 3
+        before = len(found)
+        with torch.set_grad_enabled(trained):
+            expected, value = model(x), compiled(x)
+        gaps.append(gap(value, expected))
+        if len(found) > before:
+            largest[number] = max(found[before:])
+        if trained:
+            expected.backward()
+            value.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return largest, gaps
+
+
+def test_parameters_stay_where_they_are_for_cuda_graphs() -> None:
+    """All but the batch, trained and not; there is a graph for each, and none for a parameter that has moved."""
+    for layout in ("ddp(dp=a)", "fsdp(fsdp=a)"):
+        for largest, gaps in launch(static_inputs, layout, ranks=2):
+            assert max(gaps) < 1e-11
+            assert largest == {0: (5, 4), 3: (5, 4)}
