@@ -12,7 +12,7 @@ from typing import get_args
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.contracts import check_contracts, memory_limit
+from autopar.contracts import check_contracts, memory_limit, size_text
 from autopar.conversions import Outputs, conversions
 from autopar.cost.cluster import Cluster, load_cluster
 from autopar.cost.optimizers import optimizer_of
@@ -34,6 +34,10 @@ from autopar.written.plan import Plan
 __all__ = ["Asked", "asked_as", "check_outputs", "cluster_here", "meshes_of", "plan_graph", "under"]
 
 LOCAL = "local-cpu"
+
+PLANNED_SHARE = 0.9
+"""Of a device's memory. What a plan predicts is what tensors take; the context of the device, buffers of collectives
+and what an allocator cannot use took 4 to 12 % more where that was measured (docs/limits.md)."""
 
 LARGEST_GAP = 0.9
 """A bound further below the time of a plan says nothing of the plan: it is that of devices that only multiply."""
@@ -72,7 +76,7 @@ class Asked:
         )
 
     def limit_bytes(self, cluster: Cluster, layout: Layout | None) -> int:
-        """What a device may hold: the least of what is said here and in the layout."""
+        """What a device may hold: the least of what is said here and in the layout; else a share of what it has."""
         has = float(cluster.device.memory_bytes)
         said = [parse_memory(self.memory)] if isinstance(self.memory, str) else []
         lowest = memory_limit(Layout((*(layout or ()), *said)), has)
@@ -81,7 +85,7 @@ class Asked:
             if not (math.isfinite(self.memory) and self.memory > 0):
                 raise AutoparError(f"memory={self.memory!r} is no amount\nfix: bytes, or text as in '70GiB'")
             found.append(float(self.memory))
-        return int(min(found, default=has))
+        return int(min(found, default=PLANNED_SHARE * has))
 
 
 def asked_as(plan: Plan, time_limit: float = 30.0) -> Asked:
@@ -238,7 +242,9 @@ def _on_mesh(
             beat_seconds=beat_seconds,
         )
     except NoPlan as error:
-        raise error if given is None else _with_its_line(error, given, limit, cluster) from None
+        error = error if given is None else _with_its_line(error, given, limit, cluster)
+        is_usual = limit == Asked().limit_bytes(cluster, None)
+        raise _with_all_memory(error, cluster.device.memory_bytes) if is_usual else error from None
     decided = canonical(graph, solved.plan)
     if said is not None:
         sent = conversions(graph, decided.decisions, decided.outputs, decided.local_inputs)
@@ -259,6 +265,14 @@ def _with_its_line(error: NoPlan, given: Layout, limit: int, cluster: Cluster) -
     shown = excerpts(lowest[0].span)
     lines = (*error.lines, "the limit is set here", *shown) if shown else error.lines
     return NoPlan(error.what, error.least_bytes, lines, error.fix)
+
+
+def _with_all_memory(error: NoPlan, has_bytes: float) -> NoPlan:
+    """Where all that a device has would do, and a share of it was planned for as nobody said otherwise."""
+    if error.least_bytes is None or error.least_bytes > has_bytes:
+        return error
+    fix = f"{error.fix}; a device has {size_text(has_bytes)}, and memory='100%', --memory 100%, plans for all of it"
+    return NoPlan(error.what, error.least_bytes, error.lines, fix)
 
 
 def _is_limit(statement: object) -> bool:

@@ -82,7 +82,7 @@ def add_question(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
     parser.add_argument(
         "--cluster", metavar="NAME", help="a cluster of `autopar clusters`, or a TOML file (default: this machine)"
     )
-    parser.add_argument("--memory", metavar="SIZE", help="what a device may hold, as in 70GiB or 90%% (default: all)")
+    parser.add_argument("--memory", metavar="SIZE", help="what a device may hold, as in 70GiB or 100%% (default: 90%%)")
     parser.add_argument("--optimizer", metavar="NAME", help="whose states are held (default: adamw)")
     parser.add_argument(
         "--outputs",

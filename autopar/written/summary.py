@@ -39,10 +39,12 @@ def _head(plan: Plan) -> list[str]:
     unproved = "nothing proved" if plan.bound_seconds is None else "no bound was found in the time"
     gap = unproved if plan.gap is None else f"at most {percent_text(plan.gap)} from {best}"
     origin = f"from {plan.origin}" if plan.origin else ""
+    share = percent_text(plan.limit_bytes / plan.cluster.device.memory_bytes)
+    limit = f"{bytes_text(plan.limit_bytes)} per device, {share} of what it has"
     lines = [
         f"{model} on {plan.mesh}: {plan.mesh.size} × {device} ({plan.cluster.name})",
         f"  step    {seconds_text(plan.step_seconds)}, {', '.join(filter(None, (gap, origin)))}",
-        f"  memory  {bytes_text(plan.memory_bytes)} of {bytes_text(plan.limit_bytes)} per device: {fits}",
+        f"  memory  {bytes_text(plan.memory_bytes)} of {limit}: {fits}",
     ]
     if plan.mesh.size > 1 and not dims_by_place(plan):
         why = ", and to send would take longer" if plan.origin == "search" else ""
