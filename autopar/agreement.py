@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.channel import SAID, Channel
 from autopar.engine import group_over, limit_seconds_of
 from autopar.errors import AutoparError
+from autopar.torch_versions import all_gather_single
 
 __all__ = ["Agreement", "Pending", "checksum", "checksum_of_all", "digest", "kind_of"]
 
@@ -199,7 +200,7 @@ class Agreement:
             return [list(own)]
         mine = torch.tensor(own, dtype=torch.int64, device=self.device)
         everyone = mine.new_empty(self.size * len(own))
-        dist.all_gather_single(everyone, mine, group=self.group)
+        all_gather_single(everyone, mine, group=self.group)
         return everyone.view(self.size, len(own)).tolist()
 
     def _gather(self, own: Result) -> dict[int, Result]:

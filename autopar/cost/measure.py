@@ -14,6 +14,7 @@ from torch import nn
 from autopar.cost.calibrate import CANDIDATES, Chain, Measured, Measurements, Timed
 from autopar.cost.timing import Budget, Place, own_seconds, place_here, ranks_per_core, seconds_of, waited_seconds
 from autopar.cost.trials import TRIALS, Attended, TriedOp, attended, attention_trials, overhead_seconds, tried
+from autopar.torch_versions import all_gather_single, reduce_scatter_single
 
 __all__ = ["Budget", "measure", "steps_of"]
 
@@ -214,8 +215,8 @@ def _call(kind: str, group: dist.ProcessGroup, size: int, device: torch.device) 
 
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: dist.all_gather_single(whole, piece, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_single(piece, whole, group=group),
+        "all_gather": lambda: all_gather_single(whole, piece, group=group),
+        "reduce_scatter": lambda: reduce_scatter_single(piece, whole, group=group),
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
         "broadcast": lambda: dist.broadcast(whole, first, group=group),
         "reduce": lambda: dist.reduce(whole, first, group=group),

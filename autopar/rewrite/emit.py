@@ -171,7 +171,7 @@ class _Emitter:
             if node.op == "placeholder":
                 self._place(node)
             elif node.name in ops:
-                last = next(reversed(self.out.nodes), None)
+                last = next(iter(reversed(self.out.nodes)), None)  # reversed() gives no iterator before 2.13
                 self._call(node, ops[node.name])
                 for made in reversed(self.out.nodes):
                     if made is last:

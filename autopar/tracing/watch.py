@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.fx.proxy import TracerBase
 
 from autopar.errors import TraceError
+from autopar.torch_versions import original_apply
 from autopar.tracing.functions import as_op
 from autopar.tracing.grad_regions import apply_grad_modes
 from autopar.tracing.normalise import is_random
@@ -50,7 +51,7 @@ def watched(ambient_grad: bool, device: torch.device | None) -> Iterator[None]:
         for owner, name, value in (
             (set_grad_pass, "replace_set_grad_with_hop_pass", keep_grad_modes),
             (autocast_pass, "replace_autocast_with_hop_pass", keep_autocast),
-            (function, "apply", classmethod(_kept_apply(function.__dict__["apply"].__func__))),
+            (function, "apply", classmethod(_kept_apply(original_apply()))),
             (torch.Tensor, "register_hook", _refused_hook("register_hook")),
             (torch.Tensor, "register_post_accumulate_grad_hook", _refused_hook("register_post_accumulate_grad_hook")),
             (torch.autograd, "grad", _refused_gradient("torch.autograd.grad")),
@@ -62,7 +63,6 @@ def watched(ambient_grad: bool, device: torch.device | None) -> Iterator[None]:
             (torch.inference_mode, "__enter__", _entering_without_grad(torch.inference_mode.__enter__)),
             (torch.inference_mode, "__exit__", _exiting_without_grad(torch.inference_mode.__exit__)),
             (export_trace, "print", _print_nothing),
-            (torch.fx.config, "do_not_emit_stack_traces", True),  # ours cost a tenth
             (TracerBase, "create_node", _with_stack(TracerBase.create_node)),
             (checkpoint, "_checkpoint_without_reentrant_generator", regions.generator),
             (checkpoint, "CheckpointFunction", _Reentrant(regions)),
@@ -179,6 +179,7 @@ def _print_nothing(*args: Any, **kwargs: Any) -> None:
 
 def _with_stack(original: Callable[..., Node]) -> Callable[..., Node]:
     def create_node(tracer: TracerBase, *args: Any, **kwargs: Any) -> Node:
+        tracer.record_stack_traces = False  # torch's cost ten times as much
         node = original(tracer, *args, **kwargs)
         if not node.stack_trace:
             node.stack_trace = stack_of_model()

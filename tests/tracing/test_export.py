@@ -662,7 +662,6 @@ def test_nothing_of_torch_stays_changed() -> None:
             checkpoint.CheckpointFunction,
             checkpoint._checkpoint_without_reentrant_generator,
             TracerBase.create_node,
-            torch.fx.config.do_not_emit_stack_traces,
         ]
 
     before = now()

@@ -1,0 +1,31 @@
+"""Calls that differ between the releases of torch that autopar takes: 2.11 to 2.15.
+
+`make matrix` runs the tests on the oldest and the newest. Each call has a line that names the release that changed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["all_gather_single", "original_apply", "reduce_scatter_single"]
+
+# Renamed in 2.13: before, all_gather_into_tensor and reduce_scatter_tensor.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def original_apply() -> Callable[..., Any]:
+    """Return `torch.autograd.Function.apply`, not bound to a class: it takes the class first.
+
+    Written in C since 2.14: a `classmethod_descriptor`, which has no `__func__`.
+    """
+    descriptor = torch.autograd.function.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return descriptor.__get__(None, cls)(*args, **kwargs)
+
+    return apply
