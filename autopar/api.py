@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.agreement import Agreement
 from autopar.conversions import Outputs
 from autopar.cost.cluster import Cluster
-from autopar.engine import device_mesh
+from autopar.engine import device_mesh, device_type_of
 from autopar.errors import AutoparError
 from autopar.front import FromPlan, LayoutPlanner, Searching, has_holes
 from autopar.layout.choosing import choose_layout
@@ -94,10 +94,12 @@ def parallelize(
     Without a layout, or where a layout has a `?`, the first rank searches for the best plan, as `autopar.plan` does
     with the same `cluster`, `memory`, `optimizer` and `time_limit`, and all ranks run it.
 
-    Every process of the mesh calls this with the same model and inputs. The result is called as the model is; its
-    parameters are DTensors under the model's names. Without `inputs` it is traced at its first call. `outputs`: tensors
-    that are no scalars come back as DTensors (`sharded`), gathered (`full`) or as this rank's plain shards: gradients
-    are then averaged over the shards, as DDP does for a loss that is a mean (`local`), or summed (`local_sum`).
+    Every process of the mesh calls this with the same model and inputs. It runs where these are, on the host or on the
+    process's GPU, unless the process group's only backend or a DeviceMesh says otherwise; inputs are not moved. The
+    result is called as the model is; its parameters are DTensors under the model's names. Without `inputs` it is
+    traced at its first call. `outputs`: tensors that are no scalars come back as DTensors (`sharded`), gathered
+    (`full`) or as this rank's plain shards: gradients are then averaged over the shards, as DDP does for a loss that
+    is a mean (`local`), or summed (`local_sum`).
     `local_inputs`: the inputs are this rank's shards already. `compute_dtype`: parameters and inputs are cast to it for
     the forward and backward, while the parameters that the optimizer sees stay as they are; `reduce_dtype`: gradients
     are added up in it, by default in the dtype of their parameter.
@@ -107,7 +109,7 @@ def parallelize(
         if dtype is not None and not getattr(dtype, "is_floating_point", False):
             raise AutoparError(f"{argument}={dtype!r} is no floating point dtype\nfix: {argument}=torch.bfloat16, say")
     named_axes = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
-    devices = mesh if not isinstance(mesh, str | Mesh) else device_mesh(named_axes)
+    devices = device_mesh(named_axes, device_type_of(model, inputs)) if isinstance(mesh, str | Mesh) else mesh
     axes = dict(zip(named_axes.names, named_axes.sizes, strict=True))
     settings = Settings(outputs, local_inputs, compute_dtype, reduce_dtype)
     stored = next((parameter.dtype for parameter in model.parameters()), None) if compute_dtype is not None else None

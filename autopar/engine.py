@@ -4,25 +4,43 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.utils._pytree import tree_leaves
 
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
 
-__all__ = ["device_mesh", "group_over", "join_local_group", "limit_seconds_of"]
+__all__ = ["device_mesh", "device_type_of", "group_over", "join_local_group", "keep_gloo_local", "limit_seconds_of"]
 
 
-def device_mesh(mesh: Mesh) -> DeviceMesh:
+def device_type_of(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any] | None) -> str:
+    """Return the type of device that a parallel module runs on.
+
+    A process group of one backend, such as NCCL, decides; else the tensors of the inputs and the model, of which any on
+    a device counts more than those on the host. Where all are on meta the first accelerator of this process is taken.
+    """
+    types = {device.type for device in dist.group.WORLD._device_types} if dist.group.WORLD is not None else set()
+    if len(types) == 1:
+        return str(types.pop())
+    tensors = [*tree_leaves(inputs), *model.parameters(), *model.buffers()]
+    found = {tensor.device.type for tensor in tensors if isinstance(tensor, Tensor)} - {"meta"}
+    if not found:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return min(found - {"cpu"} or found)
+
+
+def device_mesh(mesh: Mesh, device: str = "cpu") -> DeviceMesh:
     """The device mesh of the running processes; the process group is started if it is not."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = [size for size in mesh.axes.values() if size is not None]
     if len(sizes) < len(mesh.axes):
         raise MeshError(f"the mesh {mesh} has open sizes; give each axis a number to run on it")
@@ -69,9 +87,18 @@ def _start(mesh: Mesh, device: str) -> None:
         raise MeshError(
             f"no processes are running for the mesh {mesh}\nfix: torchrun --nproc-per-node {mesh.size} YOUR_SCRIPT"
         )
-    if device == "cpu" and not _resolves(socket.gethostname()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # Gloo would look the host's name up, and abort
+    keep_gloo_local()
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
+
+
+def keep_gloo_local() -> None:
+    """Before a group of Gloo is made, also beside one of NCCL: it looks the host's name up, and aborts without one.
+
+    Left alone where processes of other hosts take part, which the loopback interface does not reach.
+    """
+    here, everywhere = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if (here is None or here == everywhere) and not _resolves(socket.gethostname()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def join_local_group(

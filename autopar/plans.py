@@ -162,6 +162,7 @@ class Plans:
         """Trace and decide before the first call."""
         arguments = bind(self.signature, self.weights.owner, inputs)
         given = self._given(flatten_arguments(arguments, self.weights.owner))
+        self.agreement.together(lambda: self._check_devices(given, "meta"))
         self.agreement.same(given.facts(), SAME_CALL)
         self._plan(given)
 
@@ -180,6 +181,16 @@ class Plans:
     def _given(self, flat: Flattened) -> Given:
         return Given(self.signature, flat, *self.weights.state(), torch.is_grad_enabled(), autocast_state())
 
+    def _check_devices(self, given: Given, *others: str) -> None:
+        """Raise where an input is on another device than this rank's; a single number on the host is taken anywhere."""
+        for path, tensor in zip(given.flat.paths, given.tensors, strict=True):
+            at = tensor.device
+            if at != self.device and at.type not in others and (tensor.ndim > 0 or at.type != "cpu"):
+                raise AutoparError(
+                    f"the input {path} is on {at}, and this rank of {self.weights.owner} runs on {self.device}\n"
+                    f'fix: give it as {path}.to("{self.device}"), or give parallelize the model and inputs on {at}'
+                )
+
     def find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], later: bool = False, differ: bool = False
     ) -> tuple[Planned, Given]:
@@ -192,9 +203,9 @@ class Plans:
         own: AutoparError | None = None
         try:
             given = self._given(Given.read(self.signature, self.weights.owner, args, kwargs))
+            self._check_devices(given)
         except AutoparError as error:
-            own = error
-            given = None
+            own, given = error, None
         plan = None
         if given is not None:
             plan = next((p for p in self.found.get(given.key, ()) if p.structure == given.structure), None)

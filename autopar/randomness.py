@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.agreement import Agreement, checksum
+from autopar.engine import keep_gloo_local
 from autopar.errors import AutoparError
 from autopar.rewrite.drawing import DrawnOp
 
@@ -49,6 +50,7 @@ class Randomness:
     def _host_group(self) -> Any:
         """The ranks as a group that sends from the memory of the host, so that no device is waited for."""
         if self.agreement.device.type != "cpu" and self._group is self.agreement.group:
+            keep_gloo_local()
             self._group = dist.new_group(self.agreement.ranks, backend="gloo", use_local_synchronization=True)
         return self._group
 

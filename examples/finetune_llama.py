@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from hf import hf
-from training import Characters, finish, parser, report
+from training import Characters, device_here, finish, parser, report
 
 import autopar
 
@@ -25,7 +25,7 @@ import autopar
 def main() -> None:
     options = parse()
     torch.manual_seed(0)  # every process draws the same batches
-    text = Characters()
+    text = Characters(device_here())
     settings = {"train": True, "dropout": 0.0, "vocab_size": text.vocab}
     model, inputs = hf("llama", options.batch, options.seq, device="meta", **settings)
     inputs["labels"] = inputs["input_ids"]

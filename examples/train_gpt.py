@@ -14,7 +14,7 @@ import argparse
 
 import torch
 from gpt import gpt
-from training import Characters, finish, parser, report
+from training import Characters, device_here, finish, parser, report
 
 import autopar
 
@@ -22,8 +22,9 @@ import autopar
 def main() -> None:
     options = parse()
     torch.manual_seed(0)  # every process makes the same model and draws the same batches
-    text = Characters()
-    model, inputs = small_gpt(options.layers, options.d_model, options.seq, options.batch)
+    device = device_here()
+    text = Characters(device)
+    model, inputs = small_gpt(options.layers, options.d_model, options.seq, options.batch, str(device))
     parallel = autopar.parallelize(model, options.mesh, inputs, layout=options.layout)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=options.lr)
     for step in range(options.steps):
@@ -37,10 +38,10 @@ def main() -> None:
 
 
 def small_gpt(
-    layers: int = 2, d_model: int = 64, seq: int = 64, batch: int = 16
+    layers: int = 2, d_model: int = 64, seq: int = 64, batch: int = 16, device: str = "cpu"
 ) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """The model and inputs of the sizes that it is trained with."""
-    return gpt(layers=layers, d_model=d_model, heads=4, vocab=Characters().vocab, seq=seq, batch=batch)
+    return gpt(layers=layers, d_model=d_model, heads=4, vocab=Characters().vocab, seq=seq, batch=batch, device=device)
 
 
 def parse() -> argparse.Namespace:

@@ -13,7 +13,7 @@ import argparse
 
 import torch
 from hf import hf
-from training import Characters, finish, parser, report
+from training import Characters, device_here, finish, parser, report
 
 import autopar
 
@@ -21,8 +21,10 @@ import autopar
 def main() -> None:
     options = parse()
     torch.manual_seed(0)  # every process makes the same model and draws the same batches
-    text = Characters()
-    model, inputs = hf(options.architecture, options.batch, options.seq, train=True, dropout=0.0, vocab_size=text.vocab)
+    device = device_here()
+    text = Characters(device)
+    settings = {"train": True, "dropout": 0.0, "vocab_size": text.vocab}
+    model, inputs = hf(options.architecture, options.batch, options.seq, device=str(device), **settings)
     inputs["labels"] = inputs["input_ids"]
     parallel = autopar.parallelize(model, options.mesh, inputs, layout=options.layout)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=options.lr)

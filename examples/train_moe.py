@@ -12,7 +12,7 @@ import argparse
 
 import torch
 from moe import moe
-from training import Characters, finish, parser, report
+from training import Characters, device_here, finish, parser, report
 
 import autopar
 
@@ -20,9 +20,11 @@ import autopar
 def main() -> None:
     options = parse()
     torch.manual_seed(0)  # every process makes the same model and draws the same batches
-    text = Characters()
+    device = device_here()
+    text = Characters(device)
     sizes = {"layers": options.layers, "d_model": options.d_model, "seq": options.seq, "batch": options.batch}
-    model, inputs = moe(d_ff=2 * options.d_model, experts=options.experts, vocab=text.vocab, **sizes)
+    sizes |= {"d_ff": 2 * options.d_model, "experts": options.experts, "vocab": text.vocab}
+    model, inputs = moe(device=str(device), **sizes)
     parallel = autopar.parallelize(model, options.mesh, inputs, layout=options.layout)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=options.lr)
     for step in range(options.steps):

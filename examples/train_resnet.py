@@ -15,7 +15,7 @@ from math import pi
 
 import torch
 from resnet import resnet
-from training import finish, parser, report
+from training import device_here, finish, parser, report
 
 import autopar
 
@@ -23,14 +23,15 @@ import autopar
 def main() -> None:
     options = parse()
     torch.manual_seed(0)  # every process makes the same model and draws the same batches
+    device = device_here()
     sizes = {"width": options.width, "image": options.image, "classes": options.classes, "batch": options.batch}
-    model, inputs = resnet(depth=10, loss=True, train=True, **sizes)
+    model, inputs = resnet(depth=10, loss=True, train=True, device=str(device), **sizes)
     parallel = autopar.parallelize(model, options.mesh, inputs, layout=options.layout)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=options.lr)
     for step in range(options.steps):
         images, labels = stripes(options.batch, options.image, options.classes)
         optimizer.zero_grad()
-        loss = parallel(images=images, labels=labels)
+        loss = parallel(images=images.to(device), labels=labels.to(device))
         loss.backward()
         optimizer.step()
         report(options, step, loss)

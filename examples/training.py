@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -13,16 +14,25 @@ import torch.distributed as dist
 
 from autopar.module import ParallelModule
 
-__all__ = ["Characters", "finish", "parser", "report"]
+__all__ = ["Characters", "device_here", "finish", "parser", "report"]
+
+
+def device_here() -> torch.device:
+    """Return this process's GPU, and make it the default one; the CPU where not every local process has a GPU."""
+    if torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device
 
 
 class Characters:
     """The text beside this file, character by character."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
         text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
         known = sorted(set(text))
-        self.codes = torch.tensor([known.index(character) for character in text])
+        self.codes = torch.tensor([known.index(character) for character in text], device=device)
         self.vocab = -(-len(known) // 16) * 16
         """With rows that no character uses, so that the vocabulary can be split."""
 
