@@ -28,11 +28,13 @@ __all__ = ["LocalParameters", "averaged"]
 class LocalParameters:
     """Called with all parameters, gives their shards; gradients come back as DTensors of the same placements.
 
-    `finish` waits for gradients that are still to come.
+    `finish` waits for gradients that are still to come; `written` is called when parameters were written to.
     """
 
-    def __init__(self, finish: Callable[[], None]) -> None:
+    def __init__(self, finish: Callable[[], None], written: Callable[[], None]) -> None:
         self._finish = finish
+        self._written = written
+        self._versions: list[int] | None = []
         # The specs of the parameters, and copies for their gradients: ops on a DTensor may note things in its spec.
         self._own: list[Any] = []
         self._copies: list[Any] = []
@@ -42,6 +44,10 @@ class LocalParameters:
         self._compiled = False
 
     def __call__(self, parameters: Sequence[DTensor], compiled: bool) -> tuple[Tensor, ...]:
+        versions = _versions(parameters)
+        if versions is None or versions != self._versions:
+            self._versions = versions
+            self._written()
         if not torch.is_grad_enabled() or not any(map(_requires_grad, parameters)):
             return tuple(parameter.to_local() for parameter in parameters)
         given = [*parameters, *map(_local, parameters)]
@@ -54,7 +60,15 @@ class LocalParameters:
         return self._shards
 
 
-_requires_grad, _local = attrgetter("requires_grad"), attrgetter("_local_tensor")
+_requires_grad, _local, _version = map(attrgetter, ("requires_grad", "_local_tensor", "_version"))
+
+
+def _versions(parameters: Sequence[DTensor]) -> list[int] | None:
+    """How often each was written to; None where that is not counted, for what was made in inference mode."""
+    try:
+        return list(map(_version, parameters))
+    except RuntimeError:
+        return None
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -23,6 +23,7 @@ from autopar.layout.state import Layout
 from autopar.parameters import LocalParameters, averaged
 from autopar.parts import owner_of
 from autopar.rewrite.emit import Emitted
+from autopar.rewrite.running import Synchronisation
 from autopar.sharding import Held, Rank
 from autopar.tracing.arguments import bind_call, flatten_arguments, plain_call, without_defaults
 from autopar.tracing.graph import NamedGraph
@@ -158,7 +159,7 @@ class Planned:
         module: nn.Module,
         rank: Rank,
         results: Results,
-        finish: Callable[[], None],
+        synchronisation: Synchronisation,
     ) -> None:
         exported = graph.exported
         self.structure = given.structure
@@ -176,7 +177,7 @@ class Planned:
         numbered = tuple(enumerate(exported.placeholders))
         self.parameter_places = tuple(place for place, p in numbered if p.kind == "param")
         self.others = tuple((place, p) for place, p in numbered if p.kind != "param")
-        self.shards_of = LocalParameters(finish)
+        self.shards_of = LocalParameters(synchronisation.finish, synchronisation.note_write)
         self.inputs = tuple(p.name for p in exported.placeholders if p.kind == "input")
         self.digest = 0
         places = emitted.results if results.outputs == "sharded" else ()

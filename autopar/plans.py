@@ -247,11 +247,10 @@ class Plans:
 
     def _check_whole(self, given: Given) -> None:
         """Raise unless all ranks were given the same whole inputs."""
-        if self.agreement.size == 1 or self.settings.local_inputs:
-            return
-        pairs = zip(given.flat.paths, given.tensors, strict=True)
-        sums = {path: ((), checksum(tensor)) for path, tensor in pairs if not isinstance(tensor, DTensor)}
-        self.agreement.same_values(sums, lambda path: LOCAL)
+        shards = self.settings.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
+        if self.agreement.size > 1 and not shards:
+            sums = {path: ((), checksum(x)) for path, x in zip(given.flat.paths, given.tensors, strict=True)}
+            self.agreement.same_values(sums, lambda path: LOCAL)
 
     def check(self) -> None:
         """Before the first collective of a call: whether all ranks make the same one."""
@@ -299,8 +298,9 @@ class Plans:
             emitted = agreement.together(lambda: self._emit(graph, decisions, local, with_ends=False))
         if not self.weights.shells:
             self.weights.build(held)
-        finish = self.synchronisation.finish
-        plan = Planned(given, graph, decisions, emitted, held, self.shell, self.rank, self.results, finish)
+        plan = Planned(
+            given, graph, decisions, emitted, held, self.shell, self.rank, self.results, self.synchronisation
+        )
         plan.digest = max(2, digest("\n".join(f"{name}: {fact}" for name, fact in given.facts().items())))
         self.found.setdefault(given.key, []).append(plan)
         self.latest = plan

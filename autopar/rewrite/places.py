@@ -93,7 +93,8 @@ class _End(torch.autograd.Function):
         compiling = torch.compiler.is_compiling()
         if not bucket.forward:
             if bucket.is_idle and not compiling:
-                return tensors  # autograd makes views of them
+                # No views of what was given: whoever writes to a parameter would make them useless.
+                return tuple([x.detach() for x in tensors])
             cast = (x.to(handling.used) if handling.used != x.dtype else x.view_as(x) for x in tensors)
             pairs = zip(cast, bucket.conversions, strict=True)
             return tuple(locally(one.forward, x, one.result_shape) for x, one in pairs)

@@ -10,6 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from autopar.agreement import quick_checksum
 from autopar.rewrite.bucket import Bucket, waited
 
 __all__ = ["Again", "Running", "Synchronisation", "is_alone"]
@@ -24,11 +25,17 @@ class Synchronisation:
 
     enabled: bool = True
     unfinished: dict[Running, Sequence[Tensor]] = field(default_factory=dict)
+    writes: int = 0
+    """How often parameters were found to have been written to between two calls."""
 
     def finish(self) -> None:
         """Wait for all that has been sent."""
         while self.unfinished:
             waited(self.unfinished.popitem()[1])
+
+    def note_write(self) -> None:
+        """What was gathered of parameters is no longer what they are."""
+        self.writes += 1
 
     def later(self, running: Running, pieces: Sequence[Tensor]) -> None:
         """Leave gradients to `finish`; those of a second forward are added to the first's, so both must have come."""
@@ -60,8 +67,7 @@ class Running:
     unsent: list[Tensor | None] = field(default_factory=list)
     buffer: Tensor | None = None
     """Where gradients are added up; the gradients that come of it are views of it."""
-    lasting: tuple[tuple[int, ...], list[Tensor]] | None = None
-    """The versions of the stored tensors, and what was gathered of them."""
+    lasting: Lasting | None = None
     again: Again | None = None
     ended: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
     """What came in and went out at the end of a bucket that does nothing in the forward, in the call before."""
@@ -75,12 +81,14 @@ class Running:
 
     def kept(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
         """What was gathered before, if the stored tensors are still the same."""
-        if self.lasting is not None and self.lasting[0] != _versions(tensors):
-            self.lasting = None
-        return None if self.lasting is None else self.lasting[1]
+        if self.lasting is not None:
+            is_same = self.lasting.writes == self.synchronisation.writes and self.lasting.states == _states(tensors)
+            self.lasting = self.lasting if is_same else None
+        return None if self.lasting is None else self.lasting.gathered
 
     def keep(self, tensors: Sequence[Tensor], gathered: Sequence[Tensor]) -> None:
-        self.lasting = _versions(tensors), [x.detach() for x in gathered]
+        stored = [x.detach() for x in tensors]
+        self.lasting = Lasting(stored, _states(stored), self.synchronisation.writes, [x.detach() for x in gathered])
 
 
 def _holders(tensor: Tensor) -> int:
@@ -94,8 +102,23 @@ def is_alone(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-def _versions(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    return tuple(x._version for x in tensors)
+@dataclass(eq=False)
+class Lasting:
+    """What was gathered once for several forwards."""
+
+    stored: list[Tensor]
+    """What it was gathered of; kept, so that no other tensor comes to lie there."""
+    states: tuple[tuple[int, int], ...]
+    writes: int
+    gathered: list[Tensor]
+
+
+def _states(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
+    """Where tensors lie, and on CPUs what they hold: writes to `x.data` and through a DTensor are not counted.
+
+    To look at the values would make another device wait.
+    """
+    return tuple((x.data_ptr(), quick_checksum(x) if x.is_cpu else 0) for x in tensors)
 
 
 @dataclass(eq=False)
