@@ -218,7 +218,7 @@ class Plans:
             else:
                 self.pending = self.agreement.begin(self.sign)
         elif compared or plan is None or differ:
-            is_same = not differ and (self.agreement.size == 1 or self.agreement.begin(self.sign).result() is not None)
+            is_same = not differ and (self.agreement.size == 1 or self._is_same(plan))
             if not is_same or self.sign in (0, 1):
                 self.agreement.together(lambda: _reraise(own))
                 assert given is not None, "else its error was raised"
@@ -231,6 +231,14 @@ class Plans:
         self.weights.check_set()
         self.latest = plan
         return plan, given
+
+    def _is_same(self, plan: Planned | None) -> bool:
+        """Compare the calls of all ranks; the key of their random numbers goes along."""
+        along = self.randomness.offered() if plan is not None and plan.emitted.draws else ()
+        everyone = self.agreement.begin(self.sign, along).result()
+        if everyone is not None and along:
+            self.randomness.agree(int(everyone[0][0]))
+        return everyone is not None
 
     def _is_compared(self, differ: bool) -> bool:
         """Whether a call is, where comparing makes the device wait."""

@@ -36,14 +36,32 @@ class Randomness:
         self.is_exact = False
         self._group: Any = agreement.group
         self._recent: dict[int, tuple[DrawnOp, ...]] = {}
+        self._own: int | None = None
+        self._agreed: int | None = None
+
+    def offered(self) -> tuple[int, ...]:
+        """Draw this rank's number for the next key, to be sent along with a comparison of the call."""
+        if self.is_exact:
+            return ()
+        self._own = int(torch.randint(2**62, ()))
+        return (self._own,)
+
+    def agree(self, number: int) -> None:
+        """Take the number that the first rank has sent along."""
+        self._agreed = number
 
     def key(self, ops: tuple[DrawnOp, ...]) -> Tensor:
         """The key of a call that runs these drawing ops: its number, and whether numbers are drawn exactly."""
+        own, self._own = self._own, None
+        agreed, self._agreed = self._agreed, None
         if self.is_exact:
             self._check_exact(ops)
             return torch.tensor([0, 1])
-        key = torch.stack([torch.randint(2**62, ()), torch.tensor(0)])
-        dist.broadcast(key, src=self.agreement.ranks[0], group=self._host_group())
+        if agreed is None:
+            key = torch.tensor([own if own is not None else int(torch.randint(2**62, ())), 0])
+            dist.broadcast(key, src=self.agreement.ranks[0], group=self._host_group())
+        else:
+            key = torch.tensor([agreed, 0])
         self._check_again(int(key[0]), ops)
         return key
 

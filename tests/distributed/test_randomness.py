@@ -484,3 +484,44 @@ def on_two() -> list[dict[str, Any]]:
         (compile_it, ()),
         ranks=2,
     )
+
+
+def count_broadcasts() -> dict[str, Any]:
+    """How many broadcasts calls make that draw, and what they draw; the ranks have seeds of their own."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 6, dtype=torch.float64)
+    other = torch.randn(4, 6, dtype=torch.float64)
+    model = Dropped(6, 1, 0.4).train()
+    parallel = autopar.parallelize(model, "a=2", (x,), layout=ROWS, dims={"x": "rows columns"}, outputs="full")
+    counts: list[int] = []
+    broadcast = dist.broadcast
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        counts.append(1)
+        return broadcast(*arguments, **options)
+
+    found: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "broadcast", counted)
+        for name, given in (("first", x), ("again", x), ("another shape", other), ("and again", other)):
+            torch.manual_seed(7 + dist.get_rank())
+            counts.clear()
+            results = parallel(given), parallel(given)
+            following = float(torch.rand(()))
+            found[name] = (len(counts), [result.detach() for result in results], following)
+    return found
+
+
+def test_keys_go_along_with_the_comparison_of_calls() -> None:
+    """So no call waits for a message of its own, seeds mean what they meant, and generators move as far."""
+    everyone = launch(count_broadcasts, ranks=2)
+    for rank, found in enumerate(everyone):
+        assert [found[name][0] for name in ("first", "again", "and again")] == [0, 0, 0]
+        for one, two in (("first", "again"), ("another shape", "and again")):
+            assert all(map(torch.equal, found[one][1], found[two][1])), "one seed, one key, sent along or not"
+            assert not torch.equal(*found[one][1])
+        for name, (_, results, following) in found.items():
+            assert all(map(torch.equal, results, everyone[0][name][1]))
+            torch.manual_seed(7 + rank)
+            torch.randint(2**62, ()), torch.randint(2**62, ())
+            assert following == float(torch.rand(())), "each call has drawn one number on each rank"
