@@ -225,8 +225,9 @@ def _on_mesh(
     options = asked.options(mesh)
     key = cache.key(graph, mesh, cluster, demanded, limit, options, asked.time_limit)
     known = cache.find(key, graph, cluster) if asked.cache else None
-    if known is not None:
-        return known
+    within = demanded is not None and bool(demanded.statements)
+    if known is not None and _is_answer(known, mesh, limit, options):
+        return replace(known, limit_bytes=limit, within_layout=within, target="")
     warm = cache.last(graph, mesh) if asked.cache else None
     try:
         solved = solve_plan(
@@ -249,12 +250,16 @@ def _on_mesh(
     if said is not None:
         sent = conversions(graph, decided.decisions, decided.outputs, decided.local_inputs)
         check_contracts(said, graph, decided.decisions, sent)
-    within = demanded is not None and bool(demanded.statements)
     bound = solved.bound_seconds if solved.gap <= LARGEST_GAP else 0.0
     plan = Plan(graph, decided, mesh, cluster, limit, bound, solved.origin, within_layout=within)
     if asked.cache:
         cache.keep(key, plan)
     return plan
+
+
+def _is_answer(plan: Plan, mesh: Mesh, limit: int, options: PlanOptions) -> bool:
+    """Whether a plan of the cache is for what is asked; it is a file, which anything may have changed."""
+    return plan.mesh == mesh and plan.memory_bytes <= limit and options.on(plan.decided) == plan.decided
 
 
 def _with_its_line(error: NoPlan, given: Layout, limit: int, cluster: Cluster) -> NoPlan:

@@ -48,6 +48,7 @@ def contents(
     title: str,
     memory_bytes: float | None = None,
     gap: float | None = None,
+    claimed: bool = False,
     within_layout: bool = False,
     rivals: Sequence[Rival] = (),
 ) -> dict[str, Any]:
@@ -62,6 +63,7 @@ def contents(
         "cluster": cluster.name,
         "axes": [{"name": name, "size": size} for name, size in plan.axes.items()],
         "gap": gap,
+        "claimed": claimed,
         "within_layout": within_layout,
         "costs": _costs(costs),
         "memory": _memory(costs, limit, memory_over_time(wired)),

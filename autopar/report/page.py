@@ -45,6 +45,7 @@ def report(plan: Plan, experts: Mapping[str, Plan] | None = None) -> Page:
         title=f"{type(plan.graph.model).__name__} on {plan.mesh}",
         memory_bytes=plan.limit_bytes,
         gap=plan.gap,
+        claimed=plan.claimed,
         within_layout=plan.within_layout,
         rivals=rivals,
     )

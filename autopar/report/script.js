@@ -82,7 +82,7 @@ function head() {
   const mesh = data.axes.flatMap((axis, i) => [i ? ", " : "", axes([axis.name]), "=" + axis.size]).flat();
   at("where").append(`${devices} devices of ${data.cluster}, mesh `, ...mesh);
   const { costs, memory } = data;
-  const gap = data.gap === null ? [] : [[share(data.gap), data.within_layout ? "at most from the best that the layout allows" : "at most from the best plan"]];
+  const gap = data.gap === null ? [] : [[share(data.gap), (data.within_layout ? "at most from the best that the layout allows" : "at most from the best plan") + (data.claimed ? ", by its file" : "")]];
   const facts = [
     [seconds(costs.step_seconds), "a step, predicted"],
     [share(costs.mfu), "of the devices' peak"],

@@ -70,10 +70,9 @@ def find(name: str, graph: NamedGraph, cluster: Cluster) -> Plan | None:
     if not path.is_file():
         return None
     try:
-        plan = Plan.read(read_text(path), graph, str(path))
+        return Plan.read(read_text(path), graph, str(path), cluster)
     except AutoparError:
         return None
-    return Plan(graph, plan.decided, plan.mesh, cluster, plan.limit_bytes, plan.bound_seconds, plan.origin, plan.target)
 
 
 def keep(name: str, plan: Plan) -> None:

@@ -49,11 +49,15 @@ def cost_rows(plans: Mapping[str, Plan]) -> list[Sequence[str]]:
     rows.append(("  parameters, not hidden", *(seconds_text(plan.costs.exposed_seconds) for plan in every)))
     rows.append(("memory", *(bytes_text(plan.memory_bytes) for plan in every)))
     rows.append(("fits", *("yes" if plan.fits else "no" for plan in every)))
-    rows.append(("gap", *("-" if plan.gap is None else percent_text(plan.gap) for plan in every)))
+    rows.append(("gap", *(_gap(plan) for plan in every)))
     totals = [_sent(plan) for plan in every]
     for key in dict.fromkeys(key for total in totals for key in total):
         rows.append((key, *(bytes_text(total[key]) if key in total else "-" for total in totals)))
     return rows
+
+
+def _gap(plan: Plan) -> str:
+    return "-" if plan.gap is None else f"{percent_text(plan.gap)}{' by its file' if plan.claimed else ''}"
 
 
 def _sent(plan: Plan) -> dict[str, float]:

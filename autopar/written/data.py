@@ -48,6 +48,7 @@ def costs_data(plan: Plan) -> dict[str, Any]:
         "step_seconds": costs.step_seconds,
         "bound_seconds": plan.bound_seconds or None,
         "gap": plan.gap,
+        "claimed": plan.claimed,
         "fits": plan.fits,
         "mfu": costs.mfu,
         "seconds": {

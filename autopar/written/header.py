@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from hashlib import sha256
-from typing import Any
+from math import isfinite
+from typing import Any, get_args
 
 import torch
 
+from autopar.conversions import Outputs
+from autopar.cost.optimizers import OPTIMIZERS
 from autopar.errors import AutoparError
 from autopar.tracing.graph import NamedGraph
-from autopar.words import did_you_mean, printable
+from autopar.words import MAX_DIGITS, did_you_mean, printable
 
 __all__ = ["FIRST", "Header", "check_model", "check_whole", "dtype_of", "dtype_text", "parameters_of", "read_header"]
 
 FIRST = "# autopar plan"
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,35 @@ _READ: Mapping[str, Callable[[str], Any]] = {
 }
 
 
+def _amount(value: float) -> bool:
+    return isfinite(value) and value >= 0
+
+
+_IS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "outputs": (get_args(Outputs).__contains__, f"one of {', '.join(get_args(Outputs))}"),
+    "optimizer": (OPTIMIZERS.__contains__, f"one of {', '.join(OPTIMIZERS)}"),
+    "micro_batches": (lambda value: value >= 1, "a whole number from 1 up"),
+    "master_dtype": (lambda value: dtype_of(value) is not None, "a floating dtype of torch, as in float32"),
+    "gradient_dtype": (lambda value: dtype_of(value) is not None, "a floating dtype of torch, as in float32"),
+    "limit_bytes": (lambda value: value >= 1, "a whole number from 1 up"),
+    "step_seconds": (_amount, "a finite number from 0 up"),
+    "bound_seconds": (_amount, "a finite number from 0 up"),
+    "memory_bytes": (_amount, "a finite number from 0 up"),
+    "statements": (lambda value: value >= 0, "a whole number from 0 up"),
+}
+"""What a value in a head must be, and how that is told."""
+
+
+def _value(key: str, kind: str, text: str) -> Any:
+    """A value of the head; ValueError or KeyError where it is none."""
+    if not text.isprintable() or (kind == "int" and len(text) > MAX_DIGITS):
+        raise ValueError
+    value = _READ.get(kind, str)(text)
+    if key in _IS and not _IS[key][0](value):
+        raise ValueError
+    return value
+
+
 def read_header(text: str, name: str) -> Header | None:
     """The head of a plan's text; None where a layout is none."""
     lines = text.splitlines()
@@ -76,10 +109,13 @@ def read_header(text: str, name: str) -> Header | None:
         key, _, value = line[4:].strip().partition(" ")
         if key not in known:
             raise _broken(name, number, line, f"'{key}' is no word of a plan's head{did_you_mean(key, known)}")
+        if key in found:
+            raise _broken(name, number, line, f"'{key}' stands twice in the plan's head")
         try:
-            found[key] = _READ.get(str(known[key].type), str)(value.strip())
+            found[key] = _value(key, str(known[key].type), value.strip())
         except (ValueError, KeyError):
-            raise _broken(name, number, line, f"'{value.strip()}' is no value of '{key}'") from None
+            is_what = _IS[key][1] if key in _IS else "as it is saved"
+            raise _broken(name, number, line, f"'{value.strip()}' is no value of '{key}': expected {is_what}") from None
     missing = [key for key in ("model", "parameters", "graph", "cluster") if key not in found]
     if missing:
         raise _broken(name, 1, lines[0], f"the head of the plan does not say its {', '.join(missing)}")
@@ -130,5 +166,5 @@ def dtype_text(dtype: torch.dtype | None) -> str:
 
 
 def dtype_of(text: str) -> torch.dtype | None:
-    found = getattr(torch, text, None) if text else None
-    return found if isinstance(found, torch.dtype) else None
+    """The floating dtype of a name; a name in a file is looked up among them, and nowhere else."""
+    return {dtype_text(dtype): dtype for dtype in FLOATING}.get(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -61,6 +62,8 @@ class Plan:
     """The TARGET of the command line, if it comes from there."""
     within_layout: bool = False
     """Whether a layout said some of it: the bound is then that of the plans which do what it says."""
+    claimed: bool = False
+    """Whether the bound is the word of a file: time and memory are predicted anew, a bound takes a search."""
 
     @cached_property
     def costs(self) -> Costs:
@@ -215,9 +218,16 @@ class Plan:
             links={axis: link for axis in layout.mesh.names if (link := layout.mesh.link(axis)) is not None},
         )
         place = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or _shipped(header.cluster, name))
-        bound = header.bound_seconds if same and cluster is None else None
-        asked = header.limit_bytes, bound, header.origin, header.target, header.within_layout
-        return Plan(graph, decided, layout.mesh, place, *asked)
+        limit = header.limit_bytes or int(place.device.memory_bytes)
+        asked = limit, None, header.origin, header.target, header.within_layout
+        return Plan(graph, decided, layout.mesh, place, *asked)._with_claim(header if same else None)
+
+    def _with_claim(self, header: Header | None) -> Plan:
+        """With the bound of its file, if that was said of a step that takes as long as this one."""
+        bound = None if header is None else header.bound_seconds
+        if header is None or bound is None or not isclose(self.step_seconds, header.step_seconds, rel_tol=1e-6):
+            return self
+        return replace(self, bound_seconds=bound, claimed=True) if bound <= self.step_seconds * (1 + 1e-6) else self
 
     # -- in words
 

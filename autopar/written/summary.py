@@ -37,7 +37,11 @@ def _head(plan: Plan) -> list[str]:
     fits = "fits" if plan.fits else "DOES NOT FIT"
     best = "the best that the layout allows" if plan.within_layout else "the best"
     unproved = "nothing proved" if plan.bound_seconds is None else "no bound was found in the time"
-    gap = unproved if plan.gap is None else f"at most {percent_text(plan.gap)} from {best}"
+    gap = (
+        unproved
+        if plan.gap is None
+        else f"at most {percent_text(plan.gap)} from {best}{', by its file' if plan.claimed else ''}"
+    )
     origin = f"from {plan.origin}" if plan.origin else ""
     share = percent_text(plan.limit_bytes / plan.cluster.device.memory_bytes)
     limit = f"{bytes_text(plan.limit_bytes)} per device, {share} of what it has"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import autopar
+from autopar.cost.cluster import load_cluster
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.search_plan import Asked, meshes_of, under
@@ -35,7 +37,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_searched_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     model, inputs = gpt(layers=2, d_model=512, heads=8, vocab=4096, seq=128, batch=8, device="meta")
-    plan = autopar.plan(model, "dp=2,tp=2", inputs, cluster="h100", memory="10GiB", time_limit=5)
+    plan = autopar.plan(model, "dp=2,tp=2", inputs, cluster="h100", memory="10GiB", time_limit=60)
     assert plan.fits
     assert plan.gap is not None
     assert plan.gap >= 0
@@ -45,7 +47,7 @@ def test_a_searched_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert again.decided == plan.decided
     assert (again.step_seconds, again.memory_bytes, again.gap) == (plan.step_seconds, plan.memory_bytes, plan.gap)
     assert again.text == plan.text
-    found = autopar.plan(model, "dp=2,tp=2", inputs, cluster="h100", memory="10GiB", time_limit=5)
+    found = autopar.plan(model, "dp=2,tp=2", inputs, cluster="h100", memory="10GiB", time_limit=60)
     assert found.text == plan.text, "from the cache"
 
 
@@ -140,6 +142,73 @@ def test_broken_files(megatron: Plan, tmp_path: Path, change: tuple[str, str], m
         Plan.load(path, graph=megatron.graph)
     assert message in str(error.value)
     assert "\nfix: " in str(error.value)
+
+
+HEADS = [
+    ("step_seconds", "nan", "a finite number from 0 up"),
+    ("step_seconds", "-1", "a finite number from 0 up"),
+    ("bound_seconds", "1e999", "a finite number from 0 up"),
+    ("memory_bytes", "inf", "a finite number from 0 up"),
+    ("limit_bytes", "-1", "a whole number from 1 up"),
+    ("limit_bytes", "9" * 30, "a whole number from 1 up"),
+    ("micro_batches", "0", "a whole number from 1 up"),
+    ("statements", "-1", "a whole number from 0 up"),
+    ("master_dtype", "load", "a floating dtype of torch"),
+    ("optimizer", "adamv", "one of"),
+    ("outputs", "none", "one of sharded"),
+    ("origin", "\x1b[2Jhere", "as it is saved"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "expected"), HEADS)
+def test_values_in_a_head_are_what_they_can_be(megatron: Plan, key: str, value: str, expected: str) -> None:
+    lines = [line for line in megatron.text.splitlines() if not line.startswith(f"#   {key} ")]
+    with pytest.raises(AutoparError, match=f"is no value of '{key}': expected {expected}") as error:
+        Plan.read("\n".join([lines[0], f"#   {key:15} {value}", *lines[1:]]), megatron.graph, "x.plan.lay")
+    assert "\n  x.plan.lay:2 | " in str(error.value)
+    with pytest.raises(AutoparError, match="'model' stands twice"):
+        Plan.read("\n".join([lines[0], "#   model           GPT", *lines[1:]]), megatron.graph)
+
+
+def test_a_bound_is_the_word_of_the_file(megatron: Plan) -> None:
+    """It is shown as such, and only with the time that it was found for; time and memory are predicted anew."""
+
+    def read(seconds: float, bound: float) -> Plan:
+        kept = [line for line in megatron.text.splitlines() if not line.startswith(("#   step_", "#   memory_"))]
+        head = [f"#   step_seconds    {seconds}", f"#   bound_seconds   {bound}", "#   memory_bytes    1.0"]
+        return Plan.read("\n".join([kept[0], *head, *kept[1:]]), megatron.graph)
+
+    said = read(megatron.step_seconds, 0.5 * megatron.step_seconds)
+    assert (said.gap, said.claimed) == (0.5, True)
+    assert "at most 50 % from the best, by its file" in said.summary()
+    assert said.memory_bytes == megatron.memory_bytes
+    for seconds, bound in ((0.5 * megatron.step_seconds, 0.5 * megatron.step_seconds), (megatron.step_seconds, 1e9)):
+        other = read(seconds, bound)
+        assert (other.gap, other.claimed, other.step_seconds) == (None, False, megatron.step_seconds)
+
+
+def test_a_file_of_the_cache_is_not_believed(
+    graph: autopar.NamedGraph, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What does not answer the question is searched again; the limit is that of the question."""
+    from autopar import search_plan
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = Asked(replace(load_cluster("local-cpu"), name="mine"), time_limit=2)
+
+    def planned() -> Plan:
+        return search_plan.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
+
+    first = planned()
+    (path,) = tmp_path.rglob("*.lay")
+    path.write_text(re.sub(r"limit_bytes +\d+", "limit_bytes     7", path.read_text()))
+    solved = search_plan.solve_plan
+    monkeypatch.setattr(search_plan, "solve_plan", None)
+    found = planned()
+    assert (found.decided, found.limit_bytes, found.within_layout) == (first.decided, first.limit_bytes, True)
+    path.write_text(path.read_text().replace("dp=2", "dp=4"))
+    monkeypatch.setattr(search_plan, "solve_plan", solved)
+    assert planned().mesh == first.mesh
 
 
 def test_a_file_that_is_cut_off(megatron: Plan, graph: autopar.NamedGraph) -> None:
