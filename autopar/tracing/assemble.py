@@ -13,6 +13,7 @@ from autopar.tracing.binding import Binding, BoundNode, ValueKey
 from autopar.tracing.differentiable import differentiable
 from autopar.tracing.exported import Exported, NodeOrigin
 from autopar.tracing.graph import Atom, Dim, Kind, NamedGraph, NamedNode, NamedTensor
+from autopar.tracing.masks import ATTENTION_NOTE
 from autopar.tracing.naming import Naming
 from autopar.tracing.regions import Repeat
 
@@ -115,6 +116,7 @@ def _node(bound: BoundNode, names: dict[ValueKey, str], naming: Naming) -> Named
         },
         origin=bound.node.meta["origin"],
         node=bound.node.name,
+        attention=bound.node.meta.get(ATTENTION_NOTE),
     )
 
 

@@ -53,7 +53,7 @@ def export(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Exp
     record_origins(graph_module.graph, PREFIX)
     drop_checks(graph_module.graph)
     check_static(graph_module.graph, owner)
-    normalise(graph_module.graph, device)
+    normalise(graph_module.graph, device, *_placeholder_sources(program, flat))
     placeholders, aliases = _placeholders(program, model, flat)
     graph_module.recompile()
     assert isinstance(flat.node, Mapped), "arguments are a dict"
@@ -183,6 +183,25 @@ def _placeholders(
         node.replace_all_uses_with(canonical[name])
         graph.erase_node(node)
     return tuple(made), aliases
+
+
+def _placeholder_sources(
+    program: torch.export.ExportedProgram, flat: Flattened
+) -> tuple[dict[Node, torch.Tensor], dict[Node, str]]:
+    """Constants with their data, and what every placeholder is to the user."""
+    paths = iter(flat.paths)
+    known, sources = {}, {}
+    nodes = program.graph_module.graph.find_nodes(op="placeholder")
+    for node, spec in zip(nodes, program.graph_signature.input_specs, strict=True):
+        name = (spec.target or "").removeprefix(PREFIX)
+        if spec.kind is InputKind.USER_INPUT:
+            sources[node] = next(paths)
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            constant = program.constants[spec.target or ""]
+            known[node] = constant
+        else:
+            sources[node] = f"buffer {name}" if spec.kind is InputKind.BUFFER else name
+    return known, sources
 
 
 def _rename(node: Node, name: str) -> None:

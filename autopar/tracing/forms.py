@@ -23,7 +23,8 @@ def forms(nodes: Iterable[NamedNode], tensors: Mapping[str, NamedTensor]) -> Map
         operands = tuple(None if name is None else (node.operands.index(name), cuts[name]) for name in node.operands)
         outputs = tuple(None if name is None else cuts[name] for name in node.outputs)
         sizes = tuple(node.sizes.items()), tuple(node.atoms.items())
-        return node.op, node.source, node.rule, sizes, operands, outputs
+        band = node.attention and node.attention.band
+        return node.op, node.source, node.rule, sizes, operands, outputs, band
 
     return {node.name: known.setdefault(form(node), len(known)) for node in nodes}
 

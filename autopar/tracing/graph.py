@@ -16,6 +16,7 @@ from autopar.tracing.binding import Source
 from autopar.tracing.exported import Exported, NodeOrigin
 from autopar.tracing.footprint import Footprint, footprints
 from autopar.tracing.forms import forms
+from autopar.tracing.masks import AttentionNote
 from autopar.tracing.regions import Repeat
 from autopar.tracing.render import render_json, render_text
 from autopar.tracing.run import TracedModule
@@ -93,6 +94,8 @@ class NamedNode:
     """The extents of the atoms of each factor, major first."""
     origin: NodeOrigin
     node: str
+    attention: AttentionNote | None = None
+    """What is known of the mask and the heads, where the op is fused attention."""
 
 
 @dataclass(frozen=True, eq=False)

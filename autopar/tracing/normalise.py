@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from autopar.annotate import constrain_op, named_op
@@ -12,6 +15,7 @@ from autopar.tracing.aligned import pair_aligned
 from autopar.tracing.bags import bags_as_rows
 from autopar.tracing.inserting import arguments_of, insert, replaced
 from autopar.tracing.losses import mean_losses_as_sums
+from autopar.tracing.masks import read_masks
 from autopar.tracing.unsorted import undo_sorting
 
 __all__ = ["drop_checks", "normalise"]
@@ -44,7 +48,13 @@ def drop_checks(graph: Graph) -> None:
     remove_dead(graph)
 
 
-def normalise(graph: Graph, device: torch.device | None) -> None:
+def normalise(
+    graph: Graph,
+    device: torch.device | None,
+    known: Mapping[Node, Tensor] = MappingProxyType({}),
+    sources: Mapping[Node, str] = MappingProxyType({}),
+) -> None:
+    """Change the graph in place. `known`: constants with their data; `sources`: what each placeholder is."""
     marks = {named_op(): "named", constrain_op(): "constrain"}
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -72,6 +82,7 @@ def normalise(graph: Graph, device: torch.device | None) -> None:
     mean_losses_as_sums(graph)
     bags_as_rows(graph)
     undo_sorting(graph)
+    read_masks(graph, known, sources)
     pair_aligned(graph)
     remove_dead(graph)
 

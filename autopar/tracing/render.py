@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopar.tracing.graph import NamedGraph, NamedNode, NamedTensor
+    from autopar.tracing.masks import AttentionNote
     from autopar.tracing.regions import Repeat
 
 __all__ = ["render_json", "render_text"]
@@ -14,7 +15,15 @@ __all__ = ["render_json", "render_text"]
 
 def render_text(graph: NamedGraph) -> str:
     """The named graph, each repeated layer once."""
-    blocks = [_header(graph), _dims(graph), _values(graph, "input"), _weights(graph), _ops(graph), _unknown(graph)]
+    blocks = [
+        _header(graph),
+        _dims(graph),
+        _values(graph, "input"),
+        _weights(graph),
+        _attention(graph),
+        _ops(graph),
+        _unknown(graph),
+    ]
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -98,6 +107,21 @@ def _repeated_weights(graph: NamedGraph) -> set[str]:
 def _later_layers(graph: NamedGraph) -> set[str]:
     """The ops of the second and later layers of each repeat."""
     return {name for repeat in graph.repeats for layer in repeat.layers[1:] for name in layer}
+
+
+def _attention(graph: NamedGraph) -> str:
+    """What is known of the masks of fused attention: equal calls in one line."""
+    places: dict[str, list[str]] = {}
+    for node in graph.nodes:
+        if node.attention is not None:
+            places.setdefault(str(node.attention), []).append(node.origin.module_path)
+    rows = [(text, f"{len(paths)} times" if len(paths) > 1 else "", _ends(paths)) for text, paths in places.items()]
+    return f"attention\n{_table(rows)}" if rows else ""
+
+
+def _ends(paths: list[str]) -> str:
+    """The first and the last place of several."""
+    return _span(tuple(dict.fromkeys(paths)))
 
 
 def _ops(graph: NamedGraph) -> str:
@@ -192,6 +216,7 @@ def render_json(graph: NamedGraph) -> dict[str, Any]:
                 "module": n.origin.module_path,
                 "line": n.origin.source,
                 "code": n.origin.source_code,
+                "attention": None if n.attention is None else _attention_data(n.attention),
             }
             for n in graph.nodes
         ],
@@ -200,6 +225,11 @@ def render_json(graph: NamedGraph) -> dict[str, Any]:
             for r in graph.repeats
         ],
     }
+
+
+def _attention_data(note: AttentionNote) -> dict[str, Any]:
+    band = None if note.band is None else [note.band.left, note.band.right]
+    return {"mask": note.mask, "heads": note.heads, "band": band}
 
 
 def _layer_names(graph: NamedGraph, repeat: Repeat) -> list[list[str]]:
