@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
-from math import prod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from autopar.errors import AutoparWarning
+from autopar.errors import LayoutError
 from autopar.layout.language import Layout, parse_layout, parse_strategy_call
 from autopar.layout.source import unknown_name
 from autopar.layout.strategies import load_strategy, strategy_names
@@ -19,7 +17,8 @@ __all__ = ["axes_of", "choose_layout"]
 def choose_layout(layout: str | Path | Layout, axes: Mapping[str, int]) -> Layout:
     """The layout that `layout=` means on a mesh with these axes.
 
-    A strategy is for any mesh: its axes that the mesh lacks have size 1, and `fsdp(fsdp=dp*tp)` matches them by hand.
+    A strategy is for any mesh: its axes that the mesh lacks have size 1, and `fsdp(fsdp=dp*tp)` matches them by hand. A
+    strategy of one axis is on the axis of a mesh of one, whatever their names; where none is in common it is an error.
     """
     if isinstance(layout, Layout):
         found = layout
@@ -36,15 +35,22 @@ def choose_layout(layout: str | Path | Layout, axes: Mapping[str, int]) -> Layou
     if found.strategy is None:
         return found
     spoken_of = axes_of(found)
-    if spoken_of and not set(spoken_of) & set(axes) and prod(axes.values()) > 1 and isinstance(layout, str):
-        name, mine = found.strategy.name, spoken_of[0]
-        warnings.warn(
-            f"strategy '{name}' splits nothing on a mesh of {', '.join(axes)}: it speaks of {', '.join(spoken_of)}\n"
-            f'fix: layout="{name}({mine}={"*".join(axes)})", or a mesh whose axis is called {mine}',
-            AutoparWarning,
-            stacklevel=3,
-        )
-    return found.on_axes({axis: () for axis in spoken_of if axis not in axes})
+    named = {axis: () for axis in spoken_of if axis not in axes}
+    longer = [axis for axis, size in axes.items() if size > 1]
+    if len(named) == len(spoken_of) > 0 and longer:
+        if len(spoken_of) > 1 or len(longer) > 1:
+            raise _no_common_axis(found.strategy.name, spoken_of, longer)
+        return found.on_axes({spoken_of[0]: (longer[0],)})
+    return found.on_axes(named)
+
+
+def _no_common_axis(strategy: str, spoken_of: Sequence[str], axes: Sequence[str]) -> LayoutError:
+    ways = " or ".join(f'layout="{strategy}({axis}={"*".join(axes)})"' for axis in spoken_of)
+    return LayoutError(
+        "E1",
+        f"E1: strategy '{strategy}' splits nothing on a mesh of {', '.join(axes)}: "
+        f"it speaks of {', '.join(spoken_of)}\nfix: {ways}, or a mesh whose axes have these names",
+    )
 
 
 def _is_call(text: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from pathlib import Path
 
 import pytest
@@ -44,15 +43,33 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_warnings_are_told_as_errors_are(capsys: pytest.CaptureFixture[str]) -> None:
-    """Once, and without a line of the code; `fsdp` splits nothing where no axis is called so."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
-        code, out, err = run(capsys, "plan", GPT, "--mesh", "dp=2", "--layout", "fsdp", "--no-experts")
-    assert code == 0
-    assert "nothing is split" in out
-    assert err.count("autopar plan: warning: strategy 'fsdp' splits nothing on a mesh of dp: it speaks of fsdp\n") == 1
-    assert ".py" not in err
+def test_a_strategy_of_one_axis_is_on_the_only_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "plan", GPT, "--mesh", "data=2,one=1", "--layout", "fsdp", "--no-experts")
+    assert (code, err) == (0, "")
+    assert "-> data" in out
+    assert "nothing is split" not in out
+
+
+@pytest.mark.parametrize("command", ["plan", "verify", "explain", "check"])
+def test_a_strategy_without_an_axis_of_the_mesh_is_an_error(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for mesh, strategy, error in (
+        (
+            "a=2,b=2",
+            "fsdp",
+            "strategy 'fsdp' splits nothing on a mesh of a, b: it speaks of fsdp\n"
+            'fix: layout="fsdp(fsdp=a*b)", or a mesh whose axes have these names',
+        ),
+        (
+            "data=2",
+            "megatron",
+            "strategy 'megatron' splits nothing on a mesh of data: it speaks of dp, tp\n"
+            'fix: layout="megatron(dp=data)" or layout="megatron(tp=data)", or a mesh whose axes have these names',
+        ),
+    ):
+        words = ["blocks.0.up.weight"] if command == "explain" else []
+        code, _, err = run(capsys, command, GPT, *words, "--mesh", mesh, "--layout", strategy)
+        assert code == 2, err
+        assert error in err
 
 
 def test_plan_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

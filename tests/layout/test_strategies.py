@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import LayoutError
+from autopar.layout.choosing import axes_of, choose_layout
 from autopar.layout.language import parse_layout, print_layout
 from autopar.layout.strategies import load_strategy, strategy_names, strategy_path
 from autopar.resources import data_folder
@@ -56,3 +57,14 @@ def test_unknown_name(name: str, hint: str) -> None:
         f"E1: there is no strategy '{name}'{hint}\n"
         "fix: the names are ddp, fsdp, fsdp_tp, gshard_moe, megatron, megatron_sp, spatial, zero1"
     )
+
+
+def test_a_strategy_of_one_axis_is_on_the_only_axis_of_a_mesh() -> None:
+    for axes in ({"data": 4}, {"one": 1, "data": 4}):
+        assert set(axes_of(choose_layout("fsdp", axes))) == {"data"}
+        assert set(axes_of(choose_layout("ddp", axes))) == {"data"}
+    assert axes_of(choose_layout("fsdp", {"data": 1})) == ()
+    assert set(axes_of(choose_layout("megatron", {"tp": 4}))) == {"tp"}
+    for strategy, axes in (("fsdp", {"a": 2, "b": 2}), ("megatron", {"data": 4})):
+        with pytest.raises(LayoutError, match="splits nothing on a mesh of"):
+            choose_layout(strategy, axes)
