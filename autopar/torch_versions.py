@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather_single", "original_apply", "reduce_scatter_single"]
+__all__ = ["all_gather_single", "original_apply", "reduce_scatter_single", "without_op_warnings"]
 
 # Renamed in 2.13: before, all_gather_into_tensor and reduce_scatter_tensor.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -29,3 +31,14 @@ def original_apply() -> Callable[..., Any]:
         return descriptor.__get__(None, cls)(*args, **kwargs)
 
     return apply
+
+
+@contextmanager
+def without_op_warnings() -> Iterator[None]:
+    """Drop the warnings of ops that are only tried, among them deprecated forms and slow strides.
+
+    Since 2.15 an op called through `torch.ops` hands its warnings to Python; before, it wrote them to the log.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import tomllib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import torch_versions
+from autopar.rules import proof
+from autopar.rules.registry import rule_table
 
 ROOT = Path(__file__).parent.parent
 
@@ -75,3 +78,15 @@ def test_collectives_of_before_2_13(monkeypatch: pytest.MonkeyPatch) -> None:
     found = runpy.run_path(str(ROOT / "autopar" / "torch_versions.py"))
     assert found["all_gather_single"] is dist.all_gather_into_tensor
     assert found["reduce_scatter_single"] is dist.reduce_scatter_tensor
+
+
+def test_ops_that_are_tried_do_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As since 2.15, where what an op warns of comes as a Python warning, which the tests make an error."""
+    original = proof.reference
+
+    def warned(*arguments: Any, **others: Any) -> Any:
+        warnings.warn("this form is deprecated", UserWarning, stacklevel=2)
+        return original(*arguments, **others)
+
+    monkeypatch.setattr(proof, "reference", warned)
+    assert proof.prove_entry(rule_table()["aten.relu.default"], seeds=(0,)).holds

@@ -24,6 +24,7 @@ from autopar.rules.execution import RUN_ERRORS, Run, additivity, materialise, pi
 from autopar.rules.lowerings import LOCALISERS, local_call
 from autopar.rules.notation import CONTRACTIONS, FactorKind, Operand, Rule, Term
 from autopar.rules.samples import Draw, Sample
+from autopar.torch_versions import without_op_warnings
 
 __all__ = ["Discoveries", "Labels", "discover"]
 
@@ -144,7 +145,7 @@ class _Trial:
 
 def _discover(request: _Request) -> tuple[Rule | None, bool]:
     """The best rule found, and whether it was found on small tensors."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), without_op_warnings():
         for small in (True, False):
             rules = [rule for trial in _trials(request, small) for rule in _rules(trial)]
             fitting = [rule for rule in rules if _fits(rule, request.call)]

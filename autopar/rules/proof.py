@@ -41,6 +41,7 @@ from autopar.rules.ops import display_name, find_op, resolve_op
 from autopar.rules.registry import registered
 from autopar.rules.samples import Sample, integer_twin
 from autopar.rules.table import Entry
+from autopar.torch_versions import without_op_warnings
 
 __all__ = ["SEEDS", "Case", "Failure", "Proof", "prove_entry", "prove_rule", "prove_table"]
 
@@ -108,7 +109,7 @@ def prove_entry(entry: Entry, seeds: Sequence[int] = SEEDS, samples: Iterable[Sa
         except ImportError:
             return Proof(frozenset(), (), (f"{entry.op}: {entry.tries.needs} is not installed",))
     walk = _Walk(entry, resolve_op(entry.op))
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), without_op_warnings():
         try:
             todo = list(entry.samples(walk.op) if samples is None else samples)
         except RUN_ERRORS as error:
