@@ -59,15 +59,18 @@ class Task:
     layout: str | None
     dims: Mapping[str, str]
     dtype: str | None
+    device: str = "cpu"
 
 
 def verify(task: Task, ranks: int, seconds: float = 600, told: Callable[[str], None] = lambda _: None) -> Verified:
     """Run it; raises what a process raised, or that they took too long."""
+    if task.device == "cuda":
+        _check_gpus(task.mesh, ranks)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         (place / "task").write_text(json.dumps(asdict(task)), encoding="utf-8")
         told(f"starting {ranks} processes")
-        running = _start(place, ranks)
+        running = _start(place, ranks, task.device)
         try:
             _wait(running, place, time.monotonic() + seconds, seconds)
         finally:
@@ -78,10 +81,25 @@ def verify(task: Task, ranks: int, seconds: float = 600, told: Callable[[str], N
     return Verified(tuple(Difference(**one) for one in found["differences"]), found["collectives"])
 
 
-def _start(place: Path, ranks: int) -> list[subprocess.Popen[bytes]]:
+def _check_gpus(mesh: str, ranks: int) -> None:
+    """Every process takes a GPU of its own, since NCCL serves one rank on each."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise VerifyError("--device cuda: torch finds no GPU on this machine\nfix: --device cpu")
+    if count < ranks:
+        raise VerifyError(
+            f"--device cuda: --mesh {mesh} is {ranks} processes with a GPU each, and this machine has {count}\n"
+            "fix: verify on a smaller mesh with the same axes, or --device cpu"
+        )
+
+
+def _start(place: Path, ranks: int, device: str) -> list[subprocess.Popen[bytes]]:
     shared = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     shared["OMP_NUM_THREADS"] = "1"  # else the processes fight for the cores
-    shared["CUDA_VISIBLE_DEVICES"] = ""  # one machine may have fewer devices than the mesh
+    if device == "cpu":
+        shared["CUDA_VISIBLE_DEVICES"] = ""  # a target may take the GPU where there is one
     found = []
     for rank in range(ranks):
         own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -149,9 +167,12 @@ def _verify_here(task: Task, rank: int, meeting: Path) -> Verified:
     torch.manual_seed(0)
     model, inputs = load_target(task.target, task.settings)
     dtype = None if task.dtype is None else getattr(torch, task.dtype)
-    model, inputs = _as_dtype(model, inputs, dtype)
+    if task.device == "cuda":
+        torch.cuda.set_device(rank)
+    model, inputs = _moved(model, inputs, dtype, torch.device(task.device))
     expected = _alone(copy.deepcopy(model), inputs, task.dtype) if rank == 0 else {}
-    join_local_group(meeting, rank, int(os.environ["WORLD_SIZE"]))
+    backend = "nccl" if task.device == "cuda" else "gloo"
+    join_local_group(meeting, rank, int(os.environ["WORLD_SIZE"]), backend)
     parallel = parallelize(model, task.mesh, inputs, layout=task.layout, dims=task.dims or None, outputs="full")
     torch.manual_seed(2)  # the first rank has drawn more than the others
     with parallel.exact_randomness():
@@ -174,8 +195,8 @@ def _alone(model: Any, inputs: Any, dtype: str | None) -> Results:
         ) from error
 
 
-def _as_dtype(model: Any, inputs: Any, dtype: Any) -> tuple[Any, Any]:
-    """The model and its inputs in a floating point type; None: as they are."""
+def _moved(model: Any, inputs: Any, dtype: Any, device: Any) -> tuple[Any, Any]:
+    """The model and its inputs on a device and in a floating point type; None: in their own."""
     from torch import Tensor
     from torch.utils._pytree import tree_map
 
@@ -185,13 +206,13 @@ def _as_dtype(model: Any, inputs: Any, dtype: Any) -> tuple[Any, Any]:
             f"{meta[0]} is on the meta device and has no values to compute with\n"
             "fix: a target that builds a small model with values, as in examples/gpt.py:gpt"
         )
-    if dtype is None:
-        return model, inputs
 
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, dtype if value.is_floating_point() else None)
 
-    return model.to(dtype), tree_map(cast, inputs)
+    return model.to(device, dtype), tree_map(moved, inputs)
 
 
 def results_of(model: Any, inputs: Any) -> dict[str, Any]:
@@ -208,7 +229,9 @@ def results_of(model: Any, inputs: Any) -> dict[str, Any]:
     torch.manual_seed(1)
     differentiable = [output for output in outputs if output.requires_grad]
     # Not randn_like, which follows the strides: the same result may be transposed in one and not in the other.
-    torch.autograd.backward(differentiable, [torch.randn(o.shape, dtype=o.dtype) for o in differentiable])
+    # Drawn on the CPU, so that all devices draw the same.
+    gradients = [torch.randn(o.shape, dtype=o.dtype).to(o.device) for o in differentiable]
+    torch.autograd.backward(differentiable, gradients)
     found: dict[str, Any] = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
     for name, parameter in model.named_parameters():
         gradient: Any = parameter.grad

@@ -49,6 +49,12 @@ def add_parser(subparsers: Any) -> None:
         default="float64",
         help="what is computed in; own: what the model has (default: float64, so that only mistakes are left)",
     )
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="where the processes run; cuda: a GPU for each, over NCCL (default: cpu, over Gloo)",
+    )
     parser.add_argument("--tolerance", type=float, default=1e-5, help="allowed relative difference (default: 1e-5)")
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for all of it (default: 600)")
     add_json(parser, "verify")
@@ -78,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.layout,
         parse_dims(arguments.dims),
         None if arguments.dtype == "own" else arguments.dtype,
+        arguments.device,
     )
     told = (lambda text: print(text, "...", file=sys.stderr)) if sys.stderr.isatty() else (lambda _: None)
     found = verify(task, mesh.size, arguments.timeout, told)

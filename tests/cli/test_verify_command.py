@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from autopar.cli import main
 
@@ -100,17 +101,28 @@ def test_a_rank_that_is_killed_is_named(capsys: pytest.CaptureFixture[str], tmp_
         ([GPT, "--mesh", "dp=?"], "every axis needs a number of ranks here, as in dp=2,tp=2"),
         ([GPT, "--dims", "idx"], "--dims idx: expected TENSOR=NAMES"),
         ([GPT, "--set", "layers"], "--set layers: expected name=value"),
+        ([GPT, "--device", "cuda"], "--device cuda: torch finds no GPU on this machine\nfix: --device cpu"),
     ],
 )
 def test_bad_words_are_told_before_anything_starts(
-    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     given = words if "--mesh" in words else [*words, "--mesh", "dp=2"]
     code, out, err = run(capsys, *given)
     assert (code, out) == (2, "")
     assert err.startswith("autopar verify: ")
     assert message in err
     assert "Traceback" not in err
+
+
+def test_fewer_gpus_than_processes_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    code, out, err = run(capsys, GPT, "--mesh", "dp=2", "--device", "cuda")
+    assert (code, out) == (2, "")
+    assert "--mesh dp=2 is 2 processes with a GPU each, and this machine has 1\nfix: verify on a smaller mesh" in err
 
 
 def test_what_a_process_says_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
