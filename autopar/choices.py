@@ -6,7 +6,8 @@ is added to such a sum is taken as a partial sum itself: one rank keeps it.
 
 An axis that splits nothing takes and gives replicated tensors; or takes all operands broadcast and gives broadcast
 results, so that the gradients are summed further up; or takes the operands in which the op is linear, together, as
-partial sums and the others broadcast, and gives partial sums, so that the sum is made further down.
+partial sums and the others broadcast, and gives partial sums, so that the sum is made further down. That is for others
+that cannot be infinite (autopar/tracing/finite.py): terms of unlike sign would give NaN where the sum gives infinity.
 """
 
 from __future__ import annotations
@@ -163,7 +164,8 @@ def passings_of(graph: NamedGraph, node: NamedNode) -> tuple[Passing, ...]:
         return tuple(found)  # truths do not add up
     for group in node.rule.linear:
         present = [tensors[i] for i in group if i < len(tensors)]
-        if all(tensor is not None and tensor.dtype is not torch.bool for tensor in present):
+        numbers = all(tensor is not None and tensor.dtype is not torch.bool for tensor in present)
+        if numbers and frozenset(group) in graph.passable_sums[node.name]:
             found.append(frozenset(group))
     return tuple(found)
 
@@ -172,6 +174,8 @@ def layouts_of(
     graph: NamedGraph, node: NamedNode, choice: Choice
 ) -> tuple[tuple[Layout | None, ...], tuple[Layout | None, ...]] | None:
     """The layouts that a choice wants of the operands and gives to the outputs; None where it cannot be had."""
+    if any(way and way not in graph.passable_sums[node.name] for _, way in choice.passes):
+        return None
     operands: list[Layout | None] = []
     for position, (operand, name) in enumerate(zip_longest(node.rule.operands, node.operands)):
         tensor = None if name is None else graph.tensors[name]

@@ -268,7 +268,7 @@ class _Completion:
             if best is None or rank < best[0]:
                 best = rank, decision
         if best is None and pin is not None:
-            raise cannot_be_had(pin, node, self.axes)
+            raise cannot_be_had(pin, node, self.axes, self.graph)
         if best is None:
             raise LayoutError("E5", self._no_choice(node))
         return best[1]

@@ -95,10 +95,18 @@ def allows(pin: OpPin, choice: Choice, node: NamedNode) -> bool:
     )
 
 
-def cannot_be_had(pin: OpPin, node: NamedNode, axes: Mapping[str, int]) -> LayoutError:
+def cannot_be_had(pin: OpPin, node: NamedNode, axes: Mapping[str, int], graph: NamedGraph) -> LayoutError:
     """E5: the op does not allow what the pin says."""
     reasons = []
     for word, over in pin.choice:
+        if not _splits(word) and any(
+            way and way not in graph.passable_sums[node.name] for way in _passings(word, node)
+        ):
+            reasons.append(
+                f"{word}: over {', '.join(over)}; what the sum is multiplied with may be infinite, or what "
+                "divides it zero: its terms would give NaN (docs/language.md)"
+            )
+            continue
         factor = word.partition(".")[0]
         if factor not in node.rule.kinds:
             reasons.append(f"{word}: over {', '.join(over)}, beside what it splits")

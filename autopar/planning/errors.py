@@ -38,7 +38,7 @@ def no_option(
     lines, _ = conflicting(demands, can_be_had)
     pin = pin_of(demands.layout, node)
     if pin is not None and len(lines) < 2:
-        return cannot_be_had(pin, node, axes)
+        return cannot_be_had(pin, node, axes, demands.graph)
     conflict = "\nthese lines cannot all be had; without any one of them, the others can" if len(lines) > 1 else ""
     return layout_error(
         "E7" if len(lines) > 1 else "E5",

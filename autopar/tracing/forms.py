@@ -11,10 +11,13 @@ if TYPE_CHECKING:  # the graph has its forms
 __all__ = ["forms"]
 
 
-def forms(nodes: Iterable[NamedNode], tensors: Mapping[str, NamedTensor]) -> Mapping[str, int]:
+def forms(
+    nodes: Iterable[NamedNode], tensors: Mapping[str, NamedTensor], passable: Mapping[str, Hashable]
+) -> Mapping[str, int]:
     """For each op a number: the same for equal ops with equal rules, on tensors that are cut alike.
 
-    Ops that differ in plain arguments (a number, a dim) have one number where their rules and sizes are the same.
+    Ops that differ in plain arguments (a number, a dim) have one number where their rules and sizes are the same, and
+    the sums that may pass through them (`passable`).
     """
     known: dict[Hashable, int] = {}
     cuts = {name: _cut(tensor) for name, tensor in tensors.items()}
@@ -24,7 +27,7 @@ def forms(nodes: Iterable[NamedNode], tensors: Mapping[str, NamedTensor]) -> Map
         outputs = tuple(None if name is None else cuts[name] for name in node.outputs)
         sizes = tuple(node.sizes.items()), tuple(node.atoms.items())
         band = node.attention and node.attention.band
-        return node.op, node.source, node.rule, sizes, operands, outputs, band
+        return node.op, node.source, node.rule, sizes, operands, outputs, band, passable[node.name]
 
     return {node.name: known.setdefault(form(node), len(known)) for node in nodes}
 

@@ -14,6 +14,7 @@ from torch import nn
 from autopar.rules.notation import Rule
 from autopar.tracing.binding import Source
 from autopar.tracing.exported import Exported, NodeOrigin
+from autopar.tracing.finite import passable_sums
 from autopar.tracing.footprint import Footprint, footprints
 from autopar.tracing.forms import forms
 from autopar.tracing.masks import AttentionNote
@@ -159,7 +160,12 @@ class NamedGraph:
     @cached_property
     def forms(self) -> Mapping[str, int]:
         """By the name of each op a number, the same for ops that are equal but for names."""
-        return forms(self.nodes, self.tensors)
+        return forms(self.nodes, self.tensors, self.passable_sums)
+
+    @cached_property
+    def passable_sums(self) -> Mapping[str, frozenset[frozenset[int]]]:
+        """For each op the groups of operands in which it is linear and through which a sum may be held back."""
+        return passable_sums(self)
 
     @cached_property
     def shares(self) -> Mapping[str, float]:
