@@ -262,7 +262,7 @@ def differences(expected: Results, found: Results) -> tuple[Difference, ...]:
 def _largest_of(kind: str, results: Results) -> float:
     """The largest number of a kind, counts and positions aside."""
     floats = (one for name, one in results.items() if name.startswith(kind) and one is not None)
-    return max((_largest(one) for one in floats if one.is_floating_point()), default=0.0)
+    return max((_largest(one) for one in floats if one.is_floating_point() or one.is_complex()), default=0.0)
 
 
 def _compared(name: str, expected: Any, found: Any, floor: float) -> Difference:
@@ -272,11 +272,17 @@ def _compared(name: str, expected: Any, found: Any, floor: float) -> Difference:
     if expected.shape != found.shape:
         return Difference(name, float("inf"), f"shape {list(found.shape)}, not {list(expected.shape)}")
     scale = max(_largest(expected), floor)
-    return Difference(name, _largest(found.double() - expected.double()) / scale if scale else 0.0)
+    return Difference(name, _largest(_wide(found) - _wide(expected)) / scale if scale else 0.0)
 
 
 def _largest(value: Any) -> float:
-    return float(value.double().abs().max()) if value is not None and value.numel() else 0.0
+    if value is None or not value.numel():
+        return 0.0
+    return float(_wide(value).abs().max())
+
+
+def _wide(value: Any) -> Any:
+    return value.cdouble() if value.is_complex() else value.double()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from autopar.late import Late
 from autopar.rewrite.checkpoints import REGION
 from autopar.rewrite.functions import Conversion, convert, send
 from autopar.rewrite.totals import joined, small_sum
+from autopar.rewrite.wire import restored
 
 __all__ = ["Ends", "Exchanges", "move_to_ends", "wrapped"]
 
@@ -101,7 +102,8 @@ class _Sums(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         found = _begin(conversions, parts, exchanges, last=True)
         ctx.conversions = conversions
-        ctx.mark_non_differentiable(*(x for x, part in zip(found, parts, strict=True) if not part.is_floating_point()))
+        whole = [not (part.is_floating_point() or part.is_complex()) for part in parts]
+        ctx.mark_non_differentiable(*(x for x, is_whole in zip(found, whole, strict=True) if is_whole))
         ctx.set_materialize_grads(False)
         return tuple(found)
 
@@ -148,13 +150,13 @@ def _collectives(conversions: Sequence[Conversion], parts: Sequence[Tensor]) -> 
         total, begin = send(conversions[places[0]].forward[0], joined([parts[place] for place in places])), 0
         for place in places:
             end = begin + parts[place].numel()
-            found[place] = Late.of(parts[place], partial(_piece, total, slice(begin, end)))
+            found[place] = Late.of(parts[place], partial(_piece, total, slice(begin, end), parts[place].dtype))
             begin = end
     return found
 
 
-def _piece(total: Tensor, piece: slice) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(total)[piece]  # type: ignore[no-any-return]
+def _piece(total: Tensor, piece: slice, dtype: torch.dtype) -> Tensor:
+    return restored(torch.ops._c10d_functional.wait_tensor(total)[piece], dtype)
 
 
 def _received(

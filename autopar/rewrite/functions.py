@@ -20,6 +20,7 @@ from autopar.engine import group_over
 from autopar.errors import MeshError
 from autopar.reshard import Reshard, Step, StepKind
 from autopar.rewrite.moves import Move, bind, finish, keep_local, prepare
+from autopar.rewrite.wire import as_bytes, is_known, restored, summed_in
 
 __all__ = ["Conversion", "Groups", "convert", "send", "send_all"]
 
@@ -146,6 +147,9 @@ def _run(x: Tensor, conversion: Conversion, backward: bool) -> Tensor:
 
 
 def _exchange(move: Move, x: Tensor) -> Tensor:
+    wide = summed_in(x.dtype)
+    if move.kind in (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER) and wide != x.dtype:
+        return restored(_exchange(move, x.to(wide)), x.dtype)
     buffer = prepare(move, x)
     if buffer.numel() == 0 and move.kind is not StepKind.ALL_TO_ALL:
         # The tensor itself is empty: so it is on all members of the group.
@@ -157,6 +161,11 @@ def send(move: Move, buffer: Tensor) -> Tensor:
     """Start the collective on the flat buffer; what comes back may be read after `wait_tensor` only."""
     ops = torch.ops._c10d_functional
     sent: Tensor
+    moved = move.kind in (StepKind.ALL_GATHER, StepKind.ALL_TO_ALL)
+    if moved and not is_known(buffer.dtype, gathered=move.kind is StepKind.ALL_GATHER):
+        size = buffer.element_size()
+        sent_sizes, received = (tuple(size * count for count in counts) for counts in (move.sent, move.received))
+        return send(replace(move, sent=sent_sizes, received=received), as_bytes(buffer)).view(buffer.dtype)
     if move.kind is StepKind.ALL_REDUCE:
         sent = ops.all_reduce(buffer, "sum", move.group)
     elif move.kind is StepKind.ALL_GATHER:
@@ -172,8 +181,8 @@ def send_all(move: Move, buffers: list[Tensor]) -> list[Tensor]:
     """Start one collective on several flat buffers, each as by itself."""
     ops = torch.ops._c10d_functional
     sent: list[Tensor]
-    if len(buffers) == 1:
-        return [send(move, buffers[0])]
+    if len(buffers) == 1 or not all(is_known(buffer.dtype, gathered=True) for buffer in buffers):
+        return [send(move, buffer) for buffer in buffers]
     if move.kind is StepKind.ALL_GATHER:
         sent = ops.all_gather_into_tensor_coalesced(buffers, move.ranks, move.group)
     else:

@@ -74,7 +74,7 @@ class Sample(Drawing):
 class _WithoutSlope(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, drawn: Tensor, *operands: Tensor) -> Tensor:
-        ctx.shapes = [(x.shape, x.dtype) if x.is_floating_point() else None for x in operands]
+        ctx.shapes = [(x.shape, x.dtype) if x.is_floating_point() or x.is_complex() else None for x in operands]
         return drawn.view_as(drawn)
 
     @staticmethod

@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 
 from autopar.reshard import StepKind
 from autopar.rewrite.functions import Conversion, convert, send
+from autopar.rewrite.wire import restored, summed_together
 
 __all__ = ["Totals", "join_totals", "joined", "small_sum"]
 
@@ -48,11 +49,11 @@ class _Totals(torch.autograd.Function):
         pieces = torch.split(total, [x.numel() for x in tensors])
         # Each a tensor of its own, as views of one may not be changed one by one.
         found = [
-            piece.to(x.dtype, copy=True).reshape(one.result_shape)
+            restored(piece, x.dtype, copy=True).reshape(one.result_shape)
             for piece, x, one in zip(pieces, tensors, conversions, strict=True)
         ]
         ctx.conversions = conversions
-        ctx.mark_non_differentiable(*(x for x in found if not x.is_floating_point()))
+        ctx.mark_non_differentiable(*(x for x in found if not (x.is_floating_point() or x.is_complex())))
         ctx.set_materialize_grads(False)
         return tuple(found)
 
@@ -67,9 +68,7 @@ class _Totals(torch.autograd.Function):
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
     """Several in one, of their dtype or one that holds the values of all."""
-    dtypes = {x.dtype for x in tensors}
-    # Counts are exact in float64, as far as anybody counts.
-    common = dtypes.pop() if len(dtypes) == 1 else torch.float64
+    common = summed_together(x.dtype for x in tensors)
     return torch.cat([x.reshape(-1).to(common) for x in tensors])
 
 

@@ -90,8 +90,9 @@ def padded(local: Local, tensor: torch.Tensor, dim: int, before: int, after: int
     """With what the op takes for padding: zeros, or less than anything for a maximum."""
     if not before and not after:
         return tensor
-    lowest = float("-inf") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
-    value = lowest if "max_pool" in str(local.op) else 0
+    value: float = 0
+    if "max_pool" in str(local.op):
+        value = float("-inf") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
     amounts = [0, 0] * (tensor.dim() - 1 - dim) + [before, after]
     return torch.nn.functional.pad(tensor, amounts, value=value)
 

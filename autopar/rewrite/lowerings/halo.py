@@ -20,6 +20,7 @@ from autopar.reshard import Reshard, Step, StepKind
 from autopar.rewrite.empty import amounts, nothing
 from autopar.rewrite.functions import Groups
 from autopar.rewrite.lowerings.base import Message, Send, Split, dims_of
+from autopar.rewrite.wire import as_bytes, is_known
 from autopar.rules.call import takes_tensors
 from autopar.rules.local import Local, Piece
 from autopar.rules.notation import FactorKind, Halo
@@ -232,8 +233,11 @@ class _AllToAll(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
         ctx.way = sent, received, group
         ops = torch.ops._c10d_functional
-        exchanged: Tensor = ops.wait_tensor(ops.all_to_all_single(x.contiguous(), received, sent, group))
-        return exchanged
+        known = is_known(x.dtype, gathered=False)
+        given, size = (x.contiguous(), 1) if known else (as_bytes(x.contiguous()), x.element_size())
+        sizes = ([size * count for count in counts] for counts in (received, sent))
+        exchanged: Tensor = ops.wait_tensor(ops.all_to_all_single(given, *sizes, group))
+        return exchanged if known else exchanged.view(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
