@@ -155,7 +155,8 @@ def weighted_gradients(leaves: Sequence[torch.Tensor], outputs: Outputs, weights
     values, grad_outputs = zip(*pairs, strict=True)
     found: Sequence[torch.Tensor | None] = torch.autograd.grad(values, leaves, grad_outputs, allow_unused=True)
     return tuple(
-        torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in zip(leaves, found, strict=True)
+        torch.zeros_like(leaf) if gradient is None else gradient.to_dense() if gradient.is_sparse else gradient
+        for leaf, gradient in zip(leaves, found, strict=True)
     )
 
 
@@ -228,6 +229,10 @@ def _recombine_one(
         lengths = torch.tensor([piece.length / piece.total for piece in pieces], dtype=stacked.dtype)
         return (stacked * lengths.reshape(-1, *[1] * tensors[0].dim())).sum(0)
     if kind in (FactorKind.MAX, FactorKind.MIN):
+        if stacked.is_complex():  # they have no order: only what is the same in all shards comes back
+            if not all(torch.equal(tensors[0], tensor) for tensor in tensors[1:]):
+                raise ValueError(f"output {output} is complex and has no {kind.value}")
+            return tensors[0]
         return stacked.amax(0) if kind is FactorKind.MAX else stacked.amin(0)
     total = stacked.sum(0)
     return total if stacked.dtype is torch.bool else total.to(stacked.dtype)  # booleans do not add up: say max or min
@@ -299,6 +304,7 @@ def _with_operands(run: Run, replaced: Mapping[int, torch.Tensor]) -> dict[str, 
 def difference(run: Run, whole: Iterable[torch.Tensor | None]) -> str | None:
     """How recombined outputs, or their gradients, differ from the whole call's; None when they do not."""
     found_outputs = tuple(whole)
+    tolerance = _tolerance([x.dtype for x in (*operands_of(run.op, run.arguments), *run.outputs) if _is_tensor(x)])
     for i, (expected, found) in enumerate(zip(run.outputs, found_outputs, strict=True)):
         if expected is None or found is None:
             if expected is not found:
@@ -306,11 +312,11 @@ def difference(run: Run, whole: Iterable[torch.Tensor | None]) -> str | None:
             continue
         if expected.shape != found.shape or expected.dtype != found.dtype:
             return f"output {i} comes back as {_kind(found)}, not {_kind(expected)}"
-        if not _close(expected, found):
+        if not _close(expected, found, tolerance):
             return f"output {i} differs"
     found_gradients = weighted_gradients(run.leaves, found_outputs, run.weights)
     for i, (expected, found) in enumerate(zip(run.gradients, found_gradients, strict=True)):
-        if not _close(expected, found):
+        if not _close(expected, found, tolerance):
             return f"the gradient of float operand {i} differs"
     return None
 
@@ -319,10 +325,25 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _close(expected: torch.Tensor, found: torch.Tensor) -> bool:
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+TOLERANCES = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.float16: 1e-2, torch.complex32: 1e-2}
+"""Of dtypes that are less exact than float64; those not named are coarser still."""
+
+
+def _tolerance(dtypes: Iterable[torch.dtype]) -> float:
+    """What the least exact of these dtypes can tell apart."""
+    exact = (torch.float64, torch.complex128)
+    inexact = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+    return max((1e-9 if dtype in exact else TOLERANCES.get(dtype, 5e-2) for dtype in inexact), default=1e-9)
+
+
+def _close(expected: torch.Tensor, found: torch.Tensor, tolerance: float | None = None) -> bool:
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return False
     if not (expected.is_floating_point() or expected.is_complex()):
         return torch.equal(expected, found)
-    tolerance = 1e-9 if expected.dtype in (torch.float64, torch.complex128) else 1e-4
+    tolerance = _tolerance([expected.dtype]) if tolerance is None else tolerance
     return torch.allclose(expected, found, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -35,13 +35,15 @@ def _embedding(call: Call) -> str:
     if call["scale_grad_by_freq"]:
         lookups = [whole(name) for name in lookups]
         return text([["v!", "d"], lookups], [[*lookups, "d"]], "index 1 v")
-    return text([["v", "d"], lookups], [[*lookups, "d"]], "index 1 v", "lower v masked_lookup", "localise padding_idx")
+    localised = "localise padding_idx" + (" sparse" if call["sparse"] else "")
+    return text([["v", "d"], lookups], [[*lookups, "d"]], "index 1 v", "lower v masked_lookup", localised)
 
 
 def _embedding_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
     for shape, padding, scaled in (((), -1, False), ((4, 3), -1, False), ((4, 9), 2, False), ((4, 9), 0, True)):
         arguments = {"padding_idx": padding, "scale_grad_by_freq": scaled}
         yield make_sample(op, [Draw((7, 5)), Draw(shape, "index", 7)], arguments)
+    yield make_sample(op, [Draw((7, 5)), Draw((4, 9), "index", 7)], {"padding_idx": 2, "sparse": True})
 
 
 # -- indexing with tensors --------------------------------------------------------------------------------------------

@@ -94,6 +94,11 @@ def _padding_index(local: Local, piece: Piece) -> Local:
     return local.with_arguments(padding_idx=row - piece.start if piece.start <= row < piece.stop else -1)
 
 
+def _dense(local: Local, piece: Piece) -> Local:
+    """A sparse gradient cannot be sent: where a lookup is split its gradient is dense."""
+    return local.with_arguments(sparse=False)
+
+
 def _resized(local: Local, piece: Piece) -> Local:
     """The output's size in numbers, in place of factors that would have to be rounded."""
     count = len(local.arguments.get("scale_factors") or local.arguments.get("output_size") or ())
@@ -123,4 +128,5 @@ LOCALISERS: dict[str, Localiser] = {
     "diagonal": _diagonal,
     "cross_dim": _default_cross_dim,
     "padding_idx": _padding_index,
+    "sparse": _dense,
 }

@@ -344,5 +344,5 @@ aten.repeat_interleave.self_int                      repeat_interleave; linear 0
 aten.{unfold,unfold_copy}.default                    unfold; linear 0
 aten.pixel_shuffle.default                           pixel_shuffle shuffle; linear 0
 aten.pixel_unshuffle.default                         pixel_shuffle unshuffle; linear 0
-aten.channel_shuffle.default                         b c! y -> b c! y; linear 0; try groups=7
+aten.channel_shuffle.default                         b c! ... -> b c! ...; linear 0; try groups=7
 """
