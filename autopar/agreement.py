@@ -7,7 +7,6 @@ a rank that waits for ever.
 from __future__ import annotations
 
 import hashlib
-import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,11 +92,18 @@ class Agreement:
             return
         assert self.group is not None, "there is somebody to talk to"
         me = self.ranks.index(dist.get_rank())
-        path = self.decided_by_first(lambda: Channel.create(self.size))
-        channel = Channel.open(path, me, self.size, limit_seconds_of(self.group))
+        files: list[Any] = []  # of the first rank, which keeps it open: closing any file of it would give up its lock
+
+        def create() -> str | None:
+            created = Channel.create(self.size)
+            if created is None:
+                return None
+            files.append(created[1])
+            return created[0]
+
+        place = self.decided_by_first(create)
+        channel = Channel.open(place, me, self.size, limit_seconds_of(self.group), *files)
         found = self._gather(channel is not None)
-        if path is not None and me == 0:
-            os.unlink(path)  # it lives as long as somebody has it open
         self.channel = channel if all(found.values()) else None
 
     @property

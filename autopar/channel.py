@@ -12,19 +12,16 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import tempfile
+import secrets
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from autopar.errors import AutoparError
 
 __all__ = ["SAID", "Channel", "Exchange"]
 
-FOLDER = Path("/dev/shm")
-"""Memory of the host as files, on Linux; nothing in it is seen from another host."""
 EXCHANGES = 8
 """So many may be unread."""
 WIDTH = 10
@@ -71,27 +68,31 @@ class Channel:
         self._unread: dict[int, Exchange] = {}
 
     @staticmethod
-    def create(ranks: int) -> str | None:
-        """A file for so many ranks; None where this host has no place for it."""
+    def create(ranks: int) -> tuple[str, Any] | None:
+        """Memory for so many ranks: where processes of this host find it, and its file; None where there is none.
+
+        It has no name in any folder, so that nothing is left of it when the processes have ended, however they end.
+        """
+        name = f"autopar-{secrets.token_hex(8)}"
         try:
-            number, path = tempfile.mkstemp(prefix="autopar-", dir=FOLDER)
+            file = open(os.memfd_create(name), "r+b")  # noqa: SIM115
+            file.write(bytes(_bytes(ranks)))  # not a file with holes: without memory for them, reading is deadly
+            file.flush()
         except OSError:
             return None
-        with os.fdopen(number, "wb") as file:
-            try:
-                file.write(bytes(_bytes(ranks)))  # not a file with holes: without memory for them, reading is deadly
-            except OSError:
-                os.unlink(path)
-                return None
-        return path
+        return f"/proc/{os.getpid()}/fd/{file.fileno()}:{name}", file
 
     @staticmethod
-    def open(path: str | None, me: int, ranks: int, limit_seconds: float) -> Channel | None:
-        """The channel in a file, if this process sees it."""
-        if path is None:
+    def open(place: str | None, me: int, ranks: int, limit_seconds: float, file: Any = None) -> Channel | None:
+        """The channel at a place, if this process sees it; `file` is that of whoever has created it."""
+        if place is None:
             return None
+        path, _, name = place.rpartition(":")
         try:
-            file = open(path, "r+b")  # noqa: SIM115
+            if file is None:
+                if name not in os.readlink(path):  # on another host it is another file
+                    return None
+                file = open(path, "r+b")  # noqa: SIM115
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, me)
             return Channel(file, me, ranks, limit_seconds)
         except OSError:

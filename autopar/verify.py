@@ -100,11 +100,15 @@ def _start(place: Path, ranks: int, device: str) -> list[subprocess.Popen[bytes]
     shared["OMP_NUM_THREADS"] = "1"  # else the processes fight for the cores
     if device == "cpu":
         shared["CUDA_VISIBLE_DEVICES"] = ""  # a target may take the GPU where there is one
+    here = Path(__file__).parent.parent
+    if here == Path.cwd():  # a checkout that Python was started in: the processes must find it too
+        shared["PYTHONPATH"] = os.pathsep.join(filter(None, (str(here), shared.get("PYTHONPATH"))))
     found = []
     for rank in range(ranks):
         own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with (place / f"log{rank}").open("wb") as log:
-            command = [sys.executable, "-m", "autopar.verify", str(place)]
+            # -P: else a file of the current folder, such as random.py, would stand for a module of Python's.
+            command = [sys.executable, "-P", "-m", "autopar.verify", str(place)]
             found.append(subprocess.Popen(command, env=own, stdout=log, stderr=log))
     return found
 

@@ -81,12 +81,14 @@ def check_target(target: str) -> None:
 def _load_file(target: str, path: Path) -> ModuleType:
     if str(path.parent.resolve()) not in sys.path:
         sys.path.insert(0, str(path.parent.resolve()))  # as `python file.py` does
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # Not under the name of a module that is loaded already, which a file called random.py would replace.
+    name = f"autopar_target_{path.stem}" if path.stem in sys.modules else path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, path
     assert spec.loader is not None, path
     loader = spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     return _guarded(target, f"{path} cannot be loaded", lambda: _executed(loader, module))
 
 

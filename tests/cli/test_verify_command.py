@@ -152,3 +152,21 @@ def test_examples_agree_with_one_process(capsys: pytest.CaptureFixture[str], tar
     told = json.loads(out)
     assert told["collectives"] > 0
     assert told["differences"][0]["relative"] < 1e-10
+
+
+def test_files_of_the_current_folder_stand_for_no_module(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A TARGET by its path still finds what lies beside it."""
+    for name in ("torch", "autopar", "json", "tempfile"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
+    folder = tmp_path / "models"
+    folder.mkdir()
+    (folder / "widths_of_mine.py").write_text("WIDTH = 4\n")
+    (folder / "random.py").write_text(
+        "import torch\nfrom widths_of_mine import WIDTH\n\n"
+        "def made():\n    return torch.nn.Linear(WIDTH, 4), (torch.ones(4, WIDTH),)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, "models/random.py:made", "--mesh", "dp=2", "--layout", "ddp")
+    assert (code, err) == (0, "")

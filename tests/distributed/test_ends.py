@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -253,10 +254,15 @@ def test_who_is_waited_for_in_vain_is_told(how: str, said: str) -> None:
     assert said in first.log
 
 
-def test_nothing_is_left_in_the_folder_of_the_memory() -> None:
-    path = Channel.create(2)
-    assert path is not None
-    assert os.path.exists(path)
-    os.unlink(path)
-    assert Channel.open(path, 0, 2, 1.0) is None
+def test_shared_memory_has_no_name_in_any_folder() -> None:
+    before = set(Path("/dev/shm").glob("autopar-*"))
+    created = Channel.create(2)
+    assert created is not None
+    place, file = created
+    assert set(Path("/dev/shm").glob("autopar-*")) == before, "nothing is left when a rank dies now"
+    assert Channel.open(place, 0, 2, 1.0, file) is not None
+    path, _, name = place.rpartition(":")
+    assert Channel.open(f"{path}:{name[:-1]}-", 1, 2, 1.0) is None, "another file, on another host"
+    file.close()
+    assert Channel.open(place, 0, 2, 1.0) is None
     assert Channel.open(None, 0, 2, 1.0) is None
