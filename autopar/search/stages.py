@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from autopar.search.arrays import Arrays, arrays_of, impossible_price
+from autopar.search.compiled import warn_if_slow
 from autopar.search.dual import Dual, MessageDual, NarrowDual, loads_at
 from autopar.search.elimination import plan_elimination
 from autopar.search.lns import Found, Plan, anneal, cost_in, repair, search
@@ -104,6 +105,7 @@ class _Block:
 def dual_stage(work: Work) -> bool:
     """Bound and first solutions; shrinks the core as the bound rules strategies out. False when that solves the
     problem."""
+    warn_if_slow()
     block = _Block(work, None)
     block.report()
     deadline = time.monotonic() + DUAL_PART * work.seconds_left
