@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from autopar.errors import LayoutError
@@ -11,7 +12,7 @@ from autopar.layout.source import unknown_name
 from autopar.layout.strategies import load_strategy, strategy_names
 from autopar.layout.syntax import Block, DimRule, Guard, Hole, Let, OpPin, Pin, Split
 
-__all__ = ["axes_of", "choose_layout"]
+__all__ = ["axes_of", "choose_layout", "dims_of_axes", "usable_axes"]
 
 
 def choose_layout(layout: str | Path | Layout, axes: Mapping[str, int]) -> Layout:
@@ -57,6 +58,32 @@ def _is_call(text: str) -> bool:
     """Whether a text is a strategy's name, or a call of one, and not a layout."""
     name = text.partition("(")[0].strip()
     return name in strategy_names() or (name.isidentifier() and "->" not in text and ":" not in text)
+
+
+def dims_of_axes(layout: Layout) -> dict[str, frozenset[str]]:
+    """For each axis of a layout the dims, or patterns of dims, that no other axis splits; what others split as well,
+    the batch for one, does not tell an axis from them."""
+    found: dict[str, set[str]] = {axis: set() for axis in axes_of(layout)}
+    for statement in layout:
+        rules = (statement,) if isinstance(statement, DimRule) else getattr(statement, "rules", ())
+        for rule in rules:
+            for term in rule.place.terms:
+                for axis in term.axes if isinstance(term, Split) else ():
+                    found[axis].update(rule.dims)
+    return {
+        axis: frozenset(dims.difference(*(other for name, other in found.items() if name != axis)))
+        for axis, dims in found.items()
+    }
+
+
+def usable_axes(layout: Layout, dims: Iterable[str]) -> tuple[str, ...]:
+    """The axes of a strategy that a model with these dims has a use for: `ep` of one without experts has none."""
+    known = tuple(dims)
+    return tuple(
+        axis
+        for axis, patterns in dims_of_axes(layout).items()
+        if not patterns or any(fnmatchcase(dim, pattern) for pattern in patterns for dim in known)
+    )
 
 
 def axes_of(layout: Layout) -> tuple[str, ...]:

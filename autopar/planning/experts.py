@@ -8,7 +8,7 @@ from itertools import product
 from autopar.completion import Known
 from autopar.decided import Plan
 from autopar.errors import LayoutError
-from autopar.layout.choosing import axes_of
+from autopar.layout.choosing import axes_of, usable_axes
 from autopar.layout.language import Layout
 from autopar.layout.strategies import load_strategy, strategy_names
 from autopar.planning.setting import Setting
@@ -36,7 +36,7 @@ def expert_plans(setting: Setting, is_late: Callable[[], bool] = lambda: False) 
     found: list[Plan] = []
     strategies = {name: load_strategy(name) for name in strategy_names()}
     for name, strategy in sorted(strategies.items(), key=lambda item: len(axes_of(item[1]))):
-        for meaning in _assignments(axes_of(strategy), setting.used):
+        for meaning in _assignments(axes_of(strategy), usable_axes(strategy, setting.graph.dims), setting.used):
             if is_late():
                 return
             layout = strategy.on_axes(meaning)
@@ -55,7 +55,11 @@ def plan_under(setting: Setting, layout: Layout, known: Known | None = None) -> 
         return None
 
 
-def _assignments(own: tuple[str, ...], axes: Mapping[str, int]) -> Iterator[Mapping[str, tuple[str, ...]]]:
-    """Each axis of the mesh serves one of the strategy's; several may serve one, in the mesh's order."""
-    for dealt in product(own, repeat=len(axes)):
+def _assignments(
+    own: tuple[str, ...], usable: tuple[str, ...], axes: Mapping[str, int]
+) -> Iterator[Mapping[str, tuple[str, ...]]]:
+    """Each axis of the mesh serves one of the strategy's that is usable; several may serve one, in the mesh's order.
+    Where a strategy has one axis, some of the mesh may also be idle."""
+    idle = ("",) if len(own) == 1 and usable else ()
+    for dealt in product((*usable, *idle), repeat=len(axes)):
         yield {name: tuple(axis for axis, to in zip(axes, dealt, strict=True) if to == name) for name in own}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
 from autopar.errors import AutoparError
-from autopar.layout.choosing import axes_of
+from autopar.layout.choosing import axes_of, usable_axes
 from autopar.layout.strategies import load_strategy, strategy_names
 from autopar.planning.experts import WHOLE, splits_nothing
 
@@ -27,7 +27,7 @@ def experts_beside(plan: Plan) -> dict[str, Plan]:
     found: dict[str, Plan] = {}
     for name in strategy_names():
         best: tuple[str, Plan] | None = None
-        for call in _calls(name, used):
+        for call in _calls(name, used, plan.graph.dims):
             try:
                 one = under(plan.graph, plan.mesh, call, asked, call)
             except AutoparError:
@@ -53,11 +53,16 @@ def _rank(plan: Plan) -> tuple[bool, float]:
     return not plan.fits, plan.step_seconds
 
 
-def _calls(name: str, axes: Mapping[str, int]) -> Iterator[str]:
-    """`fsdp(fsdp=dp*tp)`: axes of the same name are matched, all others of the mesh dealt in every way."""
-    own = axes_of(load_strategy(name))
-    fixed = {axis: axis for axis in axes if axis in own and len(own) > 1}
-    options = [(fixed[axis],) if axis in fixed else own for axis in axes]
+def _calls(name: str, axes: Mapping[str, int], dims: Iterable[str]) -> Iterator[str]:
+    """`fsdp(fsdp=dp*tp)`: axes of the same name are matched, all others of the mesh dealt in every way.
+
+    An axis of the strategy whose dims the model lacks gets none; where a strategy has one axis, some may be idle.
+    """
+    strategy = load_strategy(name)
+    own, usable = axes_of(strategy), usable_axes(strategy, dims)
+    fixed = {axis: axis for axis in axes if axis in usable and len(own) > 1}
+    idle = ("",) if len(own) == 1 and usable else ()
+    options = [(fixed[axis],) if axis in fixed else (*usable, *idle) for axis in axes]
     for dealt in product(*options):
         meaning = {role: [axis for axis, to in zip(axes, dealt, strict=True) if to == role] for role in own}
         given = ", ".join(f"{role}={'*'.join(dealt_to) or 'none'}" for role, dealt_to in meaning.items())

@@ -1,0 +1,52 @@
+"""A strategy is dealt no axis of the mesh for dims that the model lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import pytest
+
+import autopar
+from autopar.cost.cluster import load_cluster
+from autopar.layout.choosing import usable_axes
+from autopar.layout.strategies import load_strategy
+from autopar.mesh import Mesh
+from autopar.planning.experts import expert_plans
+from autopar.planning.setting import PlanOptions, Setting
+from autopar.search_plan import Asked, under
+from autopar.written.experts import experts_beside
+from examples.gpt import gpt
+from examples.moe import moe
+
+TEXT = ("batch", "seq", "d_model", "heads", "d_ff", "vocab")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dims", "usable"),
+    [
+        ("ddp", TEXT, {"dp"}),
+        ("fsdp", TEXT, {"fsdp"}),
+        ("zero1", ("rows",), {"dp"}),
+        ("gshard_moe", TEXT, {"dp"}),
+        ("gshard_moe", (*TEXT, "expert"), {"dp", "ep"}),
+        ("spatial", TEXT, {"dp"}),
+        ("spatial", ("batch", "height", "width"), {"dp", "sy", "sx"}),
+        ("spatial", ("batch", "width"), {"dp", "sx"}),
+        ("megatron", ("batch", "height", "width"), {"dp"}),
+        ("megatron_sp", ("batch", "seq2"), {"dp", "tp"}),
+    ],
+)
+def test_which_axes_a_model_has_a_use_for(strategy: str, dims: tuple[str, ...], usable: Set[str]) -> None:
+    assert set(usable_axes(load_strategy(strategy), dims)) == usable
+
+
+@pytest.mark.parametrize(("model", "has_experts"), [(gpt, False), (moe, True)])
+def test_strategies_without_their_dims_are_not_listed(model: object, has_experts: bool) -> None:
+    graph = autopar.trace(*(gpt() if model is gpt else moe()))
+    setting = Setting.of(graph, {"dp": 2, "tp": 2}, load_cluster("local-cpu"), PlanOptions())
+    plan = under(graph, Mesh("dp=2,tp=2"), "batch -> dp; * -> none", Asked("local-cpu"))
+    for names in ([name for name, _ in expert_plans(setting)], list(experts_beside(plan))):
+        assert not any(name.startswith("spatial") for name in names)
+        assert any(name.startswith("gshard_moe") for name in names) == has_experts
+        assert any(name.startswith("megatron(") for name in names)
+    assert "ddp(dp=dp)" in [name for name, _ in expert_plans(setting)], "an axis of the mesh may be idle"
