@@ -210,9 +210,10 @@ class Plans:
         if given is not None:
             plan = next((p for p in self.found.get(given.key, ()) if p.structure == given.structure), None)
         self.unsaid = None
-        compared = self.agreement.is_cheap or self._is_compared(differ)
-        self.sign = self._sign(own, plan, given) if compared or plan is None else 0
-        if later and plan is not None and self.agreement.is_cheap and not plan.emitted.draws:
+        summed = self._is_compared(differ) or self.agreement.is_cheap
+        compared = summed or self.agreement.is_quick
+        self.sign = self._sign(own, plan, given, summed) if compared or plan is None else 0
+        if later and plan is not None and self._is_quick_for(plan):
             if plan.emitted.ends.early:
                 self.unsaid = self.sign
             else:
@@ -232,6 +233,12 @@ class Plans:
         self.latest = plan
         return plan, given
 
+    def _is_quick_for(self, plan: Planned) -> bool:
+        """Whether a call may begin before it is known that all ranks make it."""
+        if plan.emitted.draws or not self.agreement.is_quick:
+            return False
+        return self.agreement.is_cheap or not plan.emitted.ends.early  # else that is sent without a comparison
+
     def _is_same(self, plan: Planned | None) -> bool:
         """Compare the calls of all ranks; the key of their random numbers goes along."""
         along = self.randomness.offered() if plan is not None and plan.emitted.draws else ()
@@ -245,11 +252,11 @@ class Plans:
         self.calls += not differ
         return self.agreement.size > 1 and (self.calls <= FIRST_CALLS or self.calls % LATER_CALLS == 0)
 
-    def _sign(self, own: AutoparError | None, plan: Planned | None, given: Given | None) -> int:
-        """A number that ranks have in common that make the same call with the same whole inputs."""
+    def _sign(self, own: AutoparError | None, plan: Planned | None, given: Given | None, summed: bool) -> int:
+        """A number that ranks have in common that make the same call; `summed`: with the same whole inputs."""
         if own is not None or plan is None or given is None:
             return 0 if own is not None else 1
-        if self.agreement.size == 1 or self.settings.local_inputs:
+        if self.agreement.size == 1 or self.settings.local_inputs or not summed:
             return plan.digest
         return max(2, plan.digest ^ checksum_of_all(given.tensors))
 
