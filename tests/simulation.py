@@ -112,6 +112,7 @@ def _run_step(reshard: Reshard, step: Step, now: list[Tensor], flip: bool) -> tu
             results = [finish(move, buffer) for move, buffer in zip(moves, received, strict=True)]
         for move, rank, result in zip(moves, ranks, results, strict=True):
             assert tuple(result.shape) == move.after
+            assert result.is_contiguous(), f"{move.kind} gives a strided tensor"
             after[rank] = result
     return [after[rank] for rank in range(len(places))], busiest
 

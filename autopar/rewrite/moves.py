@@ -196,4 +196,5 @@ def finish(move: Move, buffer: Tensor) -> Tensor:
     if move.kind is StepKind.ALL_TO_ALL:
         received = torch.split(buffer, list(move.received))
         return torch.cat([received[i].reshape(move.shapes[i]) for i in move.order], move.atom)
-    return buffer.reshape(move.after)
+    # The part of a bucket's buffer may be strided; some kernels (the backward of BatchNorm) read weights as contiguous.
+    return buffer.reshape(move.after).contiguous()
