@@ -24,6 +24,7 @@ from autopar.rewrite.emit import emit
 from autopar.rewrite.functions import Groups, _Group
 from autopar.tracing.graph import NamedGraph
 from tests.gaps import number
+from tests.gloo import added, refuse
 from tests.simulation import gather
 
 __all__ = ["SimulatedGroups", "difference", "difference_of", "on_ranks", "relative"]
@@ -40,7 +41,6 @@ class SimulatedGroups(Groups):
         self.rank = rank
         self.device_type = "cpu"
         self.coordinate = self.places[rank]
-        self.device_type = "cpu"
         self._found = {}
 
     def _group(self, axes: tuple[str, ...]) -> _Group:
@@ -157,25 +157,30 @@ class _Transport(TorchDispatchMode):
             return args[0]
         if name.endswith("_coalesced"):
             buffers, *given = args
-            return [self._collective(name.removesuffix("_coalesced"), buffer, *given) for buffer in buffers]
+            return [self._collective(name, buffer, *given) for buffer in buffers]
         return self._collective(name, *args)
 
     def _collective(self, name: str, buffer: Tensor, *given: Any) -> Tensor:
         *options, group = given
-        same = name, tuple(buffer.shape) if name != "all_to_all_single" else (), buffer.dtype
+        same = name, tuple(buffer.shape) if name != "all_to_all_single" else tuple(buffer.shape[1:]), buffer.dtype
         met = self.meeting.exchange(group, self.rank, (same, options, buffer.detach().clone()))
         place = [int(text) for text in group.split(",")].index(self.rank)
         assert all(other[0] == same for other in met), f"not the same collective: {[other[0] for other in met]}"
+        kind = name.removesuffix("_coalesced")
+        refuse(name, buffer.dtype, options[0] if kind.startswith(("all_reduce", "reduce_scatter")) else None)
         buffers = [other[2] for other in met]
-        if name in ("all_reduce", "all_reduce_"):
-            stacked = torch.stack(buffers)
-            reduced = stacked.sum(0) if options[0] == "sum" else stacked.amax(0)
-            return reduced if name == "all_reduce" else buffer.copy_(reduced)
-        if name == "all_gather_into_tensor":
+        if kind in ("all_reduce", "all_reduce_"):
+            reduced = added(buffers) if options[0] == "sum" else torch.stack(buffers).amax(0)
+            if kind == "all_reduce_":
+                # Booleans as bytes: a copy would make true ones of those that have been added.
+                as_is = torch.uint8 if buffer.dtype is torch.bool else buffer.dtype
+                buffer.view(as_is).copy_(reduced.view(as_is))
+            return reduced if kind == "all_reduce" else buffer
+        if kind == "all_gather_into_tensor":
             return torch.cat(buffers)
-        if name == "reduce_scatter_tensor":
-            return torch.stack(buffers).sum(0).chunk(len(met))[place].clone()
-        assert name == "all_to_all_single", name
+        if kind == "reduce_scatter_tensor":
+            return added(buffers).chunk(len(met))[place].clone()
+        assert kind == "all_to_all_single", name
         parts = [other[2].split(other[1][1])[place] for other in met]
         assert [len(part) for part in parts] == list(options[0]), "sizes of an all-to-all differ"
         return torch.cat(parts)
