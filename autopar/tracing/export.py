@@ -241,7 +241,8 @@ def _mutations(
                 f"the forward changes the parameter {spec.target.removeprefix(PREFIX)!r} in place; "
                 "register it as a buffer, or move the change out of the forward"
             )
-    mutations.extend(Mutation(len(mutations) + k, name, "buffer") for k, name in enumerate(assigned))
+    first = len(mutations)  # not in the loop: `extend` makes the list longer while it runs
+    mutations.extend(Mutation(first + k, name, "buffer") for k, name in enumerate(assigned))
     return tuple(mutations)
 
 

@@ -294,6 +294,32 @@ def test_a_replaced_buffer_is_written_back() -> None:
     assert [(mutation.target, mutation.kind) for mutation in exported.mutations] == [("count", "buffer")]
 
 
+class Replacing(nn.Module):
+    """Buffers that are changed in place, and several that are replaced, each by what is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, name in enumerate("abcd"):
+            self.register_buffer(name, torch.full((2,), float(number), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.a.add_(x)
+        self.b = self.b + 2 * x
+        self.c = self.c + 3 * x
+        self.d = self.d + 4 * x
+        return x * self.d
+
+
+def test_several_replaced_buffers_are_written_back() -> None:
+    x = torch.randn(2, dtype=torch.float64)
+    model, other = Replacing(), Replacing()
+    traced = TracedModule(other, export(other, (x,)))
+    for _ in range(2):
+        assert torch.equal(traced(x), model(x))
+    for name, buffer in model.named_buffers():
+        assert torch.equal(other.get_buffer(name), buffer), name
+
+
 class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
