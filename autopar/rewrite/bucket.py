@@ -117,8 +117,8 @@ def _exchange(moves: tuple[Move, ...], tensors: Sequence[Tensor]) -> tuple[Tenso
 
 
 def _is_sent_alone(move: Move, part: Tensor) -> bool:
-    if move.kind not in (StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER):
-        return False
+    if move.kind not in (StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER) or part.is_complex():
+        return False  # Gloo gathers no complex numbers from several buffers
     size = part.numel() * part.element_size() * (move.ranks if move.kind is StepKind.ALL_GATHER else 1)
     return size >= ALONE_BYTES
 
