@@ -7,8 +7,8 @@ they did not come to the same one. So a rank that sends something else than the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -17,13 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.completion import complete
 from autopar.decisions import Decisions
+from autopar.layout.holds import Holding
 from autopar.layout.language import parse_layout
 from autopar.layout.resolve import atoms_of
 from autopar.layout.state import coordinates
+from autopar.rewrite.bucket import Handling
+from autopar.rewrite.buckets import Parameters
 from autopar.rewrite.emit import emit
 from autopar.rewrite.functions import Groups, _Group
+from autopar.rewrite.running import Synchronisation
 from autopar.tracing.graph import NamedGraph
-from tests.gaps import number
+from autopar.tracing.run import TracedCall
+from tests.eager import Arguments, Left, arguments_of, eager_step, largest_difference, relative, step_of
 from tests.gloo import added, refuse
 from tests.simulation import gather
 
@@ -35,7 +40,8 @@ T = TypeVar("T")
 class SimulatedGroups(Groups):
     """The groups of one simulated rank; a group's name says which ranks it has."""
 
-    def __init__(self, axes: Mapping[str, int], rank: int) -> None:
+    def __init__(self, axes: Mapping[str, int], rank: int, meeting: _Meeting) -> None:
+        self.meeting = meeting
         self.places = list(coordinates(axes))
         self.names = tuple(axes)
         self.rank = rank
@@ -58,7 +64,7 @@ def on_ranks(axes: Mapping[str, int], function: Callable[[SimulatedGroups], T]) 
     def run(rank: int) -> None:
         try:
             with _Transport(meeting, rank):
-                results[rank] = function(SimulatedGroups(axes, rank))
+                results[rank] = function(SimulatedGroups(axes, rank, meeting))
         except BaseException as error:  # noqa: BLE001  # the caller gets it
             meeting.fail(error)
         finally:
@@ -186,86 +192,132 @@ class _Transport(TorchDispatchMode):
         return torch.cat(parts)
 
 
-# -- a model on all ranks against itself ------------------------------------------------------------------------------
+# -- a model on all ranks against itself in one process ---------------------------------------------------------------
 
 
 def difference(graph: NamedGraph, layout: str, axes: Mapping[str, int], inputs: Sequence[Tensor]) -> float:
-    """The largest difference in results and gradients, of the size of the largest number in each."""
-    decisions = complete(graph, parse_layout(layout), axes)
-    return difference_of(graph, decisions, inputs)
+    """The largest difference in all that a step leaves behind, of the size of the largest number in each tensor."""
+    return difference_of(graph, complete(graph, parse_layout(layout), axes), inputs)
 
 
-def difference_of(graph: NamedGraph, decisions: Decisions, inputs: Sequence[Tensor]) -> float:
-    """The same for decisions already made; every parameter that requires a gradient counts."""
-    axes = decisions.axes
-    values = _values(graph, inputs)
-    expected, gradients = _step(graph.exported.graph_module, values, graph)
+def difference_of(
+    graph: NamedGraph,
+    decisions: Decisions,
+    inputs: Sequence[Any] | Mapping[str, Any],
+    expected: Left | None = None,
+    with_ends: bool = False,
+) -> float:
+    """The same for decisions already made: results, gradients of parameters and inputs, buffers after the call.
 
-    def run(groups: SimulatedGroups) -> tuple[list[Tensor], dict[str, Tensor | None]]:
-        module = emit(graph, decisions, groups, "full", False).graph_module
-        cut = {name: _cut(graph, decisions, name, value, groups) for name, value in values.items()}
-        return _step(module, cut, graph)
-
-    ranks = on_ranks(axes, run)
-    worst = max(relative(a, b) for outputs, _ in ranks for a, b in zip(expected, outputs, strict=True))
-    for name, whole in gradients.items():
-        parts = [found[name] for _, found in ranks]
-        layout, atoms = decisions.stored[name], atoms_of(graph.tensors[name])
-        if whole is None:
-            assert all(part is None or not part.any() for part in parts), name
-            continue
-        zeros = [
-            torch.zeros(atoms.fold(layout.local_sizes(atoms, axes, at)), dtype=whole.dtype) for at in coordinates(axes)
-        ]
-        filled = [zero if part is None else part for zero, part in zip(zeros, parts, strict=True)]
-        worst = max(worst, relative(whole, gather(filled, layout, atoms, axes)))
+    It is compared with the eager model, and not with its graph. `expected`: what that leaves behind, where it is known.
+    """
+    arguments = arguments_of(inputs)
+    expected = expected or eager_step(graph.model, arguments)
+    ranks = on_ranks(decisions.axes, lambda groups: Replica(graph, decisions, groups, with_ends).step(arguments))
+    worst = 0.0
+    names = [name for name in expected.gradients if name in graph.tensors and graph.tensors[name].kind == "param"]
+    whole = {name: _whole(graph, decisions, name, [rank.gradients[name] for rank in ranks]) for name in names}
+    for rank in ranks:
+        worst = max(worst, largest_difference(expected, replace(rank, gradients={**rank.gradients, **whole})))
     return worst
 
 
-def relative(expected: Tensor, found: Tensor) -> float:
-    assert expected.shape == found.shape
-    if not expected.numel():
-        return 0.0
-    off = float((found - expected).detach().double().abs().max())
-    return number(off / max(float(expected.detach().double().abs().max()), 1e-3))
+def _whole(graph: NamedGraph, decisions: Decisions, name: str, parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The gradient of a parameter, from those of its shards."""
+    if all(part is None for part in parts):
+        return None
+    layout, atoms, axes = decisions.stored[name], atoms_of(graph.tensors[name]), decisions.axes
+    shapes = [atoms.fold(layout.local_sizes(atoms, axes, at)) for at in coordinates(axes)]
+    dtype = graph.tensors[name].dtype
+    filled = [torch.zeros(shape, dtype=dtype) if x is None else x for x, shape in zip(parts, shapes, strict=True)]
+    return gather(filled, layout, atoms, axes)
 
 
-def _values(graph: NamedGraph, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-    """What each placeholder stands for."""
-    given = iter(inputs)
-    tables = {**dict(graph.model.named_parameters()), **dict(graph.model.named_buffers()), **graph.exported.constants}
-    return {p.name: next(given) if p.kind == "input" else tables[p.name] for p in graph.exported.placeholders}
+class Replica(TracedCall):
+    """The generated graph of one simulated rank with the shards of that rank, called as the model is."""
+
+    def __init__(self, graph: NamedGraph, decisions: Decisions, groups: SimulatedGroups, with_ends: bool) -> None:
+        super().__init__("a replica", graph.model, graph.exported)
+        self.training = graph.model.training
+        self.synchronisation = Synchronisation()
+        handling = {
+            tensor.name: Handling(tensor.dtype, tensor.dtype, tensor.dtype, one.deferred, one.again, one.lasting)
+            for tensor in graph.parameters
+            for one in (decisions.holdings.get(tensor.name, Holding(False, False, False)),)
+        }
+        parameters = Parameters(handling, self.synchronisation, None, awaited=True)
+        self.exchanges = Exchanges(groups)
+        self.emitted = emit(graph, decisions, groups, "full", False, parameters, with_ends=with_ends)
+        if with_ends and len(set(self.exchanges.all(self.emitted.ends.outline))) > 1:
+            self.emitted = emit(graph, decisions, groups, "full", False, parameters, with_ends=False)
+        assert not self.emitted.draws, "random numbers are other ones on shards"
+        self.shards: dict[int, Tensor] = {}
+        self.parameters = {
+            name: self._shard(graph, decisions, name, value, groups)
+            for name, value in graph.model.named_parameters(remove_duplicate=False)
+        }
+        buffers: dict[int, Tensor] = {}
+        self.buffers = {
+            name: buffers.setdefault(id(value), value.detach().clone())
+            for name, value in graph.model.named_buffers(remove_duplicate=False)
+        }
+        self.names = [name for name, _ in graph.model.named_parameters()]
+        self.buffer_names = [name for name, _ in graph.model.named_buffers()]
+
+    def _shard(
+        self, graph: NamedGraph, decisions: Decisions, name: str, value: Tensor, groups: SimulatedGroups
+    ) -> Tensor:
+        if id(value) not in self.shards:
+            part = value.detach()
+            if name in decisions.stored:
+                atoms, layout = atoms_of(graph.tensors[name]), decisions.stored[name]
+                part = part.reshape(atoms.sizes)
+                pieces = layout.pieces(atoms, decisions.axes, groups.coordinate)
+                for atom, (start, length) in enumerate(pieces):
+                    part = part.narrow(atom, start, length)
+                part = part.reshape(atoms.fold(tuple(length for _, length in pieces)))
+            copied = part.clone(memory_format=torch.contiguous_format)
+            self.shards[id(value)] = copied.requires_grad_(value.requires_grad)
+        return self.shards[id(value)]
+
+    def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+        yield from self.parameters.items()
+
+    def named_buffers(self, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+        yield from self.buffers.items()
+
+    def graph_on(self, device: torch.device | None) -> Any:
+        def run(*values: Tensor) -> tuple[Any, ...]:
+            ends = self.emitted.ends
+            early = ends.first(values, self.exchanges)
+            return ends.last(self.emitted.graph_module(*values, *early), self.exchanges)
+
+        return run, self.exported.constants
+
+    def step(self, arguments: Arguments) -> Left:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self(self, args, kwargs)  # type: ignore[arg-type]  # it has what is asked of the module
+
+        parameters = {name: self.parameters[name] for name in self.names}
+        left = step_of(call, parameters, lambda: {name: self.buffers[name] for name in self.buffer_names}, arguments)
+        self.synchronisation.finish()
+        return left
 
 
-def _cut(graph: NamedGraph, decisions: Decisions, name: str, value: Tensor, groups: SimulatedGroups) -> Tensor:
-    tensor = graph.tensors[name]
-    if tensor.kind != "param":
-        return value
-    atoms, layout = atoms_of(tensor), decisions.stored[name]
-    part = value.detach().reshape(atoms.sizes)
-    pieces = layout.pieces(atoms, decisions.axes, groups.coordinate)
-    for atom, (start, length) in enumerate(pieces):
-        part = part.narrow(atom, start, length)
-    return part.reshape(atoms.fold(tuple(length for _, length in pieces))).clone().requires_grad_(value.requires_grad)
+class Exchanges:
+    """A few numbers to all other simulated ranks, at once."""
 
+    is_cheap = True
 
-def _step(
-    module: Callable[..., Any], values: Mapping[str, Tensor], graph: NamedGraph
-) -> tuple[list[Tensor], dict[str, Tensor | None]]:
-    """The results of a forward and the gradients of a backward."""
-    leaves = {
-        name: value.detach().clone().requires_grad_(value.requires_grad)
-        if graph.tensors[name].kind == "param"
-        else value
-        for name, value in values.items()
-    }
-    found = [result for result in module(*leaves.values()) if isinstance(result, Tensor)]
-    total = torch.zeros((), dtype=torch.float64)
-    for result in found:
-        if result.requires_grad:
-            weights = torch.linspace(-1, 1.5, result.numel(), dtype=torch.float64).cos().view(result.shape)
-            total = total + (result.double() * weights).sum()
-    trained = [name for name, leaf in leaves.items() if graph.tensors[name].kind == "param" and leaf.requires_grad]
-    if trained and total.requires_grad:
-        total.backward()
-    return [result.detach() for result in found], {name: leaves[name].grad for name in trained}
+    def __init__(self, groups: SimulatedGroups) -> None:
+        self.groups = groups
+
+    def all(self, said: Any) -> list[Any]:
+        """What each rank says."""
+        everyone = ",".join(map(str, range(len(self.groups.places))))
+        return [met for _, met in self.groups.meeting.exchange(everyone, self.groups.rank, ("said", said))]
+
+    def exchange(self, numbers: Sequence[int | float], last: bool) -> Callable[[str], list[list[int | float]]]:
+        met = self.all((last, list(numbers)))
+        assert {(other, len(theirs)) for other, theirs in met} == {(last, len(numbers))}, "not the same exchange"
+        return lambda group: [met[int(rank)][1] for rank in group.split(",")]

@@ -63,7 +63,7 @@ def gather(local: Sequence[Tensor], layout: Layout, atoms: Atoms, axes: Mapping[
         lengths = tuple(length for _, length in pieces)
         assert tuple(part.shape) == atoms.fold(lengths), f"{tuple(part.shape)} at {place} in {layout}"
         twin = local[places.index(place | dict.fromkeys(same, 0))]
-        torch.testing.assert_close(part, twin, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(part, twin, rtol=1e-12, atol=1e-12, equal_nan=True)
         if twin is part:
             view = value
             for atom, (start, length) in enumerate(pieces):

@@ -28,7 +28,7 @@ DTYPES = (
 )  # fmt: skip
 LAYOUTS = {
     "gathered": "batch -> a; * -> none",
-    "exchanged": "@/clone[batch -> a, features -> none]; @/clone.1[batch -> none, features -> a]; batch -> a; * -> none",
+    "exchanged": "@/clone[batch -> a, features -> none]; @/clone.1[batch -> none, features -> a]; * -> none",
 }
 
 

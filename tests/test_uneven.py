@@ -35,7 +35,7 @@ class Op(nn.Module):
 def traced(function: Callable[..., Any], shape: Sequence[int], dims: str, others: Sequence[Sequence[int]] = ()) -> Any:
     torch.manual_seed(1)
     model = Op(function, shape, others).double()
-    x = torch.randn(*shape, dtype=torch.float64)
+    x = torch.randn(*shape, dtype=torch.float64, requires_grad=True)
     return trace(model, (x,), dims={"x": dims}), x
 
 

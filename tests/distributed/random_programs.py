@@ -239,7 +239,7 @@ def _roles(
 
 def _rule(draw: random.Random, dim: str, places: list[str], pad: bool) -> str:
     place = draw.choice(places)
-    priority = draw.randrange(5)
+    priority = draw.randrange(50)  # of two dims that want one axis, one must come first
     uneven = " pad" if pad and draw.random() < 0.7 else ""
     return f"{dim} -> none" if place == "none" else f"{dim} -> {place}{uneven} | none !{priority}"
 
@@ -259,7 +259,7 @@ def random_text(draw: random.Random, graph: NamedGraph, axes: Mapping[str, int])
         dim, axis = draw.choice(dims), draw.choice(names)
         place = draw.choice((f"{axis}?", f"?{{{axis}, {'*'.join(some)}}}"))
         lines = [line for line in lines if not line.startswith(f"{dim} ")]
-        lines.append(f"{dim} -> {place} | none !{draw.randrange(5, 9)}")
+        lines.append(f"{dim} -> {place} | none !{draw.randrange(50, 90)}")
     if draw.random() < 0.1:
         lines.append(f"same @{draw.choice(list(graph.tensors))} @{draw.choice(list(graph.tensors))}")
     return "; ".join(lines) or "* -> none"
@@ -272,7 +272,7 @@ def _pin(draw: random.Random, graph: NamedGraph, axes: list[str]) -> str:
         node = draw.choice([node for node in graph.nodes if node.rule.factors])
         factor = draw.choice(list(node.rule.factors))
         return f"op @{node.name}[{factor} -> {'*'.join(chosen)}]"
-    tensor = draw.choice([tensor for tensor in graph.tensors.values() if tensor.dtype is torch.float64])
+    tensor = draw.choice([tensor for tensor in graph.tensors.values() if tensor.dtype.is_floating_point])
     states = ["broadcast"] if tensor.kind != "activation" else ["broadcast", "partial", "partial"]
     kept = chosen if len(chosen) == 1 else chosen[:1]
     others = f"* -> {'*'.join(chosen[1:])} pad | none" if chosen[1:] and len(tensor.shape) == 1 else "* -> none"

@@ -1,0 +1,85 @@
+"""Random modules under random layouts, on simulated ranks, beside the eager model: nothing may differ.
+
+python -m benchmarks.random --cases 10000              # all of them, in one process
+python -m benchmarks.random --cases 10000 --jobs 4     # in four
+python -m benchmarks.random --seed 4711                # one case again, with all that is known of it
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+import traceback
+from collections import Counter
+
+import torch
+
+from tests.distributed import random_cases
+from tests.distributed.random_cases import PER_MODULE, Outcome, run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=500, help="how many (default 500)")
+    parser.add_argument("--first", type=int, default=0, help="the seed of the first (default 0)")
+    parser.add_argument("--jobs", type=int, default=1, help="in so many processes (default 1)")
+    parser.add_argument("--seed", type=int, help="run the case of this seed alone, and show its error")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    if asked.seed is not None:
+        return _one(asked.seed)
+    seeds = range(asked.first, asked.first + asked.cases)
+    chunks = [seeds[begin : begin + PER_MODULE] for begin in range(0, len(seeds), PER_MODULE)]
+    kinds: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    begun = time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(asked.jobs, initializer=torch.set_num_threads, initargs=(1,), maxtasksperchild=50) as pool:
+        for found in pool.imap_unordered(_chunk, chunks):
+            for one in found:
+                _count(one, kinds, reasons)
+            if sum(kinds.values()) % 400 < PER_MODULE:
+                print(f"{_said(kinds)}, {time.monotonic() - begun:.0f} s", flush=True)
+    for reason, count in reasons.most_common():
+        print(f"{count:6} refused: {reason}")
+    print(f"seeds {seeds.start} to {seeds.stop - 1}: {_said(kinds)} in {time.monotonic() - begun:.0f} s")
+    return 1 if kinds["wrong"] or kinds["error"] else 0
+
+
+def _chunk(seeds: range) -> list[Outcome]:
+    return [run(seed) for seed in seeds]
+
+
+def _count(one: Outcome, kinds: Counter[str], reasons: Counter[str]) -> None:
+    kinds[one.kind] += 1
+    if one.kind == "refused":
+        reasons[one.detail] += 1
+    elif one.kind != "right":
+        print(f"{one.kind}: --seed {one.case}: {one.detail}\n  {one.what}", flush=True)
+
+
+def _said(kinds: Counter[str]) -> str:
+    total = max(1, sum(kinds.values()))
+    names = ("right", "refused", "wrong", "error")
+    return f"{total} cases: " + ", ".join(f"{kinds[name]} {name}" for name in names)
+
+
+def _one(seed: int) -> int:
+    """With the traceback of what fails."""
+    one = run(seed)
+    print(f"{one.kind}: {one.detail}\n{one.what}")
+    traced = random_cases._traced(seed // PER_MODULE)
+    print(traced.graph)
+    if one.kind in ("error", "wrong"):
+        try:
+            decisions = random_cases.drawn(seed, traced.graph).decide(traced.graph)  # type: ignore[arg-type]
+            random_cases.difference_of(traced.graph, decisions, traced.inputs, traced.expected)  # type: ignore[arg-type]
+        except Exception:  # noqa: BLE001  # it is shown
+            traceback.print_exc()
+    return 0 if one.kind in ("right", "refused") else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
