@@ -2,6 +2,7 @@
 
 python -m benchmarks.random --cases 10000              # all of them, in one process
 python -m benchmarks.random --cases 10000 --jobs 4     # in four
+python -m benchmarks.random --cases 400 --processes    # those that a layout decides, on real processes over Gloo
 python -m benchmarks.random --seed 4711                # one case again, with all that is known of it
 """
 
@@ -13,11 +14,14 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 
+from autopar.mesh import Mesh
 from tests.distributed import random_cases
-from tests.distributed.random_cases import PER_MODULE, Outcome, run
+from tests.distributed.launcher import launch
+from tests.distributed.random_cases import MESHES, PER_MODULE, Outcome, run
 
 
 def main() -> int:
@@ -26,26 +30,42 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the seed of the first (default 0)")
     parser.add_argument("--jobs", type=int, default=1, help="in so many processes (default 1)")
     parser.add_argument("--seed", type=int, help="run the case of this seed alone, and show its error")
+    parser.add_argument("--processes", action="store_true", help="on real processes over Gloo")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     if asked.seed is not None:
         return _one(asked.seed)
     seeds = range(asked.first, asked.first + asked.cases)
-    chunks = [seeds[begin : begin + PER_MODULE] for begin in range(0, len(seeds), PER_MODULE)]
     kinds: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     begun = time.monotonic()
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(asked.jobs, initializer=torch.set_num_threads, initargs=(1,), maxtasksperchild=50) as pool:
-        for found in pool.imap_unordered(_chunk, chunks):
-            for one in found:
-                _count(one, kinds, reasons)
-            if sum(kinds.values()) % 400 < PER_MODULE:
-                print(f"{_said(kinds)}, {time.monotonic() - begun:.0f} s", flush=True)
+    for found in _on_processes(seeds) if asked.processes else _simulated(seeds, asked.jobs):
+        for one in found:
+            _count(one, kinds, reasons)
+        if sum(kinds.values()) % 400 < PER_MODULE:
+            print(f"{_said(kinds)}, {time.monotonic() - begun:.0f} s", flush=True)
     for reason, count in reasons.most_common():
         print(f"{count:6} refused: {reason}")
     print(f"seeds {seeds.start} to {seeds.stop - 1}: {_said(kinds)} in {time.monotonic() - begun:.0f} s")
     return 1 if kinds["wrong"] or kinds["error"] else 0
+
+
+def _simulated(seeds: range, jobs: int) -> Iterator[list[Outcome]]:
+    chunks = [seeds[begin : begin + PER_MODULE] for begin in range(0, len(seeds), PER_MODULE)]
+    context = multiprocessing.get_context("spawn")
+    # A process is not used for ever: torch keeps something of each trace.
+    with context.Pool(jobs, initializer=torch.set_num_threads, initargs=(1,), maxtasksperchild=50) as pool:
+        yield from pool.imap_unordered(_chunk, chunks)
+
+
+def _on_processes(seeds: range) -> Iterator[list[Outcome]]:
+    for axes in MESHES:
+        mesh = Mesh(**axes)
+        for begin in range(0, len(seeds), 20 * PER_MODULE):
+            chunk = list(seeds[begin : begin + 20 * PER_MODULE])
+            ranks = launch(random_cases.run_on_processes, str(mesh), chunk, ranks=mesh.size)
+            # What is wrong on one rank is wrong.
+            yield [max(each, key=lambda one: one.kind in ("wrong", "error")) for each in zip(*ranks, strict=True)]
 
 
 def _chunk(seeds: range) -> list[Outcome]:
@@ -57,7 +77,7 @@ def _count(one: Outcome, kinds: Counter[str], reasons: Counter[str]) -> None:
     if one.kind == "refused":
         reasons[one.detail] += 1
     elif one.kind != "right":
-        print(f"{one.kind}: --seed {one.case}: {one.detail}\n  {one.what}", flush=True)
+        print(one, flush=True)
 
 
 def _said(kinds: Counter[str]) -> str:

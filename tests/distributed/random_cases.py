@@ -9,27 +9,29 @@ from __future__ import annotations
 import random
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from autopar.api import trace
+from autopar.api import parallelize, trace
 from autopar.completion import complete
 from autopar.decisions import Decisions
 from autopar.errors import AutoparError, LayoutError
 from autopar.layout.choosing import choose_layout
 from autopar.layout.language import parse_layout
+from autopar.mesh import Mesh
 from autopar.tracing.graph import NamedGraph
 from tests.distributed.random_decisions import random_decisions
 from tests.distributed.random_modules import example_of, module_of
 from tests.distributed.random_programs import program_of, random_text
-from tests.eager import Left, arguments_of, eager_step
+from tests.eager import Arguments, Left, arguments_of, eager_step, largest_difference, step_of
 from tests.ranks import difference_of
 
-__all__ = ["PER_MODULE", "Outcome", "drawn", "run", "run_all"]
+__all__ = ["PER_MODULE", "Outcome", "drawn", "failed", "run", "run_on_processes"]
 
 MESHES: tuple[Mapping[str, int], ...] = ({"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 2, "b": 3})
 PER_MODULE = 8
@@ -50,6 +52,14 @@ class Outcome:
     detail: str
     what: str
 
+    def __str__(self) -> str:
+        return f"{self.kind}: --seed {self.case}: {self.detail}\n  {self.what}"
+
+
+def failed(found: Sequence[Outcome]) -> str:
+    """Those that are neither right nor refused, for a person."""
+    return "\n".join(str(one) for one in found if one.kind not in ("right", "refused"))
+
 
 @dataclass(frozen=True)
 class _Traced:
@@ -58,6 +68,10 @@ class _Traced:
     inputs: Any
     expected: Left
     tolerance: float
+
+    @property
+    def arguments(self) -> Arguments:
+        return arguments_of(self.inputs)
 
 
 @dataclass(frozen=True)
@@ -135,8 +149,39 @@ def run(case: int) -> Outcome:
     return Outcome(case, "right" if off < traced.tolerance else "wrong", f"off by {off:.1e}", what)
 
 
-def run_all(cases: Iterable[int]) -> Iterator[Outcome]:
-    yield from map(run, cases)
+def run_on_processes(mesh: str, cases: Sequence[int]) -> list[Outcome]:
+    """Those of the cases that a layout decides on this mesh, on the real processes of this group."""
+    axes = {axis: size for axis, size in Mesh(mesh).axes.items() if size is not None}
+    found = []
+    for case in cases:
+        traced = _traced(case // PER_MODULE)
+        if isinstance(traced.graph, AutoparError):
+            continue
+        one = drawn(case, traced.graph)
+        if one.text is not None and dict(one.axes) == axes:
+            found.append(_on_processes(case, traced, one, mesh))
+    return found
+
+
+def _on_processes(case: int, traced: _Traced, one: Drawn, mesh: str) -> Outcome:
+    what = f"module {case // PER_MODULE}: {traced.module}\n  {one.what} on real processes"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dims = getattr(traced.module, "dims", None)
+            parallel = parallelize(traced.module, mesh, traced.inputs, layout=one.text, dims=dims, outputs="full")
+            parameters = {name: parallel.get_parameter(name) for name in dict(traced.module.named_parameters())}
+            buffers = list(dict(traced.module.named_buffers()))
+            left = step_of(
+                parallel, parameters, lambda: {name: parallel.get_buffer(name) for name in buffers}, traced.arguments
+            )
+            whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in left.gradients.items()}
+            off = largest_difference(traced.expected, replace(left, gradients=whole))
+    except AutoparError as error:  # the same on all ranks
+        return Outcome(case, "refused", _reason(error), what)
+    except AssertionError as error:
+        return Outcome(case, "wrong", str(error).strip()[:600] or "an assertion", what)
+    return Outcome(case, "right" if off < traced.tolerance else "wrong", f"off by {off:.1e}", what)
 
 
 def _reason(error: AutoparError) -> str:
