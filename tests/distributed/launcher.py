@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -20,37 +22,20 @@ from typing import Any, NamedTuple
 __all__ = ["Ending", "endings", "in_turn", "launch"]
 
 ROOT = str(Path(__file__).parents[2])
-KILLED = "was killed by a signal"
 
 
 def launch(function: Callable[..., Any], *arguments: Any, ranks: int, seconds: float = 1200) -> list[Any]:
     """What the function returns on each rank; the first failure, or running out of time, ends all ranks.
 
-    The time is there to end what hangs: much more than anything takes on a machine that is slow and busy.
-
-    A rank that dies of a signal is no failure of the function's: twice in some thousand launches, on loaded machines, a
-    rank was aborted because its heap was broken, and the cause is not known. Valgrind finds nothing, but it runs one
-    thread at a time, and Gloo has several. Such a launch is made once more, and that is said.
+    The time is there to end what hangs: much more than anything takes on a machine that is slow and busy. A rank that
+    dies of a signal fails the launch like any other; its log says where its threads were.
     """
-    try:
-        return _launch(function, arguments, ranks, seconds)
-    except _Killed as killed:
-        print(f"A launch is repeated, because a rank was killed:\n{killed}", file=sys.__stderr__, flush=True)
-        return _launch(function, arguments, ranks, seconds)
-
-
-class _Killed(AssertionError):
-    """A rank died of a signal."""
-
-
-def _launch(function: Callable[..., Any], arguments: Any, ranks: int, seconds: float) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         running = _start(function, arguments, Path(folder), ranks, None)
         problem = _wait(running, time.monotonic() + seconds)
         if problem is not None:
             texts = [f"-- rank {rank}\n{_log(Path(folder), rank)}" for rank in range(ranks)]
-            kind = _Killed if problem.endswith(KILLED) else AssertionError
-            raise kind("\n".join([f"{function.__name__} on {ranks} ranks: {problem}", *texts]))
+            raise AssertionError("\n".join([f"{function.__name__} on {ranks} ranks: {problem}", *texts]))
         return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(ranks)]
 
 
@@ -145,6 +130,9 @@ def _run(module: str, name: str, folder: Path, rank: int, ranks: int, limit_seco
     join_local_group(folder / "meeting", rank, ranks, limit=limit)
     given = function(*pickle.loads((folder / "arguments").read_bytes()))
     (folder / f"result{rank}").write_bytes(pickle.dumps(given))
+    # In order: what the function has left goes while the group is there, no rank goes before all have come, and the
+    # threads of Gloo have ended before the process does.
+    gc.collect()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -157,7 +145,9 @@ def _wait(running: list[BaseProcess], deadline: float) -> str | None:
             failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
             if failed:
                 killed = [rank for rank in failed if (codes[rank] or 0) < 0]
-                return f"rank {killed[0]} {KILLED}" if killed else f"rank {failed[0]} failed"
+                if killed:  # not those that it leaves alone, and that fail for it
+                    return f"rank {killed[0]} was killed by {signal.Signals(-(codes[killed[0]] or 0)).name}"
+                return f"rank {failed[0]} failed"
             if None not in codes:
                 return None
             if time.monotonic() > deadline:
