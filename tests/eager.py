@@ -64,7 +64,8 @@ def step_of(
     leaves, structure = tree_flatten(call(*args, **kwargs))
     total = torch.zeros((), dtype=torch.float64)
     for result in leaves:
-        if isinstance(result, Tensor) and result.requires_grad:
+        # Those without a gradient too: whatever has one where it should not is found.
+        if isinstance(result, Tensor) and result.is_floating_point():
             weights = torch.linspace(-1, 1.5, result.numel(), dtype=torch.float64).cos().view(result.shape)
             total = total + (result.double() * weights).sum()
     if total.requires_grad:
