@@ -37,6 +37,7 @@ from autopar.rewrite.lowerings.base import Send
 from autopar.rewrite.readable import note_of
 from autopar.rewrite.totals import join_totals
 from autopar.rules.call import arguments_by_name, takes_tensors
+from autopar.rules.grouped_heads import repeat_masked_heads
 from autopar.rules.local import Local, Piece
 from autopar.rules.lowerings import LOWERINGS, localiser
 from autopar.rules.notation import FactorKind
@@ -188,6 +189,7 @@ class _Emitter:
         put_in_buckets(self.out, self.modules, self.by_node, self.parameters)
         if self.parameters.gate is not None:
             put_gate(self.out, self.modules, self.parameters.gate)
+        repeat_masked_heads(self.out, self.groups.device_type)
         mutated = len(self.graph.exported.mutations)
         module = with_regions(self.out, self.modules, self.regions)
         draws = tuple(self.drawings.ops)

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autopar.rules.call import arguments_by_name, operands_of
+from autopar.rules.grouped_heads import with_most_memory
 from autopar.tracing.differentiable import call_key, differentiable, fake_input
 from autopar.tracing.exported import Exported
 
@@ -142,8 +143,9 @@ def _probe_on(device: str, node: Node, trained: frozenset[Node]) -> Footprint:
     with FakeTensorMode(allow_non_fake_inputs=True):
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), given)
         target: Any = node.target
+        run = with_most_memory(node)
         operands = operands_of(target, arguments_by_name(target, args, kwargs))
-        return measure(operands, lambda: target(*args, **_on(device, target, kwargs)))
+        return measure(operands, lambda: run(*args, **_on(device, target, kwargs)))
 
 
 def measure(operands: Sequence[Any], call: Callable[[], Any]) -> Footprint:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autopar.errors import AutoparError
+from autopar.rules.grouped_heads import repeat_masked_heads
 from autopar.tracing.arguments import bind_call, flatten_arguments, signature_of, without_defaults
 from autopar.tracing.checkpoint import with_checkpoints
 from autopar.tracing.exported import Exported
@@ -156,6 +157,8 @@ def _place(exported: Exported, device: torch.device | None) -> tuple[GraphModule
                     "Register it as a buffer; then it gets its data with the model."
                 )
             constants[name] = tensor.to(device) if tensor.device == home else tensor
+    if device is not None:
+        repeat_masked_heads(graph, device.type)
     return with_checkpoints(graph), constants
 
 

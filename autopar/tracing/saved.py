@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
+from autopar.rules.grouped_heads import with_most_memory
 from autopar.tracing.checkpoint import checkpoint_regions
 from autopar.tracing.exported import Exported
 from autopar.tracing.footprint import untold_failures
@@ -94,7 +95,7 @@ class _Run:
 
     def call(self, node: Node, recomputed: bool) -> None:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.results.__getitem__)
-        target: Any = node.target
+        target = with_most_memory(node)
         self.packed.clear()
         try:
             with untold_failures():
