@@ -22,6 +22,7 @@ import numpy as np
 
 from autopar.errors import ProblemError
 from autopar.search.problem import Edge, Floats, Ints, Problem, Usage
+from autopar.words import printable
 
 __all__ = ["IMPOSSIBLE", "problem_from_text", "problem_to_json", "read_problem", "write_problem"]
 
@@ -30,6 +31,12 @@ IMPOSSIBLE = 10**18
 FLAT_LIST = re.compile(r'"(?:[^"\\]|\\.)*"|\[[^\[\]{}"]*\]')
 # Sums of usages are kept in 64 bits.
 LARGEST_TOTAL_USAGE = 2**62
+# Bytes of text. Those of the contest have less than a tenth; of a compressed file no more is ever unpacked.
+LARGEST_TEXT = 2**30
+# Before a string of the file that would look like a mark. No string of a file keeps it: JSON has no such character.
+OWN = "\0"
+LONG_NUMBER = re.compile(r"[0-9]{4301,}")
+"""Python reads no longer ones."""
 
 T = TypeVar("T")
 
@@ -38,8 +45,13 @@ def read_problem(path: str | Path) -> Problem:
     """The instance in a `.json` or `.json.gz` file."""
     path = Path(path)
     try:
-        data = path.read_bytes()
-        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
+        with path.open("rb") as file:
+            is_packed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if is_packed else path.open("rb") as file:
+            data = file.read(LARGEST_TEXT + 1)
+        if len(data) > LARGEST_TEXT:
+            raise ProblemError(f"{path}: is longer than {LARGEST_TEXT:,} bytes, which no instance is")
+        text = data.decode("utf-8")
     except FileNotFoundError:
         raise ProblemError(f"{path}: there is no such file") from None
     except (OSError, EOFError, zlib.error) as error:
@@ -56,7 +68,7 @@ def problem_from_text(text: str, place: str = "instance") -> Problem:
     def numbered(match: re.Match[str]) -> str:
         found = match.group()
         if found[0] == '"':
-            return found.replace('"[', '" [', 1)  # no string of the file looks like the mark of a list
+            return _unlike_marks(found)
         return f'"[{numbers.setdefault(found, len(numbers))}"'
 
     skeleton = FLAT_LIST.sub(numbered, text)
@@ -68,11 +80,27 @@ def problem_from_text(text: str, place: str = "instance") -> Problem:
     return _Reader(place, lists).problem(whole)
 
 
+def _unlike_marks(found: str) -> str:
+    """A string of the file so that it looks like no mark, however it is spelt: `[` may also be written `\\u005b`."""
+    if found[1:2] not in ("[", "\\"):
+        return found
+    try:
+        text: str = json.loads(found)
+    except ValueError:
+        return found  # the whole is no JSON
+    return json.dumps(OWN + text) if text.startswith(("[", OWN)) else found
+
+
 def _refuse_text(text: str, place: str) -> NoReturn:
     """Find where the text stops being JSON."""
     try:
         json.loads(text)
     except (ValueError, RecursionError) as error:
+        long = None if isinstance(error, json.JSONDecodeError) else LONG_NUMBER.search(text)
+        if long is not None:
+            line = text.count("\n", 0, long.start()) + 1
+            where = f"line {line} column {long.start() - text.rfind(chr(10), 0, long.start())}"
+            raise ProblemError(f"{place}: {where} holds a number of {len(long.group()):,} digits") from None
         raise ProblemError(f"{place}: is not JSON: {error}") from None
     raise ProblemError(f"{place}: is not JSON")
 
@@ -100,11 +128,14 @@ class _Reader:
         limit = body.get("usage_limit")
         if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
             self.refuse(f"usage_limit is {self.shown(limit)}; it should be a whole number")
+        if limit is not None and limit <= -LARGEST_TOTAL_USAGE:
+            self.refuse(f"usage_limit is {self.shown(limit)}; it should be above -2^62")
         if limit is not None and limit >= LARGEST_TOTAL_USAGE:
             limit = None  # larger than any sum of usages that is read
         usage_rows, limits = ((), np.zeros(0, np.int64)) if limit is None else self.usages(intervals, usages, limit)
         name = body.get("name", "")
-        return Problem(tuple(costs), self.edges(body, costs), usage_rows, limits, str(name))
+        name = printable(str(name).removeprefix(OWN))
+        return Problem(tuple(costs), self.edges(body, costs), usage_rows, limits, name)
 
     def edges(self, body: Any, costs: list[Floats]) -> tuple[Edge, ...]:
         if "edges" not in body:
@@ -186,7 +217,8 @@ class _Reader:
         return found
 
     def shown(self, value: Any) -> str:
-        return _shown(self.list_of(value) if _marks_list(value) else value)
+        own = value.removeprefix(OWN) if isinstance(value, str) else value
+        return _shown(self.list_of(value) if _marks_list(value) else own)
 
     def same_length(self, name: str, values: list[Any], other: str, others: list[Any]) -> None:
         if len(values) != len(others):
@@ -206,7 +238,7 @@ def _costs(values: list[Any]) -> Floats | str:
     if not all(type(value) in (int, float) for value in values):
         wrong = next(value for value in values if type(value) not in (int, float))
         return f"holds {_shown(wrong)}; costs are numbers"
-    costs = np.array([float(min(value, IMPOSSIBLE)) for value in values])
+    costs = np.array([float(max(-IMPOSSIBLE, min(value, IMPOSSIBLE))) for value in values])
     if not np.all(costs > -IMPOSSIBLE):
         return "holds a cost that is no number or below -10^18"
     costs[costs >= IMPOSSIBLE] = np.inf

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from autopar.errors import ProblemError
+from autopar.search import contest
 from autopar.search.contest import problem_from_text, read_problem, write_problem
 from autopar.search.problem import Edge, Problem, Usage, cost_of, excess_of, loads_of
 from autopar.search.solver import solve
@@ -77,6 +78,34 @@ def test_a_huge_cost_is_impossible_and_an_empty_interval_uses_nothing() -> None:
     assert solve(problem).infeasible
     problem = problem_from_text(text_with("problem.nodes.intervals.2", [60, 60]))
     assert all(usage.node != 2 for usage in problem.usages)
+
+
+@pytest.mark.parametrize("spelt", ['"[1"', '"\\u005b1"', '"\\u005B1"', '"\\u0000[1"'])
+def test_no_string_is_read_as_a_list(spelt: str) -> None:
+    """Lists are replaced by marks while a file is read; what looks like a mark, however it is spelt, is a string."""
+    text = json.dumps(INSTANCE)
+    with pytest.raises(ProblemError, match=r"nodes\.costs\[0\] is .*; it should be a list of numbers"):
+        problem_from_text(text.replace('"costs": [[15]', f'"costs": [{spelt}', 1))
+    assert problem_from_text(text.replace('"[7] small [not a list]"', spelt, 1)).name.endswith("[1")
+
+
+def test_sizes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of numbers, and of what a compressed file unpacks to."""
+    for path, value, message in (
+        ("problem.usage_limit", -(10**400), "usage_limit is -1000.*; it should be above -2^62"),
+        ("problem.nodes.costs.0.0", -(10**400), r"nodes.costs\[0\] holds a cost that is no number or below -10\^18"),
+    ):
+        with pytest.raises(ProblemError, match=message.replace("-2^62", r"-2\^62")):
+            problem_from_text(text_with(path, value))
+    huge = json.dumps(INSTANCE, indent=1).replace("15", "9" * 5000, 1)
+    with pytest.raises(ProblemError, match=r"^instance: line \d+ column \d+ holds a number of 5,001 digits$"):
+        problem_from_text(huge)
+    assert math.isinf(problem_from_text(text_with("problem.nodes.costs.0.0", 10**400)).costs[0][0])
+    monkeypatch.setattr(contest, "LARGEST_TEXT", 10_000)
+    for name, data in (("bomb.json.gz", gzip.compress(b" " * 10**7)), ("long.json", b" " * 10_001)):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ProblemError, match=f"{name}: is longer than 10,000 bytes, which no instance is"):
+            read_problem(tmp_path / name)
 
 
 def test_without_a_limit_or_edges() -> None:
