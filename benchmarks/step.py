@@ -3,6 +3,7 @@
     python -m benchmarks.step                        # all comparisons, on 1, 2 and 4 Gloo ranks of one thread each
     python -m benchmarks.step --only ddp --ranks 2 --size small --steps 100
     python -m benchmarks.step --compiled --json step.json
+    python -m benchmarks.step --hf                   # models of transformers on one rank, beside the plain model
 
 A step is: gradients dropped, forward, backward (and `--optimizer` step). Ours and the peer take turns step by step, so
 that a machine that drifts drifts for both; a step takes as long as its slowest rank. The ratio is that of the medians;
@@ -35,12 +36,15 @@ import autopar
 from autopar.engine import join_local_group
 from benchmarks.peers import PEERS, Peer
 from examples.gpt import gpt
+from examples.hf import hf
 
 SIZES: dict[str, dict[str, Any]] = {
+    # So small that a CPU spends more time on dispatching ops than on their arithmetic.
+    "host": {"layers": 4, "d_model": 64, "heads": 4, "vocab": 256, "seq": 16, "batch": 2},
     "small": {"layers": 4, "d_model": 128, "heads": 4, "vocab": 1024, "seq": 64, "batch": 8},
     "25M": {"layers": 6, "d_model": 512, "heads": 8, "vocab": 12000, "seq": 64, "batch": 8},
 }
-STEPS = {"small": 100, "25M": 24}
+STEPS = {"host": 400, "small": 100, "25M": 24}
 WARM_UP = 4
 
 
@@ -62,6 +66,33 @@ COMPARISONS = (
     Comparison("megatron", "megatron", "tp", "megatron", 1.00, "parallelize_module"),
 )
 COMPILED_TARGET = 1.05
+HF_COMPILED_TARGET = 1.03
+HF = ("llama", "gpt2", "mistral", "qwen3")
+HF_COMPARISON = Comparison("one rank", "ddp", "dp", "plain", 1.05, "the plain model")
+
+
+def hf_causal(architecture: str, size: str) -> tuple[torch.nn.Module, dict[str, Tensor]]:
+    """Build a causal language model of transformers in the size of the GPT, with labels among its inputs."""
+    sizes = SIZES[size]
+    width, heads = sizes["d_model"], sizes["heads"]
+    if architecture == "gpt2":
+        config = {"n_embd": width, "n_layer": sizes["layers"], "n_head": heads, "n_inner": 4 * width}
+    else:
+        config = {
+            "hidden_size": width,
+            "num_hidden_layers": sizes["layers"],
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads // 2,
+            "head_dim": width // heads,
+            "intermediate_size": 4 * width,
+        }
+        if architecture == "mistral":
+            config["sliding_window"] = 4096  # the default of the architecture
+    model, inputs = hf(
+        architecture, sizes["batch"], sizes["seq"], train=True, dropout=0.0, vocab_size=sizes["vocab"], **config
+    )
+    ids = inputs["input_ids"]
+    return model, {"input_ids": ids, "labels": ids.clone()}
 
 
 @dataclass(frozen=True)
@@ -129,7 +160,8 @@ def stepper(peer: Peer, optimizer: str, compiled: bool) -> Callable[[], Tensor]:
         for parameter in parameters:
             parameter.grad = None
         with peer.around():
-            loss: Tensor = model(**peer.inputs)
+            output = model(**peer.inputs)
+            loss: Tensor = output if isinstance(output, Tensor) else output.loss
             loss.backward()
         if optimise is not None:
             optimise.step()
@@ -138,11 +170,18 @@ def stepper(peer: Peer, optimizer: str, compiled: bool) -> Callable[[], Tensor]:
     return step
 
 
-def compare(comparison: Comparison, size: str, arguments: argparse.Namespace, rank: int, ranks: int) -> Row:
+def compare(
+    comparison: Comparison,
+    size: str,
+    arguments: argparse.Namespace,
+    rank: int,
+    ranks: int,
+    architecture: str | None = None,
+) -> Row:
     steps = arguments.steps or STEPS[size]
     torch.manual_seed(0)
     torch.compiler.reset()  # what was compiled for another comparison makes sizes symbols in this one
-    model, inputs = gpt(**SIZES[size])
+    model, inputs = hf_causal(architecture, size) if architecture else gpt(**SIZES[size])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", autopar.AutoparWarning)
         ours = autopar.parallelize(model, f"{comparison.axis}={ranks}", inputs, layout=comparison.layout)
@@ -165,8 +204,9 @@ def compare(comparison: Comparison, size: str, arguments: argparse.Namespace, ra
     slowest = [_slowest(each) for each in times]
     medians = [statistics.median(each) for each in slowest]
     noise = statistics.median(slowest[1][::2]) / statistics.median(slowest[1][1::2])
+    targets = (HF_COMPILED_TARGET if architecture else COMPILED_TARGET, comparison.target)
     return Row(
-        comparison.name,
+        f"{comparison.name} {architecture}" if architecture else comparison.name,
         comparison.peer_name,
         size,
         ranks,
@@ -177,7 +217,7 @@ def compare(comparison: Comparison, size: str, arguments: argparse.Namespace, ra
         medians[1] * 1e3,
         medians[0] / medians[1],
         noise,
-        COMPILED_TARGET if arguments.compiled else comparison.target,
+        targets[0] if arguments.compiled else targets[1],
         sent[0].bytes / 2**20,
         sent[1].bytes / 2**20,
         sent[0].count,
@@ -208,18 +248,24 @@ def _mean(loss: Tensor) -> float:
     return float(total) / dist.get_world_size()
 
 
+def wanted(arguments: argparse.Namespace, ranks: int) -> list[tuple[Comparison, str | None]]:
+    """Return the comparisons to make, each with an architecture of transformers or none for the GPT."""
+    if arguments.hf:
+        return [(HF_COMPARISON, architecture) for architecture in arguments.architecture or HF]
+    named = [each for each in COMPARISONS if not arguments.only or each.name in arguments.only]
+    return [(each, None) for each in named if (each.peer == "plain") == (ranks == 1)]
+
+
 def run_rank(rank: int, ranks: int, arguments: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     join_local_group(Path(folder, "meeting"), rank, ranks)
     for size in arguments.size:
-        for comparison in COMPARISONS:
-            wanted = not arguments.only or comparison.name in arguments.only
-            if wanted and (comparison.peer == "plain") == (ranks == 1):
-                row = compare(comparison, size, arguments, rank, ranks)
-                if rank == 0:
-                    print(_line(row), flush=True)
-                    with Path(folder, "rows").open("a") as file:
-                        file.write(json.dumps(asdict(row)) + "\n")
+        for comparison, architecture in wanted(arguments, ranks):
+            row = compare(comparison, size, arguments, rank, ranks, architecture)
+            if rank == 0:
+                print(_line(row), flush=True)
+                with Path(folder, "rows").open("a") as file:
+                    file.write(json.dumps(asdict(row)) + "\n")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -246,12 +292,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="timed steps of each; by default " + str(STEPS))
     parser.add_argument("--optimizer", choices=["none", "sgd", "adamw"], default="none")
     parser.add_argument("--compiled", action="store_true", help="both under torch.compile")
+    parser.add_argument("--hf", action="store_true", help="models of transformers on one rank: " + ", ".join(HF))
+    parser.add_argument("--architecture", action="append", help="with --hf: another architecture; may be repeated")
     parser.add_argument("--json", help="write the rows to this file")
     arguments = parser.parse_args()
-    arguments.size = arguments.size or list(SIZES)
+    arguments.size = arguments.size or [size for size in SIZES if arguments.hf or size != "host"]
     print(HEAD, flush=True)
     rows = []
-    for ranks in arguments.ranks or [1, 2, 4]:
+    for ranks in [1] if arguments.hf else arguments.ranks or [1, 2, 4]:
         with tempfile.TemporaryDirectory() as folder:
             given = (ranks, arguments, folder)
             torch.multiprocessing.spawn(run_rank, args=given, nprocs=ranks)
