@@ -7,8 +7,8 @@
 
 A step is: gradients dropped, forward, backward (and `--optimizer` step). Ours and the peer take turns step by step, so
 that a machine that drifts drifts for both; a step takes as long as its slowest rank. The ratio is that of the medians;
-the noise beside it is the ratio of the peer's median over its odd steps to that over its even ones. What is sent is
-counted where torch hands collectives to the process group, for ours and for the peer alike.
+the noise beside it is the ratio of the peer's median over one half of its steps to that over the other half. What is
+sent is counted where torch hands collectives to the process group, for ours and for the peer alike.
 """
 
 from __future__ import annotations
@@ -202,8 +202,9 @@ def compare(
         for which in ((0, 1), (1, 0))[turn % 2]:
             times[which].append(_timed(pair[which]))
     slowest = [_slowest(each) for each in times]
-    medians = [statistics.median(each) for each in slowest]
-    noise = statistics.median(slowest[1][::2]) / statistics.median(slowest[1][1::2])
+    medians = [_typical(each) for each in slowest]
+    pairs_of_turns = [[s for turn, s in enumerate(slowest[1]) if turn // 2 % 2 == half] for half in (0, 1)]
+    noise = _typical(pairs_of_turns[0]) / _typical(pairs_of_turns[1])
     targets = (HF_COMPILED_TARGET if architecture else COMPILED_TARGET, comparison.target)
     return Row(
         f"{comparison.name} {architecture}" if architecture else comparison.name,
@@ -224,6 +225,11 @@ def compare(
         sent[1].count,
         abs(losses[0] - losses[1]) / losses[1],
     )
+
+
+def _typical(seconds: Sequence[float]) -> float:
+    """Return the mean of the medians of even and odd turns: a step that follows its own kind finds warm caches."""
+    return statistics.mean(statistics.median(seconds[start::2]) for start in (0, 1))
 
 
 def _timed(step: Callable[[], Tensor]) -> float:
