@@ -1,0 +1,165 @@
+"""Sections that compare predictions with measurements, and look for waits of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import autopar
+from autopar.cost.cluster import Cluster, load_cluster
+from autopar.cost.evaluate import evaluate
+from autopar.decided import Plan
+from autopar.layout.choosing import choose_layout
+from benchmarks.gpu.setting import Setting, llama, one_process, one_rank_of, stepper
+from examples.gpt import gpt
+from examples.moe import moe
+from examples.resnet import resnet
+
+__all__ = ["predict", "shards", "sync"]
+
+REGATHER = "batch -> fsdp; * -> none; param, grad, opt { * -> fsdp | none }; regather @*"
+CASES: dict[str, tuple[dict[str, int], str]] = {
+    "ddp": ({"dp": 8}, "ddp"),
+    "fsdp": ({"fsdp": 8}, "fsdp"),
+    "megatron": ({"dp": 2, "tp": 4}, "megatron"),
+    "megatron_sp": ({"dp": 2, "tp": 4}, "megatron_sp"),
+    "fsdp_tp": ({"fsdp": 2, "tp": 4}, "fsdp_tp"),
+}
+"""Mesh and layout."""
+WAITS = {**CASES, "zero1": ({"dp": 8}, "zero1"), "fsdp_regather": ({"fsdp": 8}, REGATHER)}
+
+
+def sync(setting: Setting) -> None:
+    """Waits of the host for the device in a steady step: an error where there is one."""
+
+    def steady(module: nn.Module, inputs: Any) -> Mapping[str, Any]:
+        step = stepper(module, inputs, torch.optim.AdamW(module.parameters(), fused=setting.has_gpu))
+        for _ in range(3):
+            step()
+        setting.wait()
+        if not setting.has_gpu:
+            return {"skipped": "no GPU to wait for"}
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return {"waits": 0}
+
+    def one() -> Mapping[str, Any]:
+        one_process()
+        try:
+            model, inputs = llama(setting, layers=2)
+            return steady(autopar.parallelize(model, "dp=1", inputs, layout="ddp"), inputs)
+        finally:
+            dist.destroy_process_group()
+
+    setting.part("one_rank", one)
+    for name, (axes, layout) in WAITS.items():
+
+        def rank(axes: dict[str, int] = axes, layout: str = layout) -> Mapping[str, Any]:
+            with one_rank_of(axes, setting.device) as mesh:
+                model, inputs = llama(setting, layers=2, batch=8)
+                return steady(autopar.parallelize(model, mesh, inputs, layout=layout), inputs)
+
+        setting.part(f"rank_of_8_{name}", rank)
+
+
+def shards(setting: Setting) -> None:
+    """One rank of eight or 64: predicted compute and peak beside measured ones; nothing is sent."""
+    cluster = load_cluster("h200" if setting.has_gpu else "local-cpu")
+    wide = {"hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8}
+    for name, (axes, layout) in {**CASES, "fsdp_tp_64": ({"fsdp": 8, "tp": 8}, "fsdp_tp")}.items():
+
+        def rank(axes: dict[str, int] = axes, layout: str = layout) -> Mapping[str, Any]:
+            with one_rank_of(axes, setting.device) as mesh:
+                model, inputs = llama(setting, layers=4, batch=2 * next(iter(axes.values())), **wide)
+                graph = autopar.trace(model, inputs)
+                costs = evaluate(graph, Plan.of(graph, choose_layout(layout, axes), axes), cluster)
+                module = autopar.parallelize(model, mesh, inputs, layout=layout)
+                del model
+                found = _measured(setting, module, inputs)
+                predicted = 1e3 * (costs.compute.seconds + costs.waiting_seconds)
+                peak = costs.memory.peak_bytes / 2**30
+                return {**found, **_beside(found, predicted, peak)}
+
+        setting.part(name, rank)
+
+
+def predict(setting: Setting) -> None:
+    """Six models on one rank: predicted and measured step and peak, by each description of the hardware."""
+    one_process()
+    shipped = "h200" if setting.has_gpu else "local-cpu"
+    clusters = {shipped: load_cluster(shipped)}
+    calibrated = setting.folder / "here.toml"  # by the section calib
+    if calibrated.exists():
+        clusters["calibrated"] = load_cluster(str(calibrated))
+    for name, make in _models(setting).items():
+        setting.part(name, lambda make=make: _predicted(setting, make, clusters))
+
+
+def _predicted(setting: Setting, make: Callable[[], Any], clusters: Mapping[str, Cluster]) -> Mapping[str, Any]:
+    model, inputs = make()
+    graph = autopar.trace(model, inputs)
+    plan = Plan.of(graph, choose_layout("ddp", {"dp": 1}), {"dp": 1})
+    module = autopar.parallelize(model, "dp=1", inputs, layout="ddp")
+    del model
+    found = _measured(setting, module, inputs)
+    for name, cluster in clusters.items():
+        costs = evaluate(graph, plan, cluster)
+        beside = _beside(found, 1e3 * costs.step_seconds, costs.memory.peak_bytes / 2**30)
+        compiled = evaluate(graph, replace(plan, compiled=True), cluster)
+        found[name] = {**beside, "compiled_ms": round(1e3 * compiled.step_seconds, 3)}
+    return found
+
+
+def _measured(setting: Setting, module: nn.Module, inputs: Any) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-9, fused=setting.has_gpu)
+    step = stepper(module, inputs, optimizer)
+    found: dict[str, Any] = setting.medians({"measured": step}, 5)["measured"]
+    return {**found, "peak_gib": setting.peak_gib(step)}
+
+
+def _beside(found: Mapping[str, Any], milliseconds: float, peak_gib: float) -> dict[str, Any]:
+    beside = {"predicted_ms": round(milliseconds, 3), "predicted_peak_gib": round(peak_gib, 3)}
+    beside["time_ratio"] = round(milliseconds / found["ms"], 3)
+    if found["peak_gib"]:
+        beside["memory_ratio"] = round(peak_gib / found["peak_gib"], 3)
+    return beside
+
+
+def _models(setting: Setting) -> dict[str, Callable[[], Any]]:
+    """Dense, of long sequences, small, of convolutions, of experts, an encoder."""
+    device = str(setting.device)
+    small = {"vocab": 1024, "seq": 128, "batch": 8, "layers": 4, "d_model": 256, "heads": 4}
+    experts = {"layers": 4, "d_model": 1024, "heads": 16, "d_ff": 4096, "vocab": 32000, "seq": 512, "batch": 8}
+    images = {"depth": 50, "width": 64, "image": 224, "classes": 1000, "batch": 64}
+    if setting.tiny:
+        small, experts, images = {}, {}, {"batch": 2}
+    return {
+        "llama": lambda: llama(setting),
+        "llama_long": lambda: llama(setting, batch=1, seq=16384),
+        "gpt": lambda: gpt(device=device, **small),
+        "resnet": lambda: resnet(device=device, loss=True, train=True, **images),
+        "moe": lambda: moe(device=device, **experts),
+        "bert": lambda: _bert(setting),
+    }
+
+
+def _bert(setting: Setting) -> Any:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"vocab_size": 30522, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
+    if setting.tiny:
+        sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    heads = 4 if setting.tiny else 16
+    with setting.device:
+        model = BertForMaskedLM(BertConfig(num_attention_heads=heads, **sizes, **dropout))
+        ids = torch.randint(sizes["vocab_size"], (2, 16) if setting.tiny else (16, 512))
+    return model.to(torch.bfloat16), {"input_ids": ids, "labels": ids}
