@@ -25,6 +25,9 @@ from autopar.errors import AutoparError, VerifyError
 
 __all__ = ["Difference", "Verified", "differences", "results_of", "verify"]
 
+PERTURBED_BY = 0.02
+"""The standard deviation of what zero parameters become: that of the usual initialisation of a projection."""
+
 Results = Mapping[str, Any]
 """Tensors by name: `output 0`, `gradient of head.weight`, `buffer norm.running_mean`; None where there is none."""
 
@@ -35,6 +38,8 @@ class Difference:
     relative: float
     """The largest difference over the largest value; infinite where the two cannot be compared."""
     reason: str = ""
+    is_zero: bool = False
+    """Whether an output or gradient is zero on both sides: that they agree then shows nothing."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,11 @@ class Verified:
     def worst(self) -> Difference:
         return self.differences[0]
 
+    @property
+    def zeros(self) -> int:
+        """How many outputs and gradients are zero on both sides."""
+        return sum(one.is_zero for one in self.differences)
+
 
 @dataclass(frozen=True)
 class Task:
@@ -60,6 +70,8 @@ class Task:
     dims: Mapping[str, str]
     dtype: str | None
     device: str = "cpu"
+    perturbed: bool = True
+    """Whether parameters that are zero get small random values first."""
 
 
 def verify(task: Task, ranks: int, seconds: float = 600, told: Callable[[str], None] = lambda _: None) -> Verified:
@@ -174,6 +186,8 @@ def _verify_here(task: Task, rank: int, meeting: Path) -> Verified:
     if task.device == "cuda":
         torch.cuda.set_device(rank)
     model, inputs = _moved(model, inputs, dtype, torch.device(task.device))
+    if task.perturbed:
+        perturb(model)
     expected = _alone(copy.deepcopy(model), inputs, task.dtype) if rank == 0 else {}
     backend = "nccl" if task.device == "cuda" else "gloo"
     join_local_group(meeting, rank, int(os.environ["WORLD_SIZE"]), backend)
@@ -185,6 +199,22 @@ def _verify_here(task: Task, rank: int, meeting: Path) -> Verified:
     compared = differences(expected, found) if rank == 0 else ()
     dist.barrier()  # no rank goes while another one still needs it
     return Verified(compared, collectives)
+
+
+def perturb(model: Any) -> None:
+    """Give small random values, the same on every rank, to parameters all of whose values are zero.
+
+    A zero last projection, as LoRA, ControlNet and DiT begin with, makes outputs and gradients zero. Other parameters
+    keep their values: one that must be positive, say, stays so.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator) if parameter.is_floating_point() else None
+            if drawn is not None and not parameter.any():
+                parameter.copy_(PERTURBED_BY * drawn)
 
 
 def _alone(model: Any, inputs: Any, dtype: str | None) -> Results:
@@ -276,7 +306,9 @@ def _compared(name: str, expected: Any, found: Any, floor: float) -> Difference:
     if expected.shape != found.shape:
         return Difference(name, float("inf"), f"shape {list(found.shape)}, not {list(expected.shape)}")
     scale = max(_largest(expected), floor)
-    return Difference(name, _largest(_wide(found) - _wide(expected)) / scale if scale else 0.0)
+    is_zero = not name.startswith("buffer") and _largest(expected) == _largest(found) == 0.0
+    relative = _largest(_wide(found) - _wide(expected)) / scale if scale else 0.0
+    return Difference(name, relative, is_zero=is_zero)
 
 
 def _largest(value: Any) -> float:

@@ -57,6 +57,12 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--tolerance", type=float, default=1e-5, help="allowed relative difference (default: 1e-5)")
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="for all of it (default: 600)")
+    parser.add_argument(
+        "--as-initialised",
+        action="store_true",
+        help="leave parameters that are all zero so (default: they get small random values, the same on every rank, as "
+        "a last projection of zeros makes outputs and gradients zero)",
+    )
     add_json(parser, "verify")
     parser.set_defaults(run=run)
 
@@ -85,6 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         parse_dims(arguments.dims),
         None if arguments.dtype == "own" else arguments.dtype,
         arguments.device,
+        not arguments.as_initialised,
     )
     told = (lambda text: print(text, "...", file=sys.stderr)) if sys.stderr.isatty() else (lambda _: None)
     found = verify(task, mesh.size, arguments.timeout, told)
@@ -99,6 +106,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"  {one.name:{width}}  {one.reason or f'{one.relative:.1e}'}")
     if len(found.differences) > SHOWN:
         print(f"  and {len(found.differences) - SHOWN} more, no larger")
+    if found.zeros:
+        compared = sum(not one.name.startswith("buffer") for one in found.differences)
+        print(f"{found.zeros} of {compared} outputs and gradients are zero on both sides, which shows nothing.")
     verdict = "They agree" if agree else "They do NOT agree"
     print(f"{verdict}: relative differences from one process, {arguments.tolerance:.0e} allowed.")
     return 0 if agree else 1
@@ -113,6 +123,7 @@ def _plain(arguments: argparse.Namespace, found: Verified, agree: bool) -> dict[
         "tolerance": arguments.tolerance,
         "agree": agree,
         "collectives": found.collectives,
+        "zeros": found.zeros,
         "differences": [
             # JSON has no infinity: null where two tensors cannot be compared.
             {"name": one.name, "relative": one.relative if isfinite(one.relative) else None, "reason": one.reason}

@@ -170,3 +170,47 @@ def test_files_of_the_current_folder_stand_for_no_module(
     monkeypatch.chdir(tmp_path)
     code, _, err = run(capsys, "models/random.py:made", "--mesh", "dp=2", "--layout", "ddp")
     assert (code, err) == (0, "")
+
+
+ZERO = """
+import torch
+from torch import nn
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        nn.init.zeros_(self.last.weight), nn.init.zeros_(self.last.bias)
+    def forward(self, x):
+        return self.last(self.inner(x).relu() * self.scale.log1p().exp())
+
+def gated():
+    return Gated(), (torch.randn(4, 4),)
+"""
+
+
+def test_zeros_are_told_and_by_default_there_are_none(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A last projection that begins at zero, as those of LoRA, ControlNet and DiT."""
+    monkeypatch.chdir(tmp_path)
+    Path("zero.py").write_text(ZERO)
+    words = ("zero.py:gated", "--mesh", "dp=2", "--layout", "batch -> dp; * -> none", "--dims", "x=batch features")
+    code, out, _ = run(capsys, *words, "--as-initialised")
+    assert code == 0
+    assert "4 of 6 outputs and gradients are zero on both sides, which shows nothing.\n" in out
+    code, out, _ = run(capsys, *words)
+    assert code == 0
+    assert "zero on both sides" not in out
+
+
+def test_only_parameters_of_zeros_are_perturbed() -> None:
+    from autopar.verify import perturb
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    perturb(model)
+    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed == {"1.bias"}
+    assert 0 < float(model[1].bias.detach().abs().max()) < 0.2
