@@ -154,31 +154,7 @@ def _exchange(move: Move, x: Tensor) -> Tensor:
     if buffer.numel() == 0 and move.kind is not StepKind.ALL_TO_ALL:
         # The tensor itself is empty: so it is on all members of the group.
         return x.new_zeros(move.after)
-    return finish(move, _sent(move, buffer))
-
-
-# Dtypes that no backend sends -> one that it sends and that holds all their values; sums run over as in the narrow one.
-_CARRIERS = {
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-    torch.uint64: torch.int64,
-    torch.float8_e4m3fn: torch.float32,
-    torch.float8_e5m2: torch.float32,
-}
-
-
-def _sent(move: Move, buffer: Tensor) -> Tensor:
-    """The result of the collective, in the dtype of the buffer."""
-    wait_tensor = torch.ops._c10d_functional.wait_tensor
-    received: Tensor
-    if buffer.is_complex() and move.kind is StepKind.ALL_TO_ALL:  # Gloo exchanges no complex numbers
-        pairs = [tuple(2 * count for count in counts) for counts in (move.sent, move.received)]
-        doubled = replace(move, sent=pairs[0], received=pairs[1])
-        received = wait_tensor(send(doubled, torch.view_as_real(buffer.resolve_conj()).reshape(-1)))
-        return torch.view_as_complex(received.view(-1, 2))
-    received = wait_tensor(send(move, buffer.to(_CARRIERS.get(buffer.dtype, buffer.dtype))))
-    return received.to(buffer.dtype)
+    return finish(move, torch.ops._c10d_functional.wait_tensor(send(move, buffer)))
 
 
 def send(move: Move, buffer: Tensor) -> Tensor:

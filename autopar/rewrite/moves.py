@@ -182,7 +182,9 @@ def prepare(move: Move, x: Tensor) -> Tensor:
         x = torch.cat([_padded(piece, move.atom, 0, move.longest - piece.shape[move.atom]) for piece in pieces])
     elif move.kind is StepKind.ALL_TO_ALL and not move.direct:
         x = torch.cat([x.narrow(move.to_atom, start, length).reshape(-1) for start, length in move.pieces])
-    return x.reshape(-1).contiguous()
+    flat = x.reshape(-1).contiguous()
+    # A conjugate is a mark on the same memory, which would be sent without it.
+    return flat.resolve_conj() if flat.is_complex() else flat.resolve_neg()
 
 
 def finish(move: Move, buffer: Tensor) -> Tensor:
