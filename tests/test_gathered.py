@@ -57,3 +57,12 @@ def test_what_is_gathered_is_contiguous(layout: str, monkeypatch: pytest.MonkeyP
     assert difference(trace(Shapes(), (x,)), layout, {"a": 2}, [x]) < 1e-12
     assert found
     assert all(found)
+
+
+def test_what_is_gathered_again_is_so_on_a_rank_with_nothing() -> None:
+    """Of five rows the last of four ranks has none: its backward gathers and reduces in the order of the others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.GELU(), nn.Linear(8, 8, bias=False)).double()
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    layout = "batch -> a pad; * -> none; param, grad, opt { * -> a | none }; regather @*"
+    assert difference(trace(model, (x,), dims={"input": "batch features"}), layout, {"a": 4}, [x]) < 1e-12

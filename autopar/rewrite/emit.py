@@ -203,7 +203,8 @@ class _Emitter:
         """Where a node comes from, and what of it is computed again."""
         made.meta["origin"] = source.meta.get("origin")
         module = self.modules.get(str(made.target)) if made.op == "call_module" else None
-        if isinstance(module, Lowered | Communicating):
+        # Where a rank has nothing of an op as well: all ranks must find the same readers of what is gathered.
+        if module is not None and not isinstance(module, Convert):
             assert isinstance(source.target, torch._ops.OpOverload), source
             made.meta[FRESH] = makes_new_memory(source.target)
         if op in self.region_of:
