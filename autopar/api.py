@@ -20,7 +20,7 @@ from autopar.layout.choosing import choose_layout
 from autopar.layout.language import Layout
 from autopar.layout.source import read_text
 from autopar.mesh import Mesh
-from autopar.module import ParallelModule, Planner, Settings
+from autopar.module import ParallelModule, Planner, Settings, check_plain
 from autopar.search_plan import Asked, check_outputs, meshes_of, plan_graph
 from autopar.tracing.graph import NamedGraph
 from autopar.tracing.tracer import named_graph
@@ -39,6 +39,7 @@ def trace(
     device. `dims` names dims of inputs, parameters and buffers by name or pattern:
     `{"input_ids": "batch seq", "layers.*.up_proj.weight": "d_ff d_model"}`.
     """
+    check_plain(model)
     return named_graph(model, inputs, dims)
 
 
@@ -104,6 +105,7 @@ def parallelize(
     the forward and backward, while the parameters that the optimizer sees stay as they are; `reduce_dtype`: gradients
     are added up in it, by default in the dtype of their parameter.
     """
+    check_plain(model)
     check_outputs(outputs)
     for argument, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None and not getattr(dtype, "is_floating_point", False):

@@ -9,6 +9,7 @@ __all__ = [
     "DimsError",
     "LayoutError",
     "MeshError",
+    "ModuleAttributeError",
     "ProblemError",
     "RuleError",
     "TargetError",
@@ -19,6 +20,10 @@ __all__ = [
 
 class AutoparError(Exception):
     """Base of all errors that autopar raises about what it was given."""
+
+
+class ModuleAttributeError(AutoparError, AttributeError):
+    """A parallel module has not all that the model has; names what it is and where to get it."""
 
 
 class TraceError(AutoparError):

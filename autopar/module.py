@@ -11,19 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from autopar.conversions import Outputs
 from autopar.decisions import Decisions
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, ModuleAttributeError
 from autopar.late import Late
-from autopar.parts import tie
+from autopar.parts import Closed, entry_of, tie
 from autopar.planned import Given, Planned
 from autopar.plans import Disagreement, Fixed, Planner, Plans, Settings
 from autopar.rewrite.emit import Emitted
 from autopar.rewrite.readable import with_ends, with_notes
 from autopar.tracing.graph import NamedGraph
 
-__all__ = ["Collective", "ParallelModule", "Planner", "Settings"]
+__all__ = ["Collective", "ParallelModule", "Planner", "Settings", "check_plain"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Collective:
         return f"{sent}: {self.bytes:,} bytes, {self.tensor} for {self.op}"
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(Closed):
     """Called as the model is; its parameters are DTensors under the model's names.
 
     Another input shape, train or eval mode, or grad mode is traced and decided at its first call; the parameters stay.
@@ -78,6 +79,39 @@ class ParallelModule(nn.Module):
         made = cls(graph.model, mesh, Fixed(graph, decisions), Settings(outputs, local_inputs), None)
         made._plans.prepare_traced(graph)
         return made
+
+    def __getattr__(self, name: str) -> Any:
+        """Plain attributes of the model, such as its `config`, are there too; its other methods are not."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            plans = self.__dict__.get("_plans")
+            model = None if plans is None or name.startswith("_") else plans.weights.skeleton
+            if model is None or not _has(model, name):
+                raise
+        value = model.__dict__.get(name)
+        if name in model.__dict__ and not callable(value) and not isinstance(value, Tensor):
+            return value
+        owner = type(model).__name__
+        raise ModuleAttributeError(
+            f"a parallel module runs the forward of the model and has none of its other code: no {owner}.{name}\n"
+            f"fix: use {name} of a copy of {owner} on each rank, with load_state_dict of the whole weights; or let "
+            "forward do what it does"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        plans = self.__dict__.get("_plans")
+        if plans is not None and name not in self.__dict__ and name not in self._parameters:
+            if isinstance(value, nn.Module):
+                self._refuse(f"it cannot take the module {name!r}")
+            if name not in self._buffers and _has(plans.weights.skeleton, name):
+                self._refuse(f"setting {name!r}, which its graph may have as a constant, would change nothing")
+        super().__setattr__(name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(self._plans.weights.skeleton, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+            raise TypeError(f"a parallel {self._plans.weights.owner} is not subscriptable")
+        return entry_of(self, key)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -239,3 +273,29 @@ class ParallelModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self._plans.weights.check_there()
         return super().state_dict(*args, **kwargs)
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    return name in model.__dict__ or (hasattr(type(model), name) and not hasattr(nn.Module, name))
+
+
+def check_plain(model: nn.Module) -> None:
+    """Raise if a model, or a part of it, is parallel already."""
+    for name, module in model.named_modules():
+        where = f" (its {name})" if name else ""
+        if isinstance(module, Closed):
+            raise AutoparError(
+                f"{type(model).__name__}{where} is a parallel module already\n"
+                "fix: parallelize the model itself, once; another layout needs the model again"
+            )
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise AutoparError(
+                f"{type(model).__name__}{where} is wrapped in {type(module).__name__}, which would send gradients too\n"
+                'fix: give the model inside, model.module; layout="ddp" does what the wrapper does'
+            )
+    for name, parameter in nn.Module.named_parameters(model):
+        if isinstance(parameter, DTensor):
+            raise AutoparError(
+                f"the parameter {name} is a DTensor, as fully_shard and parallelize_module make them\n"
+                'fix: give the model without them; layout="fsdp" does what fully_shard does'
+            )

@@ -6,14 +6,14 @@ instead of them, so a call of one of them, or a hook that waits for it, is refus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, ModuleAttributeError
 
-__all__ = ["Part", "canonical_names", "mirror", "owner_of", "tie"]
+__all__ = ["Closed", "Part", "canonical_names", "entry_of", "mirror", "owner_of", "tie"]
 
 NOT_CALLED = (
     "the module {name} is a part of a parallel module, which runs the graph of the whole model: {what}\nfix: {fix}"
@@ -21,7 +21,34 @@ NOT_CALLED = (
 HOOK_FIX = "register the hook on the model before it is parallelised, or on the parallel module itself"
 
 
-class Part(nn.Module):
+class Closed(nn.Module):
+    """A module to which nothing can be added, since the graph that runs would not know of it."""
+
+    def add_module(self, name: str, module: nn.Module | None) -> NoReturn:
+        self._refuse(f"it cannot take the module {name!r}")
+
+    def register_module(self, name: str, module: nn.Module | None) -> NoReturn:
+        self._refuse(f"it cannot take the module {name!r}")
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> NoReturn:
+        self._refuse(f"it cannot take the buffer {name!r}")
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name not in self._parameters:
+            self._refuse(f"it cannot take the parameter {name!r}")
+        super().register_parameter(name, param)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> NoReturn:
+        self._refuse(
+            "apply would find no nn.Linear or other module of the model in it",
+            "apply it to the model before, or give weights their values by init_weights(fn) of the parallel module",
+        )
+
+    def _refuse(self, what: str, fix: str = "change the model, and parallelize it then") -> NoReturn:
+        raise AutoparError(f"{type(self).__name__} runs the graph of the whole model as it was: {what}\nfix: {fix}")
+
+
+class Part(Closed):
     """A module of the model as a place for its tensors."""
 
     def __init__(self, kind: str) -> None:
@@ -43,6 +70,68 @@ class Part(nn.Module):
 
     def _get_name(self) -> str:
         return self._kind
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            kind = self.__dict__.get("_kind", "Part")
+            raise ModuleAttributeError(
+                f"this {kind} is a part of a parallel module, with parameters and buffers alone: it has no {name!r}\n"
+                "fix: ask the model that was parallelised"
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_tensor = name in self.__dict__.get("_parameters", ()) or name in self.__dict__.get("_buffers", ())
+        if isinstance(value, nn.Module) or not (name.startswith("_") or name == "training" or is_tensor):
+            self._refuse(f"setting {name!r} of its {self._kind} would change nothing")
+        super().__setattr__(name, value)
+
+
+class PartList(Part):
+    """A part whose children are numbered: nn.ModuleList, nn.Sequential, nn.ParameterList."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return entry_of(self, key)
+
+    def __len__(self) -> int:
+        return len(self._modules) + len(self._parameters)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((*self._modules.values(), *self._parameters.values()))
+
+
+class PartDict(PartList):
+    """A part whose children have names: nn.ModuleDict, nn.ParameterDict."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self._modules, *self._parameters))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._modules or key in self._parameters
+
+    def keys(self) -> Iterator[str]:
+        return iter(self)
+
+    def values(self) -> Iterator[Any]:
+        return super().__iter__()
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        return iter((*self._modules.items(), *self._parameters.items()))
+
+
+def entry_of(module: nn.Module, key: Any) -> Any:
+    """The child of a module by its number, a slice of numbers, or its name."""
+    children: dict[str, Any] = {**module._modules, **module._parameters}
+    return children[key] if isinstance(key, str) else list(children.values())[key]
+
+
+def _part_of(child: nn.Module) -> Part:
+    if isinstance(child, Part):
+        return type(child)(child._kind)
+    keyed, numbered = (nn.ModuleDict, nn.ParameterDict), (nn.ModuleList, nn.Sequential, nn.ParameterList)
+    kind = PartDict if isinstance(child, keyed) else PartList if isinstance(child, numbered) else Part
+    return kind(type(child).__name__)
 
 
 def mirror(
@@ -73,15 +162,11 @@ def mirror(
         shell._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
         for name, child in module._modules.items():
             if child is not None and id(child) not in shells:
-                enter(child, Part(_kind_of(child)))
+                enter(child, _part_of(child))
             shell._modules[name] = None if child is None else shells[id(child)]
 
     enter(model, shell)
     return [shells[id(module)] for module in model.modules()]
-
-
-def _kind_of(module: nn.Module) -> str:
-    return module._kind if isinstance(module, Part) else type(module).__name__
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
