@@ -34,14 +34,14 @@ from autopar.errors import (
 )
 
 if TYPE_CHECKING:
-    from autopar.annotate import constrain, named
     from autopar.api import parallelize, plan, trace
+    from autopar.ir.graph import Dim, NamedGraph, NamedNode, NamedTensor
     from autopar.mesh import Mesh
-    from autopar.module import ParallelModule
-    from autopar.rules.proof import prove_rule
+    from autopar.plans.plan import Plan
+    from autopar.rules.proof.prove import prove_rule
     from autopar.rules.registry import register_rule
-    from autopar.tracing.graph import Dim, NamedGraph, NamedNode, NamedTensor
-    from autopar.written.plan import Plan
+    from autopar.runtime.module import ParallelModule
+    from autopar.tracing.annotations import constrain, named
 
 __version__ = "0.1.0"
 
@@ -74,18 +74,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Dim": "autopar.tracing.graph",
+    "Dim": "autopar.ir.graph",
     "Mesh": "autopar.mesh",
-    "NamedGraph": "autopar.tracing.graph",
-    "NamedNode": "autopar.tracing.graph",
-    "NamedTensor": "autopar.tracing.graph",
-    "ParallelModule": "autopar.module",
-    "Plan": "autopar.written.plan",
-    "constrain": "autopar.annotate",
-    "named": "autopar.annotate",
+    "NamedGraph": "autopar.ir.graph",
+    "NamedNode": "autopar.ir.graph",
+    "NamedTensor": "autopar.ir.graph",
+    "ParallelModule": "autopar.runtime.module",
+    "Plan": "autopar.plans.plan",
+    "constrain": "autopar.tracing.annotations",
+    "named": "autopar.tracing.annotations",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
-    "prove_rule": "autopar.rules.proof",
+    "prove_rule": "autopar.rules.proof.prove",
     "register_rule": "autopar.rules.registry",
     "trace": "autopar.api",
 }

@@ -10,22 +10,22 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.agreement import Agreement
-from autopar.conversions import Outputs
-from autopar.cost.cluster import Cluster
-from autopar.engine import device_mesh, device_type_of
+from autopar.cost.hardware.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.front import FromPlan, LayoutPlanner, Searching, has_holes
-from autopar.layout.choosing import choose_layout
-from autopar.layout.language import Layout
-from autopar.layout.source import read_text
+from autopar.ir.graph import NamedGraph
+from autopar.lowering.collectives.process_groups import device_mesh, device_type_of
 from autopar.mesh import Mesh
-from autopar.module import ParallelModule, Planner, Settings, check_plain
-from autopar.search_plan import Asked, check_outputs, meshes_of, plan_graph
-from autopar.tracing.graph import NamedGraph
-from autopar.tracing.tracer import named_graph
-from autopar.written.header import read_header
-from autopar.written.plan import Plan
+from autopar.plans.find import Asked, check_outputs, meshes_of, plan_graph
+from autopar.plans.header import read_header
+from autopar.plans.plan import Plan
+from autopar.plans.planners import FromPlan, LayoutPlanner, Searching, has_holes
+from autopar.runtime.module import ParallelModule, Planner, Settings, check_plain
+from autopar.runtime.ranks.agreement import Agreement
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.source import read_text
+from autopar.sharding.reshard_insertion import Outputs
+from autopar.tracing.trace import named_graph
 
 __all__ = ["parallelize", "plan", "trace"]
 

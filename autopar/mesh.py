@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 from autopar.errors import MeshError
-from autopar.words import INTEGER, MAX_DIGITS, NAME, RESERVED, did_you_mean
+from autopar.names import INTEGER, MAX_DIGITS, NAME, RESERVED, did_you_mean
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -12,11 +12,11 @@ from statistics import median
 import torch
 
 import autopar
-from autopar.cost.cluster import load_cluster
 from autopar.cost.evaluate import evaluate
-from autopar.decided import Plan
-from autopar.layout.choosing import choose_layout
+from autopar.cost.hardware.cluster import load_cluster
 from autopar.mesh import Mesh
+from autopar.sharding.assignment import Plan
+from autopar.sharding.layout.load import choose_layout
 from examples.llama3_8b import llama3_8b
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import mean, median
 from types import MappingProxyType
 
-from autopar.cost.cluster import Device, load_device
-from autopar.cost.matrix import Matrix, Product, Tile, product_seconds
+from autopar.cost.compute.matmul_time import Matrix, Product, Tile, product_seconds
+from autopar.cost.hardware.cluster import Device, load_device
 
 TILES = ((256, 128), (128, 128), (128, 64), (64, 64))
 LARGE_FLOPS = 1e9

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 import autopar
-from autopar.engine import join_local_group
+from autopar.lowering.collectives.process_groups import join_local_group
 
 __all__ = ["Run", "faster_share", "measured_seconds", "undisturbed"]
 

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.search.contest import read_problem
-from autopar.search.problem import cost_of, excess_of
+from autopar.solver.pairwise.contest_format import read_problem
+from autopar.solver.pairwise.problem import cost_of, excess_of
 
 
 @dataclass(frozen=True)

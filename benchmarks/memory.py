@@ -21,18 +21,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autopar
-from autopar.cost.memory import memory
-from autopar.cost.wired import Wired
-from autopar.decided import Plan
-from autopar.layout.choosing import choose_layout
-from autopar.layout.holds import Recompute
-from autopar.layout.resolve import atoms_of
-from autopar.rewrite.bucket import Handling
-from autopar.rewrite.buckets import Parameters
-from autopar.rewrite.emit import emit
-from autopar.rewrite.functions import Groups
-from autopar.tracing.footprint import LiveBytes
-from autopar.tracing.graph import NamedGraph
+from autopar.cost.memory.peak import memory
+from autopar.cost.step.lowered_step import Wired
+from autopar.ir.analysis.op_memory import LiveBytes
+from autopar.ir.graph import NamedGraph
+from autopar.lowering.collectives.local_reshard import Groups
+from autopar.lowering.emit import emit
+from autopar.lowering.modules.bucket import Handling
+from autopar.lowering.passes.bucket_parameters import Parameters
+from autopar.sharding.assignment import Plan
+from autopar.sharding.layout.gather_policy import Recompute
+from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.resolve import atoms_of
 from examples.gpt import gpt
 from examples.resnet import resnet
 

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_map
 
 from autopar.errors import RuleError
 from autopar.rules.call import arguments_by_name, operands_of
-from autopar.rules.execution import (
+from autopar.rules.notation import FactorKind
+from autopar.rules.proof.run_shards import (
     RUN_ERRORS,
     Run,
     additivity,
@@ -32,9 +33,8 @@ from autopar.rules.execution import (
     recombination,
     reference,
 )
-from autopar.rules.notation import FactorKind
+from autopar.rules.proof.samples import Sample
 from autopar.rules.registry import rule_table
-from autopar.rules.samples import Sample
 
 __all__ = ["DTYPES", "Checked", "check_op", "check_ops", "opinfo_names"]
 

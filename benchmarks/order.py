@@ -21,10 +21,10 @@ from itertools import pairwise
 from typing import Any
 
 import autopar
-from autopar.cost.cluster import load_cluster
 from autopar.cost.evaluate import evaluate
-from autopar.decided import Plan
-from autopar.layout.choosing import choose_layout
+from autopar.cost.hardware.cluster import load_cluster
+from autopar.sharding.assignment import Plan
+from autopar.sharding.layout.load import choose_layout
 from benchmarks.interleaved import Run, faster_share, measured_seconds, undisturbed
 from benchmarks.published.metrics import Pair, kendall_tau
 from examples.gpt import gpt

@@ -25,19 +25,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autopar
-from autopar.decisions import Decisions
 from autopar.errors import AutoparWarning
-from autopar.front import FromPlan
-from autopar.layout.holds import Holding
+from autopar.ir.graph import NamedGraph
+from autopar.lowering.collectives.local_reshard import Groups
+from autopar.lowering.emit import emit
+from autopar.lowering.modules.bucket import Handling
+from autopar.lowering.modules.bucket_state import Synchronisation
+from autopar.lowering.passes.bucket_parameters import Parameters
 from autopar.mesh import Mesh
-from autopar.rewrite.bucket import Handling
-from autopar.rewrite.buckets import Parameters
-from autopar.rewrite.emit import emit
-from autopar.rewrite.functions import Groups
-from autopar.rewrite.running import Synchronisation
-from autopar.search.work import Progress
-from autopar.search_plan import Asked, plan_graph
-from autopar.tracing.graph import NamedGraph
+from autopar.plans.find import Asked, plan_graph
+from autopar.plans.planners import FromPlan
+from autopar.sharding.decisions import Decisions
+from autopar.sharding.layout.gather_policy import Holding
+from autopar.solver.pairwise.work import Progress
 from examples.llama3_8b import llama3_8b
 
 STAGES = ("export", "trace", "search", "experts", "text", "rewrite")

@@ -20,10 +20,10 @@ import warnings
 import torch
 
 import autopar
-from autopar.cost.cluster import load_cluster
+from autopar.cost.hardware.cluster import load_cluster
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
-from autopar.planning.solve import PlanOptions, solve_plan
+from autopar.solver.solve import PlanOptions, solve_plan
 from examples.llama3_8b import llama3_8b
 
 SHAPES = {

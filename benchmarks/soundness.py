@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from autopar.rules.proof import Proof, prove_table
+from autopar.rules.proof.prove import Proof, prove_table
 from autopar.rules.registry import topics
 from benchmarks.opinfo import check_ops, opinfo_names
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar.engine import join_local_group
+from autopar.lowering.collectives.process_groups import join_local_group
 from benchmarks.peers import PEERS, Peer
 from examples.gpt import gpt
 from examples.hf import hf

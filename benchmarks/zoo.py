@@ -23,16 +23,16 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import autopar
-from autopar.completion import complete
-from autopar.contracts import check_contracts
-from autopar.conversions import conversions
-from autopar.engine import device_mesh
+from autopar.cli.verify_processes import differences, results_of
 from autopar.errors import AutoparError, AutoparWarning
-from autopar.layout.choosing import choose_layout
-from autopar.layout.holds import Recompute
+from autopar.lowering.collectives.process_groups import device_mesh
 from autopar.mesh import Mesh
-from autopar.module import ParallelModule
-from autopar.verify import differences, results_of
+from autopar.runtime.module import ParallelModule
+from autopar.sharding.contracts import check_contracts
+from autopar.sharding.layout.gather_policy import Recompute
+from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.propagation import complete
+from autopar.sharding.reshard_insertion import conversions
 from benchmarks.architectures import STANDARD
 from examples.hf import hf, small_config
 from tests.distributed.launcher import launch

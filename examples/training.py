@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from autopar.module import ParallelModule
+from autopar.runtime.module import ParallelModule
 
 __all__ = ["Characters", "device_here", "finish", "parser", "report"]
 

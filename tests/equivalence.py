@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from autopar.tracing.export import export
-from autopar.tracing.run import TracedModule
+from autopar.ir.interpreter import TracedModule
+from autopar.tracing.export.export import export
 
 # Of the largest element. The traced graph runs the same kernels; only the order of sums may differ.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.completion import complete
-from autopar.decisions import Decisions
-from autopar.layout.holds import Holding
-from autopar.layout.language import parse_layout
-from autopar.layout.resolve import atoms_of
-from autopar.layout.state import coordinates
-from autopar.rewrite.bucket import Handling
-from autopar.rewrite.buckets import Parameters
-from autopar.rewrite.emit import emit
-from autopar.rewrite.functions import Groups, _Group
-from autopar.rewrite.running import Synchronisation
-from autopar.tracing.graph import NamedGraph
-from autopar.tracing.run import TracedCall
+from autopar.ir.graph import NamedGraph
+from autopar.ir.interpreter import TracedCall
+from autopar.lowering.collectives.local_reshard import Groups, _Group
+from autopar.lowering.emit import emit
+from autopar.lowering.modules.bucket import Handling
+from autopar.lowering.modules.bucket_state import Synchronisation
+from autopar.lowering.passes.bucket_parameters import Parameters
+from autopar.sharding.decisions import Decisions
+from autopar.sharding.layout.gather_policy import Holding
+from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.layout.resolve import atoms_of
+from autopar.sharding.propagation import complete
+from autopar.sharding.sharding import coordinates
 from tests.eager import Arguments, Left, arguments_of, eager_step, largest_difference, relative, step_of
 from tests.gloo import added, refuse
 from tests.simulation import gather

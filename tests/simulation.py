@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.layout.state import Atoms, Layout, coordinates
-from autopar.reshard import Reshard, Step, StepKind
-from autopar.rewrite.moves import bind, finish, keep_local, prepare
+from autopar.lowering.collectives.local_steps import bind, finish, keep_local, prepare
+from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
+from autopar.sharding.sharding import Atoms, Layout, coordinates
 from tests.gloo import added
 
 

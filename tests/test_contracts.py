@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.completion import complete
-from autopar.contracts import check_contracts, check_memory
-from autopar.conversions import conversions
-from autopar.cost.memory import memory
-from autopar.cost.wired import Wired
-from autopar.decided import Plan
+from autopar.cost.memory.peak import memory
+from autopar.cost.step.lowered_step import Wired
 from autopar.errors import LayoutError
-from autopar.layout.choosing import choose_layout
-from autopar.layout.language import parse_layout
+from autopar.sharding.assignment import Plan
+from autopar.sharding.contracts import check_contracts, check_memory
+from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.propagation import complete
+from autopar.sharding.reshard_insertion import conversions
 from examples.hf import hf
 
 

@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 
 from autopar.api import trace
-from autopar.completion import complete
-from autopar.conversions import Outputs, conversions, wire
-from autopar.cost.buckets import buckets_of, ways_of
-from autopar.decided import Plan
 from autopar.errors import LayoutError
-from autopar.layout.choosing import choose_layout
-from autopar.layout.language import parse_layout
+from autopar.ir.graph import NamedGraph
+from autopar.lowering.emit import emit
+from autopar.lowering.modules.bucket_ends import BucketEnd
+from autopar.lowering.passes.bucket_parameters import goes_in_bucket
+from autopar.lowering.passes.join_small_sums import Totals
 from autopar.mesh import Mesh
-from autopar.reshard import Reshard
-from autopar.rewrite.buckets import goes_in_bucket
-from autopar.rewrite.emit import emit
-from autopar.rewrite.places import BucketEnd
-from autopar.rewrite.totals import Totals
-from autopar.tracing.graph import NamedGraph
+from autopar.sharding.assignment import Plan
+from autopar.sharding.buckets import buckets_of, ways_of
+from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.propagation import complete
+from autopar.sharding.reshard.reshard import Reshard
+from autopar.sharding.reshard_insertion import Outputs, conversions, wire
 from examples.gpt import gpt
 from examples.mlp import mlp
 from examples.moe import moe

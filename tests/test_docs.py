@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from autopar.layout.language import parse_layout
+from autopar.sharding.layout.language import parse_layout
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -129,7 +129,7 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 
 
 def test_page_about_json_names_every_command_that_has_it() -> None:
-    from autopar.cli.structured import schemas
+    from autopar.cli.json_output import schemas
 
     rows = re.findall(r"^\| (`autopar .*?) \|", (ROOT / "docs" / "json.md").read_text(), re.MULTILINE)
     assert sorted(re.findall(r"`autopar (\w+)`", " ".join(rows))) == sorted(schemas())

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.choices import Choice
 from autopar.errors import AutoparError
-from autopar.layout.state import Atoms, coordinates
-from autopar.rewrite.drawing import _MAKERS, _SAMPLES, Drawings, DrawnOp
-from autopar.rewrite.draws import Cut, Kept, Shard, seeded, with_generator
-from autopar.rewrite.random_ops import Dropout
+from autopar.ir.graph import NamedGraph
+from autopar.lowering.modules.random_draws import Cut, Kept, Shard, seeded, with_generator
+from autopar.lowering.modules.random_ops import Dropout
+from autopar.lowering.passes.random_ops import _MAKERS, _SAMPLES, Drawings, DrawnOp
 from autopar.rules.registry import rule_table
-from autopar.tracing.graph import NamedGraph
+from autopar.sharding.choices import Choice
+from autopar.sharding.sharding import Atoms, coordinates
 
 AXES = {"a": 2, "b": 2}
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autopar
-from autopar.engine import device_type_of, keep_gloo_local
 from autopar.errors import AutoparError
+from autopar.lowering.collectives.process_groups import device_type_of, keep_gloo_local
 from tests.distributed.launcher import launch
 
 

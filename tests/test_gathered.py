@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from autopar.api import trace
-from autopar.rewrite.places import BucketEnd
+from autopar.lowering.modules.bucket_ends import BucketEnd
 from tests.ranks import difference
 
 STORED = "* -> none; param { * -> a | none }"

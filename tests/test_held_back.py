@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.api import trace
-from autopar.completion import complete
-from autopar.conversions import conversions
 from autopar.errors import LayoutError
-from autopar.layout.choosing import choose_layout
-from autopar.layout.language import parse_layout
-from autopar.tracing.graph import NamedGraph
+from autopar.ir.graph import NamedGraph
+from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.propagation import complete
+from autopar.sharding.reshard_insertion import conversions
 from tests.ranks import difference
 
 TP = {"tp": 2}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 import autopar
-from autopar.completion import Known, complete
 from autopar.errors import LayoutError
-from autopar.layout.choosing import axes_of
-from autopar.layout.strategies import load_strategy, strategy_names
-from autopar.planning.experts import _assignments
-from autopar.tracing.graph import NamedGraph
+from autopar.ir.graph import NamedGraph
+from autopar.sharding.layout.load import axes_of
+from autopar.sharding.layout.strategies import load_strategy, strategy_names
+from autopar.sharding.propagation import Known, complete
+from autopar.solver.strategies import _assignments
 from examples.hf import hf
 
 AXES = {"dp": 2, "tp": 2}

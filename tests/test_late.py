@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.late import Late
-from autopar.rewrite.ends import wrapped
+from autopar.lowering.modules.late_tensor import Late
+from autopar.lowering.passes.hoist_small_sums import wrapped
 
 
 class Tripled(torch.autograd.Function):

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.completion import complete
 from autopar.errors import LayoutError
-from autopar.layout.language import parse_layout
+from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.propagation import complete
 
 
 class Sums(nn.Module):

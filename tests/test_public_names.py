@@ -44,7 +44,7 @@ def test_the_script_is_typed(tmp_path: Path) -> None:
     done = run([sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(ROOT / ".mypy_cache"), str(script)])
     assert "Success" in done.stdout, done.stdout + done.stderr
     shown = re.findall(r'Revealed type is "(.*)"', done.stdout)
-    assert shown[:2] == ["autopar.written.plan.Plan", "autopar.module.ParallelModule"]
+    assert shown[:2] == ["autopar.plans.plan.Plan", "autopar.runtime.module.ParallelModule"]
     assert shown[2].endswith(") -> torch._tensor.Tensor")
 
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autopar
-from autopar.decided import Plan
 from autopar.errors import LayoutError
-from autopar.layout.holds import recompute_of
-from autopar.layout.language import parse_layout
-from autopar.recompute import computed_again, regions_of
-from autopar.tracing.graph import NamedGraph
+from autopar.ir.graph import NamedGraph
+from autopar.sharding.assignment import Plan
+from autopar.sharding.layout.gather_policy import recompute_of
+from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.recompute import computed_again, regions_of
 
 LAYERS = ("blocks.0", "blocks.1", "blocks.10", "head")
 

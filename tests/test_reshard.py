@@ -12,11 +12,11 @@ from math import prod
 import pytest
 import torch
 
-from autopar.cheapest import _Bound, cheapest
 from autopar.errors import LayoutError
-from autopar.layout.state import Atoms, Layout
-from autopar.reshard import Link, Reshard, Step, StepKind, reshard, steps
-from autopar.steps import Axes
+from autopar.sharding.reshard.reshard import Link, Reshard, Step, StepKind, reshard, steps
+from autopar.sharding.reshard.shortest_path import _Bound, cheapest
+from autopar.sharding.reshard.steps import Axes
+from autopar.sharding.sharding import Atoms, Layout
 from tests.simulation import Everywhere, all_layouts, gather, run, scatter
 
 CASES = [

@@ -17,8 +17,8 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 import autopar
-from autopar import torch_versions
-from autopar.rules import proof
+from autopar.rules import torch_versions
+from autopar.rules.proof import prove
 from autopar.rules.registry import rule_table
 
 ROOT = Path(__file__).parent.parent
@@ -82,11 +82,11 @@ def test_collectives_of_before_2_13(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ops_that_are_tried_do_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     """As since 2.15, where what an op warns of comes as a Python warning, which the tests make an error."""
-    original = proof.reference
+    original = prove.reference
 
     def warned(*arguments: Any, **others: Any) -> Any:
         warnings.warn("this form is deprecated", UserWarning, stacklevel=2)
         return original(*arguments, **others)
 
-    monkeypatch.setattr(proof, "reference", warned)
-    assert proof.prove_entry(rule_table()["aten.relu.default"], seeds=(0,)).holds
+    monkeypatch.setattr(prove, "reference", warned)
+    assert prove.prove_entry(rule_table()["aten.relu.default"], seeds=(0,)).holds

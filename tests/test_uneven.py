@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.api import trace
-from autopar.choices import can_split
-from autopar.completion import complete
 from autopar.errors import LayoutError
-from autopar.layout.language import parse_layout
+from autopar.sharding.choices import can_split
+from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.propagation import complete
 from tests.ranks import difference
 
 

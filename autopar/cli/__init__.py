@@ -11,11 +11,11 @@ from typing import Any
 
 from autopar import __version__
 from autopar.cli import calibrate, check, clusters, compare, explain, plan, report, solve, strategies, trace, verify
-from autopar.cli.early import check_words
+from autopar.cli.completion import SHELLS, PrintCompletion
+from autopar.cli.early_checks import check_words
 from autopar.cli.help import HelpText, Parser
-from autopar.cli.shell import SHELLS, PrintCompletion
 from autopar.errors import AutoparError, AutoparWarning, TraceError
-from autopar.words import printable
+from autopar.names import printable
 
 __all__ = ["main"]
 

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.help import HelpText
-from autopar.cost.cluster import cluster_path
-from autopar.cost.describe import links_of
-from autopar.cost.quantity import measure_of, parse_quantity
+from autopar.cost.hardware.cluster import cluster_path
+from autopar.cost.hardware.describe import links_of
+from autopar.cost.hardware.quantities import measure_of, parse_quantity
 from autopar.errors import AutoparError
 from autopar.files import write_text
 
 if TYPE_CHECKING:
-    from autopar.cost.calibrate import Measurements
-    from autopar.cost.measure import Budget, Tick
+    from autopar.cost.calibration.fit import Measurements
+    from autopar.cost.calibration.measure import Budget, Tick
 
 __all__ = ["add_parser"]
 
@@ -95,7 +95,7 @@ def _alone(arguments: argparse.Namespace) -> None:
             "fix: take those of a cluster that you name with --like; or measure more processes, on a CPU with "
             "--processes 2 or more, on machines with a GPU each under torchrun"
         )
-    from autopar.cost.measure import Budget, measure, steps_of
+    from autopar.cost.calibration.measure import Budget, measure, steps_of
 
     links = links_of(arguments.like)
     on_gpu = _on_gpu()
@@ -132,8 +132,8 @@ def _rank(arguments: argparse.Namespace, largest: int | None, meeting: Path | No
     import torch
     import torch.distributed as dist
 
-    from autopar.cost.measure import Budget, measure, steps_of
-    from autopar.engine import join_local_group
+    from autopar.cost.calibration.measure import Budget, measure, steps_of
+    from autopar.lowering.collectives.process_groups import join_local_group
 
     on_gpu = _on_gpu()
     if on_gpu:
@@ -182,10 +182,10 @@ def _write(
 ) -> None:
     import torch
 
-    from autopar.cost.calibrate import fit_collectives, fit_products, judge
-    from autopar.cost.cluster import load_cluster
-    from autopar.cost.shipped import shipped_for
-    from autopar.cost.written import cluster_text, times_table
+    from autopar.cost.calibration.fit import fit_collectives, fit_products, judge
+    from autopar.cost.calibration.write_cluster import cluster_text, times_table
+    from autopar.cost.hardware.cluster import load_cluster
+    from autopar.cost.hardware.shipped import shipped_for
 
     shipped = None if found.own_host else shipped_for(found.device, found.memory_bytes)
     device = None if shipped is None else shipped.device

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.asking import CANNOT_BE_HAD, Telling, add_question, add_target, asked_of, meshes, traced
 from autopar.cli.help import HelpText
-from autopar.cli.structured import add_json, print_data
+from autopar.cli.json_output import add_json, print_data
+from autopar.cli.plan_arguments import CANNOT_BE_HAD, Telling, add_question, add_target, asked_of, meshes, traced
 from autopar.errors import AutoparWarning, LayoutError, MeshError
 
 if TYPE_CHECKING:
-    from autopar.layout.language import Layout
-    from autopar.layout.source import Span
     from autopar.mesh import Mesh
-    from autopar.written.plan import Plan
+    from autopar.plans.plan import Plan
+    from autopar.sharding.layout.language import Layout
+    from autopar.sharding.layout.source import Span
 
 __all__ = ["add_parser"]
 
@@ -61,8 +61,8 @@ class _Contract:
 
 def run(arguments: argparse.Namespace) -> int:
     """Complete, check, say."""
-    from autopar.layout.choosing import choose_layout
-    from autopar.search_plan import under
+    from autopar.plans.find import under
+    from autopar.sharding.layout.load import choose_layout
 
     telling = Telling()
     mesh = _mesh(arguments)
@@ -91,8 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _promises(layout: Layout) -> Iterator[tuple[str, str, Span | None]]:
     """The statements that promise something, but for limits of memory: text, kind, place."""
-    from autopar.layout.printer import print_statement
-    from autopar.layout.syntax import Guard, Limit, Same
+    from autopar.sharding.layout.printer import print_statement
+    from autopar.sharding.layout.syntax import Guard, Limit, Same
 
     for one in layout:
         if isinstance(one, Guard):
@@ -105,11 +105,11 @@ def _promises(layout: Layout) -> Iterator[tuple[str, str, Span | None]]:
 
 def _contracts(layout: Layout, plan: Plan) -> Iterator[_Contract]:
     """Each by itself, so that one that is broken hides no other."""
-    from autopar.contracts import check_contracts, check_memory
-    from autopar.conversions import conversions
-    from autopar.layout.language import Layout
-    from autopar.layout.syntax import Guard, Limit, Same
-    from autopar.written.units import bytes_text
+    from autopar.plans.format import bytes_text
+    from autopar.sharding.contracts import check_contracts, check_memory
+    from autopar.sharding.layout.language import Layout
+    from autopar.sharding.layout.syntax import Guard, Limit, Same
+    from autopar.sharding.reshard_insertion import conversions
 
     decided = plan.decided
     sent = conversions(plan.graph, decided.decisions, decided.outputs, decided.local_inputs)
@@ -136,7 +136,7 @@ def _contracts(layout: Layout, plan: Plan) -> Iterator[_Contract]:
 
 def _text(contracts: list[_Contract], plan: Plan | None) -> str:
     """The answer first, with the reasons of a no; then, if something was promised, all of it."""
-    from autopar.written.units import bytes_text, seconds_text, table
+    from autopar.plans.format import bytes_text, seconds_text, table
 
     broken = [one for one in contracts if one.holds is False and one.kind != "warn"]
     warned = [one for one in contracts if one.holds is False and one.kind == "warn"]
@@ -182,7 +182,7 @@ def _data(
 
 
 def _mesh(arguments: argparse.Namespace) -> Mesh:
-    from autopar.layout.language import Layout
+    from autopar.sharding.layout.language import Layout
 
     if arguments.mesh is not None:
         return meshes(arguments)[0]

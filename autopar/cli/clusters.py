@@ -6,9 +6,9 @@ import argparse
 from typing import Any
 
 from autopar.cli.help import HelpText
-from autopar.cli.structured import add_json, print_data
-from autopar.cost.cluster import cluster_names, load_cluster
-from autopar.cost.describe import cluster_data, cluster_table, describe, standalone
+from autopar.cli.json_output import add_json, print_data
+from autopar.cost.hardware.cluster import cluster_names, load_cluster
+from autopar.cost.hardware.describe import cluster_data, cluster_table, describe, standalone
 from autopar.errors import ClusterError
 
 __all__ = ["add_parser"]

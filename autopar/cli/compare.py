@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.asking import (
+from autopar.cli.help import HelpText
+from autopar.cli.json_output import add_json, print_data
+from autopar.cli.plan_arguments import (
     CANNOT_BE_HAD,
     add_question,
     add_target_option,
@@ -17,13 +19,11 @@ from autopar.cli.asking import (
     read_plan,
     traced,
 )
-from autopar.cli.help import HelpText
-from autopar.cli.structured import add_json, print_data
 from autopar.errors import AutoparError, LayoutError
 
 if TYPE_CHECKING:
-    from autopar.tracing.graph import NamedGraph
-    from autopar.written.plan import Plan
+    from autopar.ir.graph import NamedGraph
+    from autopar.plans.plan import Plan
 
 __all__ = ["add_parser"]
 
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_data("compare", _data(plans))
         return 0 if priced else 1
-    from autopar.written.compare import side_by_side
+    from autopar.plans.views.compare import side_by_side
 
     if priced:
         print(side_by_side(priced))
@@ -72,8 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _data(plans: Mapping[str, Plan | str]) -> dict[str, Any]:
-    from autopar.written.compare import differences
-    from autopar.written.data import costs_data
+    from autopar.plans.views.compare import differences
+    from autopar.plans.views.to_json import costs_data
 
     first = next((plan for plan in plans.values() if not isinstance(plan, str)), None)
     found: list[dict[str, Any]] = []
@@ -96,7 +96,7 @@ def _data(plans: Mapping[str, Plan | str]) -> dict[str, Any]:
 
 def plans_of(arguments: argparse.Namespace, words: list[str]) -> dict[str, Plan | str]:
     """Each word as a plan for one graph, or why it cannot be had."""
-    from autopar.search_plan import asked_as, under
+    from autopar.plans.find import asked_as, under
 
     saved = [word for word in words if is_plan(word)]
     first = None

@@ -6,13 +6,13 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.asking import Telling, add_plan, planned
 from autopar.cli.help import HelpText
-from autopar.cli.structured import add_json, print_data
+from autopar.cli.json_output import add_json, print_data
+from autopar.cli.plan_arguments import Telling, add_plan, planned
 from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
-    from autopar.written.plan import Plan
+    from autopar.plans.plan import Plan
 
 __all__ = ["add_parser"]
 
@@ -46,10 +46,10 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read or plan, explain."""
-    from autopar.written.alike import alike
-    from autopar.written.alternatives import shown
-    from autopar.written.data import explanation_data, short_data
-    from autopar.written.explain import explained
+    from autopar.plans.repeated import alike
+    from autopar.plans.views.alternatives import shown
+    from autopar.plans.views.explain import explained
+    from autopar.plans.views.to_json import explanation_data, short_data
 
     telling = Telling()
     telling.say("reading the plan" if arguments.plan.endswith(".lay") else f"tracing {arguments.plan}")
@@ -92,10 +92,10 @@ class _Forced:
 
 def _asked(plan: Plan, arguments: argparse.Namespace) -> tuple[tuple[str, ...], Any]:
     """The tensors pinned as --why-not says, before anything is priced."""
-    from autopar.layout.check import check_layout
-    from autopar.layout.language import parse_layout
-    from autopar.pinned import words_of
-    from autopar.written.alike import alike
+    from autopar.plans.repeated import alike
+    from autopar.sharding.layout.check import check_layout
+    from autopar.sharding.layout.language import parse_layout
+    from autopar.sharding.op_pins import words_of
 
     if arguments.name not in plan.graph.tensors:
         raise AutoparError(f"'{arguments.name}' is an op, and --why-not pins a tensor\nfix: name its result")
@@ -106,8 +106,8 @@ def _asked(plan: Plan, arguments: argparse.Namespace) -> tuple[tuple[str, ...], 
 
 
 def _forced(plan: Plan, asked: tuple[tuple[str, ...], Any], arguments: argparse.Namespace, telling: Telling) -> _Forced:
-    from autopar.planning.errors import NoPlan
-    from autopar.search_plan import asked_as, plan_graph
+    from autopar.plans.find import asked_as, plan_graph
+    from autopar.solver.infeasible.errors import NoPlan
 
     names, layout = asked
     try:
@@ -118,7 +118,7 @@ def _forced(plan: Plan, asked: tuple[tuple[str, ...], Any], arguments: argparse.
 
 
 def _beside(plan: Plan, forced: _Forced, rules: str) -> str:
-    from autopar.written.compare import side_by_side
+    from autopar.plans.views.compare import side_by_side
 
     first, *_, last = (forced.names[0], *forced.names)
     of = f"{first} ... {last}, {len(forced.names)} alike" if first != last else first

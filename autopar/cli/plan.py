@@ -7,20 +7,12 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.asking import (
-    Telling,
-    add_question,
-    add_target,
-    asked_of,
-    meshes,
-    target_text,
-    traced,
-)
 from autopar.cli.help import HelpText
-from autopar.cli.structured import add_json, print_data
+from autopar.cli.json_output import add_json, print_data
+from autopar.cli.plan_arguments import Telling, add_question, add_target, asked_of, meshes, target_text, traced
 
 if TYPE_CHECKING:
-    from autopar.written.plan import Plan
+    from autopar.plans.plan import Plan
 
 __all__ = ["add_parser"]
 
@@ -63,9 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     asked = asked_of(arguments)
     telling.say(f"tracing {arguments.target}")
     graph = traced(arguments)
-    from autopar.planning.errors import NoPlan
-    from autopar.search_plan import plan_graph
-    from autopar.written.experts import least_of
+    from autopar.plans.find import plan_graph
+    from autopar.plans.views.strategies import least_of
+    from autopar.solver.infeasible.errors import NoPlan
 
     try:
         plan = plan_graph(graph, possible, arguments.layout, asked, telling)
@@ -95,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _experts(plan: Plan, telling: Telling) -> dict[str, Plan]:
-    from autopar.written.experts import experts_beside
+    from autopar.plans.views.strategies import experts_beside
 
     telling.say("pricing the strategies of experts")
     return experts_beside(plan)
@@ -111,7 +103,7 @@ def _expert_data(name: str, plan: Plan) -> dict[str, Any]:
 
 
 def _comparison(plan: Plan, experts: dict[str, Plan]) -> str:
-    from autopar.written.units import bytes_text, seconds_text, table
+    from autopar.plans.format import bytes_text, seconds_text, table
 
     rows = [("", "step", "", "memory", "fits")]
     for name, one in {"this plan": plan, **experts}.items():

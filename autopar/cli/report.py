@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.asking import Telling, add_plan, is_plan, planned
 from autopar.cli.help import HelpText
+from autopar.cli.plan_arguments import Telling, add_plan, is_plan, planned
 
 if TYPE_CHECKING:
-    from autopar.written.plan import Plan
+    from autopar.plans.plan import Plan
 
 __all__ = ["add_parser"]
 
@@ -44,14 +44,14 @@ def run(arguments: argparse.Namespace) -> int:
     plan = planned(arguments, telling)
     experts: dict[str, Plan] = {}
     if not arguments.no_experts:
-        from autopar.written.experts import experts_beside, least_of
+        from autopar.plans.views.strategies import experts_beside, least_of
 
         telling.say("pricing the strategies of experts")
         experts = experts_beside(plan)
         if arguments.layout is None and not is_plan(arguments.plan):
             plan = least_of(plan, experts)
     telling.done()
-    from autopar.report.page import report
+    from autopar.plans.report.page import report
 
     report(plan, experts).save(arguments.output)
     print(f"written to {arguments.output}")

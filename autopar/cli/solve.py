@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.help import HelpText
-from autopar.cli.structured import add_json, print_data
+from autopar.cli.json_output import add_json, print_data
 from autopar.errors import ProblemError
 from autopar.files import write_text
 
 if TYPE_CHECKING:
-    from autopar.search.solver import Solution
+    from autopar.solver.pairwise.solve import Solution
 
 __all__ = ["add_parser"]
 
@@ -53,8 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Read, solve, print, write; 1 when no solution was found."""
     began = time.monotonic()
     output = _checked(arguments)
-    from autopar.search.contest import read_problem  # late: a wrong word should be told at once
-    from autopar.search.solver import Progress, solve
+    from autopar.solver.pairwise.contest_format import read_problem  # late: a wrong word should be told at once
+    from autopar.solver.pairwise.solve import Progress, solve
 
     problem = read_problem(arguments.instance)
     say = print if not arguments.json else _silent

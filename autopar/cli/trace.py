@@ -6,9 +6,9 @@ import argparse
 import sys
 from typing import Any
 
-from autopar.cli.asking import add_target
 from autopar.cli.help import HelpText
-from autopar.cli.structured import add_json, print_data
+from autopar.cli.json_output import add_json, print_data
+from autopar.cli.plan_arguments import add_target
 from autopar.cli.target import load_target, parse_dims, parse_settings
 
 __all__ = ["add_parser"]

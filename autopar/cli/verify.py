@@ -7,15 +7,15 @@ import sys
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.asking import add_target
 from autopar.cli.help import HelpText
-from autopar.cli.structured import add_json, print_data
+from autopar.cli.json_output import add_json, print_data
+from autopar.cli.plan_arguments import add_target
 from autopar.cli.target import parse_dims, parse_settings
 from autopar.errors import AutoparError, MeshError
 from autopar.mesh import Mesh
 
 if TYPE_CHECKING:
-    from autopar.verify import Verified
+    from autopar.cli.verify_processes import Verified
 
 __all__ = ["add_parser"]
 
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise AutoparError(f"--tolerance {arguments.tolerance:g}: expected a number from 0 up\nfix: as in 1e-5")
     if not 0 < arguments.timeout < inf:
         raise AutoparError(f"--timeout {arguments.timeout:g}: expected a number of seconds above 0")
-    from autopar.verify import Task, verify
+    from autopar.cli.verify_processes import Task, verify
 
     task = Task(
         arguments.target,

@@ -17,15 +17,15 @@ from collections.abc import Iterable
 
 import torch
 
-from autopar.cost.cluster import Cluster
+from autopar.cost.compute.rates import peak_of
 from autopar.cost.costs import CommunicationCosts, ComputeCosts, Costs
-from autopar.cost.memory import memory
-from autopar.cost.profile import Profile, Task, profile
-from autopar.cost.rates import peak_of
-from autopar.cost.wired import Wired
-from autopar.decided import Plan
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.memory.peak import memory
+from autopar.cost.step.lowered_step import Wired
+from autopar.cost.step.profile import Profile, Task, profile
 from autopar.errors import AutoparError
-from autopar.tracing.graph import NamedGraph
+from autopar.ir.graph import NamedGraph
+from autopar.sharding.assignment import Plan
 
 __all__ = ["beside_seconds", "evaluate"]
 

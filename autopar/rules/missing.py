@@ -6,10 +6,10 @@ from collections.abc import Hashable, Mapping
 
 import torch
 
-from autopar.rules.binding import fresh_names
+from autopar.rules.bind_call import fresh_names
 from autopar.rules.call import Call, TensorSpec
-from autopar.rules.discover import Labels
-from autopar.rules.ops import display_name
+from autopar.rules.op_names import display_name
+from autopar.rules.proof.discover import Labels
 
 __all__ = ["no_rule_message"]
 

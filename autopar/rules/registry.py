@@ -10,12 +10,15 @@ from typing import Any
 import torch
 
 from autopar.errors import RuleError
-from autopar.rules import (
-    along,
+from autopar.rules.call import takes_tensors
+from autopar.rules.notation import Rule, parse_rule
+from autopar.rules.op_names import display_name, find_op
+from autopar.rules.ops import (
+    along_dim,
     attention,
-    bags,
     conv,
     elementwise,
+    embedding_bag,
     factories,
     index,
     loss,
@@ -24,18 +27,15 @@ from autopar.rules import (
     norm,
     permute,
     pool,
-    randomness,
+    random,
     recurrent,
     reduce,
     scatter,
     slicing,
     view,
 )
-from autopar.rules.call import takes_tensors
-from autopar.rules.lowerings import LOCALISERS, LOWERINGS
-from autopar.rules.notation import Rule, parse_rule
-from autopar.rules.ops import display_name, find_op
-from autopar.rules.samples import Tries
+from autopar.rules.proof.samples import Tries
+from autopar.rules.shard_call.dispatch import LOCALISERS, LOWERINGS
 from autopar.rules.table import Entry, Family, Table, parse_table
 
 __all__ = ["register_rule", "registered", "rule_table", "topics"]
@@ -48,15 +48,15 @@ MODULES: tuple[ModuleType, ...] = (
     permute,
     slicing,
     index,
-    bags,
+    embedding_bag,
     scatter,
-    along,
+    along_dim,
     attention,
     norm,
     conv,
     pool,
     loss,
-    randomness,
+    random,
     recurrent,
     factories,
     misc,

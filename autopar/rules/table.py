@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from autopar.errors import RuleError
-from autopar.rules.binding import bind
+from autopar.rules.bind_call import bind
 from autopar.rules.call import Call
 from autopar.rules.notation import Rule, parse_clauses, parse_rule
-from autopar.rules.samples import Sample, Tries, pattern_samples
+from autopar.rules.proof.samples import Sample, Tries, pattern_samples
 
 __all__ = ["Entry", "Family", "Table", "parse_entry", "parse_table"]
 

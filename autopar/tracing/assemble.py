@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from autopar.rules.binding import factor_sizes
-from autopar.tracing.binding import Binding, BoundNode, ValueKey
-from autopar.tracing.differentiable import differentiable
-from autopar.tracing.exported import Exported, NodeOrigin
-from autopar.tracing.graph import Atom, Dim, Kind, NamedGraph, NamedNode, NamedTensor
-from autopar.tracing.masks import ATTENTION_NOTE
-from autopar.tracing.naming import Naming
-from autopar.tracing.regions import Repeat
+from autopar.ir.analysis.differentiable import differentiable
+from autopar.ir.analysis.repeated_layers import Repeat
+from autopar.ir.exported import Exported, NodeOrigin
+from autopar.ir.graph import Atom, Dim, Kind, NamedGraph, NamedNode, NamedTensor
+from autopar.rules.bind_call import factor_sizes
+from autopar.tracing.naming.bind_graph import Binding, BoundNode, ValueKey
+from autopar.tracing.naming.name_dims import Naming
+from autopar.tracing.passes.read_masks import ATTENTION_NOTE
 
 __all__ = ["assemble"]
 

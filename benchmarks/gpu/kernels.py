@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-import autopar.rules.execution as execution
+import autopar.rules.proof.run_shards as execution
 from autopar.cli import main
 from autopar.errors import AutoparError
-from autopar.rules import proof
+from autopar.rules.proof import prove as proof
 from autopar.rules.registry import topics
 from benchmarks.gpu.setting import Setting
 

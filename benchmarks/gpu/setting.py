@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autopar.agreement import Agreement
-from autopar.engine import keep_gloo_local
+from autopar.lowering.collectives.process_groups import keep_gloo_local
+from autopar.runtime.ranks.agreement import Agreement
 
 __all__ = ["Setting", "llama", "one_process", "one_rank_of", "stepper"]
 

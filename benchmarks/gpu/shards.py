@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
-from autopar.cost.cluster import Cluster, load_cluster
 from autopar.cost.evaluate import evaluate
-from autopar.decided import Plan
-from autopar.layout.choosing import choose_layout
+from autopar.cost.hardware.cluster import Cluster, load_cluster
+from autopar.sharding.assignment import Plan
+from autopar.sharding.layout.load import choose_layout
 from benchmarks.gpu.setting import Setting, llama, one_process, one_rank_of, stepper
 from examples.gpt import gpt
 from examples.moe import moe

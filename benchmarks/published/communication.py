@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopar.cost.algorithms import KINDS
-from autopar.cost.cluster import Cluster, load_cluster
-from autopar.cost.comm import Network
+from autopar.cost.collectives.algorithms import KINDS
+from autopar.cost.collectives.network import Network
+from autopar.cost.hardware.cluster import Cluster, load_cluster
 from benchmarks.published.metrics import Pair
 from benchmarks.published.sizes import JudgedBySize, Timing, judge_by_size
 

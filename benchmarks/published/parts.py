@@ -16,13 +16,13 @@ from typing import TypeVar
 import torch
 
 import autopar
-from autopar.cost.cluster import Cluster, load_cluster
-from autopar.cost.compute import local_bytes
-from autopar.cost.memory import memory
-from autopar.cost.profile import Task, profile
-from autopar.cost.wired import Wired
-from autopar.decided import Plan
-from autopar.tracing.graph import NamedGraph
+from autopar.cost.compute.op_time import local_bytes
+from autopar.cost.hardware.cluster import Cluster, load_cluster
+from autopar.cost.memory.peak import memory
+from autopar.cost.step.lowered_step import Wired
+from autopar.cost.step.profile import Task, profile
+from autopar.ir.graph import NamedGraph
+from autopar.sharding.assignment import Plan
 from benchmarks.published.models import Decoder, decoder_inputs, decoder_model
 from benchmarks.published.runs import Run, Software, layout_of
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.cost.cluster import load_device
-from autopar.cost.matrix import Product, product_seconds
+from autopar.cost.compute.matmul_time import Product, product_seconds
+from autopar.cost.hardware.cluster import load_device
 from benchmarks.published.metrics import Pair
 from benchmarks.published.readers.rows import Row, read_rows
 from benchmarks.published.sizes import JudgedBySize, Timing, judge_by_size

@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 
 from autopar.cost.pipeline import Schedule
-from autopar.layout.choosing import choose_layout
-from autopar.layout.language import Layout
 from autopar.resources import data_folder
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.load import choose_layout
 from benchmarks.published.models import Decoder
 
 __all__ = [

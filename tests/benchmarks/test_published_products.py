@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cost.matrix import Product
+from autopar.cost.compute.matmul_time import Product
 from benchmarks.published.products import predicted_seconds, tables
 from benchmarks.published.readers.rows import TableError
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.cost.cluster import load_device
+from autopar.cost.hardware.cluster import load_device
 from benchmarks.published.models import Decoder, decoder_inputs, decoder_model, padded_vocab
 from benchmarks.published.price import price
 from benchmarks.published.readers.rows import TableError, read_rows

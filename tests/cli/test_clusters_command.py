@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from autopar.cli import main
-from autopar.cost.cluster import cluster_names
-from autopar.cost.describe import standalone
+from autopar.cost.hardware.cluster import cluster_names
+from autopar.cost.hardware.describe import standalone
 
 TWO_LEVELS = Path(__file__).parents[1] / "cost" / "two_levels.toml"
 GOLDEN = Path(__file__).with_name("clusters.txt")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autopar.cli import COMMANDS, main
-from autopar.cli.structured import schema_of, schemas
+from autopar.cli.json_output import schema_of, schemas
 from tests.search.test_contest import INSTANCE, text_with
 
 jsonschema = pytest.importorskip("jsonschema", reason="not installed: pip install 'autopar[dev]'")

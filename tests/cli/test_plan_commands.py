@@ -34,7 +34,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     from autopar.api import trace
     from autopar.mesh import Mesh
-    from autopar.search_plan import Asked, under
+    from autopar.plans.find import Asked, under
     from examples.gpt import gpt
 
     plan = under(trace(*gpt()), Mesh("dp=2,tp=2"), "megatron", Asked("local-cpu"), "megatron")

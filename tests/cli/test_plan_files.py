@@ -11,8 +11,8 @@ import autopar
 from autopar.cli import main
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
-from autopar.search_plan import Asked, under
-from autopar.written.plan import Plan
+from autopar.plans.find import Asked, under
+from autopar.plans.plan import Plan
 from examples.gpt import gpt
 
 GPT = f"{Path(__file__).parents[2]}/examples/gpt.py:gpt"

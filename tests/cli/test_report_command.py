@@ -12,7 +12,7 @@ import pytest
 import autopar
 from autopar.cli import main
 from autopar.mesh import Mesh
-from autopar.search_plan import Asked, under
+from autopar.plans.find import Asked, under
 from examples.gpt import gpt
 
 ROOT = Path(__file__).parents[2]

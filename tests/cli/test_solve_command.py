@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from autopar.cli import main
-from autopar.search.contest import read_problem
-from autopar.search.problem import cost_of, excess_of
+from autopar.solver.pairwise.contest_format import read_problem
+from autopar.solver.pairwise.problem import cost_of, excess_of
 from tests.search.test_contest import INSTANCE, text_with
 
 

@@ -206,7 +206,7 @@ def test_zeros_are_told_and_by_default_there_are_none(
 
 
 def test_only_parameters_of_zeros_are_perturbed() -> None:
-    from autopar.verify import perturb
+    from autopar.cli.verify_processes import perturb
 
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}

@@ -8,8 +8,8 @@ from math import ceil, log2, prod
 
 import pytest
 
-from autopar.cost.algorithms import ALGORITHMS, KINDS, Phase, Span
-from autopar.cost.links import Level
+from autopar.cost.collectives.algorithms import ALGORITHMS, KINDS, Phase, Span
+from autopar.cost.hardware.topology import Level
 
 LEVELS = [Level(f"level{i}", "wire", 1, 1.0) for i in range(3)]
 # Units by level, the innermost first.

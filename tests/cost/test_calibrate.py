@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from autopar.cli import main
-from autopar.cost.calibrate import (
+from autopar.cost.calibration.fit import (
     Chain,
     Measured,
     Measurements,
@@ -25,12 +25,12 @@ from autopar.cost.calibrate import (
     fit_sustained,
     judge,
 )
-from autopar.cost.cluster import load_cluster
-from autopar.cost.comm import Network
-from autopar.cost.compute import BACKWARD_PRODUCTS
-from autopar.cost.describe import links_of
-from autopar.cost.trials import TRIALS, Attended, Trial, TriedOp, tried
-from autopar.cost.written import cluster_text, times_table
+from autopar.cost.calibration.op_trials import TRIALS, Attended, Trial, TriedOp, tried
+from autopar.cost.calibration.write_cluster import cluster_text, times_table
+from autopar.cost.collectives.network import Network
+from autopar.cost.compute.op_time import BACKWARD_PRODUCTS
+from autopar.cost.hardware.cluster import load_cluster
+from autopar.cost.hardware.describe import links_of
 
 SIZES = [1024.0 * 2**i for i in range(15)]
 

@@ -11,18 +11,26 @@ from typing import Any
 import pytest
 import torch
 
-from autopar import search_plan
-from autopar.cost import measure as measuring
-from autopar.cost.calibrate import Chain, Measured, Measurements, Timed, fit_attention, fit_collectives, fit_products
-from autopar.cost.cluster import Device, load_cluster, load_device
-from autopar.cost.compute import BACKWARD_PRODUCTS
-from autopar.cost.describe import links_of
-from autopar.cost.matrix import Product, product_seconds
-from autopar.cost.shipped import shipped_for
-from autopar.cost.timing import Budget, Place
-from autopar.cost.trials import TRIALS, Attended, TriedOp, attention_trials
-from autopar.cost.written import cluster_text
+from autopar.cost.calibration import measure as measuring
+from autopar.cost.calibration.fit import (
+    Chain,
+    Measured,
+    Measurements,
+    Timed,
+    fit_attention,
+    fit_collectives,
+    fit_products,
+)
+from autopar.cost.calibration.op_trials import TRIALS, Attended, TriedOp, attention_trials
+from autopar.cost.calibration.timing import Budget, Place
+from autopar.cost.calibration.write_cluster import cluster_text
+from autopar.cost.compute.matmul_time import Product, product_seconds
+from autopar.cost.compute.op_time import BACKWARD_PRODUCTS
+from autopar.cost.hardware.cluster import Device, load_cluster, load_device
+from autopar.cost.hardware.describe import links_of
+from autopar.cost.hardware.shipped import shipped_for
 from autopar.errors import AutoparError
+from autopar.plans import find
 
 # -- which cluster -----------------------------------------------------------------------------------------------------
 
@@ -57,10 +65,10 @@ def test_the_cluster_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
 
     machine("NVIDIA A100-SXM4-80GB", 85.1e9)
-    assert search_plan.cluster_here().name == "a100-80"
+    assert find.cluster_here().name == "a100-80"
     machine("NVIDIA GH200 480GB", 102e9)
     with pytest.raises(AutoparError) as error:
-        search_plan.cluster_here()
+        find.cluster_here()
     assert str(error.value).startswith("no cluster has a device 'NVIDIA GH200 480GB' with 102 GB\nfix: measure it, ")
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cost.algorithms import KINDS
-from autopar.cost.cluster import Cluster, cluster_names, load_cluster
-from autopar.cost.comm import Curve, Network
+from autopar.cost.collectives.algorithms import KINDS
+from autopar.cost.collectives.network import Curve, Network
+from autopar.cost.hardware.cluster import Cluster, cluster_names, load_cluster
 from autopar.errors import ClusterError
-from autopar.layout.state import Atoms, Layout
 from autopar.mesh import Mesh
-from autopar.reshard import StepKind, steps
+from autopar.sharding.reshard.reshard import StepKind, steps
+from autopar.sharding.sharding import Atoms, Layout
 
 TWO_LEVELS = Path(__file__).with_name("two_levels.toml")
 BUS, WIRE = 80e9, 100e9

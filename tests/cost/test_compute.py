@@ -13,13 +13,13 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
-from autopar.completion import complete
-from autopar.cost.cluster import Device, load_device
-from autopar.cost.compute import OpWork, op_work
-from autopar.cost.rates import peak_of, rate_notes, rate_of
+from autopar.cost.compute.op_time import OpWork, op_work
+from autopar.cost.compute.rates import peak_of, rate_notes, rate_of
+from autopar.cost.hardware.cluster import Device, load_device
 from autopar.errors import ClusterError
-from autopar.layout.language import parse_layout
-from autopar.tracing.graph import NamedGraph
+from autopar.ir.graph import NamedGraph
+from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.propagation import complete
 
 ROOFLINE = Device("roofline", 1e9, 1e12, 0.0, MappingProxyType({"float32": 1e12}))
 

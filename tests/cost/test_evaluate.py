@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.conversions import conversions
-from autopar.cost.cluster import load_cluster
 from autopar.cost.evaluate import evaluate, exposed_seconds
-from autopar.cost.profile import Profile, Task, profile
-from autopar.cost.timeline import STREAMS, timeline, timeline_of
-from autopar.cost.wired import Wired
-from autopar.decided import Plan
+from autopar.cost.hardware.cluster import load_cluster
+from autopar.cost.step.lowered_step import Wired
+from autopar.cost.step.profile import Profile, Task, profile
+from autopar.cost.step.timeline import STREAMS, timeline, timeline_of
 from autopar.errors import AutoparError
-from autopar.layout.choosing import choose_layout
-from autopar.rewrite.buckets import BUCKET_BYTES
-from autopar.tracing.graph import NamedGraph
+from autopar.ir.graph import NamedGraph
+from autopar.lowering.passes.bucket_parameters import BUCKET_BYTES
+from autopar.sharding.assignment import Plan
+from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.reshard_insertion import conversions
 from examples.gpt import gpt
 
 CLUSTER = load_cluster("h100")

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
-from autopar.completion import complete
-from autopar.cost.cluster import Device
-from autopar.cost.compute import OpWork, op_work
+from autopar.cost.compute.op_time import OpWork, op_work
+from autopar.cost.hardware.cluster import Device
 from autopar.errors import RuleError
-from autopar.layout.language import parse_layout
-from autopar.products import ATTENTION
+from autopar.ir.analysis.contractions import ATTENTION
 from autopar.rules.call import Call, operands_of, takes_tensors
-from autopar.rules.execution import RUN_ERRORS, Run, execute, materialise, reference
-from autopar.rules.ops import resolve_op
+from autopar.rules.op_names import resolve_op
+from autopar.rules.proof.run_shards import RUN_ERRORS, Run, execute, materialise, reference
 from autopar.rules.registry import rule_table
+from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.propagation import complete
 
 ROOFLINE = Device("roofline", 1e9, 1e12, 0.0, MappingProxyType({"bfloat16": 1e12, "float64": 1e12}))
 

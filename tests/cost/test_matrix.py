@@ -10,8 +10,8 @@ from types import MappingProxyType
 
 import pytest
 
-from autopar.cost.cluster import load_device
-from autopar.cost.matrix import Matrix, Product, Tile, product_seconds
+from autopar.cost.compute.matmul_time import Matrix, Product, Tile, product_seconds
+from autopar.cost.hardware.cluster import load_device
 from benchmarks.gemm import LARGE_FLOPS, errors, read
 
 PEAK, STREAM = 1e12, 1e12

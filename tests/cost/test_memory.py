@@ -12,15 +12,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import autopar
+from autopar.cost.compute.optimizers import OPTIMIZERS, optimizer_of
 from autopar.cost.costs import MemoryCosts
-from autopar.cost.memory import memory
-from autopar.cost.optimizers import OPTIMIZERS, optimizer_of
-from autopar.cost.storages import Storages
-from autopar.cost.wired import Wired
-from autopar.decided import Plan
+from autopar.cost.memory.peak import memory
+from autopar.cost.memory.storages import Storages
+from autopar.cost.step.lowered_step import Wired
 from autopar.errors import AutoparError
-from autopar.layout.choosing import choose_layout
-from autopar.tracing.graph import NamedGraph
+from autopar.ir.graph import NamedGraph
+from autopar.sharding.assignment import Plan
+from autopar.sharding.layout.load import choose_layout
 from benchmarks.memory import measure
 from examples.gpt import gpt
 from examples.moe import moe

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cost.cluster import cluster_names, load_cluster
 from autopar.cost.evaluate import beside_seconds, evaluate
-from autopar.cost.profile import profile
-from autopar.cost.wired import Wired
-from autopar.decided import Plan
-from autopar.layout.choosing import choose_layout
-from autopar.tracing.graph import NamedGraph
+from autopar.cost.hardware.cluster import cluster_names, load_cluster
+from autopar.cost.step.lowered_step import Wired
+from autopar.cost.step.profile import profile
+from autopar.ir.graph import NamedGraph
+from autopar.sharding.assignment import Plan
+from autopar.sharding.layout.load import choose_layout
 
 CLUSTER = load_cluster("h100")
 AXES = {"dp": 2}

@@ -122,7 +122,7 @@ def _run(module: str, name: str, folder: Path, rank: int, ranks: int, limit_seco
     import torch.distributed as dist
     from torch.distributed.constants import default_pg_timeout
 
-    from autopar.engine import join_local_group
+    from autopar.lowering.collectives.process_groups import join_local_group
 
     torch.set_num_threads(1)
     function = getattr(importlib.import_module(module), name)

@@ -18,13 +18,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.api import parallelize, trace
-from autopar.completion import complete
-from autopar.decisions import Decisions
 from autopar.errors import AutoparError, LayoutError
-from autopar.layout.choosing import choose_layout
-from autopar.layout.language import parse_layout
+from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
-from autopar.tracing.graph import NamedGraph
+from autopar.sharding.decisions import Decisions
+from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.propagation import complete
 from tests.distributed.random_decisions import random_decisions
 from tests.distributed.random_modules import example_of, module_of
 from tests.distributed.random_programs import program_of, random_text

@@ -1,6 +1,7 @@
 """Random decisions: any legal choice for each op, any layout for each value, whatever it costs.
 
-A completion, or a search, takes but few of the choices that `autopar.choices` calls legal; here all of them are had.
+A completion, or a search, takes but few of the choices that `autopar.sharding.choices` calls legal; here all of them
+are had.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from collections.abc import Mapping
 
 import torch
 
-from autopar.choices import Choice, Site, choices, layouts_of, passings_of
-from autopar.decisions import Decisions, OpDecision
-from autopar.layout.resolve import atoms_of
-from autopar.layout.state import Layout
-from autopar.tracing.graph import NamedGraph, NamedNode, NamedTensor
+from autopar.ir.graph import NamedGraph, NamedNode, NamedTensor
+from autopar.sharding.choices import Choice, Site, choices, layouts_of, passings_of
+from autopar.sharding.decisions import Decisions, OpDecision
+from autopar.sharding.layout.resolve import atoms_of
+from autopar.sharding.sharding import Layout
 
 __all__ = ["random_decisions"]
 

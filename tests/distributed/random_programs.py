@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.tracing.graph import NamedGraph
+from autopar.ir.graph import NamedGraph
 
 __all__ = ["Picture", "Program", "program_of", "random_layout", "random_text"]
 

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar.engine import device_mesh
+from autopar.lowering.collectives.process_groups import device_mesh
 from autopar.mesh import Mesh
 
 __all__ = ["Counted", "Recorder", "Sent", "Step", "step"]

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
+from autopar.lowering import emit
+from autopar.lowering.modules import bucket
+from autopar.lowering.passes.bucket_parameters import put_in_buckets
 from autopar.mesh import Mesh
-from autopar.rewrite import bucket, emit
-from autopar.rewrite.buckets import put_in_buckets
 from examples.gpt import gpt
 from tests.distributed.launcher import in_turn, launch
 from tests.distributed.sent import Counted

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import autopar
-from autopar.module import ParallelModule
+from autopar.runtime.module import ParallelModule
 from examples.gpt import gpt
 from tests.distributed.launcher import in_turn, launch
 from tests.distributed.training import Inputs, adamw, batches, error_of, gap, losses, whole

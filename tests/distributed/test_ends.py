@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
-from autopar.agreement import Agreement
-from autopar.channel import EXCHANGES, Channel
-from autopar.engine import device_mesh
 from autopar.errors import AutoparError
-from autopar.late import Late
+from autopar.lowering.collectives.process_groups import device_mesh
+from autopar.lowering.modules.late_tensor import Late
 from autopar.mesh import Mesh
+from autopar.runtime.ranks.agreement import Agreement
+from autopar.runtime.ranks.shared_memory import EXCHANGES, Channel
 from tests.distributed.launcher import endings, launch
 from tests.gaps import number
 

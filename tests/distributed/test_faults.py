@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 import autopar
-from autopar.engine import device_mesh
 from autopar.errors import AutoparError
+from autopar.lowering.collectives.local_reshard import Groups
+from autopar.lowering.collectives.process_groups import device_mesh
 from autopar.mesh import Mesh
-from autopar.rewrite.functions import Groups
 from examples.gpt import gpt
 from tests.distributed.launcher import endings, launch
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import AutoparWarning, LayoutError
-from autopar.module import ParallelModule
+from autopar.runtime.module import ParallelModule
 from examples.gpt import gpt
 from tests.distributed.launcher import in_turn, launch
 from tests.gaps import number

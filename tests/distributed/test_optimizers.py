@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import autopar
-from autopar.module import ParallelModule
+from autopar.runtime.module import ParallelModule
 from examples.gpt import gpt
 from tests.distributed.launcher import in_turn, launch
 from tests.distributed.training import Inputs, batches, error_of, gap, gradient_gap, losses

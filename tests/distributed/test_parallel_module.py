@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.module import ParallelModule
+from autopar.runtime.module import ParallelModule
 from examples.gpt import gpt
 from tests.distributed.launcher import in_turn, launch
 from tests.distributed.training import gap, whole

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.errors import LayoutError
-from autopar.layout.placements import to_placements
-from autopar.layout.state import Atoms, Layout, coordinates
-from autopar.strided import support
+from autopar.runtime.strided_dtensor import support
+from autopar.sharding.dtensor_placements import to_placements
+from autopar.sharding.sharding import Atoms, Layout, coordinates
 from tests.distributed.launcher import launch
 
 AXES = {"a": 2, "b": 2}

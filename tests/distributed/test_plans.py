@@ -68,7 +68,7 @@ def given(folder: str) -> dict[str, Any]:
     """A plan as an object and as a file."""
     model, inputs = small()
     from autopar.mesh import Mesh
-    from autopar.search_plan import Asked, under
+    from autopar.plans.find import Asked, under
 
     plan = under(autopar.trace(model, inputs), Mesh("tp=2"), "megatron", Asked("local-cpu"))
     path = Path(folder, "gpt.plan.lay")

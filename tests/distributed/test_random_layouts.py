@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from autopar import choices
+from autopar.lowering import emit
+from autopar.lowering.collectives import local_reshard
 from autopar.mesh import Mesh
-from autopar.rewrite import emit, functions
 from autopar.rules.notation import Rule
+from autopar.sharding import choices
 from tests.distributed import random_cases
 from tests.distributed.launcher import launch
 from tests.distributed.random_cases import PER_MODULE, failed, run, run_on_processes
@@ -41,7 +42,7 @@ def _all_keep(move: Any, x: torch.Tensor) -> torch.Tensor:
     return x if move.kind.value == "keep_one" else _keep_local(move, x)
 
 
-_keep_local = functions.keep_local
+_keep_local = local_reshard.keep_local
 
 
 def _even_share(self: Any, result: Any, node: Any, choice: Any) -> Any:
@@ -66,7 +67,7 @@ def _nothing_broadcast(*arguments: Any) -> Any:
 _layout = choices._layout
 
 MUTATIONS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "kept by all": lambda patch: patch.setattr(functions, "keep_local", _all_keep),
+    "kept by all": lambda patch: patch.setattr(local_reshard, "keep_local", _all_keep),
     "even means": lambda patch: patch.setattr(emit._Emitter, "_scaled", _even_share),
     "biases added by all": lambda patch: patch.setattr(Rule, "added_operands", lambda self, factor: frozenset()),
     "linear in anything": lambda patch: patch.setattr(

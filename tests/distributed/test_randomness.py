@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.module import ParallelModule
+from autopar.runtime.module import ParallelModule
 from examples.gpt import gpt
 from tests.distributed.launcher import in_turn, launch
 from tests.gaps import number

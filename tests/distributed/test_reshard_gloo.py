@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autopar.layout.placements import to_placements
-from autopar.layout.state import Atoms, Layout
-from autopar.reshard import Reshard, StepKind, reshard
-from autopar.rewrite.functions import Conversion, Groups
+from autopar.lowering.collectives.local_reshard import Conversion, Groups
+from autopar.sharding.dtensor_placements import to_placements
+from autopar.sharding.reshard.reshard import Reshard, StepKind, reshard
+from autopar.sharding.sharding import Atoms, Layout
 from tests.distributed.launcher import in_turn, launch
 from tests.gaps import number
 from tests.simulation import all_layouts, run, scatter

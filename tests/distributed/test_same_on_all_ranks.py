@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import autopar
-from autopar.agreement import Agreement, checksum_of_all
 from autopar.errors import AutoparError
-from autopar.plans import LOCAL, SAME_GRAPH
+from autopar.runtime.call_cache import LOCAL, SAME_GRAPH
+from autopar.runtime.ranks.agreement import Agreement, checksum_of_all
 from tests.distributed.launcher import in_turn, launch
 
 

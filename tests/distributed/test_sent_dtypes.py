@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.layout.state import Atoms, Layout
-from autopar.reshard import StepKind, reshard
-from autopar.rewrite.functions import Conversion, Groups
-from autopar.rewrite.totals import joined
-from autopar.rewrite.wire import restored
+from autopar.lowering.collectives.local_reshard import Conversion, Groups
+from autopar.lowering.collectives.wire_dtypes import restored
+from autopar.lowering.passes.join_small_sums import joined
+from autopar.sharding.reshard.reshard import StepKind, reshard
+from autopar.sharding.sharding import Atoms, Layout
 from tests.distributed.launcher import launch
 
 AXES = {"a": 2}

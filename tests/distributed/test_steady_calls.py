@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
-from autopar import plans
-from autopar.agreement import Agreement
 from autopar.errors import AutoparError
+from autopar.runtime import call_cache
+from autopar.runtime.ranks.agreement import Agreement
 from tests.distributed.launcher import launch
 
 LAYOUTS = ["rows -> a; * -> none", "* -> none", "fsdp(fsdp=a)"]
@@ -20,7 +20,7 @@ def call_unalike(layout: str) -> tuple[list[str], float]:
     """What is said of a known shape beside another known one, and of a new one beside a known one; then a good call."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Agreement, "is_cheap", property(lambda self: False))
-        patched.setattr(plans, "FIRST_CALLS", 0)
+        patched.setattr(call_cache, "FIRST_CALLS", 0)
         torch.manual_seed(0)
         inputs = [torch.randn(rows, 8) for rows in (4, 8)]
         model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))

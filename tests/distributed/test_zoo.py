@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import autopar
-from autopar.completion import complete
-from autopar.contracts import check_contracts
-from autopar.conversions import conversions
+from autopar.cli.verify_processes import differences, results_of
 from autopar.errors import LayoutError
-from autopar.layout.choosing import choose_layout
-from autopar.layout.strategies import load_strategy
-from autopar.verify import differences, results_of
+from autopar.sharding.contracts import check_contracts
+from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.strategies import load_strategy
+from autopar.sharding.propagation import complete
+from autopar.sharding.reshard_insertion import conversions
 from benchmarks.architectures import STANDARD
 from benchmarks.zoo import (
     STRATEGIES,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import LayoutError
-from autopar.layout.language import Layout, parse_layout
-from autopar.layout.lexer import MAX_LINE, MAX_WORD
-from autopar.layout.source import MAX_CHARACTERS
+from autopar.sharding.layout.language import Layout, parse_layout
+from autopar.sharding.layout.lexer import MAX_LINE, MAX_WORD
+from autopar.sharding.layout.source import MAX_CHARACTERS
 
 GIVE = "\nfix: give a layout file"
 

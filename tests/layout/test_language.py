@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import LayoutError
-from autopar.layout.language import Layout, parse_layout, parse_rules, parse_strategy_call, print_layout
-from autopar.layout.source import Span
-from autopar.layout.syntax import (
+from autopar.mesh import Mesh, MeshAxis
+from autopar.names import RESERVED
+from autopar.sharding.layout.language import Layout, parse_layout, parse_rules, parse_strategy_call, print_layout
+from autopar.sharding.layout.source import Span
+from autopar.sharding.layout.syntax import (
     COLLECTIVES,
     KINDS,
     Block,
@@ -35,8 +37,6 @@ from autopar.layout.syntax import (
     Statement,
     StrategyStatement,
 )
-from autopar.mesh import Mesh, MeshAxis
-from autopar.words import RESERVED
 
 
 def rule(dims: str, *axes: str) -> DimRule:

@@ -9,10 +9,10 @@ from typing import get_args
 import pytest
 
 from autopar.errors import LayoutError
-from autopar.layout.language import parse_layout
-from autopar.layout.sizes import UNITS
-from autopar.layout.syntax import COLLECTIVES, KINDS, Block, DimRule, Hold, Pin, Scope, Statement
-from autopar.words import RESERVED
+from autopar.names import RESERVED
+from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.layout.sizes import UNITS
+from autopar.sharding.layout.syntax import COLLECTIVES, KINDS, Block, DimRule, Hold, Pin, Scope, Statement
 
 PAGE = (Path(__file__).parents[2] / "docs" / "language.md").read_text(encoding="utf-8")
 LAYOUTS = re.findall(r"^```layout\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import LayoutError
-from autopar.layout.language import Layout, parse_layout, parse_rules, parse_strategy_call
-from autopar.layout.source import Span, layout_error, unknown_name
+from autopar.sharding.layout.language import Layout, parse_layout, parse_rules, parse_strategy_call
+from autopar.sharding.layout.source import Span, layout_error, unknown_name
 
 MESSAGES = [
     (literal_eval(text), message.rstrip("\n"))

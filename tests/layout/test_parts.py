@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.layout.language import parse_layout
-from autopar.layout.parts import Parts
+from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.layout.statement_index import Parts
 
 LAYOUT = """
 batch -> dp

@@ -6,9 +6,9 @@ from itertools import combinations
 
 import pytest
 
-from autopar.layout.language import parse_layout
-from autopar.layout.precedence import Exactness, Level, Specificity, glob_matches, matches, specificity
-from autopar.layout.syntax import Block, DimRule, Pin, Scope
+from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.layout.precedence import Exactness, Level, Specificity, glob_matches, matches, specificity
+from autopar.sharding.layout.syntax import Block, DimRule, Pin, Scope
 
 # From the weakest to the strongest.
 PLACES = ["{}", "act {{ {} }}", "act[seq] {{ {} }}", "act@blocks.* {{ {} }}", "@blocks.0/add[{}]"]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import pytest
 
 from autopar.errors import LayoutError
-from autopar.layout.language import parse_layout
-from autopar.layout.resolve import Wanted, resolve
-from autopar.layout.storage import stored_splits
+from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.layout.parameter_storage import stored_splits
+from autopar.sharding.layout.resolve import Wanted, resolve
 
 AXES = {"dp": 2, "tp": 4, "one": 1}
 

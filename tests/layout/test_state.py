@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autopar.errors import LayoutError
-from autopar.layout.state import Atoms, Layout, State, chunk, coordinates
+from autopar.sharding.sharding import Atoms, Layout, State, chunk, coordinates
 from tests.simulation import all_layouts
 
 MESH = {"dp": 2, "tp": 3}

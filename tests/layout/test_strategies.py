@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import LayoutError
-from autopar.layout.choosing import axes_of, choose_layout
-from autopar.layout.language import parse_layout, print_layout
-from autopar.layout.strategies import load_strategy, strategy_names, strategy_path
 from autopar.resources import data_folder
+from autopar.sharding.layout.language import parse_layout, print_layout
+from autopar.sharding.layout.load import axes_of, choose_layout
+from autopar.sharding.layout.strategies import load_strategy, strategy_names, strategy_path
 
 
 def test_names() -> None:

@@ -1,9 +1,9 @@
 """The planner's problem as one CP-SAT model, and as a table of all its assignments: the oracles of the planner.
 
-Sets and variables are those of `autopar/planning/model.py`, with the modes of the repeated layers as one variable more
-and with every conversion of a tensor into one layout paid for once, however many ops want it. The objective bounds the
-seconds of `evaluate` from below: buckets of parameters are counted at the rate of a full one. So the best of all plans
-by `evaluate` is found by pricing assignments in the order of their bounds until none that is left can be better.
+Sets and variables are those of `autopar/solver/model/model.py`, with the modes of the repeated layers as one variable
+more and with every conversion of a tensor into one layout paid for once, however many ops want it. The objective bounds
+the seconds of `evaluate` from below: buckets of parameters are counted at the rate of a full one. So the best of all
+plans by `evaluate` is found by pricing assignments in the order of their bounds until none that is left can be better.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ortools.sat.python import cp_model
 
 from autopar.cost.costs import Costs
 from autopar.cost.evaluate import evaluate
-from autopar.decided import Plan
-from autopar.layout.state import Layout
-from autopar.planning.build import build
-from autopar.planning.decode import plan_of
-from autopar.planning.demands import Demands
-from autopar.planning.model import Model
-from autopar.planning.recomputing import MODES, layers_of
-from autopar.planning.setting import Setting
-from autopar.planning.tables import Tables, Use
-from autopar.planning.totals import MEMORY, MOMENTS, Hinges, Sum
-from autopar.search.problem import Floats
+from autopar.sharding.assignment import Plan
+from autopar.sharding.demands import Demands
+from autopar.sharding.sharding import Layout
+from autopar.solver.decode import plan_of
+from autopar.solver.model.build import build
+from autopar.solver.model.cost_tables import Tables, Use
+from autopar.solver.model.model import Model
+from autopar.solver.model.objective import MEMORY, MOMENTS, Hinges, Sum
+from autopar.solver.model.recompute_variables import MODES, layers_of
+from autopar.solver.pairwise.problem import Floats
+from autopar.solver.setting import Setting
 
 __all__ = ["ROUNDED", "Complete", "Oracle", "Term", "best_of_all", "bounds", "cheapest", "own_problem", "whole_problem"]
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.cost.cluster import Cluster, load_cluster
-from autopar.layout.language import Layout, parse_layout
-from autopar.planning.demands import Demands
-from autopar.planning.setting import PlanOptions, Setting
-from autopar.planning.solve import Solved, solve_plan
-from autopar.tracing.graph import NamedGraph
+from autopar.cost.hardware.cluster import Cluster, load_cluster
+from autopar.ir.graph import NamedGraph
+from autopar.sharding.demands import Demands
+from autopar.sharding.layout.language import Layout, parse_layout
+from autopar.solver.setting import PlanOptions, Setting
+from autopar.solver.solve import Solved, solve_plan
 
 __all__ = ["Drawn", "drawn", "program"]
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import autopar
-from autopar.cost.cluster import load_cluster
 from autopar.cost.evaluate import evaluate
-from autopar.layout.language import parse_layout
-from autopar.planning.coarse import joined_meshes
-from autopar.planning.experts import expert_plans
-from autopar.planning.setting import PlanOptions, Setting
-from autopar.planning.solve import solve_plan
-from autopar.tracing.graph import NamedGraph
+from autopar.cost.hardware.cluster import load_cluster
+from autopar.ir.graph import NamedGraph
+from autopar.sharding.layout.language import parse_layout
+from autopar.solver.search.joined_axes import joined_meshes
+from autopar.solver.setting import PlanOptions, Setting
+from autopar.solver.solve import solve_plan
+from autopar.solver.strategies import expert_plans
 from examples.gpt import gpt
 from tests.ranks import difference_of
 

@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.contracts import check_contracts
-from autopar.conversions import conversions
 from autopar.cost.costs import Costs
 from autopar.cost.evaluate import evaluate
-from autopar.layout.language import parse_layout
-from autopar.planning.build import build
-from autopar.planning.errors import NoPlan
-from autopar.planning.recomputing import MODES, layers_of
-from autopar.planning.search import Search
-from autopar.planning.totals import peak_gib
+from autopar.sharding.contracts import check_contracts
+from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.reshard_insertion import conversions
+from autopar.solver.infeasible.errors import NoPlan
+from autopar.solver.model.build import build
+from autopar.solver.model.objective import peak_gib
+from autopar.solver.model.recompute_variables import MODES, layers_of
+from autopar.solver.search.lagrangian import Search
 from tests.planning.oracle import ROUNDED, Complete, Oracle, best_of_all, cheapest, own_problem, whole_problem
 from tests.planning.random_problems import Drawn, drawn, program
 

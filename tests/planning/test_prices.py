@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autopar.planning.prices import highest
+from autopar.solver.search.cutting_plane import highest
 
 
 def test_a_program_that_preprocessing_calls_abnormal_is_solved() -> None:

@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.cost.cluster import load_cluster
 from autopar.cost.evaluate import evaluate
-from autopar.layout.language import Layout
-from autopar.planning.build import build
-from autopar.planning.decode import plan_of
-from autopar.planning.demands import Demands
-from autopar.planning.errors import NoPlan
-from autopar.planning.mixing import Mixtures, places_of
-from autopar.planning.model import Model
-from autopar.planning.recomputing import STATES, layers_of
-from autopar.planning.setting import PlanOptions, Setting
-from autopar.planning.solve import solve_plan
-from autopar.planning.totals import MEMORY, Hinges, Sum
-from autopar.planning.weighed import Elimination
-from autopar.tracing.graph import NamedGraph
+from autopar.cost.hardware.cluster import load_cluster
+from autopar.ir.graph import NamedGraph
+from autopar.sharding.demands import Demands
+from autopar.sharding.layout.language import Layout
+from autopar.solver.decode import plan_of
+from autopar.solver.infeasible.errors import NoPlan
+from autopar.solver.model.build import build
+from autopar.solver.model.model import Model
+from autopar.solver.model.objective import MEMORY, Hinges, Sum
+from autopar.solver.model.recompute_variables import STATES, layers_of
+from autopar.solver.search.elimination import Elimination
+from autopar.solver.search.splice import Mixtures, places_of
+from autopar.solver.setting import PlanOptions, Setting
+from autopar.solver.solve import solve_plan
 from examples.gpt import gpt
 
 AXES = {"dp": 2, "tp": 2}

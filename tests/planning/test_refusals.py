@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 import autopar
-from autopar.cost.cluster import load_cluster
+from autopar.cost.hardware.cluster import load_cluster
 from autopar.errors import LayoutError
-from autopar.layout.language import parse_layout
-from autopar.layout.syntax import COLLECTIVES
-from autopar.planning.errors import NoPlan
-from autopar.planning.solve import Solved, solve_plan
-from autopar.tracing.graph import NamedGraph
+from autopar.ir.graph import NamedGraph
+from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.layout.syntax import COLLECTIVES
+from autopar.solver.infeasible.errors import NoPlan
+from autopar.solver.solve import Solved, solve_plan
 from examples.gpt import gpt
 from examples.resnet import resnet
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import autopar
-from autopar.cost.cluster import load_cluster
-from autopar.layout.language import Layout
-from autopar.planning.build import build
-from autopar.planning.decode import plan_of
-from autopar.planning.demands import Demands
-from autopar.planning.setting import PlanOptions, Setting
-from autopar.planning.solve import solve_plan
-from autopar.tracing.graph import NamedGraph
+from autopar.cost.hardware.cluster import load_cluster
+from autopar.ir.graph import NamedGraph
+from autopar.sharding.demands import Demands
+from autopar.sharding.layout.language import Layout
+from autopar.solver.decode import plan_of
+from autopar.solver.model.build import build
+from autopar.solver.setting import PlanOptions, Setting
+from autopar.solver.solve import solve_plan
 from examples.gpt import gpt
 from tests.ranks import difference_of
 

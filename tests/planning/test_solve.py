@@ -9,25 +9,25 @@ import pytest
 from torch import nn
 
 import autopar
-from autopar.contracts import layout_text
-from autopar.cost.cluster import load_cluster
 from autopar.cost.evaluate import evaluate
-from autopar.cost.profile import Profile, profile
-from autopar.cost.wired import Wired
-from autopar.decided import Plan
+from autopar.cost.hardware.cluster import load_cluster
+from autopar.cost.step.lowered_step import Wired
+from autopar.cost.step.profile import Profile, profile
 from autopar.errors import LayoutError
-from autopar.layout.language import Layout, parse_layout
-from autopar.planning import experts
-from autopar.planning.build import build
-from autopar.planning.decode import plan_of
-from autopar.planning.demands import Demands
-from autopar.planning.errors import NoPlan
-from autopar.planning.experts import expert_plans
-from autopar.planning.setting import PlanOptions, Setting
-from autopar.planning.solve import Solved, solve_plan
-from autopar.planning.totals import Hinges, Sum
-from autopar.search.problem import Floats
-from autopar.tracing.graph import NamedGraph
+from autopar.ir.graph import NamedGraph
+from autopar.sharding.assignment import Plan
+from autopar.sharding.contracts import layout_text
+from autopar.sharding.demands import Demands
+from autopar.sharding.layout.language import Layout, parse_layout
+from autopar.solver import strategies
+from autopar.solver.decode import plan_of
+from autopar.solver.infeasible.errors import NoPlan
+from autopar.solver.model.build import build
+from autopar.solver.model.objective import Hinges, Sum
+from autopar.solver.pairwise.problem import Floats
+from autopar.solver.setting import PlanOptions, Setting
+from autopar.solver.solve import Solved, solve_plan
+from autopar.solver.strategies import expert_plans
 from examples.gpt import gpt
 
 CLUSTER = load_cluster("h100")
@@ -236,7 +236,7 @@ def test_strategies_are_not_tried_when_it_is_late(graph: NamedGraph, monkeypatch
         tried.append(layout)
         return None
 
-    monkeypatch.setattr(experts, "plan_under", none)
+    monkeypatch.setattr(strategies, "plan_under", none)
     setting = Setting.of(graph, {"pod": 2, "dp": 2, "tp": 2}, CLUSTER, PlanOptions())
     assert list(expert_plans(setting, lambda: len(tried) >= 4)) == []
     assert len(tried) == 4

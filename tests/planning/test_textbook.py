@@ -10,9 +10,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
-from autopar.cost.cluster import load_cluster
-from autopar.planning.setting import PlanOptions
-from autopar.planning.solve import Solved, solve_plan
+from autopar.cost.hardware.cluster import load_cluster
+from autopar.solver.setting import PlanOptions
+from autopar.solver.solve import Solved, solve_plan
 from examples.gpt import gpt
 from examples.moe import moe
 

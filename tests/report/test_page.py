@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.cost.cluster import load_cluster
 from autopar.cost.evaluate import evaluate
-from autopar.decided import Plan
-from autopar.layout.strategies import load_strategy
-from autopar.report.contents import Rival, contents
-from autopar.report.page import page
+from autopar.cost.hardware.cluster import load_cluster
+from autopar.plans.report.contents import Rival, contents
+from autopar.plans.report.page import page
+from autopar.sharding.assignment import Plan
+from autopar.sharding.layout.strategies import load_strategy
 from examples.gpt import gpt
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from autopar.errors import RuleError
-from autopar.rules.binding import bind, factor_sizes, fresh_names
+from autopar.rules.bind_call import bind, factor_sizes, fresh_names
 from autopar.rules.call import Call, TensorSpec
 from autopar.rules.notation import parse_rule
 

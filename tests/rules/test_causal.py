@@ -14,10 +14,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.rules import causal
-from autopar.rules.local import Local, Piece
 from autopar.rules.notation import parse_rule
-from autopar.rules.rows import causal_rows
+from autopar.rules.shard_call import causal_rows as causal
+from autopar.rules.shard_call.local_call import Local, Piece
+from autopar.rules.shard_call.row_offsets import causal_rows
 from tests.masks import Masks
 
 OP = torch.ops.aten.scaled_dot_product_attention.default

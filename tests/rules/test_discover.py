@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.rules import discover as discover_module
 from autopar.rules.call import Call, describe_call
-from autopar.rules.discover import Discoveries, Labels, discover
-from autopar.rules.execution import materialise
 from autopar.rules.missing import no_rule_message
 from autopar.rules.notation import FactorKind, Rule
-from autopar.rules.ops import resolve_op
+from autopar.rules.op_names import resolve_op
+from autopar.rules.proof import discover as discover_module
+from autopar.rules.proof.discover import Discoveries, Labels, discover
+from autopar.rules.proof.run_shards import materialise
 from autopar.rules.registry import rule_table
 
 

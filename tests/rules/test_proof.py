@@ -9,11 +9,11 @@ import torch
 
 from autopar.errors import RuleError
 from autopar.rules.call import Call
-from autopar.rules.local import Local, Piece
-from autopar.rules.lowerings import LOWERINGS
-from autopar.rules.proof import Proof, prove_entry
+from autopar.rules.proof.prove import Proof, prove_entry
+from autopar.rules.proof.samples import Draw, Sample, Tries
 from autopar.rules.registry import rule_table
-from autopar.rules.samples import Draw, Sample, Tries
+from autopar.rules.shard_call.dispatch import LOWERINGS
+from autopar.rules.shard_call.local_call import Local, Piece
 from autopar.rules.table import Entry, Family, parse_entry
 
 # -- the table --------------------------------------------------------------------------------------------------------

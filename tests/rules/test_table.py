@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import RuleError
-from autopar.rules.lowerings import LOWERINGS, localiser
+from autopar.rules.proof.samples import Tries
 from autopar.rules.registry import rule_table
-from autopar.rules.samples import Tries
+from autopar.rules.shard_call.dispatch import LOWERINGS, localiser
 from autopar.rules.table import Entry, Family, Table, parse_table
 
 OPS = Path(__file__).parents[3] / "shared" / "data" / "aten_ops_hf.csv"

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.rules.binding import bind, factor_sizes
+from autopar.rules.bind_call import bind, factor_sizes
 from autopar.rules.call import Call, TensorSpec
 from autopar.rules.notation import FactorKind, Rule, Term, parse_rule
-from autopar.rules.proof import prove_entry
+from autopar.rules.ops.view import FAMILIES, refine
+from autopar.rules.proof.prove import prove_entry
 from autopar.rules.table import parse_entry
-from autopar.rules.view import FAMILIES, refine
 
 factors = st.lists(st.integers(1, 4), min_size=0, max_size=6)
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from autopar.errors import ProblemError
-from autopar.search import contest
-from autopar.search.contest import problem_from_text, read_problem, write_problem
-from autopar.search.problem import Edge, Problem, Usage, cost_of, excess_of, loads_of
-from autopar.search.solver import solve
+from autopar.solver.pairwise import contest_format
+from autopar.solver.pairwise.contest_format import problem_from_text, read_problem, write_problem
+from autopar.solver.pairwise.problem import Edge, Problem, Usage, cost_of, excess_of, loads_of
+from autopar.solver.pairwise.solve import solve
 from tests.search.random_problems import random_problem
 
 INSTANCE: dict[str, Any] = {
@@ -101,7 +101,7 @@ def test_sizes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ProblemError, match=r"^instance: line \d+ column \d+ holds a number of 5,001 digits$"):
         problem_from_text(huge)
     assert math.isinf(problem_from_text(text_with("problem.nodes.costs.0.0", 10**400)).costs[0][0])
-    monkeypatch.setattr(contest, "LARGEST_TEXT", 10_000)
+    monkeypatch.setattr(contest_format, "LARGEST_TEXT", 10_000)
     for name, data in (("bomb.json.gz", gzip.compress(b" " * 10**7)), ("long.json", b" " * 10_001)):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(ProblemError, match=f"{name}: is longer than 10,000 bytes, which no instance is"):

@@ -9,8 +9,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from autopar.search.folded import TooWide, folded
-from autopar.search.problem import Floats
+from autopar.solver.pairwise.problem import Floats
+from autopar.solver.search.bucket_elimination import TooWide, folded
 
 
 def total(

@@ -9,12 +9,12 @@ import time
 import numpy as np
 import pytest
 
-from autopar.search.compiled import COMPILED
-from autopar.search.elimination import eliminate
-from autopar.search.exact import solve_exactly
-from autopar.search.problem import Edge, Problem, Usage, cost_of, excess_of
-from autopar.search.shrink import Infeasible, shrink
-from autopar.search.solver import solve
+from autopar.solver.pairwise.cp_sat import solve_exactly
+from autopar.solver.pairwise.elimination import eliminate
+from autopar.solver.pairwise.jit import COMPILED
+from autopar.solver.pairwise.problem import Edge, Problem, Usage, cost_of, excess_of
+from autopar.solver.pairwise.reductions import Infeasible, shrink
+from autopar.solver.pairwise.solve import solve
 from tests.search.random_problems import random_problem
 
 CASES = range(260)

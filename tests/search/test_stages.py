@@ -12,15 +12,15 @@ import time
 import numpy as np
 import pytest
 
-from autopar.search import lns, shrink, solver, stages, work
-from autopar.search.arrays import arrays_of, impossible_price, priced_costs
-from autopar.search.compiled import COMPILED
-from autopar.search.dual import Dual, MessageDual, NarrowDual, loads_at
-from autopar.search.elimination import plan_elimination
-from autopar.search.forest import scratch_for, state_of
-from autopar.search.lns import Found, Plan, anneal, cost_in, repair
-from autopar.search.loads import change, least_left, tree_of
-from autopar.search.problem import Edge, Problem, Usage, cost_of, excess_of, loads_of
+from autopar.solver.pairwise import annealing, phases, reductions, solve, work
+from autopar.solver.pairwise.annealing import Found, Plan, anneal, cost_in, repair
+from autopar.solver.pairwise.dual import Dual, MessageDual, NarrowDual, loads_at
+from autopar.solver.pairwise.elimination import plan_elimination
+from autopar.solver.pairwise.flat_arrays import arrays_of, impossible_price, priced_costs
+from autopar.solver.pairwise.forest_moves import scratch_for, state_of
+from autopar.solver.pairwise.jit import COMPILED
+from autopar.solver.pairwise.limit_tree import change, least_left, tree_of
+from autopar.solver.pairwise.problem import Edge, Problem, Usage, cost_of, excess_of, loads_of
 from tests.search.random_problems import random_problem
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="numba is not installed: the loops are slow")
@@ -94,7 +94,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    for module in (lns, shrink, solver, stages, work):
+    for module in (annealing, reductions, solve, phases, work):
         monkeypatch.setattr(module, "time", found)
     return found
 
@@ -102,15 +102,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("block", range(5))
 def test_without_the_exact_model_the_stages_find_optima_too(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solver, "SMALL_MODEL", -1)
-    monkeypatch.setattr(solver, "LARGE_MODEL", -1)
+    monkeypatch.setattr(solve, "SMALL_MODEL", -1)
+    monkeypatch.setattr(solve, "LARGE_MODEL", -1)
     if block % 2:
-        monkeypatch.setattr(stages, "NARROW_SUM", -1)  # message passing instead of elimination
+        monkeypatch.setattr(phases, "NARROW_SUM", -1)  # message passing instead of elimination
     found = total = 0
     for case in range(block, 60, 5):
         problem = random_problem(case, limits=2, whole=True)
         known = solutions(problem)
-        solution = solver.solve(problem, 0.4, seed=case)
+        solution = solve.solve(problem, 0.4, seed=case)
         if not known:
             assert solution.strategies is None
             continue
@@ -203,8 +203,8 @@ def test_conditional_costs_are_those_of_the_neighbours_as_they_are() -> None:
 def test_plain_python_gives_the_same_answer_as_compiled_loops() -> None:
     script = (
         "import numpy as np\n"
-        "from autopar.search import solver\n"
-        "from autopar.search.compiled import COMPILED\n"
+        "from autopar.solver.pairwise import solve as solver\n"
+        "from autopar.solver.pairwise.jit import COMPILED\n"
         "from tests.search.test_solver import chain\n"
         "solver.SMALL_MODEL = solver.LARGE_MODEL = -1\n"
         "answer = solver.solve(chain(8, 0.5), 120.0, seed=1, gap=0.15)\n"
@@ -228,8 +228,8 @@ def test_a_graph_in_which_every_pair_is_an_edge_needs_message_passing() -> None:
     edges = tuple(Edge(i, j, random.integers(0, 50, (8, 8)).astype(float)) for i in range(count) for j in range(i))
     amounts = tuple(Usage(node, 0, 1, random.integers(1, 50, 8)) for node in range(count))
     problem = Problem(costs, edges, amounts, np.array([count * 15]))
-    assert plan_elimination(problem, stages.NARROW_TABLE, stages.NARROW_SUM) is None
-    solution = solver.solve(problem, 4.0)
+    assert plan_elimination(problem, phases.NARROW_TABLE, phases.NARROW_SUM) is None
+    solution = solve.solve(problem, 4.0)
     assert solution.strategies is not None
     assert excess_of(problem, solution.strategies) == 0
     assert solution.bound <= solution.cost

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.completion import complete
-from autopar.conversions import conversions
-from autopar.layout.language import parse_layout
+from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.propagation import complete
+from autopar.sharding.reshard_insertion import conversions
 
 B, T, D = 4, 6, 3
 ONE = torch.tensor([5, 0, -2, 3])

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autopar.tracing.export import export
-from autopar.tracing.exported import Exported
-from autopar.tracing.run import TracedModule
+from autopar.ir.exported import Exported
+from autopar.ir.interpreter import TracedModule
+from autopar.tracing.export.export import export
 
 
 class Block(nn.Module):

@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import autopar
-from autopar.annotate import named
 from autopar.errors import AutoparWarning
-from autopar.tracing.export import export
-from autopar.tracing.exported import Exported
-from autopar.tracing.run import TracedModule
+from autopar.ir.exported import Exported
+from autopar.ir.interpreter import TracedModule
+from autopar.tracing.annotations import named
+from autopar.tracing.export.export import export
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopar.errors import TraceError
-from autopar.tracing.export import export
+from autopar.tracing.export.export import export
 
 
 class Net(nn.Module):

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from autopar.api import trace
-from autopar.completion import complete
-from autopar.decisions import Decisions
 from autopar.errors import LayoutError
-from autopar.layout.language import parse_layout
-from autopar.rewrite.emit import emit
-from autopar.tracing.graph import NamedGraph
+from autopar.ir.graph import NamedGraph
+from autopar.lowering.emit import emit
+from autopar.sharding.decisions import Decisions
+from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.propagation import complete
 from tests.ranks import SimulatedGroups, on_ranks
 
 TP = {"tp": 2}

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import autopar
-from autopar.tracing.footprint import Footprint, LiveBytes
+from autopar.ir.analysis.op_memory import Footprint, LiveBytes
 
 
 class Call(nn.Module):

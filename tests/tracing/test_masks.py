@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.tracing.export import export
-from autopar.tracing.inserting import arguments_of
-from autopar.tracing.masks import ATTENTION_NOTE, Band
-from autopar.tracing.run import TracedModule
+from autopar.ir.interpreter import TracedModule
+from autopar.tracing.export.export import export
+from autopar.tracing.passes.edit import arguments_of
+from autopar.tracing.passes.read_masks import ATTENTION_NOTE, Band
 from examples.hf import hf
 from tests.equivalence import assert_equivalent
 

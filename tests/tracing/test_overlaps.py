@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.errors import AutoparError, TraceError
-from autopar.planned import outline
-from autopar.tracing.export import export
-from autopar.tracing.overlaps import overlap
-from autopar.tracing.run import TracedModule
-from autopar.tracing.tree import flatten
+from autopar.ir.input_overlaps import overlap
+from autopar.ir.interpreter import TracedModule
+from autopar.ir.pytree import flatten
+from autopar.runtime.compiled_call import outline
+from autopar.tracing.export.export import export
 
 
 class Sums(nn.Module):

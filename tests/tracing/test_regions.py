@@ -21,8 +21,8 @@ from transformers import (
 )
 
 import autopar
-from autopar.tracing.export import export
-from autopar.tracing.regions import Repeat, repeated_layers
+from autopar.ir.analysis.repeated_layers import Repeat, repeated_layers
+from autopar.tracing.export.export import export
 
 
 def repeats(model: nn.Module, **inputs: torch.Tensor) -> tuple[Repeat, ...]:

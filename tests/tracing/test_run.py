@@ -10,8 +10,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.errors import AutoparError
-from autopar.tracing.export import export
-from autopar.tracing.run import TracedModule
+from autopar.ir.interpreter import TracedModule
+from autopar.tracing.export.export import export
 
 
 class Net(nn.Module):

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetModel
 
-from autopar.tracing.export import export
-from autopar.tracing.exported import Exported
-from autopar.tracing.run import TracedModule
-from autopar.tracing.saved import InternalSave, saved_values
+from autopar.ir.analysis.saved_tensors import InternalSave, saved_values
+from autopar.ir.exported import Exported
+from autopar.ir.interpreter import TracedModule
+from autopar.tracing.export.export import export
 from tests.tracing.test_checkpoint import Stack
 
 

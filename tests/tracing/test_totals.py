@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cost.cluster import Cluster, load_cluster
-from autopar.cost.comm import Network
+from autopar.cost.collectives.network import Network
 from autopar.cost.evaluate import evaluate
-from autopar.decided import Plan
-from autopar.layout.choosing import choose_layout
+from autopar.cost.hardware.cluster import Cluster, load_cluster
+from autopar.sharding.assignment import Plan
+from autopar.sharding.layout.load import choose_layout
 from examples.gpt import gpt
 from examples.moe import moe
 

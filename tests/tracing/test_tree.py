@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.tracing.tree import UnsupportedValueError, difference, flatten, unflatten
+from autopar.ir.pytree import UnsupportedValueError, difference, flatten, unflatten
 
 leaves = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.builds(lambda: torch.zeros(1))
 values = st.recursive(

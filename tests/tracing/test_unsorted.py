@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.completion import complete
-from autopar.contracts import check_contracts
-from autopar.conversions import conversions
-from autopar.layout.choosing import choose_layout
+from autopar.sharding.contracts import check_contracts
+from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.propagation import complete
+from autopar.sharding.reshard_insertion import conversions
 from examples.hf import hf
 from tests.equivalence import assert_equivalent
 

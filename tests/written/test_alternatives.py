@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 import autopar
-from autopar.layout.language import Layout, parse_layout
-from autopar.layout.resolve import resolve
-from autopar.layout.syntax import Block, OpPin, Pin
+from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
-from autopar.search_plan import Asked, under
-from autopar.tracing.graph import NamedGraph
-from autopar.written.alternatives import alternatives, forced, shown
-from autopar.written.plan import Plan
-from autopar.written.statements import choice_words
+from autopar.plans.find import Asked, under
+from autopar.plans.plan import Plan
+from autopar.plans.text.to_layout import choice_words
+from autopar.plans.views.alternatives import alternatives, forced, shown
+from autopar.sharding.layout.language import Layout, parse_layout
+from autopar.sharding.layout.resolve import resolve
+from autopar.sharding.layout.syntax import Block, OpPin, Pin
 from examples.gpt import gpt
 
 MESH = Mesh("dp=2,tp=2")

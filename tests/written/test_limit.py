@@ -9,12 +9,12 @@ import pytest
 
 import autopar
 from autopar.cli import main
-from autopar.cost.cluster import load_cluster
-from autopar.layout.language import parse_layout
+from autopar.cost.hardware.cluster import load_cluster
 from autopar.mesh import Mesh
-from autopar.planning.errors import NoPlan
-from autopar.search_plan import Asked, plan_graph, under
-from autopar.written.plan import Plan
+from autopar.plans.find import Asked, plan_graph, under
+from autopar.plans.plan import Plan
+from autopar.sharding.layout.language import parse_layout
+from autopar.solver.infeasible.errors import NoPlan
 from examples.gpt import gpt
 
 HAS = load_cluster("h100").device.memory_bytes

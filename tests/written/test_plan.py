@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import autopar
-from autopar.cost.cluster import load_cluster
+from autopar.cost.hardware.cluster import load_cluster
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
-from autopar.search_plan import Asked, meshes_of, under
-from autopar.written.plan import Plan
+from autopar.plans.find import Asked, meshes_of, under
+from autopar.plans.plan import Plan
 from examples.gpt import gpt
 
 HERE = Asked("local-cpu")
@@ -54,39 +54,36 @@ def test_a_searched_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_a_plan_that_was_kept_is_found_without_a_search(
     graph: autopar.NamedGraph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from autopar import search_plan
+    from autopar.plans import find
 
     asked = Asked("local-cpu", time_limit=2)
-    first = search_plan.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
-    monkeypatch.setattr(search_plan, "solve_plan", None)
-    again = search_plan.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
+    first = find.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
+    monkeypatch.setattr(find, "solve_plan", None)
+    again = find.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
     assert again.decided == first.decided
     with pytest.raises(TypeError):
-        search_plan.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", replace(asked, cache=False))
+        find.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", replace(asked, cache=False))
     with pytest.raises(TypeError):
-        search_plan.plan_graph(graph, (Mesh("dp=2"),), "* -> none", asked)
+        find.plan_graph(graph, (Mesh("dp=2"),), "* -> none", asked)
 
 
 def test_what_another_planner_found_is_not_found_again(
     graph: autopar.NamedGraph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from autopar import search_plan
-    from autopar.written import cache
+    from autopar.plans import cache, find
 
     asked = Asked("local-cpu", time_limit=2)
-    first = search_plan.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
-    solved = search_plan.solve_plan
+    first = find.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
+    solved = find.solve_plan
     warm = []
-    monkeypatch.setattr(
-        search_plan, "solve_plan", lambda *args, **given: warm.append(given["warm"]) or solved(*args, **given)
-    )
+    monkeypatch.setattr(find, "solve_plan", lambda *args, **given: warm.append(given["warm"]) or solved(*args, **given))
     monkeypatch.setattr(cache, "planner_version", lambda: "another")
-    search_plan.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
+    find.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
     assert [one.decisions.stored for one in warm] == [first.decided.decisions.stored], "it is begun from"
 
 
 def test_any_line_of_the_code_makes_another_planner(tmp_path: Path) -> None:
-    from autopar.written.cache import planner_version
+    from autopar.plans.cache import planner_version
 
     versions = []
     for number, (name, text) in enumerate(
@@ -191,23 +188,23 @@ def test_a_file_of_the_cache_is_not_believed(
     graph: autopar.NamedGraph, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """What does not answer the question is searched again; the limit is that of the question."""
-    from autopar import search_plan
+    from autopar.plans import find
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked = Asked(replace(load_cluster("local-cpu"), name="mine"), time_limit=2)
 
     def planned() -> Plan:
-        return search_plan.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
+        return find.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
 
     first = planned()
     (path,) = tmp_path.rglob("*.lay")
     path.write_text(re.sub(r"limit_bytes +\d+", "limit_bytes     7", path.read_text()))
-    solved = search_plan.solve_plan
-    monkeypatch.setattr(search_plan, "solve_plan", None)
+    solved = find.solve_plan
+    monkeypatch.setattr(find, "solve_plan", None)
     found = planned()
     assert (found.decided, found.limit_bytes, found.within_layout) == (first.decided, first.limit_bytes, True)
     path.write_text(path.read_text().replace("dp=2", "dp=4"))
-    monkeypatch.setattr(search_plan, "solve_plan", solved)
+    monkeypatch.setattr(find, "solve_plan", solved)
     assert planned().mesh == first.mesh
 
 

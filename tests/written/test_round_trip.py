@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from autopar.api import trace
-from autopar.completion import complete
-from autopar.decisions import Decisions
 from autopar.errors import LayoutError
-from autopar.layout.choosing import choose_layout
-from autopar.layout.language import parse_layout, print_layout
-from autopar.layout.strategies import strategy_names
-from autopar.layout.syntax import Hole, Place
-from autopar.tracing.graph import NamedGraph
-from autopar.written.statements import written
+from autopar.ir.graph import NamedGraph
+from autopar.plans.text.to_layout import written
+from autopar.sharding.decisions import Decisions
+from autopar.sharding.layout.language import parse_layout, print_layout
+from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.strategies import strategy_names
+from autopar.sharding.layout.syntax import Hole, Place
+from autopar.sharding.propagation import complete
 from examples.gpt import gpt
 from examples.hf import hf
 from examples.moe import moe

@@ -7,14 +7,14 @@ from collections.abc import Set
 import pytest
 
 import autopar
-from autopar.cost.cluster import load_cluster
-from autopar.layout.choosing import usable_axes
-from autopar.layout.strategies import load_strategy
+from autopar.cost.hardware.cluster import load_cluster
 from autopar.mesh import Mesh
-from autopar.planning.experts import expert_plans
-from autopar.planning.setting import PlanOptions, Setting
-from autopar.search_plan import Asked, under
-from autopar.written.experts import experts_beside
+from autopar.plans.find import Asked, under
+from autopar.plans.views.strategies import experts_beside
+from autopar.sharding.layout.load import usable_axes
+from autopar.sharding.layout.strategies import load_strategy
+from autopar.solver.setting import PlanOptions, Setting
+from autopar.solver.strategies import expert_plans
 from examples.gpt import gpt
 from examples.moe import moe
 

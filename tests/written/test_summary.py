@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from autopar.api import trace
-from autopar.layout.state import Layout
+from autopar.ir.graph import Atom, NamedTensor
 from autopar.mesh import Mesh
-from autopar.search_plan import Asked, plan_graph, under
-from autopar.tracing.graph import Atom, NamedTensor
-from autopar.written.alike import alike
-from autopar.written.plan import Plan
-from autopar.written.units import layout_text
+from autopar.plans.find import Asked, plan_graph, under
+from autopar.plans.format import layout_text
+from autopar.plans.plan import Plan
+from autopar.plans.repeated import alike
+from autopar.sharding.sharding import Layout
 from examples.mlp import mlp
 
 

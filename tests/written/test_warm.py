@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.cost.cluster import load_cluster
 from autopar.cost.costs import Costs
-from autopar.decided import Plan
+from autopar.cost.hardware.cluster import load_cluster
+from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
-from autopar.planning.race import Race
-from autopar.search_plan import Asked, plan_graph
-from autopar.tracing.graph import NamedGraph
+from autopar.plans.find import Asked, plan_graph
+from autopar.sharding.assignment import Plan
+from autopar.solver.search.incumbent import Race
 from examples.gpt import gpt
 
 

@@ -1,0 +1,245 @@
+"""The words that commands about plans share: TARGET, --mesh, --cluster, --layout, --memory; and what they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autopar.cli.target import load_target, parse_dims, parse_settings
+from autopar.errors import AutoparError
+
+if TYPE_CHECKING:
+    from autopar.ir.graph import NamedGraph
+    from autopar.mesh import Mesh
+    from autopar.plans.find import Asked
+    from autopar.plans.plan import Plan
+    from autopar.solver.pairwise.work import Progress
+
+__all__ = [
+    "CANNOT_BE_HAD",
+    "Telling",
+    "add_plan",
+    "add_question",
+    "add_target",
+    "add_target_option",
+    "asked_of",
+    "header_of",
+    "is_plan",
+    "meshes",
+    "planned",
+    "read_plan",
+    "target_text",
+    "traced",
+]
+
+
+CANNOT_BE_HAD = ("E3", "E4", "E5", "E6", "E7")
+"""The errors of a layout whose answer is no; the others say that the question was wrong."""
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """TARGET, and what changes its model."""
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        help="file.py:function or package.module:function, returning (model, inputs)",
+    )
+    _add_settings(parser)
+
+
+def add_target_option(parser: argparse.ArgumentParser) -> None:
+    """TARGET of a plan's file, which names one in its head: a file is data, so the user must name it or confirm it."""
+    named = parser.add_mutually_exclusive_group()
+    named.add_argument("--target", dest="target_of_plan", metavar="TARGET", help="the model of a plan's file")
+    named.add_argument(
+        "--trust-target",
+        action="store_true",
+        help="import and call the TARGET that the plan's file names; only for files that you trust",
+    )
+    _add_settings(parser)
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an argument for the function")
+    parser.add_argument(
+        "--dims",
+        action="append",
+        default=[],
+        metavar="TENSOR=NAMES",
+        help="names for dims of an input or parameter",
+    )
+
+
+def add_question(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
+    """What is planned for."""
+    parser.add_argument(
+        "--mesh", metavar="AXES", required=mesh, help="as in dp=2,tp=4; '?' and open sizes, tp=?, need --devices"
+    )
+    parser.add_argument("--devices", metavar="N", type=int, help="how many, for a mesh that is searched")
+    parser.add_argument(
+        "--cluster", metavar="NAME", help="a cluster of `autopar clusters`, or a TOML file (default: this machine)"
+    )
+    parser.add_argument("--memory", metavar="SIZE", help="what a device may hold, as in 70GiB or 100%% (default: 90%%)")
+    parser.add_argument("--optimizer", metavar="NAME", help="whose states are held (default: adamw)")
+    parser.add_argument(
+        "--outputs",
+        choices=("sharded", "full", "local", "local_sum"),
+        help="how results are handed out (default: sharded)",
+    )
+
+
+def asked_of(arguments: argparse.Namespace) -> Asked:
+    """The options of `autopar.plan`, checked before anything is traced."""
+    from autopar.plans.find import Asked
+
+    asked = Asked(
+        arguments.cluster,
+        arguments.memory,
+        arguments.optimizer or "adamw",
+        arguments.outputs or "sharded",
+        time_limit=getattr(arguments, "time_limit", 30.0),
+        cache=not getattr(arguments, "no_cache", False),
+    )
+    cluster = asked.where()
+    asked.limit_bytes(cluster, None)
+    from autopar.cost.compute.optimizers import optimizer_of
+
+    optimizer_of(asked.optimizer)
+    return asked
+
+
+def meshes(arguments: argparse.Namespace) -> tuple[Mesh, ...]:
+    from autopar.plans.find import meshes_of
+
+    return meshes_of(arguments.mesh, arguments.devices)
+
+
+def target_text(arguments: argparse.Namespace) -> str:
+    """TARGET with what changes its model, as a plan's head says it."""
+    changes = [word for setting in arguments.set for word in ("--set", setting)]
+    changes += [word for names in arguments.dims for word in ("--dims", names)]
+    return shlex.join([arguments.target, *changes])
+
+
+def traced(arguments: argparse.Namespace, target: str | None = None) -> NamedGraph:
+    """The graph of TARGET; `target` is one with the words that change its model, as a plan's head says it."""
+    name, changes = (arguments.target, []) if target is None else _target_of(target)
+    said = {flag: [word for other, word in changes if other == flag] for flag in ("--set", "--dims")}
+    settings = parse_settings(arguments.set or said["--set"])
+    dims = parse_dims(arguments.dims or said["--dims"])
+    model, inputs = load_target(name, settings)
+    from autopar.api import trace
+
+    return trace(model, inputs, dims=dims)
+
+
+def _target_of(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """A TARGET, and the words that change its model."""
+    try:
+        name, *words = shlex.split(text)
+    except ValueError:
+        return text, []
+    return name, list(zip(words[::2], words[1::2], strict=False))
+
+
+# -- plans in files
+
+
+def add_plan(parser: argparse.ArgumentParser, what: str) -> None:
+    """PLAN: a file, or a TARGET with what `planned` needs; `what` is done to it."""
+    parser.add_argument("plan", metavar="PLAN", help="a plan's file, or a TARGET (with --mesh)")
+    parser.add_argument("--layout", metavar="LAYOUT", help=f"for a TARGET: {what} this layout and not a searched plan")
+    parser.add_argument("--time-limit", metavar="SECONDS", type=float, default=30.0, help="of a search (default: 30)")
+    add_target_option(parser)
+    add_question(parser, mesh=False)
+
+
+def planned(arguments: argparse.Namespace, telling: Telling | None = None) -> Plan:
+    """The plan that a file holds, or that a TARGET has under a layout or by a search."""
+    from autopar.plans.find import plan_graph, under
+
+    if is_plan(arguments.plan):
+        return read_plan(arguments, arguments.plan)
+    if arguments.mesh is None:
+        raise AutoparError(f"on which mesh is {arguments.plan} planned?\nfix: --mesh dp=2,tp=4, or name a plan's file")
+    possible, asked = meshes(arguments), asked_of(arguments)
+    graph = traced(arguments, arguments.plan)
+    if arguments.layout is not None:
+        return under(graph, possible[0], arguments.layout, asked, arguments.layout)
+    return plan_graph(graph, possible, None, asked, telling)
+
+
+def header_of(path: str, text: str) -> Any:
+    """The head of a plan's file."""
+    from autopar.plans.header import read_header
+
+    header = read_header(text, path)
+    if header is None:
+        raise AutoparError(
+            f"{path} is no plan: its first line is not '# autopar plan'\n"
+            "fix: write one with autopar plan TARGET -o FILE"
+        )
+    return header
+
+
+def is_plan(word: str) -> bool:
+    """Whether a word of the command line is a plan's file."""
+    if not word.endswith(".lay"):
+        return False
+    if not Path(word).is_file():
+        raise AutoparError(
+            f"there is no file {word}\nfix: write one with autopar plan TARGET --mesh dp=2,tp=4 -o {word}"
+        )
+    from autopar.sharding.layout.source import read_text
+
+    return read_text(word).startswith("# autopar plan")
+
+
+def read_plan(arguments: argparse.Namespace, path: str, graph: NamedGraph | None = None) -> Plan:
+    """A plan's file, for the TARGET that is given, or that its head names if the user trusts it."""
+    from autopar.plans.plan import Plan
+    from autopar.sharding.layout.source import read_text
+
+    text = read_text(path)
+    if graph is None:
+        graph = traced(arguments, arguments.target_of_plan or _trusted_target(arguments, path, text))
+    return Plan.read(text, graph, path, getattr(arguments, "cluster", None))
+
+
+def _trusted_target(arguments: argparse.Namespace, path: str, text: str) -> str:
+    """The TARGET of a plan's head. To trace it is to run it: any function of any module can stand there."""
+    from autopar.sharding.layout.source import Span, excerpts
+
+    header = header_of(path, text)
+    if not header.target:
+        raise AutoparError(f"{path} does not say which model it is for\nfix: --target file.py:function")
+    if not arguments.trust_target:
+        number, line = next(pair for pair in enumerate(text.splitlines(), 1) if pair[1].startswith("#   target "))
+        message = f"{path} names the code of its model; a plan's file is data, and code that it names is not run"
+        shown = excerpts(Span(path, number, line.index(header.target), line))
+        fix = "name the model, --target file.py:function; or --trust-target, if you trust this file"
+        raise AutoparError("\n".join([message, *shown, f"fix: {fix}"]))
+    return str(header.target)
+
+
+class Telling:
+    """A line that says what is going on, where someone is looking."""
+
+    def __init__(self) -> None:
+        self.shown = sys.stderr.isatty()
+
+    def say(self, text: str) -> None:
+        if self.shown:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def __call__(self, progress: Progress) -> None:
+        cost = f"{progress.cost * 1e3:,.2f} ms" if progress.cost < float("inf") else "nothing yet"
+        gap = f", gap {100 * progress.gap:.2f} %" if progress.gap < float("inf") else ""
+        self.say(f"{progress.seconds:5.1f} s  {progress.stage}: {cost}{gap}")
+
+    def done(self) -> None:
+        if self.shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

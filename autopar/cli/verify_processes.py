@@ -1,0 +1,328 @@
+"""A plan run on local processes beside the model on one: the same outputs, gradients and buffers?
+
+    autopar verify examples/gpt.py:gpt --mesh dp=2,tp=2 --layout megatron
+
+Every process builds the model from one seed. The first one also runs it alone; all of them run it in parallel, drawing
+the numbers that one process draws. Gradients start from random gradients of the outputs, so that no part of a result is
+left out. Differences are relative to the largest value of the tensor.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import AutoparError, VerifyError
+
+__all__ = ["Difference", "Verified", "differences", "results_of", "verify"]
+
+PERTURBED_BY = 0.02
+"""The standard deviation of what zero parameters become: that of the usual initialisation of a projection."""
+
+Results = Mapping[str, Any]
+"""Tensors by name: `output 0`, `gradient of head.weight`, `buffer norm.running_mean`; None where there is none."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    name: str
+    relative: float
+    """The largest difference over the largest value; infinite where the two cannot be compared."""
+    reason: str = ""
+    is_zero: bool = False
+    """Whether an output or gradient is zero on both sides: that they agree then shows nothing."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a verification found; `differences` are in falling order."""
+
+    differences: tuple[Difference, ...]
+    collectives: int
+
+    @property
+    def worst(self) -> Difference:
+        return self.differences[0]
+
+    @property
+    def zeros(self) -> int:
+        """How many outputs and gradients are zero on both sides."""
+        return sum(one.is_zero for one in self.differences)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the processes are told."""
+
+    target: str
+    settings: Mapping[str, Any]
+    mesh: str
+    layout: str | None
+    dims: Mapping[str, str]
+    dtype: str | None
+    device: str = "cpu"
+    perturbed: bool = True
+    """Whether parameters that are zero get small random values first."""
+
+
+def verify(task: Task, ranks: int, seconds: float = 600, told: Callable[[str], None] = lambda _: None) -> Verified:
+    """Run it; raises what a process raised, or that they took too long."""
+    if task.device == "cuda":
+        _check_gpus(task.mesh, ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        (place / "task").write_text(json.dumps(asdict(task)), encoding="utf-8")
+        told(f"starting {ranks} processes")
+        running = _start(place, ranks, task.device)
+        try:
+            _wait(running, place, time.monotonic() + seconds, seconds)
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        found = json.loads((place / "found").read_text(encoding="utf-8"))
+    return Verified(tuple(Difference(**one) for one in found["differences"]), found["collectives"])
+
+
+def _check_gpus(mesh: str, ranks: int) -> None:
+    """Every process takes a GPU of its own, since NCCL serves one rank on each."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise VerifyError("--device cuda: torch finds no GPU on this machine\nfix: --device cpu")
+    if count < ranks:
+        raise VerifyError(
+            f"--device cuda: --mesh {mesh} is {ranks} processes with a GPU each, and this machine has {count}\n"
+            "fix: verify on a smaller mesh with the same axes, or --device cpu"
+        )
+
+
+def _start(place: Path, ranks: int, device: str) -> list[subprocess.Popen[bytes]]:
+    shared = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    shared["OMP_NUM_THREADS"] = "1"  # else the processes fight for the cores
+    if device == "cpu":
+        shared["CUDA_VISIBLE_DEVICES"] = ""  # a target may take the GPU where there is one
+    here = Path(__file__).parent.parent
+    if here == Path.cwd():  # a checkout that Python was started in: the processes must find it too
+        shared["PYTHONPATH"] = os.pathsep.join(filter(None, (str(here), shared.get("PYTHONPATH"))))
+    found = []
+    for rank in range(ranks):
+        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with (place / f"log{rank}").open("wb") as log:
+            # -P: else a file of the current folder, such as random.py, would stand for a module of Python's.
+            command = [sys.executable, "-P", "-m", "autopar.cli.verify_processes", str(place)]
+            found.append(subprocess.Popen(command, env=own, stdout=log, stderr=log))
+    return found
+
+
+def _wait(running: Sequence[subprocess.Popen[bytes]], place: Path, deadline: float, seconds: float) -> None:
+    while True:
+        codes = [process.poll() for process in running]
+        failed = {rank: code for rank, code in enumerate(codes) if code}
+        if failed:
+            raise _failure(place, failed, len(running))
+        if None not in codes:
+            return
+        if time.monotonic() > deadline:
+            late = ", ".join(str(rank) for rank, code in enumerate(codes) if code is None)
+            raise VerifyError(
+                f"after {seconds:.0f} seconds rank {late} had not ended\nfix: --timeout, or a smaller model"
+            )
+        time.sleep(0.02)
+
+
+def _failure(place: Path, failed: Mapping[int, int], ranks: int) -> AutoparError:
+    """What a rank said, as an error of ours; a rank's own error comes before what others say of it."""
+    for each in range(ranks):
+        said = place / f"error{each}"
+        if said.exists():
+            return VerifyError(said.read_text(encoding="utf-8"))
+    killed = [rank for rank, code in failed.items() if code < 0]  # the others only say that it is gone
+    rank = killed[0] if killed else min(failed)
+    log = (place / f"log{rank}").read_text(encoding="utf-8", errors="replace").strip()
+    how = f"was ended by signal {-failed[rank]}" if killed else "failed"
+    return VerifyError(f"rank {rank} {how}:\n{log[-3000:]}")
+
+
+# -- in a process -----------------------------------------------------------------------------------------------------
+
+
+def _run(place: Path) -> int:
+    task = Task(**json.loads((place / "task").read_text(encoding="utf-8")))
+    rank = int(os.environ["RANK"])
+    try:
+        found = _verify_here(task, rank, place / "meeting")
+    except AutoparError as error:
+        (place / f"error{rank}").write_text(str(error), encoding="utf-8")
+        return 1
+    if rank == 0:
+        told = {"differences": [asdict(one) for one in found.differences], "collectives": found.collectives}
+        (place / "found").write_text(json.dumps(told), encoding="utf-8")
+    return 0
+
+
+def _verify_here(task: Task, rank: int, meeting: Path) -> Verified:
+    import torch
+    import torch.distributed as dist
+
+    from autopar.api import parallelize
+    from autopar.cli.target import load_target
+    from autopar.lowering.collectives.process_groups import join_local_group
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, inputs = load_target(task.target, task.settings)
+    dtype = None if task.dtype is None else getattr(torch, task.dtype)
+    if task.device == "cuda":
+        torch.cuda.set_device(rank)
+    model, inputs = _moved(model, inputs, dtype, torch.device(task.device))
+    if task.perturbed:
+        perturb(model)
+    expected = _alone(copy.deepcopy(model), inputs, task.dtype) if rank == 0 else {}
+    backend = "nccl" if task.device == "cuda" else "gloo"
+    join_local_group(meeting, rank, int(os.environ["WORLD_SIZE"]), backend)
+    parallel = parallelize(model, task.mesh, inputs, layout=task.layout, dims=task.dims or None, outputs="full")
+    torch.manual_seed(2)  # the first rank has drawn more than the others
+    with parallel.exact_randomness():
+        found = results_of(parallel, inputs)
+    collectives = len(parallel.collectives())
+    compared = differences(expected, found) if rank == 0 else ()
+    dist.barrier()  # no rank goes while another one still needs it
+    return Verified(compared, collectives)
+
+
+def perturb(model: Any) -> None:
+    """Give small random values, the same on every rank, to parameters all of whose values are zero.
+
+    A zero last projection, as LoRA, ControlNet and DiT begin with, makes outputs and gradients zero. Other parameters
+    keep their values: one that must be positive, say, stays so.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator) if parameter.is_floating_point() else None
+            if drawn is not None and not parameter.any():
+                parameter.copy_(PERTURBED_BY * drawn)
+
+
+def _alone(model: Any, inputs: Any, dtype: str | None) -> Results:
+    """What the model gives by itself; it may not run in the dtype that is asked for."""
+    try:
+        return results_of(model, inputs)
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        raise VerifyError(
+            f"{type(model).__name__} by itself, in {dtype or 'its own dtype'}: {type(error).__name__}: {said}\n"
+            "fix: --dtype float32 or --dtype own, if the model does not run in another one; else the target"
+        ) from error
+
+
+def _moved(model: Any, inputs: Any, dtype: Any, device: Any) -> tuple[Any, Any]:
+    """The model and its inputs on a device and in a floating point type; None: in their own."""
+    from torch import Tensor
+    from torch.utils._pytree import tree_map
+
+    meta = [name for name, one in (*model.named_parameters(), *model.named_buffers()) if one.is_meta]
+    if meta:
+        raise VerifyError(
+            f"{meta[0]} is on the meta device and has no values to compute with\n"
+            "fix: a target that builds a small model with values, as in examples/gpt.py:gpt"
+        )
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, dtype if value.is_floating_point() else None)
+
+    return model.to(device, dtype), tree_map(moved, inputs)
+
+
+def results_of(model: Any, inputs: Any) -> dict[str, Any]:
+    """Outputs, gradients and buffers of one forward and backward; the model's buffers stay as they were."""
+    import torch
+    from torch import Tensor
+    from torch.utils._pytree import tree_leaves
+
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    torch.manual_seed(2)
+    results = model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
+    leaves = tree_leaves(dict(results) if isinstance(results, Mapping) else results)
+    outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    torch.manual_seed(1)
+    differentiable = [output for output in outputs if output.requires_grad]
+    # Not randn_like, which follows the strides: the same result may be transposed in one and not in the other.
+    # Drawn on the CPU, so that all devices draw the same.
+    gradients = [torch.randn(o.shape, dtype=o.dtype).to(o.device) for o in differentiable]
+    torch.autograd.backward(differentiable, gradients)
+    found: dict[str, Any] = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+    for name, parameter in model.named_parameters():
+        gradient: Any = parameter.grad
+        found[f"gradient of {name}"] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        parameter.grad = None
+    for name, buffer in model.named_buffers():
+        found[f"buffer {name}"] = buffer.clone()
+        buffer.copy_(buffers[name])
+    return found
+
+
+def differences(expected: Results, found: Results) -> tuple[Difference, ...]:
+    """All of them, the largest first. A gradient or a buffer that is zero but for rounding (the mean of what was
+    normalised) is judged by the largest gradient or buffer."""
+    floors = {kind: 1e-3 * _largest_of(kind, expected) for kind in ("gradient", "buffer")}
+    floors["buffer"] = min(1e-3, floors["buffer"])  # a mask among the buffers may hold any number
+    compared = []
+    for name in dict.fromkeys((*expected, *found)):
+        if (name in expected) != (name in found):
+            where = "one process" if name in expected else "the parallel model"
+            compared.append(Difference(name, float("inf"), f"only {where} has it"))
+            continue
+        compared.append(_compared(name, expected[name], found[name], floors.get(name.split()[0], 1e-12)))
+    # What is no number is as bad as can be.
+    return tuple(sorted(compared, key=lambda one: (one.relative == one.relative, -one.relative)))
+
+
+def _largest_of(kind: str, results: Results) -> float:
+    """The largest number of a kind, counts and positions aside."""
+    floats = (one for name, one in results.items() if name.startswith(kind) and one is not None)
+    return max((_largest(one) for one in floats if one.is_floating_point() or one.is_complex()), default=0.0)
+
+
+def _compared(name: str, expected: Any, found: Any, floor: float) -> Difference:
+    if expected is None or found is None:
+        same = expected is found
+        return Difference(name, 0.0 if same else float("inf"), "" if same else "one of the two is None")
+    if expected.shape != found.shape:
+        return Difference(name, float("inf"), f"shape {list(found.shape)}, not {list(expected.shape)}")
+    scale = max(_largest(expected), floor)
+    is_zero = not name.startswith("buffer") and _largest(expected) == _largest(found) == 0.0
+    relative = _largest(_wide(found) - _wide(expected)) / scale if scale else 0.0
+    return Difference(name, relative, is_zero=is_zero)
+
+
+def _largest(value: Any) -> float:
+    if value is None or not value.numel():
+        return 0.0
+    return float(_wide(value).abs().max())
+
+
+def _wide(value: Any) -> Any:
+    return value.cdouble() if value.is_complex() else value.double()
+
+
+if __name__ == "__main__":
+    code = _run(Path(sys.argv[1]))
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)  # what is to be said is written: nothing is left that taking Python and its threads down could spoil

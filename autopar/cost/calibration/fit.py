@@ -1,0 +1,411 @@
+"""From measurements to a cluster: the constants that fit them best, and how well these hold on what was left out.
+
+    a product       start + flops (reduction + fill) / reduction / peak
+    a collective    base + hops(ranks) hop + traffic(ranks) bytes / rate, with or without a pipeline that fills
+
+What an algorithm's hops and traffic are is known (autopar/cost/collectives/algorithms.py); which algorithm a library
+runs is not: of those that it may run, the one that fits best is taken. Errors count relative to the time; no number is
+negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from math import inf
+from statistics import median
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from autopar.cost.calibration.op_trials import Attended, TriedOp
+from autopar.cost.collectives.algorithms import ALGORITHMS, Span
+from autopar.cost.collectives.network import Curve, Network
+from autopar.cost.compute.matmul_time import Matrix, Product, product_seconds
+from autopar.cost.hardware.cluster import Attention, Cluster, Device
+from autopar.cost.hardware.topology import Level
+
+__all__ = [
+    "CANDIDATES",
+    "Chain",
+    "CollectiveFit",
+    "Measured",
+    "Measurements",
+    "MultiplyFit",
+    "Timed",
+    "fit_attention",
+    "fit_collectives",
+    "fit_kind",
+    "fit_ops",
+    "fit_products",
+    "fit_sustained",
+    "judge",
+]
+
+CANDIDATES: Mapping[str, tuple[str, ...]] = {
+    "all_reduce": ("ring", "halving_doubling", "double_binary_tree"),
+    "all_gather": ("ring", "halving_doubling"),
+    "reduce_scatter": ("ring", "halving_doubling"),
+    "broadcast": ("double_binary_tree", "ring"),
+    "reduce": ("double_binary_tree", "ring"),
+    "all_to_all": ("direct",),
+    "gather": ("direct",),
+    "scatter": ("direct",),
+    "send": ("direct",),
+}
+"""What a library may run; in doubt the first."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A product of matrices [rows, reduction] and [reduction, columns], and its time."""
+
+    dtype: str
+    rows: int
+    reduction: int
+    columns: int
+    seconds: float
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.reduction * self.columns
+
+
+@dataclass(frozen=True)
+class Chain:
+    """So many products of [rows, width] and [width, width] in a training step, one after the other, and its time."""
+
+    count: int
+    rows: int
+    width: int
+    seconds: float
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A collective in groups of so many ranks, all groups at once, and its time; level 0 is inside a node."""
+
+    kind: str
+    level: int
+    ranks: int
+    buffer_bytes: float
+    seconds: float
+    left_out: bool = False
+    """Not fitted: to judge with."""
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """All that was measured of a machine."""
+
+    device: str
+    memory_bytes: float
+    launch_seconds: float
+    stream_bytes_per_second: float
+    products: tuple[Timed, ...]
+    collectives: tuple[Measured, ...]
+    nodes: int
+    ranks_per_node: int
+    lone_bytes_per_second: float | None = None
+    """What two ranks send while the others rest."""
+    busy_cores: bool = False
+    """Whether ranks compute on all cores, so that none is left for what is sent beside."""
+    overhead_seconds: float = 0.0
+    """What a small op takes of a training step: of the device that is its own host, or of the host beside it."""
+    own_host: bool = True
+    """Whether the device starts its ops itself, as a core of a CPU does."""
+    processors: int = 1
+    """Of the device: a library of collectives takes some of them."""
+    ops: tuple[TriedOp, ...] = ()
+    attentions: tuple[Attended, ...] = ()
+    chain: Chain | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+# -- products ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MultiplyFit:
+    start_seconds: float
+    fill: int
+    peak_flops: Mapping[str, float]
+    error: float
+    """The median of |predicted - measured| / measured."""
+    matrix: Matrix | None = None
+    """The tiles and processors of a device that autopar ships, if with them the error is less."""
+    stream_bytes_per_second: float = inf
+
+    def seconds(self, dtype: str, rows: int, reduction: int, columns: int) -> float:
+        """What a product takes by the fit."""
+        if self.matrix is None:
+            flops = 2.0 * rows * reduction * columns
+            return self.start_seconds + flops * (reduction + self.fill) / reduction / self.peak_flops[dtype]
+        product = Product(1, rows, columns, reduction)
+        size = getattr(torch, dtype).itemsize
+        return product_seconds(product, size, self.matrix, self.peak_flops[dtype], self.stream_bytes_per_second)
+
+
+def fit_products(
+    products: Sequence[Timed], shipped: Device | None = None, stream_bytes_per_second: float = inf
+) -> MultiplyFit:
+    """Fit what a product takes, with the tiles of a shipped device of this kind where these fit better."""
+    plain = _fit_plain(products)
+    if shipped is None or shipped.matrix is None:
+        return plain
+    tiled = _fit_tiled(products, plain, shipped, shipped.matrix, stream_bytes_per_second)
+    return min(plain, tiled, key=lambda fit: fit.error)
+
+
+def _fit_tiled(
+    products: Sequence[Timed], plain: MultiplyFit, shipped: Device, matrix: Matrix, stream: float
+) -> MultiplyFit:
+    """The peaks with which the tiles of a device give the measured times."""
+    peaks = {}
+    for dtype, plain_peak in plain.peak_flops.items():
+        peak = shipped.peak_flops.get(dtype, plain_peak)
+        fit = MultiplyFit(matrix.start_seconds, matrix.fill, {dtype: peak}, 0.0, matrix, stream)
+        shares = []
+        for one in products:
+            if one.dtype == dtype:
+                expected = fit.seconds(dtype, one.rows, one.reduction, one.columns) - matrix.start_seconds
+                shares.append(expected / max(one.seconds - matrix.start_seconds, one.seconds / 10))
+        peaks[dtype] = peak * median(shares)
+    found = MultiplyFit(matrix.start_seconds, matrix.fill, peaks, 0.0, matrix, stream)
+    return replace(found, error=_error_of(found, products))
+
+
+def _error_of(fit: MultiplyFit, products: Sequence[Timed]) -> float:
+    guesses = [(fit.seconds(one.dtype, one.rows, one.reduction, one.columns), one.seconds) for one in products]
+    return _median_error(guess / seconds for guess, seconds in guesses)
+
+
+def _fit_plain(products: Sequence[Timed]) -> MultiplyFit:
+    """What a product takes beyond its operations, by the dtype with most measurements; the peak of each dtype."""
+    dtypes = sorted({one.dtype for one in products}, key=lambda name: -sum(one.dtype == name for one in products))
+    first = [one for one in products if one.dtype == dtypes[0]]
+    seconds = np.array([one.seconds for one in first])
+    columns = [
+        np.ones(len(first)),
+        _array(one.flops for one in first),
+        _array(one.flops / one.reduction for one in first),
+    ]
+    start, per_flop, per_step = _least_squares(columns, seconds)
+    # Where nothing but the start was found, or no start, the products were too few; the fastest then tells the peak.
+    per_flop = per_flop or min(one.seconds / one.flops for one in first)
+    fill = max(1, round(per_step / per_flop))
+    peaks = {}
+    for dtype in dtypes:
+        mine = [one for one in products if one.dtype == dtype]
+        work = [one.flops * (one.reduction + fill) / one.reduction for one in mine]
+        spent = [max(one.seconds - start, one.seconds / 10) for one in mine]
+        peaks[dtype] = median(done / time for done, time in zip(work, spent, strict=True))
+    found = MultiplyFit(start, fill, peaks, 0.0)
+    return replace(found, error=_error_of(found, products))
+
+
+def fit_sustained(fit: MultiplyFit, chain: Chain | None) -> float:
+    """The share of the rate of products that a training step reaches."""
+    if chain is None or chain.dtype not in fit.peak_flops:
+        return 1.0
+    return min(1.0, chain.count * fit.seconds(chain.dtype, chain.rows, chain.width, chain.width) / chain.seconds)
+
+
+def fit_attention(
+    attentions: Sequence[Attended], peak_flops: Mapping[str, float], shipped: Attention | None = None
+) -> Attention | None:
+    """The shares of the peak that fused attention reaches. How many queries a processor takes shows in no time."""
+    if not attentions:
+        return None
+
+    def share(causal: bool, backward: bool, head_dim: int | None = None) -> float:
+        mine = [one for one in attentions if one.causal == causal and head_dim in (None, one.head_dim)]
+        return median(one.reached(backward) / peak_flops[one.dtype] for one in mine)
+
+    dims = sorted({one.head_dim for one in attentions})
+    times = {head_dim: 1 / share(False, False, head_dim) for head_dim in dims}
+    softmax = 0 if shipped is None else shipped.softmax
+    if len(dims) > 1:
+        few, many = dims[0], dims[-1]  # share = forward / (1 + softmax / head_dim)
+        slope = max(0.0, (times[few] - times[many]) / (1 / few - 1 / many))
+        limit = times[many] - slope / many
+        softmax = round(slope / limit) if limit > 0 else softmax
+    forward = median((1 + softmax / head_dim) / spent for head_dim, spent in times.items())
+    return Attention(
+        1 if shipped is None else shipped.rows,
+        min(1.0, forward),
+        min(1.0, share(False, True)),
+        min(1.0, share(True, False) / share(False, False)),
+        min(1.0, share(True, True) / share(False, True)),
+        softmax,
+    )
+
+
+def fit_ops(measurements: Measurements) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes per second of the ops that do not get all that the memory gives: forward, backward."""
+    found: tuple[dict[str, float], dict[str, float]] = ({}, {})
+    # A host runs ahead of its device while that has something to do.
+    overhead = measurements.overhead_seconds if measurements.own_host else 0.0
+    for op in measurements.ops:
+        ways = ((op.forward_bytes, op.forward_seconds), (op.backward_bytes, op.backward_seconds))
+        for rates, (size, seconds) in zip(found, ways, strict=True):
+            rate = size / max(seconds - overhead, seconds / 10)
+            if 0 < rate < measurements.stream_bytes_per_second:
+                rates[op.name] = rate
+    return found
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CollectiveFit:
+    """One collective over the links of one level."""
+
+    kind: str
+    level: int
+    ranks: tuple[int, ...]
+    """The sizes of the groups that it was fitted to."""
+    algorithm: str
+    base_seconds: float
+    hop_seconds: float
+    bytes_per_second: float
+    pipelined: bool
+    error: float
+
+
+def fit_collectives(collectives: Iterable[Measured]) -> list[CollectiveFit]:
+    """A fit for each collective at each level. What runs inside nodes is taken to run across them.
+
+    On one node, each size of a group has its own fit: where ranks share cores, waiting grows faster than hops do.
+    """
+    fits: list[CollectiveFit] = []
+    fitted = [one for one in collectives if not one.left_out]
+    if all(one.level == 0 for one in fitted):
+        parts: dict[tuple[str, int], list[Measured]] = {}
+        for one in fitted:
+            parts.setdefault((one.kind, one.ranks), []).append(one)
+        return [fit_kind(part, CANDIDATES[kind][:1]) for (kind, _), part in parts.items()]
+    for kind in dict.fromkeys(one.kind for one in fitted):
+        algorithms = CANDIDATES[kind]
+        for level in sorted({one.level for one in fitted if one.kind == kind}):
+            mine = [one for one in fitted if (one.kind, one.level) == (kind, level)]
+            fits.append(fit_kind(mine, algorithms))
+            algorithms = (fits[-1].algorithm,)
+    return fits
+
+
+def fit_kind(measured: Sequence[Measured], algorithms: Sequence[str]) -> CollectiveFit:
+    """The best of the algorithms, for measurements of one collective at one level."""
+    kind, level = measured[0].kind, measured[0].level
+    fits = [
+        fit
+        for algorithm in algorithms
+        for pipelined in (False, True)
+        if (fit := _fit(kind, level, algorithm, pipelined, measured)) is not None
+    ]
+    return min(fits, key=lambda fit: fit.error)
+
+
+def _fit(kind: str, level: int, algorithm: str, pipelined: bool, measured: Sequence[Measured]) -> CollectiveFit | None:
+    shapes = {ranks: _shape(algorithm, kind, ranks) for ranks in {one.ranks for one in measured}}
+    known = {ranks: shape for ranks, shape in shapes.items() if shape is not None}
+    if len(known) < len(shapes):
+        return None
+    hops = _array(known[one.ranks][0] for one in measured)
+    traffic = _array(known[one.ranks][1] * one.buffer_bytes for one in measured)
+    seconds = _array(one.seconds for one in measured)
+    extra = np.zeros(len(measured))
+    base = hop = per_byte = 0.0
+    for _ in range(ROUNDS if pipelined else 1):
+        # The time to fill the pipeline depends on the rest: found again and again, and halfway each time.
+        steady = np.ones(len(measured)) if len(shapes) > 1 else np.zeros(len(measured))
+        base, hop, per_byte = _least_squares([steady, hops, traffic], seconds - extra, seconds)
+        if pipelined:
+            extra = (extra + np.sqrt((base + hop * hops) * traffic * per_byte)) / 2
+    if per_byte <= 0:
+        # Too small or too noisy to tell: bytes then cost what they did at best.
+        per_byte = float((seconds / traffic).min())
+    fill = float("inf") if pipelined else 0.0
+    curves = [
+        Curve(algorithm, base + hop * count, passed * per_byte / one.buffer_bytes, fill)
+        for one, count, passed in zip(measured, hops, traffic, strict=True)
+    ]
+    error = _median_error(
+        curve.seconds(one.buffer_bytes) / one.seconds for curve, one in zip(curves, measured, strict=True)
+    )
+    return CollectiveFit(kind, level, tuple(sorted(shapes)), algorithm, base, hop, 1 / per_byte, pipelined, error)
+
+
+ROUNDS = 30
+
+
+def _shape(algorithm: str, kind: str, ranks: int) -> tuple[float, float] | None:
+    """Hops and traffic on one level."""
+    span = Span(Level("level", "link", 1, 1.0), ranks, 1, 1.0, 1.0)
+    way = ALGORITHMS[algorithm](kind, (span,))
+    return None if way is None else (sum(phase.hops[0] for phase in way), sum(phase.traffic[0] for phase in way))
+
+
+# -- least squares ----------------------------------------------------------------------------------------------------
+
+
+def _least_squares(
+    columns: Sequence[NDArray[np.float64]], target: NDArray[np.float64], scale: NDArray[np.float64] | None = None
+) -> list[float]:
+    """Coefficients, none negative, of the least sum of squares of relative errors. Few columns: all sets are tried."""
+    weights = 1 / (target if scale is None else scale)
+    matrix, goal = np.stack(columns, axis=1) * weights[:, None], target * weights
+    best: tuple[float, list[float]] = (float("inf"), [0.0] * len(columns))
+    for count in range(1, len(columns) + 1):
+        for chosen in combinations(range(len(columns)), count):
+            part = matrix[:, chosen]
+            unit = np.maximum(np.linalg.norm(part, axis=0), 1e-300)
+            found = np.linalg.lstsq(part / unit, goal, rcond=None)[0] / unit
+            if (found < 0).any():
+                continue
+            loss = float(((part @ found - goal) ** 2).sum())
+            if loss < best[0] * (1 - 1e-9):
+                coefficients = [0.0] * len(columns)
+                for i, value in zip(chosen, found, strict=True):
+                    coefficients[i] = float(value)
+                best = (loss, coefficients)
+    return best[1]
+
+
+def _array(values: Iterable[float]) -> NDArray[np.float64]:
+    return np.array(list(values), dtype=np.float64)
+
+
+def _median_error(ratios: Iterable[float]) -> float:
+    return median(abs(ratio - 1) for ratio in ratios)
+
+
+# -- the judgement ----------------------------------------------------------------------------------------------------
+
+
+def judge(cluster: Cluster, measurements: Measurements) -> dict[str, tuple[float | None, float | None]]:
+    """By collective: the median error on what was fitted, and on what was left out, as the written cluster has it."""
+    found: dict[str, tuple[float | None, float | None]] = {}
+    for kind in dict.fromkeys(one.kind for one in measurements.collectives):
+        errors: dict[bool, list[float]] = {False: [], True: []}
+        for one in measurements.collectives:
+            if one.kind == kind:
+                guess = _network(cluster, measurements, one).seconds(kind, ("group",), one.buffer_bytes)
+                errors[one.left_out].append(abs(guess / one.seconds - 1))
+        found[kind] = (median(errors[False]) if errors[False] else None, median(errors[True]) if errors[True] else None)
+    return found
+
+
+def _network(cluster: Cluster, measurements: Measurements, one: Measured) -> Network:
+    """The mesh in which such groups are the axis `group`."""
+    if one.level == 0:
+        return Network(cluster, {"others": measurements.ranks // one.ranks, "group": one.ranks})
+    inside = measurements.ranks_per_node
+    return Network(cluster, {"others": measurements.nodes // one.ranks, "group": one.ranks, "inside": inside})

@@ -1,0 +1,223 @@
+"""Ops that a machine is tried with: which of them compute more than they move, and what they get of its memory.
+
+The cost model counts what an op reads and writes. On a GPU that is what most ops take their time for; a core of a CPU
+needs longer for a tanh than for the bytes of its values. Each op is tried alone, forward and backward, and its rate is
+over the very bytes that the cost model counts for it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autopar.cost.compute.op_time import BACKWARD_PRODUCTS, op_work, plain_name
+from autopar.cost.hardware.cluster import Device
+from autopar.sharding.assignment import Plan
+from autopar.sharding.layout.load import choose_layout
+from autopar.tracing.trace import named_graph
+
+__all__ = [
+    "TRIALS",
+    "Attended",
+    "AttentionTrial",
+    "Trial",
+    "TriedOp",
+    "attended",
+    "attention_trials",
+    "overhead_seconds",
+    "tried",
+]
+
+Function = Callable[..., torch.Tensor]
+Seconds = Callable[[Callable[[], object]], float]
+"""How long a call takes."""
+CHANNELS = 16
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One op, and what it is called with."""
+
+    name: str
+    """As `plain_name` has it of the op in the graph."""
+    function: Function
+    image: bool = False
+    """Whether it wants channels and space."""
+
+
+@dataclass(frozen=True)
+class TriedOp:
+    """What an op took."""
+
+    name: str
+    forward_bytes: float
+    forward_seconds: float
+    backward_bytes: float
+    backward_seconds: float
+
+
+def _cross_entropy(x: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(x, torch.zeros(len(x), dtype=torch.long, device=x.device))
+
+
+def _normalised(normalise: Function, x: torch.Tensor) -> torch.Tensor:
+    return normalise(x, x.shape[-1:])
+
+
+TRIALS: tuple[Trial, ...] = (
+    Trial("relu", F.relu),
+    Trial("gelu", F.gelu),
+    Trial("silu", F.silu),
+    Trial("sigmoid", torch.sigmoid),
+    Trial("tanh", torch.tanh),
+    Trial("exp", torch.exp),
+    Trial("log", torch.log),
+    Trial("sin", torch.sin),
+    Trial("cos", torch.cos),
+    Trial("rsqrt", torch.rsqrt),
+    Trial("pow", lambda x: torch.pow(x, 3.0)),
+    Trial("softplus", F.softplus),
+    Trial("leaky_relu", F.leaky_relu),
+    Trial("elu", F.elu),
+    Trial("softmax", partial(torch.softmax, dim=-1)),
+    Trial("log_softmax", partial(torch.log_softmax, dim=-1)),
+    Trial("cross_entropy_loss", _cross_entropy),
+    Trial("layer_norm", partial(_normalised, F.layer_norm)),
+    Trial("rms_norm", partial(_normalised, F.rms_norm)),
+    Trial("native_dropout", partial(F.dropout, p=0.1, training=True)),
+    Trial("cumsum", partial(torch.cumsum, dim=-1)),
+    Trial("clone", lambda x: x.t().contiguous()),
+    Trial("group_norm", lambda x: F.group_norm(x, 4), image=True),
+    Trial("native_batch_norm_legit_functional", nn.BatchNorm2d(CHANNELS), image=True),
+    Trial("max_pool2d", lambda x: F.max_pool2d(x, 3, 2, 1), image=True),
+    Trial("avg_pool2d", lambda x: F.avg_pool2d(x, 2), image=True),
+    Trial("upsample_nearest2d", lambda x: F.interpolate(x, scale_factor=2.0), image=True),
+)
+"""What models compute often; an op that is not here counts as one that moves."""
+
+
+class _Alone(nn.Module):
+    """One op as a model."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = copy.deepcopy(function)  # a module is moved to the device, and the table is of all
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+def tried(trial: Trial, numel: int, device: torch.device, seconds: Seconds) -> TriedOp:
+    """One op on so many values."""
+    x = (torch.rand(*_sizes(trial, numel), device=device) + 0.5).requires_grad_()
+    model = _Alone(trial.function).to(device)
+    forward_bytes, backward_bytes = _counted(trial.name, model, x)
+    forward = seconds(partial(model, x))
+    return TriedOp(trial.name, forward_bytes, forward, backward_bytes, seconds(_backward(model(x), [x])))
+
+
+def _sizes(trial: Trial, numel: int) -> tuple[int, ...]:
+    if trial.image:
+        side = min(32, max(2, int((numel / CHANNELS) ** 0.5)))
+        return max(1, numel // (CHANNELS * side * side)), CHANNELS, side, side
+    columns = min(1024, max(2, numel))
+    return max(1, numel // columns), columns
+
+
+def _counted(name: str, model: nn.Module, x: torch.Tensor) -> tuple[float, float]:
+    """What the cost model counts for the op: bytes, forward and backward."""
+    graph = named_graph(model, (x,))
+    plan = Plan.of(graph, choose_layout("", {}), {})
+    node = next(node for node in graph.nodes if plain_name(node.op) == name)
+    bare = Device("any", 1.0, 1.0, 0.0, {"float32": 1.0})
+    work = op_work(graph, node, plan.decisions.ops[node.name], graph.footprints[node.node], {}, bare)
+    return work.forward.bytes, work.backward.bytes
+
+
+def _backward(result: torch.Tensor, inputs: list[torch.Tensor]) -> Callable[[], object]:
+    """The backward of what was computed, as often as it is called."""
+    gradient = torch.ones_like(result)
+    return lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)
+
+
+def overhead_seconds(device: torch.device, seconds: Seconds) -> float:
+    """What an op takes of a training step however small it is: the mean of all that are tried, forward and backward.
+
+    One after the other, as in a model: the same op over and over finds its code in a core's caches.
+    """
+    models = [_Alone(trial.function).to(device) for trial in TRIALS]
+    inputs = [torch.rand(*_sizes(trial, 1), device=device, requires_grad=True) for trial in TRIALS]
+    gradients = [torch.ones_like(model(x)) for model, x in zip(models, inputs, strict=True)]
+
+    def step() -> None:
+        results = [model(x) for model, x in zip(models, inputs, strict=True)]
+        torch.autograd.grad(results, inputs, gradients)
+
+    return seconds(step) / (2 * len(TRIALS))
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What fused attention took."""
+
+    causal: bool
+    forward_seconds: float
+    backward_seconds: float
+    flops: float
+    """Of the forward, as far as the mask leaves any."""
+    dtype: str = "float32"
+    head_dim: int = 64
+
+    def reached(self, backward: bool) -> float:
+        """FLOPs per second."""
+        if backward:
+            return BACKWARD_PRODUCTS * self.flops / self.backward_seconds
+        return self.flops / self.forward_seconds
+
+
+@dataclass(frozen=True)
+class AttentionTrial:
+    """Attention over `rows` queries and as many keys."""
+
+    causal: bool
+    rows: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+def attention_trials(device_type: str) -> tuple[AttentionTrial, ...]:
+    """Enough to do for all of a device. Where a softmax takes its time, that shows in heads of two sizes.
+
+    All GPUs that have a fused kernel have one for float16.
+    """
+    if device_type == "cpu":
+        return tuple(AttentionTrial(causal, rows, 4, 64, torch.float32) for causal in WAYS for rows in (128, 256, 512))
+    return tuple(
+        AttentionTrial(causal, rows, 32, head_dim, torch.float16)
+        for causal in WAYS
+        for head_dim in (64, 128)
+        for rows in (1024, 2048, 4096)
+    )
+
+
+WAYS = (False, True)
+
+
+def attended(trial: AttentionTrial, device: torch.device, seconds: Seconds) -> Attended:
+    """Run a trial, forward and backward."""
+    rows, width = trial.rows, trial.head_dim
+    shape = (1, trial.heads, rows, width)
+    q, k, v = (torch.randn(shape, device=device).to(trial.dtype).requires_grad_() for _ in range(3))
+    run = partial(F.scaled_dot_product_attention, q, k, v, is_causal=trial.causal)
+    forward = seconds(run)
+    backward = seconds(_backward(run(), [q, k, v]))
+    share = (rows + 1) / (2 * rows) if trial.causal else 1.0
+    flops = 4.0 * trial.heads * rows * rows * width * share
+    return Attended(trial.causal, forward, backward, flops, str(trial.dtype).removeprefix("torch."), width)

@@ -1,0 +1,181 @@
+"""A cluster in words and numbers for people, and as one file that names no other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from autopar.cost.collectives.network import Network
+from autopar.cost.hardware.cluster import Cluster, cluster_path, shared_path
+from autopar.cost.hardware.toml_reader import read_document
+
+__all__ = ["cluster_data", "cluster_line", "cluster_table", "describe", "links_of", "standalone"]
+
+SIZES = ((2**16, "64 KiB"), (2**20, "1 MiB"), (2**24, "16 MiB"), (2**28, "256 MiB"))
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"))
+
+
+def _number(value: float, unit: str) -> str:
+    """`3.35 TB/s`."""
+    for size, prefix in _PREFIXES:
+        if value >= size:
+            return f"{value / size:.4g} {prefix}{unit}"
+    return f"{value:.4g} {unit}"
+
+
+def _time(seconds: float) -> str:
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def cluster_line(cluster: Cluster) -> tuple[str, str, str]:
+    """Name, memory of a device, what it is."""
+    return cluster.name, _number(cluster.device.memory_bytes, "B"), cluster.description
+
+
+def cluster_table(clusters: list[Cluster]) -> str:
+    """A line for each."""
+    lines = [cluster_line(cluster) for cluster in clusters]
+    widths = [max((len(line[i]) for line in lines), default=0) for i in range(2)]
+    return "\n".join(f"{name:{widths[0]}}  {memory:>{widths[1]}}  {text}".rstrip() for name, memory, text in lines)
+
+
+def cluster_data(cluster: Cluster) -> dict[str, Any]:
+    """The numbers of a cluster as plain data (`autopar clusters --json`); those of algorithms are in its file."""
+    device = cluster.device
+    return {
+        "name": cluster.name,
+        "description": cluster.description,
+        "device": {
+            "name": device.name,
+            "memory_bytes": device.memory_bytes,
+            "memory_bytes_per_second": device.hbm_bytes_per_second,
+            "launch_seconds": device.launch_seconds,
+            "peak_flops": dict(device.peak_flops),
+        },
+        "levels": [
+            {
+                "name": level.name,
+                "link": level.link,
+                "units": level.units,
+                "ports": level.ports,
+                "port_bytes_per_second": level.port_bytes_per_second,
+                "rate_bytes_per_second": level.rate_bytes_per_second,
+                "offers": list(level.offers),
+            }
+            for level in cluster.level
+        ],
+        "library": cluster.library.name,
+        "sources": {name: {"text": one.text, "date": one.date} for name, one in sorted(cluster.sources.items())},
+    }
+
+
+def describe(cluster: Cluster) -> str:
+    """The numbers that prices are made of, and some prices."""
+    device = cluster.device
+    memory = _number(device.memory_bytes, "B")
+    peaks = ", ".join(f"{name} {_number(peak, 'FLOP/s')}" for name, peak in device.peak_flops.items())
+    lines = [
+        f"{cluster.name}: {cluster.description}",
+        f"  device    {device.name}: {memory} at {_number(device.hbm_bytes_per_second, 'B/s')}",
+        f"            {peaks}",
+        f"            an op of an eager program takes {_time(device.launch_seconds)} at least",
+        *(f"  {'links' if i == 0 else '':9} {_level(cluster, i)}" for i in range(len(cluster.level))),
+        f"  library   {cluster.library.name}: {', '.join(_algorithms(cluster))}",
+        "",
+        *_prices(cluster),
+        "",
+        "  sources",
+        *(f"  {name}: {source.text} ({source.date})" for name, source in sorted(cluster.sources.items())),
+    ]
+    return "\n".join(lines)
+
+
+def _level(cluster: Cluster, i: int) -> str:
+    level = cluster.level[i]
+    one = "device" if i == 0 else f"unit of {cluster.level[i - 1].name}"
+    joined = "any number" if level.units is None else str(level.units)
+    offers = f"; offers {', '.join(level.offers)}" if level.offers else ""
+    wired = ", in pairs" if level.wires else ""
+    rates = f"{_number(level.port_bytes_per_second, 'B/s')}, {_number(level.rate_bytes_per_second, 'B/s')} in practice"
+    return f"{level.name}: joins {joined}{wired}; {level.ports} × {rates}, for each {one}{offers}"
+
+
+def _algorithms(cluster: Cluster) -> list[str]:
+    names = [" ".join(filter(None, (entry.name, entry.protocol))) for entry in cluster.library.algorithm]
+    return list(dict.fromkeys(names))
+
+
+def _prices(cluster: Cluster) -> list[str]:
+    """What collectives take inside the innermost links, and beyond."""
+    inside = cluster.level[0].units or DEFAULT_RANKS
+    meshes = [(inside, 1)]
+    if len(cluster.level) > 1:
+        meshes += [(inside, 2), (inside, 16)]
+    lines = [f"  {'':15} {'ranks':>10}" + "".join(f"{name:>12}" for _, name in SIZES)]
+    for kind in COLLECTIVES:
+        for ranks, units in meshes:
+            network = Network(cluster, {"outer": units, "inner": ranks})
+            times = [network.seconds(kind, ("outer", "inner"), float(size)) for size, _ in SIZES]
+            shape = f"{units} x {ranks}" if units > 1 else str(ranks)
+            lines.append(f"  {kind:15} {shape:>10}" + "".join(f"{_time(time):>12}" for time in times))
+    return lines
+
+
+DEFAULT_RANKS = 4
+"""Where any number of ranks can be joined, some must be shown."""
+
+
+# -- one file ---------------------------------------------------------------------------------------------------------
+
+
+def standalone(name_or_path: str | Path) -> str:
+    """The text of a cluster's file, with the device and the library that it names written out in it."""
+    path = cluster_path(name_or_path)
+    document = read_document(path)
+    text = path.read_text(encoding="utf-8")
+    sources: list[str] = []
+    parts: list[str] = []
+    for key in ("device", "library"):
+        name = document.table.get(key)
+        if isinstance(name, str):
+            shared = shared_path(key, name).read_text(encoding="utf-8")
+            body, cited = _split(re.sub(r'\[([\w.-]+)\]"', rf'[{key}-\1]"', shared))
+            text = re.sub(rf'^{key}\s*=\s*".*"[^\n]*\n', "", text, count=1, flags=re.MULTILINE)
+            parts.append(f"[{key}]\n{_under(key, body)}")
+            sources += [f"{key}-{line}" for line in cited]
+    head, cited = _split(text)
+    tables = [part.strip("\n") + "\n" for part in parts]
+    return "\n".join([head.rstrip("\n"), "", *tables, "[sources]", *cited, *sources, ""])
+
+
+def links_of(name_or_path: str | Path) -> tuple[list[str], list[str]]:
+    """The lines of a cluster's links and library, and of its sources: for a file with another device.
+
+    Sources are renamed: the other file has its own.
+    """
+    body, sources = _split(standalone(name_or_path))
+    body = re.sub(r'\[([\w.-]+)\]"', r'[links-\1]"', body)
+    kept: list[str] = []
+    wanted = False
+    for line in body.splitlines():
+        if line.startswith("["):
+            wanted = not line.lstrip("[").startswith("device")
+        if wanted:
+            kept.append(line)
+    return kept, [f"links-{line}" for line in sources]
+
+
+def _split(text: str) -> tuple[str, list[str]]:
+    """What stands before `[sources]`, and the lines in it."""
+    body, _, rest = text.partition("[sources]\n")
+    return body, [line for line in rest.splitlines() if line.strip()]
+
+
+def _under(key: str, body: str) -> str:
+    """The tables of a file as tables of a table."""
+    return re.sub(r"^(\[\[?)([\w.]+)(\]\]?)", rf"\1{key}.\2\3", body, flags=re.MULTILINE)

@@ -1,0 +1,145 @@
+"""What ops hold on one rank.
+
+Most hold their share of what the whole op holds. Those that run on shards with messages of their own run other ops:
+what these hold is seen by running their lowerings on fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+
+from autopar.cost.step.lowered_step import Wired
+from autopar.ir.analysis.differentiable import fake_input
+from autopar.ir.analysis.op_memory import Footprint, measure
+from autopar.ir.graph import NamedGraph, NamedNode
+from autopar.rules.call import arguments_by_name, takes_tensors
+from autopar.rules.shard_call.local_call import Local, Piece
+from autopar.sharding.decisions import OpDecision
+from autopar.sharding.layout.resolve import atoms_of
+from autopar.sharding.lowered_ops import Split
+from autopar.sharding.lowered_ops.base import Message, Send
+from autopar.sharding.reshard.reshard import StepKind
+
+__all__ = ["LocalFootprints", "local_footprint", "lowered_footprint"]
+
+
+class LocalFootprints:
+    """The footprints of the ops of a plan, each worked out once."""
+
+    def __init__(self, wired: Wired) -> None:
+        self.graph, self.plan, self.wiring = wired.graph, wired.plan, wired.wiring
+        self.found: dict[str, Footprint] = {}
+        self.known: dict[Any, Footprint] = {}
+
+    def of(self, node: NamedNode) -> Footprint:
+        found = self.found.get(node.name)
+        if found is None:
+            decision = self.plan.decisions.ops[node.name]
+            whole = self.graph.footprints[node.node]
+            key = id(whole), decision.choice, decision.operands
+            found = self.known.get(key) or self._made(node, decision)
+            self.found[node.name] = self.known[key] = found
+        return found
+
+    def _made(self, node: NamedNode, decision: OpDecision) -> Footprint:
+        return local_footprint(self.graph, node, decision, self.wiring.ops[node.name].split, self.plan.axes)
+
+
+def local_footprint(
+    graph: NamedGraph, node: NamedNode, decision: OpDecision, split: Split | None, axes: Mapping[str, int]
+) -> Footprint:
+    """Of one rank."""
+    if split is not None and not exchanges_edges(split):
+        return lowered_footprint(graph, node, decision, split, axes)
+    whole = graph.footprints[node.node]
+    share = 1 / prod(axes[axis] for axis in decision.choice.axes)
+    return replace(
+        whole,
+        internal_bytes=round(whole.internal_bytes * share),
+        forward_bytes=round(whole.forward_bytes * share),
+        backward_bytes=round(whole.backward_bytes * share),
+    )
+
+
+def exchanges_edges(split: Split) -> bool:
+    """Whether its messages are the edges of neighbours: then the op itself runs on what is put together."""
+    return any(step.kind is StepKind.HALO_EXCHANGE for message in split.messages() for step in message.reshard.forward)
+
+
+def lowered_footprint(
+    graph: NamedGraph, node: NamedNode, decision: OpDecision, split: Split, axes: Mapping[str, int]
+) -> Footprint:
+    """Of one rank, in bytes of that rank."""
+    source = next(found for found in graph.exported.graph_module.graph.nodes if found.name == node.node)
+    target: Any = source.target
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        operands = [
+            None if name is None else _operand(graph, name, decision, i, axes) for i, name in enumerate(node.operands)
+        ]
+        left = iter(operands)
+        arguments = arguments_by_name(target, source.args, source.kwargs)
+        for name, is_list in takes_tensors(target).items():
+            value = arguments[name]
+            if is_list:
+                arguments[name] = None if value is None else [_taken(item, next(left)) for item in value]
+            else:
+                arguments[name] = _taken(value, next(left))
+        pieces = {factor: _piece(node, decision, factor, axes) for factor in node.sizes}
+        sizes = {factor: pieces[factor].length for factor in node.sizes if factor not in split.factors}
+        local = Local(target, arguments, node.rule, dict(node.sizes), {**node.sizes, **sizes})
+        sends = tuple(map(_sent, split.messages()))
+        return measure(operands, lambda: split.lowering.run(split, local, pieces, sends))
+
+
+def _operand(graph: NamedGraph, name: str, decision: OpDecision, position: int, axes: Mapping[str, int]) -> Tensor:
+    tensor, layout = graph.tensors[name], decision.operands[position]
+    atoms = atoms_of(tensor)
+    shape = tensor.shape if layout is None else atoms.fold(layout.largest_sizes(atoms, axes))
+    return fake_input(shape, tensor.dtype, tensor.requires_grad)
+
+
+def _taken(given: Any, made: Tensor | None) -> Any:
+    return made if isinstance(given, Node) else given
+
+
+def _piece(node: NamedNode, decision: OpDecision, factor: str, axes: Mapping[str, int]) -> Piece:
+    """What the first rank has of a factor."""
+    length = node.sizes[factor]
+    for (name, _), used in decision.choice.splits:
+        if name == factor:
+            length = -(-length // prod(axes[axis] for axis in used))
+    return Piece(factor, 0, 0, length, node.sizes[factor])
+
+
+def _sent(message: Message) -> Send:
+    """What comes back of a message: of the right shape, with a gradient where the message has one."""
+    found = message.reshard
+    axes = dict(found.axes)
+    shape = found.atoms.fold(found.target.largest_sizes(found.atoms, axes))
+
+    def send(x: Tensor) -> Tensor:
+        if not message.differentiable:
+            return x.detach().new_empty(shape)
+        received: Tensor = _Received.apply(x, shape)  # type: ignore[no-untyped-call]
+        return received
+
+    return send
+
+
+class _Received(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        ctx.shape = x.shape
+        return x.new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.new_empty(ctx.shape), None

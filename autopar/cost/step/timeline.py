@@ -1,0 +1,137 @@
+"""One step as events in time, for looking at: what computes, what is sent of values, what is sent of parameters.
+
+Ops run one after the other and wait for the values that they are sent. Parameters are gathered one bucket ahead of
+their use; their gradients are reduced beside the rest of the backward; the optimizer waits for all of it. The price of
+a plan is `evaluate`'s, which says in one formula what this shows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.step.lowered_step import Wired
+from autopar.cost.step.profile import Profile, Task, profile
+from autopar.files import write_text
+from autopar.ir.graph import NamedGraph
+from autopar.sharding.assignment import Plan
+
+__all__ = ["Event", "Timeline", "timeline"]
+
+STREAMS = ("compute", "communication of values", "communication of parameters")
+
+
+@dataclass(frozen=True)
+class Event:
+    task: Task
+    stream: str
+    start_seconds: float
+    micro_batch: int
+
+    @property
+    def end_seconds(self) -> float:
+        return self.start_seconds + self.task.seconds
+
+
+@dataclass(frozen=True)
+class Timeline:
+    events: tuple[Event, ...]
+
+    @property
+    def seconds(self) -> float:
+        return max((event.end_seconds for event in self.events), default=0.0)
+
+    def busy_seconds(self, stream: str) -> float:
+        return sum(event.task.seconds for event in self.events if event.stream == stream)
+
+    def to_json(self) -> dict[str, Any]:
+        """In the trace event format, which chrome://tracing and ui.perfetto.dev open."""
+        named = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": stream}}
+            for i, stream in enumerate(STREAMS)
+        ]
+        return {"traceEvents": [*named, *map(_traced, self.events)], "displayTimeUnit": "ms"}
+
+    def save(self, path: str | Path) -> None:
+        write_text(path, json.dumps(self.to_json()))
+
+
+def timeline(graph: NamedGraph, plan: Plan, cluster: Cluster) -> Timeline:
+    """When a device does what in one step."""
+    return timeline_of(profile(Wired(graph, plan), cluster), plan.micro_batches)
+
+
+def timeline_of(found: Profile, micro_batches: int) -> Timeline:
+    clock = _Clock()
+    for micro_batch in range(micro_batches):
+        last = micro_batch == micro_batches - 1
+        clock.forward([task for task in found.forward if not task.once or micro_batch == 0], micro_batch)
+        clock.backward([task for task in found.backward if not task.once or last], micro_batch)
+    clock.finish(found.optimizer, micro_batches - 1)
+    return Timeline(tuple(clock.events))
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.now = 0.0
+        """When the ops so far are done."""
+        self.sent = 0.0
+        """When what has been sent of parameters so far has come."""
+
+    def forward(self, tasks: Sequence[Task], micro_batch: int) -> None:
+        """What is gathered may begin when the op begins that uses the bucket before."""
+        ahead = self.now
+        for task in tasks:
+            if not task.beside:
+                self._in_turn(task, micro_batch)
+                continue
+            arrived = self._beside(task, ahead, micro_batch)
+            ahead = self.now
+            self.now = max(self.now, arrived)
+
+    def backward(self, tasks: Sequence[Task], micro_batch: int) -> None:
+        for task in tasks:
+            if task.beside:
+                arrived = self._beside(task, self.now, micro_batch)
+                if task.direction == "recompute":  # gathered again: the op waits for it
+                    self.now = max(self.now, arrived)
+            else:
+                self._in_turn(task, micro_batch)
+
+    def finish(self, tasks: Iterable[Task], micro_batch: int) -> None:
+        self.now = max(self.now, self.sent)
+        for task in tasks:
+            self._in_turn(task, micro_batch)
+
+    def _in_turn(self, task: Task, micro_batch: int) -> None:
+        stream = STREAMS[0] if task.kind in ("compute", "copy") else STREAMS[1]
+        self.events.append(Event(task, stream, self.now, micro_batch))
+        self.now += task.seconds
+
+    def _beside(self, task: Task, earliest: float, micro_batch: int) -> float:
+        start = max(earliest, self.sent)
+        self.events.append(Event(task, STREAMS[2], start, micro_batch))
+        self.sent = start + task.seconds
+        return self.sent
+
+
+def _traced(event: Event) -> dict[str, Any]:
+    task = event.task
+    told = {"kind": task.kind, "direction": task.direction, "bytes": task.bytes, "flops": task.flops}
+    told |= {"axes": "*".join(task.axes), "micro_batch": event.micro_batch}
+    name = task.name if task.kind == "compute" else f"{task.kind} {task.name}"
+    return {
+        "name": name,
+        "cat": task.direction,
+        "ph": "X",
+        "pid": 0,
+        "tid": STREAMS.index(event.stream),
+        "ts": event.start_seconds * 1e6,
+        "dur": task.seconds * 1e6,
+        "args": told,
+    }

@@ -1,0 +1,153 @@
+"""Which ops multiply: fused attention and recurrences by their names, all other products by what their rules say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from autopar.ir.graph import NamedNode
+from autopar.rules.notation import Operand, Rule
+from autopar.rules.shard_call.expert_rows import GROUPED
+
+__all__ = ["ATTENTION", "RECURRENT", "Contraction", "contractions", "factors_of", "is_linear_in_both", "multiplied"]
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
+RECURRENT = {
+    "aten.lstm.input": 3,
+    "aten.gru.input": 2,
+    "aten.rnn_tanh.input": 2,
+    "aten.rnn_relu.input": 2,
+    "aten.lstm_cell.default": 3,
+    "aten.gru_cell.default": 2,
+    "aten.rnn_tanh_cell.default": 2,
+    "aten.rnn_relu_cell.default": 2,
+}
+"""Recurrences, and the first operand that is a parameter."""
+EINSUM = "aten.einsum.default"
+CHAIN = "aten.linalg_multi_dot.default"
+MOST_ORDERED = 6
+"""Matrices in a chain up to which all orders are tried."""
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """One product of two tensors, by their factors; a factor that the result lacks is summed over.
+
+    `chosen` are the factors by which each row finds its matrix (the experts of a mixture): a row meets one of them.
+    """
+
+    left: frozenset[str]
+    right: frozenset[str]
+    result: frozenset[str]
+    operands: tuple[tuple[int, ...], tuple[int, ...]]
+    """The operands that each side is made of: several, where it is the result of a product before."""
+    chosen: frozenset[str] = frozenset()
+
+    @property
+    def batch(self) -> frozenset[str]:
+        return self.left & self.right & self.result
+
+    @property
+    def rows(self) -> frozenset[str]:
+        return (self.left & self.result) - self.batch
+
+    @property
+    def columns(self) -> frozenset[str]:
+        return (self.right & self.result) - self.batch
+
+    @property
+    def summed(self) -> frozenset[str]:
+        return (self.left | self.right) - self.result
+
+
+def factors_of(operand: Operand | None) -> set[str]:
+    return set() if operand is None else set(operand.factors)
+
+
+def multiplied(node: NamedNode) -> tuple[int, int] | None:
+    """The two operands that share a factor which the result lacks; of a convolution its first two.
+
+    A convolution of single channels shares none, and sums over its window all the same.
+    """
+    if "conv" in node.op and node.rule.linear:
+        return 0, 1
+    pairs = sorted((found[0], found[1]) for found in _holders(node).values() if len(found) > 1)
+    return pairs[0] if pairs else None
+
+
+def _holders(node: NamedNode) -> dict[str, list[int]]:
+    """The operands that have each factor which the result lacks."""
+    output = factors_of(node.rule.outputs[0]) if node.rule.outputs else set()
+    holders: dict[str, list[int]] = {}
+    for i, operand in enumerate(node.rule.operands[: len(node.operands)]):
+        for factor in factors_of(operand) - output:
+            if node.operands[i] is not None:
+                holders.setdefault(factor, []).append(i)
+    return holders
+
+
+def is_linear_in_both(rule: Rule, one: int, other: int) -> bool:
+    """Whether an op is linear in each of two operands alone, as a product is and a distance is not."""
+    groups = [set(group) for group in rule.linear]
+    return any(one in group and other not in group for group in groups) and any(
+        other in group and one not in group for group in groups
+    )
+
+
+def contractions(node: NamedNode) -> tuple[Contraction, ...]:
+    """The products that an op makes, one after the other; none for an op that multiplies nothing."""
+    pair = multiplied(node)
+    if pair is None:
+        return ()
+    chosen = frozenset(factor for _, factor in node.rule.indices)
+    holders = _holders(node)
+    if node.op in GROUPED:
+        chosen |= {factor for factor, found in holders.items() if len(found) == 1}
+    taken = list(pair)
+    if is_linear_in_both(node.rule, *pair):
+        shared = {i for found in holders.values() if len(found) > 1 for i in found}
+        taken += sorted(i for i in shared - set(pair) if is_linear_in_both(node.rule, pair[0], i))
+    dropped = set(chosen)
+    if node.op == EINSUM:  # what one operand alone has is summed before the products
+        dropped |= {factor for factor, found in holders.items() if len(found) == 1}
+    sides = {i: frozenset(factors_of(node.rule.operands[i]) - dropped) for i in taken}
+    output = frozenset(factors_of(node.rule.outputs[0]))
+    if node.op == CHAIN and len(taken) <= MOST_ORDERED:
+        return _chain([((i,), sides[i]) for i in sorted(taken)], output, node.sizes)[1]
+    chosen &= factors_of(node.rule.operands[pair[0]]) | factors_of(node.rule.operands[pair[1]])
+    return _in_turn(taken, sides, output, chosen)
+
+
+def _in_turn(
+    taken: Sequence[int], sides: Mapping[int, frozenset[str]], output: frozenset[str], chosen: frozenset[str]
+) -> tuple[Contraction, ...]:
+    """The first two, then each other one with what has come of those before it."""
+    made: tuple[int, ...] = (taken[0],)
+    current = sides[taken[0]]
+    found: list[Contraction] = []
+    for place, i in enumerate(taken[1:], 2):
+        later = output.union(*(sides[other] for other in taken[place:]))
+        step = Contraction(current, sides[i], (current | sides[i]) & later, (made, (i,)), chosen)
+        found += [step] if step.summed else []
+        made, current = (*made, i), step.result
+    return tuple(found)
+
+
+_Part = tuple[tuple[int, ...], frozenset[str]]
+
+
+def _chain(
+    parts: Sequence[_Part], output: frozenset[str], sizes: Mapping[str, int]
+) -> tuple[int, tuple[Contraction, ...]]:
+    """The order of products of neighbours that takes the fewest multiplications, and how many these are."""
+    if len(parts) == 1:
+        return 0, ()
+    found: list[tuple[int, tuple[Contraction, ...]]] = []
+    for i in range(len(parts) - 1):
+        (made, left), (more, right) = parts[i : i + 2]
+        later = output.union(*(factors for _, factors in (*parts[:i], *parts[i + 2 :])))
+        step = Contraction(left, right, (left | right) & later, (made, more))
+        rest = _chain([*parts[:i], ((*made, *more), step.result), *parts[i + 2 :]], output, sizes)
+        found.append((prod(sizes[factor] for factor in left | right) + rest[0], (step, *rest[1])))
+    return min(found, key=lambda one: one[0])

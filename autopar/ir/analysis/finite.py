@@ -1,0 +1,221 @@
+"""Which values of a graph cannot be infinite, and so through which ops a sum may be held back.
+
+A sum that is held back is multiplied term by term: where it meets infinity, or is divided by zero, terms of unlike sign
+give NaN and the sum would have given infinity. So the other operands of such an op must be finite *by the graph*:
+numbers are looked at; parameters and buffers are taken to be finite; inputs of floats are not; of results it follows
+from their op (a softmax is bounded, a sum of finite values finite, so is a share of a square plus a number).
+Numbers so large that their products overflow are not seen.
+"""
+
+from __future__ import annotations
+
+from cmath import isfinite
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+
+from autopar.rules.call import arguments_by_name
+
+if TYPE_CHECKING:  # the graph has them
+    from autopar.ir.graph import NamedGraph, NamedNode
+
+__all__ = ["passable_sums"]
+
+
+def _ops(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+_BOUNDED = _ops(
+    "softmax _softmax sigmoid hardsigmoid tanh sin cos erf erfc sign atan relu6 hardtanh one_hot zeros ones eye arange "
+    "zeros_like ones_like new_zeros new_ones rand randn bernoulli layer_norm native_layer_norm rms_norm "
+    "_fused_rms_norm group_norm nan_to_num"
+)
+"""Never infinite, if their numbers and all operands but the first are not: infinity in becomes NaN at most."""
+_MOVING = _ops(
+    "view reshape _unsafe_view permute transpose t slice select narrow expand repeat cat stack split split_with_sizes "
+    "chunk unbind index gather index_select embedding squeeze unsqueeze flatten unflatten unfold clone detach alias "
+    "contiguous _to_copy to type_as topk sort flip roll diagonal amax amin max maximum mean sum view_as_real "
+    "expand_as lift_fresh lift_fresh_copy getitem movedim"
+)
+"""Finite, and of one sign, if all operands are."""
+_CARRYING = _MOVING | _ops(
+    "add sub rsub mul multiply neg abs absolute matmul mm bmm addmm baddbmm linear conv1d conv2d conv3d convolution "
+    "conv_transpose1d conv_transpose2d conv_transpose3d einsum dot mv outer tensordot bilinear min minimum cumsum "
+    "where masked_fill clamp clamp_min clamp_max relu gelu silu elu leaky_relu softplus selu mish square sqrt pad "
+    "constant_pad_nd dropout native_dropout scatter scatter_add index_add index_copy index_put tril triu var std norm "
+    "linalg_vector_norm addcmul lerp round floor ceil trunc remainder meshgrid avg_pool2d max_pool2d "
+    "adaptive_avg_pool2d upsample_nearest2d cross linalg_cross glu prelu view_as_complex real imag conj expert_rows "
+    "_grouped_mm grouped_mm_fallback full full_like new_full scalar_tensor linspace logsumexp log_sigmoid "
+    "hardswish log_softmax _log_softmax"
+)
+"""Finite if all operands and numbers are, short of overflow."""
+_SQUARES = _ops(
+    "softmax _softmax sigmoid hardsigmoid relu relu6 abs absolute square exp sqrt softplus var std norm "
+    "linalg_vector_norm one_hot zeros ones zeros_like ones_like"
+)
+"""Not negative."""
+_CASTS = frozenset(("_to_copy", "to", "type_as"))
+"""A small number becomes zero in a narrower dtype."""
+_DIVIDING = _ops("div divide true_divide addcdiv")
+_LENT = _ops(
+    "where scaled_dot_product_attention type_as to view_as reshape_as expand_as new_zeros new_empty layer_norm "
+    "native_layer_norm rms_norm _fused_rms_norm group_norm masked_fill fill"
+)
+"""Ops that multiply nothing by the operands outside of a sum: they choose, weigh by a softmax, or lend a shape."""
+
+
+def passable_sums(graph: NamedGraph) -> Mapping[str, frozenset[frozenset[int]]]:
+    """For each op the groups of operands that may be partial sums together."""
+    values = _Values(graph)
+    found = {}
+    for node in graph.nodes:
+        groups = (frozenset(group) for group in node.rule.linear)
+        found[node.name] = frozenset(group for group in groups if values.can_pass(node, group))
+        values.add(node)
+    return found
+
+
+class _Values:
+    """What is known of the values of a graph: which are finite, not negative, and above zero."""
+
+    def __init__(self, graph: NamedGraph) -> None:
+        self.graph = graph
+        self.sources = {node.name: node for node in graph.exported.graph_module.graph.nodes}
+        self.finite: set[str] = set()
+        self.unsigned: set[str] = set()
+        self.positive: set[str] = set()
+        self.makers: dict[str, NamedNode] = {}
+        for tensor in graph.tensors.values():
+            data = graph.exported.constants.get(tensor.name) if tensor.kind == "constant" else None
+            known = isinstance(data, torch.Tensor) and not data.is_meta and bool(data.isfinite().all())
+            if known or tensor.kind in ("param", "buffer") or _is_whole(tensor.dtype):
+                self.finite.add(tensor.name)
+
+    def can_pass(self, node: NamedNode, group: frozenset[int]) -> bool:
+        """Whether terms of a sum, each through the op, add up to what the sum gives."""
+        name, arguments = _plain(node.op), self._arguments(node)
+        if not _numbers_finite(arguments):
+            return False
+        others = [operand for i, operand in enumerate(node.operands) if i not in group and operand is not None]
+        if name in _DIVIDING:
+            number = arguments.get("other")
+            return number != 0 and self.positive.issuperset(others)
+        return name in _LENT or self.finite.issuperset(others)
+
+    def add(self, node: NamedNode) -> None:
+        name, arguments = _plain(node.op), self._arguments(node)
+        operands = [operand for operand in node.operands if operand is not None]
+        made = [output for output in node.outputs if output is not None]
+        self.makers.update(dict.fromkeys(made, node))
+        if _numbers_finite(arguments) and self._is_finite(name, operands, arguments):
+            self.finite.update(made)
+        if self._is_positive(name, operands, arguments):
+            self.positive.update(made)
+            self.unsigned.update(made)
+        elif self._is_unsigned(name, operands, arguments):
+            self.unsigned.update(made)
+
+    def _arguments(self, node: NamedNode) -> dict[str, Any]:
+        source = self.sources[node.node]
+        if not isinstance(source.target, torch._ops.OpOverload):
+            return {}
+        return arguments_by_name(source.target, source.args, source.kwargs)
+
+    def _is_finite(self, name: str, operands: list[str], arguments: Mapping[str, Any]) -> bool:
+        if name in _BOUNDED:
+            return self.finite.issuperset(operands[1:])
+        if name == "scaled_dot_product_attention":
+            return operands[2] in self.finite  # weighed by a softmax, whatever the scores
+        if name in ("clamp", "clip") and None not in (arguments.get("min"), arguments.get("max")):
+            return not any(isinstance(arguments[end], Node) for end in ("min", "max"))
+        if name in _CARRYING:
+            return self.finite.issuperset(operands)
+        if name == "pow":
+            exponent = arguments.get("exponent")
+            if not isinstance(exponent, int | float) or operands[0] not in self.finite:
+                return False
+            return exponent >= 0 or operands[0] in self.positive
+        if name in ("rsqrt", "reciprocal", "log"):
+            return operands[0] in self.positive and operands[0] in self.finite
+        if name in _DIVIDING:
+            divisors = operands[1:] if name != "addcdiv" else operands[2:]
+            number = arguments.get("other")
+            return number != 0 and (
+                (self.finite.issuperset(operands) and self.positive.issuperset(divisors)) or self._is_share(operands)
+            )
+        return False
+
+    def _is_share(self, operands: list[str]) -> bool:
+        """Unsigned numbers by their own sum: at most one, or NaN."""
+        if len(operands) != 2 or operands[0] not in self.unsigned:
+            return False
+        total = self.makers.get(operands[1])
+        if total is not None and _plain(total.op) == "add" and len(set(total.operands) - {None}) == 1:
+            more = self._arguments(total).get("other")
+            total = self.makers.get(total.operands[0] or "") if isinstance(more, int | float) and more >= 0 else None
+        return total is not None and _plain(total.op) == "sum" and total.operands[0] == operands[0]
+
+    def _is_positive(self, name: str, operands: list[str], arguments: Mapping[str, Any]) -> bool:
+        other, bound = arguments.get("other"), arguments.get("min")
+        if name == "add" and isinstance(other, int | float):
+            return self.unsigned.issuperset(operands) and other >= self._least(operands)
+        if name in ("clamp", "clamp_min") and isinstance(bound, int | float):
+            return bound >= self._least(operands)
+        floats = self._floats(operands)
+        carried = name in _MOVING - _CASTS or name in ("sqrt", "mul", "multiply", "add", "rsqrt", "reciprocal")
+        return carried and bool(floats) and self.positive.issuperset(floats) and _signed_above(0, arguments)
+
+    def _is_unsigned(self, name: str, operands: list[str], arguments: Mapping[str, Any]) -> bool:
+        if name in _SQUARES:
+            return True
+        if name == "pow":
+            return arguments.get("exponent") in (2, 4)
+        if name in ("mul", "multiply") and len(operands) == 2 and operands[0] == operands[1]:
+            return True
+        floats = self._floats(operands)
+        carried = name in _MOVING or name in ("mul", "multiply", "add", *_DIVIDING, "rsqrt", "reciprocal")
+        return carried and bool(floats) and self.unsigned.issuperset(floats) and not _is_negated(arguments)
+
+    def _floats(self, operands: list[str]) -> list[str]:
+        """Without positions."""
+        return [operand for operand in operands if not _is_whole(self.graph.tensors[operand].dtype)]
+
+    def _least(self, operands: list[str]) -> float:
+        """The least number that is no zero in the dtype of the first operand."""
+        dtype = self.graph.tensors[operands[0]].dtype
+        return torch.finfo(dtype).tiny if dtype.is_floating_point else 1
+
+
+def _is_negated(arguments: Mapping[str, Any]) -> bool:
+    """Whether a number among the arguments changes the sign."""
+    given = (arguments.get(name) for name in ("other", "alpha", "value"))
+    return any(isinstance(number, int | float) and number < 0 for number in given)
+
+
+def _signed_above(least: float, arguments: Mapping[str, Any]) -> bool:
+    given = (arguments.get(name) for name in ("other", "alpha", "value"))
+    return all(number > least for number in given if isinstance(number, int | float))
+
+
+def _plain(op: str) -> str:
+    parts = op.split(".")
+    return parts[1] if len(parts) > 1 else op
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _numbers_finite(arguments: Mapping[str, Any]) -> bool:
+    return all(isfinite(value) for value in _numbers(arguments.values()))
+
+
+def _numbers(values: Iterable[Any]) -> Iterable[complex]:
+    for value in values:
+        if isinstance(value, float | complex):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _numbers(value)

@@ -1,0 +1,115 @@
+"""The arguments of a call, bound to the parameters of `forward`, as one nested value."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import AutoparError, TraceError
+from autopar.ir.pytree import Constant, Flattened, Mapped, UnsupportedValueError, flatten
+
+__all__ = ["bind", "flatten_arguments", "plain_call", "signature_of", "without_defaults"]
+
+
+def signature_of(model: nn.Module) -> inspect.Signature:
+    return inspect.signature(model.forward)
+
+
+def bind(
+    signature: inspect.Signature,
+    owner: str,
+    inputs: tuple[Any, ...] | Mapping[str, Any],
+    error: type[AutoparError] = TraceError,
+) -> dict[str, Any]:
+    """Arguments by parameter name, those of `*args` as `args.0` ... and of `**kwargs` under their own names."""
+    if isinstance(inputs, Mapping):
+        args, kwargs = (), dict(inputs)
+    elif isinstance(inputs, tuple):
+        args, kwargs = inputs, {}
+    else:
+        hint = "write (x,) for a single tensor" if isinstance(inputs, torch.Tensor) else "use a tuple or a dict"
+        raise error(
+            "inputs must be a tuple of positional or a dict of keyword arguments, "
+            f"got a {type(inputs).__name__}: {hint}"
+        )
+    return bind_call(signature, owner, args, kwargs, error)
+
+
+def bind_call(
+    signature: inspect.Signature,
+    owner: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    error: type[AutoparError] = TraceError,
+) -> dict[str, Any]:
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as mismatch:
+        raise error(
+            f"the inputs do not fit {owner}.forward{_short(signature)}: {mismatch}. "
+            f"Given: {_given(args, kwargs)}. Add the missing argument or take out the extra one."
+        ) from mismatch
+    flat: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            flat.update({f"{name}.{i}": item for i, item in enumerate(value)})
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            flat.update(sorted(value.items()))
+        else:
+            flat[name] = value
+    return flat
+
+
+def plain_call(signature: inspect.Signature, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The inverse of `bind`: (args, kwargs) that call `forward` with these arguments."""
+    args: list[Any] = []
+    kwargs = dict(arguments)
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            rest = [name for name in kwargs if name.startswith(f"{parameter.name}.")]
+            if rest:  # then everything before stands in its place
+                args = [kwargs.pop(name) for name in _positional(signature) if name in kwargs]
+            args.extend(kwargs.pop(name) for name in rest)
+        elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY and parameter.name in kwargs:
+            args.append(kwargs.pop(parameter.name))
+    return args, kwargs
+
+
+def _positional(signature: inspect.Signature) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in signature.parameters.values() if parameter.kind in kinds]
+
+
+def flatten_arguments(arguments: dict[str, Any], owner: str, error: type[AutoparError] = TraceError) -> Flattened:
+    try:
+        return flatten(arguments, deep=True)
+    except UnsupportedValueError as unsupported:
+        raise error(f"the argument {unsupported.path!r} of {owner} holds {unsupported.problem}") from unsupported
+
+
+def without_defaults(signature: inspect.Signature, node: Mapped) -> Mapped:
+    """The arguments without those that say what `forward` says by itself, to compare two calls."""
+    kept = []
+    for name, child in zip(node.keys, node.children, strict=True):
+        parameter = signature.parameters.get(name)
+        if parameter is None or not (isinstance(child, Constant) and child == Constant(parameter.default)):
+            kept.append((name, child))
+    keys = tuple(name for name, _ in kept)
+    return Mapped(node.kind, keys, tuple(child for _, child in kept), node.number, node.template)
+
+
+def _short(signature: inspect.Signature) -> str:
+    return (
+        "(" + ", ".join(str(parameter).split(":")[0].split("=")[0] for parameter in signature.parameters.values()) + ")"
+    )
+
+
+def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    parts = [f"{len(args)} positional"] if args else []
+    parts.extend(kwargs)
+    return ", ".join(parts) or "nothing"

@@ -1,0 +1,77 @@
+"""What the tracer hands on: one flat functional graph, and how to call it as the model is called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from autopar.ir.autocast import Autocast
+from autopar.ir.pytree import Mapped, Node
+
+__all__ = ["Exported", "Mutation", "NodeOrigin", "OutputTree", "Placeholder"]
+
+
+@dataclass(frozen=True)
+class Placeholder:
+    """One input of the graph: where its value comes from."""
+
+    node: str
+    kind: Literal["param", "buffer", "constant", "input"]
+    name: str
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A flat output that is written back after the call, into a buffer or into a tensor among the inputs."""
+
+    output: int
+    target: str
+    kind: Literal["buffer", "input"]
+
+
+@dataclass(frozen=True)
+class NodeOrigin:
+    """The place in the user's model that a node comes from (`node.meta["origin"]`)."""
+
+    module_path: str
+    module_call: int
+    source: str
+    source_code: str
+    checkpoint: int | None
+
+
+@dataclass(frozen=True)
+class OutputTree:
+    """How to rebuild what the model returned.
+
+    `node` describes the pair (result, containers among the arguments that the call changed); `reused` gives, for each
+    such container, its number in `node` -> its number among the arguments.
+    """
+
+    node: Node
+    reused: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A traced model.
+
+    `graph_module` has one placeholder per entry of `placeholders`, functional ATen ops with high-level composites kept,
+    and one output node: a flat tuple, first the mutations, then the tensors of `output_tree`.
+    """
+
+    graph_module: torch.fx.GraphModule
+    placeholders: tuple[Placeholder, ...]
+    constants: Mapping[str, torch.Tensor]
+    aliases: Mapping[str, str]
+    mutations: tuple[Mutation, ...]
+    output_tree: OutputTree
+    input_tree: Mapped
+    training: bool
+    grad_enabled: bool
+    autocast: tuple[Autocast, ...]
+    device: torch.device | None

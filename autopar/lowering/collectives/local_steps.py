@@ -1,0 +1,202 @@
+"""The steps of a reshard as one rank runs them: what it lays into the buffer, and what it makes of what comes back.
+
+A `Move` is a step bound to a rank's coordinate; it holds nothing but numbers, so `torch.compile` traces through it. All
+tensors here have the rank's local atoms as their dims. A collective works on a flat buffer, with the parts for (or of)
+its members one after the other: `prepare` fills it, the transport exchanges it, `finish` reads it. Pieces that differ
+in length are padded to the longest one where a collective needs them equal; an all-to-all takes them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+
+import torch
+from torch import Tensor
+
+from autopar.lowering.collectives.custom_ops import kept
+from autopar.sharding.reshard.reshard import LOCAL, Reshard, Step, StepKind
+from autopar.sharding.sharding import Piece
+
+__all__ = ["Move", "bind", "finish", "keep_local", "prepare", "zeros_of"]
+
+
+@dataclass(frozen=True)
+class Move:
+    """`before` and `after` are the sizes of the local atoms; `atom` is the one that the step cuts or joins.
+
+    Lists over the members of the group stand in the order of their ranks in it. `pieces` is what each member takes of
+    this rank's tensor along `to_atom` (all-to-all) or `atom`, or adds to it (all-gather); `shapes` is what comes back
+    from each, and `order` lists the members by the place of their pieces along `atom`. `direct` says that the tensor
+    lies in memory just as the collective wants it, or gives it. `group` is the name of the process group.
+    """
+
+    kind: StepKind
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    atom: int = 0
+    to_atom: int = 0
+    keep: bool = True
+    start: int = 0
+    longest: int = 0
+    direct: bool = False
+    pieces: tuple[Piece, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    order: tuple[int, ...] = ()
+    sent: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+    group: str = ""
+
+    @property
+    def local(self) -> bool:
+        """Whether it sends nothing."""
+        return self.kind in LOCAL
+
+    @property
+    def ranks(self) -> int:
+        return len(self.order)
+
+
+def bind(step: Step, reshard: Reshard, coordinate: Mapping[str, int], members: tuple[Mapping[str, int], ...]) -> Move:
+    """A step as the rank at `coordinate` runs it; `members` are the coordinates of its group, in rank order.
+
+    The name of the group is left to whoever knows of process groups.
+    """
+    atoms, axes = reshard.atoms, dict(reshard.axes)
+    here = {axis: coordinate[axis] for axis in axes}
+    before = step.before.pieces(atoms, axes, here)
+    after = step.after.pieces(atoms, axes, here)
+    atom = step.atom or 0
+    move = Move(step.kind, _lengths(before), _lengths(after), atom)
+    if step.kind in (StepKind.ALL_REDUCE, StepKind.KEEP_ONE):
+        keep = all(coordinate[axis] == 0 for axis in step.axes)
+        return replace(move, keep=keep, order=tuple(range(len(members))))
+    if step.local:
+        return replace(move, start=abs(after[atom][0] - before[atom][0]))
+    held = [step.before.pieces(atoms, axes, here | dict(member)) for member in members]
+    wanted = [step.after.pieces(atoms, axes, here | dict(member)) for member in members]
+    if step.kind is StepKind.ALL_TO_ALL:
+        return _all_to_all(move, step, (before, after), held, wanted)
+    # Gathered, the members' pieces make up this rank's after; scattered, they are cut from its before.
+    parts, whole = (held, after) if step.kind is StepKind.ALL_GATHER else (wanted, before)
+    pieces = tuple((part[atom][0] - whole[atom][0], part[atom][1]) for part in parts)
+    order = _order(parts, atom)
+    longest = max(length for _, length in pieces)
+    even = all(length == longest for _, length in pieces)
+    direct = even and order == tuple(range(len(members))) and _leading(move.before, atom)
+    return replace(move, longest=longest, direct=direct, pieces=pieces, order=order)
+
+
+def _all_to_all(
+    move: Move,
+    step: Step,
+    mine: tuple[tuple[Piece, ...], tuple[Piece, ...]],
+    held: list[tuple[Piece, ...]],
+    wanted: list[tuple[Piece, ...]],
+) -> Move:
+    assert step.to_atom is not None, f"{step} goes nowhere"
+    before, after = mine
+    atom, to_atom = move.atom, step.to_atom
+    pieces = tuple(_shared(before[to_atom], part[to_atom]) for part in wanted)
+    shapes = tuple(_replaced(move.after, atom, _shared(part[atom], after[atom])[1]) for part in held)
+    return replace(
+        move,
+        to_atom=to_atom,
+        direct=_leading(move.before, to_atom) and all(one[0] + one[1] == other[0] for one, other in pairwise(pieces)),
+        pieces=pieces,
+        shapes=shapes,
+        order=_order(held, atom),
+        sent=tuple(prod(_replaced(move.before, to_atom, length)) for _, length in pieces),
+        received=tuple(map(prod, shapes)),
+    )
+
+
+def _lengths(pieces: tuple[Piece, ...]) -> tuple[int, ...]:
+    return tuple(length for _, length in pieces)
+
+
+def _replaced(sizes: tuple[int, ...], atom: int, length: int) -> tuple[int, ...]:
+    return (*sizes[:atom], length, *sizes[atom + 1 :])
+
+
+def _leading(sizes: tuple[int, ...], atom: int) -> bool:
+    """Whether pieces along this atom lie in memory one after the other."""
+    return all(size == 1 for size in sizes[:atom])
+
+
+def _order(members: list[tuple[Piece, ...]], atom: int) -> tuple[int, ...]:
+    return tuple(sorted(range(len(members)), key=lambda member: members[member][atom]))
+
+
+def _shared(mine: Piece, other: Piece) -> Piece:
+    """What two pieces have in common, counted from the start of the first."""
+    start = max(mine[0], other[0])
+    length = min(mine[0] + mine[1], other[0] + other[1]) - start
+    return (start - mine[0], length) if length > 0 else (0, 0)
+
+
+# -- on tensors -------------------------------------------------------------------------------------------------------
+
+
+def keep_local(move: Move, x: Tensor) -> Tensor:
+    """The steps that send nothing."""
+    if move.kind is StepKind.KEEP_ONE:
+        if torch.compiler.is_compiling():
+            return kept(x, move.before, move.keep)
+        return x if move.keep else torch.zeros_like(x)
+    if move.kind is StepKind.SLICE:
+        # A copy: a view would keep the whole tensor in memory for as long as the slice lives.
+        piece = x.narrow(move.atom, move.start, move.after[move.atom])
+        return piece.clone(memory_format=torch.contiguous_format)
+    left, right = move.start, move.after[move.atom] - move.before[move.atom] - move.start
+    return _padded(x, move.atom, left, right)
+
+
+def zeros_of(shape: Sequence[int], dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
+    """Zeros that depend on some tensors, also for the compiler."""
+    if not torch.compiler.is_compiling():
+        return tensors[0].new_zeros(tuple(shape), dtype=dtype)
+    first, *others = (kept(x, tuple(shape), False).to(dtype) for x in tensors)
+    for other in others:
+        first = first + other
+    return first
+
+
+def _padded(x: Tensor, atom: int, left: int, right: int) -> Tensor:
+    if not left and not right:
+        return x
+    if x.shape[atom] == 0 and torch.compiler.is_compiling():
+        return kept(x, _replaced(tuple(x.shape), atom, left + right), False)
+    parts = [x.new_zeros(_replaced(tuple(x.shape), atom, length)) for length in (left, right)]
+    return torch.cat([parts[0], x, parts[1]], atom)
+
+
+def prepare(move: Move, x: Tensor) -> Tensor:
+    """The buffer that this rank gives to the collective."""
+    if move.kind is StepKind.ALL_GATHER:
+        x = _padded(x, move.atom, 0, move.longest - move.before[move.atom])
+    elif move.kind is StepKind.REDUCE_SCATTER and not move.direct:
+        pieces = [x.narrow(move.atom, start, length) for start, length in move.pieces]
+        x = torch.cat([_padded(piece, move.atom, 0, move.longest - piece.shape[move.atom]) for piece in pieces])
+    elif move.kind is StepKind.ALL_TO_ALL and not move.direct:
+        x = torch.cat([x.narrow(move.to_atom, start, length).reshape(-1) for start, length in move.pieces])
+    flat = x.reshape(-1).contiguous()
+    # A conjugate is a mark on the same memory, which would be sent without it.
+    return flat.resolve_conj() if flat.is_complex() else flat.resolve_neg()
+
+
+def finish(move: Move, buffer: Tensor) -> Tensor:
+    """This rank's tensor, made of what the collective has given it."""
+    if move.kind is StepKind.REDUCE_SCATTER and move.longest > move.after[move.atom]:
+        padded = buffer.reshape(_replaced(move.after, move.atom, move.longest))
+        return padded.narrow(move.atom, 0, move.after[move.atom]).contiguous()
+    if move.kind is StepKind.ALL_GATHER and not move.direct:
+        parts = buffer.reshape(move.ranks, *_replaced(move.before, move.atom, move.longest)).unbind()
+        return torch.cat([parts[i].narrow(move.atom, 0, move.pieces[i][1]) for i in move.order], move.atom)
+    if move.kind is StepKind.ALL_TO_ALL:
+        received = torch.split(buffer, list(move.received))
+        return torch.cat([received[i].reshape(move.shapes[i]) for i in move.order], move.atom)
+    # The part of a bucket's buffer may be strided; some kernels (the backward of BatchNorm) read weights as contiguous.
+    return buffer.reshape(move.after).contiguous()

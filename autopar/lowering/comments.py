@@ -1,0 +1,71 @@
+"""The generated graph as text: what every inserted step is for."""
+
+from __future__ import annotations
+
+import re
+
+from torch.fx import GraphModule
+
+from autopar.ir.graph import NamedGraph, NamedTensor
+from autopar.lowering.passes.hoist_small_sums import Ends
+from autopar.sharding.reshard.reshard import Step
+from autopar.sharding.reshard_insertion import Inserted
+from autopar.sharding.sharding import Layout
+
+__all__ = ["note_of", "with_ends", "with_notes"]
+
+
+def note_of(one: Inserted, graph: NamedGraph) -> str:
+    """A conversion in words: of which tensor, from which layout to which, for which op with which rule."""
+    tensor = graph.tensors[one.tensor]
+    layouts = f"{_text(tensor, one.reshard.source)} -> {_text(tensor, one.reshard.target)}"
+    ways = ("forward", one.reshard.forward), ("backward", one.reshard.backward if one.differentiable else ())
+    sent = "; ".join(f"{word} {_steps(steps)}" for word, steps in ways if steps)
+    node = next((node for node in graph.nodes if node.name == one.op), None)
+    place = one.op if node is None else f"{one.op}, rule `{str(node.rule).partition(';')[0]}`, {node.origin.source}"
+    return f"{tensor}: {layouts}: {sent}; for {place}"
+
+
+def _steps(steps: tuple[Step, ...]) -> str:
+    return ", ".join(f"{step.kind.value}({'*'.join(step.axes)})" for step in steps)
+
+
+def _text(tensor: NamedTensor, layout: Layout) -> str:
+    """A layout with the names of the tensor's dims."""
+    if len(layout.splits) != len(tensor.atoms):
+        return str(layout)  # of a message of an op's own, which is no tensor of the graph
+    pairs = zip(tensor.atoms, layout.splits, strict=True)
+    rules = ", ".join(
+        f"{atom.names[0] if atom.names else atom.size} -> {'*'.join(axes)}" for atom, axes in pairs if axes
+    )
+    marks = [("partial", layout.partial), ("broadcast", layout.broadcast)]
+    words = [f"[{rules}]" if rules else "whole", *(f"{word}({'*'.join(sorted(axes))})" for word, axes in marks if axes)]
+    return " + ".join(words)
+
+
+def with_notes(module: GraphModule) -> str:
+    """The code of a generated graph, with a comment before every step that has notes; then that of its regions."""
+    lines = []
+    for line in module.code.strip("\n").split("\n"):
+        called = re.match(r"( +)\w+ = self\.(\w+)\(", line)
+        if called is not None:
+            notes = getattr(module.get_submodule(called[2]), "notes", ())
+            lines += [f"{called[1]}# {note}" for note in notes]
+        lines.append(line)
+    text = "\n".join(lines) + "\n"
+    for name, child in module.named_children():
+        body = getattr(child, "body", child)
+        if isinstance(body, GraphModule):
+            text += f"\n\n# {name}\n{with_notes(body)}"
+    return text
+
+
+def with_ends(text: str, ends: Ends) -> str:
+    """The code of a generated graph between what is sent before it and after it."""
+    first, last = ("".join(f"# {note}\n" for note in notes) for notes in ends.notes)
+    if ends.before is not None:
+        text = f"# before the graph, whose last inputs are the sums of this:\n{first}{ends.before.code}{text}"
+    if ends.late:
+        places = ", ".join(str(place) for place, _ in ends.late)
+        text += f"\n# after the graph, of its results {places}, waited for when somebody reads them:\n{last}"
+    return text

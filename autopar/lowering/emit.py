@@ -1,0 +1,436 @@
+"""The traced graph and the decisions about it, as a graph that every rank runs on its own shards.
+
+The conversions are those of `conversions`, each a module whose name says what it sends. Ops whose arguments follow the
+shard get them in numbers; ops that need a function of ours instead get a module that runs it.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.ir.graph import NamedGraph, NamedNode
+from autopar.lowering.collectives.local_reshard import Conversion, Groups
+from autopar.lowering.comments import note_of
+from autopar.lowering.passes.aliases import FRESH, is_idle_copy, makes_new_memory
+from autopar.lowering.passes.bucket_parameters import Parameters, put_in_buckets
+from autopar.lowering.passes.empty_shards import Empty, amounts, nodes_of, reached
+from autopar.lowering.passes.hoist_small_sums import Ends, move_to_ends
+from autopar.lowering.passes.join_small_sums import join_totals
+from autopar.lowering.passes.random_ops import Drawings, DrawnOp
+from autopar.lowering.passes.rank_check import put_gate
+from autopar.lowering.passes.recompute_regions import KEPT, REGION, with_regions
+from autopar.rules.call import arguments_by_name, takes_tensors
+from autopar.rules.notation import FactorKind
+from autopar.rules.shard_call.dispatch import LOWERINGS, localiser
+from autopar.rules.shard_call.grouped_heads import repeat_masked_heads
+from autopar.rules.shard_call.local_call import Local, Piece
+from autopar.sharding.choices import Choice
+from autopar.sharding.decisions import Decisions, OpDecision
+from autopar.sharding.layout.gather_policy import Recompute
+from autopar.sharding.layout.resolve import atoms_of
+from autopar.sharding.lowered_ops import Split, split_of
+from autopar.sharding.lowered_ops.base import Send
+from autopar.sharding.recompute import computed_again, regions_of
+from autopar.sharding.reshard_insertion import Inserted, OpConversions, Outputs, wire
+from autopar.sharding.sharding import Layout, chunk
+
+__all__ = ["Emitted", "emit"]
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """The graph of one rank, what was inserted in it, and the layouts of its results."""
+
+    graph_module: GraphModule
+    inserted: tuple[Inserted, ...]
+    results: tuple[tuple[str, Layout] | None, ...]
+    """Name and layout of each result of the model; None for one that is no tensor."""
+    draws: tuple[DrawnOp, ...] = ()
+    """Ops that draw random numbers, on several ranks; where there are any, the graph has one more input: their key."""
+    ends: Ends = field(default_factory=Ends)
+    """What is sent before and after the graph."""
+
+
+class Convert(nn.Module):
+    """A conversion as a step of the generated graph."""
+
+    def __init__(self, conversion: Conversion, note: str) -> None:
+        super().__init__()
+        self.conversion = conversion
+        self.notes = (note,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conversion(x)
+
+    def extra_repr(self) -> str:
+        return str(self.conversion.reshard)
+
+
+class Lowered(nn.Module):
+    """An op of which some factor is split and which needs a function of ours for it (a masked lookup)."""
+
+    def __init__(self, local: Local, pieces: tuple[Piece, ...], names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.local = local
+        self.pieces = pieces
+        self.names = names
+
+    def forward(self, *tensors: Any) -> Any:
+        local = self.local.with_arguments(**dict(zip(self.names, tensors, strict=True)))
+        for piece in self.pieces:
+            lowering = local.rule.lowering(piece.factor)
+            if lowering is not None:
+                local = LOWERINGS[lowering](local, piece)
+        return local.run()
+
+    def extra_repr(self) -> str:
+        return f"{self.local.op} split {', '.join(piece.factor for piece in self.pieces)}; rule {self.local.rule}"
+
+
+class Communicating(nn.Module):
+    """An op that runs on shards with messages of its own (a halo exchange, statistics of all shards)."""
+
+    def __init__(
+        self, split: Split, local: Local, pieces: Mapping[str, Piece], names: tuple[str, ...], sends: tuple[Send, ...]
+    ) -> None:
+        super().__init__()
+        self.split = split
+        self.local = local
+        self.pieces = pieces
+        self.names = names
+        self.sends = sends
+        self.notes: tuple[str, ...] = ()
+
+    def forward(self, *tensors: Any) -> Any:
+        local = self.local.with_arguments(**dict(zip(self.names, tensors, strict=True)))
+        return self.split.lowering.run(self.split, local, self.pieces, self.sends)
+
+    def extra_repr(self) -> str:
+        factors = ", ".join(f"{factor} -> {'*'.join(axes)}" for factor, axes in self.split.factors.items())
+        return f"{self.local.op} split {factors}; rule {self.local.rule}"
+
+
+def emit(
+    graph: NamedGraph,
+    decisions: Decisions,
+    groups: Groups,
+    outputs: Outputs,
+    local_inputs: bool,
+    parameters: Parameters | None = None,
+    recompute: Mapping[str, Recompute] | None = None,
+    with_ends: bool = False,
+) -> Emitted:
+    """Generate the graph of this rank; every rank does the same, in the same order.
+
+    `recompute`: what layers compute again in the backward, if it is not what the decisions say.
+    `with_ends`: small sums are taken out of the graph where they can be made before or after it.
+    """
+    again = decisions.recompute if recompute is None else recompute
+    return _Emitter(graph, decisions, groups, outputs, local_inputs, parameters or Parameters(), again).run(with_ends)
+
+
+class _Emitter:
+    def __init__(
+        self,
+        graph: NamedGraph,
+        decisions: Decisions,
+        groups: Groups,
+        outputs: Outputs,
+        local_inputs: bool,
+        parameters: Parameters,
+        recompute: Mapping[str, Recompute],
+    ) -> None:
+        self.graph = graph
+        self.parameters = parameters
+        self.decisions = decisions
+        self.groups = groups
+        self.axes = decisions.axes
+        self.wiring = wire(graph, decisions, outputs, local_inputs)
+        self.out = Graph()
+        self.modules: dict[str, nn.Module] = {}
+        self.held: dict[tuple[str, Layout], Node] = {}
+        self.by_node = {tensor.node: tensor for tensor in graph.tensors.values()}
+        self.drawings = Drawings(self.axes, groups.coordinate, torch.device(groups.device_type))
+        self.key: Node | None = None
+        self.regions = regions_of(graph, recompute) if graph.exported.grad_enabled else ()
+        self.again = computed_again(graph, self.regions)
+        self.region_of = {op: number for number, region in enumerate(self.regions) for op in region.ops}
+
+    def run(self, with_ends: bool) -> Emitted:
+        source = self.graph.exported.graph_module.graph
+        ops = {node.node: node for node in self.graph.nodes}
+        for node in source.nodes:
+            if node.op == "placeholder":
+                self._place(node)
+            elif node.name in ops:
+                last = next(iter(reversed(self.out.nodes)), None)  # reversed() gives no iterator before 2.13
+                self._call(node, ops[node.name])
+                for made in reversed(self.out.nodes):
+                    if made is last:
+                        break
+                    self._mark(made, node, ops[node.name].name)
+        for one in self.wiring.outputs:
+            self._convert(one)
+        results = source.output_node().args[0]
+        assert isinstance(results, tuple), "the graph returns a flat tuple"
+        pairs = zip(results, self.wiring.results, strict=True)
+        self.out.output(tuple(result if place is None else self._value(*place) for result, place in pairs))
+        ends = move_to_ends(self.out, self.modules, self._inputs()) if with_ends else Ends()
+        join_totals(self.out, self.modules)
+        put_in_buckets(self.out, self.modules, self.by_node, self.parameters)
+        if self.parameters.gate is not None:
+            put_gate(self.out, self.modules, self.parameters.gate)
+        repeat_masked_heads(self.out, self.groups.device_type)
+        mutated = len(self.graph.exported.mutations)
+        module = with_regions(self.out, self.modules, self.regions)
+        draws = tuple(self.drawings.ops)
+        return Emitted(module, self.wiring.inserted(), self.wiring.results[mutated:], draws, ends)
+
+    def _inputs(self) -> list[str]:
+        """The placeholders of inputs that nobody wants a gradient of."""
+        return [node for node, tensor in self.by_node.items() if tensor.kind == "input" and not tensor.requires_grad]
+
+    def _mark(self, made: Node, source: Node, op: str) -> None:
+        """Where a node comes from, and what of it is computed again."""
+        made.meta["origin"] = source.meta.get("origin")
+        module = self.modules.get(str(made.target)) if made.op == "call_module" else None
+        # Where a rank has nothing of an op as well: all ranks must find the same readers of what is gathered.
+        if module is not None and not isinstance(module, Convert):
+            assert isinstance(source.target, torch._ops.OpOverload), source
+            made.meta[FRESH] = makes_new_memory(source.target)
+        if op in self.region_of:
+            made.meta[REGION] = self.region_of[op]
+            made.meta[KEPT] = op not in self.again
+
+    def _place(self, node: Node) -> None:
+        tensor = self.by_node[node.name]
+        whole = self.wiring.inputs.get(tensor.name)
+        given = self.decisions.stored[tensor.name] if whole is None else whole.reshard.source
+        self.held[tensor.name, given] = self.out.placeholder(node.name)
+        if whole is not None:
+            self._convert(whole)
+
+    def _call(self, source: Node, node: NamedNode) -> None:
+        decision, wired = self.decisions.ops[node.name], self.wiring.ops[node.name]
+        assert isinstance(source.target, torch._ops.OpOverload), source
+        for one in wired.before:
+            self._convert(one)
+        operands = iter(None if place is None else self._value(*place) for place in wired.operands)
+        arguments = arguments_by_name(source.target, source.args, source.kwargs)
+        for name, is_list in takes_tensors(source.target).items():
+            value = arguments[name]
+            if is_list:
+                arguments[name] = None if value is None else [self._operand(item, next(operands)) for item in value]
+            else:
+                arguments[name] = self._operand(value, next(operands))
+        if is_idle_copy(source) and decision.operands == decision.produced:
+            result = arguments["self"]
+        else:
+            result = self._scaled(self._local(source, node, decision, wired, arguments), node, decision.choice)
+        self._keep(source, node, decision, result)
+        for one in wired.after:
+            self._convert(one)
+
+    def _operand(self, given: Any, converted: Node | None) -> Any:
+        return converted if isinstance(given, Node) else given
+
+    def _local(
+        self, source: Node, node: NamedNode, decision: OpDecision, wired: OpConversions, arguments: dict[str, Any]
+    ) -> Node:
+        """The op on this rank's shards."""
+        split = None if wired.split is None else self._split(node, decision)
+        everything = tuple(self._pieces(node, decision.choice))
+        pieces = tuple(piece for piece in everything if split is None or piece.factor not in split.factors)
+        sizes = dict(node.sizes)
+        local_sizes = {**sizes, **{piece.factor: piece.length for piece in pieces}}
+        local = Local(source.target, arguments, node.rule, sizes, local_sizes)  # type: ignore[arg-type]
+        if pieces:
+            local = self._localised(local, pieces)
+        drawing = self._drawing(source, node, decision.choice, local)
+        if drawing is not None:
+            return drawing
+        if split is not None:
+            return self._communicating(split, local, {piece.factor: piece for piece in everything})
+        empty = [piece.factor for piece in pieces if not piece.length and piece.total]
+        if empty and any(node.operands) and not node.rule.random:
+            if not any(map(node.rule.added_operands, empty)) or not any(self._gives_some(node, decision)):
+                return self._empty(source, node, decision, arguments)
+            local = self._filled(local)
+        lowered = [piece for piece in pieces if node.rule.lowering(piece.factor)]
+        if lowered:
+            names = tuple(name for name, value in local.arguments.items() if _has_node(value))
+            plain = {name: None if name in names else value for name, value in local.arguments.items()}
+            module = Lowered(replace(local, arguments=plain), tuple(lowered), names)
+            return self._module(f"{node.name}_split", module, tuple(local.arguments[name] for name in names))
+        return self._record(local)
+
+    def _drawing(self, source: Node, node: NamedNode, choice: Choice, local: Local) -> Node | None:
+        """An op that draws random numbers."""
+        differentiable = any(name is not None and self.graph.tensors[name].requires_grad for name in node.outputs)
+        made = self.drawings.make(node, source, choice, local.arguments, differentiable)
+        if made is None:
+            return None
+        if self.key is None:
+            *_, last = (None, *self.out.find_nodes(op="placeholder"))
+            first = next(iter(self.out.nodes), self.out._root)
+            with self.out.inserting_before(first) if last is None else self.out.inserting_after(last):
+                self.key = self.out.placeholder("key")  # not here: this may be a region that is recomputed
+        tensors = (value for value in local.arguments.values() if _has_node(value))
+        return self._module(f"{node.name}_drawn", made, (self.key, *tensors))
+
+    def _communicating(self, split: Split, local: Local, pieces: Mapping[str, Piece]) -> Node:
+        """An op that sends something itself."""
+        names = tuple(name for name, value in local.arguments.items() if _has_node(value))
+        plain = {name: None if name in names else value for name, value in local.arguments.items()}
+        sends = tuple(message.bind(self.groups) for message in split.messages())
+        module = Communicating(split, replace(local, arguments=plain), pieces, names, sends)
+        module.notes = tuple(note_of(one, self.graph) for one in self.wiring.ops[split.node.name].inside if one.ways)
+        stem = f"{split.node.name}_split_{'_'.join(split.axes)}"
+        return self._module(stem, module, tuple(local.arguments[name] for name in names))
+
+    def _split(self, node: NamedNode, decision: OpDecision) -> Split | None:
+        """As it is on this rank; the wiring has it as on the busiest."""
+        at = self.groups.coordinate
+        return split_of(self.graph, node, decision.choice.splits, decision.operands, self.axes, at)
+
+    def _results(self, node: NamedNode, decision: OpDecision) -> Iterator[tuple[tuple[int, ...], torch.dtype] | None]:
+        """The shapes and dtypes that an op gives on this rank."""
+        for name, layout in zip(node.outputs, decision.produced, strict=True):
+            if name is None or layout is None:
+                yield None
+            else:
+                yield self._local_shape(name, layout), self.graph.tensors[name].dtype
+
+    def _gives_some(self, node: NamedNode, decision: OpDecision) -> Iterator[bool]:
+        return (result is not None and 0 not in result[0] for result in self._results(node, decision))
+
+    def _empty(self, source: Node, node: NamedNode, decision: OpDecision, arguments: Mapping[str, Any]) -> Node:
+        """An op of which this rank has nothing."""
+        single = len(node.outputs) == 1 and isinstance(source.meta["val"], Tensor)
+        assert isinstance(source.target, torch._ops.OpOverload), source
+        given = arguments_by_name(source.target, source.args, source.kwargs)
+        found = reached(source.target, given, lambda node: self.by_node[node.name].requires_grad)
+        pairs = zip(self._results(node, decision), found, strict=True)
+        results = tuple(None if result is None else (*result, reaches) for result, reaches in pairs)
+        return self._module(f"{node.name}_empty", Empty(str(source.target), results, single), nodes_of(arguments))
+
+    def _filled(self, local: Local) -> Local:
+        """A slice of zeros where this rank has nothing of what is summed."""
+        assert isinstance(local.op, torch._ops.OpOverload), local.op
+        filled = {}
+        for name, operand in zip(takes_tensors(local.op), local.rule.operands, strict=False):
+            added = [] if operand is None else amounts(operand, local.local_sizes)
+            if added and isinstance(local.arguments[name], Node):
+                filled[name] = self.out.call_function(
+                    torch.ops.aten.constant_pad_nd.default, (local.arguments[name], added)
+                )
+        return local.with_arguments(**filled)
+
+    def _localised(self, local: Local, pieces: tuple[Piece, ...]) -> Local:
+        """Arguments that follow the shard; localisers see shapes where the tensors will be."""
+        nodes = local.arguments
+        shapes = {name: self._shapes(value) for name, value in nodes.items()}
+        seen = replace(local, arguments=shapes)
+        for piece in pieces:
+            for word in local.rule.localise:
+                seen = localiser(word)(seen, piece)
+        back = {id(shape): nodes[name] for name, shape in shapes.items() if _has_node(nodes[name])}
+        return replace(seen, arguments={name: back.get(id(value), value) for name, value in seen.arguments.items()})
+
+    def _shapes(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._shapes(item) for item in value]
+        return torch.empty(value.meta["local_shape"], device="meta") if isinstance(value, Node) else value
+
+    def _record(self, local: Local) -> Node:
+        """An op with arguments under their schema names, written into the graph."""
+        assert isinstance(local.op, torch._ops.OpOverload), local.op
+        schema = local.op._schema.arguments
+        args = tuple(local.arguments[argument.name] for argument in schema if not argument.kwarg_only)
+        kwargs = {}
+        for argument in schema:
+            value = local.arguments.get(argument.name)
+            given = not argument.has_default_value() or _has_node(value) or value != argument.default_value
+            if argument.kwarg_only and given:
+                kwargs[argument.name] = value
+        return self.out.call_function(local.op, args, kwargs)
+
+    def _pieces(self, node: NamedNode, choice: Choice) -> Iterator[Piece]:
+        """What this rank has of each split factor. Of a factor split in an inner atom only the length is meant."""
+        for factor in dict.fromkeys(factor for (factor, _), _ in choice.splits):
+            parts = []
+            for atom, size in enumerate(node.atoms[factor]):
+                start, length = 0, size
+                for axis in choice.of((factor, atom)):
+                    offset, length = chunk(length, self.axes[axis], self.groups.coordinate[axis])
+                    start += offset
+                parts.append((start, length))
+            inner = prod(length for _, length in parts[1:])
+            begin = parts[0][0] * inner
+            yield Piece(factor, int(begin > 0), begin, begin + parts[0][1] * inner, node.sizes[factor])
+
+    def _scaled(self, result: Node, node: NamedNode, choice: Choice) -> Node:
+        """A mean over a shard is a part of the whole mean: its share of the count."""
+        means = [piece for piece in self._pieces(node, choice) if node.rule.kinds[piece.factor] is FactorKind.MEAN]
+        length, total = prod(piece.length for piece in means), prod(piece.total for piece in means)
+        if length == total:
+            return result
+        share = (torch.ops.aten.div.Scalar, total // length) if length and total % length == 0 else None
+        op, number = share or (torch.ops.aten.mul.Scalar, length / max(total, 1))
+        return self.out.call_function(op, (result, number))
+
+    def _keep(self, source: Node, node: NamedNode, decision: OpDecision, result: Node) -> None:
+        single = len(node.outputs) == 1 and isinstance(source.meta["val"], Tensor)
+        for i, name in enumerate(node.outputs):
+            if name is None:
+                continue
+            produced = decision.produced[i]
+            assert produced is not None, node.name
+            value = result if single else self.out.call_function(operator.getitem, (result, i))
+            value.meta["local_shape"] = self._local_shape(name, produced)
+            self.held[name, produced] = value
+
+    # -- conversions --------------------------------------------------------------------------------------------------
+
+    def _value(self, name: str, layout: Layout) -> Node:
+        """A value in a layout in which it is held by now."""
+        value = self.held[name, layout]
+        value.meta["local_shape"] = self._local_shape(name, layout)
+        return value
+
+    def _convert(self, one: Inserted) -> None:
+        name, found = one.tensor, one.reshard
+        value = self.held[name, found.source]
+        if one.ways:
+            kinds = "_".join(dict.fromkeys(f"{step.kind.value}_{'_'.join(step.axes)}" for step in one.ways))
+            module = Convert(Conversion.bind(found, self.groups), note_of(one, self.graph))
+            value = self._module(f"{name}_{kinds}", module, (value,))
+        self.held[name, found.target] = value
+
+    def _local_shape(self, name: str, layout: Layout) -> tuple[int, ...]:
+        atoms = atoms_of(self.graph.tensors[name])
+        return atoms.fold(layout.local_sizes(atoms, self.axes, self.groups.coordinate))
+
+    def _module(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> Node:
+        stem = re.sub(r"\W+", "_", name).strip("_")
+        stem = f"_{stem}" if stem[:1].isdigit() else stem
+        unique, count = stem, 1
+        while unique in self.modules:
+            unique, count = f"{stem}_{count}", count + 1
+        self.modules[unique] = module
+        return self.out.call_module(unique, args)
+
+
+def _has_node(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_node, value))
+    return isinstance(value, Node)

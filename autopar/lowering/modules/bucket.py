@@ -1,0 +1,161 @@
+"""Parameters converted together: one collective for many of them, in the forward as in the backward.
+
+A bucket lays its tensors into one buffer, sends that, and takes each tensor out again; large ones are sent from where
+they lie, by the same collective. What is begun need not have come when these functions return: whoever reads it waits
+for it first (`waited`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.lowering.collectives.local_reshard import Conversion, send, send_all
+from autopar.lowering.collectives.local_steps import Move, finish, keep_local, prepare
+from autopar.sharding.reshard.reshard import StepKind
+
+__all__ = ["Bucket", "Handling", "begin_steps", "is_view", "locally", "waited"]
+
+ALONE_BYTES = 2**20
+"""From this size on, a tensor is sent from where it lies: copying it into a buffer, and out of one, takes longer than
+that the collective has one buffer more."""
+
+
+@dataclass(frozen=True)
+class Handling:
+    """How a parameter comes into the forward, and its gradient out of the backward."""
+
+    stored: torch.dtype
+    used: torch.dtype
+    reduced: torch.dtype
+    """The type in which gradients are added up."""
+    deferred: bool = False
+    """Without synchronisation the whole gradient is kept on each rank; else every backward sends it."""
+    again: bool = False
+    """Gathered again for the backward."""
+    lasting: bool = False
+    """While gradients are accumulated without being sent, what is gathered serves all forwards."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Conversions that take the same steps over the same groups, done as one."""
+
+    conversions: tuple[Conversion, ...]
+    handling: Handling
+    forward: tuple[tuple[Move, ...], ...] = field(init=False)
+    """For each step, what it is for each tensor; none where nothing is sent that way."""
+    backward: tuple[tuple[Move, ...], ...] = field(init=False)
+    is_sum: bool = field(init=False)
+    """Whether all that is done with gradients is to add them up."""
+    is_idle: bool = field(init=False)
+    """Whether nothing is done with the parameters."""
+
+    def __post_init__(self) -> None:
+        forward, backward = [one.forward for one in self.conversions], [one.backward for one in self.conversions]
+        kinds = [[move.kind for move in one.backward] for one in self.conversions]
+        is_sum = all(each == [StepKind.ALL_REDUCE] for each in kinds) and all(prod(x.shape) for x in self.conversions)
+        # Fields, and no cached properties, which torch.compile cannot read.
+        object.__setattr__(self, "forward", _sending(forward))
+        object.__setattr__(self, "backward", _sending(backward))
+        object.__setattr__(self, "is_sum", is_sum)
+        object.__setattr__(self, "is_idle", not any(forward) and self.handling.used == self.handling.stored)
+
+    def begin(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Cast the stored tensors and begin to convert them; the pieces of each, which may be still to come."""
+        used = self.handling.used
+        cast = [x.to(used) for x in tensors]
+        return begin_steps(self.forward, cast) if self.forward else tuple(cast)
+
+    def finished(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """The converted tensors, made of pieces that have come."""
+        if not self.forward:
+            return list(pieces)
+        pairs = zip(self.conversions, pieces, strict=True)
+        return [finish(one.forward[-1], piece).reshape(one.result_shape) for one, piece in pairs]
+
+
+def _sending(ways: Sequence[tuple[Move, ...]]) -> tuple[tuple[Move, ...], ...]:
+    steps = tuple(zip(*ways, strict=True))
+    return () if all(move.local for step in steps for move in step) else steps
+
+
+def locally(moves: tuple[Move, ...], x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Steps that send nothing."""
+    for i, move in enumerate(moves):
+        x = keep_local(move, x.reshape(move.before) if i == 0 else x)
+    return x.reshape(shape) if moves else x
+
+
+def begin_steps(steps: tuple[tuple[Move, ...], ...], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """All steps but the end of the last, which is begun; of its buffer, the piece of each tensor."""
+    parts = [x.reshape(move.before) for x, move in zip(tensors, steps[0], strict=True)]
+    for moves in steps[:-1]:
+        pieces = waited(_exchange(moves, parts))
+        parts = [finish(move, piece) for move, piece in zip(moves, pieces, strict=True)]
+    return _exchange(steps[-1], parts)
+
+
+def _exchange(moves: tuple[Move, ...], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    parts = [prepare(move, x) for move, x in zip(moves, tensors, strict=True)]
+    alone = [i for i, part in enumerate(parts) if _is_sent_alone(moves[0], part)]
+    if not alone or torch.compiler.is_compiling():
+        return _sent_as_one(moves[0], parts)
+    others = [i for i in range(len(parts)) if i not in alone]
+    buffers = [parts[i] for i in alone]
+    if not others:
+        return tuple(send_all(moves[0], buffers))
+    flat, sizes = _joined(moves[0], [parts[i] for i in others])
+    *sent, last = send_all(moves[0], [*buffers, flat])
+    pieces = dict(zip([*alone, *others], [*sent, *_parted(moves[0], last, sizes)], strict=True))
+    return tuple(pieces[i] for i in range(len(parts)))
+
+
+def _is_sent_alone(move: Move, part: Tensor) -> bool:
+    if move.kind not in (StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER) or part.is_complex():
+        return False  # Gloo gathers no complex numbers from several buffers
+    size = part.numel() * part.element_size() * (move.ranks if move.kind is StepKind.ALL_GATHER else 1)
+    return size >= ALONE_BYTES
+
+
+def _sent_as_one(first: Move, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    flat, sizes = _joined(first, parts)
+    sent = send(first, flat) if flat.numel() else flat
+    if torch.compiler.is_compiling():
+        # The buffer and not its pieces: the compiler takes what is waited for to be contiguous.
+        sent = torch.ops._c10d_functional.wait_tensor(sent)
+    return _parted(first, sent, sizes)
+
+
+def _joined(first: Move, parts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+    """One buffer, and how much of what comes back on each rank is of each part."""
+    sizes = [part.numel() for part in parts]
+    if first.kind is StepKind.REDUCE_SCATTER:
+        sizes = [size // first.ranks for size in sizes]
+        rows = [part.view(first.ranks, size) for part, size in zip(parts, sizes, strict=True)]
+        return torch.cat(rows, 1).view(-1), sizes
+    return torch.cat(list(parts)), sizes
+
+
+def _parted(first: Move, sent: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    if first.kind is StepKind.ALL_GATHER:
+        return torch.split(sent.view(first.ranks, sum(sizes)), sizes, 1)
+    return torch.split(sent, sizes)
+
+
+def is_view(move: Move) -> bool:
+    """Whether what comes of a move is cut from what was sent: it may then be cut before that has come."""
+    return move.kind is StepKind.ALL_REDUCE or move.longest == move.after[move.atom]
+
+
+def waited(pieces: Sequence[Tensor | None]) -> Any:
+    """The pieces, when they have come; many of them lie in one memory, and come together."""
+    if not torch.compiler.is_compiling():  # else they are there
+        for piece in {piece.untyped_storage()._cdata: piece for piece in pieces if piece is not None}.values():
+            torch.ops._c10d_functional.wait_tensor(piece)
+    return pieces

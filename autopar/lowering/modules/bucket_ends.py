@@ -1,0 +1,243 @@
+"""The two places that a bucket of parameters has in a step.
+
+Where a bucket *starts*, its tensors are laid into one buffer and the collective is begun; where it *ends*, just before
+the first of them is used, the collective is waited for and each tensor is taken out. The backward runs the same places
+in reverse: where the bucket ends, the gradients are laid into one buffer and their collective is begun; where it
+starts, it is waited for. So a gather runs beside the layers before its own, and a reduction beside the backward of the
+layers before its own; and since the starts are what the gradients come from, nothing is unfinished when `backward()` or
+`torch.autograd.grad` returns. A bucket that has nothing to begin in the forward has no start if whoever gives the
+parameters waits for their gradients (`Synchronisation.finish`).
+
+On the way parameters are cast to the type that the forward works in, and gradients to the type that they are added up
+in. Under `no_sync()` gradients are kept as they are, and go with those of the next backward that sends.
+
+What was gathered may be given up after the forward and gathered again when the backward comes to it (`Again`).
+
+`torch.compile` orders collectives by itself: there both halves are done at the end of the bucket, always; but sums of
+gradients that nothing is done to are left to whoever gives the parameters to wait for, outside of what is compiled.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.lowering.collectives.custom_ops import sums_begun
+from autopar.lowering.collectives.local_reshard import convert
+from autopar.lowering.collectives.local_steps import finish
+from autopar.lowering.modules.bucket import begin_steps, is_view, locally, waited
+from autopar.lowering.modules.bucket_state import Again, Running, is_alone
+
+__all__ = ["BucketEnd", "BucketStart", "Release", "Watch"]
+
+
+def start(running: Running, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The tensors, and after them what of their collective `end` wants."""
+    if torch.compiler.is_compiling():
+        return tuple(tensors)
+    started: tuple[Tensor, ...] = _Start.apply(running, *tensors)  # type: ignore[no-untyped-call]
+    return started
+
+
+def end(running: Running, started: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    if running.has_start or not running.bucket.is_idle or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return _ended(running, started)
+    # It keeps nothing for a backward, so that one piece of graph does for all calls with the same tensors.
+    if running.ended is not None and all(map(operator.is_, started, running.ended[0])):
+        found = running.ended[1]
+        node = next((x.grad_fn for x in found if x.grad_fn is not None), None)
+        if node is not None:
+            node._set_sequence_nr(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]  # as if made now
+        return found
+    running.ended = tuple(started), _ended(running, started)
+    return running.ended[1]
+
+
+def _ended(running: Running, started: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    ended: tuple[Tensor, ...] = _End.apply(running, *started)  # type: ignore[no-untyped-call]
+    return ended
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, running: Running, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        same = tuple(x.view_as(x) for x in tensors)
+        bucket = running.bucket
+        if not bucket.forward or (bucket.handling.lasting and running.kept(tensors) is not None):
+            return same
+        pieces = bucket.begin(tensors)
+        ctx.mark_non_differentiable(*pieces)
+        return (*same, *pieces)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = gradients[: len(ctx.needs_input_grad) - 1]
+        if not torch.is_grad_enabled():
+            waited(given)
+        return (None, *given)
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, running: Running, *started: Tensor) -> tuple[Tensor, ...]:
+        ctx.running, ctx.count, ctx.again = running, len(started), None
+        ctx.set_materialize_grads(False)
+        bucket = running.bucket
+        handling, count = bucket.handling, len(bucket.conversions)
+        tensors = started[:count]
+        compiling = torch.compiler.is_compiling()
+        if not bucket.forward:
+            if bucket.is_idle and not compiling:
+                # No views of what was given: whoever writes to a parameter would make them useless.
+                return tuple([x.detach() for x in tensors])
+            cast = (x.to(handling.used) if handling.used != x.dtype else x.view_as(x) for x in tensors)
+            pairs = zip(cast, bucket.conversions, strict=True)
+            return tuple(locally(one.forward, x, one.result_shape) for x, one in pairs)
+        found = None if compiling or not handling.lasting else running.kept(tensors)
+        if found is None:
+            pieces = started[count:] or bucket.begin(tensors)
+            found = bucket.finished(waited(pieces))
+            if handling.lasting and not compiling and not running.synchronisation.enabled:
+                running.keep(tensors, found)
+        else:
+            found = [x.view_as(x) for x in found]
+        if handling.again and not compiling:
+            found = [x if is_alone(x) else x.clone(memory_format=torch.contiguous_format) for x in found]
+            running.again = ctx.again = Again(running, tensors, [x.detach() for x in found])
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        running: Running = ctx.running
+        bucket, handling = running.bucket, running.bucket.handling
+        compiling, differentiable = torch.compiler.is_compiling(), torch.is_grad_enabled()
+        if ctx.again is not None:
+            ctx.again.release()
+        if running.synchronisation.enabled and not compiling:
+            running.lasting = None  # the optimizer's turn
+        found: list[Tensor | None] = [None] * ctx.count
+        if handling.deferred and not compiling and not differentiable:
+            gradients = _with_unsent(running, gradients)
+        here = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        if bucket.is_sum and not compiling and not differentiable and len(here) == len(gradients):
+            return (None, *_sums(running, gradients))  # type: ignore[arg-type]
+        given = [gradient.to(handling.reduced) for gradient in gradients if gradient is not None]
+        if compiling and bucket.is_sum and given and handling.reduced == handling.stored and not running.has_start:
+            sums = iter(sums_begun(given, bucket.backward[0][0].group))
+            return (None, *(None if gradient is None else next(sums) for gradient in gradients))
+        ones = [bucket.conversions[i] for i in here]
+        if not here or not bucket.backward:
+            converted = [locally(one.backward, each, one.shape) for each, one in zip(given, ones, strict=True)]
+        elif differentiable and not compiling:
+            # For gradients of gradients: one by one, each of them differentiable.
+            converted = [convert(each, one, backward=True) for each, one in zip(given, ones, strict=True)]
+        else:
+            steps = tuple(tuple(step[i] for i in here) for step in bucket.backward)
+            pieces = begin_steps(steps, given)
+            # Views may be made of what is not there yet; where more is to be done to it, it must have come.
+            if compiling or handling.reduced != handling.stored or not all(map(is_view, steps[-1])):
+                pieces = waited(pieces)
+            elif not running.has_start:
+                running.synchronisation.later(running, pieces)
+            pairs = zip(ones, pieces, strict=True)
+            converted = [finish(one.backward[-1], piece).reshape(one.shape) for one, piece in pairs]
+        for i, gradient in zip(here, converted, strict=True):
+            found[i] = gradient.to(handling.stored)
+        return (None, *found)
+
+
+def _with_unsent(running: Running, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The gradients with those that were not sent before; none, where these are not sent either."""
+    total = list(gradients)
+    if running.unsent:
+        pairs = zip(running.unsent, gradients, strict=True)
+        total = [new if old is None else old if new is None else old.add_(new) for old, new in pairs]
+    if running.synchronisation.enabled:
+        running.unsent = []
+        return tuple(total)
+    # Copies, in the type of the sums: what autograd gives may be another tensor's memory.
+    reduced = running.bucket.handling.reduced
+    ours = running.unsent or [None] * len(total)
+    running.unsent = [
+        new if new is None or new is old else new.detach().to(reduced, copy=True)
+        for new, old in zip(total, ours, strict=True)
+    ]
+    return (None,) * len(total)
+
+
+def _sums(running: Running, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The sums of whole gradients, as they will be when they have come: the commonest case, in the fewest calls."""
+    handling, first = running.bucket.handling, running.bucket.backward[0][0]
+    flat = torch.cat([x.reshape(-1) for x in gradients], out=running.free_buffer(gradients[0], handling.reduced))
+    # Another tensor of the same memory: until it is sent the buffer is not free, also where a backward has failed.
+    torch.ops._c10d_functional.all_reduce_(flat.detach(), "sum", first.group)
+    if handling.reduced != handling.stored:
+        flat = torch.ops._c10d_functional.wait_tensor(flat).to(handling.stored)
+    elif not running.has_start:
+        running.synchronisation.later(running, (flat,))
+    return torch._C._nn.unflatten_dense_tensors(flat, list(gradients))
+
+
+# -- as steps of the generated graph -----------------------------------------------------------------------------------
+
+
+class BucketStart(nn.Module):
+    def __init__(self, running: Running, notes: tuple[str, ...]) -> None:
+        super().__init__()
+        self.running = running
+        self.notes = notes
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return start(self.running, tensors)
+
+    def extra_repr(self) -> str:
+        return "\n".join(str(conversion.reshard) for conversion in self.running.bucket.conversions)
+
+
+class BucketEnd(nn.Module):
+    def __init__(self, running: Running, notes: tuple[str, ...] = ()) -> None:
+        super().__init__()
+        self.running = running
+        self.notes = notes
+
+    def forward(self, started: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return end(self.running, started)
+
+
+class Watch(nn.Module):
+    """After an op that reads a tensor that is gathered again: its backward is where that must have happened."""
+
+    def __init__(self, running: Running) -> None:
+        super().__init__()
+        self.running = running
+
+    def forward(self, *results: Tensor) -> None:
+        again = self.running.again
+        if torch.compiler.is_compiling() or again is None:
+            return
+        for result in results:
+            if result.grad_fn is not None:
+                again.watched = True
+                result.grad_fn.register_prehook(lambda _: again.fill())
+
+
+class Release(nn.Module):
+    """After the last op of the forward that reads the tensors of a bucket."""
+
+    def __init__(self, running: Running) -> None:
+        super().__init__()
+        self.running = running
+
+    def forward(self) -> None:
+        again = self.running.again
+        if torch.compiler.is_compiling() or again is None:
+            return
+        if again.watched:
+            again.release()
+        else:
+            self.running.again = None  # no backward will come to it

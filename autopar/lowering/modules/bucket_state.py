@@ -1,0 +1,163 @@
+"""What a bucket remembers from one place of a step to the next, and what of the gradients is still to come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor
+
+from autopar.lowering.modules.bucket import Bucket, waited
+from autopar.runtime.ranks.agreement import quick_checksum
+
+__all__ = ["Again", "Running", "Synchronisation", "is_alone"]
+
+
+@dataclass
+class Synchronisation:
+    """Whether gradients are sent in the backward, and what of them is still to come.
+
+    `ParallelModule.no_sync()` switches it off for a while.
+    """
+
+    enabled: bool = True
+    unfinished: dict[Running, Sequence[Tensor]] = field(default_factory=dict)
+    writes: int = 0
+    """How often parameters were found to have been written to between two calls."""
+
+    def finish(self) -> None:
+        """Wait for all that has been sent."""
+        while self.unfinished:
+            waited(self.unfinished.popitem()[1])
+
+    def note_write(self) -> None:
+        """What was gathered of parameters is no longer what they are."""
+        self.writes += 1
+
+    def later(self, running: Running, pieces: Sequence[Tensor]) -> None:
+        """Leave gradients to `finish`; those of a second forward are added to the first's, so both must have come."""
+        is_second = running in self.unfinished
+        if is_second:
+            self.finish()
+        self.unfinished[running] = pieces
+        if is_second:
+            self.finish()
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+
+@dataclass(eq=False)
+class Running:
+    """A bucket and what it remembers from one place of a step to the next."""
+
+    bucket: Bucket
+    synchronisation: Synchronisation
+    has_start: bool = True
+    before: Running | None = None
+    """The bucket that the backward comes to next, if it too gathers again."""
+    unsent: list[Tensor | None] = field(default_factory=list)
+    buffer: Tensor | None = None
+    """Where gradients are added up; the gradients that come of it are views of it."""
+    lasting: Lasting | None = None
+    again: Again | None = None
+    ended: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
+    """What came in and went out at the end of a bucket that does nothing in the forward, in the call before."""
+
+    def free_buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """The buffer of the step before, unless somebody still holds a gradient of it."""
+        if self.buffer is None or _holders(self.buffer) > 1:
+            numel = sum(prod(conversion.shape) for conversion in self.bucket.conversions)
+            self.buffer = like.new_empty(numel, dtype=dtype)
+        return self.buffer
+
+    def kept(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        """What was gathered before, if the stored tensors are still the same."""
+        if self.lasting is not None:
+            is_same = self.lasting.writes == self.synchronisation.writes and self.lasting.states == _states(tensors)
+            self.lasting = self.lasting if is_same else None
+        return None if self.lasting is None else self.lasting.gathered
+
+    def keep(self, tensors: Sequence[Tensor], gathered: Sequence[Tensor]) -> None:
+        stored = [x.detach() for x in tensors]
+        self.lasting = Lasting(stored, _states(stored), self.synchronisation.writes, [x.detach() for x in gathered])
+
+
+def _holders(tensor: Tensor) -> int:
+    """How many tensors share the memory of one."""
+    held: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return held - 1  # the storage object that was asked
+
+
+def is_alone(tensor: Tensor) -> bool:
+    """Whether a tensor fills the memory that it lies in: it may be given up and filled again without harm to others."""
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+@dataclass(eq=False)
+class Lasting:
+    """What was gathered once for several forwards."""
+
+    stored: list[Tensor]
+    """What it was gathered of; kept, so that no other tensor comes to lie there."""
+    states: tuple[tuple[int, int], ...]
+    writes: int
+    gathered: list[Tensor]
+
+
+def _states(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
+    """Where tensors lie, and on CPUs what they hold: writes to `x.data` and through a DTensor are not counted.
+
+    To look at the values would make another device wait.
+    """
+    return tuple((x.data_ptr(), quick_checksum(x) if x.is_cpu else 0) for x in tensors)
+
+
+@dataclass(eq=False)
+class Again:
+    """The gathered tensors of one forward: their memory is given back, and filled again before it is read.
+
+    What autograd has saved of them shares their memory, so nothing else has to know.
+    """
+
+    running: Running
+    stored: tuple[Tensor, ...]
+    whole: list[Tensor]
+    begun: tuple[Tensor, ...] | None = None
+    watched: bool = False
+    released: bool = False
+
+    def release(self) -> None:
+        for tensor in self.whole:
+            tensor.untyped_storage().resize_(0)
+        self.released = True
+
+    def begin(self) -> None:
+        if self.released and self.begun is None:
+            with torch.no_grad():
+                self.begun = self.running.bucket.begin(self.stored)
+
+    def fill(self) -> None:
+        """Before the backward of whatever read them; the bucket that comes next in the backward is begun too."""
+        if not self.released:
+            return
+        self.begin()
+        assert self.begun is not None, "just begun"
+        begun, self.begun, self.released = self.begun, None, False
+        next_one = None if self.running.before is None else self.running.before.again
+        if next_one is not None:
+            next_one.begin()
+        with torch.no_grad():
+            found = self.running.bucket.finished(waited(begun))
+            for tensor, value in zip(self.whole, found, strict=True):
+                tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+                with torch.autograd._unsafe_preserve_version_counter(tensor):  # type: ignore[attr-defined]
+                    tensor.copy_(value)

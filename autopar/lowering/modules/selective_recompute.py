@@ -1,0 +1,306 @@
+"""A region of the generated graph of which some results are kept and the rest is computed again in the backward.
+
+The region is cut into stretches, in turn of ops whose results are kept and of ops that are computed again. What
+autograd saves within a stretch of the second kind is let go of, and so is what an op of the first kind saves of their
+results. The first of it that the backward asks for has these stretches run once more, on what is kept. Ops whose
+results are kept do not run again, and nothing is sent again for them.
+
+Under `torch.compile` its partitioner decides by kinds of ops: results of products with matrices, of attention and of
+collectives are kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import Graph, GraphModule, Node
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from autopar.lowering.modules.random_ops import Drawing
+from autopar.tracing.passes.normalise import is_random
+
+__all__ = ["Selective"]
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """Ops that follow each other, all kept or all computed again."""
+
+    module: GraphModule
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    kept: bool
+    draws: bool
+    """Whether it may draw from the default generator."""
+    acts: bool
+    """Whether it does something beside what it returns."""
+
+
+class Selective(nn.Module):
+    """`body` is the whole region; `kept` names the nodes whose results are kept."""
+
+    def __init__(self, body: GraphModule, kept: frozenset[str]) -> None:
+        super().__init__()
+        self.body = body
+        self.inputs = tuple(node.name for node in body.graph.find_nodes(op="placeholder"))
+        (results,) = body.graph.output_node().args
+        assert isinstance(results, tuple), "a region returns a tuple"
+        self.results = tuple(node.name for node in results if isinstance(node, Node))
+        self.stretches = tuple(_stretches(body, kept))
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        if torch.compiler.is_compiling():
+            found: tuple[Any, ...] = checkpoint(self.body, *inputs, use_reentrant=False, context_fn=_contexts)
+            return found
+        if not torch.is_grad_enabled():
+            return self.body(*inputs)  # type: ignore[no-any-return]
+        return _Run(self).forward(inputs)
+
+
+# -- the stretches ----------------------------------------------------------------------------------------------------
+
+
+def _stretches(body: GraphModule, kept: frozenset[str]) -> Iterator[Stretch]:
+    nodes = [node for node in body.graph.nodes if node.op not in ("placeholder", "output")]
+    groups: list[list[Node]] = []
+    for node in nodes:
+        if groups and (node.name in kept) == (groups[-1][0].name in kept):
+            groups[-1].append(node)
+        else:
+            groups.append([node])
+    for group in groups:
+        inside = set(group)
+        reads = tuple(
+            dict.fromkeys(source for node in group for source in node.all_input_nodes if source not in inside)
+        )
+        writes = tuple(node for node in group if any(user not in inside for user in node.users))
+        yield Stretch(
+            _module_of(body, group, reads, writes),
+            tuple(node.name for node in reads),
+            tuple(node.name for node in writes),
+            group[0].name in kept,
+            any(_draws(node, body) for node in group),
+            any(not node.users for node in group),
+        )
+
+
+def _draws(node: Node, body: GraphModule) -> bool:
+    if node.op == "call_module":
+        return isinstance(body.get_submodule(str(node.target)), Drawing)
+    return is_random(node)
+
+
+def _module_of(body: GraphModule, nodes: Sequence[Node], reads: Sequence[Node], writes: Sequence[Node]) -> GraphModule:
+    graph = Graph()
+    values = {source: graph.placeholder(source.name) for source in reads}
+    for node in nodes:
+        values[node] = graph.node_copy(node, values.__getitem__)
+    graph.output(tuple(values[node] for node in writes))
+    called = {str(node.target): body.get_submodule(str(node.target)) for node in nodes if node.op == "call_module"}
+    return GraphModule(called, graph)
+
+
+# -- one forward and its backward -------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Saved:
+    """What stands in autograd's graph for a tensor that is computed again."""
+
+    run: _Run
+    tensor: Tensor | None = None
+
+    def get(self) -> Tensor:
+        if self.tensor is None:
+            self.run.compute_again()
+        assert self.tensor is not None, "computed again"
+        return self.tensor
+
+
+@dataclass(eq=False)
+class _View(_Saved):
+    """A view of such a tensor that an op whose results are kept has saved."""
+
+    size: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+
+
+@dataclass(eq=False)
+class _Run:
+    """One call of a region, until its backward is over."""
+
+    region: Selective
+    saved: dict[Stretch, list[weakref.ref[_Saved]]] = field(default_factory=dict)
+    """What each stretch has saved, in order."""
+    views: dict[str, list[weakref.ref[_View]]] = field(default_factory=dict)
+    """By the value that they are views of."""
+    made: dict[StorageWeakRef, str] = field(default_factory=dict)
+    """The memory of values that are computed again. A weak reference keeps it from being taken for other memory."""
+    held: dict[str, Any] = field(default_factory=dict)
+    """What is needed to compute again."""
+    again: list[Stretch] = field(default_factory=list)
+    states: dict[Stretch, Any] = field(default_factory=dict)
+    """Those of the default generators before stretches that draw."""
+
+    def forward(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        values: dict[str, Any] = dict(zip(self.region.inputs, inputs, strict=True))
+        lasting = dict(values)
+        lasting_memory = set(map(_memory, _tensors(inputs)))
+        last = {name: i for i, stretch in enumerate(self.region.stretches) for name in stretch.reads}
+        cheap = {name for stretch in self.region.stretches if not stretch.kept for name in stretch.reads}
+        for i, stretch in enumerate(self.region.stretches):
+            if stretch.draws and not stretch.kept:
+                self.states[stretch] = _generators()
+            save = self._keep if stretch.kept else functools.partial(self._drop, stretch)
+            with saved_tensors_hooks(save, _unpacked):
+                found = stretch.module(*(values[name] for name in stretch.reads))
+            value = None  # where nothing is written
+            for name, value in zip(stretch.writes, found, strict=True):
+                values[name] = value
+                memory = [_memory(one) for one in _tensors((value,))]
+                if not stretch.kept:
+                    self.made.update((each, name) for each in memory if each not in lasting_memory | self.made.keys())
+                elif name in cheap:
+                    lasting[name] = value
+                    lasting_memory.update(each for each in memory if each not in self.made)
+            del found, value
+            for name in stretch.reads:
+                if last[name] == i and name not in self.region.results:
+                    del values[name]
+        self._settle(lasting)
+        return tuple(values[name] for name in self.region.results)
+
+    def _drop(self, stretch: Stretch, tensor: Tensor) -> _Saved:
+        saved = _Saved(self)
+        self.saved.setdefault(stretch, []).append(weakref.ref(saved))
+        return saved
+
+    def _keep(self, tensor: Tensor) -> Tensor | _View:
+        name = self.made.get(_memory(tensor))
+        if name is None:
+            return tensor
+        view = _View(self, size=tuple(tensor.shape), stride=tuple(tensor.stride()), offset=int(tensor.storage_offset()))
+        self.views.setdefault(name, []).append(weakref.ref(view))
+        return view
+
+    def _settle(self, lasting: Mapping[str, Any]) -> None:
+        """Find which stretches the backward will need again, and hold what they read."""
+        needed = set(self.views)
+        for stretch in reversed(self.region.stretches):
+            if stretch.kept:
+                continue
+            if stretch in self.saved or stretch.acts or not needed.isdisjoint(stretch.writes):
+                self.again.insert(0, stretch)
+                needed.update(stretch.reads)
+        self.held = {name: tree_map(_apart, lasting[name]) for name in needed if name in lasting}
+        self.made = {}
+
+    def compute_again(self) -> None:
+        values, self.held = self.held, {}
+        last = {name: i for i, stretch in enumerate(self.again) for name in stretch.reads}
+        for i, stretch in enumerate(self.again):
+            found: list[Tensor] = []
+
+            def save(tensor: Tensor, found: list[Tensor] = found) -> None:
+                found.append(tensor.detach())
+
+            with torch.enable_grad(), _drawing_as(self.states.get(stretch)), saved_tensors_hooks(save, _never):
+                results = stretch.module(*(values[name] for name in stretch.reads))
+            places = self.saved.get(stretch, [])
+            assert len(found) == len(places), "a region saves the same when it is computed again"
+            for place, tensor in zip(places, found, strict=True):
+                saved = place()
+                if saved is not None:
+                    saved.tensor = tensor
+            value = None
+            for name, value in zip(stretch.writes, results, strict=True):
+                values[name] = tree_map(_apart, value)
+                for reference in self.views.get(name, ()):
+                    view = reference()
+                    if view is not None:
+                        view.tensor = values[name].detach().as_strided(view.size, view.stride, view.offset)
+            del results, value
+            for name in stretch.reads:
+                if last[name] == i:
+                    values.pop(name, None)
+        self.saved, self.views, self.states, self.again = {}, {}, {}, []
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    return [one for one in values if isinstance(one, Tensor)]
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def _apart(value: Any) -> Any:
+    """The same values, cut off from what autograd knows of them."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _unpacked(saved: Tensor | _Saved) -> Tensor:
+    return saved.get() if isinstance(saved, _Saved) else saved
+
+
+def _never(saved: Any) -> Tensor:
+    raise AssertionError("what is computed again has no backward of its own")
+
+
+# -- random numbers ---------------------------------------------------------------------------------------------------
+
+
+def _generators() -> tuple[Tensor, Tensor | None]:
+    """The states of the default generators of the host and of the device."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return torch.get_rng_state(), None
+    return torch.get_rng_state(), torch.get_device_module(accelerator).get_rng_state()
+
+
+@contextmanager
+def _drawing_as(states: tuple[Tensor, Tensor | None] | None) -> Iterator[None]:
+    """Draw what was drawn from these states, and put the generators back."""
+    if states is None:
+        yield
+        return
+    before = _generators()
+    _set_generators(states)
+    try:
+        yield
+    finally:
+        _set_generators(before)
+
+
+def _set_generators(states: tuple[Tensor, Tensor | None]) -> None:
+    host, device = states
+    torch.set_rng_state(host)
+    if device is not None:
+        torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(device)
+
+
+# -- under torch.compile ----------------------------------------------------------------------------------------------
+
+_KEPT = ("mm", "addmm", "convolution", "_scaled_dot_product", "wait_tensor")
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = getattr(op, "_opname", "")
+    kept = any(name == word or (word.startswith("_") and name.startswith(word)) for word in _KEPT)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _contexts() -> Any:
+    make: Callable[..., Any] = create_selective_checkpoint_contexts
+    return make(_policy)

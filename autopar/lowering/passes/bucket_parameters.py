@@ -1,0 +1,237 @@
+"""Where the buckets of parameters stand in the generated graph, and what is in each.
+
+The end of a bucket stands at its first use, not at the start of the forward: autograd runs backwards what was made last
+first, so ends made together would all come at the end of the backward. Buckets that gather start one bucket ahead.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+
+from autopar.ir.graph import NamedTensor
+from autopar.lowering.collectives.local_reshard import Conversion
+from autopar.lowering.modules.bucket import Bucket, Handling
+from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, Release, Watch
+from autopar.lowering.modules.bucket_state import Running, Synchronisation
+from autopar.lowering.passes.aliases import readers
+from autopar.sharding.reshard.reshard import LOCAL, StepKind
+
+__all__ = ["BUCKET_BYTES", "Gate", "Parameters", "goes_in_bucket", "in_buckets", "put_in_buckets"]
+
+BUCKET_BYTES = 25 * 2**20
+"""What DistributedDataParallel has as its default: large enough that starting a collective costs little of it."""
+SMALL_BYTES = 2**20
+"""Of the bucket that the forward uses first, whose gradients come last: nothing is left to send it beside."""
+LEAST_BYTES = 4 * 2**20
+"""Others are not cut smaller: starting a collective then costs more than sending it earlier saves."""
+BUCKETS = 4
+"""In so many buckets at least, if they are not small, so that most gradients are sent beside the backward."""
+
+_BUCKETED = frozenset((StepKind.ALL_REDUCE, StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER))
+
+
+class Bucketed(Protocol):
+    """A parameter's conversion, as far as its bucket depends on it."""
+
+    @property
+    def kind(self) -> tuple[Any, ...]: ...
+    @property
+    def block(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+Member = TypeVar("Member", bound=Bucketed)
+
+
+@dataclass(frozen=True)
+class _Converted:
+    """A parameter's conversion in the graph."""
+
+    node: Node
+    conversion: Conversion
+    handling: Handling
+    note: str
+    block: str
+    bytes: int
+    kind: tuple[Any, ...]
+    """What all conversions of a bucket have in common."""
+
+
+class Gate(Protocol):
+    """What a call must pass before its first collective."""
+
+    def check(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How the parameters of a call are handled; those not named come as they are."""
+
+    handling: Mapping[str, Handling] = field(default_factory=dict)
+    synchronisation: Synchronisation = field(default_factory=Synchronisation)
+    gate: Gate | None = None
+    awaited: bool = False
+    """Whether whoever gives the parameters waits for what is sent of their gradients."""
+
+    def of(self, tensor: NamedTensor) -> Handling:
+        found = self.handling.get(tensor.name)
+        return Handling(tensor.dtype, tensor.dtype, tensor.dtype) if found is None else found
+
+
+def put_in_buckets(
+    graph: Graph,
+    modules: dict[str, nn.Module],
+    tensors: Mapping[str, NamedTensor],
+    parameters: Parameters,
+    limit_bytes: int = BUCKET_BYTES,
+) -> None:
+    """Replace the single conversions of parameters by buckets, in place; `tensors` are those of the placeholders."""
+    found = [one for node in graph.nodes if (one := _converted(node, modules, tensors, parameters)) is not None]
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    beginning = next((node for node in graph.nodes if node.op != "placeholder"), None)
+    ends: list[Node] = []
+    before: Running | None = None
+    for number, members in enumerate(sorted(in_buckets(found, limit_bytes), key=lambda each: places[each[0].node])):
+        bucket = Bucket(tuple(member.conversion for member in members), members[0].handling)
+        again = bucket.handling.again
+        inputs: tuple[Any, ...] = tuple(member.node.args[0] for member in members)
+        # What else reads a parameter has a gradient of its own, which is added when this one has come.
+        has_start = bool(bucket.forward) or not parameters.awaited or any(len(each.users) > 1 for each in inputs)
+        running = Running(bucket, parameters.synchronisation, has_start, before if again else None)
+        before = running if again else before
+        # A gather starts one bucket ahead; where nothing is gathered, all start with the forward.
+        ahead = ends[-1] if bucket.forward and ends else members[0].node
+        assert beginning is not None, "the graph has conversions"
+        what = "_".join(dict.fromkeys(moves[0].kind.value for moves in (*bucket.forward, *bucket.backward)))
+        name = f"bucket_{number}_{what}"
+        notes = tuple(member.note for member in members)
+        modules[f"{name}_end"] = BucketEnd(running, () if has_start else notes)
+        started: Any = inputs
+        if has_start:
+            modules[f"{name}_start"] = BucketStart(running, notes)
+            with graph.inserting_before(ahead if bucket.forward else beginning):
+                started = graph.call_module(f"{name}_start", inputs)
+                beginning = beginning if bucket.forward else started.next
+        with graph.inserting_before(members[0].node):
+            ended = graph.call_module(f"{name}_end", (started,))
+            values = [graph.call_function(operator.getitem, (ended, i)) for i in range(len(members))]
+        ends.append(ended)
+        for member, value in zip(members, values, strict=True):
+            value.meta.update(member.node.meta)
+            value.meta.pop("origin", None)  # it belongs to no place of the model
+            member.node.replace_all_uses_with(value)
+            beginning = value if member.node is beginning else beginning
+            graph.erase_node(member.node)
+            del modules[str(member.node.target)]
+        if again:
+            _give_up(graph, modules, name, running, values)
+    _cast(graph, modules, tensors, parameters)
+
+
+def _give_up(graph: Graph, modules: dict[str, nn.Module], name: str, running: Running, values: list[Node]) -> None:
+    """Release what a bucket has gathered after its last use, and watch the ops that read it."""
+    reading = readers(values)
+    if any(reader.op == "output" for reader in reading):
+        return
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    modules[f"{name}_watch"] = Watch(running)
+    modules[f"{name}_release"] = Release(running)
+    last: Node | None = None
+    for reader in sorted(reading, key=places.__getitem__):
+        with graph.inserting_after(reader):
+            last = graph.call_module(f"{name}_watch", (reader,))
+    if last is not None:
+        with graph.inserting_after(last):
+            graph.call_module(f"{name}_release")
+
+
+def _cast(
+    graph: Graph, modules: Mapping[str, nn.Module], tensors: Mapping[str, NamedTensor], parameters: Parameters
+) -> None:
+    """Parameters that are converted in no bucket are cast before their first use."""
+    for node in [node for node in graph.nodes if node.op == "placeholder" and node.name in tensors]:
+        tensor = tensors[node.name]
+        handling = parameters.of(tensor)
+        users = [user for user in node.users if not isinstance(modules.get(str(user.target)), BucketStart | BucketEnd)]
+        if tensor.kind != "param" or handling.stored == handling.used or not users:
+            continue
+        with graph.inserting_before(next(each for each in graph.nodes if each in users)):
+            cast = graph.call_function(torch.ops.aten.to.dtype, (node, handling.used))
+        node.replace_all_uses_with(cast, delete_user_cb=lambda user, users=users: user in users)
+
+
+def _converted(
+    node: Node, modules: Mapping[str, nn.Module], tensors: Mapping[str, NamedTensor], parameters: Parameters
+) -> _Converted | None:
+    conversion = getattr(modules.get(str(node.target)), "conversion", None) if node.op == "call_module" else None
+    if not isinstance(conversion, Conversion):
+        return None
+    source = node.args[0]
+    tensor = tensors.get(source.name) if isinstance(source, Node) and source.op == "placeholder" else None
+    ways = conversion.forward, conversion.backward
+    kinds = tuple(tuple(move.kind for move in way) for way in ways)
+    if tensor is None or tensor.kind != "param" or not goes_in_bucket(*kinds):
+        return None
+    # All ranks must come to the same buckets, and shards may be uneven: what is asked is what the first rank has.
+    reshard = conversion.reshard
+    axes = dict(reshard.axes)
+    first = dict.fromkeys(axes, 0)
+    largest = [prod(s.before.local_sizes(reshard.atoms, axes, first)) for s in (*reshard.forward, *reshard.backward)]
+    if 0 in reshard.atoms.sizes:
+        return None
+    steps = tuple(tuple((move.kind, move.group, move.ranks) for move in way) for way in ways)
+    handling = parameters.of(tensor)
+    kind = steps, handling, tensor.requires_grad
+    size = max(largest) * tensor.dtype.itemsize
+    block = re.match(r"(.*?\.\d+)\.", tensor.name)
+    (note,) = modules[str(node.target)].notes  # type: ignore[misc]
+    return _Converted(node, conversion, handling, note, block[1] if block else "", size, kind)
+
+
+def goes_in_bucket(forward: tuple[StepKind, ...], backward: tuple[StepKind, ...]) -> bool:
+    """Whether a conversion of such steps can be done together with others: each way is sent, or done by each rank."""
+    ways = [kinds for kinds in (forward, backward) if not LOCAL.issuperset(kinds)]
+    return bool(ways) and all(_BUCKETED.issuperset(kinds) for kinds in ways)
+
+
+def in_buckets(found: Iterable[Member], limit_bytes: int = BUCKET_BYTES) -> Iterator[list[Member]]:
+    """Of one kind, in the order of first use, of one block of layers; small blocks that follow each other together.
+
+    Gathers are not joined over blocks: what is gathered early takes memory for longer.
+    """
+    found = list(found)
+    sizes: dict[tuple[Any, ...], int] = {}
+    for one in found:
+        sizes[_key(one)] = sizes.get(_key(one), 0) + one.bytes
+    limits = {key: _limits(key[1] is None, size, limit_bytes) for key, size in sizes.items()}
+    open_buckets: dict[tuple[Any, ...], list[Member]] = {}
+    for one in found:
+        key = _key(one)
+        members = open_buckets.setdefault(key, [])
+        if members and sum(member.bytes for member in members) + one.bytes > limits[key][0]:
+            yield list(members)
+            members.clear()
+            limits[key] = limits[key][1:] or limits[key]
+        members.append(one)
+    yield from (members for members in open_buckets.values() if members)
+
+
+def _key(one: Bucketed) -> tuple[Any, str | None]:
+    gathers = any(step[0] is StepKind.ALL_GATHER for step in one.kind[0][0])
+    return one.kind, one.block if gathers else None
+
+
+def _limits(reduces: bool, size: int, limit_bytes: int) -> list[int]:
+    """How large the first bucket of a kind may be, and how large the others."""
+    small = min(SMALL_BYTES, limit_bytes)
+    return [small, min(limit_bytes, max(LEAST_BYTES, size // BUCKETS))] if reduces else [limit_bytes]

@@ -1,0 +1,127 @@
+"""Ops on a rank that has nothing of a split factor: pieces are of the ceiling size, so the last ones may be empty.
+
+What such a rank adds to a sum is zero, and what it has of a split result has no elements. Its op gives just that,
+without being run: many ops refuse tensors without elements. It still depends on what it takes, so that the collectives
+of the backward run on all ranks alike.
+
+Where something is added to the sum (a bias), the op does run, on a slice of zeros in place of the empty one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+
+from autopar.lowering.collectives.local_steps import zeros_of
+from autopar.rules.call import flat_results
+from autopar.rules.notation import Operand
+from autopar.rules.shard_call.local_call import call_by_name
+
+__all__ = ["Empty", "Result", "amounts", "nodes_of", "nothing", "reached"]
+
+
+def nothing(shape: Sequence[int], dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
+    """Zeros of some shape that are a function of the tensors, with zeros for their gradients."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        made: Tensor = _Nothing.apply(tuple(shape), dtype, *tensors)  # type: ignore[no-untyped-call]
+        return made
+    return zeros_of(shape, dtype, tensors)
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return zeros_of(shape, dtype, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        # Of the gradient and of what the op took, as the gradients of any op are: so are gradients of gradients.
+        tensors: tuple[Tensor, ...] = ctx.saved_tensors
+        found = zip(tensors, ctx.needs_input_grad[2:], strict=True)
+        made = [nothing(x.shape, x.dtype, (gradient, *tensors)) if wanted else None for x, wanted in found]
+        return None, None, *made
+
+
+Result = tuple[tuple[int, ...], torch.dtype, frozenset[int]]
+"""The shape and dtype of what an op gives, and the operands that its gradient would go to."""
+
+
+class Empty(nn.Module):
+    """An op on a rank that has nothing to do for it."""
+
+    def __init__(self, op: str, results: tuple[Result | None, ...], single: bool) -> None:
+        super().__init__()
+        self.op = op
+        self.results = results
+        self.single = single
+
+    def forward(self, *tensors: Tensor) -> Any:
+        made = [None if result is None else self._made(result, tensors) for result in self.results]
+        return made[0] if self.single else made
+
+    def _made(self, result: Result, tensors: Sequence[Tensor]) -> Tensor:
+        shape, dtype, reached = result
+        return nothing(shape, dtype, [x if i in reached else x.detach() for i, x in enumerate(tensors)])
+
+    def extra_repr(self) -> str:
+        return f"{self.op}: this rank has nothing of it"
+
+
+def nodes_of(arguments: Mapping[str, Any]) -> tuple[Node, ...]:
+    """The values among an op's arguments, lists flattened."""
+    listed = [each for value in arguments.values() for each in (value if isinstance(value, list | tuple) else [value])]
+    return tuple(value for value in listed if isinstance(value, Node))
+
+
+def reached(
+    op: torch._ops.OpOverload, arguments: Mapping[str, Any], trained: Callable[[Node], bool]
+) -> list[frozenset[int]]:
+    """For each result of an op, which of the values it takes its gradient goes to: not all that have one (`ones_like`).
+
+    All ranks must find the same values to have a gradient, or their backwards run in different orders. So the op is
+    run, whole and without memory, and its derivative is looked at.
+    """
+    leaves: list[Tensor] = []
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [leaf(each) for each in value]
+        if not isinstance(value, Node):
+            return value
+        given = value.meta["val"]
+        made = torch.empty(given.shape, dtype=given.dtype, device=given.device)
+        leaves.append(made.requires_grad_(trained(value)))
+        return made.clone()  # an op may give back what it takes, which then has no history
+
+    with FakeTensorMode(), torch.enable_grad():
+        results = flat_results(call_by_name(op, {name: leaf(value) for name, value in arguments.items()}))
+    return [_leaves_of(result, leaves) for result in results]
+
+
+def _leaves_of(result: Tensor | None, leaves: Sequence[Tensor]) -> frozenset[int]:
+    todo = [result.grad_fn] if result is not None and result.grad_fn is not None else []
+    seen, found = set(todo), set[int]()
+    while todo:
+        function = todo.pop()
+        variable = getattr(function, "variable", None)
+        found.update(i for i, leaf in enumerate(leaves) if leaf is variable)
+        following = {step for step, _ in function.next_functions if step is not None} - seen
+        seen |= following
+        todo += following
+    return frozenset(found)
+
+
+def amounts(operand: Operand, local_sizes: Mapping[str, int]) -> list[int]:
+    """What `constant_pad_nd` adds to an operand's shard so that each of its empty factors has one position."""
+    found: list[int] = []
+    for term in reversed(operand.terms):
+        length = prod(local_sizes[factor] for factor in term)
+        found += [0, prod(max(local_sizes[factor], 1) for factor in term) - length]
+    return found if any(found) else []

@@ -1,0 +1,333 @@
+"""Small sums over ranks that a call can make at its two ends: before its graph runs, and after.
+
+The number of targets in a batch follows from the inputs: it is sent before anything is computed, together with what
+tells the ranks that they make the same call. A loss is what the graph gives: whoever is given it waits for the parts of
+the other ranks when he looks at it, which a backward does not. So a forward waits for nobody, where nothing else is
+sent in it; and `torch.compile` has no collective in its way.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.lowering.collectives.local_reshard import Conversion, convert, send
+from autopar.lowering.collectives.wire_dtypes import restored
+from autopar.lowering.modules.late_tensor import Late
+from autopar.lowering.passes.join_small_sums import joined, small_sum
+from autopar.lowering.passes.recompute_regions import REGION
+from autopar.runtime.ranks.agreement import ROOM
+
+__all__ = ["Ends", "Exchanges", "move_to_ends", "wrapped"]
+
+MOST_NODES = 64
+"""Of the graph before the graph: targets that are shifted, flattened, compared and counted take ten."""
+_ATEN = torch.ops.aten
+_BY_NUMBERS = (_ATEN.neg.default, _ATEN.div.Scalar, _ATEN.mul.Scalar)
+Rows = Sequence[Sequence[int | float]]
+
+
+class Exchanges(Protocol):
+    """How the ranks of a mesh exchange a few numbers."""
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether no device waits for it; else collectives are cheaper."""
+        ...
+
+    def exchange(self, numbers: Sequence[int | float], last: bool) -> Callable[[str], Rows]:
+        """Begin to send some numbers, after the graph or before it.
+
+        Gives a function that waits for what the members of a group have sent, a row for each.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What is sent before and after a graph, which has the sums of the former as its last inputs."""
+
+    before: GraphModule | None = None
+    """From some of the other inputs to this rank's parts of the sums that are sent before the graph."""
+    places: tuple[int, ...] = ()
+    """From which."""
+    early: tuple[Conversion, ...] = ()
+    late: tuple[tuple[int, Conversion], ...] = ()
+    """Which results of the graph are this rank's parts of sums."""
+    notes: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    """What is sent before, and after."""
+
+    @property
+    def outline(self) -> str:
+        """What all ranks must have in common for their exchanges to meet."""
+        early = [(one.result_shape, one.reshard.forward) for one in self.early]
+        return f"{early} {[(place, one.result_shape, one.reshard.forward) for place, one in self.late]}"
+
+    def first(self, values: Sequence[Any], exchanges: Exchanges) -> list[Tensor]:
+        """The sums that are sent before the graph, which may be still to come."""
+        if self.before is None:
+            return []
+        with torch.no_grad():
+            # Not by calling it, for hooks that it has not: whatever is done once a step is done with cold caches.
+            parts = self.before.forward(*[values[place] for place in self.places])
+            return _begin(self.early, parts, exchanges, last=False)
+
+    def last(self, outputs: tuple[Any, ...], exchanges: Exchanges) -> tuple[Any, ...]:
+        """The results with the sums that are sent after the graph, which may be still to come."""
+        if not self.late:
+            return outputs
+        found = list(outputs)
+        conversions = tuple(one for _, one in self.late)
+        parts = [outputs[place] for place, _ in self.late]
+        sums = _Sums.apply(conversions, exchanges, *parts)  # type: ignore[no-untyped-call]
+        for (place, _), value in zip(self.late, sums, strict=True):
+            found[place] = value
+        if not any(part.requires_grad for part in parts):  # no backward will come before somebody looks
+            Late.arrive_all(sums)
+        return tuple(found)
+
+
+class _Sums(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, conversions: tuple[Conversion, ...], exchanges: Exchanges, *parts: Tensor
+    ) -> tuple[Tensor, ...]:
+        found = _begin(conversions, parts, exchanges, last=True)
+        ctx.conversions = conversions
+        whole = [not (part.is_floating_point() or part.is_complex()) for part in parts]
+        ctx.mark_non_differentiable(*(x for x, is_whole in zip(found, whole, strict=True) if is_whole))
+        ctx.set_materialize_grads(False)
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return (None, None, *gradients)
+        # For gradients of gradients: each of them is added up, as the sums are.
+        pairs = zip(gradients, ctx.conversions, strict=True)
+        return (None, None, *(None if x is None else convert(x, one, backward=True) for x, one in pairs))
+
+
+def _begin(
+    conversions: Sequence[Conversion], parts: Sequence[Tensor], exchanges: Exchanges, last: bool
+) -> list[Tensor]:
+    """The sums of parts, still to come."""
+    if not exchanges.is_cheap:
+        return _collectives(conversions, parts)
+    numbers: list[int | float] = []
+    pieces = []
+    for x in parts:
+        begin = len(numbers)
+        numbers += (torch.view_as_real(x.detach()) if x.is_complex() else x.detach()).reshape(-1).tolist()
+        pieces.append(slice(begin, len(numbers)))
+    sent = exchanges.exchange(numbers, last)
+    return [
+        Late.of(x, partial(_received, sent, one.forward[0].group, piece, x.dtype, one.result_shape))
+        for x, one, piece in zip(parts, conversions, pieces, strict=True)
+    ]
+
+
+def wrapped(number: complex) -> complex:
+    """Sums of whole numbers run over as those of tensors do."""
+    return (number + 2**63) % 2**64 - 2**63 if isinstance(number, int) else number
+
+
+def _collectives(conversions: Sequence[Conversion], parts: Sequence[Tensor]) -> list[Tensor]:
+    """The sums by collectives, one for each group."""
+    found: list[Tensor] = list(parts)
+    groups: dict[str, list[int]] = {}
+    for place, one in enumerate(conversions):
+        groups.setdefault(one.forward[0].group, []).append(place)
+    for places in groups.values():
+        total, begin = send(conversions[places[0]].forward[0], joined([parts[place] for place in places])), 0
+        for place in places:
+            end = begin + parts[place].numel()
+            found[place] = Late.of(parts[place], partial(_piece, total, slice(begin, end), parts[place].dtype))
+            begin = end
+    return found
+
+
+def _piece(total: Tensor, piece: slice, dtype: torch.dtype) -> Tensor:
+    return restored(torch.ops._c10d_functional.wait_tensor(total)[piece], dtype)
+
+
+def _received(
+    sent: Callable[[str], Rows], group: str, piece: slice, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Tensor | complex:
+    columns = list(zip(*sent(group), strict=True))[piece]
+    if dtype.is_complex:
+        columns = [tuple(map(complex, *pair)) for pair in zip(columns[::2], columns[1::2], strict=True)]
+    sums = [wrapped(sum(column)) for column in columns]
+    if not dtype.is_floating_point and not dtype.is_complex:  # a sum may not fit: it runs over
+        return torch.tensor(sums, dtype=torch.int64).to(dtype).reshape(shape)
+    return torch.tensor(sums, dtype=dtype).reshape(shape) if shape else sums[0]
+
+
+# -- which sums those are ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Found:
+    given: set[Node]
+    """Nodes that follow from inputs without a gradient."""
+    known: set[Node]
+    """Nodes that follow from those and from sums of them."""
+    early: list[Node]
+    late: dict[Node, list[Node]]
+    """By result, the sums of which it is a linear function, which is applied to the parts instead."""
+
+
+def move_to_ends(graph: Graph, modules: dict[str, nn.Module], inputs: Iterable[str]) -> Ends:
+    """Take the sums out of a graph that can be made before and after it, in place.
+
+    `inputs`: the placeholders that are inputs without a gradient.
+    """
+    found = _find(graph, modules, frozenset(inputs))
+    late = [(node, [_conversion(one, modules) for one in sums]) for node, sums in found.late.items()]
+    (output,) = graph.find_nodes(op="output")
+    places = [(place, each[0]) for place, value in enumerate(output.args[0]) for node, each in late if node is value]
+    sums = [one for each in found.late.values() for one in each]
+    notes = tuple(
+        tuple(note for node in nodes for note in modules[str(node.target)].notes)  # type: ignore[union-attr]
+        for nodes in (found.early, sums)
+    )
+    early = tuple(_conversion(node, modules) for node in found.early)
+    before, used = _graph_before(graph, modules, found.early) if early else (None, ())
+    *_, last = graph.find_nodes(op="placeholder")
+    for number, node in enumerate(found.early):
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"early_{number}")
+        _replace(node, last, modules)
+    for node in sums:
+        _replace(node, node.args[0], modules)
+    return Ends(before, used, early, tuple(places), notes)  # type: ignore[arg-type]
+
+
+def _replace(node: Node, other: Any, modules: dict[str, nn.Module]) -> None:
+    """Another value for a node, which goes with all that was made for it alone."""
+    node.replace_all_uses_with(other)
+    dead = [node]
+    while dead:
+        one = dead.pop()
+        if one.op == "placeholder" or one.users:
+            continue
+        dead.extend(one.all_input_nodes)
+        if one.op == "call_module":
+            del modules[str(one.target)]
+        one.graph.erase_node(one)
+
+
+def _find(graph: Graph, modules: Mapping[str, nn.Module], inputs: frozenset[str]) -> _Found:
+    found = _Found(set(), set(), [], {})
+    room = ROOM
+    for node in graph.nodes:
+        operands = node.all_input_nodes
+        if node.op == "placeholder":
+            if node.name in inputs:
+                found.given.add(node)
+        elif node.meta.get(REGION) is not None or not operands:
+            continue
+        elif small_sum(node, modules) is not None:
+            numbers = 2 * prod(_conversion(node, modules).shape)  # complex numbers take two places
+            if operands[0] in found.given and numbers <= room and len(_made_for([node])) <= MOST_NODES:
+                room -= numbers
+                found.early.append(node)
+                found.known.add(node)
+        elif _is_plain(node, modules):
+            if found.given.issuperset(operands):
+                found.given.add(node)
+            elif all(one in found.given or one in found.known for one in operands):
+                found.known.add(node)
+    (output,) = graph.find_nodes(op="output")
+    room = ROOM
+    for result in dict.fromkeys(value for value in output.args[0] if isinstance(value, Node)):
+        sums = _linear(result, found, modules)
+        if sums and not any(one in found.early for one in sums):
+            numbers = 2 * prod(_conversion(sums[0], modules).shape)
+            if numbers <= room:
+                room -= numbers
+                found.late[result] = sums
+    return found
+
+
+def _linear(node: Node, found: _Found, modules: Mapping[str, nn.Module]) -> list[Node]:
+    """The sums over one group, used for nothing else, of which a node is a linear function; none if it is not."""
+    if len(node.users) != 1 or node.meta.get(REGION) is not None:
+        return []
+    if small_sum(node, modules) is not None:
+        return [node]
+    if node.op != "call_function" or node.kwargs:
+        return []
+    parts = [_linear(one, found, modules) if isinstance(one, Node) else [] for one in node.args]
+    if node.target in (_ATEN.add.Tensor, _ATEN.sub.Tensor) and all(parts):
+        sums = [one for part in parts for one in part]
+    elif node.target is _ATEN.mul.Tensor and any(_is_constant(one, found) for one in node.args):
+        sums = parts[0] or parts[1]
+    elif node.target in _BY_NUMBERS or (node.target is _ATEN.div.Tensor and _is_constant(node.args[1], found)):
+        sums = parts[0]
+    else:
+        return []
+    conversions = [_conversion(one, modules) for one in sums]
+    shapes = {one.result_shape for one in conversions} | {node.meta.get("local_shape")}
+    return sums if len(shapes) == 1 and len({one.forward[0].group for one in conversions}) == 1 else []
+
+
+def _is_constant(value: Any, found: _Found) -> bool:
+    return not isinstance(value, Node) or value in found.given or value in found.known
+
+
+def _is_plain(node: Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a node gives the same from the same, changes nothing, and sends nothing."""
+    if node.op == "call_module":
+        conversion = getattr(modules[str(node.target)], "conversion", None)
+        return isinstance(conversion, Conversion) and all(move.local for move in conversion.forward)
+    if node.target is operator.getitem:
+        return True
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and not node.target._schema.is_mutable
+        and torch.Tag.nondeterministic_seeded not in node.target.tags
+    )
+
+
+def _conversion(node: Node, modules: Mapping[str, nn.Module]) -> Conversion:
+    found = modules[str(node.target)].conversion
+    assert isinstance(found, Conversion), node
+    return found
+
+
+def _made_for(nodes: Sequence[Node]) -> set[Node]:
+    """The nodes and all that they follow from, placeholders aside."""
+    found: set[Node] = set()
+    left = list(nodes)
+    while left:
+        node = left.pop()
+        if node not in found and node.op != "placeholder":
+            found.add(node)
+            left.extend(node.all_input_nodes)
+    return found
+
+
+def _graph_before(
+    graph: Graph, modules: Mapping[str, nn.Module], sums: Sequence[Node]
+) -> tuple[GraphModule, tuple[int, ...]]:
+    """The parts of these sums, and from which inputs of the graph."""
+    parts = [node.all_input_nodes[0] for node in sums]
+    wanted = _made_for(parts)
+    read = {one for node in (*wanted, *sums) for one in node.all_input_nodes}
+    before, copies = Graph(), dict[Node, Node]()
+    inputs = graph.find_nodes(op="placeholder")
+    for node in graph.nodes:
+        if node in wanted or (node in read and node.op == "placeholder"):
+            copies[node] = before.node_copy(node, copies.__getitem__)
+    before.output(tuple(copies[part] for part in parts))
+    used = {str(node.target): modules[str(node.target)] for node in wanted if node.op == "call_module"}
+    return GraphModule(used, before), tuple(place for place, node in enumerate(inputs) if node in copies)

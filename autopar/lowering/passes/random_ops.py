@@ -1,0 +1,255 @@
+"""The ops of a graph that draw random numbers, each as a module that draws for this rank; or refused, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from autopar.errors import AutoparError
+from autopar.ir.graph import NamedNode
+from autopar.lowering.modules.random_draws import Cut, Kept, Sampled, Shard, Slopes
+from autopar.lowering.modules.random_ops import Attention, Drawing, Dropout, Gamma, Rrelu, Sample
+from autopar.rules.call import arguments_by_name, takes_tensors
+from autopar.rules.notation import Operand, Term
+from autopar.sharding.choices import Choice
+from autopar.sharding.sharding import Atoms, Piece, nested
+from autopar.tracing.passes.normalise import is_random
+
+__all__ = ["Drawings", "DrawnOp"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class DrawnOp:
+    """An op of a graph that draws random numbers, and how it is split; the same on all ranks."""
+
+    name: str
+    op: str
+    choice: str
+    exact: bool
+    """Whether its shards can draw what one process draws."""
+
+
+@dataclass(frozen=True)
+class _Op:
+    """An op to be made: its call on this rank, the same on the whole tensors, and how its parts are cut."""
+
+    node: NamedNode
+    source: Node
+    local: Mapping[str, Any]
+    whole: Mapping[str, Any]
+    tensors: tuple[str, ...]
+    """Which arguments are tensors."""
+    cut: Callable[[Iterable[Term]], Cut]
+    shard: Callable[[Iterable[Term]], Shard]
+    device: torch.device
+    differentiable: bool
+
+    @property
+    def output(self) -> Operand:
+        operand = self.node.rule.outputs[0]
+        assert operand is not None, self.node.name
+        return operand
+
+    @property
+    def target(self) -> torch._ops.OpOverload:
+        assert isinstance(self.source.target, torch._ops.OpOverload), self.source
+        return self.source.target
+
+    def value(self, name: str) -> Tensor:
+        """A tensor of the trace: it has the shape and the strides of the whole one."""
+        found: Tensor = self.whole[name].meta["val"]
+        return found
+
+    def kept(self, terms: tuple[Term, ...], rate: float, strides: tuple[int, ...] | None) -> Kept:
+        cut = self.cut(terms)
+        found = strides or tuple(torch.empty(cut.shape, device="meta").stride())
+        return Kept(self.shard(terms), cut, found, rate, self.device)
+
+
+def _dropout(op: _Op) -> Drawing:
+    (name,) = op.tensors
+    what = op.kept(op.output.terms, op.whole["p"], tuple(op.value(name).stride()))
+    return Dropout(what, str(op.node.rule), op.target is aten.native_dropout.default)
+
+
+def _rrelu(op: _Op) -> Drawing:
+    terms = op.output.terms
+    bounds = op.whole["lower"], op.whole["upper"]
+    what = Slopes(op.shard(terms), op.cut(terms), *bounds, op.value(op.tensors[0]).dtype, op.device)
+    return Rrelu(what, str(op.node.rule), op.target is not aten.rrelu.default)
+
+
+def _attention(op: _Op) -> Drawing:
+    queries, keys = op.node.rule.operands[:2]
+    assert queries is not None, op.node.name
+    assert keys is not None, op.node.name
+    *lead, rows, _ = op.output.terms
+
+    def has(operand: Operand, position: int) -> bool:
+        own = operand.terms[:-2]
+        return len(own) >= -position and own[position] != ()
+
+    # The values may have leading dims that the scores have not.
+    scored = [term if has(queries, i) or has(keys, i) else () for i, term in enumerate(lead, -len(lead))]
+    terms = (*scored, rows, keys.terms[-2])
+    what = op.kept(terms, op.whole["dropout_p"], None)
+    (first_row, _), *inner = op.cut([rows]).pieces  # split in the first alone where positions are counted
+    first_row *= prod(length for _, length in inner)
+    return Attention(what, str(op.node.rule), op.whole, list(op.tensors), first_row)
+
+
+def _sampled(op: _Op) -> Sampled:
+    operands = dict(zip(takes_tensors(op.target), op.node.rule.operands, strict=True))
+    parts = []
+    for name in op.tensors:
+        value, operand = op.value(name), operands[name]
+        assert operand is not None, op.node.name
+        parts.append((name, op.cut(operand.terms), tuple(value.stride())))
+    given: list[dict[str, Any]] = []
+    for arguments in (op.local, op.whole):
+        plain = {name: None if name in op.tensors else _frozen(value) for name, value in arguments.items()}
+        if not op.tensors and "device" in plain:
+            plain["device"] = op.device
+        given.append(plain)
+    terms, local, whole = op.output.terms, *(tuple(one.items()) for one in given)
+    dtype = op.source.meta["val"].dtype
+    return Sampled(op.shard(terms), op.cut(terms), dtype, op.device, op.target, local, whole, tuple(parts))
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def _sample(op: _Op) -> Drawing:
+    return Sample(_sampled(op), str(op.node.rule), op.differentiable)
+
+
+def _gamma(op: _Op) -> Drawing:
+    return Gamma(_sampled(op), str(op.node.rule))
+
+
+def _flat(op: _Op) -> Drawing:
+    """An op that torch has no derivative of."""
+    if op.differentiable:
+        raise AutoparError(
+            f"{op.node.name} ({op.node.op}) has no derivative, and its operand requires a gradient, at "
+            f"{op.node.origin.source}: {op.node.origin.source_code}\nfix: detach() its operands"
+        )
+    return _sample(op)
+
+
+_SAMPLES = """
+rand.default randn.default randperm.default randint.default randint.low normal.float_float
+rand_like.default randn_like.default randint_like.default randint_like.low_dtype
+uniform.default normal_functional.default exponential.default cauchy.default log_normal.default geometric.default
+random.default random.from random.to bernoulli.default bernoulli.p bernoulli.Tensor
+normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor multinomial.default poisson.default
+"""
+
+_MAKERS: dict[str, Callable[[_Op], Drawing]] = {
+    **{f"aten.{name}": _sample for name in _SAMPLES.split()},
+    "aten.dropout.default": _dropout,
+    "aten.native_dropout.default": _dropout,
+    "aten.scaled_dot_product_attention.default": _attention,
+    "aten.rrelu.default": _rrelu,
+    "aten.rrelu_with_noise_functional.default": _rrelu,
+    "aten._standard_gamma.default": _gamma,
+    "aten._sample_dirichlet.default": _flat,
+    "aten.binomial.default": _flat,
+}
+
+_BY_VALUE = frozenset(
+    f"aten.{name}.default"
+    for name in ("rrelu", "rrelu_with_noise_functional", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
+)
+"""Ops that draw more or fewer numbers for other operands."""
+
+
+class Drawings:
+    """The drawing ops of one graph, in order, on one rank of several."""
+
+    def __init__(self, axes: Mapping[str, int], coordinate: Mapping[str, int], device: torch.device) -> None:
+        self.axes = axes
+        self.coordinate = coordinate
+        self.device = device
+        self.ops: list[DrawnOp] = []
+        self._shards = 0
+
+    def make(
+        self, node: NamedNode, source: Node, choice: Choice, local: Mapping[str, Any], differentiable: bool
+    ) -> Drawing | None:
+        """The module for an op under a choice, if it draws anything; `local` are its arguments on this rank."""
+        if prod(self.axes.values()) == 1:
+            return None  # it draws as the model does
+        if not node.rule.random:
+            if is_random(source) and (node.source != "table" or not node.op.startswith("aten.")):
+                raise _refused(node)
+            return None
+        if node.op not in _MAKERS:
+            raise _refused(node)
+        assert isinstance(source.target, torch._ops.OpOverload), source
+        whole = arguments_by_name(source.target, source.args, source.kwargs)
+        tensors = tuple(name for name, value in whole.items() if isinstance(value, Node))
+        device = self._device(source)
+
+        def cut(terms: Iterable[Term]) -> Cut:
+            return _cut(node, choice, terms, self.axes, self.coordinate)
+
+        def shard(terms: Iterable[Term]) -> Shard:
+            return self._shard(choice, terms)
+
+        made = _MAKERS[node.op](_Op(node, source, local, whole, tensors, cut, shard, device, differentiable))
+        self._shards += made.what.shard.count
+        exact = made.what.shard.count == 1 or node.op not in _BY_VALUE
+        self.ops.append(DrawnOp(node.name, node.op, str(choice), exact))
+        return made
+
+    def _device(self, source: Node) -> torch.device:
+        """Where an op works: where the model is, unless it was traced on a device of its own."""
+        results = source.meta["val"]
+        found: torch.device = (results if isinstance(results, Tensor) else results[0]).device
+        return self.device if found.type in ("meta", self.device.type) else found
+
+    def _shard(self, choice: Choice, terms: Iterable[Term]) -> Shard:
+        factors = {factor for term in terms for factor in term}
+        used = {axis for (factor, _), axes in choice.splits if factor in factors for axis in axes}
+        index = 0
+        for axis, size in self.axes.items():
+            if axis in used:
+                index = index * size + self.coordinate[axis]
+        return Shard(self._shards, index, prod(self.axes[axis] for axis in used))
+
+
+def _cut(
+    node: NamedNode, choice: Choice, terms: Iterable[Term], axes: Mapping[str, int], coordinate: Mapping[str, int]
+) -> Cut:
+    """How a rank's part of a tensor with these dims lies in the whole one."""
+    sizes: list[int] = []
+    pieces: list[Piece] = []
+    dims: list[int] = []
+    for term in terms:
+        before = len(sizes)
+        for factor in term:
+            for atom, size in enumerate(node.atoms.get(factor, (node.sizes[factor],))):
+                split = choice.of((factor, atom))
+                sizes.append(size)
+                pieces.append(nested(size, [(axes[axis], coordinate[axis]) for axis in split]))
+        dims.append(len(sizes) - before)
+    return Cut(Atoms(tuple(sizes), tuple(dims)), tuple(pieces))
+
+
+def _refused(node: NamedNode) -> AutoparError:
+    return AutoparError(
+        f"{node.name} ({node.op}) draws random numbers, at {node.origin.source}: {node.origin.source_code}\n"
+        "on several ranks replicas must draw the same and shards must not, which is not known of this op\n"
+        "fix: draw outside of it, with dropout, torch.rand or torch.bernoulli (recurrent layers: dropout=0, one level "
+        "each, and nn.Dropout between them); or call eval()"
+    )

@@ -1,0 +1,49 @@
+"""Before the first collective of a call the ranks must know that they make the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.fx import Graph, Node
+
+from autopar.lowering.collectives.local_reshard import Conversion
+from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, Release, Watch
+from autopar.lowering.passes.bucket_parameters import Gate
+
+__all__ = ["put_gate"]
+
+
+class Check(nn.Module):
+    """Compiled graphs are compared before they begin, and have none."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def forward(self) -> None:
+        if not torch.compiler.is_compiling():
+            self.gate.check()
+
+
+def put_gate(graph: Graph, modules: dict[str, nn.Module], gate: Gate) -> None:
+    """Put the gate before the first collective."""
+    first = next((node for node in graph.nodes if _may_send(node, modules)), None)
+    if first is not None:
+        modules["gate"] = Check(gate)
+        with graph.inserting_before(first):
+            graph.call_module("gate")
+
+
+def _may_send(node: Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether the forward of a module of ours may send something; ops of torch do not."""
+    if node.op != "call_module":
+        return False
+    module = modules[str(node.target)]
+    if isinstance(module, BucketStart | BucketEnd):
+        return bool(module.running.bucket.forward)
+    conversion = getattr(module, "conversion", None)
+    if isinstance(conversion, Conversion):
+        return not all(move.local for move in conversion.forward)
+    return not isinstance(module, Watch | Release)

@@ -1,0 +1,191 @@
+"""The regions of the generated graph that are computed again in the backward: layers, and checkpoints of the model.
+
+What is computed again is computed with its collectives. Parameters are converted outside: a bucket that starts or ends
+inside is moved before the region. One that is gathered again is moved into it, if nothing else reads it: then the
+region gathers it once more, and in between nothing holds it. If others read it too, its memory is filled again before
+the region is.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.ir.checkpoint_regions import body_of, boundary, call_checkpoint, put_call
+from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, Release, Watch
+from autopar.lowering.modules.bucket_state import Again, Running
+from autopar.lowering.modules.selective_recompute import Selective
+from autopar.sharding.layout.gather_policy import Recompute
+from autopar.sharding.recompute import Region
+
+__all__ = ["KEPT", "REGION", "with_regions"]
+
+REGION, KEPT = "region", "kept"
+"""What is noted of a node: the number of the region that it is in, and whether its result is kept there."""
+
+
+class Refill(nn.Module):
+    """Before a region reads parameters whose memory may be given up: as it is computed again, they are gathered."""
+
+    def __init__(self, running: Running) -> None:
+        super().__init__()
+        self.running = running
+        self.known: weakref.WeakValueDictionary[int, Again] = weakref.WeakValueDictionary()
+        """By their memory, which stands for the forward that they were gathered in."""
+
+    def forward(self, *values: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            return
+        memory = values[0].untyped_storage()._cdata
+        again = self.known.get(memory)
+        if again is not None and any(one.untyped_storage()._cdata == memory for one in again.whole):
+            again.fill()
+        elif self.running.again is not None:
+            self.known[memory] = self.running.again
+
+
+def with_regions(graph: Graph, modules: dict[str, nn.Module], regions: Sequence[Region]) -> GraphModule:
+    """The module of a graph with all its buckets; the graph is changed."""
+    modes: dict[int, Recompute] = {number: region.mode for number, region in enumerate(regions)}
+    for node in graph.nodes:
+        if isinstance(_module(node, modules), Watch):  # stands with the op that it watches
+            (reader,) = node.all_input_nodes
+            node.meta.update({key: reader.meta[key] for key in (REGION, KEPT) if key in reader.meta})
+        elif node.target is operator.getitem and isinstance(_module(node.args[0], modules), BucketEnd):
+            for key in (REGION, KEPT):  # of the first op that reads it
+                node.meta.pop(key, None)
+    for number in modes:
+        if _members(graph, number):
+            _bring_parameters(graph, modules, number)
+            _close(graph, modules, number, modes)
+    numbers = [number for number in modes if _members(graph, number)]
+    for place, number in enumerate(numbers):
+        nodes, name = _members(graph, number), f"computed_again_{place}"
+        inputs, results = boundary(nodes)
+        body = body_of(nodes, inputs, results, modules)
+        with graph.inserting_before(nodes[-1].next):
+            if modes[number] == "full":
+                modules[name] = body
+                call = call_checkpoint(graph, name, inputs)
+            else:
+                modules[name] = Selective(body, frozenset(node.name for node in nodes if node.meta.get(KEPT)))
+                call = graph.call_module(name, tuple(inputs))
+        put_call(graph, nodes, results, call)
+    return GraphModule(modules, graph)
+
+
+def _members(graph: Graph, number: int) -> list[Node]:
+    return [node for node in graph.nodes if node.meta.get(REGION) == number]
+
+
+def _module(node: Any, modules: Mapping[str, nn.Module]) -> nn.Module | None:
+    return modules.get(str(node.target)) if isinstance(node, Node) and node.op == "call_module" else None
+
+
+# -- parameters -------------------------------------------------------------------------------------------------------
+
+
+def _bring_parameters(graph: Graph, modules: dict[str, nn.Module], number: int) -> None:
+    """Buckets that are gathered again: those of this region alone are moved into it, others are filled before it."""
+    for running, readers in _gathered_again(graph, modules).items():
+        inside = [reader for reader in readers if reader.meta.get(REGION) == number]
+        if not inside:
+            continue
+        head = _members(graph, number)[0]
+        machinery = _machinery(graph, modules, running)
+        if len(inside) == len(readers):
+            once = Running(
+                replace(running.bucket, handling=replace(running.bucket.handling, again=False)),
+                running.synchronisation,
+            )
+            for node in machinery:
+                module = _module(node, modules)
+                if isinstance(module, BucketStart | BucketEnd):
+                    module.running = once
+                node.meta[REGION] = number
+            _move(machinery, head)
+            for node in [node for node in graph.nodes if isinstance(_module(node, modules), Watch | Release)]:
+                if _module(node, modules).running is running:  # type: ignore[union-attr]
+                    graph.erase_node(node)
+        else:
+            name = f"refill_{len(modules)}"
+            modules[name] = Refill(running)
+            with graph.inserting_before(head):
+                values = tuple(node for node in machinery if node.target is operator.getitem)
+                graph.call_module(name, values).meta[REGION] = number
+
+
+def _gathered_again(graph: Graph, modules: Mapping[str, nn.Module]) -> dict[Running, list[Node]]:
+    """The buckets that are gathered again, and all their readers."""
+    found: dict[Running, list[Node]] = {}
+    for node in graph.nodes:
+        module = _module(node, modules)
+        if isinstance(module, Watch):
+            found.setdefault(module.running, []).extend(node.all_input_nodes)
+    return found
+
+
+def _machinery(graph: Graph, modules: Mapping[str, nn.Module], running: Running) -> list[Node]:
+    """The start and the end of a bucket, and what is taken out of it."""
+    ends = [
+        node
+        for node in graph.nodes
+        if isinstance(module := _module(node, modules), BucketStart | BucketEnd) and module.running is running
+    ]
+    taken = [node for node in graph.nodes if node.target is operator.getitem and node.args[0] in ends]
+    return [*ends, *taken]
+
+
+def _move(nodes: Iterable[Node], before: Node) -> None:
+    for node in nodes:
+        if node is not before:
+            before.prepend(node)
+
+
+# -- a region is one stretch of the graph -----------------------------------------------------------------------------
+
+
+def _close(graph: Graph, modules: Mapping[str, nn.Module], number: int, modes: dict[int, Recompute]) -> None:
+    """Make the nodes of a region follow each other: what stands between them goes before it or after it.
+
+    What depends on the region and leads back into it belongs to it, and so does the region that this is part of.
+    """
+    while True:
+        members = set(_members(graph, number))
+        span = _span(graph, members)
+        after: set[Node] = set()
+        for node in span:
+            if node not in members and not members.union(after).isdisjoint(node.all_input_nodes):
+                after.add(node)
+        leading: set[Node] = set()
+        for node in reversed(span):
+            if node not in members and not members.union(leading).isdisjoint(node.users):
+                leading.add(node)
+        between = after & leading
+        if not between:
+            break
+        for node in between:
+            other = node.meta.get(REGION)
+            if other is not None:
+                modes[number] = modes[number] if modes[other] == modes[number] else "full"
+                for one in _members(graph, other):
+                    one.meta[REGION] = number
+            node.meta[REGION] = number
+    after |= {node for node in span if node not in members and isinstance(_module(node, modules), Release)}
+    _move([node for node in span if node not in members and node not in after], span[0])
+    last = span[-1]
+    for node in reversed([node for node in span if node in after]):
+        last.append(node)
+
+
+def _span(graph: Graph, members: set[Node]) -> list[Node]:
+    nodes = list(graph.nodes)
+    places = [place for place, node in enumerate(nodes) if node in members]
+    return nodes[places[0] : places[-1] + 1]

@@ -1,0 +1,308 @@
+"""From a graph and what is asked for to a `Plan`: the cache, the search over plans and over meshes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.cost.compute.optimizers import optimizer_of
+from autopar.cost.hardware.cluster import Cluster, load_cluster
+from autopar.cost.hardware.shipped import shipped_for
+from autopar.errors import AutoparError, LayoutError, MeshError
+from autopar.ir.graph import NamedGraph
+from autopar.mesh import Mesh, MeshAxis
+from autopar.plans import cache
+from autopar.plans.plan import Plan
+from autopar.sharding.assignment import Plan as Decided
+from autopar.sharding.contracts import check_contracts, memory_limit, size_text
+from autopar.sharding.layout.language import Layout, parse_memory
+from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.source import excerpts
+from autopar.sharding.layout.syntax import Limit, MeshStatement
+from autopar.sharding.reshard_insertion import Outputs, conversions
+from autopar.solver.infeasible.errors import NoPlan
+from autopar.solver.pairwise.work import Progress
+from autopar.solver.solve import PlanOptions, solve_plan
+
+__all__ = ["Asked", "asked_as", "check_outputs", "cluster_here", "meshes_of", "plan_graph", "under"]
+
+LOCAL = "local-cpu"
+
+PLANNED_SHARE = 0.9
+"""Of a device's memory. What a plan predicts is what tensors take; the context of the device, buffers of collectives
+and what an allocator cannot use took 4 to 12 % more where that was measured (docs/limits.md)."""
+
+LARGEST_GAP = 0.9
+"""A bound further below the time of a plan says nothing of the plan: it is that of devices that only multiply."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan is asked for, beside model, mesh and layout."""
+
+    cluster: str | Path | Cluster | None = None
+    memory: str | float | None = None
+    optimizer: str = "adamw"
+    outputs: Outputs = "sharded"
+    local_inputs: bool = False
+    time_limit: float = 30.0
+    cache: bool = True
+    master_dtype: torch.dtype | None = None
+    """What the optimizer updates, where that is not what is computed in."""
+    gradient_dtype: torch.dtype | None = None
+
+    def where(self) -> Cluster:
+        if isinstance(self.cluster, Cluster):
+            return self.cluster
+        return load_cluster(self.cluster) if self.cluster is not None else cluster_here()
+
+    def options(self, mesh: Mesh) -> PlanOptions:
+        optimizer_of(self.optimizer)  # an unknown one is told before anything is searched
+        links = {axis: link for axis in mesh.names if (link := mesh.link(axis)) is not None}
+        return PlanOptions(
+            self.outputs,
+            self.local_inputs,
+            self.optimizer,
+            master_dtype=self.master_dtype,
+            gradient_dtype=self.gradient_dtype,
+            links=links,
+        )
+
+    def limit_bytes(self, cluster: Cluster, layout: Layout | None) -> int:
+        """What a device may hold: the least of what is said here and in the layout; else a share of what it has."""
+        has = float(cluster.device.memory_bytes)
+        said = [parse_memory(self.memory)] if isinstance(self.memory, str) else []
+        lowest = memory_limit(Layout((*(layout or ()), *said)), has)
+        found = [] if lowest is None else [lowest[1]]
+        if self.memory is not None and not isinstance(self.memory, str):
+            if not (math.isfinite(self.memory) and self.memory > 0):
+                raise AutoparError(f"memory={self.memory!r} is no amount\nfix: bytes, or text as in '70GiB'")
+            found.append(float(self.memory))
+        return int(min(found, default=PLANNED_SHARE * has))
+
+
+def asked_as(plan: Plan, time_limit: float = 30.0) -> Asked:
+    """What another plan is asked for that is to be compared with this one."""
+    decided = plan.decided
+    return Asked(
+        plan.cluster,
+        plan.limit_bytes,
+        decided.optimizer,
+        decided.outputs,
+        decided.local_inputs,
+        time_limit,
+        master_dtype=decided.master_dtype,
+        gradient_dtype=decided.gradient_dtype,
+    )
+
+
+def check_outputs(outputs: str) -> None:
+    if outputs not in get_args(Outputs):
+        raise AutoparError(f"outputs={outputs!r} is none of {', '.join(map(repr, get_args(Outputs)))}")
+
+
+def cluster_here() -> Cluster:
+    """This machine's, by the name and the memory of its device; CPUs where there is no GPU."""
+    if not torch.cuda.is_available():
+        return load_cluster(LOCAL)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    found = shipped_for(properties.name, properties.total_memory)
+    if found is None:
+        raise AutoparError(
+            f"no cluster has a device '{properties.name}' with {properties.total_memory / 1e9:.0f} GB\n"
+            f"fix: measure it, autopar calibrate --output mine.toml, and give cluster='mine.toml'; or name one that is "
+            f"like it, with the memory that there is: cluster='h100', memory='{properties.total_memory / 2**30:.0f}GiB'"
+        )
+    return found
+
+
+# -- meshes
+
+
+def meshes_of(mesh: str | Mesh | DeviceMesh, devices: int | None) -> tuple[Mesh, ...]:
+    """The mesh, or all that it may be: `?` is `dp=?,tp=?`."""
+    given = Mesh("dp=?,tp=?") if mesh == "?" else mesh if isinstance(mesh, Mesh) else Mesh(mesh)
+    if not given.is_open:
+        if devices is not None and given.size != devices:
+            raise MeshError(f"the mesh {given} has {given.size} devices, not {devices}\nfix: give one of the two")
+        return (given,)
+    if devices is None:
+        raise MeshError(
+            f"the mesh {given} has open sizes\nfix: say how many devices there are: devices=64, --devices 64"
+        )
+    if devices < 1:
+        raise MeshError(f"{devices} devices: expected a whole number from 1 up\nfix: as in devices=64, --devices 64")
+    known = math.prod(size for size in given.axes.values() if size is not None)
+    if devices % known:
+        raise MeshError(f"{devices} devices cannot be dealt to the mesh {given}: {known} does not divide them")
+    return tuple(_closed(given.declared, devices // known))
+
+
+def _closed(axes: Sequence[MeshAxis], left: int) -> Iterator[Mesh]:
+    if not axes:
+        return
+    first, *rest = axes
+    is_last = all(axis.size is not None for axis in rest)
+    for size in [left] if is_last else [n for n in range(1, left + 1) if left % n == 0]:
+        if first.size is not None:
+            size = first.size
+        axis = replace(first, size=size)
+        remaining = left if first.size is not None else left // size
+        if not rest:
+            yield Mesh((axis,))
+        for other in _closed(rest, remaining):
+            yield Mesh((axis, *other.declared))
+        if first.size is not None:
+            return
+
+
+# -- the search
+
+
+def plan_graph(
+    graph: NamedGraph,
+    meshes: Sequence[Mesh],
+    layout: str | Path | Layout | None,
+    asked: Asked,
+    progress: Callable[[Progress], None] | None = None,
+) -> Plan:
+    """The best plan on the best of some meshes."""
+    if not (math.isfinite(asked.time_limit) and asked.time_limit > 0):
+        raise AutoparError(f"time_limit={asked.time_limit!r} is no number of seconds above 0")
+    each = replace(asked, time_limit=asked.time_limit / len(meshes))
+    ends = time.monotonic() + asked.time_limit
+    best: Plan | None = None
+    refused: list[tuple[Mesh, AutoparError]] = []
+    for number, mesh in enumerate(meshes):
+        # Whoever takes less than its part, as nothing on it can be the best, leaves the rest to those that follow.
+        seconds = max(each.time_limit, (ends - time.monotonic()) / (len(meshes) - number))
+        beat = math.inf if best is None else best.step_seconds
+        try:
+            found = _on_mesh(graph, mesh, layout, each, progress, seconds, beat)
+        except (NoPlan, LayoutError) as error:  # a layout may be possible on some meshes only
+            refused.append((mesh, error))
+            continue
+        if best is None or found.step_seconds < best.step_seconds:
+            best = found
+    if best is None:
+        raise _closest(refused)
+    return best
+
+
+def _closest(refused: Sequence[tuple[Mesh, AutoparError]]) -> AutoparError:
+    """Of meshes that are all refused, the one on which the least memory would do; else the first."""
+    short = [(mesh, error) for mesh, error in refused if isinstance(error, NoPlan)]
+    if not short or len(refused) == 1:
+        return refused[0][1]
+    mesh, error = min(short, key=lambda one: math.inf if one[1].least_bytes is None else one[1].least_bytes)
+    what = f"of {len(refused)} meshes, {mesh} comes closest: {error.what}"
+    return NoPlan(what, error.least_bytes, error.lines, error.fix)
+
+
+def _on_mesh(
+    graph: NamedGraph,
+    mesh: Mesh,
+    layout: str | Path | Layout | None,
+    asked: Asked,
+    progress: Callable[[Progress], None] | None,
+    seconds: float,
+    beat_seconds: float,
+) -> Plan:
+    axes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    cluster = asked.where()
+    given = None if layout is None else choose_layout(layout, axes)
+    limit = asked.limit_bytes(cluster, given)
+    # What is asked for of memory is settled; a mesh statement is checked where it is read.
+    said = None if given is None else Layout(tuple(one for one in given if not _is_limit(one)), given.name)
+    demanded = None if said is None else Layout(tuple(one for one in said if not isinstance(one, MeshStatement)))
+    options = asked.options(mesh)
+    key = cache.key(graph, mesh, cluster, demanded, limit, options, asked.time_limit)
+    known = cache.find(key, graph, cluster) if asked.cache else None
+    within = demanded is not None and bool(demanded.statements)
+    if known is not None and _is_answer(known, mesh, limit, options):
+        return replace(known, limit_bytes=limit, within_layout=within, target="")
+    warm = cache.last(graph, mesh) if asked.cache else None
+    try:
+        solved = solve_plan(
+            graph,
+            axes,
+            cluster,
+            layout=demanded,
+            memory_bytes=limit,
+            options=options,
+            time_limit=seconds,
+            progress=progress,
+            warm=warm,
+            beat_seconds=beat_seconds,
+        )
+    except NoPlan as error:
+        error = error if given is None else _with_its_line(error, given, limit, cluster)
+        is_usual = limit == Asked().limit_bytes(cluster, None)
+        raise _with_all_memory(error, cluster.device.memory_bytes) if is_usual else error from None
+    decided = canonical(graph, solved.plan)
+    if said is not None:
+        sent = conversions(graph, decided.decisions, decided.outputs, decided.local_inputs)
+        check_contracts(said, graph, decided.decisions, sent)
+    bound = solved.bound_seconds if solved.gap <= LARGEST_GAP else 0.0
+    plan = Plan(graph, decided, mesh, cluster, limit, bound, solved.origin, within_layout=within)
+    if asked.cache:
+        cache.keep(key, plan)
+    return plan
+
+
+def _is_answer(plan: Plan, mesh: Mesh, limit: int, options: PlanOptions) -> bool:
+    """Whether a plan of the cache is for what is asked; it is a file, which anything may have changed."""
+    return plan.mesh == mesh and plan.memory_bytes <= limit and options.on(plan.decided) == plan.decided
+
+
+def _with_its_line(error: NoPlan, given: Layout, limit: int, cluster: Cluster) -> NoPlan:
+    """With the line that sets the limit on memory, where the layout does."""
+    lowest = memory_limit(given, cluster.device.memory_bytes)
+    if error.least_bytes is None or lowest is None or int(lowest[1]) > limit:
+        return error
+    shown = excerpts(lowest[0].span)
+    lines = (*error.lines, "the limit is set here", *shown) if shown else error.lines
+    return NoPlan(error.what, error.least_bytes, lines, error.fix)
+
+
+def _with_all_memory(error: NoPlan, has_bytes: float) -> NoPlan:
+    """Where all that a device has would do, and a share of it was planned for as nobody said otherwise."""
+    if error.least_bytes is None or error.least_bytes > has_bytes:
+        return error
+    fix = f"{error.fix}; a device has {size_text(has_bytes)}, and memory='100%', --memory 100%, plans for all of it"
+    return NoPlan(error.what, error.least_bytes, error.lines, fix)
+
+
+def _is_limit(statement: object) -> bool:
+    return isinstance(statement, Limit) and statement.quantity == "memory"
+
+
+def canonical(graph: NamedGraph, decided: Decided) -> Decided:
+    """What was searched as a layout says it: parameters are used as axes split them, broadcasts begin at their uses."""
+    decisions = decided.decisions
+    values = {
+        name: replace(layout, partial=frozenset(), broadcast=frozenset())
+        if name in graph.tensors and graph.tensors[name].kind == "param"
+        else layout
+        for name, layout in decisions.values.items()
+    }
+    recompute = {path: mode for path, mode in decided.recompute.items() if mode != "none"}
+    return replace(decided, recompute=recompute, decisions=replace(decisions, values=values, recompute=recompute))
+
+
+def under(graph: NamedGraph, mesh: Mesh, layout: str | Path | Layout, asked: Asked, origin: str = "") -> Plan:
+    """What a layout comes to without a search."""
+    axes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    cluster = asked.where()
+    said = choose_layout(layout, axes)
+    limit = asked.limit_bytes(cluster, said)
+    kept = Layout(tuple(one for one in said if not _is_limit(one)), said.name)
+    decided = asked.options(mesh).on(Decided.of(graph, kept, axes))
+    return Plan(graph, decided, mesh, cluster, limit, None, origin)

@@ -1,0 +1,170 @@
+"""The head of a plan's file: what it was made for and what it is predicted to cost, as comments that are read again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from hashlib import sha256
+from math import isfinite
+from typing import Any, get_args
+
+import torch
+
+from autopar.cost.compute.optimizers import OPTIMIZERS
+from autopar.errors import AutoparError
+from autopar.ir.graph import NamedGraph
+from autopar.names import MAX_DIGITS, did_you_mean, printable
+from autopar.sharding.reshard_insertion import Outputs
+
+__all__ = ["FIRST", "Header", "check_model", "check_whole", "dtype_of", "dtype_text", "parameters_of", "read_header"]
+
+FIRST = "# autopar plan"
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a plan's file says beside its layout."""
+
+    model: str
+    """The name of the model's class."""
+    parameters: str
+    """The same for one model, whatever its inputs."""
+    graph: str
+    """The fingerprint of the graph."""
+    cluster: str
+    outputs: str = "sharded"
+    local_inputs: bool = False
+    optimizer: str = "adamw"
+    micro_batches: int = 1
+    compiled: bool = False
+    master_dtype: str = ""
+    gradient_dtype: str = ""
+    target: str = ""
+    limit_bytes: int = 0
+    step_seconds: float = 0.0
+    bound_seconds: float | None = None
+    memory_bytes: float = 0.0
+    origin: str = ""
+    within_layout: bool = False
+    statements: int = 0
+    """How many follow: a file that was cut off has fewer."""
+
+    def lines(self) -> list[str]:
+        found = [FIRST]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                found.append(f"#   {field.name:15} {value}")
+        return found
+
+
+_READ: Mapping[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "float | None": float,
+    "bool": {"True": True, "False": False}.__getitem__,
+}
+
+
+def _amount(value: float) -> bool:
+    return isfinite(value) and value >= 0
+
+
+_IS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "outputs": (get_args(Outputs).__contains__, f"one of {', '.join(get_args(Outputs))}"),
+    "optimizer": (OPTIMIZERS.__contains__, f"one of {', '.join(OPTIMIZERS)}"),
+    "micro_batches": (lambda value: value >= 1, "a whole number from 1 up"),
+    "master_dtype": (lambda value: dtype_of(value) is not None, "a floating dtype of torch, as in float32"),
+    "gradient_dtype": (lambda value: dtype_of(value) is not None, "a floating dtype of torch, as in float32"),
+    "limit_bytes": (lambda value: value >= 1, "a whole number from 1 up"),
+    "step_seconds": (_amount, "a finite number from 0 up"),
+    "bound_seconds": (_amount, "a finite number from 0 up"),
+    "memory_bytes": (_amount, "a finite number from 0 up"),
+    "statements": (lambda value: value >= 0, "a whole number from 0 up"),
+}
+"""What a value in a head must be, and how that is told."""
+
+
+def _value(key: str, kind: str, text: str) -> Any:
+    """A value of the head; ValueError or KeyError where it is none."""
+    if not text.isprintable() or (kind == "int" and len(text) > MAX_DIGITS):
+        raise ValueError
+    value = _READ.get(kind, str)(text)
+    if key in _IS and not _IS[key][0](value):
+        raise ValueError
+    return value
+
+
+def read_header(text: str, name: str) -> Header | None:
+    """The head of a plan's text; None where a layout is none."""
+    lines = text.splitlines()
+    if not lines or not lines[0].startswith(FIRST):
+        return None
+    known = {field.name: field for field in fields(Header)}
+    found: dict[str, Any] = {}
+    for number, line in enumerate(lines[1:], start=2):
+        if not line.startswith("#   "):
+            break
+        key, _, value = line[4:].strip().partition(" ")
+        if key not in known:
+            raise _broken(name, number, line, f"'{key}' is no word of a plan's head{did_you_mean(key, known)}")
+        if key in found:
+            raise _broken(name, number, line, f"'{key}' stands twice in the plan's head")
+        try:
+            found[key] = _value(key, str(known[key].type), value.strip())
+        except (ValueError, KeyError):
+            is_what = _IS[key][1] if key in _IS else "as it is saved"
+            raise _broken(name, number, line, f"'{value.strip()}' is no value of '{key}': expected {is_what}") from None
+    missing = [key for key in ("model", "parameters", "graph", "cluster") if key not in found]
+    if missing:
+        raise _broken(name, 1, lines[0], f"the head of the plan does not say its {', '.join(missing)}")
+    return Header(**found)
+
+
+def _broken(name: str, number: int, line: str, message: str) -> AutoparError:
+    shown = printable(line[:160])
+    fix = "save the plan again; or, to use it as a layout for any model, drop the head"
+    return AutoparError(f"{message}\n  {name}:{number} | {shown}\nfix: {fix}")
+
+
+def check_whole(header: Header, statements: int, name: str) -> None:
+    """Raise where the end of a plan's file is missing."""
+    if statements < header.statements:
+        raise AutoparError(
+            f"{name} is cut off: its head says {header.statements} statements, {statements} are there\n"
+            f"  {name} | #   statements      {header.statements}\n"
+            "fix: save the plan again; if you took lines out by hand, take out that one, too"
+        )
+
+
+def parameters_of(graph: NamedGraph) -> str:
+    """The same for one model whatever the sizes of its inputs: its parameters, by name and shape."""
+    text = sha256()
+    for tensor in graph.parameters:
+        text.update(f"{tensor.name} {tensor.shape}\n".encode())
+    return text.hexdigest()[:16]
+
+
+def check_model(header: Header, graph: NamedGraph, name: str) -> None:
+    """Raise where a plan is for another model than a graph's."""
+    own = parameters_of(graph)
+    if header.parameters == own:
+        return
+    model = type(graph.model).__name__
+    what = f"it is for a {header.model}, and this is a {model}"
+    if header.model == model:
+        what = f"its {header.model} has other parameters than this one"
+    raise AutoparError(
+        f"{name} is the plan of another model: {what}\n  {name}:3 | #   parameters      {header.parameters}\n"
+        f"fix: load it for the model that it was made for (this one's is {own}), or plan again"
+    )
+
+
+def dtype_text(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def dtype_of(text: str) -> torch.dtype | None:
+    """The floating dtype of a name; a name in a file is looked up among them, and nowhere else."""
+    return {dtype_text(dtype): dtype for dtype in FLOATING}.get(text)

@@ -1,0 +1,192 @@
+"""Who decides how a call of a parallel module runs: a layout, a plan, or a search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.ir.graph import NamedGraph, NamedTensor
+from autopar.mesh import Mesh
+from autopar.plans.find import Asked, plan_graph
+from autopar.plans.header import check_model, check_whole, read_header
+from autopar.plans.retarget import lowered
+from autopar.sharding.assignment import Plan as Decided
+from autopar.sharding.contracts import check_contracts, check_memory
+from autopar.sharding.decisions import Decisions
+from autopar.sharding.layout.language import Layout, parse_layout
+from autopar.sharding.layout.resolve import resolve
+from autopar.sharding.layout.syntax import Block, DimRule, Hole, Pin
+from autopar.sharding.propagation import complete
+from autopar.sharding.reshard_insertion import Inserted
+
+__all__ = ["FromPlan", "LayoutPlanner", "Searching", "has_holes"]
+
+
+def has_holes(layout: Layout) -> bool:
+    """Whether a layout, by a `?`, asks for a search; a strategy of an expert does not."""
+    rules: list[DimRule] = []
+    for statement in layout if layout.strategy is None else ():
+        if isinstance(statement, DimRule):
+            rules.append(statement)
+        elif isinstance(statement, Block | Pin):
+            rules += statement.rules
+    return any(isinstance(term, Hole) and not term.candidates for rule in rules for term in rule.place.terms)
+
+
+@dataclass(frozen=True)
+class LayoutPlanner:
+    """A call's graph and decisions, under a layout."""
+
+    layout: Layout
+    axes: Mapping[str, int]
+    dims: Mapping[str, str] | None
+    asked: Asked
+    device_type: str
+
+    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
+        from autopar.api import trace  # the one that users call
+
+        return trace(model, inputs, dims=self.dims)
+
+    def decide(self, graph: NamedGraph) -> Decisions | str:
+        return complete(graph, self.layout, self.axes)
+
+    def read(self, graph: NamedGraph, text: str) -> Decisions:
+        raise AssertionError("a layout is completed by the first rank")
+
+    def check(self, graph: NamedGraph, decisions: Decisions, inserted: tuple[Inserted, ...]) -> None:
+        check_contracts(self.layout, graph, decisions, inserted)
+        asked = self.asked
+        plan = replace(
+            Decided.decided(graph, decisions),
+            outputs=asked.outputs,
+            local_inputs=asked.local_inputs,
+            master_dtype=asked.master_dtype,
+            gradient_dtype=asked.gradient_dtype,
+        )
+        check_memory(self.layout, graph, plan, self._device_bytes())
+
+    def _device_bytes(self) -> float | None:
+        """What a device has; of a CPU, which the ranks of one machine share, that is not known."""
+        if self.device_type == "cpu":
+            return None
+        properties = torch.get_device_module(self.device_type).get_device_properties()
+        return float(properties.total_memory)
+
+    def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
+        return {name: self._whole(graph.tensors[name]) for name in graph.inputs}
+
+    def _whole(self, tensor: NamedTensor) -> tuple[int, ...]:
+        """The shape of an input of which one rank has a shard of this shape."""
+        # Asked about a tensor that all axes divide: what the shard itself could still be split into does not matter.
+        scale = prod(self.axes.values())
+        atoms = tuple(atom._replace(size=atom.size * scale if atom.names else atom.size) for atom in tensor.atoms)
+        sizes = [prod(atom.size for atom in atoms if atom.dim == dim) for dim in range(len(tensor.shape))]
+        wanted = resolve(self.layout, replace(tensor, atoms=atoms, shape=tuple(sizes)), "input", self.axes)
+        shape = list(tensor.shape)
+        for atom, axes in zip(atoms, wanted, strict=True):
+            shape[atom.dim] *= prod(self.axes[axis] for axis in axes or ())
+        return tuple(shape)
+
+    def facts(self) -> Mapping[str, str]:
+        lines = enumerate(str(self.layout).splitlines(), start=1)
+        found = {f"line {number} of the layout": line for number, line in lines}
+        return {**found, "dims": str(dict(self.dims or {})), "mesh": str(dict(self.axes))}
+
+
+@dataclass
+class FromPlan:
+    """A plan's text decides; for inputs of other sizes than it was made for it is lowered again."""
+
+    text: str
+    name: str
+    axes: Mapping[str, int]
+    dims: Mapping[str, str] | None
+
+    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
+        from autopar.api import trace
+
+        return trace(model, inputs, dims=self.dims)
+
+    def decide(self, graph: NamedGraph) -> Decisions | str:
+        return self.text
+
+    def read(self, graph: NamedGraph, text: str) -> Decisions:
+        self.text = text
+        header = read_header(text, self.name)
+        assert header is not None, "only plans come here"
+        check_model(header, graph, self.name)
+        layout = parse_layout(text, self.name)
+        check_whole(header, len(layout.statements), self.name)
+        if header.graph == graph.fingerprint:
+            return complete(graph, layout, self.axes)
+        return lowered(graph, layout, self.axes).decisions
+
+    def check(self, graph: NamedGraph, decisions: Decisions, inserted: tuple[Inserted, ...]) -> None:
+        """A plan's own guards."""
+        check_contracts(parse_layout(self.text, self.name), graph, decisions, inserted)
+
+    def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
+        layout = lowered(graph, parse_layout(self.text, self.name), self.axes).decisions
+        found = {}
+        for name in graph.inputs:
+            shape = list(graph.tensors[name].shape)
+            for atom, axes in zip(graph.tensors[name].atoms, layout.stored[name].splits, strict=True):
+                shape[atom.dim] *= prod(self.axes[axis] for axis in axes)
+            found[name] = tuple(shape)
+        return found
+
+    def facts(self) -> Mapping[str, str]:
+        lines = enumerate(self.text.splitlines(), start=1)
+        found = {f"line {number} of the plan": line for number, line in lines}
+        return {**found, "dims": str(dict(self.dims or {})), "mesh": str(dict(self.axes))}
+
+
+@dataclass
+class Searching:
+    """The first call is planned; others are lowered from that plan's text."""
+
+    layout: Layout | None
+    mesh: Mesh
+    dims: Mapping[str, str] | None
+    asked: Asked
+    found: FromPlan | None = field(default=None, init=False)
+
+    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
+        from autopar.api import trace
+
+        return trace(model, inputs, dims=self.dims)
+
+    def decide(self, graph: NamedGraph) -> Decisions | str:
+        if self.found is not None:
+            return self.found.decide(graph)
+        return plan_graph(graph, (self.mesh,), self.layout, self.asked).text
+
+    def read(self, graph: NamedGraph, text: str) -> Decisions:
+        if self.found is None:
+            axes = dict(zip(self.mesh.names, self.mesh.sizes, strict=True))
+            self.found = FromPlan(text, "<plan>", axes, self.dims)
+        return self.found.read(graph, text)
+
+    def check(self, graph: NamedGraph, decisions: Decisions, inserted: tuple[Inserted, ...]) -> None:
+        if self.layout is not None:
+            check_contracts(self.layout, graph, decisions, inserted)
+
+    def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
+        if self.found is not None:
+            return self.found.whole_shapes(graph)
+        from autopar.errors import AutoparError
+
+        raise AutoparError(
+            "how the inputs are split is not known before a plan is, and local_inputs=True gives only a rank's part\n"
+            "fix: make the plan from whole inputs, autopar.plan(..., local_inputs=True), and give it as layout="
+        )
+
+    def facts(self) -> Mapping[str, str]:
+        found = {"layout": str(self.layout), "asked": str(self.asked)}
+        return {**found, "dims": str(dict(self.dims or {})), "mesh": str(self.mesh)}

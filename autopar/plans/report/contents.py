@@ -1,0 +1,273 @@
+"""What the page shows, as plain data: the script of the page draws it, and a test can read it.
+
+Tensors are named by their place in one list, so that a tensor that many ops take is described once. Layers that repeat
+are shown once. The timeline keeps all its events: it is looked at closely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+from autopar.cost.costs import Costs
+from autopar.cost.evaluate import evaluate
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.memory.peak import Moment, memory_over_time
+from autopar.cost.step.lowered_step import Wired
+from autopar.cost.step.profile import Profile, profile
+from autopar.cost.step.tasks import Prices, Task
+from autopar.cost.step.timeline import STREAMS, timeline_of
+from autopar.ir.graph import NamedGraph, NamedNode, NamedTensor
+from autopar.sharding.assignment import Plan
+from autopar.sharding.buckets import Bucket
+from autopar.sharding.layout.resolve import atoms_of
+from autopar.sharding.sharding import Layout
+
+__all__ = ["Rival", "contents"]
+
+WAYS: tuple[Literal["forward"], Literal["backward"]] = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Rival:
+    """Another plan for the same graph and mesh, to compare with."""
+
+    name: str
+    step_seconds: float
+    memory_bytes: float
+    fits: bool
+
+
+def contents(
+    graph: NamedGraph,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    title: str,
+    memory_bytes: float | None = None,
+    gap: float | None = None,
+    claimed: bool = False,
+    within_layout: bool = False,
+    rivals: Sequence[Rival] = (),
+) -> dict[str, Any]:
+    """Everything on the page; `memory_bytes` is the limit of a device, by default all that it has."""
+    costs = evaluate(graph, plan, cluster)
+    tensors = _Tensors(graph, plan)
+    wired = Wired(graph, plan)
+    found = profile(wired, cluster)
+    limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
+    return {
+        "title": title,
+        "cluster": cluster.name,
+        "axes": [{"name": name, "size": size} for name, size in plan.axes.items()],
+        "gap": gap,
+        "claimed": claimed,
+        "within_layout": within_layout,
+        "costs": _costs(costs),
+        "memory": _memory(costs, limit, memory_over_time(wired)),
+        "rivals": [asdict(rival) for rival in rivals],
+        "dims": _dims(graph, plan),
+        "sections": _sections(graph, plan, tensors, _Sending(wired, cluster)),
+        "tensors": tensors.described,
+        "timeline": _timeline(found, plan),
+    }
+
+
+def _costs(costs: Costs) -> dict[str, Any]:
+    compute = costs.compute
+    return {
+        "step_seconds": costs.step_seconds,
+        "mfu": costs.mfu,
+        "parts": {
+            "forward": compute.forward_seconds,
+            "backward": compute.backward_seconds,
+            "of which computed again": compute.recompute_seconds,
+            "optimizer": compute.optimizer_seconds,
+            "sent and waited for": costs.seconds_of("values"),
+            "sent beside, not hidden": costs.exposed_seconds,
+            "waiting for the host": costs.waiting_seconds,
+        },
+        "communication": [
+            {**asdict(one), "axes": list(one.axes)}
+            for one in sorted(costs.communication, key=lambda one: -one.seconds)
+            if one.count
+        ],
+    }
+
+
+def _memory(costs: Costs, limit: float, moments: Sequence[Moment]) -> dict[str, Any]:
+    found = costs.memory
+    kinds = {
+        "parameters": found.parameters_bytes,
+        "copies of parameters": found.copies_bytes,
+        "optimizer": found.optimizer_bytes,
+        "gradients": found.gradients_bytes,
+        "saved for the backward": found.saved_bytes,
+        "inputs": found.inputs_bytes,
+    }
+    return {
+        "limit_bytes": limit,
+        "peak_bytes": found.peak_bytes,
+        "peak_at": found.peak_at,
+        "kinds": kinds,
+        "moments": [[one.doing, one.bytes, one.gradients_bytes] for one in moments],
+    }
+
+
+# -- tensors and ops --------------------------------------------------------------------------------------------------
+
+
+class _Tensors:
+    """Descriptions of tensors in layouts, each once."""
+
+    def __init__(self, graph: NamedGraph, plan: Plan) -> None:
+        self.graph = graph
+        self.axes = plan.axes
+        self.described: list[dict[str, Any]] = []
+        self.places: dict[tuple[str, Layout], int] = {}
+
+    def place(self, name: str, layout: Layout) -> int:
+        key = name, layout
+        if key not in self.places:
+            self.places[key] = len(self.described)
+            self.described.append(self._describe(self.graph.tensors[name], layout))
+        return self.places[key]
+
+    def _describe(self, tensor: NamedTensor, layout: Layout) -> dict[str, Any]:
+        atoms = atoms_of(tensor)
+        first = dict.fromkeys(self.axes, 0)
+        dims = [
+            {"name": dim, "axes": [axis for atom in members for axis in layout.splits[atom]]}
+            for dim, members in zip(tensor.dims, atoms.members, strict=True)
+        ]
+        return {
+            "name": tensor.name,
+            "kind": tensor.kind,
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "local": list(atoms.fold(layout.local_sizes(atoms, self.axes, first))),
+            "dims": dims,
+            "atoms": [list(pair) for pair in zip(atoms.sizes, map(list, layout.splits), strict=True)],
+            "members": [len(members) for members in atoms.members],
+            "states": {axis: layout.state(axis).name.lower() for axis in self.axes},
+        }
+
+
+def _sections(graph: NamedGraph, plan: Plan, tensors: _Tensors, sending: _Sending) -> list[dict[str, Any]]:
+    """The ops in stretches: what stands alone, and one layer of each stack of equal ones."""
+    later = {name for repeat in graph.repeats for layer in repeat.layers[1:] for name in layer}
+    stack = {name: number for number, repeat in enumerate(graph.repeats) for name in repeat.layers[0]}
+    shown = [node for node in graph.nodes if node.node not in later]
+    found: list[dict[str, Any]] = []
+    for number, nodes in groupby(shown, key=lambda node: stack.get(node.node)):
+        repeat = None if number is None else graph.repeats[number]
+        paths = [] if repeat is None else [path for path in repeat.module_paths if path]
+        title = "" if repeat is None else f"{paths[0]} … {paths[-1]}" if paths else "a repeated layer"
+        found.append(
+            {
+                "title": title,
+                "count": 1 if repeat is None else repeat.count,
+                "ops": [_op(node, plan, tensors, sending.of(node.name)) for node in nodes],
+            }
+        )
+    return found
+
+
+def _op(node: NamedNode, plan: Plan, tensors: _Tensors, sent: list[dict[str, Any]]) -> dict[str, Any]:
+    decision = plan.decisions.ops[node.name]
+    operands = [
+        tensors.place(name, layout)
+        for name, layout in zip(node.operands, decision.operands, strict=True)
+        if name is not None and layout is not None
+    ]
+    results = [
+        tensors.place(name, layout)
+        for name, layout in zip(node.outputs, decision.results, strict=True)
+        if name is not None and layout is not None
+    ]
+    return {
+        "name": node.name,
+        "op": node.op,
+        "rule": str(node.rule),
+        "choice": str(decision.choice) or "each rank does all of it",
+        "operands": operands,
+        "results": results,
+        "sends": sent,
+    }
+
+
+class _Sending:
+    """What is sent for each op, with its price: of its operands and results, by itself, of its parameters.
+
+    Parameters of many ops, also of several layers, travel together: what is sent of all is shown at each of the ops.
+    """
+
+    def __init__(self, wired: Wired, cluster: Cluster) -> None:
+        self.graph, plan = wired.graph, wired.plan
+        self.prices = Prices(self.graph, cluster, plan.axes, plan.links, plan.compiled, plan.gradient_dtype)
+        self.wiring = wired.wiring
+        self.buckets: dict[str, list[Bucket]] = {}
+        for bucket in wired.buckets:
+            for op in dict.fromkeys(one.op for one in bucket.members):
+                self.buckets.setdefault(op, []).append(bucket)
+
+    def of(self, op: str) -> list[dict[str, Any]]:
+        wired = self.wiring.ops[op]
+        values = [one for one in wired.before if self.graph.tensors[one.tensor].kind != "param"]
+        found: list[dict[str, Any]] = []
+        for way in WAYS:
+            for one in (*values, *wired.inside, *wired.after):
+                found += [_sent(task, task.name, 1) for task in self.prices.conversion(one, way) if task.kind != "copy"]
+            for bucket in self.buckets.get(op, ()):
+                own = ", ".join(dict.fromkeys(one.tensor for one in bucket.members if one.op == op))
+                tasks = (task for task in self.prices.together(bucket.members, way) if task.kind != "copy")
+                found += [_sent(task, own, len(bucket.members)) for task in tasks]
+        return found
+
+
+def _sent(task: Task, tensor: str, together: int) -> dict[str, Any]:
+    """Of a bucket, bytes and seconds are those of all that travel together."""
+    return {
+        "tensor": tensor,
+        "kind": task.kind,
+        "axes": list(task.axes),
+        "bytes": task.bytes,
+        "seconds": task.seconds,
+        "direction": task.direction,
+        "beside": task.beside,
+        "together": together,
+    }
+
+
+def _dims(graph: NamedGraph, plan: Plan) -> list[dict[str, Any]]:
+    """Each named dim, and how many of its tensors have it split over which axes; those that are split come first."""
+    counts: dict[str, dict[str, int]] = {}
+    layouts = {**plan.decisions.values, **plan.decisions.stored}
+    for name, layout in layouts.items():
+        tensor = graph.tensors[name]
+        for atom, axes in zip(tensor.atoms, layout.splits, strict=True):
+            for dim in atom.names[:1]:
+                over = "*".join(axes) or "none"
+                counts.setdefault(dim, {}).setdefault(over, 0)
+                counts[dim][over] += 1
+    named = [dim for dim in graph.dims.values() if dim.name in counts]
+    named.sort(key=lambda dim: set(counts[dim.name]) == {"none"})
+    return [{"name": dim.name, "sizes": list(dim.sizes), "over": counts[dim.name]} for dim in named]
+
+
+def _timeline(found: Profile, plan: Plan) -> dict[str, Any]:
+    """Events as rows of numbers: stream, start, length (microseconds), name, whether it is of the backward."""
+    line = timeline_of(found, plan.micro_batches)
+    names: dict[str, int] = {}
+    rows = []
+    for event in line.events:
+        task = event.task
+        over = f" over {'*'.join(task.axes)}" if task.axes else ""
+        name = f"{task.name}: {task.kind}{over}, {task.direction}"
+        place = names.setdefault(name, len(names))
+        start, length = round(event.start_seconds * 1e6, 2), round(task.seconds * 1e6, 2)
+        axes = [list(plan.axes).index(axis) for axis in task.axes if axis in plan.axes]
+        rows.append([STREAMS.index(event.stream), start, length, place, int(task.direction != "forward"), axes])
+    return {"streams": list(STREAMS), "names": list(names), "events": rows, "seconds": line.seconds}

@@ -1,0 +1,76 @@
+"""A plan for inputs of other sizes than it was made for: it speaks of dims, so most of it holds as it stands.
+
+What it says of ops and values that are not there is left out; sizes that no longer divide are cut unevenly; where its
+pins cannot be had at the new sizes, its rules alone hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from autopar.errors import LayoutError
+from autopar.ir.graph import NamedGraph
+from autopar.sharding.assignment import Plan as Decided
+from autopar.sharding.layout.check import Words
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.precedence import POSITION, glob_matches, matches
+from autopar.sharding.layout.syntax import Block, DimRule, Hold, MeshStatement, OpPin, Pin, Place, Split, Statement
+from autopar.sharding.op_pins import words_of
+
+__all__ = ["lowered"]
+
+
+def lowered(graph: NamedGraph, layout: Layout, axes: Mapping[str, int]) -> Decided:
+    """What a plan's layout comes to for another graph of its model."""
+    words = words_of(graph)
+    known = [kept for statement in layout for kept in _known(statement, words)]
+    without_ops = [statement for statement in known if not isinstance(statement, OpPin)]
+    rules: list[Statement] = [
+        statement for statement in without_ops if isinstance(statement, DimRule | MeshStatement | Hold)
+    ]
+    rules += [one for one in without_ops if isinstance(one, Block) and all(scope.glob is None for scope in one.scopes)]
+    error: LayoutError | None = None
+    for tried in (known, without_ops, rules):
+        try:
+            return Decided.of(graph, Layout(tuple(tried), layout.name), axes)
+        except LayoutError as found:
+            error = found
+    assert error is not None
+    raise error
+
+
+def _known(statement: Statement, words: Words) -> Iterator[Statement]:
+    """The statement without what the graph has no name for; uneven pieces are fine."""
+    if isinstance(statement, DimRule):
+        yield from _rule(statement, words)
+    elif isinstance(statement, Pin):
+        rules = tuple(kept for rule in statement.rules for kept in _rule(rule, words))
+        if rules and _any(statement.glob, words.of_kind(None)):
+            yield replace(statement, rules=rules)
+    elif isinstance(statement, Block):
+        rules = tuple(kept for rule in statement.rules for kept in _rule(rule, words))
+        globs = [(scope.glob, words.of_kind(scope.kind)) for scope in statement.scopes if scope.glob is not None]
+        dims = {dim for scope in statement.scopes for dim in scope.dims}
+        if rules and dims <= words.dims and all(_any(glob, names) for glob, names in globs):
+            yield replace(statement, rules=rules)
+    elif isinstance(statement, OpPin):
+        if _any(statement.glob, words.ops):
+            yield replace(statement, uneven=tuple(factor for factor, _ in statement.choice))
+    elif (
+        not isinstance(statement, Hold) or statement.action == "recompute" or _any(statement.glob, words.of_kind(None))
+    ):
+        yield statement
+
+
+def _rule(rule: DimRule, words: Words) -> Iterator[DimRule]:
+    dims = tuple(dim for dim in rule.dims if dim.startswith(POSITION) or any(matches(dim, own) for own in words.dims))
+    if dims:
+        *others, last = rule.place.terms
+        # What may stay whole stays whole, so that parameters are stored as they were.
+        terms = (*others, replace(last, pad=True) if isinstance(last, Split) else last)
+        yield replace(rule, dims=dims, place=Place(terms, rule.place.priority))
+
+
+def _any(glob: str, names: object) -> bool:
+    return any(glob_matches(glob, name) for name in names)  # type: ignore[attr-defined]

@@ -1,0 +1,221 @@
+"""The few rules that say most of a plan: one for each dim that is split, and how parameters are stored.
+
+    least  Σ over kinds of tensors that the rules do not lay out as decided: 1,  + a little for each rule
+    over   one place for each dim (axes that it has somewhere; alternatives and priorities where dims claim one axis)
+           one block, or none, for what is stored
+           and blocks for tensors that have some dim: `act[d_model] { seq -> tp }`, `param[d_ff], ... { d_ff -> dp }`
+
+A kind of tensor is one name in repeated layers. Dims are settled in turn, until none changes; then the blocks that
+spare most are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from autopar.names import RESERVED
+from autopar.plans.text.glob_cover import skeleton
+from autopar.plans.text.tensor_axes import NONE, Wish, is_uneven, rules_for
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.syntax import Axes, Block, DimRule, Kind, NotSplit, Place, Scope, Split, Statement
+
+__all__ = ["bare_rules"]
+
+MOST_OPTIONS = 3
+"""Of the axes that a dim has somewhere, those that it has most often are tried."""
+SWEEPS = 3
+PRICE_OF_RULE = 0.4
+"""Of a kind of tensor: a rule is written if it spares at least one pin."""
+
+STORED: tuple[Kind, ...] = ("param", "grad", "opt")
+MOST_BLOCKS = 5
+LEAST_GAIN = 1.5
+"""In kinds of tensors: a block is read less easily than a pin."""
+
+Stored = tuple[tuple[str, ...], Axes, bool]
+"""The kinds of a block for what is stored, the axes that split one dim of each tensor, whether unevenly."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Tensors that are cut alike and wanted alike, and how many kinds of names they have."""
+
+    wish: Wish
+    weight: int
+    dims: frozenset[str]
+
+
+def bare_rules(wishes: Iterable[Wish], axes: Mapping[str, int]) -> tuple[Statement, ...]:
+    """Rules for all tensors; they may be wrong for some."""
+    return _Fitting(_kinds(wishes), axes).run()
+
+
+def _kinds(wishes: Iterable[Wish]) -> list[_Kind]:
+    names: dict[object, set[str]] = {}
+    first: dict[object, Wish] = {}
+    for wish in wishes:
+        names.setdefault(wish.alike, set()).add(skeleton(wish.tensor.name))
+        first.setdefault(wish.alike, wish)
+    dims = {key: frozenset(name for atom in wish.tensor.atoms for name in atom.names) for key, wish in first.items()}
+    return [_Kind(wish, len(names[key]), dims[key]) for key, wish in first.items()]
+
+
+@dataclass
+class _Fitting:
+    kinds: list[_Kind]
+    axes: Mapping[str, int]
+    places: dict[str, Place] = field(default_factory=dict)
+    stored: Stored | None = None
+    scoped: tuple[Block, ...] = ()
+    judged: dict[object, bool] = field(default_factory=dict)
+
+    def run(self) -> tuple[Statement, ...]:
+        options = {dim: places for dim in self._dims() if (places := self._options(dim))}
+        for dim, places in options.items():
+            if places[0].terms != (NotSplit(),):
+                self.places[dim] = places[0]
+        for _ in range(SWEEPS):
+            before = dict(self.places), self.stored
+            self.stored = min((None, *self._blocks()), key=self._with_block)
+            for dim, places in options.items():
+                best = min((None, *places), key=lambda place: self._with_place(dim, place))
+                self._set(dim, best)
+            if (self.places, self.stored) == before:
+                break
+        self._add_blocks(options)
+        return (*self._statements(self.places, self.stored), *self.scoped)
+
+    def _add_blocks(self, options: Mapping[str, list[Place]]) -> None:
+        """Blocks one by one, each for what it spares."""
+        while len(self.scoped) < MOST_BLOCKS:
+            wrong = [kind for kind in self.kinds if not self._fits(kind, self.places, self.stored)]
+            blocks = dict.fromkeys((*self._scoped(wrong, options), *self._storing(wrong)))
+            best = min(blocks, key=self._gain, default=None)
+            if best is None or self._gain(best) > -LEAST_GAIN:
+                return
+            self.scoped = (*self.scoped, best)
+
+    def _scoped(self, wrong: Iterable[_Kind], options: Mapping[str, list[Place]]) -> Iterator[Block]:
+        for kind in wrong:
+            if kind.wish.roles[0][0] != "act":
+                continue
+            for other in sorted(kind.dims - RESERVED):
+                for dim in sorted(kind.dims.intersection(options) - {other}):
+                    for place in (*options[dim], Place((NotSplit(),))):
+                        yield Block((Scope("act", (other,)),), (DimRule((dim,), place),))
+
+    def _storing(self, wrong: Iterable[_Kind]) -> Iterator[Block]:
+        """What parameters with some dim are stored as."""
+        for kind in wrong:
+            if len(kind.wish.roles) == 1 or len({kind.wish.of(role) for role in STORED}) > 1:
+                continue
+            rules = rules_for(kind.wish.tensor, kind.wish.of("opt"), self.axes)
+            for dim in sorted(kind.dims - RESERVED):
+                yield Block(tuple(Scope(role, (dim,)) for role in STORED), rules)
+
+    def _gain(self, block: Block) -> float:
+        """How many kinds more are wrong with a block."""
+        about = [kind for kind in self.kinds if set(block.scopes[0].dims) <= kind.dims]
+        before = self._price(about, self.places, self.stored)
+        kept = self.scoped
+        self.scoped = (*kept, block)
+        after = self._price(about, self.places, self.stored)
+        self.scoped = kept
+        return after - before + 0.01 * sum(len(rule.place.terms) for rule in block.rules)
+
+    def _dims(self) -> list[str]:
+        every = (name for kind in self.kinds for atom in kind.wish.tensor.atoms for name in atom.names)
+        return [dim for dim in dict.fromkeys(every) if dim not in RESERVED]
+
+    def _options(self, dim: str) -> list[Place]:
+        """The places that a dim may be given; the axes that it has most often first. None if it is never split."""
+        counts: dict[Axes, int] = {}
+        uneven: set[Axes] = set()
+        for kind in self.kinds:
+            for split, size in _splits_of(kind.wish, dim):
+                counts[split] = counts.get(split, 0) + kind.weight
+                if is_uneven(size, split, self.axes):
+                    uneven.add(split)
+        found = sorted((split for split in counts if split), key=lambda split: -counts[split])[:MOST_OPTIONS]
+        terms = [Split(split, pad=split in uneven) for split in found]
+        places = [Place((term,)) for term in terms]
+        places += [Place((term, NotSplit()), priority) for term in terms for priority in (0, 1, 2)]
+        places += [Place((one, other), 1) for one in terms for other in terms if one != other]
+        if places and counts.get((), 0) > counts[found[0]]:
+            places.insert(0, Place((NotSplit(),)))
+        return places
+
+    def _blocks(self) -> Iterator[Stored]:
+        found: dict[tuple[Axes, bool], None] = {}
+        for kind in self.kinds:
+            stored = dict(kind.wish.roles).get("opt", ())
+            for i, split in enumerate(stored):
+                # With the rules for its dims repeated in the block, only what is split beyond them is missing.
+                for k in range(len(split)):
+                    size = kind.wish.tensor.atoms[i].size
+                    found[split[k:], is_uneven(size, split, self.axes)] = None
+        for axes, uneven in found:
+            for kinds in (("param", "grad", "opt"), ("opt",), ("grad", "opt")):
+                yield kinds, axes, uneven
+
+    # -- how well it fits
+
+    def _with_block(self, block: Stored | None) -> float:
+        return self._price(self.kinds, self.places, block) + (2 * PRICE_OF_RULE if block else 0)
+
+    def _with_place(self, dim: str, place: Place | None) -> float:
+        places = {other: own for other, own in self.places.items() if other != dim}
+        price = 0.0
+        if place is not None and place.terms != (NotSplit(),):
+            price = PRICE_OF_RULE + 0.01 * (len(place.terms) + place.priority)
+            price = min(price, 0.1) if place in places.values() else price  # it shares a line
+            places[dim] = place
+        return price + self._price([kind for kind in self.kinds if dim in kind.dims], places, self.stored)
+
+    def _set(self, dim: str, place: Place | None) -> None:
+        self.places.pop(dim, None)
+        if place is not None and place.terms != (NotSplit(),):
+            self.places[dim] = place
+
+    def _price(self, kinds: Iterable[_Kind], places: Mapping[str, Place], stored: Stored | None) -> float:
+        return sum(kind.weight for kind in kinds if not self._fits(kind, places, stored))
+
+    def _fits(self, kind: _Kind, places: Mapping[str, Place], stored: Stored | None) -> bool:
+        own = {dim: place for dim, place in places.items() if dim in kind.dims}
+        block = stored if len(kind.wish.roles) > 1 else None
+        scoped = tuple(one for one in self.scoped if set(one.scopes[0].dims) <= kind.dims)
+        key = id(kind), tuple(own.items()), block, scoped
+        if key not in self.judged:
+            layout = Layout((*self._statements(own, block), *scoped))
+            self.judged[key] = len(kind.wish.right_roles(layout, self.axes)) == len(kind.wish.roles)
+        return self.judged[key]
+
+    def _statements(self, places: Mapping[str, Place], stored: Stored | None) -> tuple[Statement, ...]:
+        grouped: dict[Place, list[str]] = {}
+        for dim, place in places.items():
+            grouped.setdefault(place, []).append(dim)
+        rules = tuple(DimRule(tuple(dims), place) for place, dims in grouped.items())
+        if stored is None:
+            return (*rules, NONE)
+        kinds, axes, uneven = stored
+        one = DimRule(("*",), Place((Split(axes, pad=uneven), NotSplit())))
+        # A rule of the block is more specific than one by itself, so what dims are split by is said again.
+        held = {name for kind in self.kinds if len(kind.wish.roles) > 1 for name in kind.dims}
+        own = (replace(rule, dims=tuple(dim for dim in rule.dims if dim in held)) for rule in rules)
+        kept = tuple(rule for rule in own if rule.dims and not _mention(rule, axes))
+        return (*rules, NONE, Block(tuple(Scope(kind) for kind in kinds), (*kept, one)))  # type: ignore[arg-type]
+
+
+def _mention(rule: DimRule, axes: Axes) -> bool:
+    return any(isinstance(term, Split) and set(term.axes) & set(axes) for term in rule.place.terms)
+
+
+def _splits_of(wish: Wish, dim: str) -> Iterator[tuple[Axes, int]]:
+    """The axes that split a dim of a tensor, in the roles that rules by themselves are about; and its extent."""
+    members = [i for i, atom in enumerate(wish.tensor.atoms) if dim in atom.names]
+    if not members:
+        return
+    for role, splits in wish.roles:
+        if role not in ("grad", "opt"):
+            yield tuple(axis for i in members for axis in splits[i]), wish.tensor.atoms[members[0]].size

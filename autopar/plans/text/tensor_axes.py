@@ -1,0 +1,135 @@
+"""What decisions come to for each tensor in the words of a layout: the axes that split it, in each of its roles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.errors import LayoutError
+from autopar.ir.graph import NamedGraph, NamedTensor
+from autopar.names import RESERVED
+from autopar.sharding.decisions import Decisions
+from autopar.sharding.layout.gather_policy import Holding
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.parameter_storage import storage_of
+from autopar.sharding.layout.precedence import POSITION
+from autopar.sharding.layout.resolve import resolve
+from autopar.sharding.layout.syntax import Axes, DimRule, NotSplit, Place, Split
+
+__all__ = ["NONE", "Splits", "Wish", "is_uneven", "rules_for", "wishes_of", "word_of"]
+
+Splits = tuple[Axes, ...]
+
+NONE = DimRule(("*",), Place((NotSplit(),)))
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One tensor: the axes that split its atoms, by role. Only a parameter has several roles."""
+
+    tensor: NamedTensor
+    roles: tuple[tuple[str, Splits], ...]
+    partial: tuple[str, ...] = ()
+    broadcast: tuple[str, ...] = ()
+
+    def of(self, role: str) -> Splits:
+        return dict(self.roles)[role]
+
+    @property
+    def is_one(self) -> bool:
+        """Whether all roles want the same."""
+        return len({splits for _, splits in self.roles}) == 1
+
+    @property
+    def alike(self) -> object:
+        """Equal for tensors of which rules that name no tensor are equally right."""
+        return self.tensor.atoms, self.tensor.shape, self.roles
+
+    def right_roles(self, layout: Layout, axes: Mapping[str, int]) -> frozenset[str]:
+        """The roles in which a layout gives the tensor what it should have."""
+        try:
+            if len(self.roles) == 1:
+                ((role, splits),) = self.roles
+                return frozenset({role} if _closed(layout, self.tensor, role, axes) == splits else ())
+            use = {"use"} if _closed(layout, self.tensor, "use", axes) == self.of("use") else set()
+        except LayoutError:
+            return frozenset()
+        try:
+            stored = zip(("param", "grad", "opt"), storage_of(layout, self.tensor, axes), strict=True)
+            held = tuple(stored)
+        except LayoutError:
+            return frozenset(use)
+        same = all(self.of(role) == splits for role, splits in held)
+        return frozenset(use | ({"param", "grad", "opt"} if same else set()))
+
+
+def _closed(layout: Layout, tensor: NamedTensor, role: str, axes: Mapping[str, int]) -> Splits:
+    return tuple(split or () for split in resolve(layout, tensor, role, axes))
+
+
+def wishes_of(graph: NamedGraph, decisions: Decisions) -> dict[str, Wish]:
+    """Of every tensor that a layout can speak of."""
+    return {tensor.name: wish for tensor in graph.tensors.values() for wish in _wish(graph, tensor, decisions)}
+
+
+def _wish(graph: NamedGraph, tensor: NamedTensor, decisions: Decisions) -> Iterator[Wish]:
+    name = tensor.name
+    if tensor.kind == "param":
+        stored, value = decisions.stored[name].splits, decisions.values[name]
+        held = _storage(name, stored, value.splits, decisions.holdings.get(name))
+        yield Wish(tensor, (*held, ("use", value.splits)), broadcast=_in_order(value.broadcast, decisions))
+    elif tensor.kind == "input":
+        yield Wish(tensor, (("input", decisions.stored[name].splits),))
+    elif tensor.kind == "activation" and name in decisions.values:
+        value = decisions.values[name]
+        role = "output" if name in graph.outputs else "act"
+        states = _in_order(value.partial, decisions), _in_order(value.broadcast, decisions)
+        yield Wish(tensor, ((role, value.splits),), *states)
+
+
+def _in_order(axes: frozenset[str], decisions: Decisions) -> tuple[str, ...]:
+    return tuple(axis for axis in decisions.axes if axis in axes)
+
+
+def _storage(name: str, opt: Splits, used: Splits, holding: Holding | None) -> Iterator[tuple[str, Splits]]:
+    """What `param`, `grad` and `opt` say of a parameter that is registered as `opt` and used and held like this."""
+    held = holding or Holding(lasting=False, deferred=opt == used, again=False)
+    whole = all(part[: len(axes)] == axes for axes, part in zip(used, opt, strict=True))
+    less = used if whole and used != opt else ((),) * len(opt)
+    param = opt
+    if held.lasting or (held.deferred and used != opt) or (not held.deferred and used == opt):
+        param = less
+    grad = used if held.deferred else opt if opt != used else param
+    assert (param != opt and not held.again, grad == used) == (held.lasting, held.deferred), (name, held)
+    return iter((("param", param), ("grad", grad), ("opt", opt)))
+
+
+# -- in the words of the language -------------------------------------------------------------------------------------
+
+
+def word_of(tensor: NamedTensor, i: int) -> str:
+    """How a rule speaks of an atom of a tensor: by its innermost name, or by its place."""
+    names = tensor.atoms[i].names
+    others = [name for k, atom in enumerate(tensor.atoms) if k != i for name in atom.names]
+    if not names or names[-1] in others or names[-1] in RESERVED:
+        return f"{POSITION}{i}"
+    return names[-1]
+
+
+def is_uneven(size: int, split: Axes, axes: Mapping[str, int]) -> bool:
+    """Whether pieces of an extent have different lengths."""
+    for axis in split:
+        if size % axes[axis]:
+            return True
+        size //= axes[axis]
+    return False
+
+
+def rules_for(tensor: NamedTensor, splits: Splits, axes: Mapping[str, int]) -> tuple[DimRule, ...]:
+    """Rules that leave nothing open: `(heads, d_ff) -> tp, * -> none`."""
+    places: dict[Split, list[str]] = {}
+    for i, split in enumerate(splits):
+        if split:
+            term = Split(split, pad=is_uneven(tensor.atoms[i].size, split, axes))
+            places.setdefault(term, []).append(word_of(tensor, i))
+    return (*(DimRule(tuple(dims), Place((term,))) for term, dims in places.items()), NONE)

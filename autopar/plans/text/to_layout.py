@@ -1,0 +1,242 @@
+"""Decisions as a layout without holes: completed, it gives the same decisions.
+
+First the few rules that say most (`bare`), then a pin for each tensor that they do not lay out as decided. So every
+tensor is where it should be, whatever the ops do, and the completion is asked which choices it would take: an op for
+which that is another one is pinned. A broadcast that the completion begins elsewhere is pinned where it is. Pins may
+change where others begin, so this is repeated until nothing differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from autopar.ir.graph import NamedGraph, NamedNode
+from autopar.mesh import Mesh
+from autopar.plans.text.fit_rules import bare_rules
+from autopar.plans.text.glob_cover import cover
+from autopar.plans.text.tensor_axes import Wish, is_uneven, rules_for, wishes_of, word_of
+from autopar.sharding.choices import BROADCAST, Choice, can_split
+from autopar.sharding.decisions import Decisions
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.syntax import (
+    Axes,
+    Block,
+    DimRule,
+    Hold,
+    MeshStatement,
+    OpPin,
+    Pin,
+    PinState,
+    Place,
+    Scope,
+    Split,
+    Statement,
+)
+from autopar.sharding.propagation import Known, recomplete
+
+__all__ = ["Written", "choice_words", "written"]
+
+ROUNDS = 8
+"""After so many all ops and values are pinned."""
+
+
+_Choice = tuple[tuple[tuple[str, Axes], ...], tuple[str, ...]]
+"""What an op's pin says, and the factors that are cut unevenly."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """The statements of a plan, by what they are about."""
+
+    mesh: tuple[Statement, ...]
+    rules: tuple[Statement, ...]
+    tensors: tuple[Statement, ...]
+    ops: tuple[Statement, ...]
+    holds: tuple[Statement, ...]
+
+    @property
+    def layout(self) -> Layout:
+        return Layout((*self.mesh, *self.rules, *self.tensors, *self.ops, *self.holds), "<plan>")
+
+
+def written(graph: NamedGraph, decisions: Decisions, mesh: Mesh | None = None) -> Written:
+    """The layout of which `complete` makes these decisions."""
+    return _Writing(graph, decisions, mesh or Mesh(**decisions.axes)).run()
+
+
+@dataclass
+class _Writing:
+    graph: NamedGraph
+    decisions: Decisions
+    mesh: Mesh
+    pinned: set[str] = field(default_factory=set)
+    """Ops."""
+    stated: set[str] = field(default_factory=set)
+    """Values of which a pin says that they are sums or broadcasts."""
+    known: Known = field(default_factory=Known)
+
+    def __post_init__(self) -> None:
+        self.axes = self.decisions.axes
+        self.wishes = wishes_of(self.graph, self.decisions)
+        self.names = list(self.graph.tensors)
+        self.stated |= {name for name, wish in self.wishes.items() if wish.partial}
+
+    def run(self) -> Written:
+        mesh = (MeshStatement(self.mesh),)
+        rules = bare_rules(self.wishes.values(), self.axes)
+        holds = tuple(self._holds())
+        right = self._right_roles(Layout(rules))
+        for count in range(ROUNDS + 1):
+            tensors = tuple(self._tensors(right))
+            found = Written(mesh, rules, tensors, tuple(self._ops()), holds)
+            if not self._pin_what_differs(found.layout):
+                return found
+            if count == ROUNDS - 1:
+                self.pinned |= {node.name for node in self.graph.nodes}
+                self.stated |= {name for name, wish in self.wishes.items() if wish.partial or wish.broadcast}
+        raise AssertionError("these decisions are none that a layout comes to")
+
+    def _right_roles(self, rules: Layout) -> Mapping[str, frozenset[str]]:
+        """By tensor, the roles in which rules that name no tensor give it what it should have."""
+        known: dict[object, frozenset[str]] = {}
+        found = {}
+        for name, wish in self.wishes.items():
+            key = wish.alike
+            if key not in known:
+                known[key] = wish.right_roles(rules, self.axes)
+            found[name] = known[key]
+        return found
+
+    def _pin_what_differs(self, layout: Layout) -> bool:
+        """Whether the completion decides otherwise; what it does is pinned from now on."""
+        found, undecided = recomplete(self.graph, layout, self.axes, self.decisions, self.known)
+        differs = False
+        for node in self.graph.nodes:
+            wanted, got = self.decisions.ops[node.name], found.ops[node.name]
+            if got == wanted and node.name not in undecided:
+                continue
+            differs = True
+            if got.results != wanted.results or node.name in self.pinned:
+                self.stated |= {name for name in node.outputs if name in self.wishes and self._is_open(name)}
+            if got.choice != wanted.choice or node.name in undecided:
+                self.pinned.add(node.name)
+        for name, wish in self.wishes.items():
+            if found.values[name] != self.decisions.values[name] and name not in self.stated:
+                assert wish.broadcast, f"{name} is {found.values[name]}, not {self.decisions.values[name]}"
+                self.stated.add(name)
+                differs = True
+        return differs
+
+    def _is_open(self, name: str) -> bool:
+        """Whether a pin can say something about the states of a value, which is broadcast or might be."""
+        return bool(self.wishes[name].broadcast)
+
+    # -- tensors
+
+    def _tensors(self, right: Mapping[str, frozenset[str]]) -> Iterator[Statement]:
+        """A pin, or blocks, for each kind of tensor that the rules do not lay out as decided."""
+        texts = {name: self._text(name) for name in self.wishes}
+        groups: dict[object, list[str]] = {}
+        for name, wish in self.wishes.items():
+            if name in self.stated or len(right[name]) < len(wish.roles):
+                groups.setdefault(texts[name], []).append(name)
+        alike: dict[object, list[str]] = {}
+        for name, text in texts.items():
+            alike.setdefault(text, []).append(name)
+        for text, names in groups.items():
+            wish = self.wishes[names[0]]
+            for glob in cover(names, alike[text], self.names):
+                yield from self._statements(glob, wish, names[0] in self.stated, right[names[0]])
+
+    def _text(self, name: str) -> object:
+        """Equal for tensors of which the same statements say all."""
+        wish = self.wishes[name]
+        said = tuple((role if len(wish.roles) > 1 else "", self._rules(wish, role)) for role, _ in wish.roles)
+        return said, (wish.partial, wish.broadcast) if name in self.stated else ()
+
+    def _rules(self, wish: Wish, role: str) -> tuple[DimRule, ...]:
+        return rules_for(wish.tensor, wish.of(role), self.axes)
+
+    def _statements(self, glob: str, wish: Wish, stated: bool, right: frozenset[str]) -> Iterator[Statement]:
+        states: tuple[PinState, ...] = ()
+        if stated:
+            both = (("partial", wish.partial), ("broadcast", wish.broadcast))
+            states = tuple(PinState(word, axes) for word, axes in both if axes)  # type: ignore[arg-type]
+        if wish.is_one:
+            yield Pin(glob, self._rules(wish, wish.roles[0][0]), states)
+            return
+        if states:
+            yield Pin(glob, (self._common(wish),), states)
+        if "use" not in right:
+            yield Block((Scope("use", glob=glob),), self._rules(wish, "use"))
+        if "param" not in right:
+            grouped: dict[object, list[str]] = {}
+            for role in ("param", "grad", "opt"):
+                grouped.setdefault(wish.of(role), []).append(role)
+            for roles in grouped.values():
+                scopes = tuple(Scope(role, glob=glob) for role in roles)  # type: ignore[arg-type]
+                yield Block(scopes, self._rules(wish, roles[0]))
+
+    def _common(self, wish: Wish) -> DimRule:
+        """A rule of a parameter that holds in all roles, since a pin is about all of them."""
+        for i, atom in enumerate(wish.tensor.atoms):
+            splits = {splits[i] for _, splits in wish.roles}
+            if len(splits) == 1 and (split := splits.pop()):
+                pad = is_uneven(atom.size, split, self.axes)
+                return DimRule((word_of(wish.tensor, i),), Place((Split(split, pad=pad),)))
+        raise AssertionError(f"nothing holds for {wish.tensor} in all roles")
+
+    # -- ops
+
+    def _ops(self) -> Iterator[Statement]:
+        nodes = {node.name: node for node in self.graph.nodes}
+        texts = {name: choice_words(nodes[name], self.decisions.ops[name].choice, self.axes) for name in nodes}
+        groups: dict[_Choice, list[str]] = {}
+        for name in nodes:
+            if name in self.pinned:
+                groups.setdefault(texts[name], []).append(name)
+        for (choice, uneven), names in groups.items():
+            yield from (OpPin(glob, choice, uneven=uneven) for glob in cover(names, names, list(nodes)))
+
+    # -- holds
+
+    def _holds(self) -> Iterator[Statement]:
+        holdings = self.decisions.holdings
+        again = [name for name, holding in holdings.items() if holding.again]
+        if again and len(again) == len(holdings):
+            yield Hold("regather", "*")
+        else:
+            yield from (Hold("regather", glob) for glob in cover(again, again, list(holdings)))
+        yield from self._recomputed()
+
+    def _recomputed(self) -> Iterator[Statement]:
+        modes: dict[str, list[str]] = {}
+        for path, mode in getattr(self.decisions, "recompute", {}).items():
+            if mode != "none":
+                modes.setdefault(mode, []).append(path)
+        paths = [path for repeat in self.graph.repeats for path in repeat.module_paths]
+        for mode, own in modes.items():
+            yield from (Hold("recompute", glob, mode) for glob in cover(own, own, paths))  # type: ignore[arg-type]
+
+
+def choice_words(node: NamedNode, choice: Choice, axes: Mapping[str, int]) -> _Choice:
+    """All that an op does along each axis."""
+    said: list[tuple[str, Axes]] = []
+    uneven: list[str] = []
+    for (factor, atom), split in choice.splits:
+        word = factor if len(node.atoms[factor]) == 1 else f"{factor}.{atom}"
+        said.append((word, split))
+        if not can_split(node, (factor, atom), split, axes):
+            uneven.append(word)
+    passes: dict[str, list[str]] = {}
+    for axis, way in choice.passes:
+        groups = [frozenset(group) for group in node.rule.linear]
+        word = "broadcast" if way == BROADCAST else f"partial.{groups.index(way)}"
+        passes.setdefault(word, []).append(axis)
+    said += [(word, tuple(through)) for word, through in passes.items()]
+    used = {axis for _, through in said for axis in through}
+    idle = tuple(axis for axis in axes if axis not in used)
+    if idle:
+        said.append(("none", idle))
+    return tuple(said), tuple(uneven)

@@ -1,0 +1,240 @@
+"""What else a tensor or an op of a plan could do, and what a step would then take.
+
+Each alternative is one line that could be added to the plan: one axis splits another dim of the tensor, or none, or
+another factor of the op. That line is forced; the ops that it touches do as they did, or as a layout without a search
+decides, whichever is faster; all else stays as it is. So what is told is the price of that one change. The best plan
+with it, in which the rest may change too, is what a search with the line finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import inf
+from typing import TYPE_CHECKING
+
+from autopar.cost.costs import Costs
+from autopar.errors import LayoutError
+from autopar.ir.graph import NamedNode, NamedTensor
+from autopar.plans.format import bytes_text, seconds_text, table
+from autopar.plans.text.tensor_axes import Splits, is_uneven, rules_for
+from autopar.plans.text.to_layout import choice_words
+from autopar.sharding.assignment import Plan as Decided
+from autopar.sharding.choices import Choice, can_split, layouts_of
+from autopar.sharding.decisions import Decisions
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.printer import print_statement
+from autopar.sharding.layout.syntax import Axes, Block, DimRule, Kind, OpPin, Pin, PinState, Scope
+from autopar.sharding.propagation import redecide, restored
+
+if TYPE_CHECKING:
+    from autopar.plans.plan import Plan
+
+__all__ = ["MOST_PRICED", "Alternative", "alternatives", "forced", "shown"]
+
+STORED: tuple[Kind, ...] = ("param", "grad", "opt")
+FORCED = "<forced>"
+MOST_PRICED = 12
+"""Of a tensor, and of an op; more would be told by nobody and take minutes on a large model."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One line that could be added to a plan, and the plan that it makes; or why it makes none."""
+
+    change: str
+    plan: Plan | None
+    why: str = ""
+
+
+def alternatives(plan: Plan, name: str) -> tuple[Alternative, ...]:
+    """Of a tensor and of the op of this name: the fastest first, then what cannot be had; what is the same once."""
+    found: list[Alternative] = []
+    known: list[tuple[Decided, tuple[DimRule, ...], Costs]] = [(plan.decided, (), plan.costs)]
+    for line in (*islice(_of_tensor(plan, name), MOST_PRICED), *islice(_of_op(plan, name), MOST_PRICED)):
+        one = forced(plan, line)
+        if one.plan is not None:
+            rules = () if isinstance(line, OpPin) else line.rules
+            key = one.plan.decided, rules, one.plan.costs
+            # A parameter that is held like this and used like this may do as one that is only held like this.
+            if any(key[0] == other[0] or (rules and key[1:] == other[1:]) for other in known):
+                continue
+            known.append(key)
+        found.append(one)
+    return tuple(sorted(found, key=lambda one: inf if one.plan is None else one.plan.step_seconds))
+
+
+def shown(plan: Plan, found: Sequence[Alternative], alike: int = 1) -> str:
+    """As a table, beside what the plan takes; `alike`: how many layers have such a tensor or op."""
+    if not found:
+        return "no alternatives: nothing here can be split otherwise"
+    rows = [("step", "", "memory", "fits", "")]
+    rows.append((seconds_text(plan.step_seconds), "", bytes_text(plan.memory_bytes), _yes(plan.fits), "as it is"))
+    for one in found:
+        if one.plan is not None:
+            more = one.plan.step_seconds - plan.step_seconds
+            sign = "+" if more >= 0 else "−"
+            step, size = seconds_text(one.plan.step_seconds), bytes_text(one.plan.memory_bytes)
+            rows.append((step, f"{sign}{seconds_text(abs(more))}", size, _yes(one.plan.fits), _short(one.change)))
+    place = f" in this one of {alike} layers" if alike > 1 else ""
+    title = f"alternatives: each line forced by itself{place}, the rest of the plan as it is"
+    lines = [title, *table(rows, right=(0, 1, 2))]
+    return "\n".join([*lines, *(f"  {one.change} cannot be had: {one.why}" for one in found if one.plan is None)])
+
+
+def _short(change: str) -> str:
+    """What is held of a parameter is said of `param`, `grad` and `opt`, with its name in each: once is enough here."""
+    scopes, brace, rules = change.partition(" { ")
+    return f"only as it is held: {rules.removesuffix(' }')}" if brace and "," in scopes else change
+
+
+def _yes(fits: bool) -> str:
+    return "yes" if fits else "no"
+
+
+def _of_tensor(plan: Plan, name: str) -> Iterator[Pin | Block]:
+    axes = plan.decided.axes
+    tensor = plan.graph.tensors.get(name)
+    if tensor is None:
+        return
+    scopes = tuple(Scope(kind, glob=name) for kind in STORED)
+    yield from (Pin(name, rules_for(tensor, splits, axes)) for splits in _layouts(plan, tensor))
+    yield from (Block(scopes, rules_for(tensor, splits, axes)) for splits in _storages(plan, tensor))
+
+
+def _of_op(plan: Plan, name: str) -> Iterator[OpPin]:
+    for node in plan.graph.nodes:
+        if node.name == name:
+            for choice in _choices(plan, node):
+                words, uneven = choice_words(node, choice, plan.decided.axes)
+                yield OpPin(name, words, uneven=uneven)
+
+
+def forced(plan: Plan, line: Pin | Block | OpPin) -> Alternative:
+    """The plan with a line, as far as it touches anything."""
+    change = " ".join(print_statement(line).replace("\n}", " }").replace("\n  ", ", ").replace("{,", "{").split())
+    ways: list[Decisions] = []
+    why = ""
+    for way in _ways(plan, line):
+        try:
+            ways.append(way())
+        except LayoutError as error:
+            why = why or str(error).splitlines()[0]
+    plans = [_with(plan, way, change) for n, way in enumerate(ways) if way not in ways[:n]]
+    if not plans:
+        return Alternative(change, None, why)
+    return Alternative(change, min(plans, key=lambda one: one.step_seconds))
+
+
+def _with(plan: Plan, decisions: Decisions, origin: str) -> Plan:
+    made = Decided.decided(plan.graph, decisions)
+    decided = replace(
+        plan.decided,
+        decisions=decisions,
+        regather=made.regather,
+        resident=made.resident,
+        accumulated=made.accumulated,
+    )
+    return replace(plan, decided=decided, bound_seconds=None, origin=origin)
+
+
+def _ways(plan: Plan, line: Pin | Block | OpPin) -> Iterator[Callable[[], Decisions]]:
+    """The ops that it touches do as they did; they do what sends least, and take parameters as they did; or freely."""
+    graph, known, axes = plan.graph, plan.decided.decisions, plan.decided.axes
+    if isinstance(line, Block):
+        (name,) = {scope.glob for scope in line.scopes if scope.glob is not None}
+        use = Block((Scope("use", glob=name),), rules_for(graph.tensors[name], known.values[name].splits, axes))
+        broadcast = _in_order(known.values[name].broadcast, axes)
+        states = (Pin(name, (), (PinState("broadcast", broadcast),)),) if broadcast else ()
+        yield lambda: restored(graph, Layout((line, use, *states), FORCED), known, name)
+        return
+    nodes = [node for node in graph.nodes if line.glob in (node.name, *node.operands, *node.outputs)]
+    if isinstance(line, OpPin):
+        nodes = [node for node in nodes if node.name == line.glob]
+    ops = {node.name for node in nodes}
+    said = Layout((line, *_results(plan, ops, line.glob if isinstance(line, Pin) else "")), FORCED)
+    if isinstance(line, Pin):
+        words = [(node.name, choice_words(node, known.ops[node.name].choice, axes)) for node in nodes]
+        pins = (OpPin(name, choice, uneven=uneven) for name, (choice, uneven) in words)
+        yield lambda: redecide(graph, Layout((*said, *pins), FORCED), known, ops)
+    yield lambda: redecide(graph, said, known, ops)
+    yield lambda: redecide(graph, said, known, ops, uses_stay=False)
+
+
+def _results(plan: Plan, ops: Collection[str], but: str) -> Iterator[Pin]:
+    """What the plan says about the results of some ops."""
+    axes = plan.decided.axes
+    values = plan.decided.decisions.values
+    for node in plan.graph.nodes:
+        for name in node.outputs if node.name in ops else ():
+            if name is None or name == but or name not in values:
+                continue
+            value = values[name]
+            states = (("partial", value.partial), ("broadcast", value.broadcast))
+            pinned = [PinState(word, _in_order(held, axes)) for word, held in states if held]  # type: ignore[arg-type]
+            yield Pin(name, rules_for(plan.graph.tensors[name], value.splits, axes), tuple(pinned))
+
+
+def _in_order(held: Collection[str], axes: Collection[str]) -> Axes:
+    return tuple(axis for axis in axes if axis in held)
+
+
+# -- of a tensor
+
+
+def _storages(plan: Plan, tensor: NamedTensor) -> Iterator[Splits]:
+    """Of a parameter that is used as it is: held with one axis elsewhere."""
+    if tensor.kind == "param" and tensor.name in plan.decided.decisions.values:
+        now = plan.layout_of(tensor.name).splits
+        yield from (splits for splits in dict.fromkeys(_moved(tensor, now, plan)) if splits != now)
+
+
+def _layouts(plan: Plan, tensor: NamedTensor) -> Iterator[Splits]:
+    """One axis elsewhere; a parameter held as it is used, or used as it is held; a sum that is made; whole."""
+    values = plan.decided.decisions.values
+    if tensor.kind in ("buffer", "constant") or tensor.name not in values:
+        return
+    now, value = plan.layout_of(tensor.name).splits, values[tensor.name]
+    seen = {_real(now, plan)} if now == value.splits and not value.partial else set[Splits]()
+    for splits in (now, value.splits, *_moved(tensor, now, plan), ((),) * len(now)):
+        if _real(splits, plan) not in seen:
+            seen.add(_real(splits, plan))
+            yield splits
+
+
+def _real(splits: Splits, plan: Plan) -> Splits:
+    """Without axes of one rank, which split nothing."""
+    return tuple(tuple(axis for axis in split if plan.decided.axes[axis] > 1) for split in splits)
+
+
+def _moved(tensor: NamedTensor, now: Splits, plan: Plan) -> Iterator[Splits]:
+    axes = plan.decided.axes
+    for axis in (name for name, size in axes.items() if size > 1):
+        without = [tuple(one for one in split if one != axis) for split in now]
+        yield tuple(without)
+        for i, atom in enumerate(tensor.atoms):
+            split = _in_order({*without[i], axis}, axes)
+            if axis not in now[i] and not is_uneven(atom.size, split, axes):
+                yield (*without[:i], split, *without[i + 1 :])
+
+
+# -- of an op
+
+
+def _choices(plan: Plan, node: NamedNode) -> Iterator[Choice]:
+    """One axis splits another factor, or none."""
+    axes = plan.decided.axes
+    now = plan.decided.decisions.ops[node.name].choice
+    sites = [(factor, atom) for factor in node.atoms for atom in range(len(node.atoms[factor]))]
+    for axis in (name for name, size in axes.items() if size > 1):
+        splits = {site: tuple(one for one in used if one != axis) for site, used in now.splits}
+        passes = tuple(one for one in now.passes if one[0] != axis)
+        for site in (None, *sites):
+            if site is not None and (node.atoms[site[0]][site[1]] == 1 or axis in now.of(site)):
+                continue
+            moved = splits if site is None else {**splits, site: _in_order({*splits.get(site, ()), axis}, axes)}
+            choice = Choice(tuple(sorted((s, used) for s, used in moved.items() if used)), passes)
+            allowed = site is None or can_split(node, site, choice.of(site), axes)
+            if choice != now and allowed and layouts_of(plan.graph, node, choice) is not None:
+                yield choice

@@ -1,0 +1,93 @@
+"""Plans side by side: what each costs, and where tensors lie otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from autopar.errors import AutoparError
+from autopar.plans.format import bytes_text, layout_text, percent_text, seconds_text, table
+from autopar.plans.text.glob_cover import skeleton
+
+if TYPE_CHECKING:
+    from autopar.plans.plan import Plan
+
+__all__ = ["MOST_DIFFERENCES", "cost_rows", "difference", "differences", "side_by_side"]
+
+MOST_DIFFERENCES = 40
+
+
+def difference(one: Plan, other: Plan) -> str:
+    """What the second does otherwise."""
+    return side_by_side({"this": one, "other": other})
+
+
+def side_by_side(plans: Mapping[str, Plan]) -> str:
+    """Costs as a table, then the tensors that differ from the first plan's."""
+    names = list(plans)
+    lines = table(cost_rows(plans), right=range(1, len(names) + 1), indent="")
+    for name in names[1:]:
+        found = differences(plans[names[0]], plans[name])
+        lines += [
+            "",
+            f"{names[0]} and {name} differ in {len(found)} kinds of tensors" if found else f"{name}: the same",
+        ]
+        rows = [("tensor", names[0], name), *((tensor, a, b) for tensor, (a, b) in found.items())]
+        lines += table(rows[: MOST_DIFFERENCES + 1]) if found else []
+        if len(found) > MOST_DIFFERENCES:
+            lines.append(f"  and {len(found) - MOST_DIFFERENCES} more")
+    return "\n".join(lines)
+
+
+def cost_rows(plans: Mapping[str, Plan]) -> list[Sequence[str]]:
+    """Step, its parts, memory, and what is sent over which axes."""
+    every = list(plans.values())
+    rows: list[Sequence[str]] = [("", *plans)]
+    rows.append(("step", *(seconds_text(plan.step_seconds) for plan in every)))
+    rows.append(("  computing", *(seconds_text(plan.costs.compute.seconds) for plan in every)))
+    rows.append(("  sending values", *(seconds_text(plan.costs.seconds_of("values")) for plan in every)))
+    rows.append(("  parameters, not hidden", *(seconds_text(plan.costs.exposed_seconds) for plan in every)))
+    rows.append(("memory", *(bytes_text(plan.memory_bytes) for plan in every)))
+    rows.append(("fits", *("yes" if plan.fits else "no" for plan in every)))
+    rows.append(("gap", *(_gap(plan) for plan in every)))
+    totals = [_sent(plan) for plan in every]
+    for key in dict.fromkeys(key for total in totals for key in total):
+        rows.append((key, *(bytes_text(total[key]) if key in total else "-" for total in totals)))
+    return rows
+
+
+def _gap(plan: Plan) -> str:
+    return "-" if plan.gap is None else f"{percent_text(plan.gap)}{' by its file' if plan.claimed else ''}"
+
+
+def _sent(plan: Plan) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for one in plan.costs.communication:
+        key = f"{one.kind}({'*'.join(one.axes)}) of {one.of}"
+        found[key] = found.get(key, 0.0) + one.bytes
+    return found
+
+
+def differences(one: Plan, other: Plan) -> dict[str, tuple[str, str]]:
+    """Kinds of tensors (one name for repeated layers) that lie otherwise, with both layouts."""
+    found: dict[str, tuple[str, str]] = {}
+    shared = [name for name in one.graph.tensors if name in other.graph.tensors]
+    if not shared:
+        raise AutoparError("the plans are for models that have no tensor in common\nfix: compare plans of one model")
+    for name in shared:
+        if not all(name in plan.decided.decisions.values for plan in (one, other)):
+            continue
+        tensor = one.graph.tensors[name]
+        texts = tuple(_text(plan, name) for plan in (one, other))
+        if texts[0] != texts[1]:
+            found.setdefault(skeleton(tensor.name), (texts[0], texts[1]))
+    return found
+
+
+def _text(plan: Plan, name: str) -> str:
+    tensor = plan.graph.tensors[name]
+    text = layout_text(tensor, plan.layout_of(name))
+    if tensor.kind == "param":
+        used = layout_text(tensor, plan.decided.decisions.values[name])
+        return text if used == text else f"{text} (used: {used})"
+    return text

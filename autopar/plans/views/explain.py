@@ -1,0 +1,191 @@
+"""Why a tensor or an op of a plan is as it is: the lines that say so, the rule of the op, what is sent for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autopar.errors import AutoparError
+from autopar.ir.graph import NamedNode, NamedTensor
+from autopar.names import did_you_mean, nearest
+from autopar.plans.format import bytes_text, layout_text, seconds_text
+from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.layout.precedence import Level, glob_matches, matches, specificity
+from autopar.sharding.layout.syntax import Block, DimRule, Hold, OpPin, Pin, Scope
+
+if TYPE_CHECKING:
+    from autopar.plans.plan import Plan, PricedCollective
+
+__all__ = ["Explanation", "Line", "OpFacts", "TensorFacts", "explained"]
+
+Line = tuple[int, str]
+"""A line of the plan's text, with its number."""
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """Where a tensor is, and the lines that say so."""
+
+    tensor: NamedTensor
+    layout: str
+    used: str | None
+    """Of a parameter: where ops use it."""
+    held: str | None
+    """Of a parameter that is gathered: for how long."""
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True)
+class OpFacts:
+    """What an op does."""
+
+    node: NamedNode
+    choice: str
+    pinned: tuple[Line, ...]
+    takes: tuple[tuple[str, str], ...]
+    """Operands and their layouts."""
+    sends: tuple[PricedCollective, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a plan says about a name; its text is what `Plan.explain` gives."""
+
+    tensor: TensorFacts | None
+    ops: tuple[OpFacts, ...]
+    used_by: tuple[tuple[str, str], ...]
+    """Ops and the layouts in which they take the tensor."""
+
+    def __str__(self) -> str:
+        lines = [] if self.tensor is None else list(_tensor_lines(self.tensor))
+        lines += [line for op in self.ops for line in _op_lines(op)]
+        return "\n".join([*lines, *(f"used by {op} as {layout}" for op, layout in self.used_by)])
+
+
+def explained(plan: Plan, name: str) -> Explanation:
+    """The name is that of a tensor or op, as the summary and `autopar trace` show them."""
+    nodes = {node.name: node for node in plan.graph.nodes}
+    tensor = plan.graph.tensors.get(name)
+    if tensor is None and name not in nodes:
+        known = dict.fromkeys([*plan.graph.tensors, *nodes])
+        listed = ", ".join(nearest(name, known, 5))
+        raise AutoparError(
+            f"the model has no tensor and no op '{name}'{did_you_mean(name, known)}\nfix: the nearest are {listed}"
+        )
+    about = [node for node in plan.graph.nodes if node.name == name or (tensor is not None and name in node.outputs)]
+    return Explanation(
+        None if tensor is None else _tensor(plan, tensor),
+        tuple(_op(plan, node) for node in about),
+        () if tensor is None else tuple(_users(plan, tensor)),
+    )
+
+
+# -- a tensor
+
+
+def _tensor(plan: Plan, tensor: NamedTensor) -> TensorFacts:
+    decisions = plan.decided.decisions
+    layout = layout_text(tensor, plan.layout_of(tensor.name))
+    used = held = None
+    if tensor.kind == "param":
+        used = layout_text(tensor, decisions.values[tensor.name])
+        holding = decisions.holdings.get(tensor.name)
+        if holding is not None and holding.again:
+            held = "gathered again for the backward"
+        elif holding is not None and holding.lasting:
+            held = "gathered once in a step"
+    return TensorFacts(tensor, layout, used, held, tuple(_lines(plan, tensor)))
+
+
+def _tensor_lines(facts: TensorFacts) -> Iterator[str]:
+    tensor = facts.tensor
+    yield f"{tensor}  {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, {tensor.kind}"
+    yield f"  layout  {facts.layout}"
+    if facts.used is not None:
+        yield f"  used    {facts.used}"
+    if facts.held is not None:
+        yield f"  held    {facts.held}"
+    for i, (number, line) in enumerate(facts.lines):
+        yield f"  {'' if i else 'line':7} {number}: {line}"
+
+
+def _lines(plan: Plan, tensor: NamedTensor) -> list[Line]:
+    """The lines of the plan's text that say where the tensor's dims go."""
+    text = plan.text.splitlines()
+    found: dict[int, str] = {}
+    for statement in parse_layout(plan.text, "<plan>"):
+        if isinstance(statement, Hold):
+            if glob_matches(statement.glob, tensor.name) and statement.span is not None:
+                found[statement.span.line] = text[statement.span.line - 1]
+            continue
+        if not isinstance(statement, DimRule | Pin | Block):
+            continue
+        rules = (statement,) if isinstance(statement, DimRule) else statement.rules
+        if not isinstance(statement, DimRule) and not _is_about(statement, tensor):
+            continue
+        dims = [name for atom in tensor.atoms for name in atom.names]
+        for rule in rules:
+            named = any(matches(pattern, dim) for pattern in rule.dims for dim in dims if pattern != "*")
+            if (named or isinstance(statement, Pin | Block)) and statement.span is not None:
+                found[statement.span.line] = text[statement.span.line - 1]
+    if not found:
+        found = {number: line for number, line in enumerate(text, start=1) if line == "* -> none"}
+    return sorted(found.items())
+
+
+def _is_about(statement: Pin | Block, tensor: NamedTensor) -> bool:
+    if isinstance(statement, Pin):
+        return glob_matches(statement.glob, tensor.name)
+    kinds = {"param": {"param", "use", "grad", "opt"}, "activation": {"act", "output"}, "input": {"input"}}
+    dims = {name for atom in tensor.atoms for name in atom.names}
+    return any(_scope_fits(scope, tensor, kinds.get(tensor.kind, {"buffer"}), dims) for scope in statement.scopes)
+
+
+def _scope_fits(scope: Scope, tensor: NamedTensor, kinds: set[str], dims: set[str]) -> bool:
+    assert specificity(scope, "*").level > Level.BARE
+    return (
+        (scope.kind is None or scope.kind in kinds)
+        and (scope.glob is None or glob_matches(scope.glob, tensor.name))
+        and set(scope.dims) <= dims
+    )
+
+
+def _users(plan: Plan, tensor: NamedTensor) -> Iterator[tuple[str, str]]:
+    for node in plan.graph.nodes:
+        for name, layout in zip(node.operands, plan.decided.decisions.ops[node.name].operands, strict=True):
+            if name == tensor.name and layout is not None:
+                yield node.name, layout_text(tensor, layout)
+
+
+# -- an op
+
+
+def _op(plan: Plan, node: NamedNode) -> OpFacts:
+    decision = plan.decided.decisions.ops[node.name]
+    pins = (pin for pin in parse_layout(plan.text, "<plan>") if isinstance(pin, OpPin))
+    operands = zip(node.operands, decision.operands, strict=True)
+    return OpFacts(
+        node,
+        str(decision.choice),
+        tuple((pin.span.line, pin.span.text) for pin in pins if pin.span and glob_matches(pin.glob, node.name)),
+        tuple((name, layout_text(plan.graph.tensors[name], layout)) for name, layout in operands if name and layout),
+        tuple(one for one in plan.collectives if one.op == node.name),
+    )
+
+
+def _op_lines(facts: OpFacts) -> Iterator[str]:
+    node = facts.node
+    yield f"made by {node.name} ({node.op})"
+    yield f"  rule    {node.rule}  ({node.source})"
+    yield f"  factors {', '.join(f'{factor} = {dim}' for factor, dim in node.factors.items()) or 'none'}"
+    yield f"  choice  {facts.choice or 'nothing is split'}"
+    if node.origin.source:
+        yield f"  model   {node.origin.source}: {node.origin.source_code}"
+    yield from (f"  pinned  {number}: {text}" for number, text in facts.pinned)
+    yield from (f"  takes   {name}: {layout}" for name, layout in facts.takes)
+    for one in facts.sends:
+        price = f"{bytes_text(one.bytes)}, {seconds_text(one.seconds)} by itself"
+        yield f"  sends   {one.direction} {one.kind}({'*'.join(one.axes)}) of {one.tensor}: {price}"
+    if not facts.sends:
+        yield "  sends   nothing"

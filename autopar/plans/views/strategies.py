@@ -1,0 +1,69 @@
+"""What the strategies of experts would cost where a plan runs: each on its best assignment of axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from autopar.errors import AutoparError
+from autopar.sharding.layout.load import axes_of, usable_axes
+from autopar.sharding.layout.strategies import load_strategy, strategy_names
+from autopar.solver.strategies import WHOLE, splits_nothing
+
+if TYPE_CHECKING:
+    from autopar.plans.plan import Plan
+
+__all__ = ["experts_beside", "least_of"]
+
+
+def experts_beside(plan: Plan) -> dict[str, Plan]:
+    """By what each is called; those that say the same on this mesh once, under the first name; fast ones first."""
+    from autopar.plans.find import asked_as, under
+
+    asked = asked_as(plan)
+    used = {axis: size for axis, size in plan.decided.axes.items() if size > 1}
+    found: dict[str, Plan] = {}
+    for name in strategy_names():
+        best: tuple[str, Plan] | None = None
+        for call in _calls(name, used, plan.graph.dims):
+            try:
+                one = under(plan.graph, plan.mesh, call, asked, call)
+            except AutoparError:
+                continue  # it does not apply here
+            if any(one.decided == other.decided for other in found.values()):
+                continue
+            if best is None or _rank(one) < _rank(best[1]):
+                best = WHOLE if splits_nothing(one.decided) else call, one
+        if best is not None:
+            found[best[0]] = best[1]
+    return dict(sorted(found.items(), key=lambda item: _rank(item[1])))
+
+
+def least_of(plan: Plan, experts: Mapping[str, Plan]) -> Plan:
+    """The plan that was searched, or a faster strategy that fits: a search may have had no time to price them all."""
+    name = min((name for name, one in experts.items() if one.fits), key=lambda name: _rank(experts[name]), default=None)
+    if name is None or plan.within_layout or experts[name].step_seconds >= plan.step_seconds:
+        return plan
+    return replace(experts[name], bound_seconds=plan.bound_seconds, origin=name, target=plan.target)
+
+
+def _rank(plan: Plan) -> tuple[bool, float]:
+    return not plan.fits, plan.step_seconds
+
+
+def _calls(name: str, axes: Mapping[str, int], dims: Iterable[str]) -> Iterator[str]:
+    """`fsdp(fsdp=dp*tp)`: axes of the same name are matched, all others of the mesh dealt in every way.
+
+    An axis of the strategy whose dims the model lacks gets none; where a strategy has one axis, some may be idle.
+    """
+    strategy = load_strategy(name)
+    own, usable = axes_of(strategy), usable_axes(strategy, dims)
+    fixed = {axis: axis for axis in axes if axis in usable and len(own) > 1}
+    idle = ("",) if len(own) == 1 and usable else ()
+    options = [(fixed[axis],) if axis in fixed else (*usable, *idle) for axis in axes]
+    for dealt in product(*options):
+        meaning = {role: [axis for axis, to in zip(axes, dealt, strict=True) if to == role] for role in own}
+        given = ", ".join(f"{role}={'*'.join(dealt_to) or 'none'}" for role, dealt_to in meaning.items())
+        yield f"{name}({given})"

@@ -1,0 +1,282 @@
+"""A plan for an engineer with half a minute: where the dims go, one layer, what is sent, time, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from textwrap import wrap
+from typing import TYPE_CHECKING
+
+from autopar.cost.compute.rates import rate_notes
+from autopar.plans.format import bytes_text, layout_text, percent_text, seconds_text, table
+from autopar.plans.text.glob_cover import skeleton
+
+if TYPE_CHECKING:
+    from autopar.ir.analysis.repeated_layers import Repeat
+    from autopar.plans.plan import Plan, PricedCollective
+
+__all__ = ["collective_lines", "collectives_by_place", "dims_by_place", "layer_rows", "summary"]
+
+
+def summary(plan: Plan) -> str:
+    """All of it, in blocks."""
+    blocks = [
+        _head(plan),
+        _dims(plan),
+        *_layers(plan),
+        _outside(plan),
+        _communication(plan),
+        _time(plan),
+        _memory(plan),
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def _head(plan: Plan) -> list[str]:
+    device = plan.cluster.device.name
+    model = type(plan.graph.model).__name__
+    fits = "fits" if plan.fits else "DOES NOT FIT"
+    best = "the best that the layout allows" if plan.within_layout else "the best"
+    unproved = "nothing proved" if plan.bound_seconds is None else "no bound was found in the time"
+    gap = (
+        unproved
+        if plan.gap is None
+        else f"at most {percent_text(plan.gap)} from {best}{', by its file' if plan.claimed else ''}"
+    )
+    origin = f"from {plan.origin}" if plan.origin else ""
+    share = percent_text(plan.limit_bytes / plan.cluster.device.memory_bytes)
+    limit = f"{bytes_text(plan.limit_bytes)} per device, {share} of what it has"
+    lines = [
+        f"{model} on {plan.mesh}: {plan.mesh.size} × {device} ({plan.cluster.name})",
+        f"  step    {seconds_text(plan.step_seconds)}, {', '.join(filter(None, (gap, origin)))}",
+        f"  memory  {bytes_text(plan.memory_bytes)} of {limit}: {fits}",
+    ]
+    if plan.mesh.size > 1 and not dims_by_place(plan):
+        why = ", and to send would take longer" if plan.origin == "search" else ""
+        lines.append(f"  note    nothing is split: every device does all of the work{why}")
+    for rate in rate_notes(plan.graph, plan.cluster.device):
+        lines.append(f"  note    the device has no rate for a dtype of the model: priced {rate}")
+    return lines
+
+
+def dims_by_place(plan: Plan) -> dict[str, list[str]]:
+    """Axes -> the dims that they split somewhere, those that they split in most tensors first."""
+    counts: dict[tuple[str, str], int] = {}
+    for tensor in plan.graph.tensors.values():
+        if tensor.name not in plan.decided.decisions.values:
+            continue
+        for atom, axes in zip(tensor.atoms, plan.layout_of(tensor.name).splits, strict=True):
+            if axes and atom.names:
+                key = "*".join(axes), atom.names[0]
+                counts[key] = counts.get(key, 0) + 1
+    found: dict[str, list[str]] = {}
+    for place, dim in sorted(counts, key=lambda key: -counts[key]):
+        found.setdefault(place, []).append(dim)
+    return found
+
+
+WIDTH = 60
+"""Of a list of dims."""
+
+
+def _dims(plan: Plan) -> list[str]:
+    """Dims that go to the same places in one row; of several places, that of most tensors first."""
+    places: dict[str, list[str]] = {}
+    for axes, dims in dims_by_place(plan).items():
+        for dim in dims:
+            places.setdefault(dim, []).append(axes)
+    alike: dict[str, list[str]] = {}
+    for dim, found in places.items():
+        alike.setdefault(", or ".join(found), []).append(dim)
+    groups = list(alike.items())
+    whole = [dim for dim, known in plan.graph.dims.items() if dim not in places and known.source != "generated"]
+    if whole:
+        groups.append(("none", whole))
+    rows = []
+    for axes, dims in groups:
+        lines = wrap(", ".join(dims), WIDTH, break_long_words=False)
+        rows += [(line, "" if i else f"-> {axes}") for i, line in enumerate(lines)]
+    return ["dims", *table(rows)]
+
+
+# -- a layer
+
+
+def collectives_by_place(collectives: Iterable[PricedCollective]) -> dict[tuple[str, str], list[PricedCollective]]:
+    """By tensor and op."""
+    found: dict[tuple[str, str], list[PricedCollective]] = {}
+    for one in collectives:
+        found.setdefault((one.tensor, one.op), []).append(one)
+    return found
+
+
+Row = tuple[str, str, str, str]
+HEAD: Row = ("tensor", "dims", "layout", "sends")
+WHOLE = "whole"
+
+
+def layer_rows(plan: Plan, names: Iterable[str], path: str = "", repeated: bool = False) -> list[Row]:
+    """Tensor, dims, layout, collectives: of each parameter that some ops use, and each value that is sent for them."""
+    nodes = {node.name: node for node in plan.graph.nodes}
+    sent = collectives_by_place(plan.collectives)
+    rows: dict[str, Row] = {}
+    for op in names:
+        node = nodes[op]
+        for name in dict.fromkeys((*node.operands, *node.outputs)):
+            own = sent.get((name or "", op), [])
+            tensor = plan.graph.tensors[name] if name is not None else None
+            if tensor is None or (not own and tensor.kind != "param"):
+                continue
+            said = ", ".join(dict.fromkeys(_collective(one) for one in own))
+            before = rows.get(tensor.name)
+            if before is not None:
+                said = ", ".join(filter(None, dict.fromkeys((before[3], said))))
+            shown = tensor.name.removeprefix(path).lstrip("./") if _is_below(tensor.name, path) else tensor.name
+            shown = skeleton(shown) if repeated and shown == tensor.name else shown
+            rows[tensor.name] = shown, " ".join(tensor.dims), layout_text(tensor, plan.layout_of(tensor.name)), said
+    return list(rows.values())
+
+
+def _collective(one: PricedCollective) -> str:
+    way = "→" if one.direction == "forward" else "←"
+    return f"{way} {one.kind}({'*'.join(one.axes)}) {bytes_text(one.bytes)}"
+
+
+def _layers(plan: Plan) -> Iterator[list[str]]:
+    names = {node.node: node.name for node in plan.graph.nodes}
+    for repeat in plan.graph.repeats:
+        kinds: dict[tuple[Row, ...], list[int]] = {}
+        for t, layer in enumerate(repeat.layers):
+            ops = [names[one] for one in layer if one in names]
+            rows = layer_rows(plan, ops, _shared_path(plan, ops, _path(repeat, t)), True)
+            kinds.setdefault(tuple(rows), []).append(t)
+        kinds = dict(sorted(kinds.items(), key=lambda one: -len(one[1])))
+        usual = next(iter(kinds), ())
+        for found, layers in kinds.items():
+            first, last = _path(repeat, layers[0]) or "layer", _path(repeat, layers[-1])
+            title = f"{first} ... {last}" if len(layers) > 1 else first
+            if found is usual:
+                yield [f"{title} (×{len(layers)})", *_rows(found)]
+                continue
+            other = [row for row in found if row not in usual]
+            if other:
+                yield [f"{title} (×{len(layers)}), where it differs", *table([HEAD, *other])]
+
+
+def _is_quiet(row: Row) -> bool:
+    return row[2] == WHOLE and not row[3]
+
+
+def _rows(rows: Sequence[Row]) -> list[str]:
+    """A table; parameters that are whole and of which nothing is sent are counted."""
+    shown = [row for row in rows if not _is_quiet(row)]
+    quiet = len(rows) - len(shown)
+    more = [f"  and {len(shown) - MOST_ROWS} more"] if len(shown) > MOST_ROWS else []
+    if quiet:
+        what = (
+            "parameter, which is whole and of which nothing is"
+            if quiet == 1
+            else "parameters, whole, of which nothing is"
+        )
+        more.append(f"  {'and ' if shown else ''}{quiet} {what} sent")
+    return [*(table([HEAD, *shown[:MOST_ROWS]]) if shown else []), *more]
+
+
+def _path(repeat: Repeat, t: int) -> str:
+    return repeat.module_paths[t] if t < len(repeat.module_paths) else ""
+
+
+def _is_below(name: str, path: str) -> bool:
+    return bool(path) and name.startswith((f"{path}.", f"{path}/"))
+
+
+def _shared_path(plan: Plan, ops: Sequence[str], path: str) -> str:
+    """The path of a layer; none where some parameters of the layer are numbered elsewhere."""
+    nodes = {node.name: node for node in plan.graph.nodes}
+    taken = {name for op in ops for name in nodes[op].operands if name is not None}
+    own = [name for name in taken if plan.graph.tensors[name].kind == "param" and skeleton(name) != name]
+    return path if all(_is_below(name, path) for name in own) else ""
+
+
+def _outside(plan: Plan) -> list[str]:
+    inside = {name for repeat in plan.graph.repeats for layer in repeat.layers for name in layer}
+    rows = layer_rows(plan, [node.name for node in plan.graph.nodes if node.node not in inside])
+    title = "around the layers" if plan.graph.repeats else "tensors"
+    told, quiet = [row for row in rows if not _is_quiet(row)], [row for row in rows if _is_quiet(row)]
+    return [title, *_rows([*_once(told), *quiet])] if rows else []
+
+
+def _once(rows: Iterable[Row]) -> list[Row]:
+    """Rows that differ in the numbers of a name alone, as those of layers that are not quite equal, in one."""
+    alike: dict[Row, list[str]] = {}
+    for name, dims, layout, sends in rows:
+        alike.setdefault((skeleton(name), dims, layout, sends), []).append(name)
+    return [
+        (names[0] if len(names) == 1 else f"{shown} (×{len(names)})", dims, layout, sends)
+        for (shown, dims, layout, sends), names in alike.items()
+    ]
+
+
+MOST_ROWS = 40
+
+
+# -- costs
+
+
+def _communication(plan: Plan) -> list[str]:
+    rows = [("over", "collective", "of", "", "count", "bytes", "time")]
+    for one in sorted(plan.costs.communication, key=lambda one: -one.seconds):
+        over = "*".join(one.axes)
+        size, seconds = bytes_text(one.bytes), seconds_text(one.seconds)
+        rows.append((over, one.kind, one.of, one.direction, str(one.count), size, seconds))
+    if len(rows) == 1:
+        return ["communication", "  none"]
+    return ["communication in a step", *table(rows, right=(4, 5, 6))]
+
+
+def _time(plan: Plan) -> list[str]:
+    costs = plan.costs
+    parts = (
+        ("forward", costs.compute.forward_seconds),
+        ("backward", costs.compute.backward_seconds),
+        ("computed again", costs.compute.recompute_seconds),
+        ("optimizer", costs.compute.optimizer_seconds),
+        ("sending values", costs.step_seconds - costs.compute.seconds - costs.exposed_seconds - costs.waiting_seconds),
+        ("parameters, not hidden", costs.exposed_seconds),
+        ("waiting for the host", costs.waiting_seconds),
+    )
+    step = costs.step_seconds or 1.0
+    rows = [(name, seconds_text(s), percent_text(s / step)) for name, s in parts if s > 1e-4 * step]
+    head = f"time of a step: {seconds_text(costs.step_seconds)}, {percent_text(costs.mfu)} of the devices' peak"
+    return [head, *table(rows, right=(1, 2))]
+
+
+def _memory(plan: Plan) -> list[str]:
+    memory = plan.costs.memory
+    kinds = (
+        ("parameters", memory.parameters_bytes),
+        ("copies of them", memory.copies_bytes),
+        ("gradients", memory.gradients_bytes),
+        ("optimizer", memory.optimizer_bytes),
+        ("inputs", memory.inputs_bytes),
+        ("saved for the backward", memory.saved_bytes),
+    )
+    rows = [(name, bytes_text(size)) for name, size in kinds if size]
+    head = f"memory per device: at most {bytes_text(memory.peak_bytes)}, at {memory.peak_at}"
+    return [head, *table(rows, right=(1,))]
+
+
+def collective_lines(plan: Plan) -> list[str]:
+    """The collectives of a step, equal ones of repeated layers once: count, bytes and time of each."""
+    counts: dict[tuple[str, str, str, str, str], int] = {}
+    prices: dict[tuple[str, str, str, str, str], PricedCollective] = {}
+    for one in plan.collectives:
+        said = one.direction, f"{one.kind}({'*'.join(one.axes)})", skeleton(one.tensor), skeleton(one.op)
+        key = *said, str(one.bytes)
+        counts[key] = counts.get(key, 0) + 1
+        prices[key] = one
+    rows = []
+    for (way, what, tensor, op, size), count in counts.items():
+        one = prices[way, what, tensor, op, size]
+        place = tensor if tensor == op else f"{tensor} for {op}"
+        rows.append((f"{count} ×", way, what, bytes_text(one.bytes), seconds_text(one.seconds), place))
+    return table(rows, right=(0, 3, 4), indent="")

@@ -1,0 +1,127 @@
+"""A plan as plain data, for programs; the format is documented in docs/plans.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from autopar.plans.views.summary import dims_by_place
+
+if TYPE_CHECKING:
+    from autopar.plans.plan import Plan
+    from autopar.plans.views.alternatives import Alternative
+    from autopar.plans.views.explain import Explanation, OpFacts
+
+__all__ = ["costs_data", "explanation_data", "plan_data", "short_data"]
+
+
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """What `autopar plan --json` prints."""
+    return {
+        "model": type(plan.graph.model).__name__,
+        "graph": plan.decided.graph,
+        "mesh": dict(plan.decided.axes),
+        "cluster": plan.cluster.name,
+        "origin": plan.origin,
+        **costs_data(plan),
+        "dims": {dim: axes for axes, dims in reversed(list(dims_by_place(plan).items())) for dim in dims},
+        "communication": [
+            {
+                "kind": one.kind,
+                "axes": list(one.axes),
+                "direction": one.direction,
+                "of": one.of,
+                "count": one.count,
+                "bytes": one.bytes,
+                "seconds": one.seconds,
+            }
+            for one in plan.costs.communication
+        ],
+        "layout": plan.text,
+    }
+
+
+def costs_data(plan: Plan) -> dict[str, Any]:
+    """Time and memory."""
+    costs, memory = plan.costs, plan.costs.memory
+    return {
+        "step_seconds": costs.step_seconds,
+        "bound_seconds": plan.bound_seconds or None,
+        "gap": plan.gap,
+        "claimed": plan.claimed,
+        "fits": plan.fits,
+        "mfu": costs.mfu,
+        "seconds": {
+            "forward": costs.compute.forward_seconds,
+            "backward": costs.compute.backward_seconds,
+            "recompute": costs.compute.recompute_seconds,
+            "optimizer": costs.compute.optimizer_seconds,
+            "exposed": costs.exposed_seconds,
+            "waiting": costs.waiting_seconds,
+        },
+        "memory_bytes": {
+            "limit": plan.limit_bytes,
+            "peak": memory.peak_bytes,
+            "parameters": memory.parameters_bytes,
+            "copies": memory.copies_bytes,
+            "gradients": memory.gradients_bytes,
+            "optimizer": memory.optimizer_bytes,
+            "inputs": memory.inputs_bytes,
+            "saved": memory.saved_bytes,
+        },
+    }
+
+
+def short_data(plan: Plan | None) -> dict[str, Any]:
+    """Time and memory in three numbers; null where there is no plan."""
+    if plan is None:
+        return dict.fromkeys(("step_seconds", "memory_bytes", "fits"))
+    return {"step_seconds": plan.step_seconds, "memory_bytes": plan.memory_bytes, "fits": plan.fits}
+
+
+def explanation_data(explanation: Explanation, alternatives: Sequence[Alternative]) -> dict[str, Any]:
+    """What `autopar explain --json` prints of a name."""
+    facts = explanation.tensor
+    tensor = facts and {
+        "dims": list(facts.tensor.dims),
+        "shape": list(facts.tensor.shape),
+        "dtype": str(facts.tensor.dtype).removeprefix("torch."),
+        "kind": facts.tensor.kind,
+        "layout": facts.layout,
+        "used": facts.used,
+        "held": facts.held,
+        "lines": [{"line": number, "text": text} for number, text in facts.lines],
+    }
+    return {
+        "tensor": tensor,
+        "ops": [_op_data(op) for op in explanation.ops],
+        "used_by": [{"op": op, "layout": layout} for op, layout in explanation.used_by],
+        "alternatives": [{"change": o.change, **short_data(o.plan), "why": o.why or None} for o in alternatives],
+    }
+
+
+def _op_data(facts: OpFacts) -> dict[str, Any]:
+    node = facts.node
+    return {
+        "name": node.name,
+        "op": node.op,
+        "rule": str(node.rule),
+        "source": node.source,
+        "factors": dict(node.factors),
+        "choice": facts.choice,
+        "line": node.origin.source or None,
+        "code": node.origin.source_code or None,
+        "pinned": [{"line": number, "text": text} for number, text in facts.pinned],
+        "takes": [{"tensor": name, "layout": layout} for name, layout in facts.takes],
+        "sends": [
+            {
+                "kind": one.kind,
+                "axes": list(one.axes),
+                "direction": one.direction,
+                "tensor": one.tensor,
+                "bytes": one.bytes,
+                "seconds": one.seconds,
+            }
+            for one in facts.sends
+        ],
+    }

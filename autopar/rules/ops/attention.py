@@ -1,0 +1,96 @@
+"""Attention: queries, values, heads and batch are parallel; keys and the dim of the products stay whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from autopar.rules.bind_call import fresh_names
+from autopar.rules.call import Call, TensorSpec
+from autopar.rules.ops.elementwise import dims_text
+from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
+from autopar.rules.table import Family
+
+__all__ = ["FAMILIES", "TABLE"]
+
+
+def _aligned(shape: Sequence[int], dims: Sequence[str], out: Sequence[int]) -> list[str]:
+    """The dims of a tensor that broadcasts to `out`, aligned to the right."""
+    offset = len(out) - len(shape)
+    return ["1" if size == 1 != out[offset + i] else dims[offset + i] for i, size in enumerate(shape)]
+
+
+def _leading(call: Call) -> tuple[list[str], list[str], list[int]]:
+    """The leading dims of the queries and of the keys, and the queries' sizes: `(h g)` against `h` where grouped."""
+    query, key = call.operand(0).shape[:-2], call.operand(1).shape[:-2]
+    sizes = list(call.output.shape[:-2])
+    names = fresh_names(len(sizes), {"h", "g", "s", "t", "e", "v"})
+    if not sizes:
+        return names, names, sizes
+    grouped = bool(call.get("enable_gqa")) and query[-1:] != key[-1:]
+    if not grouped:
+        return [*names[:-1], "h"], [*names[:-1], "h"], sizes
+    return [*names[:-1], "(h g)"], [*names[:-1], "h"], sizes
+
+
+def _attention(call: Call) -> str:
+    """`b h s e, b h t e, b h t v -> b h s v`; the values alone are linear."""
+    query_dims, key_dims, sizes = _leading(call)
+    key_sizes = [*sizes[:-1], *call.operand(1).shape[-3:-2]] if call.operand(1).rank > 2 else sizes
+    queries = [*_aligned(call.operand(0).shape[:-2], query_dims, sizes), "s", "e!"]
+    keys = [*_aligned(call.operand(1).shape[:-2], key_dims, key_sizes), "t!", "e!"]
+    width = "v!" if call["dropout_p"] > 0 else "v"  # the columns of the values share the dropped weights
+    values = [*_aligned(call.operand(2).shape[:-2], key_dims, key_sizes), "t!", width]
+    scores = _scores(call)
+    output = [*query_dims, "s", "v"]
+    operands = [queries, keys, values, *([_mask(spec, query_dims, scores) for spec in call.operands[3:]])]
+    left = ", ".join("?" if dims is None else dims_text(dims) for dims in operands)
+    return f"{left} -> {dims_text(output)}{_clauses(call)}"
+
+
+def _scores(call: Call) -> tuple[int, ...]:
+    return (*call.output.shape[:-1], call.operand(1).shape[-2])
+
+
+def _mask(spec: TensorSpec | None, query_dims: Sequence[str], scores: Sequence[int]) -> list[str] | None:
+    return None if spec is None else _aligned(spec.shape, [*query_dims, "s", "t!"], scores)
+
+
+def _clauses(call: Call) -> str:
+    clauses = ["linear 2"]
+    if call["dropout_p"] > 0:
+        clauses.append("random")
+    if call["is_causal"]:
+        clauses.append("lower s causal_rows")
+    return "".join(f"; {clause}" for clause in clauses)
+
+
+def _attention_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    def call(lead: Sequence[int], key_lead: Sequence[int], mask: Draw | None = None, **arguments: object) -> Sample:
+        query, key, value = (*lead, 5, 4), (*key_lead, 7, 4), (*key_lead, 7, 9)
+        return make_sample(op, [*map(Draw, (query, key, value)), mask], arguments, tries)
+
+    yield call((2, 3), (2, 3))
+    yield call((2, 3), (2, 3), is_causal=True)
+    yield call((3,), (3,), scale=0.7)
+    yield call((), ())
+    for shape in ((5, 7), (1, 7), (2, 1, 5, 7), (1, 3, 5, 7), (2, 1, 1, 7), (7,)):
+        yield call((2, 3), (2, 3), Draw(shape))
+    yield call((2, 3), (2, 3), Draw((5, 7), "bool"))
+    yield call((2, 3), (2, 1))
+    yield call((2, 3), (2, 3), dropout_p=0.4)
+    yield call((2, 6), (2, 3), enable_gqa=True)
+    yield call((2, 6), (2, 3), enable_gqa=True, is_causal=True)
+    yield call((2, 3), (2, 3), enable_gqa=True)
+    yield call((2, 6), (2, 3), Draw((2, 6, 5, 7)), enable_gqa=True)
+    yield call((2, 6), (2, 3), Draw((2, 1, 5, 7)), enable_gqa=True)
+    yield call((2, 3), (2, 1), enable_gqa=True)
+    yield make_sample(op, [Draw((2, 3, 7, 4)), Draw((2, 3, 5, 4)), Draw((2, 3, 5, 4))], {"is_causal": True}, tries)
+
+
+FAMILIES = {"attention": Family(_attention, _attention_samples)}
+
+TABLE = """
+aten.scaled_dot_product_attention.default                   attention
+"""

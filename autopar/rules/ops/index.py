@@ -1,0 +1,304 @@
+"""Lookups by position: embeddings, indexing, gather, bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+
+import torch
+
+from autopar.rules.call import Call, TensorSpec
+from autopar.rules.ops._names import Names, text, whole, wrap
+from autopar.rules.ops.elementwise import aligned_dims
+from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
+from autopar.rules.table import Family
+
+__all__ = [
+    "FAMILIES",
+    "INDICES",
+    "MASKS",
+    "TABLE",
+    "all_whole",
+    "broadcast_shape",
+    "index_draws",
+    "index_place",
+    "indexed_dims",
+    "is_mask",
+    "words",
+]
+
+
+def _embedding(call: Call) -> str:
+    """Gradients scaled by how often a row is looked up need all lookups at once."""
+    names = Names("vd")
+    lookups = names.some(call.operand(1).rank)
+    if call["scale_grad_by_freq"]:
+        lookups = [whole(name) for name in lookups]
+        return text([["v!", "d"], lookups], [[*lookups, "d"]], "index 1 v")
+    localised = "localise padding_idx" + (" sparse" if call["sparse"] else "")
+    return text([["v", "d"], lookups], [[*lookups, "d"]], "index 1 v", "lower v masked_lookup", localised)
+
+
+def _embedding_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for shape, padding, scaled in (((), -1, False), ((4, 3), -1, False), ((4, 9), 2, False), ((4, 9), 0, True)):
+        arguments = {"padding_idx": padding, "scale_grad_by_freq": scaled}
+        yield make_sample(op, [Draw((7, 5)), Draw(shape, "index", 7)], arguments)
+    yield make_sample(op, [Draw((7, 5)), Draw((4, 9), "index", 7)], {"padding_idx": 2, "sparse": True})
+
+
+# -- indexing with tensors --------------------------------------------------------------------------------------------
+
+
+def is_mask(spec: TensorSpec | None) -> bool:
+    return spec is not None and spec.dtype in (torch.bool, torch.uint8)
+
+
+def indexed_dims(call: Call, indices: Sequence[TensorSpec | None]) -> list[list[int]]:
+    """The dims of the indexed tensor that each index covers; a mask covers as many as it has."""
+    covered: list[list[int]] = []
+    dim = 0
+    for spec in indices:
+        width = spec.rank if spec is not None and is_mask(spec) else 1
+        covered.append(list(range(dim, dim + width)) if spec is not None else [])
+        dim += width
+    return covered
+
+
+def index_place(covered: Sequence[Sequence[int]]) -> int | None:
+    """Where the dims of the indices stand in the result; None: in front, as they are not neighbours."""
+    used = [i for i, dims in enumerate(covered) if dims]
+    neighbours = used == list(range(used[0], used[-1] + 1))
+    return covered[used[0]][0] if neighbours else None
+
+
+def broadcast_shape(indices: Sequence[TensorSpec | None]) -> tuple[int, ...]:
+    shapes = [spec.shape[::-1] for spec in indices if spec is not None]
+    return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip_longest(*shapes, fillvalue=1))[::-1]
+
+
+def _index(call: Call) -> str:
+    """Each indexed dim is looked up; the dims of the indices, broadcast together, are parallel."""
+    shape, indices = call.operand(0).shape, call.operands[1:]
+    names = Names()
+    left = names.some(len(shape))
+    covered = indexed_dims(call, indices)
+    taken = {dim for dims in covered for dim in dims}
+    rest = [name for dim, name in enumerate(left) if dim not in taken]
+    place = index_place(covered) or 0
+    masked = any(map(is_mask, indices))
+    found = names.some(call.output.rank - len(rest))
+    if masked:
+        found = [whole(name) for name in found]
+        read = [None if spec is None else [names.whole() for _ in spec.shape] for spec in indices]
+    else:
+        present = [spec.shape for spec in indices if spec is not None]
+        dims = iter(aligned_dims(present, found, broadcast_shape(indices)))
+        read = [None if spec is None else words(next(dims)) for spec in indices]
+    clauses = []
+    for position, dims_of in enumerate(covered):
+        for dim in dims_of:
+            if masked or call.operand(0).dtype is torch.bool:
+                left[dim] = whole(left[dim])
+            else:
+                clauses += [f"index {position + 1} {left[dim]}", f"lower {left[dim]} masked_lookup"]
+    return text([left, *read], [[*rest[:place], *found, *rest[place:]]], *clauses)
+
+
+def words(dims: str) -> list[str]:
+    return [] if dims == "()" else dims.split()
+
+
+INDICES: tuple[tuple[tuple[int, ...], tuple[tuple[int, ...] | None, ...]], ...] = (
+    ((7, 5), ((4,),)),
+    ((7, 5), ((),)),
+    ((7, 5), ((3, 4),)),
+    ((5, 7), (None, (4,))),
+    ((7, 5), ((3, 1, 1), (1, 4, 1))),
+    ((7, 5, 4), ((6,), (6,))),
+    ((7, 5, 4), ((6,), None, (6,))),
+    ((3, 7, 5), (None, (4, 1), (6,))),
+)
+MASKS: tuple[tuple[tuple[int, ...], tuple[tuple[int, ...] | None, ...]], ...] = (
+    ((5, 4), ((5, 4),)),
+    ((5, 4, 3), ((5, 4),)),
+    ((3, 5), (None, (5,))),
+)
+
+
+def _index_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for kind in ("normal", "int"):
+        for shape, indices in INDICES:
+            yield make_sample(op, [Draw(shape, kind), index_draws(shape, indices)], {})
+    for shape, masks in MASKS if "unsafe" not in op._schema.name else ():
+        yield make_sample(op, [Draw(shape), [None if mask is None else Draw(mask, "bool") for mask in masks]], {})
+    yield make_sample(op, [Draw((7, 5), "bool"), index_draws((7, 5), ((4,),))], {})
+
+
+def index_draws(shape: tuple[int, ...], indices: Sequence[tuple[int, ...] | None]) -> list[Draw | None]:
+    """Positions in the indexed dims, some counted from the end."""
+    return [
+        None if index is None else Draw(index, "index", extent, also=(-1,))
+        for index, extent in zip(indices, shape, strict=False)
+    ]
+
+
+# -- along one dim ----------------------------------------------------------------------------------------------------
+
+
+def _index_select(call: Call) -> str:
+    names = Names()
+    left = names.some(call.operand(0).rank)
+    found = names.some(call.operand(1).rank)
+    if not left:
+        return text([[], found], [[]])
+    dim = wrap(call["dim"], len(left))
+    right = [*left[:dim], *(found or ["1"]), *left[dim + 1 :]]
+    return text([left, found], [right], *_looked_up(call, left, dim))
+
+
+def _looked_up(call: Call, left: list[str], dim: int) -> list[str]:
+    if call.operand(0).dtype is torch.bool:
+        left[dim] = whole(left[dim])
+        return []
+    return [f"index 1 {left[dim]}", f"lower {left[dim]} masked_lookup"]
+
+
+def _index_select_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for shape, dim, index in (((7, 5), 0, (4,)), ((3, 7, 5), -2, (4,)), ((7,), 0, (9,)), ((5, 7), 1, ())):
+        yield make_sample(op, [Draw(shape), Draw(index, "index", 7)], {"dim": dim})
+    yield make_sample(op, [Draw((7, 5), "bool"), Draw((4,), "index", 7)], {"dim": 0})
+
+
+def _gather(call: Call) -> str:
+    """Other dims go side by side, if they are equally long; the index may reach less far."""
+    shape, index = call.operand(0).shape, call.operand(1).shape
+    names = Names()
+    if len(shape) != len(index) or not shape:
+        found = [names.whole() for _ in index]
+        return text([[names.whole() for _ in shape], found], [found])
+    dim = wrap(call["dim"], len(shape))
+    left = names.some(len(shape))
+    right = list(left)
+    for i, (size, extent) in enumerate(zip(shape, index, strict=True)):
+        if i == dim:
+            right[i] = names.one()
+        elif size != extent:
+            left[i], right[i] = whole(left[i]), names.whole()
+    return text([left, right], [right], *_looked_up(call, left, dim))
+
+
+def _gather_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for shape, dim, index in (
+        ((7, 5), 0, (4, 5)),
+        ((5, 7), -1, (5, 4)),
+        ((7, 5), 0, (4, 3)),
+        ((3, 7, 5), 1, (3, 4, 5)),
+        ((7,), 0, (4,)),
+    ):
+        yield make_sample(op, [Draw(shape), Draw(index, "index", 7)], {"dim": dim})
+    yield make_sample(op, [Draw((7, 5), "bool"), Draw((4, 5), "index", 7)], {"dim": 0})
+
+
+def _take_along_dim(call: Call) -> str:
+    """A gather whose other dims broadcast; without a dim, of the flattened tensor by the flattened index."""
+    shape, index, out = call.operand(0).shape, call.operand(1).shape, call.output.shape
+    names = Names()
+    if call["dim"] is None:
+        return text([[names.whole() for _ in dims] for dims in (shape, index)], [[names.whole()]])
+    dim = wrap(call["dim"], len(shape))
+    found = names.some(len(out))
+    read = words(aligned_dims([index], found, out)[0])
+    left = ["1" if size == 1 != extent else name for name, size, extent in zip(found, shape, out, strict=True)]
+    left[dim] = names.one()
+    return text([left, read], [found], *_looked_up(call, left, dim))
+
+
+def _take_along_dim_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for shape, dim, index in (((7, 5), 0, (4, 5)), ((5, 7), -1, (1, 4)), ((3, 7, 1), 1, (1, 4, 5)), ((7,), None, (4,))):
+        yield make_sample(op, [Draw(shape), Draw(index, "index", 7)], {"dim": dim})
+
+
+# -- the rest ---------------------------------------------------------------------------------------------------------
+
+
+def all_whole(call: Call) -> str:
+    names = Names()
+
+    def dims(specs: Iterable[TensorSpec | None]) -> list[list[str] | None]:
+        return [None if spec is None else [names.whole() for _ in spec.shape] for spec in specs]
+
+    return text(dims(call.operands), dims(call.outputs))
+
+
+def _embedding_bag_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for mode in (0, 1, 2):
+        tensors = [Draw((7, 5)), Draw((9,), "index", 7), torch.tensor([0, 4, 6])]
+        yield make_sample(op, tensors, {"mode": mode, **({"padding_idx": None} if "padding_idx" in str(op) else {})})
+
+
+def _one_hot(call: Call) -> str:
+    """The number of classes, if not given, is the largest in the whole tensor."""
+    names = Names("c")
+    if call["num_classes"] == -1:
+        dims = [names.whole() for _ in range(call.operand(0).rank)]
+        return text([dims], [[*dims, "c!"]])
+    dims = names.some(call.operand(0).rank)
+    return text([dims], [[*dims, "c"]], "lower c own_part")
+
+
+def _one_hot_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for shape in ((), (5,), (4, 5)):
+        yield make_sample(op, [Draw(shape, "index", 7)], {"num_classes": 7})
+        yield make_sample(op, [Draw(shape, "index", 7)], {"num_classes": -1})
+
+
+def _buckets(call: Call) -> str:
+    """How many bounds lie below: a count, so a sum over parts of the bounds. A sorter holds positions among all."""
+    names = Names()
+    bounds_first = "searchsorted" in call.op
+    values, bounds = call.operands[:2][:: -1 if bounds_first else 1]
+    assert values is not None, call.op
+    assert bounds is not None, call.op
+    out = names.some(values.rank)
+    searched = names.one()
+    sorter = call.operands[2] if len(call.operands) > 2 else None
+    searched = whole(searched) if sorter is not None else searched
+    line = [*(out[:-1] if bounds.rank > 1 else []), searched]
+    operands = [line, out] if bounds_first else [out, line]
+    return text([*operands, *([None if sorter is None else line] if len(call.operands) > 2 else [])], [out])
+
+
+def _bucket_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    line = torch.tensor([-3, -2, 0, 1, 3, 5, 6])
+    for shape in ((5,), (3, 4), ()):
+        for right in (False, True):
+            values = Draw(shape, "int")
+            tensors = [line, values] if "searchsorted" in str(op) else [values, line]
+            yield make_sample(op, tensors, {"right": right})
+    if "searchsorted" in str(op):
+        yield make_sample(op, [torch.stack([line, line * 2 + 1]), Draw((2, 4), "int")], {})
+        yield make_sample(op, [line.flip(0), Draw((4,), "int"), torch.arange(6, -1, -1)], {})
+
+
+FAMILIES = {
+    "embedding": Family(_embedding, _embedding_samples),
+    "index": Family(_index, _index_samples),
+    "index_select": Family(_index_select, _index_select_samples),
+    "gather": Family(_gather, _gather_samples),
+    "take_along_dim": Family(_take_along_dim, _take_along_dim_samples),
+    "embedding_bag": Family(all_whole, _embedding_bag_samples),
+    "one_hot": Family(_one_hot, _one_hot_samples),
+    "buckets": Family(_buckets, _bucket_samples),
+}
+
+TABLE = """
+aten.embedding.default                               embedding; linear 0
+aten.{index,_unsafe_index}.Tensor                    index; linear 0
+aten.index_select.default                            index_select; linear 0
+aten.gather.default                                  gather; linear 0
+aten.take_along_dim.default                          take_along_dim; linear 0
+aten.embedding_bag.{default,padding_idx}             embedding_bag
+aten._embedding_bag.default                          embedding_bag
+aten.one_hot.default                                 one_hot
+aten.{bucketize,searchsorted}.Tensor                 buckets
+"""

@@ -1,0 +1,358 @@
+"""Products of matrices, and everything that contracts: linear, matmul, einsum, grouped products; linear algebra."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
+
+import torch
+
+from autopar.rules.bind_call import fresh_names
+from autopar.rules.call import Call
+from autopar.rules.ops.elementwise import aligned_dims, dims_text
+from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
+from autopar.rules.table import Family
+
+__all__ = ["FAMILIES", "TABLE"]
+
+
+def _draws(*shapes: Sequence[int]) -> list[Draw]:
+    return [Draw(tuple(shape)) for shape in shapes]
+
+
+# -- two matrices, or vectors -----------------------------------------------------------------------------------------
+
+
+def _matmul(call: Call) -> str:
+    first, second = (min(spec.rank, 3) for spec in call.operands if spec)
+    left = {1: "k", 2: "m k", 3: "... m k"}[first]
+    right = {1: "k", 2: "k n", 3: "... k n"}[second]
+    output = [*["..."] * (3 in (first, second)), *["m"] * (first > 1), *["n"] * (second > 1)]
+    return f"{left}, {right} -> {dims_text(output)}; linear 0 1"
+
+
+def _matmul_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for first, second in (
+        ((5,), (5,)),
+        ((5,), (5, 7)),
+        ((4, 5), (5,)),
+        ((4, 5), (5, 7)),
+        ((5,), (3, 5, 7)),
+        ((3, 4, 5), (5,)),
+        ((3, 4, 5), (5, 7)),
+        ((4, 5), (3, 5, 7)),
+        ((3, 4, 5), (1, 5, 7)),
+        ((2, 3, 4, 5), (3, 5, 7)),
+        ((1, 3, 4, 5), (2, 1, 5, 7)),
+    ):
+        yield make_sample(op, _draws(first, second), {}, tries)
+
+
+def _linear(call: Call) -> str:
+    """The weight may be one row."""
+    row = call.operand(1).rank == 1
+    bias = call.operands[2]
+    added = "?" if bias is None else "()" if row else "n"
+    return f"... k, {'k' if row else 'n k'}, {added} -> {'...' if row else '... n'}; linear 0+2 1+2"
+
+
+def _linear_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for rows in ((), (3,), (3, 4)):
+        for bias in (Draw((7,)), None):
+            yield make_sample(op, [*_draws((*rows, 5), (7, 5)), bias], {}, tries)
+    yield make_sample(op, [*_draws((3, 5), (5,)), None], {}, tries)
+    yield make_sample(op, [*_draws((3, 5), (1, 5)), Draw((1,))], {}, tries)
+
+
+def _added(call: Call, left: str, right: str, output: str) -> str:
+    """`beta * self + alpha * product`; letters are the factors of the product, and `self` broadcasts to it."""
+    (added,) = aligned_dims([call.operand(0).shape], output, call.output.shape)
+    groups = "1 2 0+1 0+2" if call.get("beta") == 0 else "0+1 0+2"
+    return f"{added}, {' '.join(left)}, {' '.join(right)} -> {' '.join(output)}; linear {groups}"
+
+
+def _added_samples(op: torch._ops.OpOverload, tries: Tries, left: str, right: str, output: str) -> Iterable[Sample]:
+    extent = dict(zip("bmkn", (3, 4, 5, 7), strict=True))
+    first, second, out = (tuple(extent[name] for name in dims) for dims in (left, right, output))
+    for added in (out, out[1:], (), (*out[:-1], 1)):
+        yield make_sample(op, _draws(added, first, second), {}, tries)
+    yield make_sample(op, _draws(out, first, second), {"beta": 0.5, "alpha": 2.0}, tries)
+    yield make_sample(op, _draws(out, first, second), {"beta": 0, "alpha": 2.0}, tries)
+
+
+def _inner(call: Call) -> str:
+    first, second = call.operand(0).rank, call.operand(1).rank
+    if not first or not second:
+        names = fresh_names(first + second, set())
+        return f"{dims_text(names[:first])}, {dims_text(names[first:])} -> {dims_text(names)}; linear 0 1"
+    names = fresh_names(first + second - 2, {"k"})
+    rows, columns = names[: first - 1], names[first - 1 :]
+    return f"{' '.join([*rows, 'k'])}, {' '.join([*columns, 'k'])} -> {dims_text(rows + columns)}; linear 0 1"
+
+
+def _inner_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for first, second in (((5,), (5,)), ((4, 5), (5,)), ((4, 5), (3, 7, 5)), ((), (4, 5))):
+        yield make_sample(op, _draws(first, second), {}, tries)
+
+
+# -- contractions of any dims -----------------------------------------------------------------------------------------
+
+
+def _dim_lists(call: Call) -> tuple[list[int], list[int]]:
+    ranks = (call.operand(0).rank, call.operand(1).rank)
+    first, second = (
+        [d % rank for d in call[name]] for name, rank in zip(("dims_self", "dims_other"), ranks, strict=True)
+    )
+    return first, second
+
+
+def _tensordot(call: Call) -> str:
+    contracted, partners = _dim_lists(call)
+    names = fresh_names(call.operand(0).rank + call.operand(1).rank, set())
+    first, second = names[: call.operand(0).rank], names[call.operand(0).rank :]
+    output = [name for d, name in enumerate(first) if d not in contracted]
+    output += [name for d, name in enumerate(second) if d not in partners]
+    for d, partner in zip(contracted, partners, strict=True):
+        second[partner] = first[d]
+    return f"{dims_text(first)}, {dims_text(second)} -> {dims_text(output)}; linear 0 1"
+
+
+def _tensordot_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for first, second, contracted, partners in (
+        ((3, 4, 5), (5, 4, 7), [1, 2], [1, 0]),
+        ((3, 5), (7, 5), [-1], [-1]),
+        ((3, 4), (5,), [], []),
+    ):
+        yield make_sample(op, _draws(first, second), {"dims_self": contracted, "dims_other": partners}, tries)
+
+
+def _letters(subscripts: str) -> list[str]:
+    """`b...d` as `b`, `...`, `d`."""
+    return ["..." if letter == "." else letter for letter in subscripts.replace("...", ".")]
+
+
+def _implicit_output(operands: Sequence[Sequence[str]]) -> list[str]:
+    """Without an arrow: the dims under the ellipsis, then the letters that stand once, in order."""
+    counts = Counter(letter for operand in operands for letter in operand)
+    once = sorted(letter for letter, count in counts.items() if count == 1 and letter != "...")
+    return ["..."] * ("..." in counts) + once
+
+
+def _einsum(call: Call) -> str:
+    """The notation is einsum's own; a letter twice in one operand is a diagonal, which stays whole."""
+    left, arrow, right = call["equation"].replace(" ", "").partition("->")
+    operands = [_letters(subscripts) for subscripts in left.split(",")]
+    output = _letters(right) if arrow else _implicit_output(operands)
+    diagonal = {letter for operand in operands for letter in operand if operand.count(letter) > 1}
+    texts = [dims_text(list(_einsum_dims(operand, diagonal))) for operand in [*operands, output]]
+    linear = " ".join(str(i) for i in range(len(operands)))
+    return f"{', '.join(texts[:-1])} -> {texts[-1]}; linear {linear}"
+
+
+def _einsum_dims(letters: Sequence[str], diagonal: set[str]) -> Iterator[str]:
+    seen: Counter[str] = Counter()
+    for letter in letters:
+        seen[letter] += 1
+        name = letter if seen[letter] == 1 else f"{letter}{seen[letter]}"
+        yield f"{name}!" if letter in diagonal else name
+
+
+def _einsum_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for equation, *shapes in (
+        ("ij,jk->ik", (4, 5), (5, 7)),
+        (" i j , j k -> k i ", (4, 5), (5, 7)),
+        ("ij,jk", (4, 5), (5, 7)),
+        ("bA,ab", (4, 5), (7, 4)),
+        ("...ij,jk->...ik", (3, 4, 5), (5, 7)),
+        ("b...d,...d", (3, 4, 5), (4, 5)),
+        ("...d,d->...", (3, 4, 5), (5,)),
+        ("...d,...d->d", (3, 4, 5), (4, 5)),
+        ("ij->ji", (4, 5)),
+        ("ij->", (4, 5)),
+        ("ij,k->k", (4, 5), (7,)),
+        ("i,j->ij", (4,), (5,)),
+        ("ij,ij,ij->i", (4, 5), (1, 5), (4, 1)),
+        ("bn,anm,bm->ba", (3, 4), (5, 4, 7), (3, 7)),
+        ("gsec,gsm->egcm", (3, 4, 5, 7), (3, 4, 9)),
+        ("ii", (5, 5)),
+        ("ii->i", (5, 5)),
+        ("bii,i->bi", (3, 5, 5), (5,)),
+    ):
+        yield make_sample(op, [_draws(*shapes)], {"equation": equation}, tries)
+
+
+def _kron(call: Call) -> str:
+    rank = call.output.rank
+    names = fresh_names(2 * rank, set())
+    first, second = names[:rank], names[rank:]
+    output = []
+    for d in range(rank):
+        term = [
+            side[d] for side, spec in ((first, call.operand(0)), (second, call.operand(1))) if d >= rank - spec.rank
+        ]
+        output.append(f"({' '.join(term)})")
+    texts = [dims_text(side[rank - call.operand(i).rank :]) for i, side in enumerate((first, second))]
+    return f"{', '.join(texts)} -> {dims_text(output)}; linear 0 1"
+
+
+def _kron_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for first, second in (((4, 5), (3, 7)), ((4,), (3, 7)), ((5,), (4,)), ((), (4,))):
+        yield make_sample(op, _draws(first, second), {}, tries)
+
+
+def _chain(call: Call) -> str:
+    """Matrices one after the other; the first and the last may be vectors."""
+    names = fresh_names(len(call.operands) + 1, set())
+    dims = [names[i : i + 2] for i in range(len(call.operands))]
+    if call.operand(0).rank == 1:
+        dims[0] = names[1:2]
+    if call.operand(-1).rank == 1:
+        dims[-1] = names[-2:-1]
+    output = [names[0]] * (len(dims[0]) == 2) + [names[-1]] * (len(dims[-1]) == 2)
+    linear = " ".join(str(i) for i in range(len(call.operands)))
+    return f"{', '.join(map(dims_text, dims))} -> {dims_text(output)}; linear {linear}"
+
+
+def _chain_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for first, last in (((3, 4), (5, 7)), ((4,), (5, 7)), ((4,), (5,))):
+        yield make_sample(op, [_draws(first, (4, 5), last)], {}, tries)
+
+
+# -- rows in groups, each with a matrix of its own --------------------------------------------------------------------
+
+
+def _grouped(call: Call) -> str:
+    """Rows sorted by expert; `offs` says where each expert's rows end, counted from the first row of all."""
+    first, second = call.operand(0).rank, call.operand(1).rank
+    if (first, second) == (2, 3):
+        added = ", ?" if len(call.operands) == 4 else ""
+        dims = f"s k, g k n, ends!{added} -> s n"
+        return f"{dims}; linear 0 1; lower s grouped_rows; lower g grouped_experts"
+    if (first, second) == (3, 3):
+        return "g m k, g k n, ?, ? -> g m n; linear 0 1"
+    rest = ", ?" * (len(call.operands) - 3)
+    if (first, second) == (2, 2):  # the gradient of the matrices: the rows of each expert are summed
+        return f"m s, s n, ends!{rest} -> g! m n; linear 0 1; lower s grouped_rows"
+    return f"g! m k, k s, ends!{rest} -> m s; linear 0 1; lower s grouped_rows"
+
+
+def _grouped_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    """An expert without rows, and rows without an expert; extents that aligned kernels accept, in shards too."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.float32 if op._schema.name == "aten::_grouped_mm" else torch.float64
+    rows, weights = (torch.randn(shape, generator=generator, dtype=dtype) for shape in ((11, 24), (4, 24, 48)))
+    for ends in ((2, 5, 5, 11), (0, 3, 7, 11)):
+        yield make_sample(op, [rows, weights, torch.tensor(ends, dtype=torch.int32)], {}, tries)
+    if op._schema.name == "aten::_grouped_mm":
+        yield make_sample(op, [rows.expand(4, 11, 24).contiguous(), weights, None, None], {}, tries)
+        ends_of_columns = torch.tensor((4, 8, 8, 24), dtype=torch.int32)
+        columns = torch.randn(24, 24, generator=generator)
+        for first, second in ((columns, columns), (weights, torch.randn(48, 24, generator=generator))):
+            yield make_sample(op, [first, second, ends_of_columns, None], {}, tries)
+    else:
+        yield make_sample(op, [rows, weights, torch.tensor((2, 5, 7, 9))], {}, tries)
+
+
+def _expert_rows(call: Call) -> str:
+    """Rows in any order, each with its expert."""
+    return "s k, g k n, s -> s n; linear 0 1; index 2 g; lower g masked_lookup"
+
+
+def _expert_rows_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    generator = torch.Generator().manual_seed(0)
+    rows, matrices = (torch.randn(shape, generator=generator) for shape in ((11, 24), (4, 24, 48)))
+    for drawn in (Draw((11,), "index", 4), Draw((11,), "index", 2)):  # an expert may have no rows
+        yield make_sample(op, [rows, matrices, drawn], {"product": "aten._grouped_mm.default"}, tries)
+
+
+# -- distances and linear algebra -------------------------------------------------------------------------------------
+
+
+def _cdist(call: Call) -> str:
+    """Distances of all pairs; those of powers 0, 1 and infinity add up, or are the largest."""
+    power = call["p"]
+    dims = "... m d, ... n d -> ... m n"
+    if power in (0, 1):
+        return dims
+    return f"{dims}; max d" if power == inf else dims.replace("d", "d!")
+
+
+def _cdist_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for power in (2.0, 1.0, 3.0, inf):
+        for first, second in (((4, 5), (7, 5)), ((3, 4, 5), (1, 7, 5))):
+            yield make_sample(op, _draws(first, second), {"p": power}, tries)
+
+
+def _batched(call: Call, *linear: str) -> str:
+    """Every matrix of a batch alone: dims of the batch are parallel, those of the matrices whole."""
+    batch = call.operand(0).rank - 2
+    names = fresh_names(batch, set())
+    inside = iter(fresh_names(20, set(names)))
+    sides = [
+        ", ".join(
+            "?" if spec is None else dims_text(names + [f"{next(inside)}!" for _ in spec.shape[batch:]])
+            for spec in specs
+        )
+        for specs in (call.operands, call.outputs)
+    ]
+    clause = f"; linear {' '.join(linear)}" if linear else ""
+    return f"{sides[0]} -> {sides[1]}{clause}"
+
+
+def _batched_samples(op: torch._ops.OpOverload, tries: Tries, *linear: str) -> Iterable[Sample]:
+    """Positive definite matrices, which every op accepts."""
+    for batch in ((), (3,)):
+        operands = [Draw((*batch, 4, 4), "definite"), Draw((*batch, 4, 7))]
+        yield make_sample(op, operands, {"upper": True, "n": 3} if linear else {"n": 3}, tries)
+
+
+FAMILIES = {
+    "matmul": Family(_matmul, _matmul_samples),
+    "linear": Family(_linear, _linear_samples),
+    "added": Family(_added, _added_samples),
+    "inner": Family(_inner, _inner_samples),
+    "tensordot": Family(_tensordot, _tensordot_samples),
+    "einsum": Family(_einsum, _einsum_samples),
+    "kron": Family(_kron, _kron_samples),
+    "chain": Family(_chain, _chain_samples),
+    "grouped": Family(_grouped, _grouped_samples),
+    "expert_rows": Family(_expert_rows, _expert_rows_samples),
+    "cdist": Family(_cdist, _cdist_samples),
+    "batched": Family(_batched, _batched_samples),
+}
+
+TABLE = """
+# products
+aten.linear.default                                         linear
+aten.{matmul,linalg_matmul}.default                         matmul
+aten.mm.default                                             m k, k n -> m n; linear 0 1
+aten.bmm.default                                            b m k, b k n -> b m n; linear 0 1
+aten.mv.default                                             m k, k -> m; linear 0 1
+aten.{dot,vdot}.default                                     k, k ->; linear 0 1
+aten.{outer,ger}.default                                    m, n -> m n; linear 0 1
+aten.inner.default                                          inner
+aten.bilinear.default                                       ... i, ... j, o i j, o? -> ... o; linear 0+3 1+3 2+3
+aten.addmm.default                                          added mk kn mn
+aten.addmv.default                                          added mk k m
+aten.addr.default                                           added m n mn
+aten.baddbmm.default                                        added bmk bkn bmn
+aten.addbmm.default                                         added bmk bkn mn
+aten.einsum.default                                         einsum
+aten.tensordot.default                                      tensordot
+aten.kron.default                                           kron
+aten.linalg_multi_dot.default                               chain
+aten._grouped_mm.default                                    grouped
+autopar.expert_rows.default                                 expert_rows; try @autopar.rules.shard_call.expert_rows
+transformers.grouped_mm_fallback.default                    grouped; try @transformers.integrations.moe
+aten.cdist.default                                          cdist
+aten.pdist.default                                          n! d! -> pairs!
+
+# linear algebra, matrix by matrix
+aten.{linalg_inv,inverse,linalg_det,det,linalg_slogdet,slogdet,logdet}.default  batched
+aten.{linalg_matrix_exp,matrix_exp,linalg_cholesky,linalg_cholesky_ex}.default  batched
+aten.{linalg_eigh,linalg_eigvalsh,linalg_svd,linalg_svdvals,linalg_qr}.default  batched
+aten.{linalg_matrix_power,matrix_power}.default             batched
+aten.linalg_pinv.{atol_rtol_float,default}                  batched
+aten.{linalg_solve,linalg_solve_triangular}.default         batched 1
+"""

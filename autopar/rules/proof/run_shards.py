@@ -1,0 +1,349 @@
+"""One call on real tensors, whole and in shards, and how the two differ: what proof and discovery stand on.
+
+The shards slice the whole tensors, so the recombined result is differentiable: its gradients are compared with those
+of the whole call without any rule for a backward op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from autopar.rules.bind_call import factor_sizes
+from autopar.rules.call import Call, arguments_by_name, describe_call, flat_results, operands_of, takes_tensors
+from autopar.rules.notation import CONTRACTIONS, FactorKind, Rule
+from autopar.rules.proof.samples import Draw, Sample, draw
+from autopar.rules.shard_call.dispatch import local_call
+from autopar.rules.shard_call.local_call import Piece, call_by_name, factor_position, join_dims, split_dims
+
+__all__ = [
+    "RUN_ERRORS",
+    "Outputs",
+    "Run",
+    "additivity",
+    "difference",
+    "execute",
+    "materialise",
+    "pieces_of",
+    "recombination",
+    "recombine",
+    "reference",
+    "run_shards",
+    "weighted_gradients",
+]
+
+RUN_ERRORS = (
+    RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError, AttributeError, OSError,
+)  # fmt: skip
+"""What an op raises that cannot run on the tensors it is given."""
+
+Outputs = tuple[torch.Tensor | None, ...]
+
+_UNINITIALISED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+"""Ops whose values mean nothing: only shapes and dtypes can be compared."""
+
+
+_NO_DERIVATIVE = ("derivative", "automatic differentiation", "autograd", "does not require grad")
+"""What torch says of an op, built in or custom, that has no backward."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call with real tensors, its rule, and its outcome."""
+
+    op: torch._ops.OpOverload
+    arguments: Mapping[str, Any]
+    call: Call
+    rule: Rule
+    sizes: Mapping[str, int]
+    seed: int
+    leaves: tuple[torch.Tensor, ...]
+    outputs: Outputs
+    weights: Outputs
+    """What each differentiable output is multiplied with before all are summed and differentiated."""
+    gradients: tuple[torch.Tensor, ...]
+
+
+def materialise(op: torch._ops.OpOverload, sample: Sample, seed: int) -> dict[str, Any]:
+    """The arguments of a sample by name, its tensors drawn."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def real(value: Any) -> Any:
+        if isinstance(value, Draw):
+            return draw(value, generator) if value.fixed else _leaf(draw(value, generator))
+        if isinstance(value, torch.Tensor):
+            return _leaf(_shuffled(value.detach(), generator) if seed else value.detach().clone())
+        return [real(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return arguments_by_name(op, real(sample.args), {name: real(value) for name, value in sample.kwargs.items()})
+
+
+def _shuffled(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The same numbers elsewhere; integers may mean positions, they stay."""
+    if not tensor.is_floating_point():
+        return tensor.clone()
+    return tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].reshape(tensor.shape)
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else tensor
+
+
+def execute(op: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> Outputs:
+    """The outputs of a call."""
+    return _comparable(op, call_by_name(op, arguments))
+
+
+def _comparable(op: torch._ops.OpOverload, result: Any) -> Outputs:
+    outputs = tuple(flat_results(result))
+    if op._schema.name.partition("::")[2] in _UNINITIALISED:
+        return tuple(None if output is None else torch.zeros_like(output) for output in outputs)
+    return outputs
+
+
+def reference(
+    op: torch._ops.OpOverload, arguments: Mapping[str, Any], rule_of: Callable[[Call], Rule], seed: int
+) -> Run:
+    """The whole call, and its rule. An op without a derivative is compared by its outputs alone."""
+    try:
+        return _reference(op, arguments, rule_of, seed)
+    except RuntimeError as error:
+        if not any(phrase in str(error) for phrase in _NO_DERIVATIVE):
+            raise
+    return _reference(op, {name: _detached(value) for name, value in arguments.items()}, rule_of, seed)
+
+
+def _reference(
+    op: torch._ops.OpOverload, arguments: Mapping[str, Any], rule_of: Callable[[Call], Rule], seed: int
+) -> Run:
+    torch.manual_seed(seed)
+    outputs = execute(op, arguments)
+    call = describe_call(op, (), arguments, outputs)
+    rule = rule_of(call)
+    leaves = tuple(t for t in operands_of(op, arguments) if isinstance(t, torch.Tensor) and t.requires_grad)
+    weights = tuple(map(_weight, outputs))
+    gradients = weighted_gradients(leaves, outputs, weights)
+    return Run(op, arguments, call, rule, factor_sizes(rule, call), seed, leaves, outputs, weights, gradients)
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_detached(item) for item in value]
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _weight(output: torch.Tensor | None) -> torch.Tensor | None:
+    if output is None or not output.requires_grad:
+        return None
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(output.shape, generator=generator, dtype=output.dtype)
+
+
+def weighted_gradients(leaves: Sequence[torch.Tensor], outputs: Outputs, weights: Outputs) -> tuple[torch.Tensor, ...]:
+    """The gradients of the weighted sum of all outputs; zeros where an operand has no part in it."""
+    pairs = [
+        (output, weight)
+        for output, weight in zip(outputs, weights, strict=True)
+        if output is not None and weight is not None and output.requires_grad
+    ]
+    if not pairs or not leaves:
+        return tuple(map(torch.zeros_like, leaves))
+    values, grad_outputs = zip(*pairs, strict=True)
+    found: Sequence[torch.Tensor | None] = torch.autograd.grad(values, leaves, grad_outputs, allow_unused=True)
+    return tuple(
+        torch.zeros_like(leaf) if gradient is None else gradient.to_dense() if gradient.is_sparse else gradient
+        for leaf, gradient in zip(leaves, found, strict=True)
+    )
+
+
+# -- splitting a factor -----------------------------------------------------------------------------------------------
+
+
+def pieces_of(factor: str, total: int, shards: int) -> list[Piece]:
+    """Nearly equal pieces; uneven where the shards do not divide the factor."""
+    bounds = [total * i // shards for i in range(shards + 1)]
+    return [Piece(factor, i, bounds[i], bounds[i + 1], total) for i in range(shards)]
+
+
+def run_shards(run: Run, kind: FactorKind, pieces: Sequence[Piece]) -> list[Outputs]:
+    """The outputs of each shard."""
+    return [
+        _comparable(run.op, local_call(run.op, run.arguments, run.rule, run.sizes, piece, kind).run())
+        for piece in pieces
+    ]
+
+
+def recombination(run: Run, kind: FactorKind, pieces: Sequence[Piece], others: FactorKind | None = None) -> str | None:
+    """Why the shards' results do not give the whole answer; None when they do.
+
+    `others` says what becomes of outputs that lack a factor which another output has, where the rule does not.
+    """
+    try:
+        results = run_shards(run, kind, pieces)
+        whole = recombine(run, kind, pieces, results, others)
+        return difference(run, whole)
+    except RUN_ERRORS as error:
+        return f"the shards do not run: {first_line(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def recombine(
+    run: Run, kind: FactorKind, pieces: Sequence[Piece], results: Sequence[Outputs], others: FactorKind | None = None
+) -> Outputs:
+    """The whole outputs, from those of the shards."""
+    if any(len(result) != len(run.outputs) for result in results):
+        raise ValueError(f"a shard has {len(results[0])} outputs, the whole call {len(run.outputs)}")
+    return tuple(_recombine_one(run, i, kind, pieces, [r[i] for r in results], others) for i in range(len(run.outputs)))
+
+
+def _recombine_one(
+    run: Run,
+    output: int,
+    kind: FactorKind,
+    pieces: Sequence[Piece],
+    parts: Sequence[torch.Tensor | None],
+    others: FactorKind | None,
+) -> torch.Tensor | None:
+    operand, factor = run.rule.outputs[output], pieces[0].factor
+    tensors = [part for part in parts if part is not None]
+    if operand is None or len(tensors) < len(parts):
+        return None
+    if factor in operand.factors:
+        return _concatenate(run, output, pieces, tensors)
+    if kind.value not in CONTRACTIONS:
+        lacking = dict(run.rule.contracted).get(factor, others)
+        if lacking is None:
+            if all(_close(tensors[0], tensor) for tensor in tensors[1:]):
+                return tensors[0]
+            raise ValueError(f"output {output} lacks the factor, but is not the same in all shards")
+        kind = lacking
+    stacked = torch.stack(tensors)
+    if kind is FactorKind.MEAN:
+        lengths = torch.tensor([piece.length / piece.total for piece in pieces], dtype=stacked.dtype)
+        return (stacked * lengths.reshape(-1, *[1] * tensors[0].dim())).sum(0)
+    if kind in (FactorKind.MAX, FactorKind.MIN):
+        if stacked.is_complex():  # they have no order: only what is the same in all shards comes back
+            if not all(torch.equal(tensors[0], tensor) for tensor in tensors[1:]):
+                raise ValueError(f"output {output} is complex and has no {kind.value}")
+            return tensors[0]
+        return stacked.amax(0) if kind is FactorKind.MAX else stacked.amin(0)
+    total = stacked.sum(0)
+    return total if stacked.dtype is torch.bool else total.to(stacked.dtype)  # booleans do not add up: say max or min
+
+
+def _concatenate(run: Run, output: int, pieces: Sequence[Piece], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    operand, factor = run.rule.outputs[output], pieces[0].factor
+    assert operand is not None, f"output {output} has no dims"
+    opened = []
+    for part, piece in zip(parts, pieces, strict=True):
+        sizes = {**run.sizes, factor: piece.length}
+        expected = [prod(sizes[name] for name in term) for term in operand.terms]
+        if list(part.shape) != expected:
+            raise ValueError(f"output {output} of a shard is {list(part.shape)}, not {expected}")
+        opened.append(split_dims(part, operand.terms, sizes))
+    return join_dims(torch.cat(opened, factor_position(operand.terms, factor)), operand.terms)
+
+
+# -- splitting an operand in a sum ------------------------------------------------------------------------------------
+
+
+def additivity(run: Run, group: Sequence[int], shards: int) -> str | None:
+    """Why the op on parts of these operands, summed, is not the op on the sums; None when it is."""
+    generator = torch.Generator().manual_seed(shards)
+    operands = operands_of(run.op, run.arguments)
+    parts: dict[int, list[torch.Tensor]] = {}
+    for i in group:
+        noise = [_noise(operands[i], generator) for _ in range(shards - 1)]
+        parts[i] = [operands[i] - sum(noise), *noise]
+    try:
+        results = []
+        for shard in range(shards):
+            if run.rule.random:
+                torch.manual_seed(run.seed)  # replicas draw the same numbers
+            replaced = {i: parts[i][shard] for i in group}
+            results.append(execute(run.op, _with_operands(run, replaced)))
+        return difference(run, tuple(map(_sum_of, zip(*results, strict=True))))
+    except RUN_ERRORS as error:
+        return f"the parts do not run: {first_line(error)}"
+
+
+def _noise(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if like.is_floating_point() or like.is_complex():
+        return torch.randn(like.shape, generator=generator, dtype=like.dtype)
+    return torch.randint(-9, 10, like.shape, generator=generator, dtype=like.dtype)
+
+
+def _sum_of(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    tensors = [part for part in parts if part is not None]
+    return torch.stack(tensors).sum(0, dtype=tensors[0].dtype) if tensors else None
+
+
+def _with_operands(run: Run, replaced: Mapping[int, torch.Tensor]) -> dict[str, Any]:
+    arguments = dict(run.arguments)
+    position = 0
+    for name, is_list in takes_tensors(run.op).items():
+        values = list(arguments[name] or ()) if is_list else [arguments[name]]
+        for i in range(len(values)):
+            values[i] = replaced.get(position, values[i])
+            position += 1
+        if arguments[name] is not None:
+            arguments[name] = values if is_list else values[0]
+    return arguments
+
+
+# -- comparing --------------------------------------------------------------------------------------------------------
+
+
+def difference(run: Run, whole: Iterable[torch.Tensor | None]) -> str | None:
+    """How recombined outputs, or their gradients, differ from the whole call's; None when they do not."""
+    found_outputs = tuple(whole)
+    tolerance = _tolerance([x.dtype for x in (*operands_of(run.op, run.arguments), *run.outputs) if _is_tensor(x)])
+    for i, (expected, found) in enumerate(zip(run.outputs, found_outputs, strict=True)):
+        if expected is None or found is None:
+            if expected is not found:
+                return f"output {i} is None in the shards or in the whole call, not in both"
+            continue
+        if expected.shape != found.shape or expected.dtype != found.dtype:
+            return f"output {i} comes back as {_kind(found)}, not {_kind(expected)}"
+        if not _close(expected, found, tolerance):
+            return f"output {i} differs"
+    found_gradients = weighted_gradients(run.leaves, found_outputs, run.weights)
+    for i, (expected, found) in enumerate(zip(run.gradients, found_gradients, strict=True)):
+        if not _close(expected, found, tolerance):
+            return f"the gradient of float operand {i} differs"
+    return None
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+TOLERANCES = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.float16: 1e-2, torch.complex32: 1e-2}
+"""Of dtypes that are less exact than float64; those not named are coarser still."""
+
+
+def _tolerance(dtypes: Iterable[torch.dtype]) -> float:
+    """What the least exact of these dtypes can tell apart."""
+    exact = (torch.float64, torch.complex128)
+    inexact = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+    return max((1e-9 if dtype in exact else TOLERANCES.get(dtype, 5e-2) for dtype in inexact), default=1e-9)
+
+
+def _close(expected: torch.Tensor, found: torch.Tensor, tolerance: float | None = None) -> bool:
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return False
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return torch.equal(expected, found)
+    tolerance = _tolerance([expected.dtype]) if tolerance is None else tolerance
+    return torch.allclose(expected, found, rtol=tolerance, atol=tolerance, equal_nan=True)

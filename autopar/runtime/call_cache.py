@@ -1,0 +1,420 @@
+"""The graphs of a parallel module: one for every way in which it has been called, decided by all ranks together."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import AutoparError
+from autopar.ir.autocast import autocast_state
+from autopar.ir.call_arguments import bind, flatten_arguments, signature_of
+from autopar.ir.graph import NamedGraph
+from autopar.ir.pytree import Flattened
+from autopar.lowering.collectives.local_reshard import Groups
+from autopar.lowering.emit import Emitted, emit
+from autopar.lowering.modules.bucket import Handling
+from autopar.lowering.modules.bucket_state import Synchronisation
+from autopar.lowering.passes.bucket_parameters import Parameters
+from autopar.runtime.compiled_call import Given, Planned, Results
+from autopar.runtime.random_keys import Randomness, kept_generators
+from autopar.runtime.ranks.agreement import Agreement, Pending, checksum, checksum_of_all, digest, kind_of
+from autopar.runtime.ranks.graph_facts import graph_facts
+from autopar.runtime.shards import Held, Rank, held_by
+from autopar.runtime.weights import Weights
+from autopar.sharding.decisions import Decisions
+from autopar.sharding.layout.gather_policy import Holding
+from autopar.sharding.reshard_insertion import Inserted, Outputs
+
+__all__ = ["Disagreement", "Fixed", "Planner", "Plans", "Settings"]
+
+SAME_MODEL = "build the same model on every rank: the same seed before it is built, or the same weights loaded into it"
+SAME_ARGUMENTS = "call parallelize on every rank with the same arguments; a layout file must be the same for all"
+SAME_GRAPH = (
+    "build the same model on every rank and call it in the same way: numbers such as a dropout's p or a scale, tables "
+    "that are no parameters, and constants of forward are parts of the graph"
+)
+SAME_CALL = "call the module on every rank in the same way, with tensors of the same shapes"
+NO_RESULT = "a call on this rank has no result: another rank has begun a call and not ended it"
+LOCAL = (
+    "a plain tensor is the whole input: give every rank the same batch, all of it; if each rank loads a part of the "
+    "batch of its own (a DistributedSampler, another seed), say parallelize(..., local_inputs=True)"
+)
+FIRST_CALLS, LATER_CALLS = 10, 100
+"""Where a comparison makes a device wait, these calls are compared: the first, and then each of so many."""
+
+
+class Planner(Protocol):
+    """How a call becomes a graph with decisions."""
+
+    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph: ...
+
+    def decide(self, graph: NamedGraph) -> Decisions | str:
+        """Asked on the first rank alone; a text is read on all."""
+        ...
+
+    def read(self, graph: NamedGraph, text: str) -> Decisions: ...
+
+    def check(self, graph: NamedGraph, decisions: Decisions, inserted: tuple[Inserted, ...]) -> None:
+        """Raise where the generated graph does what the user does not allow."""
+        ...
+
+    def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the whole inputs, for a graph that was traced with the shards of one rank."""
+        ...
+
+    def facts(self) -> Mapping[str, str]:
+        """What it decides by, as text."""
+        ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose about inputs, outputs and precision."""
+
+    outputs: Outputs = "sharded"
+    local_inputs: bool = False
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A graph with its decisions, for calls like the one that it was traced with."""
+
+    graph: NamedGraph
+    decisions: Decisions
+
+    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
+        return self.graph
+
+    def decide(self, graph: NamedGraph) -> Decisions | str:
+        return self.decisions
+
+    def read(self, graph: NamedGraph, text: str) -> Decisions:
+        raise AssertionError("it was decided before")
+
+    def check(self, graph: NamedGraph, decisions: Decisions, inserted: tuple[Inserted, ...]) -> None:
+        """Whoever decided has checked it."""
+
+    def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(graph.tensors[name].shape) for name in graph.inputs}
+
+    def facts(self) -> Mapping[str, str]:
+        return {}
+
+
+class Disagreement(Exception):
+    """The ranks make different calls: what this one has begun comes to nothing."""
+
+
+class Plans:
+    """The graphs of a parallel module: one for every way in which it has been called."""
+
+    def __init__(
+        self, shell: nn.Module, model: nn.Module, mesh: DeviceMesh, planner: Planner, settings: Settings
+    ) -> None:
+        self.shell = shell
+        self.planner = planner
+        self.settings = settings
+        self.results = Results(settings.outputs, settings.local_inputs, settings.compute_dtype)
+        self.groups = Groups(mesh)
+        self.agreement = Agreement(mesh)
+        axes = dict(zip(self.groups.names, mesh.shape, strict=True))
+        self.rank = Rank(mesh, axes, self.groups.coordinate)
+        self.device = torch.device(mesh.device_type)
+        if self.device.type != "cpu":
+            self.device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
+        self.randomness = Randomness(self.agreement, self.device)
+        self.weights = Weights(shell, model, self.device, settings.compute_dtype)
+        self.synchronisation = Synchronisation()
+        self.signature = signature_of(self.weights.skeleton)
+        self.found: dict[Any, list[Planned]] = {}
+        self.latest: Planned | None = None
+        self.pending: Pending | None = None
+        self.calls = 0
+        """On devices that would wait for a comparison, only the first of them and some later ones are compared."""
+        self.sign = 0
+        """Which call this is, with which inputs; the same on all ranks."""
+        self.unsaid: int | None = None
+        """Which call this is, if that is still to be said, with what is sent before the graph."""
+        self.places: dict[str, list[int]] = {}
+        self.agreement.same(self.weights.facts(), SAME_MODEL)
+        self.agreement.same({**planner.facts(), "settings": str(settings)}, SAME_ARGUMENTS)
+        if self.agreement.size > 1:
+            self.agreement.same_values(self.weights.sums(), lambda name: SAME_MODEL)
+        self.agreement.open_channel()
+
+    def current(self) -> Planned:
+        if self.latest is None:
+            raise AutoparError("the module has not been traced yet: give parallelize the inputs, or call it first")
+        return self.latest
+
+    # -- which graph a call is for ------------------------------------------------------------------------------------
+
+    def prepare(self, inputs: tuple[Any, ...] | Mapping[str, Any]) -> None:
+        """Trace and decide before the first call."""
+        arguments = bind(self.signature, self.weights.owner, inputs)
+        given = self._given(flatten_arguments(arguments, self.weights.owner))
+        self.agreement.together(lambda: self._check_devices(given, "meta"))
+        self.agreement.same(given.facts(), SAME_CALL)
+        self._plan(given)
+
+    def prepare_traced(self, graph: NamedGraph) -> None:
+        """The same, for a graph that was traced before."""
+        nodes = graph.exported.graph_module.graph.find_nodes(op="placeholder")
+        pairs = zip(graph.exported.placeholders, nodes, strict=True)
+        tensors = {
+            p.name: torch.zeros(node.meta["val"].shape, dtype=node.meta["val"].dtype).requires_grad_(p.requires_grad)
+            for p, node in pairs
+            if p.kind == "input"
+        }
+        flat = Flattened(tuple(tensors.values()), tuple(tensors), graph.exported.input_tree, ())
+        self._plan(self._given(flat))
+
+    def _given(self, flat: Flattened) -> Given:
+        return Given(self.signature, flat, *self.weights.state(), torch.is_grad_enabled(), autocast_state())
+
+    def _check_devices(self, given: Given, *others: str) -> None:
+        """Raise where an input is on another device than this rank's; a single number on the host is taken anywhere."""
+        for path, tensor in zip(given.flat.paths, given.tensors, strict=True):
+            at = tensor.device
+            if at != self.device and at.type not in others and (tensor.ndim > 0 or at.type != "cpu"):
+                raise AutoparError(
+                    f"the input {path} is on {at}, and this rank of {self.weights.owner} runs on {self.device}\n"
+                    f'fix: give it as {path}.to("{self.device}"), or give parallelize the model and inputs on {at}'
+                )
+
+    def find(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], later: bool = False, differ: bool = False
+    ) -> tuple[Planned, Given]:
+        """The graph for a call; all ranks call in the same way, or all get an error.
+
+        `later`: what is sent before the graph says which call this is, or `check` is called before anything is sent,
+        so that the comparison may go on beside the forward.
+        `differ`: it has been called, and the ranks are known to differ.
+        """
+        own: AutoparError | None = None
+        try:
+            given = self._given(Given.read(self.signature, self.weights.owner, args, kwargs))
+            self._check_devices(given)
+        except AutoparError as error:
+            own, given = error, None
+        plan = None
+        if given is not None:
+            plan = next((p for p in self.found.get(given.key, ()) if p.structure == given.structure), None)
+        self.unsaid = None
+        summed = self._is_compared(differ) or self.agreement.is_cheap
+        compared = summed or self.agreement.is_quick
+        self.sign = self._sign(own, plan, given, summed) if compared or plan is None else 0
+        if later and plan is not None and self._is_quick_for(plan):
+            if plan.emitted.ends.early:
+                self.unsaid = self.sign
+            else:
+                self.pending = self.agreement.begin(self.sign)
+        elif compared or plan is None or differ:
+            is_same = not differ and (self.agreement.size == 1 or self._is_same(plan))
+            if not is_same or self.sign in (0, 1):
+                self.agreement.together(lambda: _reraise(own))
+                assert given is not None, "else its error was raised"
+                self.agreement.same(given.facts(), SAME_CALL)
+                self._check_whole(given)
+                with kept_generators(self.device):
+                    plan = self._plan(given)
+        assert given is not None, "else its error was raised"
+        assert plan is not None, "found or made"
+        self.weights.check_set()
+        self.latest = plan
+        return plan, given
+
+    def _is_quick_for(self, plan: Planned) -> bool:
+        """Whether a call may begin before it is known that all ranks make it."""
+        if plan.emitted.draws or not self.agreement.is_quick:
+            return False
+        return self.agreement.is_cheap or not plan.emitted.ends.early  # else that is sent without a comparison
+
+    def _is_same(self, plan: Planned | None) -> bool:
+        """Compare the calls of all ranks; the key of their random numbers goes along."""
+        along = self.randomness.offered() if plan is not None and plan.emitted.draws else ()
+        everyone = self.agreement.begin(self.sign, along).result()
+        if everyone is not None and along:
+            self.randomness.agree(int(everyone[0][0]))
+        return everyone is not None
+
+    def _is_compared(self, differ: bool) -> bool:
+        """Whether a call is, where comparing makes the device wait."""
+        self.calls += not differ
+        return self.agreement.size > 1 and (self.calls <= FIRST_CALLS or self.calls % LATER_CALLS == 0)
+
+    def _sign(self, own: AutoparError | None, plan: Planned | None, given: Given | None, summed: bool) -> int:
+        """A number that ranks have in common that make the same call; `summed`: with the same whole inputs."""
+        if own is not None or plan is None or given is None:
+            return 0 if own is not None else 1
+        if self.agreement.size == 1 or self.settings.local_inputs or not summed:
+            return plan.digest
+        return max(2, plan.digest ^ checksum_of_all(given.tensors))
+
+    def _check_whole(self, given: Given) -> None:
+        """Raise unless all ranks were given the same whole inputs."""
+        shards = self.settings.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
+        if self.agreement.size > 1 and not shards:
+            sums = {path: ((), checksum(x)) for path, x in zip(given.flat.paths, given.tensors, strict=True)}
+            self.agreement.same_values(sums, lambda path: LOCAL)
+
+    def check(self) -> None:
+        """Before the first collective of a call: whether all ranks make the same one."""
+        pending, self.pending = self.pending, None
+        if pending is not None and pending.result() is None:
+            raise Disagreement
+
+    @property
+    def is_cheap(self) -> bool:
+        return self.agreement.is_cheap
+
+    def exchange(self, numbers: Sequence[int | float], last: bool) -> Callable[[str], Sequence[Sequence[int | float]]]:
+        """Begin to exchange some numbers before or after the graph of the latest call; see `ends.Exchanges`."""
+        plan, unsaid, self.unsaid = self.current(), self.unsaid, None
+        pending = self.agreement.begin((plan.digest ^ 1) if last else self.sign, numbers)
+        if unsaid is not None:
+            self.pending = pending
+
+        def received(group: str) -> Sequence[Sequence[int | float]]:
+            everyone = pending.result()
+            if everyone is None:
+                if not last:
+                    raise Disagreement
+                self.agreement.together(lambda: _reraise(AutoparError(f"{NO_RESULT}\nfix: {SAME_CALL}")))
+                raise AssertionError("the error was raised")
+            if group not in self.places:
+                self.places[group] = self.agreement.places(self.groups.ranks(group))
+            return [everyone[place] for place in self.places[group]]
+
+        return received
+
+    # -- making one ---------------------------------------------------------------------------------------------------
+
+    def _plan(self, given: Given) -> Planned:
+        agreement = self.agreement
+        graph = agreement.together(lambda: self._trace(given))
+        agreement.same(graph_facts(graph), SAME_GRAPH)
+        said = agreement.decided_by_first(lambda: self.planner.decide(graph))
+        decisions = agreement.together(lambda: self.planner.read(graph, said)) if isinstance(said, str) else said
+        held = agreement.together(lambda: self._held(graph, decisions, given))
+        self._check_values(given, held)
+        local = self.settings.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
+        emitted = agreement.together(lambda: self._emit(graph, decisions, local, with_ends=agreement.size > 1))
+        if len({row[0] for row in agreement.numbers(digest(emitted.ends.outline))}) > 1:  # some ranks have nothing
+            emitted = agreement.together(lambda: self._emit(graph, decisions, local, with_ends=False))
+        if not self.weights.shells:
+            self.weights.build(held)
+        plan = Planned(
+            given, graph, decisions, emitted, held, self.shell, self.rank, self.results, self.synchronisation
+        )
+        plan.digest = max(2, digest("\n".join(f"{name}: {fact}" for name, fact in given.facts().items())))
+        self.found.setdefault(given.key, []).append(plan)
+        self.latest = plan
+        return plan
+
+    def _emit(self, graph: NamedGraph, decisions: Decisions, local: bool, with_ends: bool) -> Emitted:
+        for mutation in graph.exported.mutations:
+            if mutation.kind == "input" and local:
+                raise AutoparError(
+                    f"the model changes its input {mutation.target} in place, which works for whole inputs only\n"
+                    "fix: give plain tensors, and local_inputs=False"
+                )
+        parameters, outputs = self._parameters(graph, decisions), self.settings.outputs
+        emitted = emit(graph, decisions, self.groups, outputs, local, parameters, with_ends=with_ends)
+        self.planner.check(graph, decisions, emitted.inserted)
+        return emitted
+
+    def _parameters(self, graph: NamedGraph, decisions: Decisions) -> Parameters:
+        """How the parameters of a graph are handled in it."""
+        found = {}
+        for tensor in graph.tensors.values():
+            if tensor.kind != "param":
+                continue
+            stored = self.weights.dtypes[tensor.name]
+            reduced = (self.settings.reduce_dtype if stored.is_floating_point else None) or stored
+            holding = decisions.holdings.get(tensor.name, Holding(False, False, False))
+            found[tensor.name] = Handling(
+                stored, tensor.dtype, reduced, holding.deferred, holding.again, holding.lasting
+            )
+        return Parameters(found, self.synchronisation, self, awaited=True)
+
+    def _trace(self, given: Given) -> NamedGraph:
+        """Trace the call with the whole inputs, whatever part of them this rank was given."""
+        sharded = [isinstance(tensor, DTensor) for tensor in given.tensors]
+        if any(sharded) and (self.settings.local_inputs or not all(sharded)):
+            raise AutoparError(
+                "some inputs are DTensors and some are not, or local_inputs=True says that they are plain shards\n"
+                "fix: give all tensors as DTensors, or none"
+            )
+        model = self.weights.traceable(given.training, given.trained, given.dtypes)
+        dtype = self.settings.compute_dtype
+        graph = self.planner.trace(model, given.example(None, dtype))
+        if self.settings.local_inputs:
+            shapes = self.planner.whole_shapes(graph)
+            graph = self.planner.trace(model, given.example(shapes, dtype))
+        return graph
+
+    def _held(self, graph: NamedGraph, decisions: Decisions, given: Given) -> dict[str, Held]:
+        held = held_by(graph, decisions, self.rank)
+        for name, place in self.weights.stored.items():
+            if held[name].layout != place.layout:
+                raise AutoparError(
+                    f"in this call the layout stores the parameter {name} as {held[name].layout}, and it is stored as "
+                    f"{place.layout} since the first\nfix: name its dims with dims=, so that all calls agree on them"
+                )
+        for path, tensor in zip(given.flat.paths, given.tensors, strict=True):
+            place = held[path]
+            if isinstance(tensor, DTensor):
+                if tensor.device_mesh != self.rank.mesh or tensor.placements != place.placements:
+                    raise AutoparError(
+                        f"the DTensor {path} has the placements {tensor.placements} on {tensor.device_mesh}; "
+                        f"the layout wants {place.placements} on {self.rank.mesh}\n"
+                        "fix: redistribute it, or give the whole tensor"
+                    )
+            elif self.settings.local_inputs and tuple(tensor.shape) != place.local_shape:
+                raise AutoparError(
+                    f"local_inputs=True: the layout makes this rank's shard of {path} {list(place.local_shape)}, "
+                    f"but it was given {kind_of(tensor)}\n"
+                    "fix: give every rank a shard of the same shape, as the layout splits the input"
+                )
+        return held
+
+    def _check_values(self, given: Given, held: Mapping[str, Held]) -> None:
+        """Compare what ranks were given, where it should be the same."""
+        if self.agreement.size == 1:
+            return
+        sums: dict[str, tuple[tuple[int, ...], int]] = {}
+        for path, tensor in zip(given.flat.paths, given.tensors, strict=True):
+            whole = not self.settings.local_inputs and not isinstance(tensor, DTensor)
+            axes = () if whole else tuple(axis for split in held[path].layout.splits for axis in split)
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            sums[path] = tuple(self.rank.at[axis] for axis in axes), checksum(local)
+        self.agreement.same_values(sums, lambda path: self._fix_of(held[path]))
+
+    def _fix_of(self, held: Held) -> str:
+        if not self.settings.local_inputs:
+            return LOCAL
+        split = [axis for axes in held.layout.splits for axis in axes]
+        kept = [axis for axis in self.rank.axes if axis not in split]
+        return f"ranks along the axes {', '.join(kept)} work on the same data: give them the same tensor"
+
+    def copied(self, shell: nn.Module, memo: dict[int, Any]) -> Plans:
+        """The plans of another module, with a copy of the weights; its calls are traced anew."""
+        made = copy.copy(self)
+        made.shell, made.weights = shell, self.weights.copied(shell, memo)
+        made.found, made.latest, made.synchronisation = {}, None, Synchronisation()
+        return made
+
+
+def _reraise(error: AutoparError | None) -> None:
+    if error is not None:
+        raise error

@@ -1,0 +1,280 @@
+"""One way to call a parallel module: what it was called with, and the generated graph that runs such calls."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import AutoparError
+from autopar.ir.autocast import Autocast
+from autopar.ir.call_arguments import bind_call, flatten_arguments, plain_call, without_defaults
+from autopar.ir.graph import NamedGraph
+from autopar.ir.input_overlaps import check_overlaps
+from autopar.ir.pytree import Constant, Flattened, Items, Mapped, Node, Original, Shared, TensorLeaf, unflatten
+from autopar.lowering.emit import Emitted
+from autopar.lowering.modules.bucket_state import Synchronisation
+from autopar.runtime.local_parameters import LocalParameters, averaged
+from autopar.runtime.module_shell import owner_of
+from autopar.runtime.ranks.agreement import digest, kind_of
+from autopar.runtime.shards import Held, Rank
+from autopar.sharding.decisions import Decisions
+from autopar.sharding.reshard_insertion import Outputs
+from autopar.sharding.sharding import Layout
+
+__all__ = ["Given", "Planned", "Results"]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a module is called with, and the state that it is in."""
+
+    signature: inspect.Signature
+    flat: Flattened
+    training: tuple[bool, ...]
+    trained: tuple[bool, ...]
+    dtypes: tuple[torch.dtype, ...]
+    """Of all parameters, then of all buffers."""
+    grad_enabled: bool
+    autocast: tuple[Autocast, ...]
+
+    @classmethod
+    def read(cls, signature: inspect.Signature, owner: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flattened:
+        """The arguments of a call, taken apart."""
+        return flatten_arguments(bind_call(signature, owner, args, kwargs, AutoparError), owner, AutoparError)
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """What two calls have in common that run the same graph, but for what is no tensor among the arguments."""
+        kinds = tuple((tensor.shape, tensor.dtype, tensor.requires_grad, _sharded(tensor)) for tensor in self.tensors)
+        return kinds, self.training, self.trained, self.dtypes, self.grad_enabled, self.autocast
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.flat.tensors
+
+    @cached_property
+    def structure(self) -> Mapped:
+        """The arguments that differ from the defaults of `forward`, with places for the tensors."""
+        assert isinstance(self.flat.node, Mapped), "arguments are a dict"
+        return without_defaults(self.signature, self.flat.node)
+
+    def facts(self) -> dict[str, str]:
+        """What all ranks must have in common, as text."""
+        found = {"structure of the inputs": outline(self.structure)}
+        for path, tensor in zip(self.flat.paths, self.tensors, strict=True):
+            placements = f" {tensor.placements}" if isinstance(tensor, DTensor) else ""
+            found[f"shape of {path}"] = kind_of(tensor) + placements + (" with gradient" * tensor.requires_grad)
+        found["train or eval mode"] = "".join("et"[mode] for mode in self.training)
+        found["parameters that require a gradient"] = "".join("ny"[mode] for mode in self.trained)
+        found["dtypes of parameters and buffers"] = " ".join(map(str, self.dtypes))
+        found["grad mode"] = str(self.grad_enabled)
+        found["autocast"] = ", ".join(map(str, self.autocast)) or "off"
+        return found
+
+    def example(
+        self, shapes: Mapping[str, tuple[int, ...]] | None, dtype: torch.dtype | None
+    ) -> tuple[Any, ...] | dict[str, Any]:
+        """Inputs to trace the call with: of these (global) shapes, floating point ones in this dtype."""
+        tensors = []
+        for path, tensor in zip(self.flat.paths, self.tensors, strict=True):
+            shape = tensor.shape if shapes is None else shapes[path]
+            kind = tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
+            if shape == tensor.shape and kind == tensor.dtype and not isinstance(tensor, DTensor):
+                tensors.append(tensor)
+            else:
+                made = torch.zeros(shape, dtype=kind, device=tensor.device)
+                tensors.append(made.requires_grad_(tensor.requires_grad))
+        arguments, _ = unflatten(self.flat.node, tensors)
+        args, kwargs = plain_call(self.signature, arguments)
+        if args and kwargs:
+            raise AutoparError("forward takes *args; call it with positional arguments only")
+        return tuple(args) if args else kwargs
+
+
+def _sharded(tensor: Tensor) -> Any:
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+
+def outline(node: Node) -> str:
+    """How a value is built, as text that is the same in every process."""
+    if isinstance(node, TensorLeaf):
+        return "tensor"
+    if isinstance(node, Constant):
+        return _constant_outline(node.value)
+    if isinstance(node, Items):
+        return f"{node.kind.__name__}({', '.join(map(outline, node.children))})"
+    if isinstance(node, Shared | Original):
+        return repr(node)
+    names = node.keys if isinstance(node, Mapped) else node.names
+    inside = ", ".join(f"{name}={outline(child)}" for name, child in zip(names, node.children, strict=True))
+    return f"{node.kind.__name__}({inside})"
+
+
+_PLAIN = bool | int | float | complex | str | bytes | bytearray | Enum | torch.dtype | torch.device
+
+
+def _constant_outline(value: Any) -> str:
+    """A value that is no tensor, as text; of objects that have no text of their own, the type."""
+    kind = type(value).__qualname__
+    if value is None or isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, set | frozenset):
+        return f"{kind}({', '.join(sorted(map(_constant_outline, value)))})"
+    if isinstance(value, tuple | deque):
+        return f"{kind}({', '.join(map(_constant_outline, value))})"
+    if hasattr(value, "__array__"):
+        return f"{kind}({value.dtype}, {value.shape}, {digest(str(value.tolist()))})"
+    return f"a {kind}"
+
+
+@dataclass(frozen=True)
+class Results:
+    """How the module hands out what the graph gives."""
+
+    outputs: Outputs
+    local_inputs: bool
+    compute_dtype: torch.dtype | None
+
+
+class Planned:
+    """A traced, decided and generated call; runs on the shards of a module."""
+
+    def __init__(
+        self,
+        given: Given,
+        graph: NamedGraph,
+        decisions: Decisions,
+        emitted: Emitted,
+        held: Mapping[str, Held],
+        module: nn.Module,
+        rank: Rank,
+        results: Results,
+        synchronisation: Synchronisation,
+    ) -> None:
+        exported = graph.exported
+        self.structure = given.structure
+        self.graph = graph
+        self.decisions = decisions
+        self.emitted = emitted
+        self.graph_module = emitted.graph_module
+        self.held = held
+        self.results = results
+        self.changed = tuple(mutation.target for mutation in exported.mutations)
+        self.mutated = set(self.changed) if exported.grad_enabled else set()
+        self.places = [_place(module, placeholder.kind, placeholder.name) for placeholder in exported.placeholders]
+        tables = zip(exported.placeholders, self.places, strict=True)
+        self.parameters = [(table, p.name.rpartition(".")[2]) for p, table in tables if p.kind == "param" and table]
+        numbered = tuple(enumerate(exported.placeholders))
+        self.parameter_places = tuple(place for place, p in numbered if p.kind == "param")
+        self.others = tuple((place, p) for place, p in numbered if p.kind != "param")
+        self.shards_of = LocalParameters(synchronisation.finish, synchronisation.note_write)
+        self.inputs = tuple(p.name for p in exported.placeholders if p.kind == "input")
+        self.digest = 0
+        places = emitted.results if results.outputs == "sharded" else ()
+        tensors = [None if place is None else (graph.tensors[place[0]], place[1]) for place in places]
+        self.handed = tuple(
+            None if found is None or not found[0].shape else Held.of(*found, rank=rank) for found in tensors
+        )
+        self.shares = tuple(1 if place is None else _shards(place[1], rank) for place in emitted.results)
+        """In how many parts each result is split."""
+
+    def values(self, given: Given, compiled: bool = False) -> list[Tensor]:
+        """What the graph is called with, compiled or not: this rank's shards of everything."""
+        inputs = dict(zip(self.inputs, given.tensors, strict=True))
+        if self.changed:
+            self._check_overlaps(inputs)
+        shards = self.shards_of([table[name] for table, name in self.parameters], compiled)
+        values: list[Any] = [None] * len(self.places)
+        for place, shard in zip(self.parameter_places, shards, strict=True):
+            values[place] = shard
+        for place, placeholder in self.others:
+            table = self.places[place]
+            if placeholder.kind == "input":
+                value = self._input(inputs[placeholder.name])
+            elif placeholder.kind == "constant":
+                value = self.graph.exported.constants[placeholder.name]
+            else:
+                assert table is not None, placeholder
+                value = table[placeholder.name.rpartition(".")[2]]
+            if placeholder.name in self.mutated:
+                value = value.clone()  # the backward may read the old value after the new one is written
+            values[place] = value
+        if compiled:
+            self._mark_static(values)
+        return values
+
+    def _mark_static(self, values: list[Tensor]) -> None:
+        """Say of parameters and buffers that they stay where they are, as those of a module that is compiled do.
+
+        CUDA graphs copy every other input at every call. If one does move, they are recorded again.
+        """
+        for place, placeholder in enumerate(self.graph.exported.placeholders):
+            if placeholder.kind != "input" and placeholder.name not in self.mutated:
+                torch._dynamo.mark_static_address(values[place], guard=False)
+
+    def _check_overlaps(self, inputs: Mapping[str, Tensor]) -> None:
+        plain = {name: tensor for name, tensor in inputs.items() if not isinstance(tensor, DTensor)}
+        buffers = {
+            p.name: table[p.name.rpartition(".")[2]]
+            for p, table in zip(self.graph.exported.placeholders, self.places, strict=True)
+            if p.kind == "buffer" and table is not None
+        }
+        check_overlaps(type(self.graph.model).__name__, self.changed, plain, buffers)
+
+    def _input(self, tensor: Tensor) -> Tensor:
+        local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        dtype = self.results.compute_dtype
+        return local if dtype is None or not local.is_floating_point() else local.to(dtype)
+
+    def finish(self, given: Given, outputs: tuple[Any, ...]) -> Any:
+        """Write back what the call changed, and build what the model returns."""
+        exported = self.graph.exported
+        if exported.mutations:
+            self._write_back(given, outputs)
+        flat = given.flat
+        reused = {number: flat.containers[mine] for number, mine in exported.output_tree.reused.items()}
+        rest = outputs[len(exported.mutations) :]
+        if self.results.outputs == "sharded":
+            pairs = zip(rest, self.handed, strict=True)
+            rest = tuple(value if held is None else held.wrap(value) for value, held in pairs)
+        elif self.results.outputs == "local":
+            rest = tuple(map(averaged, rest, self.shares))
+        (result, _), _ = unflatten(exported.output_tree.node, rest, flat.containers, reused)
+        return result
+
+    def _write_back(self, given: Given, outputs: tuple[Any, ...]) -> None:
+        exported = self.graph.exported
+        inputs = dict(zip(self.inputs, given.tensors, strict=True))
+        targets = {p.name: place for p, place in zip(exported.placeholders, self.places, strict=True)}
+        for mutation in exported.mutations:
+            if mutation.kind == "input":
+                target: Tensor | None = inputs[mutation.target]
+            else:
+                table = targets[mutation.target]
+                assert table is not None, mutation
+                target = table[mutation.target.rpartition(".")[2]]
+            assert target is not None, mutation
+            with torch.set_grad_enabled(torch.is_grad_enabled() and mutation.kind == "input"):
+                target.copy_(outputs[mutation.output])
+
+
+def _shards(layout: Layout, rank: Rank) -> int:
+    return prod(rank.axes[axis] for axes in layout.splits for axis in axes)
+
+
+def _place(module: nn.Module, kind: str, name: str) -> dict[str, Any] | None:
+    """The table that holds a parameter or buffer: parameters may be replaced in it, so it is looked up in each call."""
+    if kind not in ("param", "buffer"):
+        return None
+    owner, _ = owner_of(module, name)
+    return owner._parameters if kind == "param" else owner._buffers

@@ -1,0 +1,167 @@
+"""The parameters of a call, DTensors in the module, as the local tensors that the generated graph works on.
+
+`DTensor.to_local` does this for one tensor and makes a DTensor of its gradient; a model has hundreds of them, and in a
+small step that is most of what the step costs beyond the model. Here one function does it for all of them at once.
+
+A gradient that autograd would only put in `.grad` is put there directly: autograd detaches it first, which for a
+DTensor takes longer than all else that is done with it. Where anybody else wants it (a hook, `torch.autograd.grad`, a
+gradient that is there already) it goes the usual way.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from copy import copy
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.lowering.modules.bucket import waited
+
+__all__ = ["LocalParameters", "averaged"]
+
+
+class LocalParameters:
+    """Called with all parameters, gives their shards; gradients come back as DTensors of the same placements.
+
+    `finish` waits for gradients that are still to come; `written` is called when parameters were written to.
+    """
+
+    def __init__(self, finish: Callable[[], None], written: Callable[[], None]) -> None:
+        self._finish = finish
+        self._written = written
+        self._versions: list[int] | None = []
+        # The specs of the parameters, and copies for their gradients: ops on a DTensor may note things in its spec.
+        self._own: list[Any] = []
+        self._copies: list[Any] = []
+        # Of the call before. They keep nothing for a backward, so that one piece of graph does for all calls.
+        self._given: list[Tensor] = []
+        self._shards: tuple[Tensor, ...] = ()
+        self._compiled = False
+
+    def __call__(self, parameters: Sequence[DTensor], compiled: bool) -> tuple[Tensor, ...]:
+        versions = _versions(parameters)
+        if versions is None or versions != self._versions:
+            self._versions = versions
+            self._written()
+        if not torch.is_grad_enabled() or not any(map(_requires_grad, parameters)):
+            return tuple(parameter.to_local() for parameter in parameters)
+        given = [*parameters, *map(_local, parameters)]
+        if compiled != self._compiled or not _same(given, self._given):
+            own = [parameter._spec for parameter in parameters]
+            if not _same(own, self._own):
+                self._own, self._copies = own, [copy(spec) for spec in own]
+            self._given, self._compiled = given, compiled
+            self._shards = _Locals.apply(self._finish, compiled, self._copies, *parameters)  # type: ignore[no-untyped-call]
+        return self._shards
+
+
+_requires_grad, _local, _version = map(attrgetter, ("requires_grad", "_local_tensor", "_version"))
+
+
+def _versions(parameters: Sequence[DTensor]) -> list[int] | None:
+    """How often each was written to; None where that is not counted, for what was made in inference mode."""
+    try:
+        return list(map(_version, parameters))
+    except RuntimeError:
+        return None
+
+
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+class _Locals(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, finish: Callable[[], None], compiled: bool, specs: list[Any], *parameters: DTensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.finish, ctx.compiled = finish, compiled
+        ctx.specs, ctx.parameters, ctx.nodes = specs, parameters, None
+        shards = tuple([parameter._local_tensor.detach() for parameter in parameters])
+        frozen = [shard for shard, each in zip(shards, parameters, strict=True) if not each.requires_grad]
+        if frozen:
+            ctx.mark_non_differentiable(*frozen)
+        return shards
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.finish()
+        if ctx.compiled:
+            _waited(gradients)
+        if torch.is_grad_enabled():  # gradients of which gradients may be taken
+            pairs = zip(gradients, ctx.specs, strict=True)
+            return (None, None, None, *(None if each is None else _differentiable(each, spec) for each, spec in pairs))
+        if ctx.nodes is None:
+            ctx.nodes = [node for node, _ in ctx.next_functions]
+        left: list[Tensor | None] = []
+        seen: set[int] = set()
+        for node, parameter, spec, gradient in zip(ctx.nodes, ctx.parameters, ctx.specs, gradients, strict=True):
+            wrapped = None
+            if gradient is not None:
+                if id(gradient) in seen:  # of a sum of two parameters: later ones are added to each in place
+                    gradient = gradient.clone()
+                seen.add(id(gradient))
+                # Without its `__init__`, which does nothing, slowly.
+                wrapped = DTensor.__new__(DTensor, gradient.contiguous(), spec, requires_grad=False)
+                if _only_put(parameter, node):
+                    parameter.grad, wrapped = wrapped, None
+            left.append(wrapped)
+        return (None, None, None, *left)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _waited(gradients: Sequence[Tensor | None]) -> None:
+    """For what a compiled graph has begun to send."""
+    waited(gradients)
+
+
+def _only_put(parameter: DTensor, node: Any) -> bool:
+    """Whether all that autograd would do with the gradient of a parameter is to put it in `.grad`."""
+    return (
+        parameter.grad is None
+        and parameter.requires_grad
+        and not parameter._backward_hooks
+        and not parameter._post_accumulate_grad_hooks
+        and parameter._local_tensor.is_cpu  # on other devices autograd minds the streams
+        and not torch.compiler.is_compiling()
+        and _will_be_put(node)
+    )
+
+
+def _will_be_put(node: Any) -> bool:
+    """Whether this backward comes to the place where a parameter's gradient is put in `.grad`."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # it is `torch.autograd.grad`, which gives the gradient to whoever has asked for it
+        return False
+
+
+def _differentiable(gradient: Tensor, spec: Any) -> Tensor:
+    meta = spec.tensor_meta
+    return DTensor.from_local(
+        gradient, spec.mesh, spec.placements, run_check=False, shape=meta.shape, stride=meta.stride
+    )
+
+
+def averaged(value: Any, shards: int) -> Any:
+    """A shard that is handed out, for losses of which the mean over so many shards is trained."""
+    if shards == 1 or not isinstance(value, Tensor) or not value.requires_grad:
+        return value
+    return _Averaged.apply(value, shards)  # type: ignore[no-untyped-call]
+
+
+class _Averaged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, shards: int) -> Tensor:
+        ctx.shards = shards
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.shards, None

@@ -1,0 +1,269 @@
+"""All ranks do the same, or all of them stop: what they were given is compared before anything else is sent.
+
+Every rank says what it has before it relies on what others have. So a mistake on one rank is an error on all, and not
+a rank that waits for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from struct import Struct
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import AutoparError
+from autopar.lowering.collectives.process_groups import group_over, limit_seconds_of
+from autopar.rules.torch_versions import all_gather_single
+from autopar.runtime.ranks.shared_memory import SAID, Channel
+
+__all__ = ["Agreement", "Pending", "checksum", "checksum_of_all", "digest", "kind_of", "quick_checksum"]
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class _Failure:
+    error: AutoparError
+
+
+ROOM = SAID - 1
+"""For so many numbers there is room in a comparison, so that what a call sends may go with it."""
+
+
+class Pending:
+    """A comparison that is under way."""
+
+    def __init__(self, said: Sequence[int | float], rows: Callable[[], list[list[int]]]) -> None:
+        self._said = said
+        self._rows = rows
+        self._found: list[list[int]] | None = None
+
+    def result(self) -> list[list[int | float]] | None:
+        """The numbers that ranks have sent along, a row for each; None unless all are in the same call."""
+        if self._found is None:
+            self._found = self._rows()
+        own, *along = self._said
+        if any(row[0] != own for row in self._found):
+            return None
+        # What is no whole number here is none on any rank: they are in the same call.
+        kinds = [isinstance(number, float) for number in along]
+        return [
+            [_float(bits) if is_float else bits for bits, is_float in zip(row[1:], kinds, strict=False)]
+            for row in self._found
+        ]
+
+
+def _float(bits: int) -> float:
+    found: float = _FLOAT.unpack(_WHOLE.pack(bits))[0]
+    return found
+
+
+def _bits(number: int | float) -> int:
+    found: int = _WHOLE.unpack(_FLOAT.pack(number))[0] if isinstance(number, float) else int(number)
+    return found
+
+
+_FLOAT, _WHOLE = Struct("<d"), Struct("<q")
+
+
+class Agreement:
+    """The ranks of a mesh, which compare what they have."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.size = mesh.size()
+        self.group = None
+        self.channel: Channel | None = None
+        if self.size > 1:
+            self.group = group_over(mesh)
+            self.ranks = dist.get_process_group_ranks(self.group)
+            self.device = torch.device("cpu" if mesh.device_type == "cpu" else f"{mesh.device_type}")
+
+    def open_channel(self) -> None:
+        """Let the ranks exchange a few numbers through the memory of their host, if they are all on one."""
+        if self.group is None:
+            return
+        me = self.ranks.index(dist.get_rank())
+        files: list[Any] = []  # of the first rank, which keeps it open: closing any file of it would give up its lock
+
+        def create() -> str | None:
+            created = Channel.create(self.size)
+            if created is None:
+                return None
+            files.append(created[1])
+            return created[0]
+
+        place = self.decided_by_first(create)
+        channel = Channel.open(place, me, self.size, limit_seconds_of(self.group), *files)
+        found = self._gather(channel is not None)
+        self.channel = channel if all(found.values()) else None
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether a few numbers of the device can be exchanged without making it wait."""
+        return self.size > 1 and self.device.type == "cpu"
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether a few numbers of the host can be."""
+        return self.is_cheap or self.channel is not None
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        """What `work` gives on this rank; an error on any rank is an error on all."""
+        result: Result | None = None
+        own: AutoparError | None = None
+        try:
+            result = work()
+        except AutoparError as error:
+            own = error
+        texts = self._gather(None if own is None else str(own))
+        if own is not None:
+            raise own
+        for rank, text in texts.items():
+            if text is not None:
+                raise AutoparError(f"rank {rank} stopped, so this rank stops as well: {text}")
+        return result  # type: ignore[return-value]
+
+    def decided_by_first(self, decide: Callable[[], Result]) -> Result:
+        """What `decide` gives on the first rank, on all ranks."""
+        if self.group is None:
+            return decide()
+        sent: list[Any] = [None]
+        own: AutoparError | None = None
+        if dist.get_rank() == self.ranks[0]:
+            try:
+                sent = [decide()]
+            except AutoparError as error:
+                own, sent = error, [_Failure(error)]
+        dist.broadcast_object_list(sent, src=self.ranks[0], group=self.group, device=self.device)
+        if own is not None:
+            raise own
+        if isinstance(sent[0], _Failure):
+            raise sent[0].error
+        return sent[0]  # type: ignore[no-any-return]
+
+    def same(self, facts: Mapping[str, str], fix: str) -> None:
+        """Raise on all ranks, naming the first fact that differs, unless all ranks have the same facts."""
+        text = "\n".join(f"{name}: {fact}" for name, fact in facts.items())
+        if len(set(self._gather(digest(text)).values())) == 1:
+            return
+        everyone = self._gather(dict(facts))
+        first = self.ranks[0]
+        for rank, theirs in everyone.items():
+            for name in dict.fromkeys((*everyone[first], *theirs)):
+                a, b = everyone[first].get(name, "nothing"), theirs.get(name, "nothing")
+                if a != b:
+                    raise AutoparError(
+                        f"the ranks do not have the same {name}: {a} on rank {first}, {b} on rank {rank}\nfix: {fix}"
+                    )
+        raise AssertionError("the facts differ in their order only")
+
+    def same_values(self, sums: Mapping[str, tuple[tuple[int, ...], int]], fix: Callable[[str], str]) -> None:
+        """Raise on all ranks unless ranks with the same piece of a tensor have the same checksum of it."""
+        everyone = self._gather(dict(sums))
+        for name in sums:
+            seen: dict[tuple[int, ...], tuple[int, int]] = {}
+            for rank, theirs in everyone.items():
+                piece, value = theirs[name]
+                other, first = seen.setdefault(piece, (rank, value))
+                if value != first:
+                    raise AutoparError(
+                        f"{name} should have the same values on rank {other} and rank {rank}, and has not\n"
+                        f"fix: {fix(name)}"
+                    )
+
+    def begin(self, own: int, along: Sequence[int | float] = ()) -> Pending:
+        """Begin to compare one number below 2**63, and send some others along.
+
+        What is sent is of one size whatever is compared, so that ranks in different calls meet here.
+        """
+        assert self.group is not None, "there is somebody to compare with"
+        said = own, *map(_bits, along)
+        if self.channel is not None:
+            return Pending((own, *along), self.channel.say(said).rows)
+        mine = torch.tensor((*said, *(0,) * (ROOM - len(along))), dtype=torch.int64, device=self.device)
+        everyone = mine.new_empty(self.size * len(mine))
+        # Not by the function of torch.distributed, which in a small step takes longer than what it calls.
+        work = self.group._allgather_base(everyone, mine)
+
+        def rows() -> list[list[int]]:
+            work.wait()
+            found: list[list[int]] = everyone.view(self.size, -1).tolist()
+            return found
+
+        return Pending((own, *along), rows)
+
+    def places(self, ranks: Iterable[int]) -> list[int]:
+        """In which rows of a comparison these ranks stand."""
+        return [self.ranks.index(rank) for rank in ranks]
+
+    def numbers(self, *own: int) -> list[list[int]]:
+        """The numbers of all ranks, each below 2**63: one small collective."""
+        if self.group is None:
+            return [list(own)]
+        mine = torch.tensor(own, dtype=torch.int64, device=self.device)
+        everyone = mine.new_empty(self.size * len(own))
+        all_gather_single(everyone, mine, group=self.group)
+        return everyone.view(self.size, len(own)).tolist()
+
+    def _gather(self, own: Result) -> dict[int, Result]:
+        if self.group is None:
+            return {0: own}
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, own, group=self.group)
+        return dict(zip(self.ranks, everyone, strict=True))
+
+
+def digest(text: str) -> int:
+    """A number below 2**63 that is the same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def checksum(tensor: Tensor) -> int:
+    """A number that differs, but for one in four thousand million, when some bit of the tensor does."""
+    if tensor.is_meta or tensor.numel() == 0:
+        return 0
+    return zlib.crc32(_bytes_of(tensor).numpy().data)
+
+
+def checksum_of_all(tensors: Iterable[Tensor]) -> int:
+    """A checksum below 2**32 of the tensors that were given as data, in their order.
+
+    Others are passed over: what was computed may differ between ranks in its last bits.
+    """
+    found = 0
+    for tensor in tensors:
+        if type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_leaf and not is_wrapped(tensor):
+            found = zlib.crc32(quick_checksum(tensor).to_bytes(4, "big"), found)
+    return found
+
+
+LARGE_BYTES, BLOCKS = 2**17, 1024
+"""Of tensors from this size on the sums of so many blocks are taken first: about 0.02 ms per MiB instead of 1 ms."""
+
+
+def quick_checksum(tensor: Tensor) -> int:
+    """A checksum that also tells rows in another order, unless they are short and only change places in one block."""
+    if tensor.is_meta or tensor.nbytes < LARGE_BYTES:
+        return checksum(tensor)
+    flat = _bytes_of(tensor)
+    if flat.storage_offset() % 8:
+        return checksum(tensor)
+    whole = flat.numel() // (8 * BLOCKS) * (8 * BLOCKS)
+    sums = flat[:whole].view(torch.int64).view(BLOCKS, -1).sum(1)
+    return zlib.crc32(flat[whole:].numpy().data, checksum(sums))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).cpu()
+
+
+def kind_of(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,313 @@
+"""Parameters to shards and back: how each one is stored, the modules that hold them, where their values come from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from autopar.errors import AutoparError
+from autopar.ir.graph import NamedGraph, NamedTensor
+from autopar.runtime.module_shell import canonical_names, mirror, owner_of
+from autopar.runtime.strided_dtensor import support
+from autopar.sharding.decisions import Decisions
+from autopar.sharding.dtensor_placements import to_placements
+from autopar.sharding.layout.resolve import atoms_of
+from autopar.sharding.sharding import Atoms, Layout
+
+__all__ = [
+    "Held",
+    "Rank",
+    "held_by",
+    "hollow",
+    "initialise",
+    "load_full",
+    "match_dtypes",
+    "placed",
+    "split",
+    "strides_of",
+    "unset",
+]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A process of the mesh."""
+
+    mesh: DeviceMesh
+    axes: Mapping[str, int]
+    at: Mapping[str, int]
+    """Its coordinates."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """How a tensor is held by this rank: which part of it, and what DTensor calls that."""
+
+    name: str
+    atoms: Atoms
+    layout: Layout
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[int, int], ...]
+    placements: tuple[Placement, ...]
+    mesh: DeviceMesh
+
+    @classmethod
+    def of(cls, tensor: NamedTensor, layout: Layout, rank: Rank) -> Held:
+        """The part of a tensor that a rank holds."""
+        atoms = atoms_of(tensor)
+        pieces = layout.pieces(atoms, rank.axes, rank.at)
+        placements = to_placements(layout, atoms, rank.axes, tensor.name)
+        support(placements)
+        return cls(tensor.name, atoms, layout, tuple(tensor.shape), pieces, placements, rank.mesh)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.atoms.fold(tuple(length for _, length in self.pieces))
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor; a view of it where that is possible."""
+        part = whole.reshape(self.atoms.sizes)
+        for atom, (start, length) in enumerate(self.pieces):
+            part = part.narrow(atom, start, length)
+        return part.reshape(self.local_shape)
+
+    def place(self, value: Tensor) -> DTensor:
+        """A tensor that is whole, or split in some way over some mesh, split as it is held here."""
+        if isinstance(value, DTensor):
+            if value.device_mesh == self.mesh and value.placements == self.placements:
+                return value
+            value = value.full_tensor()
+        part = self.cut(value.detach()).to(self.mesh.device_type)
+        return self.wrap(part.clone(memory_format=torch.contiguous_format))
+
+    def wrap(self, local: Tensor) -> DTensor:
+        """The whole tensor, of which this rank holds `local`."""
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=torch.Size(self.shape),
+            stride=strides_of(self.shape),
+        )
+
+
+def held_by(graph: NamedGraph, decisions: Decisions, rank: Rank) -> dict[str, Held]:
+    """How a rank holds every parameter, and every tensor among the inputs."""
+    return {
+        name: Held.of(graph.tensors[name], layout, rank)
+        for name, layout in decisions.stored.items()
+        if graph.tensors[name].kind in ("param", "input")
+    }
+
+
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides)) if shape else ()
+
+
+# -- the modules ------------------------------------------------------------------------------------------------------
+
+
+def match_dtypes(skeleton: nn.Module, dtypes: Iterable[torch.dtype]) -> None:
+    """Give the parameters and then the buffers of a skeleton these dtypes."""
+    tensors = (*skeleton.parameters(), *skeleton.buffers())
+    for tensor, dtype in zip(tensors, dtypes, strict=True):
+        if tensor.dtype == dtype:
+            continue
+        if isinstance(tensor, nn.Parameter):
+            tensor.data = _without_memory(tensor, dtype, tensor.device)
+        else:
+            tensor.data = tensor.to(dtype)
+
+
+def _without_memory(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    empty = torch.empty_like(parameter.detach(), dtype=dtype, device=device)
+    if not empty.is_meta:
+        empty.untyped_storage().resize_(0)
+    return empty
+
+
+def hollow(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy of a model to trace on a device: its parameters have a shape and a dtype, but no memory."""
+
+    def without_data(parameter: nn.Parameter) -> nn.Parameter:
+        kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        return nn.Parameter(_without_memory(parameter, kind, device), parameter.requires_grad)
+
+    known: dict[int, Any] = {id(parameter): without_data(parameter) for parameter in model.parameters()}
+    for buffer in model.buffers():
+        known[id(buffer)] = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.detach().to(device)
+    try:
+        return copy.deepcopy(model, known)
+    except (TypeError, RuntimeError) as error:
+        raise AutoparError(
+            f"{type(model).__name__} cannot be copied, which is needed to trace it without its weights: {error}\n"
+            "fix: keep no locks, files, process groups, or tensors with a history as attributes of the model"
+        ) from error
+
+
+def split(model: nn.Module, shell: nn.Module, held: Mapping[str, Held], device: torch.device) -> list[nn.Module]:
+    """Give the shell this rank's parts of a model's weights, and its buffers; all modules, in the model's order."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def parameter_of(parameter: nn.Parameter) -> nn.Parameter:
+        name = names[id(parameter)]
+        _check_no_hooks(name, parameter)
+        place = held[name]
+        if parameter.is_meta:
+            local = unset(place.local_shape, parameter.dtype, device)
+        else:
+            local = torch.empty(place.local_shape, dtype=parameter.dtype, device=device)
+            local.copy_(place.cut(parameter.detach()))
+        made = nn.Parameter(place.wrap(local), parameter.requires_grad)
+        made.__dict__.update(parameter.__dict__)  # what the user has noted on it
+        return made
+
+    def buffer_of(buffer: Tensor) -> Tensor:
+        return unset(buffer.shape, buffer.dtype, device) if buffer.is_meta else buffer.detach().clone().to(device)
+
+    return mirror(model, shell, parameter_of, buffer_of)
+
+
+def _check_no_hooks(name: str, parameter: nn.Parameter) -> None:
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise AutoparError(
+            f"the parameter {name} has a hook on its gradient, which the parallel module would not run\n"
+            f"fix: register it after parallelize, on module.get_parameter({name!r})"
+        )
+
+
+# -- values for a model that was traced on the meta device ------------------------------------------------------------
+
+
+def initialise(
+    skeleton: nn.Module,
+    shell: nn.Module,
+    held: Mapping[str, Held],
+    device: torch.device,
+    init: Callable[[nn.Module], None] | None,
+) -> None:
+    """Run the initialisation of each module that has tensors of its own, on that module alone, and keep the shards.
+
+    Every rank draws the same numbers, so the weights do not depend on the layout; only one module is whole at a time.
+    """
+    filled: set[str] = set()
+    canonical = canonical_names(skeleton)
+    for path, module in reversed(list(skeleton.named_modules())):  # children first, as `nn.Module.apply` does
+        stored = dict(module._parameters), dict(module._buffers)
+        try:
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        table[name] = _unset(tensor, device)
+            _run_init(module, init)
+            for name, value in (*module._parameters.items(), *module._buffers.items()):
+                if value is not None and not _is_unset(value):
+                    full = f"{path}.{name}" if path else name
+                    filled.add(canonical[full])
+                    _put(shell, full, held.get(canonical[full]), value.detach())
+        finally:
+            module._parameters.update(stored[0])
+            module._buffers.update(stored[1])
+    missing = [name for name in dict.fromkeys(canonical.values()) if name not in filled]
+    if missing:
+        raise AutoparError(
+            f"init_weights() gave no value to {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}\n"
+            "fix: init_weights(fn) with a function of one module that sets all its parameters and buffers, or "
+            "load_full_state_dict(state_dict)"
+        )
+
+
+def _run_init(module: nn.Module, init: Callable[[nn.Module], None] | None) -> None:
+    own: Any = getattr(module, "reset_parameters", None)
+    if init is not None:
+        with torch.no_grad():
+            init(module)
+    elif own is not None:
+        own()
+
+
+def unset(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for a tensor, marked so that it can be seen whether anybody has set it."""
+    empty = torch.empty(tuple(shape), dtype=dtype, device=device)
+    return empty.fill_(torch.nan) if empty.is_floating_point() else empty.zero_()
+
+
+def _unset(tensor: Tensor, device: torch.device) -> Tensor:
+    empty = unset(tensor.shape, tensor.dtype, device)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _is_unset(tensor: Tensor) -> bool:
+    return tensor.is_meta or (tensor.is_floating_point() and tensor.numel() > 0 and bool(tensor.isnan().all()))
+
+
+def load_full(shell: nn.Module, held: Mapping[str, Held], state_dict: Mapping[str, Tensor]) -> None:
+    """Take this rank's part of every tensor of a whole state dict, one at a time."""
+    wanted = dict(_stored(shell))
+    canonical = canonical_names(shell)
+    given = {canonical[name] for name in state_dict if name in canonical}
+    missing = [name for name in wanted if canonical[name] not in given]
+    extra = [name for name in state_dict if name not in wanted]
+    if missing or extra:
+        lines = [f"{what} {', '.join(names[:5])}" for what, names in (("lacks", missing), ("has", extra)) if names]
+        raise AutoparError(f"the state dict does not fit the model: it {'; it also '.join(lines)}")
+    for name, value in state_dict.items():
+        place = held.get(canonical[name])
+        shape = wanted[name].shape if place is None else place.shape
+        if tuple(value.shape) != tuple(shape):
+            raise AutoparError(
+                f"{name} has shape {list(value.shape)} in the state dict, and {list(shape)} in the model"
+            )
+        _put(shell, name, place, value)
+
+
+def placed(shell: nn.Module, held: Mapping[str, Held], state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with its tensors split as the module holds them; what does not fit stays, for torch to refuse.
+
+    Of tensors that come split in another way only one at a time is whole.
+    """
+    canonical = canonical_names(shell)
+    found: dict[str, Any] = {}
+    for name, value in state_dict.items():
+        place = held.get(canonical.get(name, ""))
+        if place is None:
+            found[name] = value.full_tensor() if isinstance(value, DTensor) else value
+        else:
+            fits = isinstance(value, Tensor) and tuple(value.shape) == place.shape and not value.is_meta
+            found[name] = place.place(value) if fits else value
+    return found
+
+
+def _stored(shell: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a state dict has: parameters and persistent buffers, all names."""
+    yield from shell.named_parameters(remove_duplicate=False)
+    for path, module in shell.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def _put(shell: nn.Module, name: str, held: Held | None, value: Tensor) -> None:
+    """Copy a whole value into the tensor of this name, or this rank's part of it."""
+    owner, leaf = owner_of(shell, name)
+    target = owner._parameters.get(leaf)
+    with torch.no_grad():
+        if isinstance(target, DTensor):
+            assert held is not None, name
+            target.to_local().copy_(held.cut(value))
+        else:
+            buffer = owner._buffers[leaf] if target is None else target
+            assert buffer is not None, name
+            buffer.copy_(value)

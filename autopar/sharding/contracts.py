@@ -1,0 +1,229 @@
+"""What a layout promises of the whole: `forbid` and `warn`, `same`, limits. Checked on what is about to run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from autopar.cost.memory.peak import memory
+from autopar.cost.step.lowered_step import Wired
+from autopar.errors import AutoparWarning
+from autopar.ir.graph import NamedGraph, NamedTensor
+from autopar.sharding.assignment import Plan
+from autopar.sharding.decisions import Decisions
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.precedence import glob_matches
+from autopar.sharding.layout.source import layout_error
+from autopar.sharding.layout.syntax import Guard, Limit, Same, Scope
+from autopar.sharding.lowered_ops import Split, split_of
+from autopar.sharding.lowered_ops.halo import Window, received_share
+from autopar.sharding.reshard_insertion import Inserted
+from autopar.sharding.sharding import Layout as TensorLayout
+
+__all__ = [
+    "check_contracts",
+    "check_memory",
+    "is_guarded",
+    "layout_text",
+    "memory_limit",
+    "passes_halo",
+    "size_text",
+]
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """One collective: of what, for which op."""
+
+    kind: str
+    axes: tuple[str, ...]
+    direction: str
+    tensor: NamedTensor
+    op: str
+    bytes: int
+
+    def __str__(self) -> str:
+        over = "*".join(self.axes)
+        return f"the {self.kind} over {over} of {self.tensor}, {self.direction}, for {self.op}: {self.bytes:,} bytes"
+
+
+def check_contracts(layout: Layout, graph: NamedGraph, decisions: Decisions, inserted: Iterable[Inserted]) -> None:
+    """Raise E6 for a guard or a limit that the decisions break, E7 for tensors that were to share one layout."""
+    sent = [
+        _Sent(
+            step.kind.value,
+            step.axes,
+            direction,
+            graph.tensors[conversion.tensor],
+            conversion.op,
+            step.numel * conversion.itemsize,
+        )
+        for conversion in inserted
+        for direction, step in conversion.collectives()
+    ]
+    for statement in layout:
+        if isinstance(statement, Guard):
+            _check_guard(statement, [one for one in sent if _is_about(statement, one, graph)])
+        elif isinstance(statement, Same):
+            _check_same(statement, graph, decisions)
+        elif isinstance(statement, Limit) and statement.quantity == "halo":
+            _check_halo(statement, graph, decisions)
+
+
+def _check_guard(guard: Guard, broken: list[_Sent]) -> None:
+    if not broken:
+        return
+    count = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+    message = f"{guard.action} {guard.collective} over {'*'.join(guard.axes)} is broken by {broken[0]}{count}"
+    fix = "split the tensor so that the op takes it as it is, or drop the line"
+    error = layout_error("E6", message, fix, guard.span)
+    if guard.action == "forbid":
+        raise error
+    warnings.warn(str(error), AutoparWarning, stacklevel=4)
+
+
+def _is_about(guard: Guard, one: _Sent, graph: NamedGraph) -> bool:
+    """A collective over more axes than the guard's is over those too."""
+    if one.kind != guard.collective or not set(guard.axes) <= set(one.axes):
+        return False
+    return is_guarded(guard, one.tensor, graph, one.direction)
+
+
+def is_guarded(guard: Guard, tensor: NamedTensor, graph: NamedGraph, direction: str) -> bool:
+    """Whether a guard is about what is sent of a tensor in one direction."""
+    scope: Scope = guard.scope
+    dims = {name for atom in tensor.atoms for name in atom.names}
+    return (
+        (scope.kind is None or scope.kind in _kinds(tensor, graph, direction))
+        and (scope.glob is None or glob_matches(scope.glob, tensor.name))
+        and set(scope.dims) <= dims
+    )
+
+
+def _kinds(tensor: NamedTensor, graph: NamedGraph, direction: str) -> tuple[str, ...]:
+    """What is sent of a parameter in the backward is its gradient; of another value it goes by the value's name."""
+    kind = tensor.kind
+    if kind == "param":
+        return ("param", "use") if direction == "forward" else ("grad",)
+    if kind == "activation":
+        return ("output",) if tensor.name in graph.outputs else ("act",)
+    return ("buffer",) if kind == "constant" else (kind,)
+
+
+def _check_same(same: Same, graph: NamedGraph, decisions: Decisions) -> None:
+    left, right = ([name for name in graph.tensors if glob_matches(glob, name)] for glob in (same.left, same.right))
+    first = left[0]
+    for name in (*left, *right):
+        if _layouts(name, graph, decisions) != _layouts(first, graph, decisions):
+            raise layout_error(
+                "E7",
+                f"{first} and {name} are to share one layout, but {first} is {_layouts(first, graph, decisions)} and "
+                f"{name} is {_layouts(name, graph, decisions)}",
+                "give both the same rules, or drop the line",
+                same.span,
+            )
+
+
+def _layouts(name: str, graph: NamedGraph, decisions: Decisions) -> str:
+    """The layout of a tensor by physical dims: tensors of other dims may share it."""
+    layout = decisions.stored.get(name, decisions.values.get(name))
+    return "unused" if layout is None else layout_text(graph.tensors[name], layout)
+
+
+def layout_text(tensor: NamedTensor, layout: TensorLayout) -> str:
+    dims: list[list[str]] = [[] for _ in tensor.shape]
+    for atom, axes in zip(tensor.atoms, layout.splits, strict=True):
+        dims[atom.dim].extend(axes)
+    return f"[{', '.join('*'.join(axes) or 'none' for axes in dims)}]"
+
+
+def _check_halo(limit: Limit, graph: NamedGraph, decisions: Decisions) -> None:
+    for op, factor, share in _halo_shares(graph, decisions):
+        assert limit.percent is not None, limit
+        if 100 * share > limit.percent:
+            raise layout_error(
+                "E6",
+                f"{op} split by {factor} gets {100 * share:.0f}% of a shard's extent from its neighbours, "
+                f"more than {limit.percent:g}%",
+                "split this op over fewer ranks, or by another dim",
+                limit.span,
+            )
+
+
+def _halo_shares(graph: NamedGraph, decisions: Decisions) -> Iterator[tuple[str, str, float]]:
+    """For each op that slides a window along a split dim: how much of a shard's extent its neighbours send."""
+    for node in graph.nodes:
+        decision = decisions.ops[node.name]
+        split = split_of(graph, node, decision.choice.splits, decision.operands, decisions.axes)
+        if split is not None:
+            yield from ((node.name, factor, share) for factor, share in _received(split))
+
+
+def _received(split: Split) -> Iterator[tuple[str, float]]:
+    if isinstance(split.lowering, Window):
+        yield from received_share(split).items()
+
+
+def passes_halo(limit: Limit, split: Split) -> bool:
+    """Whether an op that runs on shards so gets more from its neighbours than a limit allows."""
+    assert limit.percent is not None, limit
+    return any(100 * share > limit.percent for _, share in _received(split))
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def memory_limit(layout: Layout, device_bytes: float | None) -> tuple[Limit, float] | None:
+    """The lowest limit of memory that a layout sets, and its bytes; `device_bytes` is what a device has, if known."""
+    found: list[tuple[Limit, float]] = []
+    for statement in layout:
+        if not isinstance(statement, Limit) or statement.quantity != "memory":
+            continue
+        if statement.size_bytes is not None:
+            found.append((statement, float(statement.size_bytes)))
+            continue
+        assert statement.percent is not None, "a limit is a size or a percentage"
+        if device_bytes is None:
+            raise layout_error(
+                "E6",
+                f"{statement.percent:g}% of the memory of a device that is not known here",
+                "write a size, as in 'limit memory 70GiB'",
+                statement.span,
+            )
+        found.append((statement, statement.percent / 100 * device_bytes))
+    return min(found, key=lambda pair: pair[1], default=None)
+
+
+def check_memory(layout: Layout, graph: NamedGraph, plan: Plan, device_bytes: float | None = None) -> None:
+    """Raise E6 where a step of the plan takes more on some device than the layout allows."""
+    limit = memory_limit(layout, device_bytes)
+    if limit is None:
+        return
+    statement, most_bytes = limit
+    found = memory(Wired(graph, plan))
+    if found.peak_bytes > most_bytes:
+        parts = {
+            "parameters": found.parameters_bytes + found.copies_bytes,
+            "gradients": found.gradients_bytes,
+            f"the states of {plan.optimizer}": found.optimizer_bytes,
+            "what is kept for the backward": found.saved_bytes,
+        }
+        listed = ", ".join(f"{what} {size_text(part)}" for what, part in parts.items())
+        raise layout_error(
+            "E6",
+            f"a step takes {size_text(found.peak_bytes)} on a device, in {found.peak_at}, "
+            f"more than {size_text(most_bytes)}; "
+            f"when they are all there, {listed}",
+            "split more, 'recompute full @...' of repeated layers, 'regather @*', fewer examples at a time, "
+            "or a higher limit",
+            statement.span,
+        )
+
+
+def size_text(count: float) -> str:
+    unit = next((unit for unit in ("GiB", "MiB", "KiB") if count >= _UNITS[unit]), "B")
+    return f"{count / _UNITS[unit]:.2f} {unit}"
+
+
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}

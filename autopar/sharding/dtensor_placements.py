@@ -1,0 +1,127 @@
+"""Layouts to DTensor placements and back.
+
+A placement speaks of physical dims, and of mesh dims in the order of the mesh. Where an axis splits an atom that is not
+the major one of its dim, or splits in another order than the mesh's, its pieces lie strided in the dim: the placement
+is a `_StridedShard`, which exists for even pieces only. `autopar.runtime.strided_dtensor` lets DTensor gather them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations, product
+from math import prod
+
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from autopar.errors import LayoutError
+from autopar.sharding.sharding import Atoms, Layout
+
+__all__ = ["from_placements", "to_placements"]
+
+
+def to_placements(
+    layout: Layout, atoms: Atoms, axes: Mapping[str, int], tensor: str = "the tensor"
+) -> tuple[Placement, ...]:
+    """One placement per axis of the mesh; what a DTensor cannot hold is refused by name. B is replicated."""
+    layout.check(atoms, axes)
+    dims = {atom: dim for dim, members in enumerate(atoms.members) for atom in members}
+    placements: list[Placement] = []
+    for axis in axes:
+        atom = layout.atom(axis)
+        if atom is None:
+            placements.append(Partial() if axis in layout.partial else Replicate())
+            continue
+        stride = _stride(layout, atoms, axes, axis, dims[atom])
+        _check_even(layout, atoms, axes, dims[atom], tensor)
+        placements.append(Shard(dims[atom]) if stride == 1 else _StridedShard(dims[atom], split_factor=stride))
+    return tuple(placements)
+
+
+def _stride(layout: Layout, atoms: Atoms, axes: Mapping[str, int], axis: str, dim: int) -> int:
+    """In how many blocks of the physical dim the axis takes its piece, when the axes before it have taken theirs."""
+    order = list(axes)
+    earlier = set(order[: order.index(axis)])
+    stride = 1
+    for atom in atoms.members[dim]:
+        split = layout.splits[atom]
+        if axis in split:
+            return stride * prod(axes[major] for major in split[: split.index(axis)] if major not in earlier)
+        stride *= atoms.sizes[atom] // prod(axes[major] for major in split if major in earlier)
+    raise AssertionError(f"axis '{axis}' does not split dim {dim} in {layout}")
+
+
+def _check_even(layout: Layout, atoms: Atoms, axes: Mapping[str, int], dim: int, tensor: str) -> None:
+    members = atoms.members[dim]
+    places = {axis: place for place, axis in enumerate(axes)}
+    simple = len(members) == 1 and sorted(layout.splits[members[0]], key=places.__getitem__) == [
+        *layout.splits[members[0]]
+    ]
+    for atom in members:
+        split = layout.splits[atom]
+        count, size = prod(axes[axis] for axis in split), atoms.sizes[atom]
+        if not simple and size % count:
+            why = (
+                f"the dim is compound, with atoms {tuple(atoms.sizes[atom] for atom in members)}"
+                if len(members) > 1
+                else f"the mesh has its axes in the order {', '.join(axes)}"
+            )
+            raise LayoutError(
+                "E4",
+                f"{tensor}: dim {dim} cannot be stored split by {'*'.join(split)}: {size} is not divisible by {count}, "
+                f"and {why}, so the uneven pieces would lie strided, which no DTensor placement describes\n"
+                f"fix: split by axes whose product divides {size}, or another dim",
+            )
+
+
+def from_placements(placements: Sequence[Placement], atoms: Atoms, axes: Mapping[str, int]) -> Layout:
+    """The layout that a DTensor has; an error where its pieces are not those of any layout of these atoms."""
+    if len(placements) != len(axes):
+        raise ValueError(f"{len(placements)} placements for a mesh with the axes {', '.join(axes)}")
+    wanted = tuple(placements)
+    for layout in _candidates(wanted, atoms, axes):
+        if _holds(layout, wanted, atoms, axes):
+            return layout
+    raise LayoutError(
+        "E4",
+        f"the placements {wanted} of a tensor of shape {atoms.shape} do not cut it along its named dims, whose sizes "
+        f"are {atoms.sizes}\nfix: distribute the tensor so that every axis splits one named dim evenly",
+    )
+
+
+def _candidates(placements: tuple[Placement, ...], atoms: Atoms, axes: Mapping[str, int]) -> Iterator[Layout]:
+    """All layouts that split the right physical dims; those in the order of the mesh first."""
+    partial: set[str] = set()
+    cut: list[tuple[str, int]] = []
+    for axis, placement in zip(axes, placements, strict=True):
+        if isinstance(placement, Partial) and placement.reduce_op == "sum":
+            partial.add(axis)
+        elif isinstance(placement, Shard | _StridedShard):
+            cut.append((axis, placement.dim % len(atoms.dims)))
+        elif not isinstance(placement, Replicate):
+            raise LayoutError("E4", f"placement {placement} of axis '{axis}' is no state of a tensor: only sums are")
+    for order in permutations(cut):
+        for places in product(*(atoms.members[dim] for _, dim in order)):
+            held: list[list[str]] = [[] for _ in atoms.sizes]
+            for (axis, _), atom in zip(order, places, strict=True):
+                held[atom].append(axis)
+            yield Layout(tuple(map(tuple, held)), frozenset(partial))
+
+
+def _holds(layout: Layout, wanted: tuple[Placement, ...], atoms: Atoms, axes: Mapping[str, int]) -> bool:
+    try:
+        return to_placements(layout, atoms, axes) == _normal(wanted, len(atoms.dims))
+    except LayoutError:
+        return False
+
+
+def _normal(placements: tuple[Placement, ...], dims: int) -> tuple[Placement, ...]:
+    found: list[Placement] = []
+    for placement in placements:
+        if isinstance(placement, _StridedShard) and placement.split_factor > 1:
+            found.append(_StridedShard(placement.dim % dims, split_factor=placement.split_factor))
+        elif isinstance(placement, Shard | _StridedShard):
+            found.append(Shard(placement.dim % dims))
+        else:
+            found.append(placement)
+    return tuple(found)

@@ -1,0 +1,180 @@
+"""Whether a layout fits a model and a mesh: every word it uses is known, and nothing it says would be passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.errors import LayoutError
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.precedence import POSITION, glob_matches, matches
+from autopar.sharding.layout.source import Span, layout_error, unknown_name
+from autopar.sharding.layout.syntax import (
+    Block,
+    DimRule,
+    Guard,
+    Hold,
+    Hole,
+    MeshStatement,
+    OpPin,
+    Pin,
+    Same,
+    Scope,
+    Split,
+    Statement,
+)
+
+__all__ = ["Words", "check_layout"]
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a model has names for."""
+
+    dims: frozenset[str]
+    tensors: Mapping[str, frozenset[str]]
+    """The names of its tensors by kind; a value that the model returns is an `output` and no `act`."""
+    ops: Mapping[str, tuple[str, ...]]
+    """Its ops and the factors of the rule of each."""
+    layers: tuple[str, ...] = ()
+    """The module paths of its repeated layers."""
+
+    def of_kind(self, kind: str | None) -> frozenset[str]:
+        """The tensors that a scope with this kind is about; `use`, `grad` and `opt` are about parameters."""
+        if kind is None:
+            return frozenset().union(*self.tensors.values())
+        return self.tensors.get("param" if kind in ("use", "grad", "opt") else kind, frozenset())
+
+
+def check_layout(layout: Layout, words: Words, axes: Mapping[str, int]) -> None:
+    """Raise for the first statement that names what is not there, or asks for what is not done yet.
+
+    A strategy may name dims that the model lacks: what it says about them is skipped.
+    """
+    for statement in layout:
+        _check_mesh(statement, axes)
+        _check_names(statement, words, axes, any_dims=layout.strategy is not None)
+        refusal = _refusal(statement, words)
+        if refusal is not None:
+            raise refusal
+
+
+def _check_mesh(statement: Statement, axes: Mapping[str, int]) -> None:
+    if not isinstance(statement, MeshStatement):
+        return
+    written = statement.mesh.axes
+    fits = tuple(written) == tuple(axes) and all(size in (None, axes[axis]) for axis, size in written.items())
+    if not fits:
+        given = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+        raise layout_error(
+            "E1",
+            f"the layout is for another mesh than the one it is to run on, {given}",
+            f"write 'mesh {given}', or leave the line out",
+            statement.span,
+        )
+
+
+def _check_names(statement: Statement, words: Words, axes: Mapping[str, int], any_dims: bool) -> None:
+    span: Span | None = getattr(statement, "span", None)
+    for rule in _rules(statement):
+        for pattern in () if any_dims else rule.dims:
+            if pattern.startswith(POSITION) and isinstance(statement, Block | Pin):
+                continue
+            if not any(matches(pattern, dim) for dim in words.dims):
+                raise unknown_name("dim", pattern, words.dims, _at(rule.span, pattern))
+    for name, place in _axes(statement):
+        if name not in axes:
+            raise unknown_name("axis", name, axes, _at(place, name))
+    for scope in _scopes(statement):
+        for dim in () if any_dims else scope.dims:
+            if dim not in words.dims:
+                raise unknown_name("dim", dim, words.dims, _at(span, dim))
+        if scope.glob is not None:
+            what = "tensor" if scope.kind is None else f"tensor of the kind {scope.kind}"
+            _check_glob(what, scope.glob, words.of_kind(scope.kind), span)
+    if isinstance(statement, Pin):
+        _check_glob("tensor", statement.glob, words.of_kind(None), span)
+    elif isinstance(statement, Same):
+        _check_glob("tensor", statement.left, words.of_kind(None), span)
+        _check_glob("tensor", statement.right, words.of_kind(None), span)
+    elif isinstance(statement, Hold) and statement.action == "recompute":
+        _check_glob("repeated layer", statement.glob, words.layers, span)
+    elif isinstance(statement, Hold):
+        _check_glob("tensor", statement.glob, words.of_kind(None), span)
+    elif isinstance(statement, OpPin):
+        _check_glob("op", statement.glob, words.ops, span)
+        for op in (op for op in words.ops if glob_matches(statement.glob, op)):
+            for factor, _ in statement.choice:
+                if not _is_factor(factor, words.ops[op]):
+                    raise unknown_name(f"factor of {op}", factor, words.ops[op], _at(span, factor))
+
+
+def _check_glob(what: str, glob: str, known: Iterable[str], span: Span | None) -> None:
+    names = list(known)
+    if not any(glob_matches(glob, name) for name in names):
+        raise unknown_name(what, glob, names, span)
+
+
+def _is_factor(word: str, factors: Iterable[str]) -> bool:
+    """Whether a word on the left of an op's pin is a factor, a part of one, or says what passes through the op."""
+    name, _, number = word.partition(".")
+    return word in ("none", "broadcast") or name in factors or (name == "partial" and number.isdigit())
+
+
+def _at(span: Span | None, word: str) -> Span | None:
+    return None if span is None else span.at(word)
+
+
+def _rules(statement: Statement) -> tuple[DimRule, ...]:
+    if isinstance(statement, DimRule):
+        return (statement,)
+    return statement.rules if isinstance(statement, Block | Pin) else ()
+
+
+def _scopes(statement: Statement) -> tuple[Scope, ...]:
+    if isinstance(statement, Block):
+        return statement.scopes
+    return (statement.scope,) if isinstance(statement, Guard) else ()
+
+
+def _axes(statement: Statement) -> Iterator[tuple[str, Span | None]]:
+    """The axes that a statement speaks of, and where."""
+    for rule in _rules(statement):
+        for term in rule.place.terms:
+            if isinstance(term, Split):
+                yield from ((axis, rule.span) for axis in term.axes)
+            elif isinstance(term, Hole):
+                yield from ((axis, rule.span) for candidate in term.candidates for axis in candidate)
+    if isinstance(statement, Pin):
+        yield from ((axis, statement.span) for state in statement.states for axis in state.axes)
+    elif isinstance(statement, OpPin):
+        yield from ((axis, statement.span) for _, axes in statement.choice for axis in axes)
+    elif isinstance(statement, Guard):
+        yield from ((axis, statement.span) for axis in statement.axes)
+
+
+# -- what is in the language, and not done yet ------------------------------------------------------------------------
+
+
+def _refusal(statement: Statement, words: Words) -> LayoutError | None:
+    """The error for what cannot be executed yet: it is refused, never passed over."""
+    match statement:
+        case Hold(action="regather", glob=glob, span=span):
+            if not any(glob_matches(glob, name) for name in words.of_kind("param")):
+                return _not_yet(f"'{glob}' is no parameter, and only parameters are gathered again", "name those", span)
+        case Block(scopes=scopes, rules=rules, span=span) if any(scope.kind == "buffer" for scope in scopes):
+            if _splits(rules):
+                return _not_yet("buffers are held whole on every rank", "write 'buffer { * -> none }'", span)
+        case Pin(glob=glob, rules=rules, span=span) if _splits(rules):
+            held = [name for name in words.of_kind("buffer") if glob_matches(glob, name)]
+            if held:
+                return _not_yet(f"{held[0]} is a buffer: these are held whole on every rank", "pin it to 'none'", span)
+    return None
+
+
+def _splits(rules: Iterable[DimRule]) -> bool:
+    return any(isinstance(term, Split) for rule in rules for term in rule.place.terms)
+
+
+def _not_yet(message: str, fix: str, span: Span | None) -> LayoutError:
+    return layout_error("E0", message, fix, span)

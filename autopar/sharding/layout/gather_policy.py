@@ -1,0 +1,82 @@
+"""What lives on from one use to the next, as `param`, `grad`, `keep`, `regather` and `recompute` say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.sharding.layout.language import Layout as LayoutText
+from autopar.sharding.layout.parameter_storage import storage_of
+from autopar.sharding.layout.precedence import glob_matches
+from autopar.sharding.layout.resolve import HasAtoms
+from autopar.sharding.layout.source import layout_error
+from autopar.sharding.layout.syntax import Axes, Hold
+
+__all__ = ["Holding", "Recompute", "held_as", "holding_of", "recompute_of", "recompute_said"]
+
+Recompute = Literal["none", "selective", "full"]
+"""What a repeated layer computes again in the backward: nothing; what is cheap to compute; all of it."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What of a parameter lives on, beyond the shard that the optimizer sees."""
+
+    lasting: bool
+    """`param` asks for more than `opt` (ZeRO-1): what is gathered serves all micro-steps under `no_sync()`."""
+    deferred: bool
+    """Its gradient may wait for the last backward before the optimizer's step (DDP, ZeRO-1); else each reduces it."""
+    again: bool
+    """What is gathered of it is given up after the forward and gathered again."""
+
+
+def holding_of(layout: LayoutText, tensor: HasAtoms, used: tuple[Axes, ...], axes: Mapping[str, int]) -> Holding:
+    """Of a parameter that the forward takes as `used` splits it."""
+    param, grad, opt = storage_of(layout, tensor, axes)
+    again = held_as(layout, tensor) == "regather"
+    return Holding(param != opt and not again, grad == used, again)
+
+
+def held_as(layout: LayoutText, tensor: HasAtoms) -> Literal["keep", "regather"] | None:
+    """What becomes of what is gathered of a parameter; None where the layout does not say."""
+    best = _about(layout, tensor.name, ("keep", "regather"))
+    if len({hold.action for hold in best}) > 1:
+        raise layout_error(
+            "E2",
+            f"{tensor.name} is to be kept and to be gathered again by equally specific lines",
+            f"say 'keep @{tensor.name}' or 'regather @{tensor.name}'",
+            best[-1].span,
+        )
+    return None if not best else "regather" if best[0].action == "regather" else "keep"
+
+
+def recompute_of(layout: LayoutText, layers: Iterable[str]) -> dict[str, Recompute]:
+    """What each of these layers computes again, where that is anything."""
+    return {layer: level for layer, level in recompute_said(layout, layers).items() if level != "none"}
+
+
+def recompute_said(layout: LayoutText, layers: Iterable[str]) -> dict[str, Recompute]:
+    """What the layout says of these layers, `none` too."""
+    found: dict[str, Recompute] = {}
+    for layer in dict.fromkeys(layers):
+        best = _about(layout, layer, ("recompute",))
+        levels = {hold.level for hold in best if hold.level is not None}
+        if len(levels) > 1:
+            raise layout_error(
+                "E2",
+                f"the layer {layer} is to be computed again in two ways by equally specific lines",
+                f"drop one, or say 'recompute full @{layer}', which beats a pattern",
+                best[0].span,
+                best[-1].span,
+            )
+        if levels:
+            found[layer] = levels.pop()
+    return found
+
+
+def _about(layout: LayoutText, name: str, actions: tuple[str, ...]) -> list[Hold]:
+    """The holds about a name: an exact name beats a pattern."""
+    holds = [hold for hold in layout if isinstance(hold, Hold) and hold.action in actions]
+    found = [hold for hold in holds if glob_matches(hold.glob, name)]
+    return [hold for hold in found if hold.glob == name] or found

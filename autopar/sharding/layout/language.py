@@ -1,0 +1,88 @@
+"""The layout language: text to layouts and back. docs/language.md tells it to users."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autopar.errors import AutoparError, LayoutError
+from autopar.mesh import Mesh
+from autopar.sharding.layout.parser import Parser
+from autopar.sharding.layout.printer import print_statement
+from autopar.sharding.layout.source import layout_error, read_text
+from autopar.sharding.layout.substitute_axes import expand_lets, replace_axes
+from autopar.sharding.layout.syntax import Axes, DimRule, Limit, MeshStatement, Statement, StrategyStatement
+
+__all__ = ["Layout", "parse_layout", "parse_memory", "parse_rules", "parse_strategy_call", "print_layout"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a file says, statement by statement. Equal layouts say the same in the same order."""
+
+    statements: tuple[Statement, ...]
+    name: str = field(default="<layout>", compare=False)
+
+    @staticmethod
+    def load(path: str | Path) -> Layout:
+        """Read a `.lay` file."""
+        return parse_layout(read_text(path), str(path))
+
+    @property
+    def strategy(self) -> StrategyStatement | None:
+        return next((s for s in self.statements if isinstance(s, StrategyStatement)), None)
+
+    @property
+    def mesh(self) -> Mesh | None:
+        return next((s.mesh for s in self.statements if isinstance(s, MeshStatement)), None)
+
+    def on_axes(self, meaning: Mapping[str, Axes]) -> Layout:
+        """The layout with other axes for some of its own; `()` stands for an axis of size 1."""
+        replaced = (replace_axes(statement, meaning) for statement in self.statements)
+        return Layout(tuple(statement for statement in replaced if statement is not None), self.name)
+
+    def __iter__(self) -> Iterator[Statement]:
+        return iter(self.statements)
+
+    def __str__(self) -> str:
+        return print_layout(self)
+
+
+def parse_layout(text: str, name: str = "<layout>") -> Layout:
+    """Read a layout; `name` stands in messages for the file."""
+    statements = Parser(text, name).file()
+    for one in (StrategyStatement, MeshStatement):
+        found = [statement for statement in statements if isinstance(statement, one)]
+        if len(found) > 1:
+            word = "strategy" if one is StrategyStatement else "mesh"
+            message = f"a layout has one '{word}' line, this one has {len(found)}"
+            raise layout_error("E0", message, "keep one of them", *(statement.span for statement in found[:2]))
+    return Layout(expand_lets(statements), name)
+
+
+def print_layout(layout: Layout) -> str:
+    """The layout in its normal form; reading it gives an equal layout."""
+    return "".join(f"{print_statement(statement)}\n" for statement in layout.statements)
+
+
+def parse_rules(text: str, name: str = "<rules>") -> tuple[DimRule, ...]:
+    """Rules alone, `batch -> dp, seq -> tp`."""
+    return Parser(text, name).rules()
+
+
+def parse_memory(text: str) -> Limit:
+    """`70GiB` or `90%`, what a device may hold where no layout says it."""
+    why = ""
+    try:
+        found = parse_layout(f"limit memory {text}", "memory").statements
+    except LayoutError as error:
+        found, why = (), f": {str(error).splitlines()[0].removeprefix(f'{error.code}: ')}"
+    if len(found) != 1 or not isinstance(found[0], Limit):
+        raise AutoparError(f"memory={text!r} is no amount{why}\nfix: write it as in '70GiB' or '90%'")
+    return found[0]
+
+
+def parse_strategy_call(text: str) -> tuple[str, dict[str, Axes]]:
+    """`fsdp(fsdp=dp*tp)`: the strategy, and the axes of the mesh for its axes; `()` where it says `none`."""
+    return Parser(text, "<strategy>").call()

@@ -1,0 +1,113 @@
+"""Which layout the user means: text, a file, a strategy by name, with its axes matched to those of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from autopar.errors import LayoutError
+from autopar.sharding.layout.language import Layout, parse_layout, parse_strategy_call
+from autopar.sharding.layout.source import unknown_name
+from autopar.sharding.layout.strategies import load_strategy, strategy_names
+from autopar.sharding.layout.syntax import Block, DimRule, Guard, Hole, Let, OpPin, Pin, Split
+
+__all__ = ["axes_of", "choose_layout", "dims_of_axes", "usable_axes"]
+
+
+def choose_layout(layout: str | Path | Layout, axes: Mapping[str, int]) -> Layout:
+    """The layout that `layout=` means on a mesh with these axes.
+
+    A strategy is for any mesh: its axes that the mesh lacks have size 1, and `fsdp(fsdp=dp*tp)` matches them by hand. A
+    strategy of one axis is on the axis of a mesh of one, whatever their names; where none is in common it is an error.
+    """
+    if isinstance(layout, Layout):
+        found = layout
+    elif isinstance(layout, Path) or layout.endswith(".lay"):
+        found = Layout.load(layout)
+    elif _is_call(layout):
+        name, meaning = parse_strategy_call(layout)
+        found = load_strategy(name).on_axes(meaning)
+        for axis in (axis for product in meaning.values() for axis in product):
+            if axis not in axes:
+                raise unknown_name("axis", axis, axes, layout)
+    else:
+        found = parse_layout(layout)
+    if found.strategy is None:
+        return found
+    spoken_of = axes_of(found)
+    named = {axis: () for axis in spoken_of if axis not in axes}
+    longer = [axis for axis, size in axes.items() if size > 1]
+    if len(named) == len(spoken_of) > 0 and longer:
+        if len(spoken_of) > 1 or len(longer) > 1:
+            raise _no_common_axis(found.strategy.name, spoken_of, longer)
+        return found.on_axes({spoken_of[0]: (longer[0],)})
+    return found.on_axes(named)
+
+
+def _no_common_axis(strategy: str, spoken_of: Sequence[str], axes: Sequence[str]) -> LayoutError:
+    ways = " or ".join(f'layout="{strategy}({axis}={"*".join(axes)})"' for axis in spoken_of)
+    return LayoutError(
+        "E1",
+        f"E1: strategy '{strategy}' splits nothing on a mesh of {', '.join(axes)}: "
+        f"it speaks of {', '.join(spoken_of)}\nfix: {ways}, or a mesh whose axes have these names",
+    )
+
+
+def _is_call(text: str) -> bool:
+    """Whether a text is a strategy's name, or a call of one, and not a layout."""
+    name = text.partition("(")[0].strip()
+    return name in strategy_names() or (name.isidentifier() and "->" not in text and ":" not in text)
+
+
+def dims_of_axes(layout: Layout) -> dict[str, frozenset[str]]:
+    """For each axis of a layout the dims, or patterns of dims, that no other axis splits; what others split as well,
+    the batch for one, does not tell an axis from them."""
+    found: dict[str, set[str]] = {axis: set() for axis in axes_of(layout)}
+    for statement in layout:
+        rules = (statement,) if isinstance(statement, DimRule) else getattr(statement, "rules", ())
+        for rule in rules:
+            for term in rule.place.terms:
+                for axis in term.axes if isinstance(term, Split) else ():
+                    found[axis].update(rule.dims)
+    return {
+        axis: frozenset(dims.difference(*(other for name, other in found.items() if name != axis)))
+        for axis, dims in found.items()
+    }
+
+
+def usable_axes(layout: Layout, dims: Iterable[str]) -> tuple[str, ...]:
+    """The axes of a strategy that a model with these dims has a use for: `ep` of one without experts has none."""
+    known = tuple(dims)
+    return tuple(
+        axis
+        for axis, patterns in dims_of_axes(layout).items()
+        if not patterns or any(fnmatchcase(dim, pattern) for pattern in patterns for dim in known)
+    )
+
+
+def axes_of(layout: Layout) -> tuple[str, ...]:
+    """All mesh axes that a layout speaks of."""
+    found: list[str] = []
+
+    def of_rules(rules: tuple[DimRule, ...]) -> None:
+        for rule in rules:
+            for term in rule.place.terms:
+                if isinstance(term, Split):
+                    found.extend(term.axes)
+                elif isinstance(term, Hole):
+                    found.extend(axis for candidate in term.candidates for axis in candidate)
+
+    for statement in layout:
+        if isinstance(statement, DimRule):
+            of_rules((statement,))
+        elif isinstance(statement, Block):
+            of_rules(statement.rules)
+        elif isinstance(statement, Pin):
+            of_rules(statement.rules)
+            found.extend(axis for state in statement.states for axis in state.axes)
+        elif isinstance(statement, OpPin):
+            found.extend(axis for _, axes in statement.choice for axis in axes)
+        elif isinstance(statement, Guard | Let):
+            found.extend(statement.axes)
+    return tuple(dict.fromkeys(found))

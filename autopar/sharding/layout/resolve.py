@@ -1,0 +1,304 @@
+"""What a layout says about one tensor: which axes split which of its atoms.
+
+Every named dim of the tensor asks the layout for its rule; the most specific one wins (`precedence`). Then the dims
+claim their axes, in the order of their priorities; a dim whose axes are taken, or whose extent they do not divide,
+takes the next alternative of its rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+from autopar.sharding.layout.language import Layout as LayoutText
+from autopar.sharding.layout.precedence import POSITION, Specificity, glob_matches, matches, specificity
+from autopar.sharding.layout.source import layout_error
+from autopar.sharding.layout.syntax import Axes, Block, DimRule, Hole, NotSplit, Pin, Scope, Split
+from autopar.sharding.sharding import Atoms
+
+__all__ = ["HasAtoms", "Wanted", "atoms_of", "resolve"]
+
+
+class NamedAtom(Protocol):
+    @property
+    def dim(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+
+class HasAtoms(Protocol):
+    """A tensor as the resolver sees it: its name and its atoms, with the names of the dims that they belong to."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def atoms(self) -> tuple[NamedAtom, ...]: ...
+
+
+Wanted = tuple[Axes | None, ...]
+"""For each atom the axes that split it; None where the layout leaves it open."""
+
+
+_Rule = tuple[DimRule, Pin | Scope | None]
+"""A rule, and the pin or the scope of the block that it stands in."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One named dim of a tensor: its name and the atoms that it covers."""
+
+    name: str
+    atoms: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Claim:
+    entry: _Entry
+    rank: Specificity
+    rule: DimRule
+    where: Pin | Scope | None
+
+    @property
+    def means_one_dim(self) -> bool:
+        """In storage, a bare * with axes means one dim: the first that is free and divisible."""
+        storage = isinstance(self.where, Scope) and self.where.kind in ("param", "grad", "opt")
+        return storage and self.rule.dims == ("*",)
+
+
+def atoms_of(tensor: HasAtoms) -> Atoms:
+    """A tensor's atoms as states know them; the same object for all tensors that are cut alike."""
+    return _atoms(tensor.atoms, len(tensor.shape))
+
+
+@lru_cache(maxsize=65536)
+def _atoms(atoms: tuple[NamedAtom, ...], rank: int) -> Atoms:
+    counts = [0] * rank
+    for atom in atoms:
+        counts[atom.dim] += 1
+    return Atoms(tuple(atom.size for atom in atoms), tuple(counts))
+
+
+def resolve(layout: LayoutText, tensor: HasAtoms, kind: str, axes: Mapping[str, int]) -> Wanted:
+    """What the layout wants of a tensor in its role as `kind` (param, use, act, input, output, buffer ...)."""
+    claims: list[_Claim] = []
+    one_dim: DimRule | None = None
+    for claim in _claims(layout, tensor, kind):
+        if claim.means_one_dim:
+            one_dim = claim.rule
+        else:
+            claims.append(claim)
+    taken: dict[str, _Claim] = {}
+    wanted: list[Axes | None] = [None] * len(tensor.atoms)
+    for claim in sorted(claims, key=lambda claim: claim.rule.place.priority):
+        _grant(claim, tensor, axes, taken, wanted, is_stored=kind not in ("use", "act"))
+    if one_dim is not None:
+        spoken = {tensor.atoms[i].dim for claim in claims for i in claim.entry.atoms}
+        _grant_one_dim(one_dim, tensor, axes, taken, spoken, wanted)
+    return tuple(() if axes is None and tensor.atoms[i].size == 1 else axes for i, axes in enumerate(wanted))
+
+
+def _claims(layout: LayoutText, tensor: HasAtoms, kind: str) -> list[_Claim]:
+    """For each dim of a tensor the rule that is about it; where the layout speaks of its parts, for each part."""
+    dims: dict[int, list[int]] = {}
+    for i, atom in enumerate(tensor.atoms):
+        dims.setdefault(atom.dim, []).append(i)
+    rules = list(_rules_about(layout, tensor, kind))
+    found: list[_Claim] = []
+    for members in dims.values():
+        found += _claims_of(rules, tensor, tuple(members), 0)
+    return found
+
+
+def _claims_of(rules: Sequence[_Rule], tensor: HasAtoms, atoms: tuple[int, ...], level: int) -> list[_Claim]:
+    """The claims of the dims that stand at one level of the names of some atoms."""
+    groups: dict[str, list[int]] = {}
+    for i in atoms:
+        names = tensor.atoms[i].names
+        if level <= len(names):
+            groups.setdefault(names[level] if level < len(names) else f"{POSITION}{i}", []).append(i)
+    claims: list[_Claim] = []
+    for name, members in groups.items():
+        own = _rule_for(rules, tensor, name)
+        parts = _claims_of(rules, tensor, tuple(members), level + 1)
+        if parts and (own is None or max(part.rank for part in parts) > own[0]):
+            claims += parts
+        elif own is not None:
+            claims.append(_Claim(_Entry(name, tuple(members)), *own))
+    return claims
+
+
+def _rule_for(
+    rules: Sequence[_Rule], tensor: HasAtoms, name: str
+) -> tuple[Specificity, DimRule, Pin | Scope | None] | None:
+    """The most specific rule for a dim, of those about its tensor."""
+    ranked: list[tuple[Specificity, _Rule]] = []
+    for rule, where in rules:
+        ranks = [specificity(where, pattern) for pattern in rule.dims if matches(pattern, name)]
+        if ranks:
+            ranked.append((max(ranks), (rule, where)))
+    if not ranked:
+        return None
+    best = max(rank for rank, _ in ranked)
+    (rule, where), *others = [one for rank, one in ranked if rank == best]
+    for other, _ in others:
+        if other.place != rule.place:
+            raise layout_error(
+                "E2",
+                f"two rules say different things about the dim '{name}' of {tensor.name}",
+                "drop one of the lines, or make one more specific: a kind, dims in [...], an @name",
+                rule.span,
+                other.span,
+            )
+    return best, rule, where
+
+
+def _rules_about(layout: LayoutText, tensor: HasAtoms, kind: str) -> Iterator[_Rule]:
+    """All rules whose place includes this tensor in this role."""
+    dims = {name for atom in tensor.atoms for name in atom.names}
+    for statement in layout:
+        if isinstance(statement, DimRule):
+            yield statement, None
+        elif isinstance(statement, Pin) and glob_matches(statement.glob, tensor.name):
+            yield from ((rule, statement) for rule in statement.rules)
+        elif isinstance(statement, Block):
+            for scope in statement.scopes:
+                if scope.kind is not None and scope.kind != kind:
+                    continue
+                if scope.glob is not None and not glob_matches(scope.glob, tensor.name):
+                    continue
+                if set(scope.dims) <= dims:
+                    yield from ((rule, scope) for rule in statement.rules)
+
+
+def _grant(
+    claim: _Claim,
+    tensor: HasAtoms,
+    axes: Mapping[str, int],
+    taken: dict[str, _Claim],
+    wanted: list[Axes | None],
+    is_stored: bool,
+) -> None:
+    """Give a dim the first of its alternatives that can be had.
+
+    Uneven pieces of a dim that is made of others lie strided in it: tensors that are stored cannot have them.
+    """
+    refused, fix = "", "add one, as in 'tp | none', allow uneven shards with 'pad', or choose a mesh that divides it"
+    for term in claim.rule.place.terms:
+        if isinstance(term, Hole):
+            return
+        if isinstance(term, NotSplit):
+            for i in claim.entry.atoms:
+                wanted[i] = ()
+            return
+        rival = next((taken[axis] for axis in term.axes if axis in taken), None)
+        if rival is not None and rival.rule.place.priority == claim.rule.place.priority:
+            raise layout_error(
+                "E3",
+                f"the dims '{rival.entry.name}' and '{claim.entry.name}' of {tensor.name} both claim "
+                f"axis '{'*'.join(term.axes)}'",
+                "let one give way: a lower priority, as in 'seq -> tp | none !1'",
+                rival.rule.span,
+                claim.rule.span,
+            )
+        uneven = term.pad and (len(claim.entry.atoms) == 1 or not is_stored)
+        granted = None if rival is not None else _spread(claim.entry, term.axes, tensor, axes, uneven)
+        if granted is None:
+            refused = _why_not(claim.entry, term, tensor, axes, rival)
+            if term.pad and rival is None:
+                fix = (
+                    "split one of its parts: uneven pieces of a dim that is made of others lie strided, and no tensor "
+                )
+                fix += "is stored so"
+            continue
+        for i in claim.entry.atoms:
+            wanted[i] = granted.get(i, ())
+        taken.update((axis, claim) for axis in term.axes)
+        return
+    raise layout_error(
+        "E4",
+        f"the dim '{claim.entry.name}' of {tensor.name} can take no alternative of its rule: {refused}",
+        fix,
+        claim.rule.span,
+    )
+
+
+def _spread(
+    entry: _Entry, wanted: Axes, tensor: HasAtoms, axes: Mapping[str, int], uneven: bool
+) -> dict[int, Axes] | None:
+    """Axes dealt to the atoms of a dim, major first; None where one does not divide the atom whose turn it is, unless
+    pieces may be uneven."""
+    granted: dict[int, Axes] = {}
+    atoms = list(entry.atoms)
+    left = {i: tensor.atoms[i].size for i in atoms}
+    for axis in wanted:
+        while len(atoms) > 1 and left[atoms[0]] == 1:
+            atoms.pop(0)
+        atom = atoms[0]
+        if left[atom] % axes[axis] and not uneven:
+            return None
+        left[atom] = -(-left[atom] // axes[axis])
+        granted[atom] = (*granted.get(atom, ()), axis)
+    return granted
+
+
+def _why_not(entry: _Entry, term: Split, tensor: HasAtoms, axes: Mapping[str, int], rival: _Claim | None) -> str:
+    if rival is not None:
+        return f"axis '{'*'.join(term.axes)}' is taken by '{rival.entry.name}'"
+    extents = " x ".join(str(tensor.atoms[i].size) for i in entry.atoms)
+    count = 1
+    for axis in term.axes:
+        count *= axes[axis]
+    parts = [tensor.atoms[i].names[-1] for i in entry.atoms if tensor.atoms[i].names]
+    made_of = f", its parts {' x '.join(parts)}" if len(entry.atoms) > 1 else ""
+    return f"{'*'.join(term.axes)} = {count} does not divide {extents}{made_of}"
+
+
+def _grant_one_dim(
+    rule: DimRule,
+    tensor: HasAtoms,
+    axes: Mapping[str, int],
+    taken: Mapping[str, _Claim],
+    spoken: set[int],
+    wanted: list[Axes | None],
+) -> None:
+    """`param { * -> fsdp }`: one dim of the tensor, the first without a rule of its own that the axes divide."""
+    for i, axes_of in enumerate(wanted):
+        wanted[i] = () if axes_of is None else axes_of
+    for term in rule.place.terms:
+        if not isinstance(term, Split):
+            return
+        if any(axis in taken for axis in term.axes):
+            continue
+        free = [(atoms, False) for atoms in _free_atoms(tensor, spoken, strided=len(term.axes) == 1)]
+        if term.pad:  # best one that they divide
+            free += [(atoms, True) for atoms in _free_atoms(tensor, spoken, strided=False) if len(atoms) == 1]
+        for atoms, uneven in free:
+            granted = _spread(_Entry("*", atoms), term.axes, tensor, axes, uneven)
+            if granted is not None:
+                for i, given in granted.items():
+                    wanted[i] = given
+                return
+    raise layout_error(
+        "E4",
+        f"no dim of {tensor.name}, of shape {list(tensor.shape)}, can be split as its rule says",
+        "add an alternative, as in '* -> fsdp | none'",
+        rule.span,
+    )
+
+
+def _free_atoms(tensor: HasAtoms, spoken: set[int], strided: bool) -> Iterator[tuple[int, ...]]:
+    """The atoms of each dim that has no rule of its own; then, if `strided`, those that stand within such a dim: shards
+    of these are no one stretch of it, which DTensors can be along one axis only."""
+    dims: dict[int, list[int]] = {}
+    for i, atom in enumerate(tensor.atoms):
+        if atom.dim not in spoken and atom.size > 1:
+            dims.setdefault(atom.dim, []).append(i)
+    yield from map(tuple, dims.values())
+    if strided:
+        yield from ((i,) for members in dims.values() for i in members[1:])

@@ -1,0 +1,106 @@
+"""Where broadcasts of what is made of parameters alone begin: at the parameters, if these are no larger.
+
+The completion lets a broadcast begin where it is used: the gradient of a table's looked-up rows, say, is added up over
+the batch's shards before it becomes the table's. Made of parameters alone, it may as well be added up as the gradient
+of the parameters: there it goes with those of all others, in a bucket, where nobody waits for it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from autopar.ir.graph import NamedGraph, NamedNode
+from autopar.sharding.choices import BROADCAST, layouts_of
+
+if TYPE_CHECKING:  # the completion ends with this
+    from autopar.sharding.decisions import Decisions, OpDecision
+
+__all__ = ["begin_at_parameters"]
+
+
+def begin_at_parameters(graph: NamedGraph, decisions: Decisions, pinned: Collection[str]) -> Decisions:
+    """The same decisions, with broadcasts moved up to the parameters where that sends no more.
+
+    `pinned` are the ops that stay as they are.
+    """
+    return _Lifting(graph, decisions, pinned).run()
+
+
+class _Lifting:
+    def __init__(self, graph: NamedGraph, decisions: Decisions, pinned: Collection[str]) -> None:
+        self.graph = graph
+        self.decisions = decisions
+        self.pinned = pinned
+        self.ops = dict(decisions.ops)
+        self.values = dict(decisions.values)
+        self.makers = {name: node for node in graph.nodes for name in node.outputs if name is not None}
+        self.users: dict[str, list[NamedNode]] = {}
+        for node in graph.nodes:
+            for name in dict.fromkeys(node.operands):
+                if name is not None:
+                    self.users.setdefault(name, []).append(node)
+
+    def run(self) -> Decisions:
+        for axis, size in self.decisions.axes.items():
+            for node in reversed(self.graph.nodes) if size > 1 else ():
+                self._try(node, axis)
+        return replace(self.decisions, ops=self.ops, values=self.values)
+
+    def _try(self, node: NamedNode, axis: str) -> None:
+        lifted: dict[str, OpDecision] = {}
+        parameters: set[str] = set()
+        if not self._lift(node, axis, lifted, parameters):
+            return
+        size = sum(prod(self.graph.tensors[parameter].shape) for parameter in parameters)
+        if size > prod(self.graph.tensors[_only(node)].shape):
+            return
+        for name in lifted:
+            self.ops[self.makers[name].name] = lifted[name]
+            self.values[name] = replace(self.values[name], broadcast=self.values[name].broadcast | {axis})
+
+    def _lift(self, node: NamedNode, axis: str, lifted: dict[str, OpDecision], parameters: set[str]) -> bool:
+        """Whether an op, and those before it, can take and give broadcasts; what they and their parameters then are."""
+        name, decision = _only(node), self.ops[node.name]
+        if not name or name in self.graph.outputs or node.name in self.pinned:
+            return False
+        if not self.graph.tensors[name].requires_grad:
+            return False
+        layouts = [layout for layout in (*decision.operands, *decision.produced, *decision.results) if layout]
+        if any(axis in layout.axes for layout in layouts) or any(axis == used for used, _ in decision.choice.passes):
+            return False
+        if not all(self._takes_broadcast(user, name, axis, lifted) for user in self.users.get(name, ())):
+            return False
+        order = list(self.decisions.axes)
+        passes = sorted((*decision.choice.passes, (axis, BROADCAST)), key=lambda one: order.index(one[0]))
+        choice = replace(decision.choice, passes=tuple(passes))
+        found = layouts_of(self.graph, node, choice)
+        if found is None:
+            return False
+        results = tuple(
+            None if result is None else replace(result, broadcast=result.broadcast | {axis})
+            for result in decision.results
+        )
+        lifted[name] = replace(decision, choice=choice, operands=found[0], produced=found[1], results=results)
+        for operand in dict.fromkeys(node.operands):
+            if operand is None or not self.graph.tensors[operand].requires_grad:
+                continue
+            if self.graph.tensors[operand].kind == "param":
+                if axis in self.values[operand].axes:
+                    return False
+                parameters.add(operand)
+            elif operand not in self.makers or not self._lift(self.makers[operand], axis, lifted, parameters):
+                return False
+        return bool(parameters)
+
+    def _takes_broadcast(self, user: NamedNode, name: str, axis: str, lifted: dict[str, OpDecision]) -> bool:
+        operands = lifted.get(_only(user), self.ops[user.name]).operands
+        pairs = zip(user.operands, operands, strict=True)
+        return all(layout is not None and axis in layout.broadcast for operand, layout in pairs if operand == name)
+
+
+def _only(node: NamedNode) -> str:
+    """The name of an op's result, if it has one and no others."""
+    return node.outputs[0] or "" if len(node.outputs) == 1 else ""

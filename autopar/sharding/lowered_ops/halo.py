@@ -1,0 +1,244 @@
+"""Convolutions and pooling over dims that are split: shards get from their neighbours the edges that they need.
+
+What a shard's part of the output reads is a stretch of the input. It is put together from the shard's own part and what
+the others send, one split dim after the other (so corners come along), and padded where it leaves the image; the op
+itself then pads no more. Where a window reaches further than the next shard, the ones after it send as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ir.graph import NamedNode
+from autopar.lowering.collectives.local_reshard import Groups
+from autopar.lowering.collectives.wire_dtypes import as_bytes, is_known
+from autopar.lowering.passes.empty_shards import amounts, nothing
+from autopar.rules.call import takes_tensors
+from autopar.rules.notation import FactorKind, Halo
+from autopar.rules.shard_call.local_call import Local, Piece
+from autopar.rules.shard_call.windows import Reach, numeric_padding, padded, reach, unpadded
+from autopar.sharding.lowered_ops.base import Message, Send, Split, dims_of
+from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
+from autopar.sharding.sharding import Atoms, Layout, nested
+
+__all__ = ["Window", "received_share"]
+
+
+class Window:
+    def takes(self, node: NamedNode, factor: str) -> bool:
+        operand, output = node.rule.operands[0], node.rule.outputs[0]
+        alone = operand is not None and (factor,) in operand.terms and output is not None and (factor,) in output.terms
+        return node.rule.kinds[factor] is FactorKind.HALO and node.rule.halo(factor) is not None and alone
+
+    def allows(self, node: NamedNode, factor: str, atom: int) -> bool:
+        return len(node.atoms[factor]) == 1
+
+    def messages(self, split: Split) -> tuple[Message, ...]:
+        return tuple(_Exchange.of(split, stretch) for stretch in _stretches(split))
+
+    def run(self, split: Split, local: Local, pieces: Mapping[str, Piece], sends: tuple[Send, ...]) -> Any:
+        stretches = _stretches(split)
+        dims = [stretch.dim for stretch in stretches]
+        local = numeric_padding(local, dims)
+        name = "input" if "input" in local.arguments else "self"
+        read: Tensor = local.arguments[name]
+        for send in sends:
+            read = send(read)
+        local = unpadded(local, dims)
+        reaches = [(stretch.dim, stretch.reach(stretch.place(split.at))) for stretch in stretches]
+        made = {stretch.factor: stretch.made(stretch.place(split.at))[1] for stretch in stretches}
+        shape = replace(local, local_sizes={**local.local_sizes, **made}).output_shape()
+        if 0 in shape:
+            given = local.with_arguments(**{name: read}).arguments.values()
+            return nothing(shape, split.dtype, [value for value in given if isinstance(value, Tensor)])
+
+        def result(read: Tensor, call: Local) -> Any:
+            for dim, part in reaches:
+                read = padded(call, read, dim, part.before, part.after)
+            return _filled(call.with_arguments(**{name: read})).run()
+
+        if "window_mean" not in [split.node.rule.lowering(stretch.factor) for stretch in stretches]:
+            return result(read, local)
+        # A mean that does not count the padding: sums by counts, both with the padding as zeros.
+        local = local.with_arguments(count_include_pad=True)
+        return result(read, local) / result(torch.ones_like(read, requires_grad=False), local)
+
+
+def _filled(local: Local) -> Local:
+    """With a channel of zeros where this rank has no channel of the sum."""
+    filled = {}
+    assert isinstance(local.op, torch._ops.OpOverload), local.op
+    for name, operand in zip(takes_tensors(local.op), local.rule.operands, strict=False):
+        value = local.arguments[name]
+        added = amounts(operand, local.local_sizes) if isinstance(value, Tensor) and operand is not None else []
+        if added:
+            filled[name] = torch.constant_pad_nd(value, added)
+    return local.with_arguments(**filled) if filled else local
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """One split dim: its whole extents, of the input and of the output, and what each piece of the output reads."""
+
+    factor: str
+    dim: int
+    halo: Halo
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """Of the axes."""
+    extent: int
+    made_extent: int
+
+    @property
+    def count(self) -> int:
+        return prod(self.sizes)
+
+    def place(self, coordinate: Mapping[str, int]) -> int:
+        """Which piece the rank at these coordinates has."""
+        found = 0
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            found = found * size + coordinate[axis]
+        return found
+
+    def held(self, place: int) -> tuple[int, int]:
+        """The piece of the input at this place."""
+        return self._piece(self.extent, place)
+
+    def made(self, place: int) -> tuple[int, int]:
+        """The piece of the output."""
+        return self._piece(self.made_extent, place)
+
+    def _piece(self, extent: int, place: int) -> tuple[int, int]:
+        cuts = []
+        for size in reversed(self.sizes):
+            place, index = divmod(place, size)
+            cuts.append((size, index))
+        return nested(extent, reversed(cuts))
+
+    def reach(self, place: int) -> Reach:
+        """What the piece of the output at this place reads."""
+        start, length = self.made(place)
+        return reach(self.halo, start, start + length, self.extent) if length else Reach(0, 0, 0, 0)
+
+    def shared(self, holder: int, reader: int) -> tuple[int, int]:
+        """The positions that one piece of the input holds and a piece of the output reads: from where, how many."""
+        (start, length), part = self.held(holder), self.reach(reader)
+        first, last = max(start, part.first), min(start + length, part.last)
+        return (first - start, last - first) if last > first else (0, 0)
+
+
+def _stretches(split: Split) -> tuple[_Stretch, ...]:
+    found = []
+    for factor, dim in sorted(dims_of(split).items(), key=lambda pair: pair[1]):
+        axes, halo = split.factors[factor], split.node.rule.halo(factor)
+        assert halo is not None, split.node.rule
+        sizes = tuple(split.mesh[axis] for axis in axes)
+        found.append(_Stretch(factor, dim, halo, axes, sizes, split.whole[dim], split.node.sizes[factor]))
+    return tuple(found)
+
+
+def received_share(split: Split) -> Mapping[str, float]:
+    """For each split dim: what a shard gets from the others at most, as a share of what it holds."""
+    found = {}
+    for stretch in _stretches(split):
+        shares = []
+        for place in range(stretch.count):
+            part, (_, held) = stretch.reach(place), stretch.held(place)
+            got = part.last - part.first - stretch.shared(place, place)[1]
+            shares.append(got / held if held else float(got > 0))
+        found[stretch.factor] = max(shares)
+    return found
+
+
+# -- the exchange -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    reshard: Reshard
+    itemsize: int
+    differentiable: bool
+    stretch: _Stretch
+
+    @classmethod
+    def of(cls, split: Split, stretch: _Stretch) -> _Exchange:
+        """The dims before this one have their edges already."""
+        shape = list(split.shape)
+        places = range(stretch.count)
+        for other in _stretches(split):
+            if other.dim < stretch.dim:
+                read = [other.reach(place) for place in range(other.count)]
+                shape[other.dim] = max(part.last - part.first for part in read)
+        line = prod(shape[: stretch.dim] + shape[stretch.dim + 1 :])
+        sent = [[stretch.shared(place, reader)[1] for reader in places if reader != place] for place in places]
+        most = max(map(sum, sent))
+        shape[stretch.dim] = stretch.extent
+        layout = Layout(tuple(stretch.axes if dim == stretch.dim else () for dim in range(len(shape))))
+        kind, dim = StepKind.HALO_EXCHANGE, stretch.dim
+        step = Step(kind, stretch.axes, dim, layout, layout, numel=line * most, sent_numel=line * most)
+        steps = (step,) if most else ()
+        found = Reshard(Atoms.plain(shape), tuple(split.mesh.items()), layout, layout, steps, steps)
+        return cls(found, split.dtype.itemsize, split.differentiable, stretch)
+
+    def bind(self, groups: Groups) -> Send:
+        own = self.stretch.place(groups.coordinate)
+        if not self.reshard.forward:
+            return _Edges(self.stretch, own, (), "")
+        group = groups.of(self.stretch.axes)
+        return _Edges(self.stretch, own, tuple(map(self.stretch.place, group.members)), group.name)
+
+
+@dataclass(frozen=True)
+class _Edges:
+    """An exchange bound to a rank: the stretch of the input that its part of the output reads."""
+
+    stretch: _Stretch
+    own: int
+    members: tuple[int, ...]
+    """The places of the ranks of the group; none where nothing is sent."""
+    group: str
+
+    def __call__(self, x: Tensor) -> Tensor:
+        dim, own = self.stretch.dim, self.own
+        kept = {own: x.narrow(dim, *self.stretch.shared(own, own))}
+        if self.members:
+            kept |= self._received(x)
+        # Empty parts too: a rank that gets nothing has gradients to receive, so the exchange must be in its graph.
+        return torch.cat([kept[place] for place in sorted(kept)], dim) if len(kept) > 1 else kept[own]
+
+    def _received(self, x: Tensor) -> dict[int, Tensor]:
+        dim, own, others = self.stretch.dim, self.own, [place for place in self.members if place != self.own]
+        line = prod(size for i, size in enumerate(x.shape) if i != dim)
+        given = {place: self.stretch.shared(own, place) for place in others} | {own: (0, 0)}
+        taken = {place: self.stretch.shared(place, own)[1] for place in others} | {own: 0}
+        flat = torch.cat([x.narrow(dim, *given[place]).reshape(-1) for place in self.members])
+        sent = [given[place][1] * line for place in self.members]
+        received = [taken[place] * line for place in self.members]
+        parts = _AllToAll.apply(flat, received, sent, self.group).split(received)  # type: ignore[no-untyped-call]
+        shapes = {place: (*x.shape[:dim], taken[place], *x.shape[dim + 1 :]) for place in others}
+        found = zip(self.members, parts, strict=True)
+        return {place: part.reshape(shapes[place]) for place, part in found if place != own}
+
+
+class _AllToAll(torch.autograd.Function):
+    """Its gradient goes back the way that it came."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
+        ctx.way = sent, received, group
+        ops = torch.ops._c10d_functional
+        known = is_known(x.dtype, gathered=False)
+        given, size = (x.contiguous(), 1) if known else (as_bytes(x.contiguous()), x.element_size())
+        sizes = ([size * count for count in counts] for counts in (received, sent))
+        exchanged: Tensor = ops.wait_tensor(ops.all_to_all_single(given, *sizes, group))
+        return exchanged if known else exchanged.view(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _AllToAll.apply(gradient, *ctx.way), None, None, None  # type: ignore[no-untyped-call]

@@ -1,0 +1,46 @@
+"""Softmax over a dim that is split: the largest number and the sum of the exponentials are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ir.graph import NamedNode
+from autopar.rules.notation import FactorKind
+from autopar.rules.shard_call.local_call import Local, Piece
+from autopar.sharding.lowered_ops.base import Message, Send, Split, dims_of, largest_of, maximum, total, widened
+
+__all__ = ["Softmax"]
+
+
+@dataclass(frozen=True)
+class Softmax:
+    log: bool = False
+
+    def takes(self, node: NamedNode, factor: str) -> bool:
+        return node.rule.kinds[factor] is FactorKind.WHOLE
+
+    def allows(self, node: NamedNode, factor: str, atom: int) -> bool:
+        return True
+
+    def messages(self, split: Split) -> tuple[Message, ...]:
+        (dim,) = dims_of(split).values()
+        rows = (*split.shape[:dim], 1, *split.shape[dim + 1 :])
+        return maximum(split, rows), total(split, rows, shared=True)
+
+    def run(self, split: Split, local: Local, pieces: Mapping[str, Piece], sends: tuple[Send, ...]) -> Any:
+        (dim,) = dims_of(split).values()
+        largest, added = sends
+        given: Tensor = local.arguments["self"]
+        result = local.arguments.get("dtype") or given.dtype
+        if local.arguments.get("half_to_float"):
+            result = torch.float32
+        x = given.to(result).to(widened(split.dtype)) if widened(result) == widened(split.dtype) else given.to(result)
+        x = x - largest(largest_of(x, dim, keepdim=True))
+        exponentials = x.exp()
+        spread = added(exponentials.sum(dim, keepdim=True))
+        return (x - spread.log() if self.log else exponentials / spread).to(result)

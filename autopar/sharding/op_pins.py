@@ -1,0 +1,154 @@
+"""What a layout, or the model itself, says about single ops and values: `op @name[n -> tp]`, `autopar.constrain`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.errors import LayoutError
+from autopar.ir.graph import NamedGraph, NamedNode
+from autopar.sharding.choices import BROADCAST, Choice, Passing, Site
+from autopar.sharding.layout.check import Words
+from autopar.sharding.layout.language import Layout, parse_rules
+from autopar.sharding.layout.load import axes_of
+from autopar.sharding.layout.precedence import glob_matches
+from autopar.sharding.layout.source import layout_error
+from autopar.sharding.layout.substitute_axes import replace_axes
+from autopar.sharding.layout.syntax import OpPin, Pin
+
+__all__ = [
+    "allows",
+    "cannot_be_had",
+    "pin_of",
+    "pinned_passings",
+    "pinned_sites",
+    "uneven_sites",
+    "with_constraints",
+    "words_of",
+]
+
+
+def pin_of(layout: Layout, node: NamedNode) -> OpPin | None:
+    """The pin of an op's choice."""
+    found = [pin for pin in layout if isinstance(pin, OpPin) and glob_matches(pin.glob, node.name)]
+    for other in found[1:]:
+        if dict(other.choice) != dict(found[0].choice):
+            raise layout_error(
+                "E2", f"two lines pin the op {node.name} to different choices", "drop one", found[0].span, other.span
+            )
+    return found[0] if found else None
+
+
+def pinned_sites(pin: OpPin, node: NamedNode) -> dict[str, list[Site]]:
+    """For each axis of a pin the sites that it may split: the atoms of its factor, or the one that it names."""
+    return {axis: _sites(factor, node) for factor, axes in pin.choice if _splits(factor) for axis in axes}
+
+
+def uneven_sites(pin: OpPin, node: NamedNode) -> set[tuple[Site, tuple[str, ...]]]:
+    """The sites that a pin lets its axes cut in pieces of different lengths."""
+    return {(site, axes) for factor, axes in pin.choice if factor in pin.uneven for site in _sites(factor, node)}
+
+
+def pinned_passings(pin: OpPin, node: NamedNode) -> dict[str, tuple[Passing, ...]]:
+    """For each axis of which a pin says that it splits nothing, what it passes through: one way, or none."""
+    found: dict[str, tuple[Passing, ...]] = {}
+    for word, axes in pin.choice:
+        if not _splits(word):
+            found.update(dict.fromkeys(axes, _passings(word, node)))
+    return found
+
+
+def _passings(word: str, node: NamedNode) -> tuple[Passing, ...]:
+    if word == "broadcast":
+        return (BROADCAST,)
+    number = word.partition(".")[2]
+    groups = node.rule.linear[int(number) : int(number) + 1] if word != "none" else ()
+    return tuple(map(frozenset, groups))
+
+
+def _splits(word: str) -> bool:
+    """Whether a word on the left of a pin is a factor."""
+    return word not in ("none", "broadcast") and not word.startswith("partial.")
+
+
+def _sites(word: str, node: NamedNode) -> list[Site]:
+    factor, _, number = word.partition(".")
+    atoms = range(len(node.atoms.get(factor, ())))
+    return [(factor, atom) for atom in atoms if not number or atom == int(number)]
+
+
+def allows(pin: OpPin, choice: Choice, node: NamedNode) -> bool:
+    """Whether a choice does what the pin says, all of it and nothing else."""
+    splits = dict(choice.splits)
+    for factor, axes in pin.choice:
+        if not _splits(factor):
+            continue
+        found = [splits.pop(site, ()) for site in _sites(factor, node)]
+        if len(found) == 1 and found != [axes]:
+            return False
+        if sorted(axis for one in found for axis in one) != sorted(axes):
+            return False
+    return not splits and all(
+        (way is None and word == "none") or (way,) == _passings(word, node)
+        for word, axes in pin.choice
+        if not _splits(word)
+        for way in (dict(choice.passes).get(axis) for axis in axes)
+    )
+
+
+def cannot_be_had(pin: OpPin, node: NamedNode, axes: Mapping[str, int], graph: NamedGraph) -> LayoutError:
+    """E5: the op does not allow what the pin says."""
+    reasons = []
+    for word, over in pin.choice:
+        if not _splits(word) and any(
+            way and way not in graph.passable_sums[node.name] for way in _passings(word, node)
+        ):
+            reasons.append(
+                f"{word}: over {', '.join(over)}; what the sum is multiplied with may be infinite, or what "
+                "divides it zero: its terms would give NaN (docs/language.md)"
+            )
+            continue
+        factor = word.partition(".")[0]
+        if factor not in node.rule.kinds:
+            reasons.append(f"{word}: over {', '.join(over)}, beside what it splits")
+            continue
+        kind, extents = node.rule.kinds[factor], node.atoms.get(factor, ())
+        sizes = " * ".join(f"{axis}={axes[axis]}" for axis in over)
+        reasons.append(f"{factor}: {kind.value}, extent {' x '.join(map(str, extents)) or 'none'}, over {sizes}")
+    listed = "\n".join(f"  {reason}" for reason in reasons)
+    return layout_error(
+        "E5",
+        f"the op {node.name} ({node.op}) cannot be split as it is pinned\n"
+        f"  rule  {node.rule}\n{listed}\n  line  {node.origin.source}: {node.origin.source_code}",
+        "pin a factor that the rule lets split, in shards of one size that its operands can be brought into",
+        pin.span,
+    )
+
+
+def words_of(graph: NamedGraph) -> Words:
+    """What a graph has names for."""
+    kinds: dict[str, set[str]] = {}
+    for tensor in graph.tensors.values():
+        returned = "output" if tensor.name in graph.outputs else "act"
+        kind = {"activation": returned, "constant": "buffer"}.get(tensor.kind, tensor.kind)
+        kinds.setdefault(kind, set()).add(tensor.name)
+    return Words(
+        frozenset(name for tensor in graph.tensors.values() for atom in tensor.atoms for name in atom.names),
+        {kind: frozenset(names) for kind, names in kinds.items()},
+        {node.name: node.rule.factors for node in graph.nodes},
+        tuple(path for repeat in graph.repeats for path in repeat.module_paths),
+    )
+
+
+def with_constraints(layout: Layout, graph: NamedGraph, axes: Mapping[str, int]) -> Layout:
+    """The layout with what the model says by `autopar.constrain`, each as a pin of that value."""
+    sources = {node.name: node for node in graph.exported.graph_module.graph.nodes}
+    pins: list[Pin] = []
+    for tensor in graph.tensors.values():
+        for text in sources[tensor.node].meta.get("constrain", ()):
+            rules = parse_rules(text, f"autopar.constrain of {tensor.name}")
+            pins.append(Pin(tensor.name, rules, span=rules[0].span))
+    said = Layout(tuple(pins))
+    if layout.strategy is not None:  # a strategy's axes that the mesh lacks have size 1, and so have the model's
+        absent = {axis: () for axis in axes_of(said) if axis not in axes}
+        said = Layout(tuple(kept for kept in (replace_axes(pin, absent) for pin in pins) if kept is not None))
+    return Layout((*layout.statements, *said.statements), layout.name)

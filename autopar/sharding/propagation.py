@@ -1,0 +1,428 @@
+"""What a layout leaves open, decided without a solver: each op in turn takes the choice that sends least.
+
+A layout says what is split where; it does not say which choice an op takes, nor where a sum is resolved. Here each op,
+in the order of the graph, takes a choice that uses as many of the axes as split its tensors: what is split is worked on
+in parallel. Of these it takes the one with the fewest bytes sent to bring its operands into the layouts it wants and
+its results into theirs, forward and backward, and by itself; then the first in the order of the rule's factors. Sums
+are resolved where they arise, broadcasts begin where they are used, unless a pin says otherwise.
+
+Where the layout leaves something to choose (`?{tp, dp*tp}`, `tp?`), that is chosen with which the whole sends least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from math import inf, prod
+
+from autopar.errors import LayoutError
+from autopar.ir.graph import NamedGraph, NamedNode, NamedTensor
+from autopar.sharding.choices import Passing, Site, can_split, choices, layouts_of, passings_of, sites_of
+from autopar.sharding.decisions import Decisions, OpDecision
+from autopar.sharding.layout.check import check_layout
+from autopar.sharding.layout.gather_policy import Holding
+from autopar.sharding.layout.holes import filled, options_of
+from autopar.sharding.layout.language import Layout as LayoutText
+from autopar.sharding.layout.pinned_states import UNPINNED
+from autopar.sharding.layout.resolve import Wanted, atoms_of
+from autopar.sharding.layout.same import filled_from
+from autopar.sharding.layout.syntax import Axes, OpPin, Pin
+from autopar.sharding.layout_query import Asking
+from autopar.sharding.lift_broadcasts import begin_at_parameters
+from autopar.sharding.lowered_ops import split_of
+from autopar.sharding.op_pins import (
+    allows,
+    cannot_be_had,
+    pinned_passings,
+    pinned_sites,
+    uneven_sites,
+    with_constraints,
+    words_of,
+)
+from autopar.sharding.reshard.reshard import Reshard, reshard
+from autopar.sharding.sharding import Atoms, Layout
+
+__all__ = ["Known", "complete", "recomplete", "redecide", "restored"]
+
+
+class Known:
+    """What has been decided about one graph on one mesh.
+
+    An op that is equal to another but for names, with its tensors in the same layouts and asked the same, is decided as
+    that one; a layout that asks the same of every tensor as another comes to the same.
+    """
+
+    def __init__(self) -> None:
+        self.ops: dict[Hashable, OpDecision] = {}
+        self.wholes: dict[Hashable, Decisions] = {}
+        self.sent_numel: dict[tuple[Atoms, bool, Layout, Layout], int] = {}
+
+
+def complete(graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int], known: Known | None = None) -> Decisions:
+    """Decide everything about a graph under a layout; `known` is what was decided under others."""
+    whole = with_constraints(layout, graph, axes)
+    check_layout(whole, words_of(graph), axes)
+    known = known or Known()
+    options = options_of(whole, axes)
+    asking = Asking(graph, whole, axes)
+    everything = None if options else asking.everything()
+    if everything is not None and everything in known.wholes:
+        return known.wholes[everything]
+    found = _Picking(graph, whole, axes, options, known).run() if options else _Completion(asking, known).run()
+    found = begin_at_parameters(graph, found, asking.pinned())
+    if everything is not None:
+        known.wholes[everything] = found
+    return found
+
+
+def recomplete(
+    graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int], decided: Decisions, known: Known | None = None
+) -> tuple[Decisions, frozenset[str]]:
+    """What a layout without holes comes to, and the ops that it does not decide: these are as is decided."""
+    whole = with_constraints(layout, graph, axes)
+    check_layout(whole, words_of(graph), axes)
+    asking = Asking(graph, whole, axes)
+    completion = _Completion(asking, known or Known())
+    found = completion.run(decided)
+    undecided = frozenset(completion.undecided)
+    return begin_at_parameters(graph, found, asking.pinned() | undecided), undecided
+
+
+def redecide(
+    graph: NamedGraph, layout: LayoutText, known: Decisions, ops: Collection[str], uses_stay: bool = True
+) -> Decisions:
+    """What is known, but for some ops, and for what is held of which the layout has a pin: these are decided anew.
+
+    The layout says where the results of these ops are; all else stays as it is known, also how the ops take what is
+    held, unless that need not be.
+    """
+    completion = _Completion(Asking(graph, layout, known.axes), Known())
+    completion.stored, completion.values = dict(known.stored), dict(known.values)
+    completion.ops, completion.holdings = dict(known.ops), dict(known.holdings)
+    pinned = {statement.glob for statement in layout if isinstance(statement, Pin)}
+    nodes = [node for node in graph.nodes if node.name in ops]
+    for name in dict.fromkeys(name for node in nodes for name in (*node.operands, *node.outputs) if name is not None):
+        tensor = graph.tensors[name]
+        completion.asking.states(tensor)  # raises for what cannot be pinned
+        if name in pinned and tensor.kind != "activation":
+            completion._store(tensor)
+        elif tensor.kind == "param" and uses_stay:
+            completion.used[name] = known.values[name].splits
+    for node in nodes:
+        completion._decide(node)
+    found = replace(
+        known, stored=completion.stored, values=completion.values, ops=completion.ops, holdings=completion.holdings
+    )
+    return begin_at_parameters(graph, found, {node.name for node in graph.nodes if node.name not in ops})
+
+
+def restored(graph: NamedGraph, layout: LayoutText, known: Decisions, name: str) -> Decisions:
+    """What is known, with a parameter held as the layout says; its use stays, and so does every op."""
+    asking = Asking(graph, layout, known.axes)
+    held = asking.held(graph.tensors[name])
+    assert held.holding is not None, f"{name} is a parameter"
+    stored, holdings = {**known.stored, name: held.stored}, {**known.holdings, name: held.holding}
+    return replace(known, stored=stored, holdings=holdings)
+
+
+MOST_TRIED = 32
+"""Where the layout leaves more ways than these to choose, its places are decided in turn, over and over."""
+
+
+class _Picking:
+    """Tries what a layout leaves to choose."""
+
+    def __init__(
+        self,
+        graph: NamedGraph,
+        layout: LayoutText,
+        axes: Mapping[str, int],
+        options: list[tuple[Axes, ...]],
+        known: Known,
+    ) -> None:
+        self.graph = graph
+        self.known = known
+        self.layout = layout
+        self.axes = axes
+        self.options = options
+        self.tried: dict[tuple[Axes, ...], tuple[float, Decisions | LayoutError]] = {}
+
+    def run(self) -> Decisions:
+        if prod(map(len, self.options)) <= MOST_TRIED:
+            best = min(product(*self.options), key=self._sent_bytes)
+        else:
+            best = self._in_turn()
+        _, found = self.tried[best]
+        if isinstance(found, LayoutError):
+            raise found
+        return found
+
+    def _in_turn(self) -> tuple[Axes, ...]:
+        best = tuple(options[0] for options in self.options)
+        changed = True
+        while changed:
+            before = best
+            for place, options in enumerate(self.options):
+                best = min(
+                    (best, *((*best[:place], option, *best[place + 1 :]) for option in options)), key=self._sent_bytes
+                )
+            changed = best != before
+        return best
+
+    def _sent_bytes(self, picks: tuple[Axes, ...]) -> float:
+        """What the whole sends with these; endless where it cannot be had."""
+        if picks not in self.tried:
+            try:
+                asking = Asking(self.graph, filled(self.layout, self.axes, picks), self.axes)
+                completion = _Completion(asking, self.known)
+                decisions = completion.run()
+                self.tried[picks] = completion.sent_bytes(), decisions
+            except LayoutError as error:
+                self.tried[picks] = inf, error
+        return self.tried[picks][0]
+
+
+class _Completion:
+    def __init__(self, asking: Asking, known: Known) -> None:
+        self.asking = asking
+        self.graph = asking.graph
+        self.axes = asking.axes
+        self.known = known
+        self.stored: dict[str, Layout] = {}
+        self.values: dict[str, Layout] = {}
+        self.used: dict[str, Wanted] = {}
+        self.ops: dict[str, OpDecision] = {}
+        self.holdings: dict[str, Holding] = {}
+        self.undecided: set[str] = set()
+
+    def run(self, decided: Decisions | None = None) -> Decisions:
+        for tensor in self.graph.tensors.values():
+            self.asking.states(tensor)  # raises for what cannot be pinned
+            if tensor.kind != "activation":
+                self._store(tensor)
+        for node in self.graph.nodes:
+            try:
+                self._decide(node)
+            except LayoutError:
+                if decided is None:
+                    raise
+                self.undecided.add(node.name)
+                self._take(node, decided.ops[node.name])
+        return Decisions(self.axes, self.stored, self.ops, self.values, self.holdings, self.asking.recompute())
+
+    def _store(self, tensor: NamedTensor) -> None:
+        held = self.asking.held(tensor)
+        self.stored[tensor.name], self.values[tensor.name] = held.stored, held.value
+        if held.holding is not None and held.use is not None:
+            self.holdings[tensor.name], self.used[tensor.name] = held.holding, held.use
+
+    def _decide(self, node: NamedNode) -> None:
+        """Take a choice for an op: that of an equal one in equal circumstances, or the best."""
+        targets = [None if name is None else self._target(self.graph.tensors[name]) for name in node.outputs]
+        pin = self.asking.pin(node)
+        key = self._circumstances(node, targets, pin)
+        if key not in self.known.ops:
+            self.known.ops[key] = self._best(node, targets, pin)
+        self._take(node, self.known.ops[key])
+
+    def _circumstances(self, node: NamedNode, targets: Sequence[Wanted | None], pin: OpPin | None) -> Hashable:
+        """All that an op is decided by."""
+        operands: list[Hashable] = []
+        for name in node.operands:
+            if name is not None and name in self.stored:
+                states = self.asking.states(self.graph.tensors[name])
+                operands.append((self.values[name], self.stored[name], self.used.get(name), states.broadcast))
+            else:
+                operands.append(None if name is None else self.values[name])
+        results: list[Hashable] = []
+        for name, target in zip(node.outputs, targets, strict=True):
+            states = UNPINNED if name is None else self.asking.states(self.graph.tensors[name])
+            results.append((target, states.partial, states.broadcast))
+        pinned = None if pin is None else (pin.choice, pin.uneven)
+        return self.graph.forms[node.name], tuple(operands), tuple(results), pinned
+
+    def _best(self, node: NamedNode, targets: list[Wanted | None], pin: OpPin | None) -> OpDecision:
+        """Of all choices, one that uses most axes and then sends least."""
+        best: tuple[tuple[int, int], OpDecision] | None = None
+        sites, uneven = self._candidates(node, targets)
+        passing = self._passing(node)
+        if pin is not None:
+            sites, uneven = pinned_sites(pin, node), uneven | uneven_sites(pin, node)
+            passing = {**passing, **pinned_passings(pin, node)}
+        for choice in choices(node, sites, self.axes, uneven, passing):
+            if pin is not None and not allows(pin, choice, node):
+                continue
+            found = layouts_of(self.graph, node, choice)
+            if found is None:
+                continue
+            operands, produced = found
+            if not self._uses_agree(node, operands, broadcasts_only=pin is not None):
+                continue
+            results = tuple(
+                None if name is None else self._result(name, layout, target)
+                for name, layout, target in zip(node.outputs, produced, targets, strict=True)
+            )
+            decision = OpDecision(choice, operands, produced, results)
+            rank = (-len(choice.axes), sum(self._sent(node, decision).values()))
+            if best is None or rank < best[0]:
+                best = rank, decision
+        if best is None and pin is not None:
+            raise cannot_be_had(pin, node, self.axes, self.graph)
+        if best is None:
+            raise LayoutError("E5", self._no_choice(node))
+        return best[1]
+
+    def _take(self, node: NamedNode, decision: OpDecision) -> None:
+        self.ops[node.name] = decision
+        for name, result in zip(node.outputs, decision.results, strict=True):
+            if name is not None and result is not None:
+                self.values[name] = result
+
+    def _target(self, tensor: NamedTensor) -> Wanted:
+        wanted = self.asking.wanted(tensor)
+        for group in self.asking.groups if None in wanted else ():
+            if tensor.name in group:
+                decided = (self.graph.tensors[name] for name in group if name in self.values)
+                for other in decided:
+                    wanted = filled_from(tensor, wanted, other, self.values[other.name].splits)
+        return wanted
+
+    def _candidates(
+        self, node: NamedNode, targets: list[Wanted | None]
+    ) -> tuple[dict[str, list[Site]], set[tuple[Site, Axes]]]:
+        """For each axis the sites that it splits in some operand as it stands, or in some result as it is wanted.
+
+        And all sites with the axes that split them there: these may be cut in uneven pieces, as that tensor is.
+        """
+        found: dict[str, list[Site]] = {axis: [] for axis in self.axes}
+        whole: set[tuple[Site, Axes]] = set()
+        ends = [
+            *zip(node.rule.operands, node.operands, [None] * len(node.operands), strict=False),
+            *zip(node.rule.outputs, node.outputs, targets, strict=True),
+        ]
+        for operand, name, target in ends:
+            if operand is None or name is None:
+                continue
+            tensor = self.graph.tensors[name]
+            splits = target if target is not None else self.values[name].splits
+            for site, axes in zip(sites_of(node, operand, tensor) or (), splits, strict=False):
+                if site is not None and axes:
+                    whole.add((site, axes))
+                    for axis in axes:
+                        found[axis].append(site)
+        return {axis: sites for axis, sites in found.items() if sites}, whole
+
+    def _passing(self, node: NamedNode) -> dict[str, tuple[Passing, ...]]:
+        """What axes may pass through the op: those along which something of it is a sum, or broadcast, as pinned."""
+        tensors = (self.graph.tensors[name] for name in node.outputs if name is not None)
+        axes = {axis for tensor in tensors for axis in self.asking.states(tensor).axes}
+        for name in node.operands:
+            if name is not None:
+                axes |= self.values[name].partial | self.values[name].broadcast
+        ways = passings_of(self.graph, node) if axes else ()
+        return {axis: ways for axis in self.axes if axis in axes}
+
+    def _uses_agree(self, node: NamedNode, operands: tuple[Layout | None, ...], broadcasts_only: bool) -> bool:
+        """Whether what is held is taken as the layout wants it where it is used."""
+        for name, wanted in zip(node.operands, operands, strict=True):
+            if name is None or wanted is None or name not in self.stored:
+                continue
+            if not self.asking.states(self.graph.tensors[name]).broadcast <= wanted.broadcast:
+                return False
+            if name not in self.used or broadcasts_only:
+                continue
+            pairs = zip(self.used[name], wanted.splits, strict=True)
+            if any(use is not None and use != split for use, split in pairs):
+                return False
+        return True
+
+    def _result(self, name: str, produced: Layout | None, target: Wanted | None) -> Layout | None:
+        """The layout that a result is brought into: as wanted; what the layout leaves open stays as it comes."""
+        if produced is None or target is None:
+            return None
+        states = self.asking.states(self.graph.tensors[name])
+        claimed = {axis for axes in target if axes for axis in axes} | states.axes
+        splits = tuple(
+            tuple(axis for axis in produced.splits[i] if axis not in claimed) if axes is None else axes
+            for i, axes in enumerate(target)
+        )
+        return Layout(splits, states.partial, states.broadcast)
+
+    def sent_bytes(self) -> int:
+        """What all ops send; what is converted is so once for all ops."""
+        found: dict[tuple[str, Layout | None, Layout | None], int] = {}
+        for node in self.graph.nodes:
+            found.update(self._sent(node, self.ops[node.name]))
+        return sum(found.values())
+
+    def _sent(self, node: NamedNode, decision: OpDecision) -> dict[tuple[str, Layout | None, Layout | None], int]:
+        """The bytes sent for one op: to convert its operands, by itself, and to convert its results."""
+        found: dict[tuple[str, Layout | None, Layout | None], int] = {}
+        for name, wanted in zip(node.operands, decision.operands, strict=True):
+            if name is not None and wanted is not None:
+                source = self.stored.get(name, self.values[name])
+                found[name, source, wanted] = self._bytes(self.graph.tensors[name], source, wanted)
+        split = split_of(self.graph, node, decision.choice.splits, decision.operands, self.axes)
+        if split is not None:
+            inside = [
+                sent_numel(message.reshard, message.differentiable) * message.itemsize for message in split.messages()
+            ]
+            found[node.name, None, None] = sum(inside)
+        for name, produced, result in zip(node.outputs, decision.produced, decision.results, strict=True):
+            if name is not None and produced is not None and result is not None:
+                found[name, produced, result] = self._bytes(self.graph.tensors[name], produced, result)
+        return found
+
+    def _bytes(self, tensor: NamedTensor, source: Layout, target: Layout) -> int:
+        atoms = atoms_of(tensor)
+        key = atoms, tensor.requires_grad, source, target
+        priced = self.known.sent_numel
+        if key not in priced:
+            priced[key] = sent_numel(reshard(atoms, source, target, self.axes), tensor.requires_grad)
+        return priced[key] * tensor.dtype.itemsize
+
+    def _no_choice(self, node: NamedNode) -> str:
+        """Which parameters the op cannot take as the layout wants them used, and which factors are in the way."""
+        used: list[str] = []
+        reasons: dict[str, None] = {}
+        for operand, name in zip(node.rule.operands, node.operands, strict=False):
+            if operand is None or name is None or name not in self.used:
+                continue
+            tensor = self.graph.tensors[name]
+            places = [
+                f"{atom.names[0] if atom.names else f'dim {atom.dim}'} -> {'*'.join(axes)}"
+                for atom, axes in zip(tensor.atoms, self.values[name].splits, strict=True)
+                if axes
+            ]
+            used.append(f"{tensor} used {'with ' + ', '.join(places) if places else 'whole'}")
+            sites = sites_of(node, operand, tensor) or (None,) * len(tensor.atoms)
+            for site, atom, axes in zip(sites, tensor.atoms, self.values[name].splits, strict=True):
+                if axes:
+                    reasons[self._in_the_way(node, site, atom.size, axes)] = None
+        return (
+            f"E5: the op {node.name} ({node.op}) cannot be split as the layout wants it: {', '.join(used)}\n"
+            f"  rule  {node.rule}\n"
+            f"  line  {node.origin.source}: {node.origin.source_code}\n"
+            f"{''.join(f'  {reason}' + chr(10) for reason in reasons)}"
+            "fix: split another dim of these parameters where they are used, or none: use @name { * -> none }"
+        )
+
+    def _in_the_way(self, node: NamedNode, site: Site | None, extent: int, axes: tuple[str, ...]) -> str:
+        count = prod(self.axes[axis] for axis in axes)
+        over = f"{'*'.join(axes)} = {count}"
+        if site is None:
+            return f"the op does not cut this dim as its tensors do, so {over} cannot split it"
+        if extent % count and node.source == "discovered":
+            return (
+                f"the factor {site[0]} has {extent}, which {over} does not divide: its rule was found for even shards"
+            )
+        if can_split(node, site, axes, self.axes, uneven=True):
+            return f"the factor {site[0]} can be split by {over}, but not with what its other operands or results need"
+        return f"the factor {site[0]} cannot be split by {over}: the op needs all of it"
+
+
+def sent_numel(conversion: Reshard, differentiable: bool) -> int:
+    """The elements that the busiest rank sends, forward and backward."""
+    ways = (*conversion.forward, *conversion.backward) if differentiable else conversion.forward
+    return sum(step.sent_numel for step in ways)

@@ -1,0 +1,91 @@
+"""Which ops are computed again in the backward: layers of which a plan says so, checkpoint regions of the model.
+
+`full`: all ops of a layer. `selective`: those that are cheap beside what they would keep. What costs most is a product
+with a parameter, fused attention, a recurrence, or an op of which only its author knows the cost: their results are
+kept. A product of two values is attention that is written out, whose scores take more memory than all else and little
+time (Korthikanti et al., 2022): it is computed again, like all that reads and writes more than it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from autopar.ir.analysis.contractions import ATTENTION, RECURRENT, multiplied
+from autopar.ir.graph import NamedGraph, NamedNode
+from autopar.sharding.layout.gather_policy import Recompute
+
+__all__ = ["Region", "computed_again", "regions_of"]
+
+
+@dataclass(frozen=True)
+class Region:
+    """Ops whose results, or some of them, are let go of after the forward and computed again together."""
+
+    name: str
+    mode: Recompute
+    ops: tuple[str, ...]
+
+
+def regions_of(graph: NamedGraph, recompute: Mapping[str, Recompute]) -> tuple[Region, ...]:
+    """The regions of a graph; `recompute` is by the module path of a repeated layer.
+
+    A checkpoint region of the model that has ops in common with such a layer is one region with it.
+    """
+    by_node = {node.node: node for node in graph.nodes}
+    found = [
+        Region(path, recompute[path], tuple(by_node[name].name for name in layer if name in by_node))
+        for repeat in graph.repeats
+        for path, layer in zip(repeat.module_paths, repeat.layers, strict=True)
+        if recompute.get(path, "none") != "none"
+    ]
+    own: dict[int, list[str]] = {}
+    for node in graph.nodes:
+        if node.origin.checkpoint is not None:
+            own.setdefault(node.origin.checkpoint, []).append(node.name)
+    for number, ops in own.items():
+        found = _joined(found, Region(f"checkpoint {number}", "full", tuple(ops)))
+    order = {node.name: place for place, node in enumerate(graph.nodes)}
+    return tuple(sorted(found, key=lambda region: min(order[op] for op in region.ops)))
+
+
+def _joined(regions: Iterable[Region], own: Region) -> list[Region]:
+    """The regions with one of the model's own, which becomes part of those that it has ops in common with."""
+    apart: list[Region] = []
+    touched: list[Region] = []
+    for region in regions:
+        (apart if set(region.ops).isdisjoint(own.ops) else touched).append(region)
+    if not touched:
+        return [*apart, own]
+    modes = {region.mode for region in touched}
+    ops = dict.fromkeys(op for region in (*touched, own) for op in region.ops)
+    return [*apart, Region(touched[0].name, modes.pop() if len(modes) == 1 else "full", tuple(ops))]
+
+
+def computed_again(graph: NamedGraph, regions: Iterable[Region]) -> frozenset[str]:
+    """The ops of regions that are computed again: all, or those that are cheap."""
+    regions = tuple(regions)
+    if not any(region.mode == "selective" for region in regions):
+        return frozenset(op for region in regions for op in region.ops)
+    weights = _made_of_parameters(graph)
+    nodes = {node.name: node for node in graph.nodes}
+    return frozenset(
+        op for region in regions for op in region.ops if region.mode == "full" or not _is_dear(nodes[op], weights)
+    )
+
+
+def _is_dear(node: NamedNode, weights: frozenset[str]) -> bool:
+    if not node.op.startswith(("aten.", "prims.")) or node.op == ATTENTION or node.op in RECURRENT:
+        return True
+    pair = multiplied(node)
+    return pair is not None and any(node.operands[i] in weights for i in pair)
+
+
+def _made_of_parameters(graph: NamedGraph) -> frozenset[str]:
+    """The parameters, and what is made of nothing else: transposed, cast, put together."""
+    found = {tensor.name for tensor in graph.tensors.values() if tensor.kind == "param"}
+    for node in graph.nodes:
+        operands = [name for name in node.operands if name is not None]
+        if operands and found.issuperset(operands):
+            found.update(name for name in node.outputs if name is not None)
+    return frozenset(found)

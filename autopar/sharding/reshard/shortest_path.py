@@ -1,0 +1,161 @@
+"""The cheapest steps from one layout to another: a shortest path, whose nodes are layouts and whose edges are steps."""
+
+from __future__ import annotations
+
+import heapq
+from fractions import Fraction
+from functools import lru_cache
+from math import prod
+
+from autopar.sharding.reshard.step_graph import Edge, Limits, StepSpace, step_space
+from autopar.sharding.reshard.steps import Axes, Link, Step, StepKind
+from autopar.sharding.sharding import Atoms, Layout, common_axes
+
+__all__ = ["cheapest"]
+
+# Compared from left to right: what is sent, collectives, axes that take part, steps. Then the steps themselves.
+_Cost = tuple[int | Fraction, int, int, int]
+_Key = tuple[tuple[int, ...], ...]
+
+
+@lru_cache(maxsize=65536)
+def cheapest(
+    atoms: Atoms, source: Layout, target: Layout, axes: Axes, links: tuple[tuple[str, Link], ...]
+) -> tuple[Step, ...]:
+    space = step_space(atoms, axes)
+    limits = _limits(space, source, target)
+    prices = _Prices(space, dict(links))
+    bound = _Bound(space, limits, source, target, prices.least(limits.active))
+    start, end = space.place(source), space.place(target)
+    zero: _Cost = (0, 0, 0, 0)
+    # In the order of what the whole way will cost at least; of equals, of the steps so far, which are the start of the
+    # key of all that comes of them. Two entries with one cost and one key do not occur, so no more is compared.
+    queue: list[tuple[_Cost, _Key, int, tuple[Step, ...]]] = [(zero, (), start, ())]
+    least: dict[int, tuple[_Cost, _Key]] = {start: (zero, ())}
+    extents = {start: bound.extent(source)}
+    done: set[int] = set()
+    while queue:
+        _, key, place, path = heapq.heappop(queue)
+        if place == end:
+            return path
+        if place in done:
+            continue
+        done.add(place)
+        cost, extent = least[place][0], extents[place]
+        for edge in space.steps_from(place, limits):
+            sent = edge.sent if prices.plain else prices.of(edge)
+            total = (cost[0] + sent, cost[1] + edge.collectives, cost[2] + edge.axes, cost[3] + 1)
+            known = least.get(edge.after)
+            if known is not None and known[0] < total:
+                continue
+            keys = (*key, edge.rank)
+            if known is None or (total, keys) < known:
+                least[edge.after] = total, keys
+                extents[edge.after] = reached = bound.after(extent, edge)
+                heapq.heappush(queue, (bound.with_rest(total, reached), keys, edge.after, (*path, edge.step)))
+    raise AssertionError(f"no steps lead from {source} to {target}")
+
+
+def _limits(space: StepSpace, source: Layout, target: Layout) -> Limits:
+    pairs = list(zip(source.splits, target.splits, strict=True))
+    # The major axes that an atom has in both layouts stay where they are.
+    fixed = tuple(common_axes(before, after) for before, after in pairs)
+    kept = {axis for (split, _), count in zip(pairs, fixed, strict=True) for axis in split[:count]}
+    kept |= source.partial & target.partial
+    mentioned = {*source.axes, *target.axes}
+    active = tuple(axis for axis in space.axes if axis in mentioned and axis not in kept)
+    # A sum is made only where the target wants one, and then for good. To pad with zeros and reduce them again would
+    # send less at times, but takes buffers of the full size.
+    summed = frozenset(active) & target.partial
+    cut = {atom for atom, ((s, t), count) in enumerate(zip(pairs, fixed, strict=True)) if s[count:] or t[count:]}
+    # An atom that neither layout cuts may serve on the way: to scatter a sum over the fast axis first, or to use an
+    # axis that replicates in order to send less. One is enough: best an even one, best a long one.
+    sizes, p = space.atoms.sizes, prod(space.axes[axis] for axis in active)
+    others = [atom for atom in range(len(sizes)) if atom not in cut]
+    cut.update(sorted(others, key=lambda atom: (sizes[atom] % p != 0, -sizes[atom], atom))[:1])
+    return Limits(space.mask(active), space.mask(summed), fixed, tuple(sorted(cut)))
+
+
+class _Prices:
+    """What steps take on links of different cost."""
+
+    def __init__(self, space: StepSpace, links: dict[str, Link]) -> None:
+        self.space = space
+        self.links = links
+        self.plain = all(link == Link() for link in links.values())
+        """Whether all links cost what is sent."""
+
+    def least(self, active: int) -> int | Fraction:
+        """What an element takes on the cheapest of the links that are used."""
+        prices = (_exact(self.links[axis].per_element) for axis, bit in self.space.bits.items() if bit & active)
+        return min(prices, default=0)
+
+    def of(self, edge: Edge) -> int | Fraction:
+        if not edge.collectives:
+            return edge.sent
+        links = [self.links[axis] for axis in edge.step.axes]
+        price = _exact(max(link.per_element for link in links)) * edge.sent
+        return price + _exact(max(link.per_collective for link in links))
+
+
+class _Bound:
+    """What is at least still to be sent from some layout, so that ways that lead nowhere are not followed.
+
+    Gathers send what they make a tensor grow by, or more. Sums are cheapest over the least that a rank can hold: then
+    every axis cuts the tensor. It holds for what all ranks would hold if shards were equally long, which is no more
+    than what the first rank does. A tensor is measured as if all axes that the target sums over cut it, because padding
+    costs nothing. Extents are pairs: how much a rank holds, in parts of an element; the ranks whose sums are still due.
+    """
+
+    def __init__(self, space: StepSpace, limits: Limits, source: Layout, target: Layout, price: int | Fraction) -> None:
+        self.space = space
+        self.limits = limits
+        self.price = price
+        self.ranks: dict[int, int] = {}
+        self.parts = prod(space.axes.values())
+        self.whole = prod(space.atoms.sizes) * self.parts
+        self.goal = self.extent(target)[0]
+        fixed = sum(space.mask(axes[:count]) for axes, count in zip(source.splits, limits.fixed, strict=True))
+        self.least = self.whole // self._ranks(fixed | limits.active)
+
+    def extent(self, layout: Layout) -> tuple[int, int]:
+        split = sum(map(self.space.mask, layout.splits))
+        sums = self.space.mask(layout.partial) & self.limits.active & ~self.limits.summed
+        return self.whole // self._ranks(split | self.limits.summed), self._ranks(sums)
+
+    def after(self, before: tuple[int, int], edge: Edge) -> tuple[int, int]:
+        kind = edge.step.kind
+        if kind not in _CHANGES_EXTENT:
+            return before
+        ranks = self._ranks(edge.mask & ~self.limits.summed)
+        numel, sums = before
+        if kind is StepKind.SLICE:
+            return numel // ranks, sums
+        if kind is StepKind.ALL_GATHER:
+            return numel * ranks, sums
+        return (numel if kind is StepKind.ALL_REDUCE else numel // ranks), sums // ranks
+
+    def with_rest(self, cost: _Cost, extent: tuple[int, int]) -> _Cost:
+        """The cost of a way so far, and of what is left at least."""
+        numel, sums = extent
+        # Of sums the same, whatever the layout: what has been cut by then.
+        rest = self.least * (sums - 1) + max(0, self.goal - (self.least if sums > 1 else numel))
+        if not rest:
+            return cost
+        # Rounded down to whole elements, as all steps send; but whatever is left takes a collective.
+        return cost[0] + self.price * (rest // self.parts), cost[1] + 1, cost[2] + 1, cost[3] + 1
+
+    def _ranks(self, mask: int) -> int:
+        found = self.ranks.get(mask)
+        if found is None:
+            sizes = (size for axis, size in self.space.axes.items() if mask & self.space.bits[axis])
+            found = self.ranks[mask] = prod(sizes)
+        return found
+
+
+_CHANGES_EXTENT = {StepKind.SLICE, StepKind.ALL_GATHER, StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER}
+
+
+def _exact(number: float) -> int | Fraction:
+    """Sums of these do not depend on their order, so ties are ties. Whole numbers are much the faster ones."""
+    return int(number) if number == int(number) else Fraction(number)

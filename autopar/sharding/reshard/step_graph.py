@@ -1,0 +1,251 @@
+"""The steps that lead from each layout of a tensor to others, made once for all conversions of tensors cut alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations, permutations, product
+from math import prod
+from typing import NamedTuple
+
+from autopar.sharding.reshard.steps import Axes, Step, StepKind
+from autopar.sharding.sharding import Atoms, Layout, Piece, longest, nested
+
+__all__ = ["Edge", "Limits", "StepSpace", "step_space"]
+
+_RANK = {kind: rank for rank, kind in enumerate(StepKind)}
+
+
+class Edge(NamedTuple):
+    """A step as the search sees it. Sets of axes are numbers with a bit for each, layouts the places in a list."""
+
+    after: int
+    rank: tuple[int, ...]
+    """Among equally cheap steps."""
+    sent: int
+    collectives: int
+    axes: int
+    """How many take part."""
+    mask: int
+    """Which ones do."""
+    step: Step
+
+
+class Limits(NamedTuple):
+    """The steps that some conversion may take."""
+
+    active: int
+    """The axes that change."""
+    summed: int
+    """Those of them that the target sums over."""
+    fixed: tuple[int, ...]
+    """By atom, how many of its major axes stay."""
+    cut: tuple[int, ...]
+    """The atoms that may be cut."""
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """All steps from one layout: those that reduce sums; by atom, those that cut it and those that move its pieces."""
+
+    reductions: tuple[Edge, ...]
+    slices: Mapping[int, tuple[Edge, ...]]
+    pieces: Mapping[int, tuple[Edge, ...]]
+
+
+@lru_cache(maxsize=256)
+def step_space(atoms: Atoms, axes: Axes) -> StepSpace:
+    return StepSpace(atoms, axes)
+
+
+class StepSpace:
+    def __init__(self, atoms: Atoms, axes: Axes) -> None:
+        self.atoms = atoms
+        self.axes = dict(axes)
+        self.names = tuple(self.axes)
+        self.bits = {axis: 1 << i for i, axis in enumerate(self.axes)}
+        self.layouts: list[Layout] = []
+        self.places: dict[Layout, int] = {}
+        self.made: dict[int, _Steps] = {}
+        self.allowed: dict[tuple[int, Limits], tuple[Edge, ...]] = {}
+
+    def mask(self, axes: frozenset[str] | tuple[str, ...]) -> int:
+        return sum(self.bits[axis] for axis in axes)
+
+    def place(self, layout: Layout) -> int:
+        found = self.places.get(layout)
+        if found is None:
+            found = self.places[layout] = len(self.layouts)
+            self.layouts.append(layout)
+        return found
+
+    def steps_from(self, place: int, limits: Limits) -> tuple[Edge, ...]:
+        """Those that may lead to the target."""
+        key = place, limits
+        found = self.allowed.get(key)
+        if found is None:
+            found = self.allowed[key] = tuple(self._allowed(place, limits))
+        return found
+
+    def _allowed(self, place: int, limits: Limits) -> list[Edge]:
+        layout = self.layouts[place]
+        every = self.made.get(place)
+        if every is None:
+            every = self.made[place] = _Maker(self, layout).steps()
+        sums = self.mask(layout.partial) & limits.active & ~limits.summed
+        same = limits.active & ~self.mask(layout.axes)
+        found = []
+        kept = tuple(axis for axis in self.names if self.bits[axis] & same & limits.summed)
+        if kept:
+            found.append(self.edge(Step(StepKind.KEEP_ONE, kept, None, layout, _partial(layout, kept))))
+        if sums:
+            found += [
+                one
+                for one in every.reductions
+                if not one.mask & ~sums and (one.step.atom is None or one.step.atom in limits.cut)
+            ]
+        for atom in limits.cut:
+            if same:
+                found += [one for one in every.slices[atom] if not one.mask & ~same]
+            movable = len(layout.splits[atom]) - limits.fixed[atom]
+            for one in every.pieces[atom] if movable else ():
+                step = one.step
+                if one.axes > movable or (step.to_atom is not None and step.to_atom not in limits.cut):
+                    continue
+                if step.kind is not StepKind.PAD or not one.mask & ~limits.summed:
+                    found.append(one)
+        return found
+
+    def edge(self, step: Step) -> Edge:
+        atoms = [-1 if atom is None else atom for atom in (step.atom, step.to_atom)]
+        rank = (_RANK[step.kind], *atoms, *(self.names.index(axis) for axis in (*step.axes, *step.to_axes)))
+        after, collectives = self.place(step.after), 0 if step.local else 1
+        return Edge(after, rank, step.sent_numel, collectives, len(step.axes), self.mask(step.axes), step)
+
+
+def _orders(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """All ordered choices of at least one axis."""
+    return [order for count in range(1, len(axes) + 1) for order in permutations(axes, count)]
+
+
+class _Maker:
+    """Makes the steps from one layout."""
+
+    def __init__(self, space: StepSpace, layout: Layout) -> None:
+        self.space = space
+        self.atoms, self.axes = space.atoms, space.axes
+        self.layout = layout
+
+    def steps(self) -> _Steps:
+        layout, places = self.layout, range(len(self.atoms.sizes))
+        sums = tuple(axis for axis in self.axes if axis in layout.partial)
+        split = {axis for axes in layout.splits for axis in axes}
+        same = tuple(axis for axis in self.axes if axis not in layout.partial and axis not in split)
+        reductions = [self._all_reduce(axes) for count in range(1, len(sums) + 1) for axes in combinations(sums, count)]
+        reductions += [self._reduce_scatter(atom, axes) for atom in places for axes in _orders(sums)]
+        slices = {
+            atom: [Step(StepKind.SLICE, axes, atom, layout, _cut(layout, atom, axes)) for axes in _orders(same)]
+            for atom in places
+        }
+        pieces: dict[int, list[Step]] = {}
+        for atom in places:
+            held = layout.splits[atom]
+            for count in range(1, len(held) + 1):
+                pieces.setdefault(atom, []).extend(self._from_pieces(atom, held[-count:]))
+        return _Steps(
+            self._edges(reductions),
+            {atom: self._edges(found) for atom, found in slices.items()},
+            {atom: self._edges(found) for atom, found in pieces.items()},
+        )
+
+    def _edges(self, steps: list[Step]) -> tuple[Edge, ...]:
+        return tuple(map(self.space.edge, steps))
+
+    def _ranks(self, axes: tuple[str, ...]) -> int:
+        return prod(self.axes[axis] for axis in axes)
+
+    def _extent(self, atom: int, split: tuple[str, ...]) -> int:
+        """The longest local extent of an atom."""
+        return longest(self.atoms.sizes[atom], split, self.axes)
+
+    def _local_numel(self, layout: Layout, leave_out: tuple[int, ...] = ()) -> int:
+        splits = enumerate(layout.splits)
+        return prod(self._extent(atom, split) for atom, split in splits if atom not in leave_out)
+
+    def _from_pieces(self, atom: int, axes: tuple[str, ...]) -> list[Step]:
+        """What can be done with the most minor axes of an atom."""
+        layout = self.layout
+        joined = _joined(layout, atom, axes)
+        chunk = self._local_numel(layout)
+        numel = chunk * self._ranks(axes)
+        found = [
+            Step(StepKind.ALL_GATHER, axes, atom, layout, joined, numel=numel, sent_numel=numel - chunk),
+            Step(StepKind.PAD, axes, atom, layout, _partial(joined, axes)),
+        ]
+        for to_atom in range(len(self.atoms.sizes)):
+            for to_axes in permutations(axes):
+                if to_atom != atom or to_axes[0] != axes[0]:
+                    after = _cut(joined, to_atom, to_axes)
+                    sent = self._exchanged(layout, after, atom, axes, to_atom, to_axes)
+                    kind = StepKind.ALL_TO_ALL
+                    found.append(Step(kind, axes, atom, layout, after, to_atom, to_axes, numel=chunk, sent_numel=sent))
+        return found
+
+    def _all_reduce(self, axes: tuple[str, ...]) -> Step:
+        layout = self.layout
+        after = Layout(layout.splits, layout.partial - set(axes))
+        numel, ranks = self._local_numel(layout), self._ranks(axes)
+        sent = -(-2 * (ranks - 1) * numel // ranks)
+        return Step(StepKind.ALL_REDUCE, axes, None, layout, after, numel=numel, sent_numel=sent)
+
+    def _reduce_scatter(self, atom: int, axes: tuple[str, ...]) -> Step:
+        layout = self.layout
+        after = _cut(Layout(layout.splits, layout.partial - set(axes)), atom, axes)
+        chunk = self._local_numel(after)
+        numel = chunk * self._ranks(axes)
+        return Step(StepKind.REDUCE_SCATTER, axes, atom, layout, after, numel=numel, sent_numel=numel - chunk)
+
+    def _exchanged(
+        self, before: Layout, after: Layout, atom: int, axes: tuple[str, ...], to_atom: int, to_axes: tuple[str, ...]
+    ) -> int:
+        """What the busiest rank of an all-to-all sends: all that it holds but what it holds afterwards too."""
+        extent = self._extent(atom, before.splits[atom][: -len(axes)])
+        other = None if to_atom == atom else self._extent(to_atom, before.splits[to_atom])
+        sizes, order = tuple(self.axes[axis] for axis in axes), tuple(axes.index(axis) for axis in to_axes)
+        return _busiest(extent, other, sizes, order) * self._local_numel(before, (atom, to_atom))
+
+
+@lru_cache(maxsize=65536)
+def _busiest(extent: int, other: int | None, sizes: tuple[int, ...], order: tuple[int, ...]) -> int:
+    """The most that one rank sends when pieces of one extent are exchanged for pieces of another, or in another order.
+
+    Ranks at 0 of all other axes have the longest pieces of what those cut, so only the axes of the exchange count.
+    """
+    busiest = 0
+    for place in product(*map(range, sizes)):
+        held = nested(extent, zip(sizes, place, strict=True))
+        wanted = nested(extent if other is None else other, [(sizes[i], place[i]) for i in order])
+        sent = held[1] - _overlap(held, wanted) if other is None else held[1] * (other - wanted[1])
+        busiest = max(busiest, sent)
+    return busiest
+
+
+def _overlap(one: Piece, other: Piece) -> int:
+    return max(0, min(one[0] + one[1], other[0] + other[1]) - max(one[0], other[0]))
+
+
+def _cut(layout: Layout, atom: int, axes: tuple[str, ...]) -> Layout:
+    splits = list(layout.splits)
+    splits[atom] += axes
+    return Layout(tuple(splits), layout.partial)
+
+
+def _joined(layout: Layout, atom: int, axes: tuple[str, ...]) -> Layout:
+    splits = list(layout.splits)
+    splits[atom] = splits[atom][: -len(axes)]
+    return Layout(tuple(splits), layout.partial)
+
+
+def _partial(layout: Layout, axes: tuple[str, ...]) -> Layout:
+    return Layout(layout.splits, layout.partial | set(axes))

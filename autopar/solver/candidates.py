@@ -1,0 +1,196 @@
+"""What may be decided: the choices of an op, and the layouts in which a tensor may be stored."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, permutations
+from math import prod
+from typing import Any, cast
+
+from autopar.errors import LayoutError
+from autopar.ir.graph import NamedNode, NamedTensor
+from autopar.sharding.choices import Choice, Passing, Site, choices, layouts_of, passings_of
+from autopar.sharding.demands import Demands, matches
+from autopar.sharding.dtensor_placements import to_placements
+from autopar.sharding.layout.gather_policy import held_as
+from autopar.sharding.layout.resolve import atoms_of
+from autopar.sharding.op_pins import allows, pinned_passings, pinned_sites, uneven_sites
+from autopar.sharding.sharding import Atoms, Layout
+from autopar.solver.search.joined_axes import MOST_AXES, Ways, kind_of
+from autopar.solver.setting import Setting
+
+__all__ = ["Option", "Stored", "can_be_held", "options_of", "stored_of"]
+
+MOST_WASTE = 1.25
+"""Uneven shards are considered where the longest one is at most so many times the mean."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One choice of an op with the layouts that it takes and gives."""
+
+    choice: Choice
+    operands: tuple[Layout | None, ...]
+    produced: tuple[Layout | None, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How an input, parameter or buffer is held; `again`: what is gathered of it is gathered again in the backward."""
+
+    layout: Layout
+    again: bool = False
+    lasting: bool = False
+    shared: Layout | None = None
+    """What it is converted to once for all ops that take it so; what others take is made for each of them."""
+
+    def defers(self, want: Layout) -> bool:
+        """Whether a gradient may wait for the last micro-batch: it is stored as it is used, or the copy stays."""
+        return self.lasting or self.layout.splits == want.splits
+
+
+class _NearlyEven:
+    """The sites that axes cut in pieces of nearly one length, and those that a pin allows to be uneven."""
+
+    def __init__(self, node: NamedNode, axes: Mapping[str, int], pinned: Collection[object]) -> None:
+        self.node = node
+        self.axes = axes
+        self.pinned = pinned
+
+    def __contains__(self, item: object) -> bool:
+        (factor, atom), used = cast(tuple[Site, tuple[str, ...]], item)
+        extent = self.node.atoms[factor][atom]
+        count = prod(self.axes[axis] for axis in used)
+        return item in self.pinned or -(-extent // count) * count <= MOST_WASTE * extent
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("asked for one at a time")
+
+    def __len__(self) -> int:
+        raise AssertionError("asked for one at a time")
+
+
+def options_of(setting: Setting, demands: Demands, node: NamedNode, ways: Ways | None = None) -> tuple[Option, ...]:
+    """All choices of an op that differ in the layouts of its tensors, or, where there is one, all in these `ways`.
+
+    The mesh's order of axes comes first.
+    """
+    found = () if ways is None else _options(setting, demands, node, ways)
+    return found or _options(setting, demands, node, None)
+
+
+def _options(setting: Setting, demands: Demands, node: NamedNode, ways: Ways | None) -> tuple[Option, ...]:
+    graph, axes = setting.graph, setting.used
+    pin = demands.pin(node)
+    sites: Mapping[str, Sequence[Site]] = dict.fromkeys(axes, _sites(node))
+    passes: Mapping[str, tuple[Passing, ...]] = dict.fromkeys(axes, passings_of(graph, node))
+    if ways is not None:
+        kind = kind_of(node)
+        sites = {axis: ways.sites[kind].get(axis, ()) for axis in axes}
+        passes = {axis: ways.passes[kind].get(axis, ()) for axis in axes}
+    if pin is not None:
+        sites = pinned_sites(pin, node)
+        own = pinned_passings(pin, node)
+        passes = {axis: own.get(axis, every) for axis, every in passes.items() if axis not in sites}
+    uneven = _NearlyEven(node, axes, () if pin is None else uneven_sites(pin, node))
+    found: dict[object, Option] = {}
+    for choice in choices(node, sites, axes, uneven, passes):
+        layouts = layouts_of(graph, node, choice)
+        if layouts is None or layouts in found or (pin is not None and not allows(pin, choice, node)):
+            continue
+        if _uses_agree(setting, demands, node, layouts[0]):
+            found[layouts] = Option(choice, *layouts)
+    return tuple(found.values())
+
+
+def _sites(node: NamedNode) -> list[Site]:
+    """What is longer than one, and so can be split."""
+    return [
+        (factor, atom) for factor, extents in node.atoms.items() for atom, extent in enumerate(extents) if extent > 1
+    ]
+
+
+def _uses_agree(setting: Setting, demands: Demands, node: NamedNode, operands: tuple[Layout | None, ...]) -> bool:
+    if demands.is_empty:
+        return True
+    for name, layout in zip(node.operands, operands, strict=True):
+        if name is None or layout is None:
+            continue
+        tensor = setting.graph.tensors[name]
+        if tensor.kind != "activation" and not demands.allows_use(tensor, layout, demands.pin(node) is not None):
+            return False
+    return True
+
+
+def stored_of(
+    setting: Setting,
+    demands: Demands,
+    tensor: NamedTensor,
+    uses: Iterable[Layout],
+    regather: bool = False,
+    lasting: bool = False,
+) -> tuple[Stored, ...]:
+    """In how many ways a tensor may be held: as it is used, whole, or split further by axes that are left.
+
+    `lasting`: what is gathered may stay until the optimizer steps, also where there is one micro-batch.
+    """
+    atoms = atoms_of(tensor)
+    whole = Layout.replicated(atoms)
+    if tensor.kind in ("buffer", "constant"):
+        return (Stored(whole),)
+    wanted = demands.stored(tensor) if tensor.kind == "param" else demands.wanted(tensor, "input")
+    bases = dict.fromkeys([whole, *(Layout(use.splits) for use in uses)])
+    found: dict[Layout, None] = {}
+    for base in bases:
+        if can_be_held(base, atoms, setting.axes):
+            found[base] = None
+        for layout in _split_further(setting, atoms, base) if tensor.kind == "param" else ():
+            found[layout] = None
+    kept = [layout for layout in found if any(matches(one, layout.splits) for one in wanted)]
+    if not kept:
+        kept = list(dict.fromkeys(Layout(tuple(axes or () for axes in one)) for one in wanted))
+    ways = [Stored(layout) for layout in kept]
+    if tensor.kind == "param" and tensor.requires_grad:
+        split = [layout for layout in kept if any(layout.splits)]
+        held = None if demands.is_empty else held_as(demands.layout, tensor)
+        if held == "regather":
+            return tuple(Stored(layout, again=any(layout.splits)) for layout in kept)
+        ways += [Stored(layout, again=True) for layout in split if regather and held is None]
+        ways += [Stored(layout, lasting=True) for layout in split if lasting or setting.options.micro_batches > 1]
+    return tuple(ways)
+
+
+def _split_further(setting: Setting, atoms: Atoms, base: Layout) -> Iterable[Layout]:
+    """For each product of axes that are left, one dim that they split as well: the first that they divide.
+
+    On a mesh of many axes only in the mesh's order.
+    """
+    left = [axis for axis in setting.used if axis not in base.axes]
+    ordered = permutations if len(setting.used) <= MOST_AXES else combinations
+    for count in range(1, len(left) + 1):
+        for added in ordered(left, count):
+            layout = _first_split(setting, atoms, base, added)
+            if layout is not None:
+                yield layout
+
+
+def _first_split(setting: Setting, atoms: Atoms, base: Layout, added: tuple[str, ...]) -> Layout | None:
+    count = prod(setting.axes[axis] for axis in added)
+    for place, size in enumerate(atoms.sizes):
+        own = base.splits[place]
+        if size % (count * prod(setting.axes[axis] for axis in own)):
+            continue
+        splits = tuple((*own, *added) if i == place else axes for i, axes in enumerate(base.splits))
+        if can_be_held(Layout(splits), atoms, setting.axes):
+            return Layout(splits)
+    return None
+
+
+def can_be_held(layout: Layout, atoms: Atoms, axes: Mapping[str, int]) -> bool:
+    """Whether a DTensor can be laid out so."""
+    try:
+        to_placements(Layout(layout.splits), atoms, axes)
+    except LayoutError:
+        return False
+    return True

@@ -1,0 +1,49 @@
+"""What is said when no plan can be had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from autopar.errors import AutoparError, LayoutError
+from autopar.ir.graph import NamedNode
+from autopar.sharding.demands import Demands
+from autopar.sharding.layout.source import layout_error
+from autopar.sharding.op_pins import cannot_be_had, pin_of
+from autopar.solver.infeasible.minimal_conflict import conflicting, spans_of
+
+__all__ = ["NoPlan", "OutOfTime", "no_option"]
+
+
+class NoPlan(AutoparError):
+    """No plan keeps all limits."""
+
+    def __init__(self, what: str, least_bytes: float | None = None, lines: Sequence[str] = (), fix: str = "") -> None:
+        super().__init__("\n".join((what, *lines, *([fix] if fix else ()))))
+        self.what = what
+        self.least_bytes = least_bytes
+        """The least memory that was found to do, where memory is short."""
+        self.lines = tuple(lines)
+        """Of the layout, as they are shown."""
+        self.fix = fix
+
+
+class OutOfTime(Exception):
+    """The time was up before there was a model to search: what was found until then stands."""
+
+
+def no_option(
+    demands: Demands, node: NamedNode, axes: Mapping[str, int], can_be_had: Callable[[Demands], bool]
+) -> LayoutError:
+    """No choice of an op gives and takes what the layout demands; `can_be_had` says whether one does under another."""
+    lines, _ = conflicting(demands, can_be_had)
+    pin = pin_of(demands.layout, node)
+    if pin is not None and len(lines) < 2:
+        return cannot_be_had(pin, node, axes, demands.graph)
+    conflict = "\nthese lines cannot all be had; without any one of them, the others can" if len(lines) > 1 else ""
+    return layout_error(
+        "E7" if len(lines) > 1 else "E5",
+        f"the op {node.name} ({node.op}) cannot be split as the layout wants its tensors\n"
+        f"  rule  {node.rule}\n  line  {node.origin.source}: {node.origin.source_code}{conflict}",
+        "split other dims of its tensors, or leave some open with '?'",
+        *spans_of(lines),
+    )

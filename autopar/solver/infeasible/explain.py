@@ -1,0 +1,104 @@
+"""Why no plan can be had: lines of the layout that conflict with each other, or with the limit on memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from autopar.errors import AutoparError, LayoutError
+from autopar.sharding.contracts import size_text
+from autopar.sharding.demands import Demands
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.source import excerpts, layout_error
+from autopar.solver.decode import plan_of
+from autopar.solver.infeasible.errors import NoPlan
+from autopar.solver.infeasible.minimal_conflict import conflicting, spans_of
+from autopar.solver.model.objective import FORBIDDEN_SECONDS, Hinges, Sum
+from autopar.solver.search.elimination import Elimination
+from autopar.solver.search.incumbent import Race
+from autopar.solver.search.phases import Work, least_memory
+
+__all__ = ["refusal"]
+
+
+def refusal(work: Work) -> AutoparError:
+    """What to raise where nothing was found. The lines to blame are sought as long as there is time."""
+    race = work.race
+    broken = None if race.broken is None else _broken(work, race.demands)
+    if broken is not None:
+        return _conflict(work, broken)
+    lines: list[str] = []
+    said = "" if race.demands.is_empty else _without_the_layout(work, lines)
+    what = (
+        f"no plan was found that fits in {size_text(race.limit)} on each device: the least that was found takes "
+        f"{size_text(race.least_bytes)}{said}"
+    )
+    return NoPlan(what, race.least_bytes, lines, "fix: more devices, a smaller batch, or more memory")
+
+
+def _conflict(work: Work, broken: LayoutError) -> LayoutError:
+    """Lines that cannot all be had, whatever that takes of time and memory."""
+    last = broken
+
+    def can_be_had(demands: Demands) -> bool:
+        nonlocal last
+        found = _broken(work, demands)
+        last = found or last
+        return found is None
+
+    lines, is_smallest = conflicting(work.race.demands, can_be_had, work.deadline)
+    if len(lines) < 2:
+        return last
+    what = "these lines cannot all be had; without any one of them, the others can"
+    if not is_smallest:
+        what = "some of these lines cannot all be had; there was no time to find out which"
+    first, *_ = str(last).splitlines()
+    return layout_error(
+        "E7",
+        f"{what}; in the plan that comes closest, {first.removeprefix(f'{last.code}: ')}",
+        "drop one of these lines, or leave more open",
+        *spans_of(lines),
+    )
+
+
+def _broken(work: Work, demands: Demands) -> LayoutError | None:
+    """The contract that the plan breaks which breaks fewest; None if it keeps all."""
+    other = _other(work, demands)
+    model = other.model()
+    weights = 1e-9 * Hinges.of(work.setting).base
+    weights[Sum.FORBIDDEN] = FORBIDDEN_SECONDS
+    other.race.keeps_contracts(plan_of(model, Elimination.of(model).candidate(weights)))
+    return other.race.broken
+
+
+def _without_the_layout(work: Work, shown: list[str]) -> str:
+    """Whether memory is short because of what the layout says; the lines that are to blame are added to `shown`."""
+    race = work.race
+    least_bytes = _least(work, Demands(race.setting.graph, race.setting.axes, Layout(()))).least_bytes
+    if least_bytes >= race.least_bytes:
+        return "; without the layout it is no less"
+    if least_bytes > race.limit:
+        return f"; without the layout it is {size_text(least_bytes)}, which is too much as well"
+    lines, is_smallest = conflicting(race.demands, lambda other: _least(work, other).plan is not None, work.deadline)
+    told = "its lines are to blame"
+    if is_smallest and lines:
+        shown += excerpts(*spans_of(lines))
+        told = "this line is to blame, and without it the others fit"
+        if len(lines) > 1:
+            told = "these lines are to blame, and without any one of them the others fit"
+    return f"; {told}: without the layout, {size_text(least_bytes)} would do"
+
+
+def _least(work: Work, demands: Demands) -> Race:
+    """The race of plans that take least memory, of those that do what other lines say."""
+    other = _other(work, demands)
+    least_memory(other, only_one=True)
+    if other.race.plan is None:
+        other.lessen()
+    return other.race
+
+
+def _other(work: Work, demands: Demands) -> Work:
+    """The same mesh to search, with other demands: what it finds is not for the race of this one."""
+    race = Race(work.setting, work.race.limit, work.race.began, None, demands)
+    return replace(work, demands=demands, race=race, gives_up=math.inf)

@@ -1,0 +1,57 @@
+"""Which lines of a layout conflict: a smallest set, without any one of which the others can be had."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from autopar.errors import LayoutError
+from autopar.sharding.demands import Demands
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.source import Span
+from autopar.sharding.layout.syntax import Statement
+
+__all__ = ["conflicting", "spans_of"]
+
+MOST_LINES = 100
+"""Of longer layouts, such as whole plans, what is in the way says more than its lines."""
+
+
+def conflicting(
+    demands: Demands, can_be_had: Callable[[Demands], bool], deadline: float = math.inf
+) -> tuple[tuple[Statement, ...], bool]:
+    """A smallest set of lines of a layout that cannot be had; and whether it was found in time, or may hold too many.
+
+    All lines, then halves, then ever smaller parts are left out for good where the rest still cannot be had.
+    """
+    kept = list(demands.given.statements)
+    if len(kept) > MOST_LINES:
+        return (), False
+    for size in _halved(len(kept)):
+        for start in reversed(range(0, len(kept), size)):
+            if time.monotonic() > deadline:
+                return tuple(kept), False
+            rest = [*kept[:start], *kept[start + size :]]
+            others = Demands(demands.graph, demands.axes, Layout(tuple(rest), demands.given.name))
+            if not _can_be_had(others, can_be_had):
+                kept = rest
+    return tuple(kept), True
+
+
+def _halved(size: int) -> Iterator[int]:
+    while size:
+        yield size
+        size //= 2
+
+
+def _can_be_had(demands: Demands, can_be_had: Callable[[Demands], bool]) -> bool:
+    try:
+        return can_be_had(demands)
+    except LayoutError:
+        return True  # what was left out is needed for the rest to mean anything
+
+
+def spans_of(statements: Sequence[Statement]) -> list[Span]:
+    found = (getattr(statement, "span", None) for statement in statements)
+    return [span for span in found if span is not None]

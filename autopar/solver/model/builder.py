@@ -1,0 +1,260 @@
+"""What the parts of the planner's model are built with."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+from torch.fx import Node
+
+from autopar.cost.compute.optimizers import optimizer_of
+from autopar.ir.graph import NamedGraph, NamedNode, NamedTensor
+from autopar.sharding.demands import Demands
+from autopar.sharding.layout.resolve import atoms_of
+from autopar.sharding.sharding import Layout
+from autopar.solver.infeasible.errors import OutOfTime
+from autopar.solver.model.cost_tables import Parts, Table, Tables, Wants
+from autopar.solver.model.model import ByMode, Costs, Factor, Variable
+from autopar.solver.model.objective import Sum
+from autopar.solver.model.recompute_variables import STATES, Again
+from autopar.solver.pairwise.problem import Floats
+from autopar.solver.search.joined_axes import Ways
+from autopar.solver.setting import Setting
+
+__all__ = ["Building", "handed_out", "parts_of"]
+
+
+@dataclass
+class Building:
+    """Variables and factors so far; what is equal is made once.
+
+    `regather`: parameters may be gathered again in the backward. `again`: what is computed again, or may be. `ways`:
+    the choices to take into account, where these are not all. `deadline`: when it is given up, with `OutOfTime`.
+    `lasting`: what is gathered of parameters may stay until the optimizer steps.
+    """
+
+    setting: Setting
+    demands: Demands
+    tables: Tables
+    regather: bool
+    again: Again
+    ways: Ways | None = None
+    deadline: float = math.inf
+    lasting: bool = False
+    known: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        graph = self.graph = self.setting.graph
+        self.variables: list[Variable] = []
+        self.factors: list[Factor] = []
+        self.place: dict[tuple[str, str], int] = {}
+        self.nodes = {node.name: node for node in graph.nodes}
+        self.makers = {name: (node, i) for node in graph.nodes for i, name in enumerate(node.outputs) if name}
+        self.handed = handed_out(graph)
+        self.shares: dict[str, float] = {}
+        self.cuts: dict[str, Any] = {}
+        self.signatures: dict[str, Any] = {}
+        self.kept = self.setting.kept
+        self.entering = tuple(frozenset(self.kept.roots[name] for name in names) for names in self.again.entering)
+        self.optimizer = optimizer_of(self.setting.options.optimizer)
+        self.beginning = self._largest_beginning() if self.setting.trains else None
+        self.product = self._largest_product() if self.setting.trains else None
+        names = [node.name for node in graph.nodes]
+        self.gone = frozenset(names[names.index(self.product.name) + 1 :] if self.product is not None else ())
+        for path in self.again.open:
+            self._add("recompute", path, STATES, (self._nothing(len(STATES)),))
+
+    def _heed_time(self) -> None:
+        if time.monotonic() > self.deadline:
+            raise OutOfTime
+
+    def _add(self, kind: str, name: str, states: tuple[Any, ...], parts: tuple[Parts, ...]) -> int:
+        self.place[kind, name] = len(self.variables)
+        self.variables.append(Variable(kind, name, states, parts))
+        return len(self.variables) - 1
+
+    def _add_op_parts(self, node: NamedNode, parts: Parts) -> None:
+        place = self.place["op", node.name]
+        own = self.variables[place]
+        self.variables[place] = replace(own, parts=(*own.parts, parts))
+
+    def _nothing(self, count: int) -> Parts:
+        key = "nothing", count
+        if key not in self.known:
+            self.known[key] = {Sum.DEVICE: np.zeros(count)}
+        parts: Parts = self.known[key]
+        return parts
+
+    # -- by the mode of a layer
+
+    def _add_by_mode(
+        self, kind: str, name: str, states: tuple[Any, ...], node: NamedNode, made: Callable[[int], Parts]
+    ) -> int:
+        """A variable whose sums depend on the mode of the layer of an op; `made` is told which mode."""
+        count = len(self.again.flags(node.name))
+        each = [made(mode) for mode in range(count)]
+        if all(parts is each[0] for parts in each):
+            return self._add(kind, name, states, (each[0],))
+        place = self._add(kind, name, states, (self._nothing(len(states)),))
+        key = "by mode", tuple(map(id, each))
+        if key not in self.known:
+            every = {part: np.stack([one.get(part, np.zeros(len(states))) for one in each]) for part in Sum}
+            parts = {part: rows for part, rows in every.items() if rows.any()}
+            self.known[key] = Table(parts or {Sum.DEVICE: every[Sum.DEVICE]}, np.arange(count), np.arange(len(states)))
+        self.factors.append(Factor((self._mode(node), place), self.known[key]))
+        return place
+
+    def _add_pairs(self, first: int, second: int, node: NamedNode, made: Callable[[int], Table]) -> None:
+        """What two variables cost together, if that depends on the mode of the layer of an op."""
+        each = tuple(made(mode) for mode in range(len(self.again.flags(node.name))))
+        table: Costs = each[0]
+        if all(one is each[0] for one in each):
+            self.factors.append(Factor((first, second), table))
+            return
+        key = "pairs by mode", tuple(map(id, each))
+        if key not in self.known:
+            self.known[key] = ByMode(each)
+        self.factors.append(Factor((self._mode(node), first, second), self.known[key]))
+
+    def _mode(self, node: NamedNode) -> int:
+        return self.place["recompute", self.again.layers[node.name]]
+
+    # -- what is alike
+
+    def _cut(self, tensor: NamedTensor) -> Any:
+        found = self.cuts.get(tensor.name)
+        if found is None:
+            atoms = tuple((atom.dim, atom.size) for atom in tensor.atoms)
+            share = self.setting.prices.share(tensor.name)
+            found = tensor.kind == "param", tensor.dtype, tensor.requires_grad, tensor.shape, atoms, share
+            found = self.cuts[tensor.name] = self._same(found)
+        return found
+
+    def _gib(self, name: str, layout: Layout) -> float:
+        tensor = self.graph.tensors[name]
+        return self.tables.ways.gib(tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize, layout)
+
+    def _is_shared(self, name: str) -> bool:
+        """Whether a result has a variable of its own."""
+        many = len(self.setting.users.get(name, ())) > 1
+        return many or name in self.handed or self.demands.is_bound(self.graph.tensors[name])
+
+    def _wants(self, node: NamedNode, name: str) -> tuple[Wants, ...]:
+        """For each option of an op the layouts in which it takes a tensor."""
+        options = self.variables[self.place["op", node.name]].states
+        positions = [i for i, operand in enumerate(node.operands) if operand == name]
+        key = "wants", id(options), tuple(positions)
+        if key not in self.known:
+            self.known[key] = tuple(tuple(dict.fromkeys(option.operands[i] for i in positions)) for option in options)
+        found: tuple[Wants, ...] = self.known[key]
+        return found
+
+    def _same(self, value: Any) -> Any:
+        return self.known.setdefault(("same", value), value)
+
+    def _largest_beginning(self) -> NamedNode | None:
+        """The op whose gradients are the largest where the backward begins: what ops after it kept is gone then."""
+        largest, found, after = 0.0, None, 0.0
+        seen: set[str] = set()
+        for node in reversed(self.graph.nodes):
+            footprint = self.graph.footprints[node.node]
+            names = {name for i, name in enumerate(node.operands) if i not in footprint.passes}
+            trained = {name for name in (*names, *node.outputs) if name and self.graph.tensors[name].requires_grad}
+            if any(name in trained for name in node.outputs):
+                size = footprint.backward_bytes + sum(map(self._whole_bytes, trained))
+                if size - after > largest:
+                    largest, found = size - after, node
+                after += footprint.internal_bytes
+            kept = {name for name in node.operands if name and (node.name, name) in self.kept.operands} - seen
+            kept |= {name for name in node.outputs if name and name in self.kept.own} - seen
+            seen |= kept
+            after += sum(self._whole_bytes(name) for name in kept if self.graph.tensors[name].kind == "activation")
+        return found
+
+    def _largest_product(self) -> NamedNode | None:
+        """The op behind all layers whose parameter is the largest: its gradient may be whole for a moment."""
+        inside = {name for repeat in self.graph.repeats for layer in repeat.layers for name in layer}
+        largest = max(self._behind(inside), key=self._trained_bytes, default=None)
+        if largest is None or largest is self.beginning or not self._trained_bytes(largest):
+            return None
+        return largest
+
+    def _behind(self, inside: Collection[str]) -> Iterator[NamedNode]:
+        for node in reversed(self.graph.nodes):
+            if node.node in inside:
+                return
+            yield node
+
+    def _trained_bytes(self, node: NamedNode) -> float:
+        tensors = (self.graph.tensors[name] for name in node.operands if name is not None)
+        return sum(self._whole_bytes(each.name) for each in tensors if each.kind == "param" and each.requires_grad)
+
+    def _whole_bytes(self, name: str) -> float:
+        tensor = self.graph.tensors[name]
+        return float(prod(tensor.shape) * tensor.dtype.itemsize)
+
+    def _lives(self, name: str, maker: NamedNode, mode: int) -> bool:
+        """Whether what an op makes is there until the backward: it is kept, and not made again only then; or something
+        is made of it again."""
+        if self._enters(name, maker, mode):
+            return True
+        if not self.kept.is_kept(name):
+            return False
+        return not self.again.flags(maker.name)[mode] or self.again.is_kept_outside(maker.name, self.kept.keepers[name])
+
+    def _enters(self, name: str, maker: NamedNode, mode: int) -> bool:
+        return not self.again.flags(maker.name)[mode] and name in self.entering[mode]
+
+    # -- sums that several kinds of variables have
+
+    def _added(self, sums: Floats, name: str, layout: Layout, times: int) -> None:
+        task = self.setting.prices.added(name, layout)
+        sums[Sum.DEVICE] += times * task.seconds
+        sums[Sum.BACKWARD_ROOM] += times * task.seconds
+        sums[Sum.HOST] += times * task.host_seconds
+
+    def _converted(
+        self, sums: Floats, tensor: NamedTensor, source: Layout, target: Layout, backward: bool = True
+    ) -> None:
+        sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
+        share = self.setting.prices.share(tensor.name)
+        ways = [self.tables.ways.way(sizes, itemsize, source.value, target.value, share)]
+        if backward and tensor.requires_grad:
+            ways.append(self.tables.ways.way(sizes, itemsize, target.gradient.value, source.gradient.value))
+        for device, host in ways:
+            sums[Sum.DEVICE] += device
+            sums[Sum.HOST] += host
+
+    def _handed_out(self, sums: Floats, tensor: NamedTensor, layout: Layout) -> None:
+        """What it takes to hand a tensor out, from the layout in which it is kept."""
+        done: set[Layout] = set()
+        for whole in self.handed.get(tensor.name, ()):
+            if whole or self.setting.options.outputs == "full" or not tensor.shape:
+                wanted = Layout.replicated(atoms_of(tensor))
+            else:
+                wanted = Layout(layout.splits)
+            if wanted not in done:
+                done.add(wanted)
+                self._converted(sums, tensor, layout, wanted)
+
+
+def parts_of(sums: Floats) -> Parts:
+    return {part: sums[part] for part in Sum if sums[part].any()} or {Sum.DEVICE: sums[Sum.DEVICE]}
+
+
+def handed_out(graph: NamedGraph) -> dict[str, tuple[bool, ...]]:
+    """Every tensor that the graph hands out; each time, whether it is written back as a whole."""
+    flat: Any = graph.exported.graph_module.graph.output_node().args[0]
+    by_node = {tensor.node: tensor.name for tensor in graph.tensors.values()}
+    mutated = len(graph.exported.mutations)
+    found: dict[str, tuple[bool, ...]] = {}
+    for i, result in enumerate(flat):
+        if isinstance(result, Node):
+            name = by_node[result.name]
+            found[name] = (*found.get(name, ()), i < mutated)
+    return found

@@ -1,0 +1,238 @@
+"""What conversions take, as tables: a row for each layout that a tensor may have, a column for each that is wanted.
+
+A table holds the sums of `totals` apart, so that one table serves at all prices. Equal tables are one object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from autopar.ir.graph import NamedTensor
+from autopar.sharding.sharding import Layout
+from autopar.solver.candidates import Stored
+from autopar.solver.model.objective import Sum
+from autopar.solver.model.reshard_prices import Cut, Ways, block_of
+from autopar.solver.pairwise.problem import Floats, Ints
+from autopar.solver.setting import Setting
+
+__all__ = ["Handled", "Parts", "Table", "Tables", "Use", "Wants", "weigh"]
+
+Parts = Mapping[Sum, Floats]
+"""By sum, an array of one shape; sums that are not there are zero."""
+
+Wants = tuple[Layout | None, ...]
+"""The layouts in which one op takes one tensor, at all its places; None: as it is."""
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Costs of pairs, spread out from those of distinct layouts: entry [i, j] is parts[·][rows[i], columns[j]]."""
+
+    parts: Parts
+    rows: Ints
+    columns: Ints
+
+    def weighed(self, weights: Floats) -> Floats:
+        return np.asarray(weigh(self.parts, weights)[np.ix_(self.rows, self.columns)])
+
+    def at(self, row: int, column: int) -> Floats:
+        """The sums of one pair."""
+        found = np.zeros(len(Sum))
+        for key, values in self.parts.items():
+            found[key] = values[self.rows[row], self.columns[column]]
+        return found
+
+
+def weigh(parts: Parts, weights: Floats) -> Floats:
+    total: Floats | None = None
+    for key, values in parts.items():
+        if weights[key]:
+            total = weights[key] * values if total is None else total + weights[key] * values
+    if total is None:
+        total = np.zeros_like(next(iter(parts.values())))
+    return total
+
+
+class Use(NamedTuple):
+    """How a value is taken."""
+
+    again: bool = False
+    """It is converted once more in the backward."""
+    kept: bool = False
+    """What is made of it lives until the backward."""
+    instead: bool = False
+    """It does so itself, if it is not converted."""
+    share: float = 1.0
+    """What its sum over ranks is of a collective that adds up several."""
+
+
+class Handled(NamedTuple):
+    """How a parameter is taken."""
+
+    gathered: float
+    """The bytes of the layers whose gathers go together."""
+    kept: bool
+    """Whether some op keeps it."""
+    later: bool = False
+    """Whether gradients wait for the last micro-batch is up to the first op that takes the parameter; of a later one
+    they are counted as if they did."""
+    measured: bool = False
+    """Whether memory is counted where its gradient is found."""
+
+
+class Tables:
+    """The tables of one setting."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.ways = Ways(setting)
+        self.known: dict[Any, Any] = {}
+
+    def cut(self, tensor: NamedTensor) -> Cut:
+        return Cut.of(tensor, self.setting)
+
+    def handled(self, tensor: NamedTensor, kept: bool, later: bool = False, measured: bool = False) -> Handled:
+        return Handled(self.ways.blocks.get(block_of(tensor.name), 0.0), kept, later, measured)
+
+    def values(self, cut: Cut, sources: Sequence[Layout], wants: Sequence[Wants], use: Use) -> Table:
+        """A value in some layout, wanted in others."""
+
+        def made(rows: Sequence[Layout], columns: Sequence[Wants]) -> Parts:
+            distinct = list(dict.fromkeys(want for each in columns for want in each if want is not None))
+            device, host = self._pairs(cut, rows, distinct, use)
+            place = {layout: i for i, layout in enumerate(distinct)}
+            parts = {
+                Sum.DEVICE: _summed(device, columns, place, len(rows)),
+                Sum.HOST: _summed(host, columns, place, len(rows)),
+            }
+            if use.kept:
+                parts[Sum.KEPT_GIB] = self._kept(cut, rows, columns, use.instead)
+            return parts
+
+        return self._table(("values", cut, use), sources, wants, made)
+
+    def parameters(
+        self,
+        cut: Cut,
+        stored: Sequence[Stored],
+        wants: Sequence[Wants],
+        handled: Handled,
+        accumulates: Callable[[Layout], float] | None = None,
+    ) -> Table:
+        """A parameter as it is stored, taken in other layouts.
+
+        `accumulates`: what it takes to add the gradient, in some layout, to that of earlier micro-batches.
+        """
+
+        def made(rows: Sequence[Stored], columns: Sequence[Wants]) -> Parts:
+            sums = np.zeros((len(Sum), len(rows), len(columns)))
+            for i, one in enumerate(rows):
+                for j, each in enumerate(columns):
+                    for want in each:
+                        if want is not None and want != one.shared:
+                            sums[Sum.KEPT_GIB, i, j] += self.ways.kept_copy(cut, one, want, handled.kept)
+                            if handled.measured and one.again and want.splits != one.layout.splits:
+                                sums[Sum.PRODUCT_GIB, i, j] += self.ways.gib(cut.sizes, cut.itemsize, want)
+                            self.ways.add_moved(sums[:, i, j], cut, one, want, handled.gathered, handled.later)
+                    first = next(iter(each), None)
+                    if accumulates is not None and first is not None:
+                        held = first if one.defers(first) else one.layout
+                        self.ways.add_accumulated(sums[:, i, j], accumulates(held))
+            return {key: sums[key] for key in Sum if sums[key].any()} or {Sum.DEVICE: sums[Sum.DEVICE]}
+
+        return self._table(("parameters", cut, handled, accumulates is not None), stored, wants, made)
+
+    def shared(self, cut: Cut, stored: Sequence[Stored], handled: Handled) -> Parts:
+        """What it takes to convert a parameter once for several ops, by the way it is held."""
+        sums = np.zeros((len(Sum), len(stored)))
+        for i, one in enumerate(stored):
+            if one.shared is not None:
+                sums[Sum.KEPT_GIB, i] += self.ways.kept_copy(cut, one, one.shared, handled.kept)
+                self.ways.add_moved(sums[:, i], cut, one, one.shared, handled.gathered)
+        return {key: sums[key] for key in Sum}
+
+    def _pairs(self, cut: Cut, sources: Sequence[Layout], targets: Sequence[Layout], use: Use) -> tuple[Floats, Floats]:
+        times = 2 if use.again else 1
+        there = self._each(cut, [s.value for s in sources], [t.value for t in targets], use.share)
+        if not cut.trained:
+            return times * there[0], times * there[1]
+        back = self._each(cut, [t.gradient.value for t in targets], [s.gradient.value for s in sources], 1.0)
+        return times * there[0] + back[0].T, times * there[1] + back[1].T
+
+    def _each(self, cut: Cut, sources: Sequence[Layout], targets: Sequence[Layout], share: float) -> Floats:
+        """One direction: what the device and what the host takes, each pair of layouts worked out once."""
+        rows, row_of = _numbered(sources)
+        columns, column_of = _numbered(targets)
+        key = "each", cut.sizes, cut.itemsize, share, tuple(rows), tuple(columns)
+        if key not in self.known:
+            found = np.zeros((2, len(rows), len(columns)))
+            for i, source in enumerate(rows):
+                for j, target in enumerate(columns):
+                    found[:, i, j] = self.ways.way(cut.sizes, cut.itemsize, source, target, share)
+            self.known[key] = found
+        return np.asarray(self.known[key][:, row_of[:, None], column_of])
+
+    def _kept(self, cut: Cut, rows: Sequence[Layout], columns: Sequence[Wants], instead: bool) -> Floats:
+        """What conversions add to what is kept; `instead` of the value itself."""
+        found = np.zeros((len(rows), len(columns)))
+        for i, row in enumerate(rows):
+            for j, each in enumerate(columns):
+                for want in each:
+                    if want is not None and want.value != row.value:
+                        found[i, j] += self.ways.gib(cut.sizes, cut.itemsize, want)
+                        found[i, j] -= self.ways.gib(cut.sizes, cut.itemsize, row) if instead else 0.0
+        return found
+
+    def _table(
+        self,
+        key: Any,
+        rows: Sequence[Any],
+        columns: Sequence[Wants],
+        made: Callable[[Sequence[Any], Sequence[Wants]], Parts],
+    ) -> Table:
+        # The same objects are sooner seen than that others are equal to them; held, so that none takes their place.
+        whole = key, id(rows), id(columns)
+        if whole not in self.known:
+            self.known[whole] = self._equal(key, rows, columns, made), rows, columns
+        table: Table = self.known[whole][0]
+        return table
+
+    def _equal(
+        self,
+        key: Any,
+        rows: Sequence[Any],
+        columns: Sequence[Wants],
+        made: Callable[[Sequence[Any], Sequence[Wants]], Parts],
+    ) -> Table:
+        distinct, row_of = _numbered(rows)
+        wanted, column_of = _numbered([tuple(dict.fromkeys(each)) for each in columns])
+        named = key, tuple(distinct), tuple(wanted)
+        if named not in self.known:
+            self.known[named] = made(distinct, wanted)
+        parts = self.known[named]
+        whole = "table", id(parts), row_of.tobytes(), column_of.tobytes()
+        table: Table | None = self.known.get(whole)
+        if table is None:
+            table = self.known[whole] = Table(parts, row_of, column_of)
+        return table
+
+
+def _numbered(items: Sequence[Any]) -> tuple[list[Any], Ints]:
+    """The distinct ones, and for each which one it is."""
+    distinct: dict[Any, int] = {}
+    places = [distinct.setdefault(item, len(distinct)) for item in items]
+    return list(distinct), np.array(places, dtype=np.int64)
+
+
+def _summed(pairs: Floats, columns: Sequence[Wants], place: Mapping[Layout, int], rows: int) -> Floats:
+    """A column for each tuple of layouts: what its members take together."""
+    found = np.zeros((rows, len(columns)))
+    for j, each in enumerate(columns):
+        for want in each:
+            if want is not None:
+                found[:, j] += pairs[:, place[want]]
+    return found

@@ -1,0 +1,224 @@
+"""What a layout promises of the whole, as far as single states and pairs of states break it: `forbid`, `same`, halos.
+
+A guard forbids a collective of some tensors over some axes. Which collectives a conversion takes is known of each pair
+of layouts, which an op sends by itself of each of its options: those that break a guard, or pass a limit on halos, are
+forbidden, and so are different layouts of two tensors that are to share one. What is forbidden costs more than any
+plan; so it is chosen only where nothing else can be had, which is then told.
+
+Two values that are to share a layout are kept in one, each with a variable of its own. What is found is checked on the
+plan nonetheless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from autopar.ir.graph import NamedNode, NamedTensor
+from autopar.sharding.contracts import is_guarded, layout_text, passes_halo
+from autopar.sharding.demands import Demands
+from autopar.sharding.layout.precedence import glob_matches
+from autopar.sharding.layout.resolve import atoms_of
+from autopar.sharding.layout.syntax import Guard, Limit, Same
+from autopar.sharding.lowered_ops import split_of
+from autopar.sharding.sharding import Layout
+from autopar.solver.model.builder import handed_out
+from autopar.solver.model.cost_tables import Parts, Table, Tables
+from autopar.solver.model.model import Factor, Model, Variable
+from autopar.solver.model.objective import Sum
+from autopar.solver.pairwise.problem import Floats
+
+__all__ = ["promised"]
+
+Broken = tuple[tuple[str, str, frozenset[str]], ...]
+"""What must not be done to a tensor: direction, collective, axes."""
+
+
+def promised(model: Model, demands: Demands, tables: Tables) -> Model:
+    """The model with what breaks a promise forbidden."""
+    statements = demands.given.statements
+    if not any(isinstance(one, Guard | Same | Limit) for one in statements):
+        return model
+    return _Promises(model, demands, tables).run()
+
+
+@dataclass
+class _Promises:
+    model: Model
+    demands: Demands
+    tables: Tables
+    known: dict[Hashable, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.setting = self.model.setting
+        self.graph = self.setting.graph
+        given = self.demands.given
+        self.guards = [one for one in given if isinstance(one, Guard) and one.action == "forbid"]
+        self.halos = [one for one in given if isinstance(one, Limit) and one.quantity == "halo"]
+        self.factors = list(self.model.factors)
+        self.alone: dict[int, Floats] = {}
+
+    def run(self) -> Model:
+        for node in self.graph.nodes:
+            self._inside(node)
+        for tensor in self.graph.tensors.values():
+            broken = self._broken(tensor)
+            if broken:
+                self._converted(tensor, broken)
+        for statement in self.demands.given:
+            if isinstance(statement, Same):
+                self._same(statement)
+        variables = tuple(self._with(place, one) for place, one in enumerate(self.model.variables))
+        return replace(self.model, variables=variables, factors=tuple(self.factors))
+
+    def _with(self, place: int, variable: Variable) -> Variable:
+        if place not in self.alone or not self.alone[place].any():
+            return variable
+        values = self.alone[place]
+        key = "alone", values.tobytes()
+        parts: Parts = self.known.setdefault(key, {Sum.FORBIDDEN: values})
+        return replace(variable, parts=(*variable.parts, parts))
+
+    def _add(self, place: int, counts: Floats) -> None:
+        self.alone[place] = self.alone.get(place, np.zeros(len(counts))) + counts
+
+    def _broken(self, tensor: NamedTensor) -> Broken:
+        return tuple(
+            (way, guard.collective, frozenset(guard.axes))
+            for guard in self.guards
+            for way in ("forward", "backward")
+            if is_guarded(guard, tensor, self.graph, way)
+        )
+
+    # -- ops
+
+    def _inside(self, node: NamedNode) -> None:
+        """What an op sends by itself, under the name of its first operand."""
+        name = node.operands[0] if node.operands else None
+        broken = () if name is None else self._broken(self.graph.tensors[name])
+        if not broken and not self.halos:
+            return
+        place = self.model.place["op", node.name]
+        counts = np.zeros(len(self.model.variables[place].states))
+        for i, option in enumerate(self.model.variables[place].states):
+            split = split_of(self.graph, node, option.choice.splits, option.operands, self.setting.axes)
+            if split is None:
+                continue
+            for message in split.messages():
+                there, back = message.reshard.forward, message.reshard.backward if message.differentiable else ()
+                for way, steps in (("forward", there), ("backward", back)):
+                    sent = [(step.kind.value, frozenset(step.axes)) for step in steps if not step.local]
+                    counts[i] += _count(broken, way, sent)
+            counts[i] += sum(passes_halo(limit, split) for limit in self.halos)
+        if counts.any():
+            self._add(place, counts)
+
+    # -- conversions
+
+    def _converted(self, tensor: NamedTensor, broken: Broken) -> None:
+        model, name = self.model, tensor.name
+        place = model.place.get(("held" if tensor.kind != "activation" else "value", name))
+        if tensor.kind == "activation":
+            node = next(node for node in self.graph.nodes if name in node.outputs)
+            maker, position = model.place["op", node.name], node.outputs.index(name)
+            sources = [option.produced[position] for option in model.variables[maker].states]
+            if place is None:
+                place = maker
+            else:
+                homes = list(model.variables[place].states)
+                self._pairs(tensor, broken, maker, sources, place, [(home,) for home in homes])
+                sources = homes
+        else:
+            assert place is not None, name
+            sources = [one.layout for one in model.variables[place].states]
+        for user in self.setting.users.get(name, ()):
+            self._pairs(tensor, broken, place, sources, model.place["op", user.name], _wants(model, user, name))
+        whole = Layout.replicated(atoms_of(tensor))
+        if tensor.kind == "input" and not self.setting.options.local_inputs:
+            self._add(place, np.array([self._breaks(tensor, broken, whole, source) for source in sources]))
+        for is_whole in dict.fromkeys(handed_out(self.graph).get(name, ())):
+            everything = is_whole or self.setting.options.outputs == "full" or not tensor.shape
+            ends = [whole if everything else Layout(source.splits) for source in sources]
+            pairs = zip(sources, ends, strict=True)
+            self._add(place, np.array([self._breaks(tensor, broken, source, end) for source, end in pairs]))
+
+    def _pairs(
+        self,
+        tensor: NamedTensor,
+        broken: Broken,
+        first: int,
+        sources: Sequence[Layout],
+        second: int,
+        wants: Sequence[tuple[Layout, ...]],
+    ) -> None:
+        sizes = tuple(atom.size for atom in tensor.atoms)
+        key = sizes, tensor.requires_grad, broken, tuple(sources), tuple(wants)
+        if key not in self.known:
+            counts = np.array(
+                [
+                    [sum(self._breaks(tensor, broken, source, want) for want in each) for each in wants]
+                    for source in sources
+                ]
+            )
+            self.known[key] = _table(counts)
+        table: Table | None = self.known[key]
+        if table is not None:
+            self.factors.append(Factor((first, second), table))
+
+    def _breaks(self, tensor: NamedTensor, broken: Broken, source: Layout, want: Layout) -> float:
+        """How often a conversion breaks a guard."""
+        sizes = tuple(atom.size for atom in tensor.atoms)
+        key = "breaks", sizes, tensor.requires_grad, broken, source, want
+        if key not in self.known:
+            ways = {"forward": self.tables.ways.routes.of(sizes, source.value, want.value)}
+            if tensor.requires_grad:
+                ways["backward"] = self.tables.ways.routes.of(sizes, want.gradient.value, source.gradient.value)
+            self.known[key] = sum(
+                _count(broken, way, [(leg.kind, frozenset(leg.axes)) for leg in legs if not leg.local])
+                for way, legs in ways.items()
+            )
+        return float(self.known[key])
+
+    # -- tensors that share one layout
+
+    def _same(self, same: Same) -> None:
+        """Each with the first: their layouts by physical dims. Those without a variable of their own are checked."""
+        names = [name for name in self.graph.tensors if glob_matches(same.left, name) or glob_matches(same.right, name)]
+        places = [place for place in map(self._place, names) if place is not None]
+        for place in places[1:]:
+            first, other = (self._texts(each) for each in (places[0], place))
+            table = _table(np.array([[float(one != two) for two in other] for one in first]))
+            if table is not None:
+                self.factors.append(Factor((places[0], place), table))
+
+    def _place(self, name: str) -> int | None:
+        kind = "value" if self.graph.tensors[name].kind == "activation" else "held"
+        return self.model.place.get((kind, name))
+
+    def _texts(self, place: int) -> list[str]:
+        variable = self.model.variables[place]
+        tensor = self.graph.tensors[variable.name]
+        return [layout_text(tensor, one if variable.kind == "value" else one.layout) for one in variable.states]
+
+
+def _wants(model: Model, user: NamedNode, name: str) -> tuple[tuple[Layout, ...], ...]:
+    positions = [i for i, operand in enumerate(user.operands) if operand == name]
+    options = model.variables[model.place["op", user.name]].states
+    taken = (dict.fromkeys(option.operands[i] for i in positions) for option in options)
+    return tuple(tuple(want for want in each if want is not None) for each in taken)
+
+
+def _count(broken: Broken, way: str, sent: Sequence[tuple[str, frozenset[str]]]) -> int:
+    return sum(
+        own == way and collective == kind and axes <= over for own, collective, axes in broken for kind, over in sent
+    )
+
+
+def _table(counts: Floats) -> Table | None:
+    if not counts.any():
+        return None
+    rows, columns = (np.arange(size, dtype=np.int64) for size in counts.shape)
+    return Table({Sum.FORBIDDEN: counts}, rows, columns)

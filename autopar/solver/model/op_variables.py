@@ -1,0 +1,185 @@
+"""The ops of a model: their options, and what each takes by itself."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from autopar.cost.compute.fusion import scaled, shares_of
+from autopar.cost.compute.op_time import OpWork, Work
+from autopar.cost.memory.local_op_memory import local_footprint
+from autopar.ir.analysis.op_memory import Footprint
+from autopar.ir.graph import NamedNode
+from autopar.sharding.decisions import OpDecision
+from autopar.sharding.lowered_ops import split_of
+from autopar.sharding.reshard_insertion import Inserted
+from autopar.solver.candidates import Option, options_of
+from autopar.solver.infeasible.errors import no_option
+from autopar.solver.model.builder import Building, parts_of
+from autopar.solver.model.cost_tables import Parts
+from autopar.solver.model.objective import Sum
+from autopar.solver.pairwise.problem import Floats
+
+__all__ = ["Ops"]
+
+
+class Ops(Building):
+    def _add_ops(self) -> None:
+        options = {node.name: self._options(node) for node in self.graph.nodes}
+        if self.setting.options.compiled:
+            whole = {name: self._work(self.nodes[name], found[0]) for name, found in options.items()}
+            self.shares = shares_of(self.graph, whole)
+        for node in self.graph.nodes:
+            self._heed_time()
+            found = options[node.name]
+            self._add_by_mode("op", node.name, found, node, partial(self._op_parts, node, found))
+
+    def _signature(self, node: NamedNode) -> Any:
+        """Nodes with one signature have the same options at the same prices."""
+        found = self.signatures.get(node.name)
+        if found is None:
+            found = self.signatures[node.name] = self._same(self._signed(node))
+        return found
+
+    def _signed(self, node: NamedNode) -> Any:
+        operands = tuple(None if name is None else self._cut(self.graph.tensors[name]) for name in node.operands)
+        outputs = tuple(None if name is None else self._cut(self.graph.tensors[name]) for name in node.outputs)
+        rule = self._text_of_rule(node)
+        own = (node.op, rule, node.source, tuple(node.atoms.items()), tuple(node.sizes.items()), operands, outputs)
+        return own, id(self.graph.footprints[node.node]), self.demands.token(node)
+
+    def _text_of_rule(self, node: NamedNode) -> str:
+        key = "rule", id(node.rule)
+        if key not in self.known:
+            self.known[key] = (node.rule, str(node.rule))
+        text: str = self.known[key][1]
+        return text
+
+    def _options(self, node: NamedNode) -> tuple[Option, ...]:
+        key = "options", self._signature(node)
+        if key not in self.known:
+            self._heed_time()
+            self.known[key] = options_of(self.setting, self.demands, node, self.ways)
+        found: tuple[Option, ...] = self.known[key]
+        if not found:
+            raise no_option(
+                self.demands, node, self.setting.axes, lambda other: bool(options_of(self.setting, other, node))
+            )
+        return found
+
+    def _work(self, node: NamedNode, option: Option) -> OpWork:
+        decision = OpDecision(option.choice, option.operands, option.produced, option.produced)
+        return self.setting.prices.work(node, decision)
+
+    def _op_parts(self, node: NamedNode, options: tuple[Option, ...], mode: int) -> Parts:
+        fused = self.shares.get(node.name)
+        again = self.again.flags(node.name)[mode]
+        keeping = self._made_and_kept(node, mode)
+        keeps = self.regather and self._keeps(node) and not again
+        moment = self._moment(node)
+        kept = keeps, node.name in self.gone, tuple(name is not None for name in keeping)
+        key = "op", self._signature(node), fused, again, moment, kept
+        if key not in self.known:
+            once, more = self._computed(node, options, fused)
+            sums = once + more if again else once.copy()
+            if keeps or moment is not None:
+                self._add_held(sums, node, options, keeps, moment)
+            for i, option in enumerate(options):
+                for position, name in enumerate(keeping):
+                    layout = option.produced[position]
+                    if name is not None and layout is not None:
+                        sums[Sum.KEPT_GIB, i] += self._gib(name, layout)
+            self.known[key] = parts_of(sums)
+        parts: Parts = self.known[key]
+        return parts
+
+    def _computed(self, node: NamedNode, options: tuple[Option, ...], fused: float | None) -> tuple[Floats, Floats]:
+        """What each option takes to compute and to send by itself, and what more if it is computed again."""
+        key = "computed", self._signature(node), fused
+        if key not in self.known:
+            once, more = np.zeros((2, len(Sum), len(options)))
+            for i, option in enumerate(options):
+                work = self._work(node, option)
+                if fused is not None:
+                    device = self.setting.cluster.device
+                    work = OpWork(scaled(work.forward, fused, device), scaled(work.backward, fused, device))
+                self._add_work(once[:, i], work.forward, Sum.FORWARD_ROOM)
+                self._add_work(more[:, i], work.forward, Sum.BACKWARD_ROOM)
+                if self.setting.trains:
+                    self._add_work(once[:, i], work.backward, Sum.BACKWARD_ROOM)
+                self._sent_inside(once[:, i], more[:, i], node, option)
+            self.known[key] = once, more
+        found: tuple[Floats, Floats] = self.known[key]
+        return found
+
+    def _add_held(
+        self, sums: Floats, node: NamedNode, options: tuple[Option, ...], keeps: bool, moment: Sum | None
+    ) -> None:
+        """What each option holds between forward and backward beside values, and in its backward."""
+        for i, option in enumerate(options):
+            footprint = self._footprint(node, option)
+            inside = footprint.internal_bytes / 2**30 if keeps else 0.0
+            sums[Sum.KEPT_GIB, i] += inside
+            sums[Sum.PRODUCT_GIB, i] -= inside if node.name in self.gone else 0.0
+            if moment is not None:
+                sums[moment, i] += self._gradients_gib(node, option, footprint)
+
+    def _moment(self, node: NamedNode) -> Sum | None:
+        """What the gradients of an op are counted for."""
+        if self.regather and node is self.beginning:
+            return Sum.BEGINNING_GIB
+        return Sum.PRODUCT_GIB if self.regather and node is self.product else None
+
+    def _footprint(self, node: NamedNode, option: Option) -> Footprint:
+        """What an op holds on one rank."""
+        decision = OpDecision(option.choice, option.operands, option.produced, option.produced)
+        axes = self.setting.axes
+        split = split_of(self.graph, node, option.choice.splits, option.operands, axes)
+        return local_footprint(self.graph, node, decision, split, axes)
+
+    def _gradients_gib(self, node: NamedNode, option: Option, footprint: Footprint) -> float:
+        """What the backward of an op takes: the gradients of what it gives and takes, and what it holds in between."""
+        named = [*zip(node.outputs, option.produced, strict=True)]
+        named += [
+            (name, layout)
+            for i, (name, layout) in enumerate(zip(node.operands, option.operands, strict=True))
+            if i not in footprint.passes
+        ]
+        gradients = sum(
+            self._gib(name, layout)
+            for name, layout in dict.fromkeys(named)
+            if name is not None and layout is not None and self.graph.tensors[name].requires_grad
+        )
+        return gradients + footprint.backward_bytes / 2**30
+
+    def _made_and_kept(self, node: NamedNode, mode: int) -> tuple[str | None, ...]:
+        """The results of an op that live on as it makes them; shared values are counted where they are kept."""
+        return tuple(
+            name if name is not None and not self._is_shared(name) and self._lives(name, node, mode) else None
+            for name in node.outputs
+        )
+
+    def _keeps(self, node: NamedNode) -> bool:
+        made = (self.graph.tensors[name].requires_grad for name in node.outputs if name is not None)
+        return self.setting.trains and any(made)
+
+    def _add_work(self, sums: Floats, work: Work, room: Sum) -> None:
+        sums[Sum.DEVICE] += work.seconds
+        sums[room] += work.seconds
+        sums[Sum.HOST] += work.launches * self.setting.prices.launch if work.seconds else 0.0
+
+    def _sent_inside(self, once: Floats, more: Floats, node: NamedNode, option: Option) -> None:
+        """What an op sends by itself, and what more if it is computed again."""
+        split = split_of(self.graph, node, option.choice.splits, option.operands, self.setting.axes)
+        for message in split.messages() if split is not None else ():
+            name = node.operands[0]
+            assert name is not None, node.name
+            one = Inserted(name, node.name, message.reshard, message.itemsize, message.differentiable)
+            forward = tuple(self.setting.prices.conversion(one, "forward"))
+            backward = tuple(self.setting.prices.conversion(one, "backward") if self.setting.trains else ())
+            for sums, tasks in ((once, (*forward, *backward)), (more, forward)):
+                for task in tasks:
+                    sums[Sum.DEVICE] += task.seconds
+                    sums[Sum.HOST] += task.host_seconds

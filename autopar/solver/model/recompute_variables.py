@@ -1,0 +1,104 @@
+"""Recomputation of repeated layers: which ops are computed again, by what is decided of their layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.ir.graph import NamedGraph
+from autopar.sharding.layers import layered, reading
+from autopar.sharding.layout.gather_policy import Recompute
+from autopar.sharding.recompute import Region, computed_again, regions_of
+
+__all__ = ["MODES", "STATES", "Again", "layers_of"]
+
+MODES: tuple[Recompute, ...] = ("selective", "full")
+STATES: tuple[Recompute, ...] = ("none", *MODES)
+
+
+def layers_of(graph: NamedGraph) -> tuple[str, ...]:
+    """The paths of all repeated layers."""
+    return tuple(dict.fromkeys(path for repeat in graph.repeats for path in repeat.module_paths))
+
+
+@dataclass(frozen=True)
+class Again:
+    """What of a graph is computed again: settled, or by the mode of a layer."""
+
+    open: tuple[str, ...]
+    """The paths of the layers of which it is decided."""
+    layers: Mapping[str, str]
+    """By op of such a layer: its path."""
+    regions: Mapping[str, str]
+    """By op: where it is computed again, if it is."""
+    flagged: Mapping[str, tuple[bool, ...]]
+    """By op that may be computed again: whether it is, for each mode of its layer; once where that is settled."""
+    entering: tuple[frozenset[str], ...] = (frozenset(),)
+    """For each mode: what ops that are computed again read and what is not kept for any other reason; of layers, within
+    one."""
+
+    @staticmethod
+    def of(graph: NamedGraph, settled: Mapping[str, Recompute], layers: Sequence[str], trains: bool) -> Again:
+        if not trains:
+            return Again((), {}, {}, {})
+        ops = _ops_of_layers(graph)
+        whole = regions_of(graph, {**settled, **dict.fromkeys(layers, "full")})
+        region_of = {op: region for region in whole for op in region.ops}
+        found = tuple(path for path in layers if _stands_alone(ops[path], region_of))
+        modes = STATES if found else STATES[:1]
+        every = [regions_of(graph, {**settled, **dict.fromkeys(found, mode)}) for mode in modes]
+        of_layer = {op: path for path in found for op in ops[path]}
+        again = [computed_again(graph, regions) for regions in every]
+        flagged: dict[str, tuple[bool, ...]] = dict.fromkeys(again[0], (True,))
+        flagged |= {op: tuple(op in ops for ops in again) for op in of_layer}
+        return Again(
+            found,
+            of_layer,
+            {op: region.name for region in every[-1] for op in region.ops},
+            flagged,
+            tuple(_entering(graph, regions, own, of_layer) for regions, own in zip(every, again, strict=True)),
+        )
+
+    def flags(self, op: str) -> tuple[bool, ...]:
+        """For each mode of the layer of an op, whether it is computed again; one where there is nothing to decide."""
+        return self.flagged.get(op, _NOT)
+
+    def is_kept_outside(self, maker: str, keepers: Iterable[str]) -> bool:
+        """Whether ops of other regions keep what an op makes: it is there then, though the op is computed again."""
+        own = self.regions.get(maker)
+        return any(self.regions.get(keeper) != own for keeper in keepers)
+
+
+_NOT = (False,)
+
+
+def _entering(
+    graph: NamedGraph, regions: Sequence[Region], again: frozenset[str], of_layer: Mapping[str, str]
+) -> frozenset[str]:
+    """What ops that are computed again need for it, and others have made: of the same layer, or for settled regions."""
+    readers = reading(graph, layered(regions), again)
+    makers = {name: node.name for node in graph.nodes for name in node.outputs if name is not None}
+    return frozenset(
+        name
+        for node in graph.nodes
+        if node.name in readers
+        for name in node.operands
+        if name is not None and (maker := makers.get(name)) is not None and maker not in again
+        if node.name not in of_layer or of_layer.get(maker) == of_layer[node.name]
+    )
+
+
+def _ops_of_layers(graph: NamedGraph) -> dict[str, dict[str, None]]:
+    """By the path of a repeated layer: its ops, in order."""
+    by_node = {node.node: node.name for node in graph.nodes}
+    found: dict[str, dict[str, None]] = {}
+    for repeat in graph.repeats:
+        for path, layer in zip(repeat.module_paths, repeat.layers, strict=True):
+            found.setdefault(path, {}).update((by_node[name], None) for name in layer if name in by_node)
+    return found
+
+
+def _stands_alone(ops: Mapping[str, None], region_of: Mapping[str, Region]) -> bool:
+    """Whether no checkpoint of the model joins a layer with something else."""
+    touched = {id(region): region for op in ops if (region := region_of.get(op)) is not None}
+    return all(ops.keys() >= set(region.ops) for region in touched.values())

@@ -1,0 +1,165 @@
+"""What one conversion takes: of a value where it is needed, of a parameter beside the computing, in buckets."""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import NamedTuple
+
+from autopar.cost.compute.op_time import seconds_of_bytes
+from autopar.ir.graph import NamedTensor
+from autopar.lowering.passes.bucket_parameters import BUCKET_BYTES, BUCKETS, LEAST_BYTES, goes_in_bucket
+from autopar.sharding.reshard.reshard import StepKind
+from autopar.sharding.reshard.scaled import Leg, Routes
+from autopar.sharding.sharding import Layout, longest
+from autopar.solver.candidates import Stored
+from autopar.solver.model.objective import Sum
+from autopar.solver.pairwise.problem import Floats
+from autopar.solver.setting import Setting
+
+__all__ = ["Cut", "Ways", "block_of"]
+
+_Sent = tuple[Leg, int]
+"""A step, and the bytes of an element."""
+
+
+class Cut(NamedTuple):
+    """What of a tensor its conversions depend on. A tuple, because tables are looked up by it."""
+
+    sizes: tuple[int, ...]
+    itemsize: int
+    trained: bool
+    """Whether a gradient comes back."""
+
+    @classmethod
+    def of(cls, tensor: NamedTensor, setting: Setting) -> Cut:
+        sizes = tuple(atom.size for atom in tensor.atoms)
+        return cls(sizes, tensor.dtype.itemsize, tensor.requires_grad and setting.trains)
+
+
+class _Moved(NamedTuple):
+    """What a parameter takes of its bucket: seconds of the links and of the host, forward and backward."""
+
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+    gathers: bool
+
+
+class Ways:
+    """The conversions of one setting, each worked out once."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.routes = Routes(setting.axes)
+        self.prices: dict[tuple[tuple[int, ...], int, Layout, Layout, float], tuple[float, float]] = {}
+        self.moved: dict[tuple[Cut, Layout, Layout, float], _Moved] = {}
+        self.elements: dict[tuple[tuple[int, ...], tuple[tuple[str, ...], ...]], float] = {}
+        self.blocks: dict[str, float] = {}
+        self.total = 0.0
+        for tensor in setting.graph.parameters:
+            size = prod(tensor.shape) * tensor.dtype.itemsize
+            self.total += size
+            self.blocks[block_of(tensor.name)] = self.blocks.get(block_of(tensor.name), 0.0) + size
+
+    # -- values
+
+    def way(
+        self, sizes: tuple[int, ...], itemsize: int, source: Layout, target: Layout, share: float = 1.0
+    ) -> tuple[float, float]:
+        key = sizes, itemsize, source, target, share
+        price = self.prices.get(key)
+        if price is None:
+            device = host = 0.0
+            legs = self.routes.of(sizes, source, target)
+            for leg in legs:
+                seconds, launched = self._leg(leg, itemsize)
+                times = share if len(legs) == 1 and leg.kind == StepKind.ALL_REDUCE.value else 1.0
+                device, host = device + times * seconds, host + times * launched
+            price = self.prices[key] = (device, host)
+        return price
+
+    def _leg(self, leg: Leg, itemsize: int) -> tuple[float, float]:
+        prices = self.setting.prices
+        if leg.local:
+            size = 2.0 * itemsize * leg.larger
+            return seconds_of_bytes(size, prices.device), prices.launch if size else 0.0
+        seconds = prices.network.seconds(leg.kind, leg.axes, leg.numel * itemsize)
+        return seconds, prices.cluster.library.host_seconds.get(leg.kind, prices.launch)
+
+    def gib(self, sizes: tuple[int, ...], itemsize: int, layout: Layout) -> float:
+        """The largest shard."""
+        key = sizes, layout.splits
+        found = self.elements.get(key)
+        if found is None:
+            cuts = (longest(size, axes, self.setting.axes) for size, axes in zip(sizes, layout.splits, strict=True))
+            found = self.elements[key] = prod(cuts) / 2**30
+        return found * itemsize
+
+    # -- parameters
+
+    def kept_copy(self, cut: Cut, held: Stored, want: Layout, kept: bool) -> float:
+        """What is gathered of a parameter lives until the backward, or until the optimizer steps."""
+        lives = (kept and not held.again) or held.lasting
+        return self.gib(cut.sizes, cut.itemsize, want) if lives and want.splits != held.layout.splits else 0.0
+
+    def add_moved(
+        self, sums: Floats, cut: Cut, held: Stored, want: Layout, gathered_bytes: float, later: bool = False
+    ) -> None:
+        """In a bucket, a parameter takes its share of what the fullest bucket takes: no bucket sends a byte in less.
+
+        `gathered_bytes` is what could be gathered together.
+        """
+        forward, backward, gathers = self._moved(cut, held.layout, want, gathered_bytes)
+        sums[Sum.FORWARD_ONCE if held.lasting else Sum.FORWARD_EACH] += forward[0]
+        sums[Sum.HOST] += 0.0 if held.lasting else forward[1]
+        deferred = later or held.defers(want)
+        sums[Sum.BACKWARD_ONCE if deferred else Sum.BACKWARD_EACH] += backward[0]
+        sums[Sum.HOST] += 0.0 if deferred else backward[1]
+        if held.again and self.setting.trains and gathers:
+            sums[Sum.BACKWARD_EACH] += forward[0]
+            sums[Sum.HOST] += forward[1]
+
+    def _moved(self, cut: Cut, stored: Layout, want: Layout, gathered_bytes: float) -> _Moved:
+        key = cut, stored, want, gathered_bytes
+        found = self.moved.get(key)
+        if found is None:
+            there, back = ways = self._ways_of(cut, stored, want)
+            gathers, share = any(leg.kind == "all_gather" for leg, _ in there), 1.0
+            if (there or back) and goes_in_bucket(*(tuple(StepKind(leg.kind) for leg, _ in way) for way in ways)):
+                limit = min(float(BUCKET_BYTES), gathered_bytes if gathers else max(LEAST_BYTES, self.total / BUCKETS))
+                share = min(1.0, max(leg.before * itemsize for leg, itemsize in (*there, *back)) / max(limit, 1.0))
+            found = self.moved[key] = _Moved(self._sent(there, share), self._sent(back, share), gathers)
+        return found
+
+    def _ways_of(self, cut: Cut, stored: Layout, want: Layout) -> tuple[tuple[_Sent, ...], tuple[_Sent, ...]]:
+        there = self.routes.of(cut.sizes, stored.value, want.value)
+        back = self.routes.of(cut.sizes, want.gradient.value, stored.gradient.value) if cut.trained else ()
+        dtype = self.setting.options.gradient_dtype
+        reduced = cut.itemsize if dtype is None else dtype.itemsize
+        return tuple((leg, cut.itemsize) for leg in there), tuple((leg, reduced) for leg in back)
+
+    def _sent(self, way: tuple[_Sent, ...], share: float) -> tuple[float, float]:
+        """What the links and what the host take for a share of a bucket."""
+        prices = self.setting.prices
+        seconds = host = 0.0
+        for leg, itemsize in way if share else ():
+            if leg.local:
+                host += share * prices.launch
+            else:
+                seconds += share * prices.network.seconds(leg.kind, leg.axes, leg.numel * itemsize / share)
+                host += share * prices.cluster.library.host_seconds.get(leg.kind, prices.launch)
+        return seconds, host
+
+    def add_accumulated(self, sums: Floats, size: float) -> None:
+        """Add what it takes to add a gradient, of so many bytes read and written, to that of earlier micro-batches."""
+        prices = self.setting.prices
+        seconds = seconds_of_bytes(size, prices.device)
+        sums[Sum.DEVICE] += seconds
+        sums[Sum.BACKWARD_ROOM] += seconds
+        sums[Sum.HOST] += prices.launch if size else 0.0
+
+
+def block_of(name: str) -> str:
+    """The layer that a parameter is of, as buckets see it."""
+    found = re.match(r"(.*?\.\d+)\.", name)
+    return found[1] if found else ""

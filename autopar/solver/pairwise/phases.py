@@ -1,0 +1,205 @@
+"""The stages of `solve` that run compiled loops: the dual, and the local search."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from autopar.solver.pairwise.annealing import Found, Plan, anneal, cost_in, repair, search
+from autopar.solver.pairwise.dual import Dual, MessageDual, NarrowDual, loads_at
+from autopar.solver.pairwise.elimination import plan_elimination
+from autopar.solver.pairwise.flat_arrays import Arrays, arrays_of, impossible_price
+from autopar.solver.pairwise.jit import warn_if_slow
+from autopar.solver.pairwise.problem import Floats, Ints
+from autopar.solver.pairwise.work import Work
+
+__all__ = ["dual_stage", "search_stage"]
+
+# Part of the time for the dual, unless it stops moving earlier.
+DUAL_PART = 0.35
+# Rounds of the dual in a block; a guess that heeds the limits is made once in so many rounds.
+BLOCK = 40
+HEED_EVERY = 5
+DISCOUNTS = (1.0, 0.99, 0.95, 0.8, 0.5)
+# The dual has stopped moving when so many blocks have closed less than this part of the gap.
+STILL_BLOCKS = 6
+NEWS = 0.05
+# Elimination answers for the dual when its tables have at most so many entries, one and all.
+NARROW_TABLE = 200_000
+NARROW_SUM = 3_000_000
+# Moves of the local search beside a block, per node.
+MOVES_BESIDE = 2
+# Shrink again when the bound rules out this part of the strategies, between blocks and after the last one: the dual
+# begins anew then.
+WORTH_INTERRUPTING = 0.25
+WORTH_SHRINKING = 0.02
+
+
+def _dual_of(work: Work, arrays: Arrays) -> Dual:
+    plan = plan_elimination(work.core, NARROW_TABLE, NARROW_SUM, impossible_price(work.core))
+    return MessageDual(arrays) if plan is None else NarrowDual(arrays, plan)
+
+
+class _Block:
+    """The core as arrays, its dual, and the best solution in the core's terms."""
+
+    def __init__(self, work: Work, prices: Floats | None) -> None:
+        self.work = work
+        self.arrays = arrays_of(work.core)
+        self.impossible = impossible_price(work.core)
+        self.dual = _dual_of(work, self.arrays)
+        if prices is not None:
+            self.dual.prices = prices
+            self.dual.step = 0.3
+        self.best: Found | None = None
+        lowered = work.lowered()
+        if lowered is not None:
+            strategies = np.array(lowered, dtype=np.int64)
+            self.best = Found(cost_in(self.arrays, strategies), strategies)
+        self.offer(self.dual.base)
+
+    def offer(self, strategies: Ints) -> None:
+        cost = cost_in(self.arrays, strategies)
+        if cost < self.impossible and (self.best is None or cost < self.best.cost):
+            left = self.arrays.limits - loads_at(self.arrays, strategies)
+            if not len(left) or left.min() >= 0:
+                self.best = Found(cost, strategies.copy())
+
+    def rounds(self, deadline: float) -> None:
+        """A block of rounds of the dual."""
+        for turn in range(BLOCK):
+            if time.monotonic() > deadline:
+                return
+            # A cost far above the bound says little about the optimum: steps are taken towards twice the bound at most.
+            target = 2 * abs(self.dual.bound) if np.isfinite(self.dual.bound) else np.inf
+            known = self.best.cost if self.best is not None else np.inf
+            known = min(known, max(target, 1.0))
+            if not np.isfinite(known):
+                known = cost_in(self.arrays, self.dual.base)
+            guess, left = self.dual.round(known)
+            if not len(left) or left.min() >= 0:
+                self.offer(guess)
+            if turn % HEED_EVERY == 0 or self.dual.settled:
+                self.heed(turn)
+            if self.dual.settled:
+                return
+
+    def heed(self, turn: int) -> None:
+        """Guesses that keep the limits: from the least usage, and from the best solution at some lower prices."""
+        if isinstance(self.dual, MessageDual) or self.best is None:
+            self.offer(self.dual.heeding(self.dual.base))
+        if self.best is not None:
+            discounts = DISCOUNTS if self.dual.settled else DISCOUNTS[turn // HEED_EVERY % len(DISCOUNTS) :][:1]
+            for discount in discounts:
+                self.offer(self.dual.heeding(self.best.strategies, discount))
+
+    def report(self) -> None:
+        if self.best is not None:
+            self.work.offer_core(self.best.strategies.tolist())
+        self.work.lift_bound(self.dual.bound)
+        self.work.tell("dual")
+
+
+def dual_stage(work: Work) -> bool:
+    """Bound and first solutions; shrinks the core as the bound rules strategies out. False when that solves the
+    problem."""
+    warn_if_slow()
+    block = _Block(work, None)
+    block.report()
+    deadline = time.monotonic() + DUAL_PART * work.seconds_left
+    history: list[float] = []
+    seed = work.seed
+    with ThreadPoolExecutor(1) as pool:
+        while True:
+            beside: Future[tuple[Found, float]] | None = None
+            if block.best is not None and history:
+                beside = pool.submit(_search_beside, block.arrays, block.best, block.dual.bound, seed, deadline)
+            block.rounds(deadline)
+            if beside is not None:
+                block.offer(beside.result()[0].strategies)
+            seed += 1
+            block.report()
+            history.append(relative_distance(work))
+            if work.finished or time.monotonic() > deadline or stopped(history):
+                break
+            settled = block.dual.settled
+            smaller = _shrunk_again(work, block, 0.0 if settled else WORTH_INTERRUPTING)
+            if smaller is None:
+                return False
+            if smaller is not block:
+                block = smaller
+                history = history[-2:]
+            elif settled:
+                break
+    if work.strategies is None and work.seconds_left > 0:
+        _repair(work, block)
+    return work.finished or _shrunk_again(work, block, WORTH_SHRINKING) is not None
+
+
+def relative_distance(work: Work) -> float:
+    return work.cost - work.bound if np.isfinite(work.cost) else np.inf
+
+
+def stopped(history: list[float]) -> bool:
+    if len(history) <= STILL_BLOCKS or not np.isfinite(history[-1 - STILL_BLOCKS]):
+        return False
+    return history[-1] > (1 - NEWS) * history[-1 - STILL_BLOCKS]
+
+
+def _search_beside(arrays: Arrays, best: Found, bound: float, seed: int, deadline: float) -> tuple[Found, float]:
+    nodes = len(arrays.offsets) - 1
+    hot = max(0.0, best.cost - bound) / nodes
+    return anneal(arrays, best, Plan(seed, MOVES_BESIDE * nodes, hot, hot / 100), deadline)
+
+
+def _shrunk_again(work: Work, block: _Block, worth: float) -> _Block | None:
+    """A block for the core without what the bound rules out; the same block when that is little, None when it is
+    all."""
+    if block.best is None or not np.isfinite(work.cost):
+        return block
+    answer = block.dual.reduced()
+    if answer is None:
+        return block
+    bound, reduced = answer
+    allowed = block.best.cost - bound
+    dead = reduced > allowed + 1e-9 * abs(block.best.cost)
+    if not dead.any() or dead.mean() < worth:
+        return block
+    prices = block.dual.best_prices
+    if not work.shrink(dead):
+        return None
+    kept = work.layers[-1].limits
+    moved = np.zeros(len(kept))
+    if len(kept):
+        # The price of a limit that another one stands for goes to the nearest that is left.
+        nearest = np.clip(np.searchsorted(kept, np.arange(len(prices))), 0, len(kept) - 1)
+        np.add.at(moved, nearest, prices)
+    return _Block(work, moved)
+
+
+def _repair(work: Work, block: _Block) -> None:
+    repaired = repair(block.arrays, block.dual.heeding(block.dual.base), block.impossible, work.seed, work.deadline)
+    if repaired is not None:
+        work.offer_core(repaired.tolist())
+    work.tell("repair")
+
+
+def search_stage(work: Work) -> None:
+    """Local search from the best solution until the time is up or the gap is closed."""
+    arrays = arrays_of(work.core)
+    lowered = work.lowered()
+    if lowered is None:
+        return
+    strategies = np.array(lowered, dtype=np.int64)
+    start = Found(cost_in(arrays, strategies), strategies)
+
+    def report(found: Found) -> bool:
+        work.offer_core(found.strategies.tolist())
+        work.tell("search")
+        return work.finished
+
+    bound = work.bound if np.isfinite(work.bound) else 0.0
+    spread = max(work.cost - bound, 1e-6 * abs(work.cost)) / (len(arrays.offsets) - 1)
+    search(arrays, start, spread, work.seed, work.deadline, report)

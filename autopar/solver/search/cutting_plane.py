@@ -1,0 +1,36 @@
+"""The prices at which the least of some planes is highest: a linear program of a few rows and columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from autopar.solver.pairwise.problem import Floats
+
+__all__ = ["highest"]
+
+WAYS = (("GLOP", "use_preprocessing:false"), ("GLOP", "use_dual_simplex:true"), ("CLP", ""))
+"""Solvers with what is said to them. With its preprocessing, GLOP calls some small programs abnormal."""
+
+
+def highest(bases: Floats, slopes: Floats, most: Floats) -> tuple[float, Floats]:
+    """The most of min(bases + slopes @ prices) over prices from 0 to `most`; a row for each plane."""
+    from ortools.linear_solver import pywraplp  # late: it takes a while to import
+
+    status = pywraplp.Solver.NOT_SOLVED
+    for name, parameters in WAYS:
+        solver: Any = pywraplp.Solver.CreateSolver(name)
+        if solver is None:
+            continue
+        if parameters:
+            solver.SetSolverSpecificParametersAsString(parameters)
+        prices = [solver.NumVar(0.0, limit, "") for limit in most.tolist()]
+        least = solver.NumVar(-solver.infinity(), solver.infinity(), "")
+        for base, row in zip(bases.tolist(), slopes.tolist(), strict=True):
+            solver.Add(least <= base + sum(slope * price for slope, price in zip(row, prices, strict=True)))
+        solver.Maximize(least)
+        status = solver.Solve()
+        if status == pywraplp.Solver.OPTIMAL:
+            return float(least.solution_value()), np.array([price.solution_value() for price in prices])
+    raise AssertionError(f"a linear program that has a solution was not solved (status {status})")

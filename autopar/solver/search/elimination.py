@@ -1,0 +1,233 @@
+"""A model at fixed prices: one number for each state and each pair, and the least of their sum by elimination."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from autopar.ir.graph import NamedGraph
+from autopar.solver.model.cost_tables import weigh
+from autopar.solver.model.model import Model
+from autopar.solver.pairwise.problem import Floats
+from autopar.solver.search.bucket_elimination import Folded, TooWide, fixed, folded
+
+__all__ = ["Elimination"]
+
+LARGEST_TABLE = 2**21
+LARGEST_UNCUT = 2**24
+"""Where a variable with a gradient would be cut, which costs more of the bound than a larger table takes of time."""
+MOST_SETTLING = 4
+
+
+class Least(NamedTuple):
+    """The least at some weights: a lower bound on the weighted sum of all assignments; what has it, and its sums."""
+
+    value: float
+    sums: Floats
+    chosen: list[int]
+    """But for variables that are cut, which every table chooses for itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class Elimination:
+    """The order in which the variables of a model go, and those that are cut."""
+
+    model: Model
+    scopes: tuple[tuple[int, ...], ...]
+    cut: tuple[int, ...]
+    plan: Folded
+    inner: _Inner | None = None
+    """What is cut, and all that has no gradient: settled together where that is narrow."""
+
+    @staticmethod
+    def of(model: Model) -> Elimination:
+        """Cut variables until the rest can be eliminated: first values without a gradient, which are small or sent one
+        way only; before any other is, larger tables are tried; then those with most neighbours."""
+        scopes = tuple(factor.scope for factor in model.factors)
+        degree = [0] * len(model.variables)
+        for scope in scopes:
+            for node in scope:
+                degree[node] += 1
+        tensors = model.setting.graph.tensors
+        light = [
+            node
+            for node, variable in enumerate(model.variables)
+            if variable.kind in ("held", "value") and not tensors[variable.name].requires_grad and degree[node] > 1
+        ]
+        heavy = sorted(set(range(len(degree))).difference(light), key=lambda node: (-degree[node], node))
+        tries = [((), LARGEST_TABLE), (tuple(light), LARGEST_TABLE), ((), LARGEST_UNCUT), (tuple(light), LARGEST_UNCUT)]
+        counts = (2**i - 1 for i in range(1, len(heavy).bit_length() + 1))
+        for cut, largest in (*tries, *(((*light, *heavy[:count]), LARGEST_TABLE) for count in counts)):
+            try:
+                plan = _folded(model, scopes, cut, largest)
+                return Elimination(model, scopes, cut, plan, _Inner.of(model, scopes, cut))
+            except TooWide:
+                continue
+        raise AssertionError("with everything cut, nothing is wide")
+
+    def least(self, weights: Floats) -> Least:
+        """A lower bound on the weighted sum of all assignments."""
+        weighed = _Weighed(self.model, weights, self.scopes)
+        value, chosen = self._solved(weighed, dict.fromkeys(self.cut))
+        sums = weighed.relaxed_sums(chosen, self.cut, self.touched) if self.cut else self.model.sums(chosen)
+        return Least(value, sums, chosen)
+
+    def weighed(self, weights: Floats) -> tuple[list[Floats], list[Floats]]:
+        """The costs of all states and pairs, where nothing is cut."""
+        assert not self.cut, "what is cut has no costs of its own"
+        found = _Weighed(self.model, weights, self.scopes)
+        return found.costs, found.tables
+
+    def candidate(self, weights: Floats, near: Sequence[int] | None = None) -> list[int]:
+        """An assignment whose weighed sum is most likely low; `near`: what was the least at weights like these."""
+        weighed = _Weighed(self.model, weights, self.scopes)
+        chosen = list(near) if near and self.cut else self._solved(weighed, dict.fromkeys(self.cut))[1]
+        states: dict[int, int | None] | None = None
+        for _ in range(MOST_SETTLING if self.cut else 0):
+            last = states
+            if self.inner is not None:
+                states = dict(self.inner.settled(weighed, chosen))
+            else:
+                states = {node: weighed.best_state(node, chosen) for node in self.cut}
+            if states == last:
+                break
+            _, chosen = self._solved(weighed, states)
+        return chosen
+
+    @cached_property
+    def touched(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The factors that have variables which are cut, and these."""
+        cut = set(self.cut)
+        found = ((i, tuple(node for node in scope if node in cut)) for i, scope in enumerate(self.scopes))
+        return tuple((i, gone) for i, gone in found if gone)
+
+    def _solved(self, weighed: _Weighed, cut: Mapping[int, int | None]) -> tuple[float, list[int]]:
+        costs, tables, constant = weighed.without(cut, self.touched)
+        value, chosen = self.plan.solve(costs, tables, pattern=tuple(cut.items()))
+        for node, state in cut.items():
+            chosen[node] = 0 if state is None else state
+        return value + constant, chosen
+
+
+@dataclass(frozen=True, eq=False)
+class _Inner:
+    """The variables that are cut, and all that has no gradient: the least of them, the others fixed."""
+
+    cut: tuple[int, ...]
+    nodes: tuple[int, ...]
+    factors: tuple[int, ...]
+    plan: Folded
+
+    @staticmethod
+    def of(model: Model, scopes: Sequence[tuple[int, ...]], cut: Sequence[int]) -> _Inner | None:
+        graph = model.setting.graph
+        ops = {node.name for node in graph.nodes if not any(_trained(graph, name) for name in node.outputs)}
+        light = (
+            place
+            for place, variable in enumerate(model.variables)
+            if variable.kind != "recompute"
+            and (variable.name in ops if variable.kind == "op" else not _trained(graph, variable.name))
+        )
+        nodes = tuple(sorted({*cut, *light})) if cut else ()
+        place = {node: i for i, node in enumerate(nodes)}
+        factors = tuple(i for i, scope in enumerate(scopes) if not place.keys().isdisjoint(scope))
+        inside = [tuple(place[node] for node in scopes[i] if node in place) for i in factors]
+        try:
+            plan = folded([len(model.variables[node].states) for node in nodes], inside, LARGEST_TABLE)
+        except TooWide:
+            return None
+        return _Inner(tuple(cut), nodes, factors, plan)
+
+    def settled(self, weighed: _Weighed, chosen: Sequence[int]) -> dict[int, int]:
+        """The states of what is cut, where the others are as chosen."""
+        own = set(self.nodes)
+        tables = []
+        for i in self.factors:
+            scope = weighed.scopes[i]
+            tables.append(fixed(weighed.tables[i], scope, {node: chosen[node] for node in scope if node not in own}))
+        _, states = self.plan.solve([weighed.costs[node] for node in self.nodes], tables)
+        found = dict(zip(self.nodes, states, strict=True))
+        return {node: found[node] for node in self.cut}
+
+
+def _trained(graph: NamedGraph, name: str | None) -> bool:
+    return name is not None and graph.tensors[name].requires_grad
+
+
+def _folded(model: Model, scopes: Sequence[tuple[int, ...]], cut: Sequence[int], largest: int) -> Folded:
+    gone = set(cut)
+    sizes = [1 if node in gone else len(variable.states) for node, variable in enumerate(model.variables)]
+    left = [tuple(node for node in scope if node not in gone) for scope in scopes]
+    return folded(sizes, [scope for scope in left if scope], largest)
+
+
+class _Weighed:
+    """Equal costs and tables are one object."""
+
+    def __init__(self, model: Model, weights: Floats, scopes: Sequence[tuple[int, ...]]) -> None:
+        self.model = model
+        self.scopes = scopes
+        own = [sum((weigh(parts, weights) for parts in variable.parts), np.zeros(1)) for variable in model.costs.terms]
+        self.costs: list[Floats] = [own[kind] for kind in model.costs.kinds]
+        both = [table.weighed(weights) for table in model.tables.terms]
+        self.tables: list[Floats] = [both[kind] for kind in model.tables.kinds]
+        self.sliced: dict[Any, Floats] = {}
+
+    @cached_property
+    def incident(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for i, scope in enumerate(self.scopes):
+            for node in scope:
+                found.setdefault(node, []).append(i)
+        return found
+
+    def without(
+        self, cut: Mapping[int, int | None], touched: Sequence[tuple[int, tuple[int, ...]]]
+    ) -> tuple[list[Floats], list[Floats], float]:
+        """Costs and tables without the variables that are cut, and what these cost by themselves."""
+        costs = list(self.costs)
+        constant = 0.0
+        for node, state in cut.items():
+            constant += float(self.costs[node].min() if state is None else self.costs[node][state])
+            costs[node] = _NOTHING
+        tables: list[Floats | None] = list(self.tables)
+        for i, gone in touched:
+            scope, table = self.scopes[i], self.tables[i]
+            key = id(table), tuple((scope.index(node), cut[node]) for node in gone)
+            if key not in self.sliced:
+                self.sliced[key] = fixed(table, scope, cut)
+            tables[i] = self.sliced[key]
+            if len(gone) == len(scope):
+                constant += float(self.sliced[key])
+                tables[i] = None
+        return costs, [table for table in tables if table is not None], constant
+
+    def best_state(self, node: int, chosen: Sequence[int]) -> int:
+        """The state of a cut variable that fits the others best."""
+        total = self.costs[node].copy()
+        for i in self.incident.get(node, ()):
+            scope = self.scopes[i]
+            total += self.tables[i][tuple(slice(None) if each == node else chosen[each] for each in scope)]
+        return int(np.argmin(total))
+
+    def relaxed_sums(
+        self, chosen: Sequence[int], cut: Sequence[int], touched: Sequence[tuple[int, tuple[int, ...]]]
+    ) -> Floats:
+        """The sums of an answer in which every table has chosen the states of cut variables for itself."""
+        gone = set(cut)
+        whole = [int(np.argmin(self.costs[node])) if node in gone else state for node, state in enumerate(chosen)]
+        total = self.model.sums(whole)
+        for i, _ in touched:
+            factor, table = self.model.factors[i], self.tables[i]
+            left = table[tuple(slice(None) if node in gone else chosen[node] for node in factor.scope)]
+            own = iter(np.unravel_index(int(left.argmin()), left.shape))
+            total += factor.table.at(*(int(next(own)) if node in gone else chosen[node] for node in factor.scope))
+            total -= factor.at(whole)
+        return total
+
+
+_NOTHING = np.zeros(1)

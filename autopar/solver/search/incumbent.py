@@ -1,0 +1,95 @@
+"""The best plan so far, by `evaluate`: whoever finds a plan offers it."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+
+from autopar.cost.compute.rates import peak_of
+from autopar.cost.costs import Costs
+from autopar.cost.evaluate import evaluate
+from autopar.errors import AutoparWarning, LayoutError
+from autopar.sharding.assignment import Plan
+from autopar.sharding.contracts import check_contracts
+from autopar.sharding.demands import Demands
+from autopar.sharding.layout.syntax import Guard, Limit, Same
+from autopar.sharding.reshard_insertion import conversions
+from autopar.solver.pairwise.work import Progress
+from autopar.solver.setting import Setting
+
+__all__ = ["Race"]
+
+CONTRACTS = (Guard, Limit, Same)
+"""Statements about the whole of a plan: they are checked on each that would be the best."""
+
+
+class Race:
+    """The best plan so far that keeps the limit and the layout's contracts, by `evaluate`."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        limit: float,
+        began: float,
+        progress: Callable[[Progress], None] | None,
+        demands: Demands,
+    ) -> None:
+        self.setting = setting
+        self.limit = limit
+        self.began = began
+        self.progress = progress
+        self.demands = demands
+        self.broken: LayoutError | None = None
+        """The contract that the last plan broke which would have been the best."""
+        self.is_broken = False
+        """Whether the last plan broke one."""
+        self.plan: Plan | None = None
+        self.costs: Costs | None = None
+        self.origin = ""
+        self.seconds = float("inf")
+        self.least_bytes = float("inf")
+        self.passed_seconds = float("inf")
+        """Of the fastest plan that does not fit."""
+
+    @property
+    def floor(self) -> float:
+        """What no plan can be below: the model's products at the highest rate that the devices have."""
+        if self.costs is None:
+            return 0.0
+        device, tensors = self.setting.cluster.device, self.setting.graph.tensors.values()
+        rates = [peak_of(device, dtype) for dtype in {each.dtype for each in tensors if each.dtype.is_floating_point}]
+        return self.costs.flops / self.setting.ranks / max(rates) if rates else 0.0
+
+    def offer(self, origin: str, plan: Plan) -> Costs:
+        """Price a plan, and keep it if it is the best that fits."""
+        self.is_broken = False
+        costs = evaluate(self.setting.graph, plan, self.setting.cluster)
+        peak = costs.memory.peak_bytes
+        if peak > self.limit:
+            self.passed_seconds = min(self.passed_seconds, costs.step_seconds)
+        is_best = peak <= self.limit and costs.step_seconds < self.seconds
+        if (is_best or peak < self.least_bytes) and self.keeps_contracts(plan):
+            self.least_bytes = min(self.least_bytes, peak)
+            if is_best:
+                self.plan, self.costs, self.seconds, self.origin = plan, costs, costs.step_seconds, origin
+        return costs
+
+    def keeps_contracts(self, plan: Plan) -> bool:
+        """Whether a plan does what the layout says of the whole; if not, `broken` says what it breaks."""
+        layout = self.demands.given
+        if not any(isinstance(statement, CONTRACTS) for statement in layout):
+            return True
+        sent = conversions(self.setting.graph, plan.decisions, plan.outputs, plan.local_inputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AutoparWarning)  # whoever takes the plan is warned
+            try:
+                check_contracts(layout, self.setting.graph, plan.decisions, sent)
+            except LayoutError as error:
+                self.broken, self.is_broken = error, True
+                return False
+        return True
+
+    def tell(self, stage: str, bound: float) -> None:
+        if self.progress is not None:
+            self.progress(Progress(stage, time.monotonic() - self.began, self.seconds, bound))

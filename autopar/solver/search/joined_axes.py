@@ -1,0 +1,118 @@
+"""Meshes of three axes and more: neighbouring axes as one first, then each for itself.
+
+With every axis more, an op has several times as many choices, and what conversions between them take would have to be
+known for all pairs. So the mesh is first taken as one of two axes, in every way in which neighbours can be joined, and
+searched as such. The best plans of these say, for every op and every axis, in which ways it is used; the choices that
+the whole mesh is then searched over are all combinations of those ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from autopar.ir.graph import NamedNode
+from autopar.sharding.assignment import Plan
+from autopar.sharding.choices import Choice, Passing, Site
+from autopar.sharding.decisions import OpDecision
+from autopar.sharding.sharding import Layout
+from autopar.solver.setting import Setting
+
+__all__ = ["MOST_AXES", "Joined", "Ways", "joined_meshes", "kind_of", "ways_of"]
+
+MOST_AXES = 2
+"""As many are searched at once with all their choices."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A mesh some of whose neighbouring axes are taken as one: by its name, the axes that it stands for."""
+
+    setting: Setting
+    axes: Mapping[str, tuple[str, ...]]
+
+    def spread(self, plan: Plan) -> Plan:
+        """The same plan on the mesh as it is."""
+        decisions = plan.decisions
+        made = replace(
+            decisions,
+            axes=self.setting.axes,
+            stored={name: self._layout(layout) for name, layout in decisions.stored.items()},
+            values={name: self._layout(layout) for name, layout in decisions.values.items()},
+            ops={name: self._op(decision) for name, decision in decisions.ops.items()},
+        )
+        return self.setting.options.on(replace(plan, decisions=made))
+
+    def _op(self, decision: OpDecision) -> OpDecision:
+        return OpDecision(
+            Choice(
+                tuple((site, self._each(axes)) for site, axes in decision.choice.splits),
+                tuple((axis, passing) for joined, passing in decision.choice.passes for axis in self._each((joined,))),
+            ),
+            tuple(map(self._layout_or_none, decision.operands)),
+            tuple(map(self._layout_or_none, decision.produced)),
+            tuple(map(self._layout_or_none, decision.results)),
+        )
+
+    def _layout_or_none(self, layout: Layout | None) -> Layout | None:
+        return None if layout is None else self._layout(layout)
+
+    def _layout(self, layout: Layout) -> Layout:
+        return Layout(
+            tuple(map(self._each, layout.splits)),
+            frozenset(self._each(layout.partial)),
+            frozenset(self._each(layout.broadcast)),
+        )
+
+    def _each(self, axes: Iterable[str]) -> tuple[str, ...]:
+        return tuple(own for axis in axes for own in self.axes[axis])
+
+
+def joined_meshes(setting: Setting) -> Iterator[tuple[Joined, Setting]]:
+    """The mesh as one of two axes, in every way; axes that were put on different links are not joined."""
+    names = list(setting.axes)
+    used = [names.index(axis) for axis in setting.used]
+    for cut in used[1:]:
+        groups = tuple(names[:cut]), tuple(names[cut:])
+        links = [{setting.options.links.get(axis) for axis in group if axis in setting.used} for group in groups]
+        if any(len(found) > 1 for found in links):
+            continue
+        axes = {"*".join(group): group for group in groups}
+        sizes = {name: prod(setting.axes[axis] for axis in group) for name, group in axes.items()}
+        put = {name: link for name, found in zip(axes, links, strict=True) for link in found if link is not None}
+        options = replace(setting.options, links=put)
+        yield Joined(setting, axes), Setting.of(setting.graph, sizes, setting.cluster, options)
+
+
+@dataclass(frozen=True)
+class Ways:
+    """By ops that are alike and by axis: what plans do with the axis."""
+
+    sites: Mapping[Any, Mapping[str, tuple[Site, ...]]] = field(default_factory=dict)
+    passes: Mapping[Any, Mapping[str, tuple[Passing, ...]]] = field(default_factory=dict)
+
+
+def kind_of(node: NamedNode) -> Any:
+    """Ops of one kind have the same choices."""
+    return node.op, str(node.rule), tuple(node.atoms.items())
+
+
+def ways_of(setting: Setting, plans: Sequence[Plan]) -> Ways:
+    sites: dict[Any, dict[str, dict[Site, None]]] = {}
+    passes: dict[Any, dict[str, dict[Passing, None]]] = {}
+    for node in setting.graph.nodes:
+        kind = kind_of(node)
+        of_sites, of_passes = sites.setdefault(kind, {}), passes.setdefault(kind, {})
+        for plan in plans:
+            choice = plan.decisions.ops[node.name].choice
+            for site, axes in choice.splits:
+                for axis in axes:
+                    of_sites.setdefault(axis, {})[site] = None
+            for axis, passing in choice.passes:
+                of_passes.setdefault(axis, {})[passing] = None
+    return Ways(
+        {kind: {axis: tuple(found) for axis, found in each.items()} for kind, each in sites.items()},
+        {kind: {axis: tuple(found) for axis, found in each.items()} for kind, each in passes.items()},
+    )

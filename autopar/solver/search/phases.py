@@ -1,0 +1,217 @@
+"""The searches of one mesh, one after the other: without a limit on memory, and with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.cost.costs import Costs
+from autopar.sharding.assignment import Plan
+from autopar.sharding.demands import Demands
+from autopar.sharding.layout.gather_policy import Recompute
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.recompute import computed_again, regions_of
+from autopar.solver.decode import plan_of
+from autopar.solver.infeasible.errors import OutOfTime
+from autopar.solver.model.build import build
+from autopar.solver.model.cost_tables import Tables
+from autopar.solver.model.guard_factors import promised
+from autopar.solver.model.model import Model
+from autopar.solver.model.objective import HOST
+from autopar.solver.model.recompute_variables import STATES, layers_of
+from autopar.solver.pairwise.problem import Floats
+from autopar.solver.search.incumbent import Race
+from autopar.solver.search.joined_axes import Joined, Ways, joined_meshes, ways_of
+from autopar.solver.search.lagrangian import Search
+from autopar.solver.setting import Setting
+
+__all__ = ["Ended", "Work", "least_memory", "settle", "worthwhile"]
+
+MOST_FOLLOWED = 2
+"""Plans of a mesh with joined axes whose choices are followed."""
+FREE_SHARE = 0.5
+"""Of the time, for the search that pays no heed to memory."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A mesh to search, perhaps with axes joined, and the race that its plans run in."""
+
+    setting: Setting
+    demands: Demands
+    race: Race
+    tables: Tables
+    deadline: float
+    gives_up: float = np.inf
+    """When no search is begun any more, but for one that is to go on `until_one_fits`."""
+    until_one_fits: bool = True
+    ways: Ways | None = None
+    joined: Joined | None = None
+    spread: list[tuple[Plan, Costs]] = field(default_factory=list, init=False)
+    """Of joined axes: all plans that were offered, on the mesh as it is."""
+
+    @property
+    def layers(self) -> list[str]:
+        """The layers of which it is open whether they are computed again."""
+        every = layers_of(self.setting.graph) if self.setting.trains else ()
+        return [path for path in every if path not in self.demands.recompute]
+
+    @property
+    def least_bytes(self) -> float:
+        """What a device holds at least, if nothing is computed again but what is settled."""
+        graph = self.setting.graph
+        again = computed_again(graph, regions_of(graph, self.demands.recompute))
+        return self.setting.kept.least_bytes(graph, again) / self.setting.ranks
+
+    @property
+    def ends(self) -> float:
+        """When it is too late to make a model."""
+        return np.inf if self.until_one_fits and self.race.plan is None else self.gives_up
+
+    def model(
+        self,
+        is_limited: bool = False,
+        recompute: Mapping[str, Recompute] | None = None,
+        lasting: bool = False,
+    ) -> Model:
+        """With what the layout says of layers, and what it promises of the whole.
+
+        Where memory is limited, what saves it is open: what is gathered again, and what is computed again, unless it is
+        said here.
+        """
+        again = {**(recompute or {}), **self.demands.recompute}
+        is_open = self.layers if is_limited and recompute is None else ()
+        made = build(self.setting, self.demands, self.tables, is_limited, again, self.ways, is_open, self.ends, lasting)
+        return promised(made, self.demands, self.tables)
+
+    def offer(self, plan: Plan) -> Costs:
+        if self.joined is None:
+            return self.race.offer("search", plan)
+        plan = self.joined.spread(plan)
+        costs = self.race.offer("search", plan)
+        self.spread.append((plan, costs))
+        return costs
+
+    def search(self, model: Model, limit_gib: float, deadline: float, hint: Floats | None = None) -> Search:
+        """A search that tells the race of all that it finds."""
+
+        def report(chosen: Sequence[int]) -> tuple[float, float]:
+            costs = self.offer(plan_of(model, chosen))
+            return (np.inf if self.race.is_broken else costs.step_seconds), costs.memory.peak_bytes / 2**30
+
+        search = Search(model, report, deadline, limit_gib, hint=hint)
+        search.best = self.race.seconds
+        return search
+
+    def searched(self, model: Model, limit_gib: float, deadline: float, hint: Floats | None = None) -> Search:
+        search = self.search(model, limit_gib, deadline, hint)
+        if search.is_limited and search.least_memory().peak_gib > limit_gib and self.race.plan is None:
+            least_memory(self)
+            if self.race.plan is None:
+                search.lessen(limit_gib)
+            if self.race.plan is None:
+                return search
+            search.best = self.race.seconds
+        search.run()
+        if self.joined is None:  # of joined axes, only the choices are followed
+            search.mix()
+        search.end()
+        if self.joined is None and search.is_wide:
+            search.widen()
+            search.mix()
+        return search
+
+    def lasting_too(
+        self, limit_gib: float, deadline: float, hint: Floats | None = None, lasting: bool = False
+    ) -> Search:
+        """Where the host has a price, parameters may also stay gathered until the optimizer steps.
+
+        That saves nothing else, so it is left out of the first search; of small models it is tried in any case.
+        """
+        is_limited = bool(np.isfinite(limit_gib))
+        if not lasting:
+            search = self.searched(self.model(is_limited), limit_gib, deadline, hint)
+            hint = search.prices_of_hinges()
+            if hint[HOST] == 0.0 and not search.is_small:
+                return search
+        return self.searched(self.model(is_limited, lasting=True), limit_gib, deadline, hint)
+
+    def lessen(self) -> None:
+        """Less and less memory, until one plan fits."""
+        search = self.search(self.model(is_limited=True), self.race.limit / 2**30, self.deadline)
+        search.least_memory()
+        search.lessen(search.limit_gib)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The last search, if there was time for one, and what is proved of all plans."""
+
+    search: Search | None
+    bound: float
+    is_part: bool = False
+    """Whether not all choices were searched."""
+    is_cut: bool = False
+    """Whether there was no time to begin a search that was due."""
+
+
+def settle(work: Work, beat_seconds: float = np.inf) -> Ended:
+    """Search without a limit first, if anything can fit that saves no memory; where the best does not, with it.
+
+    However little time there is, each kind of search is begun until one plan fits, unless that is left to others. It
+    ends where no plan is below `beat_seconds`.
+    """
+    race, search, bound, hint = work.race, None, 0.0, None
+    try:
+        if work.least_bytes <= race.limit:
+            now = time.monotonic()
+            search = work.lasting_too(np.inf, now + (work.deadline - now) * FREE_SHARE)
+            bound, hint = search.bound, search.prices_of_hinges()
+        is_free = race.plan is not None and race.seconds <= race.passed_seconds
+        if not is_free and bound < beat_seconds:
+            lasting = hint is not None and bool(hint[HOST] > 0)
+            search = work.lasting_too(race.limit / 2**30, work.deadline, hint, lasting)
+            if race.plan is None and hint is not None:  # as the least that would do is found
+                search = work.lasting_too(race.limit / 2**30, work.deadline)
+            bound = max(bound, search.bound)
+    except OutOfTime:
+        return Ended(search, bound, is_cut=True)
+    return Ended(search, bound)
+
+
+def least_memory(work: Work, only_one: bool = False) -> None:
+    """Only what takes least of it, with all layers computed again in one way: the race is told.
+
+    `only_one`: until one plan fits.
+    """
+    for mode in reversed(STATES if work.layers else STATES[:1]):
+        if only_one and work.race.plan is not None:
+            return
+        model = work.model(is_limited=True, recompute=dict.fromkeys(work.layers, mode))
+        work.search(model, work.race.limit / 2**30, np.inf).least_memory()
+
+
+def worthwhile(work: Work) -> Ways:
+    """Of a mesh with many axes, the choices of the best plans with neighbouring axes as one."""
+    setting, race = work.setting, work.race
+    plans = [] if race.plan is None else [race.plan]
+    if not work.demands.is_empty:  # what is found does not heed them, and so is not for this race
+        nothing = Demands(setting.graph, setting.axes, Layout(()), free=True)
+        race = Race(setting, race.limit, race.began, None, nothing)
+    meshes = list(joined_meshes(setting))
+    for number, (joined, merged) in enumerate(meshes):
+        now = time.monotonic()
+        if plans and now > work.ends:
+            break
+        until = now + (work.deadline - now) / (len(meshes) - number + 1)
+        free = Demands(merged.graph, merged.axes, Layout(()), free=True)
+        coarse = Work(merged, free, race, Tables(merged), until, work.gives_up, work.until_one_fits, joined=joined)
+        settle(coarse)
+        best = sorted(coarse.spread, key=lambda one: (one[1].memory.peak_bytes > race.limit, one[1].step_seconds))
+        plans += [plan for plan, _ in best[:MOST_FOLLOWED]]
+    if not plans:
+        raise OutOfTime
+    return ways_of(setting, plans)

@@ -1,0 +1,75 @@
+"""What a plan is sought for: the graph, the mesh, the cluster, and everything that the user has settled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from math import prod
+from types import MappingProxyType
+
+import torch
+
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.step.tasks import Prices
+from autopar.ir.graph import NamedGraph, NamedNode
+from autopar.sharding.assignment import Plan
+from autopar.sharding.reshard_insertion import Outputs
+from autopar.solver.model.saved_values import Kept
+
+__all__ = ["PlanOptions", "Setting"]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What of a plan is not searched for."""
+
+    outputs: Outputs = "sharded"
+    local_inputs: bool = False
+    optimizer: str = "adamw"
+    micro_batches: int = 1
+    compiled: bool = False
+    master_dtype: torch.dtype | None = None
+    gradient_dtype: torch.dtype | None = None
+    links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def on(self, plan: Plan) -> Plan:
+        """A plan of the same decisions, with all of this."""
+        return replace(plan, **{each.name: getattr(self, each.name) for each in fields(self)})
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """One graph on one mesh of one cluster."""
+
+    graph: NamedGraph
+    axes: Mapping[str, int]
+    cluster: Cluster
+    options: PlanOptions
+    prices: Prices
+    trains: bool
+    used: Mapping[str, int]
+    """The axes with more than one rank."""
+    users: Mapping[str, tuple[NamedNode, ...]]
+    """The ops that take each tensor, in order, each once."""
+
+    @staticmethod
+    def of(graph: NamedGraph, axes: Mapping[str, int], cluster: Cluster, options: PlanOptions) -> Setting:
+        prices = Prices(graph, cluster, axes, options.links, options.compiled, options.gradient_dtype)
+        users: dict[str, list[NamedNode]] = {}
+        for node in graph.nodes:
+            for name in dict.fromkeys(node.operands):
+                if name is not None:
+                    users.setdefault(name, []).append(node)
+        used = {axis: size for axis, size in axes.items() if size > 1}
+        trains = graph.exported.grad_enabled
+        everyone = {name: tuple(nodes) for name, nodes in users.items()}
+        return Setting(graph, axes, cluster, options, prices, trains, used, everyone)
+
+    @cached_property
+    def kept(self) -> Kept:
+        return Kept.of(self.graph)
+
+    @property
+    def ranks(self) -> int:
+        return prod(self.axes.values())

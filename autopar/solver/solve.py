@@ -1,0 +1,164 @@
+"""`solve_plan`: the best plan that is found for a graph on a mesh, and how far from the best of all it can be."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from autopar.cost.costs import Costs
+from autopar.cost.hardware.cluster import Cluster
+from autopar.ir.graph import NamedGraph
+from autopar.sharding.assignment import Plan
+from autopar.sharding.demands import Demands
+from autopar.sharding.layout.language import Layout
+from autopar.solver.infeasible.errors import NoPlan, OutOfTime
+from autopar.solver.infeasible.explain import refusal
+from autopar.solver.model.cost_tables import Tables
+from autopar.solver.pairwise.work import Progress, relative_gap
+from autopar.solver.search.incumbent import Race
+from autopar.solver.search.joined_axes import MOST_AXES
+from autopar.solver.search.phases import Ended, Work, settle, worthwhile
+from autopar.solver.setting import PlanOptions, Setting
+from autopar.solver.strategies import expert_plans, plan_under
+
+__all__ = ["PlanOptions", "Solved", "solve_plan"]
+
+SEARCH_SHARE = 0.75
+"""Of the time, after which the strategies of experts are priced if the search has not ended."""
+
+LEAST_PRICED = 3
+"""Strategies that are priced however little time there is: those of one axis, which take little, and are often good."""
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A plan, what `evaluate` says it costs, and what is proved of all plans."""
+
+    plan: Plan
+    costs: Costs
+    bound_seconds: float
+    search_seconds: float
+    origin: str
+    """Where it comes from: `search`, or the strategy of an expert that nothing was found to beat."""
+    variables: int
+    states: int
+
+    @property
+    def gap(self) -> float:
+        """How far the bound is below the step's seconds, as a part of them."""
+        return relative_gap(self.costs.step_seconds, self.bound_seconds)
+
+
+def solve_plan(
+    graph: NamedGraph,
+    axes: Mapping[str, int],
+    cluster: Cluster,
+    *,
+    layout: Layout | None = None,
+    memory_bytes: float | None = None,
+    options: PlanOptions | None = None,
+    time_limit: float = 30.0,
+    progress: Callable[[Progress], None] | None = None,
+    warm: Plan | None = None,
+    experts: bool = True,
+    beat_seconds: float = math.inf,
+) -> Solved:
+    """Decide what of a plan is open: all of it, or what `layout` leaves.
+
+    `memory_bytes` is what the plan may hold on each device; by default what the device has. `warm` is a plan to begin
+    from; `experts`: whether the strategies of experts are priced as well, in the time left, or a quarter of it.
+    `beat_seconds`: only a faster plan is of use; that there is none is a `NoPlan`.
+    """
+    began = time.monotonic()
+    with _uncollected():
+        setting = Setting.of(graph, axes, cluster, options or PlanOptions())
+        limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
+        demands = Demands(graph, axes, layout or Layout(()))
+        race = Race(setting, limit, began, progress, demands)
+        return _solved(race, time_limit, warm, experts, beat_seconds)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the collector of cycles: a search makes millions of objects, and cycles of next to none of them; looking
+    for these took a third of the time for a model of 32 layers."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _solved(race: Race, time_limit: float, warm: Plan | None, experts: bool, beat_seconds: float) -> Solved:
+    setting, demands, began, layout = race.setting, race.demands, race.began, race.demands.given
+    if layout.statements:
+        plan = plan_under(setting, layout)
+        if plan is not None:
+            race.offer("layout", setting.options.on(plan))
+    # A plan that was made for something else may not do what this layout demands.
+    asked = setting.graph.fingerprint, dict(setting.axes)
+    if warm is not None and demands.is_empty and (warm.graph, dict(warm.axes)) == asked:
+        race.offer("an earlier plan", warm)
+    priced = experts and not layout.statements
+    searching = began + time_limit * (SEARCH_SHARE if priced else 1.0)
+    work = Work(setting, demands, race, Tables(setting), searching, searching, until_one_fits=not priced)
+    ended = _searched(work, beat_seconds)
+    if ended.bound >= beat_seconds:
+        raise NoPlan(f"no plan takes less than {beat_seconds:.3g} s")
+    work = replace(work, deadline=began + time_limit, gives_up=math.inf, until_one_fits=True)
+    if priced:
+        race.tell("search", ended.bound)
+        _with_experts(race, ended.bound, work.deadline)
+        race.tell("experts", ended.bound)
+        if race.plan is None and ended.is_cut:
+            ended = _searched(work, beat_seconds)
+    bound, search = max(ended.bound, race.floor), ended.search
+    if search is not None and not ended.is_part:
+        search.best, search.deadline = race.seconds, work.deadline
+        search.close()
+        bound = search.proved if search.is_listed else max(bound, search.proved)
+    race.tell("search", bound)
+    if race.plan is None or race.costs is None:
+        raise refusal(work)
+    variables = () if search is None else search.model.variables
+    return Solved(
+        race.plan,
+        race.costs,
+        min(bound, race.seconds),
+        time.monotonic() - began,
+        race.origin,
+        len(variables),
+        sum(len(variable.states) for variable in variables),
+    )
+
+
+def _searched(work: Work, beat_seconds: float) -> Ended:
+    """A mesh of many axes with joined axes first. Of its choices not all are searched, so what is proved is not of all
+    plans."""
+    if len(work.setting.used) <= MOST_AXES:
+        return settle(work, beat_seconds)
+    try:
+        work = replace(work, ways=worthwhile(work))
+    except OutOfTime:
+        return Ended(None, 0.0, is_cut=True)
+    return replace(settle(work), bound=0.0, is_part=True)
+
+
+def _with_experts(race: Race, bound: float, deadline: float) -> None:
+    """The strategies of experts, as long as one of them could be better and there is time, or nothing that fits."""
+    priced = 0
+
+    def is_late() -> bool:
+        if relative_gap(race.seconds, bound) == 0.0:
+            return True
+        return race.plan is not None and priced >= LEAST_PRICED and time.monotonic() > deadline
+
+    for name, plan in expert_plans(race.setting, is_late):
+        race.offer(name, plan)
+        priced += 1

@@ -1,0 +1,65 @@
+"""The strategies of experts as plans: on every assignment of their axes to those of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+
+from autopar.errors import LayoutError
+from autopar.sharding.assignment import Plan
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.load import axes_of, usable_axes
+from autopar.sharding.layout.strategies import load_strategy, strategy_names
+from autopar.sharding.propagation import Known
+from autopar.solver.setting import Setting
+
+__all__ = ["WHOLE", "expert_plans", "splits_nothing"]
+
+WHOLE = "a layout that splits nothing"
+"""What a plan is called in which every device does everything, by whatever strategy it came about."""
+
+
+def splits_nothing(plan: Plan) -> bool:
+    """Whether every device holds and does everything."""
+    decisions = plan.decisions
+    held = any(any(layout.splits) for layout in decisions.stored.values())
+    return not held and not any(op.choice.splits for op in decisions.ops.values())
+
+
+def expert_plans(setting: Setting, is_late: Callable[[], bool] = lambda: False) -> Iterator[tuple[str, Plan]]:
+    """Every strategy that applies, by what it is called with its axes; those that come to the same once.
+
+    Those with the fewest axes come first, as the others have many assignments. It ends when `is_late` says so, which is
+    asked before each assignment: to find that one does not apply takes as long as to find that it does.
+    """
+    known = Known()
+    found: list[Plan] = []
+    strategies = {name: load_strategy(name) for name in strategy_names()}
+    for name, strategy in sorted(strategies.items(), key=lambda item: len(axes_of(item[1]))):
+        for meaning in _assignments(axes_of(strategy), usable_axes(strategy, setting.graph.dims), setting.used):
+            if is_late():
+                return
+            layout = strategy.on_axes(meaning)
+            plan = plan_under(setting, layout, known)
+            if plan is not None and not any(plan.decisions is other.decisions for other in found):
+                found.append(plan)
+                given = ", ".join(f"{axis}={'*'.join(own)}" for axis, own in meaning.items() if own)
+                called = WHOLE if splits_nothing(plan) else f"{name}({given})"
+                yield called, setting.options.on(plan)
+
+
+def plan_under(setting: Setting, layout: Layout, known: Known | None = None) -> Plan | None:
+    try:
+        return Plan.of(setting.graph, layout, setting.axes, known)
+    except LayoutError:
+        return None
+
+
+def _assignments(
+    own: tuple[str, ...], usable: tuple[str, ...], axes: Mapping[str, int]
+) -> Iterator[Mapping[str, tuple[str, ...]]]:
+    """Each axis of the mesh serves one of the strategy's that is usable; several may serve one, in the mesh's order.
+    Where a strategy has one axis, some of the mesh may also be idle."""
+    idle = ("",) if len(own) == 1 and usable else ()
+    for dealt in product((*usable, *idle), repeat=len(axes)):
+        yield {name: tuple(axis for axis, to in zip(axes, dealt, strict=True) if to == name) for name in own}

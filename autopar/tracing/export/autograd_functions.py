@@ -1,0 +1,202 @@
+"""Functions with a backward of their own (`torch.autograd.Function`) as ops, which a graph keeps whole.
+
+torch.export records what such a function computes and forgets its backward. Called while a model is traced, it becomes
+an op with that backward. The op saves its inputs alone: what the function would have saved for its backward is computed
+again there. How the op may be split is found by trying, as of all ops without a rule.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from autopar.tracing.export.refuse import Refusal
+
+__all__ = ["as_op", "plain_arguments"]
+
+NAMESPACE = "autopar_functions"
+PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.memory_format)
+
+_ops: dict[tuple[Any, ...], Any] = {}
+"""Kept as long as the process lives, as torch keeps ops."""
+_calls: dict[str, _Call] = {}
+"""By the name of the op."""
+
+
+def as_op(function: Any, arguments: Sequence[Any]) -> Any:
+    """What the function returns, by way of an op that stands for it."""
+    tensors = [value for value in arguments if isinstance(value, Tensor)]
+    plain = tuple(None if isinstance(value, Tensor) else _plain(function, value) for value in arguments)
+    places = tuple(place for place, value in enumerate(arguments) if isinstance(value, Tensor))
+    several, results = _tried(function, arguments)
+    key = function, plain, tuple(map(type, plain)), places, several, results
+    if key not in _ops:
+        _ops[key] = _defined(_Call(function, plain, places, several), results)
+    made = _ops[key](*tensors)
+    return (made,) if several and results == 1 else made
+
+
+def plain_arguments(op: torch._ops.OpOverload) -> str:
+    """What an op that stands for a function was given besides tensors, as text; nothing for any other op."""
+    call = _calls.get(op.namespace + "::" + op._opname)
+    return "" if call is None else f" of {call.function.__qualname__} with {call.plain}"
+
+
+def _plain(function: Any, value: Any) -> Hashable:
+    if type(value) is tuple:
+        return tuple(_plain(function, item) for item in value)
+    return value if isinstance(value, PLAIN) else _lost(function, f"it is given a {type(value).__name__}")
+
+
+def _lost(function: Any, reason: str) -> Any:
+    raise Refusal(
+        f"the backward of the torch.autograd.Function {function.__name__} would be lost: {reason}",
+        "register it as an operator: torch.library.custom_op, with register_fake and register_autograd",
+    )
+
+
+class _Context:
+    """What a function's forward and backward share."""
+
+    def __init__(self, function: Any, needs: Sequence[bool]) -> None:
+        self._function = function
+        self.needs_input_grad = tuple(needs)
+        self.saved_tensors: tuple[Any, ...] = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Gradients are always there."""
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        if any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
+            _lost(self._function, "it marks a result as not differentiable")
+
+    def mark_dirty(self, *tensors: Tensor) -> None:
+        _lost(self._function, "it changes its input in place")
+
+
+def _forward(function: Any, arguments: Sequence[Any]) -> tuple[_Context, Any]:
+    context = _Context(function, [isinstance(value, Tensor) and _differentiable(value) for value in arguments])
+    if function.setup_context is torch.autograd.Function.setup_context:
+        return context, function.forward(context, *arguments)
+    results = function.forward(*arguments)
+    function.setup_context(context, tuple(arguments), results)
+    return context, results
+
+
+def _differentiable(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What is computed twice must be the same twice."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.function = function
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in op.tags:
+            _lost(self.function, "it draws random numbers")
+        return op(*args, **(kwargs or {}))
+
+
+def _tried(function: Any, arguments: Sequence[Any]) -> tuple[bool, int]:
+    """Whether the function returns several results, and how many; run on tensors without data, beside the trace."""
+    with ExitStack() as stack:
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(_disable_current_modes())
+        mode = stack.enter_context(FakeTensorMode())
+        stack.enter_context(torch.no_grad())
+        alone = [_like(value, mode) if isinstance(value, Tensor) else value for value in arguments]
+        with _NoDraws(function):
+            _, results = _forward(function, alone)
+    several = isinstance(results, (tuple, list))
+    found = tuple(results) if several else (results,)
+    if not found or not all(isinstance(result, Tensor) for result in found):
+        _lost(function, "it returns what is no tensor")
+    return several, len(found)
+
+
+def _like(value: Tensor, mode: FakeTensorMode) -> Tensor:
+    shape = [int(size) for size in value.shape]
+    strides = [int(stride) for stride in value.stride()]
+    return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+
+
+class _Call:
+    """The function with its plain arguments in place."""
+
+    def __init__(self, function: Any, plain: tuple[Any, ...], places: tuple[int, ...], several: bool) -> None:
+        self.function = function
+        self.plain = plain
+        self.places = places
+        self.several = several
+
+    def arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
+        found = list(self.plain)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            found[place] = tensor
+        return found
+
+    def forward(self, *tensors: Tensor) -> Any:
+        _, results = _forward(self.function, self.arguments(tensors))
+        # An op returns nothing that it was given, or that shares its memory.
+        copies = [result.clone() for result in (results if self.several else (results,))]
+        return copies if self.several else copies[0]
+
+    def backward(self, gradients: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """A gradient for each tensor, zeros where the function gives none."""
+        context, _ = _forward(self.function, self.arguments(tensors))
+        found = self.function.backward(context, *gradients)
+        given = found if isinstance(found, tuple) else (found,)
+        by_tensor = [given[place] for place in self.places]
+        return [
+            torch.zeros_like(tensor) if gradient is None else gradient.clone()
+            for gradient, tensor in zip(by_tensor, tensors, strict=True)
+        ]
+
+
+def _defined(call: _Call, results: int) -> Any:
+    """The op of a call, with shapes and gradients from the function itself."""
+    stem = re.sub(r"\W", "_", call.function.__name__)
+    number = len([key for key in _ops if key[0].__name__ == call.function.__name__])
+    name = f"{NAMESPACE}::{stem}_{number}"
+    _calls[name] = call
+    tensors = ", ".join(f"Tensor x{place}" for place in range(len(call.places)))
+    returns = f"({', '.join(['Tensor'] * results)})"
+    op = torch.library.custom_op(name, _tupled(call), mutates_args=(), schema=f"({tensors}) -> {returns}")
+    op.register_fake(_tupled(call))
+    back = torch.library.custom_op(
+        f"{name}_backward",
+        call.backward,
+        mutates_args=(),
+        schema="(Tensor[] gradients, Tensor[] tensors) -> Tensor[]",
+    )
+    back.register_fake(lambda gradients, tensors: [torch.empty_like(tensor) for tensor in tensors])
+
+    def setup(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        return tuple(back(list(gradients), list(context.saved_tensors)))
+
+    op.register_autograd(backward, setup_context=setup)
+    return op
+
+
+def _tupled(call: _Call) -> Any:
+    def run(*tensors: Tensor) -> Any:
+        found = call.forward(*tensors)
+        return tuple(found) if call.several and len(found) > 1 else (found[0] if call.several else found)
+
+    return run

@@ -1,0 +1,116 @@
+"""What the detectors of roles ask of a bound graph."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from autopar.ir.exported import Exported
+from autopar.rules.notation import FactorKind
+from autopar.tracing.naming.bind_graph import Binding, BoundNode, ValueKey
+
+__all__ = ["LOOKUPS", "Proposal", "Structure", "op_name"]
+
+LOOKUPS = ("embedding", "index_select", "index", "embedding_bag", "bags")
+
+Proposal = tuple[int, str]
+"""A class of dims, and the name its place in the graph suggests."""
+
+
+class Structure:
+    """The bound graph, with what the detectors ask of it: who makes a value, who uses it, who is named already."""
+
+    def __init__(self, exported: Exported, binding: Binding, names: dict[int, str]) -> None:
+        self.binding = binding
+        self.space = binding.space
+        self.names = names
+        self.kinds = {p.node: p.kind for p in exported.placeholders}
+        self.inputs = [p for p in exported.placeholders if p.kind == "input"]
+        self.values = {node.name: node.meta["val"] for node in exported.graph_module.graph.nodes if "val" in node.meta}
+        self.maker: dict[ValueKey, BoundNode] = {}
+        self.users: dict[ValueKey, list[BoundNode]] = defaultdict(list)
+        self.order: dict[ValueKey, int] = {}
+        self._picked: set[ValueKey] = set()
+        self._beside: dict[int, set[int]] | None = None
+        for i, bound in enumerate(binding.nodes):
+            for key in bound.outputs:
+                if key is not None:
+                    self.maker[key] = bound
+                    self.order[key] = i
+            if op_name(bound) in LOOKUPS and self.is_weight(bound.operands[0]) and bound.call.operand(0).rank > 2:
+                self._picked.update(key for key in bound.outputs if key is not None)
+            for key in dict.fromkeys(key for key in bound.operands if key is not None):
+                self.users[key].append(bound)
+
+    def dims(self, key: ValueKey) -> tuple[int, ...]:
+        return tuple(map(self.space.find, self.binding.dims[key]))
+
+    def name(self, dim: int) -> str | None:
+        return self.names.get(self.space.find(dim))
+
+    def factor_dim(self, bound: BoundNode, factor: str) -> int:
+        return self.space.find(bound.factors[factor])
+
+    def is_weight(self, key: ValueKey | None) -> bool:
+        return key is not None and key in self.binding.stored
+
+    def stored_with(self, dims: set[int]) -> set[int]:
+        """The atoms that some weight carries together with one of these dims, in one compound or beside each other."""
+        if self._beside is None:
+            self._beside = defaultdict(set)
+            for key in (key for key, kind in self.kinds.items() if kind != "input"):
+                atoms = {atom for dim in self.dims(key) for atom in self.space.atoms(dim) if self.space.size(atom) > 1}
+                for atom in atoms:
+                    self._beside[atom] |= atoms
+        wanted = {atom for dim in dims for atom in self.space.atoms(dim)}
+        return set().union(*(self._beside.get(atom, ()) for atom in wanted)) - wanted
+
+    def is_inner(self, dim: int) -> bool:
+        """Whether no input and no table that is looked up has a dim: only layers make it and use it."""
+        if self.space.parts(dim):
+            return False
+        keys = {self.binding.numbers[number] for number in self.space.tensors(dim)}
+        looked_up = (user for key in keys for user in self.users.get(key, ()) if user.rule.indices)
+        return not any(self.kinds.get(key) == "input" for key in keys) and not any(looked_up)
+
+    def contractions(self, bound: BoundNode) -> Iterator[str]:
+        """The factors this op sums away between an activation and a weight, as `linear` and convolutions do."""
+        for factor, kind in bound.rule.kinds.items():
+            if kind is not FactorKind.SUM:
+                continue
+            matrices = [self._is_matrix(key) for key in _holders(bound, factor)]
+            if len(matrices) > 1 and any(matrices) and not all(matrices):
+                yield factor
+
+    def born(self, bound: BoundNode) -> Iterator[str]:
+        """The factors that come into the output from the weight alone: what a linear layer makes new."""
+        if not any(True for _ in self.contractions(bound)):
+            return
+        for factor in bound.rule.outputs[0].factors if bound.rule.outputs[0] else ():
+            holders = _holders(bound, factor)
+            if holders and all(map(self._is_matrix, holders)):
+                yield factor
+
+    def is_whole(self, key: ValueKey, place: int) -> bool:
+        """Whether no op that takes a value could split this dim of it."""
+        taken = [
+            set(operand.terms[place]) <= bound.rule.whole
+            for bound in self.users.get(key, ())
+            for operand, own in zip(bound.rule.operands, bound.operands, strict=False)
+            if own == key and operand is not None
+        ]
+        return bool(taken) and all(taken)
+
+    def _is_matrix(self, key: ValueKey | None) -> bool:
+        """A weight, or for each token the one of a stack that was chosen for it."""
+        return self.is_weight(key) or key in self._picked
+
+
+def _holders(bound: BoundNode, factor: str) -> list[ValueKey | None]:
+    """The operands that have a factor."""
+    pairs = zip(bound.rule.operands, bound.operands, strict=False)
+    return [key for operand, key in pairs if operand is not None and factor in operand.factors]
+
+
+def op_name(bound: BoundNode) -> str:
+    return bound.call.op.split(".")[1]

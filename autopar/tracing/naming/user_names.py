@@ -1,0 +1,192 @@
+"""Names that the user gives: `dims=`, `autopar.named(x, ...)`, jaxtyping annotations on `forward`."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from autopar.errors import DimsError
+from autopar.ir.exported import Exported
+from autopar.tracing.naming.bind_graph import Binding, ValueKey
+
+__all__ = ["Given", "given_names"]
+
+Spec = tuple[tuple[str, ...] | None, ...]
+"""One entry per dim: its names, major first (several for a compound), or None where nothing is said."""
+
+_TOKEN = re.compile(r"\s*(?:(\.\.\.)|([A-Za-z_][A-Za-z0-9_]*(?:\.[0-9]+)?)|([0-9]+)|(.))")
+
+
+@dataclass(frozen=True)
+class Given:
+    """One name that the user gave, and where."""
+
+    name: str
+    place: str
+
+
+def parse_spec(text: str, place: str) -> Spec:
+    """Parse `batch seq (heads head_dim)`; `_` and numbers leave a dim unnamed, a leading `...` leaves several."""
+    entries: list[tuple[str, ...] | None] = []
+    group: list[str] | None = None
+    for match in _TOKEN.finditer(text.rstrip()):
+        dots, name, number, symbol = match.groups()
+        if name and group is not None:
+            group.append(name)
+        elif name or number:
+            entries.append((name,) if name and name != "_" else None)
+        elif dots and not entries and group is None:
+            entries.append(())
+        elif symbol == "(" and group is None:
+            group = []
+        elif symbol == ")" and group:
+            entries.append(tuple(group))
+            group = None
+        else:
+            raise DimsError(_pointed(text, match.start(), place, f"'{dots or symbol}' cannot stand here"))
+    if group is not None:
+        raise DimsError(_pointed(text, len(text), place, "a '(' is not closed"))
+    return tuple(entries)
+
+
+def _pointed(text: str, column: int, place: str, message: str) -> str:
+    return f"{place}: {message}; expected dims by name, as in 'batch seq (heads head_dim)'\n  {text}\n  {' ' * column}^"
+
+
+def given_names(
+    model: nn.Module, exported: Exported, binding: Binding, dims: Mapping[str, str] | None
+) -> dict[int, Given]:
+    """Class of dims -> the name that the user gave it; `dims=` before `named` before annotations."""
+    names: dict[int, Given] = {}
+    own: dict[int, Given] = {}
+    for key, text, place in _by_argument(exported, dims or {}):
+        _assign(binding, own, key, text, place)
+    names.update(own)
+    for source in (_by_annotation_op(exported), _by_jaxtyping(model, exported)):
+        found: dict[int, Given] = {}
+        for key, text, place in source:
+            _assign(binding, found, key, text, place)
+        for dim, given in found.items():
+            names.setdefault(dim, given)
+    return names
+
+
+def _by_argument(exported: Exported, dims: Mapping[str, str]) -> Iterator[tuple[ValueKey, str, str]]:
+    by_name = {p.name: p.node for p in exported.placeholders}
+    aliases = {other: by_name[name] for other, name in exported.aliases.items() if name in by_name}
+    known = {**aliases, **by_name}
+    for pattern, text in dims.items():
+        place = f"dims[{pattern!r}]"
+        if not isinstance(text, str):
+            raise DimsError(f"{place}: expected text such as 'batch seq', got {text!r}")
+        matches = _matching(pattern, known)
+        if not matches:
+            nearest = difflib.get_close_matches(pattern, known, n=1, cutoff=0.4)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise DimsError(f"{place}: no input, parameter or buffer has this name{hint}")
+        for name in matches:
+            yield known[name], text, place
+
+
+def _matching(pattern: str, known: Mapping[str, ValueKey]) -> list[str]:
+    """The names that a pattern means; `layers.*.up.weight` also finds them inside `model.layers`."""
+    if pattern in known:
+        return [pattern]
+    return fnmatch.filter(known, pattern) or fnmatch.filter(known, f"*.{pattern}")
+
+
+def _by_annotation_op(exported: Exported) -> Iterator[tuple[ValueKey, str, str]]:
+    for node in exported.graph_module.graph.nodes:
+        for text in node.meta.get("named", ()):
+            origin = node.meta.get("origin")
+            where = f" at {origin.source}" if origin is not None and origin.source else ""
+            yield node.name, text, f"autopar.named(..., {text!r}){where}"
+
+
+def _by_jaxtyping(model: nn.Module, exported: Exported) -> Iterator[tuple[ValueKey, str, str]]:
+    """Annotations such as `x: Float[Tensor, "batch seq d_model"]`, of inputs that are plain arguments."""
+    try:
+        signature = inspect.signature(type(model).forward, eval_str=True)
+    except (NameError, SyntaxError, TypeError, ValueError):  # annotations that do not evaluate say nothing
+        return
+    inputs = {p.name: p for p in exported.placeholders if p.kind == "input"}
+    ranks = {node.name: node.meta["val"].dim() for node in exported.graph_module.graph.find_nodes(op="placeholder")}
+    for name, parameter in signature.parameters.items():
+        text = getattr(parameter.annotation, "dim_str", None)
+        if isinstance(text, str) and name in inputs:
+            key = inputs[name].node
+            plain = _plain_jaxtyping(text, ranks[key])
+            if plain is not None:
+                yield key, plain, f"the annotation of {name!r}"
+
+
+def _plain_jaxtyping(text: str, rank: int) -> str | None:
+    """A jaxtyping shape in our words: what is no plain name stands as `_`, a `*name` or `...` as leading dims."""
+    words = text.split()
+    variadic = [i for i, word in enumerate(words) if word.startswith("*") or word == "..."]
+    if len(variadic) > 1:
+        return None
+    if variadic:
+        i = variadic[0]
+        words[i : i + 1] = ["_"] * max(rank - len(words) + 1, 0)
+    plain = [word.partition("=")[0].lstrip("#?") for word in words]
+    return " ".join(word if re.fullmatch(r"[A-Za-z_]\w*", word) else "_" for word in plain)
+
+
+def _assign(binding: Binding, names: dict[int, Given], key: ValueKey, text: str, place: str) -> None:
+    spec = parse_spec(text, place)
+    dims = binding.dims[key]
+    if spec and spec[0] == ():
+        spec = (None,) * (len(dims) - len(spec) + 1) + spec[1:]
+    if len(spec) != len(dims):
+        shape = [binding.space.size(dim) for dim in dims]
+        raise DimsError(f"{place}: '{text}' names {len(spec)} dims, but the tensor has {len(dims)}: {shape}")
+    flat = [name for entry in spec if entry for name in entry]
+    for name in flat:
+        if flat.count(name) > 1:
+            raise DimsError(f"{place}: '{text}' gives the name '{name}' to two dims of one tensor; name them apart")
+    for dim, entry in zip(dims, spec, strict=True):
+        if entry is not None:
+            for part, name in zip(_parts(binding, dim, entry, text, place, names), entry, strict=True):
+                _name(binding, names, part, Given(name, place))
+
+
+def _parts(
+    binding: Binding, dim: int, entry: tuple[str, ...], text: str, place: str, names: Mapping[int, Given]
+) -> tuple[int, ...]:
+    """The classes that a compound such as `(heads head_dim)` names."""
+    space = binding.space
+    if len(entry) == 1:
+        return (space.find(dim),)
+    if len(space.parts(dim)) != len(entry):
+        sizes = {given.name: space.size(other) for other, given in names.items()}
+        unknown = [name for name in entry if name not in sizes]
+        known = 1
+        for name in entry:
+            known *= sizes.get(name, 1)
+        extent = space.size(dim)
+        if space.parts(dim) or len(unknown) > 1 or extent % known:
+            raise DimsError(
+                f"{place}: '{text}' takes a dim of {extent} apart in ({' '.join(entry)}), which the model does not; "
+                "name the dim as one"
+            )
+        parts = [space.new(sizes.get(name, extent // known)) for name in entry]
+        if not space.merge(dim, space.compound(parts)):
+            raise DimsError(f"{place}: '{text}' does not fit: ({' '.join(entry)}) does not multiply to {extent}")
+    return space.parts(dim)
+
+
+def _name(binding: Binding, names: dict[int, Given], dim: int, given: Given) -> None:
+    known = names.get(binding.space.find(dim))
+    if known is not None and known.name != given.name:
+        raise DimsError(
+            f"{given.place} calls a dim '{given.name}' that the model ties to '{known.name}' of {known.place}; "
+            "give both one name"
+        )
+    names[binding.space.find(dim)] = given
