@@ -19,9 +19,9 @@ from collections.abc import Iterator
 import torch
 
 from autopar.mesh import Mesh
-from tests.distributed import random_cases
-from tests.distributed.launcher import launch
-from tests.distributed.random_cases import MESHES, PER_MODULE, Outcome, run
+from tests.runtime import random_cases
+from tests.runtime.launcher import launch
+from tests.runtime.random_cases import MESHES, PER_MODULE, Outcome, run
 
 
 def main() -> int:

@@ -35,7 +35,7 @@ from autopar.sharding.propagation import complete
 from autopar.sharding.reshard_insertion import conversions
 from benchmarks.architectures import STANDARD
 from examples.hf import hf, small_config
-from tests.distributed.launcher import launch
+from tests.runtime.launcher import launch
 
 STRATEGIES = {
     "ddp": ("dp", None),

@@ -15,7 +15,7 @@ SENT = frozenset(
         torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
     )
 )  # fmt: skip
-"""The dtypes that Gloo sends, in every collective. `tests/distributed/test_simulated_ranks.py` asks Gloo."""
+"""The dtypes that Gloo sends, in every collective. `tests/runtime/test_simulated_ranks.py` asks Gloo."""
 COMPLEX = frozenset(("all_reduce", "all_reduce_", "all_gather_into_tensor", "reduce_scatter_tensor"))
 """The collectives in which it sends complex numbers too, and with `_coalesced` this one."""
 COALESCED_COMPLEX = "reduce_scatter_tensor_coalesced"

@@ -4,9 +4,9 @@ from math import inf, nan
 
 import torch
 
-from tests.distributed.training import gap
 from tests.gaps import number
 from tests.ranks import relative
+from tests.runtime.training import gap
 
 
 def test_nothing_is_close_to_what_is_no_number() -> None:

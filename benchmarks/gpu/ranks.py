@@ -16,7 +16,7 @@ from benchmarks.gpu.shards import REGATHER
 from examples.gpt import gpt
 from examples.moe import moe
 from examples.resnet import resnet
-from tests.distributed.launcher import launch
+from tests.runtime.launcher import launch
 
 __all__ = ["ranks"]
 

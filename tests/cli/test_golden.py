@@ -12,7 +12,7 @@ import pytest
 
 from autopar.cli import COMMANDS, main
 from tests.cli.kept import FOLDER, ROOT, masked, same_as_kept
-from tests.search.test_contest import INSTANCE
+from tests.solver.pairwise.test_contest_format import INSTANCE
 
 MLP = f"{ROOT}/examples/mlp.py:mlp"
 GPT = f"{ROOT}/examples/gpt.py:gpt"

@@ -12,7 +12,7 @@ import pytest
 
 from autopar.cli import COMMANDS, main
 from autopar.cli.json_output import schema_of, schemas
-from tests.search.test_contest import INSTANCE, text_with
+from tests.solver.pairwise.test_contest_format import INSTANCE, text_with
 
 jsonschema = pytest.importorskip("jsonschema", reason="not installed: pip install 'autopar[dev]'")
 

@@ -10,7 +10,7 @@ import pytest
 from autopar.cli import main
 from autopar.solver.pairwise.contest_format import read_problem
 from autopar.solver.pairwise.problem import cost_of, excess_of
-from tests.search.test_contest import INSTANCE, text_with
+from tests.solver.pairwise.test_contest_format import INSTANCE, text_with
 
 
 @pytest.fixture

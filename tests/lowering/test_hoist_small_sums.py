@@ -1,0 +1,268 @@
+"""What is sent before and after the graph of a call: which sums those are, when they are waited for, what they give."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.lowering.collectives.process_groups import device_mesh
+from autopar.lowering.modules.late_tensor import Late
+from autopar.mesh import Mesh
+from autopar.runtime.ranks.agreement import Agreement
+from autopar.runtime.ranks.shared_memory import EXCHANGES, Channel
+from tests.gaps import number
+from tests.runtime.launcher import endings, launch
+
+
+class Classifier(nn.Module):
+    """`how` makes the loss of the logits and the targets, and what else comes out."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.layer = nn.Linear(8, 5)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, targets: Tensor) -> Any:
+        logits = self.layer(x)
+        loss = F.cross_entropy(logits, targets)
+        if self.how == "scaled":
+            return -2.0 * (loss / 4)
+        if self.how == "two":
+            return loss, logits.square().mean()
+        if self.how == "sum of two":
+            return loss + 0.01 * logits.square().mean()
+        if self.how == "count":
+            return loss, (targets >= 0).sum()
+        if self.how == "squared":
+            return loss.square()
+        if self.how == "used again":
+            self.seen = self.seen + loss.detach()
+            return loss
+        return loss
+
+
+HOW = {
+    # What is sent before the graph, and which results are sent after it.
+    "plain": (1, 1),
+    "scaled": (1, 1),
+    "two": (1, 2),
+    "sum of two": (1, 1),
+    "count": (2, 1),
+    "squared": (1, 0),
+    "used again": (1, 0),
+}
+
+
+def run(how: str, mesh: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Classifier(how).double()
+    x, targets = torch.randn(8, 8, dtype=torch.float64), torch.tensor([0, 1, -100, 2, 3, -100, -100, 4])
+    parallel = autopar.parallelize(model, mesh, (x, targets), layout="batch -> dp; * -> none")
+    for tensor in (x, targets):  # other numbers than those that it was traced with
+        tensor.copy_(tensor.flip(0))
+    alone, results = model(x, targets), parallel(x, targets)
+    alone, results = [one if isinstance(one, tuple) else (one,) for one in (alone, results)]
+    is_late = [type(one) is Late for one in results]
+    for expected, found in zip(alone, results, strict=True):
+        if found.requires_grad:
+            expected.backward(retain_graph=True)
+            found.backward(retain_graph=True)
+    still = [type(one) is Late for one in results]
+    pairs = [(found.detach(), expected.detach()) for found, expected in zip(results, alone, strict=True)]
+    pairs += [(p.grad.full_tensor(), q.grad) for p, q in zip(parallel.parameters(), model.parameters(), strict=True)]
+    pairs += [(found.clone(), expected) for found, expected in zip(parallel.buffers(), model.buffers(), strict=True)]
+    ends = parallel.emitted.ends
+    with torch.no_grad():
+        calm = parallel(x, targets)
+    return {
+        "sent": (len(ends.early), len(ends.late)),
+        "is late": is_late,
+        "still": still,
+        "error": max(number((a - b).abs().max()) for a, b in pairs),
+        "without gradients": [type(one) is Late for one in (calm if isinstance(calm, tuple) else (calm,))],
+        "code": parallel.code,
+    }
+
+
+def run_all(mesh: str) -> dict[str, dict[str, Any]]:
+    return {how: run(how, mesh) for how in HOW}
+
+
+def by_gloo(mesh: str) -> dict[str, dict[str, Any]]:
+    """As ranks on several hosts exchange numbers."""
+    Agreement.open_channel = lambda self: None  # type: ignore[method-assign]
+    return run_all(mesh)
+
+
+def by_collectives(mesh: str) -> dict[str, dict[str, Any]]:
+    """As ranks with devices of their own exchange numbers."""
+    Agreement.is_cheap = property(lambda self: False)  # type: ignore[assignment,method-assign]
+    return run_all(mesh)
+
+
+@pytest.mark.parametrize("way", [run_all, by_gloo, by_collectives])
+@pytest.mark.parametrize(("mesh", "ranks"), [("dp=2", 2), ("dp=2,tp=2", 4)])
+def test_sums_at_the_ends_of_a_call(way: Any, mesh: str, ranks: int) -> None:
+    for found in launch(way, mesh, ranks=ranks, seconds=200):
+        for how, (early, late) in HOW.items():
+            one = found[how]
+            assert one["sent"] == (early, late), how
+            assert one["error"] < 1e-12, how
+            assert sum(one["is late"]) == late + (how == "count"), how
+            assert one["still"] == one["is late"], f"{how}: a backward does not look"
+            assert one["without gradients"] == [how == "count" and place == 1 for place in range(len(one["is late"]))]
+        assert found["plain"]["code"].index("before") < found["plain"]["code"].index("/cross_entropy_loss[]")
+
+
+def compiled_around() -> list[float]:
+    """Functions that are compiled with a call in them: one goes on with the loss, one has the backward, too."""
+    torch.manual_seed(0)
+    model, x, targets = Classifier("plain").double(), torch.randn(8, 8).double(), torch.arange(8) % 5
+    parallel = autopar.parallelize(model, "dp=2", (x, targets), layout="batch -> dp; * -> none")
+    expected = model(x, targets)
+    expected.backward()
+
+    def halved() -> Tensor:
+        return parallel(x, targets) / 2 + 1
+
+    def stepped() -> Tensor:
+        loss: Tensor = parallel(x, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    found = []
+    compiled = [torch.compile(function, backend="aot_eager") for function in (halved, stepped)]
+    for _ in range(3):
+        parallel.zero_grad()
+        found.append(float(compiled[0]().detach() - (expected / 2 + 1)))
+        found.append(float(compiled[1]() - expected))
+        for p, q in zip(parallel.parameters(), model.parameters(), strict=True):
+            found.append(float((p.grad.full_tensor() - q.grad).abs().max()))
+    return found
+
+
+def test_in_functions_that_are_compiled() -> None:
+    for found in launch(compiled_around, ranks=2, seconds=300):
+        assert max(map(number, map(abs, found))) < 1e-12
+
+
+def out_of_step() -> list[str]:
+    """A rank leaves a call between its forward and the result of that, and makes another one."""
+    torch.manual_seed(0)
+    model, x, targets = Classifier("plain"), torch.randn(8, 8), torch.arange(8) % 5
+    parallel = autopar.parallelize(model, "dp=2", (x, targets), layout="batch -> dp; * -> none")
+    found = []
+
+    def call() -> None:
+        parallel(x, targets).item()
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    parallel(x, targets).item()
+    ends = parallel.emitted.ends
+    if dist.get_rank() == 1:
+        object.__setattr__(ends, "last", broken)
+    for _ in range(1 + dist.get_rank()):
+        try:
+            call()
+            found.append("no error")
+        except (AutoparError, RuntimeError) as error:
+            found.append(str(error))
+        ends.__dict__.pop("last", None)
+    return found
+
+
+def test_a_call_that_is_left_is_an_error_on_all() -> None:
+    first, second = launch(out_of_step, ranks=2, seconds=100)
+    assert second[0] == "out of memory"
+    assert "another rank has begun a call and not ended it" in first[0]
+    assert "rank 0 stopped, so this rank stops as well" in second[1]
+
+
+# -- the memory that ranks share --------------------------------------------------------------------------------------
+
+
+def exchange_many() -> dict[str, Any]:
+    talk = Agreement(device_mesh(Mesh("a=3")))
+    talk.open_channel()
+    me = dist.get_rank()
+    begun = []
+    for turn in range(5 * EXCHANGES):
+        if me == turn % 3:
+            time.sleep(0.002)  # each of them is late at times
+        begun.append(talk.begin(turn, (me, turn * 0.1 + me, -turn)))
+    results = [one.result() for one in begun]
+    differ = talk.begin(me, (7,)).result()
+    return {"channel": talk.channel is not None, "results": results, "differ": differ}
+
+
+def test_numbers_go_through_shared_memory() -> None:
+    expected = [[[rank, n * 0.1 + rank, -n] for rank in range(3)] for n in range(5 * EXCHANGES)]
+    for found in launch(exchange_many, ranks=3, seconds=100):
+        assert found["channel"], "three ranks on one host"
+        assert found["results"] == expected
+        assert found["differ"] is None
+
+
+def without_memory() -> tuple[bool, Any]:
+    """One rank does not see the file: all of them go without."""
+    if dist.get_rank() == 1:
+        Channel.open = staticmethod(lambda *_: None)  # type: ignore[method-assign]
+    talk = Agreement(device_mesh(Mesh("a=2")))
+    talk.open_channel()
+    return talk.channel is not None, talk.begin(5, (dist.get_rank(), 0.5)).result()
+
+
+def test_where_a_rank_does_not_see_the_memory_none_uses_it() -> None:
+    assert launch(without_memory, ranks=2, seconds=100) == [(False, [[0, 0.5], [1, 0.5]])] * 2
+
+
+def wait_for_nobody(how: str) -> None:
+    talk = Agreement(device_mesh(Mesh("a=2")))
+    talk.open_channel()
+    talk.begin(1).result()
+    if dist.get_rank() == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1000)
+    talk.begin(2).result()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("killed", "rank 1 of the mesh has ended, and this rank waits for it"),
+        ("stuck", "for rank 1 of the mesh to make"),
+    ],
+)
+def test_who_is_waited_for_in_vain_is_told(how: str, said: str) -> None:
+    first, _ = endings(wait_for_nobody, how, ranks=2, limit_seconds=3, seconds=100, lost=1)
+    assert first.code == 1, first
+    assert said in first.log
+
+
+def test_shared_memory_has_no_name_in_any_folder() -> None:
+    before = set(Path("/dev/shm").glob("autopar-*"))
+    created = Channel.create(2)
+    assert created is not None
+    place, file = created
+    assert set(Path("/dev/shm").glob("autopar-*")) == before, "nothing is left when a rank dies now"
+    assert Channel.open(place, 0, 2, 1.0, file) is not None
+    path, _, name = place.rpartition(":")
+    assert Channel.open(f"{path}:{name[:-1]}-", 1, 2, 1.0) is None, "another file, on another host"
+    file.close()
+    assert Channel.open(place, 0, 2, 1.0) is None
+    assert Channel.open(None, 0, 2, 1.0) is None

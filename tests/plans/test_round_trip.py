@@ -1,0 +1,133 @@
+"""A plan's text says all of it: completed, it gives the same decisions, whoever made them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autopar.api import trace
+from autopar.errors import LayoutError
+from autopar.ir.graph import NamedGraph
+from autopar.plans.text.to_layout import written
+from autopar.sharding.decisions import Decisions
+from autopar.sharding.layout.language import parse_layout, print_layout
+from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.strategies import strategy_names
+from autopar.sharding.layout.syntax import Hole, Place
+from autopar.sharding.propagation import complete
+from examples.gpt import gpt
+from examples.hf import hf
+from examples.moe import moe
+from examples.resnet import resnet
+from tests.runtime.random_decisions import random_decisions
+from tests.runtime.random_programs import program_of
+
+MODELS = {"gpt": gpt, "moe": moe, "resnet": resnet, "llama": lambda: hf("llama"), "t5": lambda: hf("t5")}
+MESHES: tuple[Mapping[str, int], ...] = (
+    {"dp": 2, "ep": 2}, {"dp": 1, "sy": 2, "sx": 2}, {"dp": 2, "fsdp": 2, "tp": 2},
+)  # fmt: skip
+SMALL_MESHES: tuple[Mapping[str, int], ...] = (
+    {"a": 2}, {"a": 3}, {"a": 4}, {"a": 1, "b": 3}, {"a": 2, "b": 2}, {"a": 3, "b": 2}, {"a": 2, "b": 2, "c": 2},
+)  # fmt: skip
+
+
+def check(graph: NamedGraph, decisions: Decisions) -> str:
+    """The text of decisions, which says all of them."""
+    text = print_layout(written(graph, decisions).layout)
+    layout = parse_layout(text)
+    assert not any(isinstance(value, Hole) for value in _terms(layout)), "a plan has no holes"
+    again = complete(graph, layout, decisions.axes)
+    assert (again.stored, again.ops, again.values) == (decisions.stored, decisions.ops, decisions.values), text
+    if decisions.holdings:
+        assert again == decisions, text
+    return text
+
+
+def _terms(layout: object) -> list[object]:
+    statements = list(layout)  # type: ignore[call-overload]
+    rules = [rule for statement in statements for rule in getattr(statement, "rules", ())]
+    places = [value for one in (*statements, *rules) if isinstance(value := getattr(one, "place", None), Place)]
+    return [term for place in places for term in place.terms]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:strategy .* splits nothing:autopar.errors.AutoparWarning")
+@pytest.mark.parametrize("model", MODELS)
+def test_what_experts_wrote(model: str) -> None:
+    torch.manual_seed(0)
+    graph = trace(*MODELS[model]())
+    tried = 0
+    for axes in MESHES:
+        for strategy in strategy_names():
+            try:
+                decisions = complete(graph, choose_layout(strategy, axes), axes)
+            except LayoutError:
+                continue
+            check(graph, decisions)
+            tried += 1
+    assert tried > 8
+
+
+@pytest.mark.parametrize("first_seed", [0, 50])
+def test_random_decisions(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + 4):
+        torch.manual_seed(seed)
+        program, draw = program_of(seed), random.Random(seed)
+        graph = trace(program, (program.example(),), dims=program.dims)
+        for _ in range(2):
+            check(graph, random_decisions(draw, graph, draw.choice(SMALL_MESHES)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "batch -> dp; * -> none; param, grad, opt { * -> fsdp | none }; regather @blocks.0.*",
+        "batch -> dp; * -> none; param, grad, opt { * -> fsdp | none }; regather @*",
+        "batch -> dp*fsdp pad; * -> none; grad, opt { * -> fsdp | none }",
+        "batch -> fsdp*dp pad; * -> none; opt { * -> fsdp*dp | none }",
+        "batch -> dp; d_ff -> fsdp; * -> none; @blocks.*.down/linear[* -> none] + partial(fsdp)",
+        "batch -> dp; * -> none; @blocks.1.*norm.weight[* -> none] + broadcast(fsdp)",
+        "batch -> dp; * -> none; op @blocks.0.up/linear[n -> fsdp]",
+        "batch -> dp; * -> none; recompute full @blocks.*",
+        "batch -> dp; * -> none; recompute selective @blocks.1",
+        "batch -> dp; (heads, d_ff) -> fsdp; * -> none; use@blocks.0.* { * -> none }",
+    ],
+)
+def test_layouts_by_hand(text: str) -> None:
+    graph = trace(*gpt())
+    axes = {"dp": 2, "fsdp": 2}
+    found = check(graph, complete(graph, parse_layout(text), axes))
+    again = complete(graph, parse_layout(found), axes)
+    assert print_layout(written(graph, again).layout) == found, "written again, it is the same"
+
+
+def test_repeated_layers_are_one_line() -> None:
+    axes = {"dp": 2, "tp": 2}
+    lines = []
+    for layers in (2, 12):
+        graph = trace(*hf("llama", batch=4, num_hidden_layers=layers))
+        decisions = complete(graph, choose_layout("megatron_sp", axes), axes)
+        lines.append(len(check(graph, decisions).splitlines()))
+    assert lines[1] <= lines[0] + 4
+
+
+def test_a_layer_that_is_unlike_the_others_has_its_own_lines() -> None:
+    graph = trace(*gpt(layers=4))
+    axes = {"tp": 2}
+    text = "* -> none; @blocks.2.up.weight[d_ff -> tp]; @blocks.2.up.bias[d_ff -> tp]"
+    decisions = complete(graph, parse_layout(text), axes)
+    assert "blocks.2" in check(graph, decisions)
+
+
+def test_holdings_are_compared() -> None:
+    """The check above would see another holding."""
+    graph = trace(*gpt())
+    axes = {"fsdp": 2}
+    one = complete(graph, choose_layout("fsdp", axes), axes)
+    name = next(name for name, holding in one.holdings.items() if not holding.again)
+    other = replace(one, holdings={**one.holdings, name: replace(one.holdings[name], again=True)})
+    assert written(graph, one) != written(graph, other)

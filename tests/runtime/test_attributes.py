@@ -1,0 +1,97 @@
+"""What a parallel module has of its model, and what it answers where it has it not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import AutoparError
+from tests.runtime.launcher import launch
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.heads = nn.ModuleDict({"first": nn.Linear(8, 8)})
+        self.config = {"layers": 2}
+        self.scale = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (self.heads["first"](x) * self.scale).square().mean()
+
+    def generate(self, x: Tensor) -> Tensor:
+        return self(x)  # type: ignore[no-any-return]
+
+    @property
+    def width(self) -> int:
+        return 8
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except AutoparError as error:
+        return str(error) if "fix: " in str(error) else "an error without a fix"
+    return "no error"
+
+
+def ask() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, x = Named(), torch.randn(4, 8)
+    p: Any = autopar.parallelize(model, "dp=2", (x,), layout="ddp")
+    wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    errors = {
+        "is a parallel module already": (
+            lambda: autopar.parallelize(p, "dp=2", (x,), layout="ddp"),
+            lambda: autopar.parallelize(nn.Sequential(p), "dp=2", (x,), layout="ddp"),
+            lambda: autopar.parallelize(p.layers[0], "dp=2", (x,), layout="ddp"),
+            lambda: autopar.plan(p, "dp=2", (x,), layout="ddp"),
+            lambda: autopar.trace(p, (x,)),
+        ),
+        "is wrapped in DistributedDataParallel": (lambda: autopar.parallelize(wrapped, "dp=2", (x,), layout="ddp"),),
+        "none of its other code": (lambda: p.generate(x), lambda: p.width),
+        "would change nothing": (lambda: setattr(p, "scale", 3.0), lambda: setattr(p.layers[0], "bias_scale", 1.0)),
+        "it cannot take": (
+            lambda: p.add_module("new", nn.Linear(2, 2)),
+            lambda: setattr(p, "layers", nn.ModuleList()),
+            lambda: p.layers.add_module("2", nn.Linear(2, 2)),
+            lambda: p.register_buffer("new", torch.zeros(2)),
+            lambda: setattr(p, "new", nn.Parameter(torch.zeros(2))),
+            lambda: p.layers[0].register_parameter("new", nn.Parameter(torch.zeros(2))),
+        ),
+        "apply would find no": (lambda: p.apply(print), lambda: p.layers.apply(print)),
+        "with parameters and buffers alone": (lambda: p.layers[0].in_features, lambda: p.layers.append(x)),
+        "cannot be called by itself": (lambda: p.layers[0](x),),
+    }
+    found = {text: [text in error_of(call) for call in calls] for text, calls in errors.items()}
+    p.note = 1  # is the user's own
+    p.layers[1].weight = nn.Parameter(p.layers[1].weight.detach() * 2)
+    model.layers[1].weight = nn.Parameter(model.layers[1].weight.detach() * 2)
+    twin = copy.deepcopy(p)
+    sequence: Any = autopar.parallelize(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), "dp=2", (x,), layout="ddp")
+    found["there"] = [
+        p.config == {"layers": 2} and p.scale == 2.0 and p.note == 1,
+        not hasattr(p, "generate") and not hasattr(p, "nothing") and not hasattr(p.layers[0], "in_features"),
+        len(p.layers) == 2 and [*p.layers] == [p.layers[0], p.layers[-1]] and p.layers[:1] == [p.layers[0]],
+        [*p.heads] == ["first"] and "first" in p.heads and p.heads["first"] is p.get_submodule("heads.first"),
+        [*p.heads.items()] == [("first", p.heads["first"])] and bool(p.layers[0]),
+        p.layers[0].weight is p.get_parameter("layers.0.weight"),
+        len(twin.layers) == 2 and twin.layers[0] is not p.layers[0],
+        sequence[0].weight is sequence.get_parameter("0.weight"),
+        torch.allclose(p(x), model(x)) and torch.allclose(twin(x), model(x)),
+    ]
+    return found
+
+
+def test_each_answer_is_right_or_an_error_with_a_fix() -> None:
+    for found in launch(ask, ranks=2):
+        for text, answers in found.items():
+            assert all(answers), (text, answers)

@@ -1,0 +1,174 @@
+"""`torch.compile` of a parallel module: the values and gradients of the module, in one graph, compiled once."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+
+import autopar
+from examples.gpt import gpt
+from tests.runtime.launcher import launch
+from tests.runtime.training import Inputs, gap, gradient_gap
+
+ENDS = 2
+"""Graph breaks: the two ends of a call, which look up the graph and hand out results, are left to Python."""
+
+STRATEGIES = {
+    "ddp": "ddp(dp=a*b)",
+    "fsdp": "fsdp(fsdp=a*b)",
+    "megatron": "megatron(dp=a, tp=b)",
+    "megatron_sp": "megatron_sp(dp=a, tp=b)",
+    "fsdp_tp": "fsdp_tp(fsdp=a, tp=b)",
+}
+
+
+def small_gpt() -> tuple[nn.Module, Inputs]:
+    torch.manual_seed(0)
+    model, inputs = gpt(batch=4, seq=8, vocab=24, d_model=16, heads=4, layers=1)
+    return model.double(), inputs
+
+
+def compile_all(names: tuple[str, ...], mesh: str, backend: str) -> dict[str, Any]:
+    """Value and gradients beside one process, twice, and for another shape; graphs that were made, and breaks."""
+    model, inputs = small_gpt()
+    shorter = {name: value[: len(value) // 2].contiguous() for name, value in inputs.items()}
+    calls = [("first", inputs, 1), ("again", inputs, 1)]
+    found: dict[str, Any] = {}
+    for strategy in names:
+        torch._dynamo.reset()
+        counters.clear()
+        parallel = autopar.parallelize(copy.deepcopy(model), mesh, inputs, layout=STRATEGIES[strategy])
+        compiled: Any = torch.compile(parallel, backend=backend)
+        for name, given, graphs in [*calls, ("another shape", shorter, 2)] if names == ("fsdp",) else calls:
+            model.zero_grad()
+            parallel.zero_grad()
+            value, expected = compiled(**given), model(**given)
+            value.backward()
+            expected.backward()
+            found[f"{strategy}, {name}"] = max(gap(value, expected), gradient_gap(model, parallel))
+            found[f"{strategy}, {name}, graphs"] = counters["stats"]["unique_graphs"] == graphs
+        found[f"{strategy}, breaks"] = len(counters["graph_break"]) == ENDS
+    return found
+
+
+class Small(nn.Module):
+    """Two layers: inductor compiles every kernel of it by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(autopar.named(self.up(x), "batch d_ff").relu()).pow(2).mean()  # type: ignore[no-any-return]
+
+
+def by_inductor() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, x = Small().double(), torch.randn(4, 8, dtype=torch.float64)
+    parallel = autopar.parallelize(
+        copy.deepcopy(model), "b=2", (x,), layout="d_ff -> b; * -> none", dims={"x": "batch d"}
+    )
+    compiled: Any = torch.compile(parallel)
+    found: dict[str, Any] = {}
+    for call in ("first", "again"):
+        model.zero_grad()
+        parallel.zero_grad()
+        value, expected = compiled(x), model(x)
+        value.backward()
+        expected.backward()
+        found[call] = max(gap(value, expected), gradient_gap(model, parallel))
+        found[f"{call}, graphs"] = counters["stats"]["unique_graphs"] == 1
+    return found
+
+
+def check(found: dict[str, Any]) -> None:
+    assert [case for case, value in found.items() if value is False] == []
+    gaps = {case: value for case, value in found.items() if not isinstance(value, bool)}
+    assert len(gaps) >= 2
+    assert {case: worst for case, worst in gaps.items() if not worst < 1e-11} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["a=2,b=1", "a=2,b=2"])
+def test_compiled_is_what_it_is_without(mesh: str) -> None:
+    """On two ranks fsdp alone, with another shape; all strategies on 2 x 2."""
+    names = ("fsdp",) if mesh == "a=2,b=1" else tuple(STRATEGIES)
+    ranks = 2 if mesh == "a=2,b=1" else 4
+    for found in launch(compile_all, names, mesh, "aot_eager", ranks=ranks):
+        check(found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor() -> None:
+    for found in launch(by_inductor, ranks=2):
+        check(found)
+
+
+class Counting(nn.Module):
+    """Parameters, one of which is frozen, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8, bias=False).requires_grad_(False)
+        self.register_buffer("offset", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.linear(x) + self.offset).square().mean()
+
+
+def static_inputs(layout: str) -> tuple[dict[int, tuple[int, int]], list[float]]:
+    """By call: the inputs of the largest graph that it compiled, and how many of them stay. And all differences."""
+    found: list[tuple[int, int]] = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        context = torch._guards.TracingContext.try_get()
+        assert context is not None
+        assert context.fw_metadata is not None
+        found.append((len(inputs), len(context.fw_metadata.static_input_indices)))
+        return make_boxed_func(graph.forward)
+
+    torch.manual_seed(0)
+    model = Counting().double()
+    x = torch.randn(4, 8, dtype=torch.float64)
+    parallel = autopar.parallelize(copy.deepcopy(model), "a=2", (x,), layout=layout)
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward))
+    compiled: Any = torch.compile(parallel, backend=backend)
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (model, parallel)]
+    gaps, largest = [], {}
+    for number in range(6):
+        if number == 5:  # the parameter is another one: what is compiled reads it where it is
+            for one in (model, parallel):
+                one.linear.weight = nn.Parameter(one.linear.weight.detach() * 2)
+        trained = number < 3
+        before = len(found)
+        with torch.set_grad_enabled(trained):
+            expected, value = model(x), compiled(x)
+        gaps.append(gap(value, expected))
+        if len(found) > before:
+            largest[number] = max(found[before:])
+        if trained:
+            expected.backward()
+            value.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return largest, gaps
+
+
+def test_parameters_stay_where_they_are_for_cuda_graphs() -> None:
+    """All but the batch, trained and not; there is a graph for each, and none for a parameter that has moved."""
+    for layout in ("ddp(dp=a)", "fsdp(fsdp=a)"):
+        for largest, gaps in launch(static_inputs, layout, ranks=2):
+            assert max(gaps) < 1e-11
+            assert largest == {0: (5, 4), 3: (5, 4)}
