@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import AutoparError
-from autopar.resources import data_folder
+from autopar.files import data_folder
 
 
 def test_wheel_comes_before_checkout(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("cost_models", "strategies")
-WHERE = "from autopar.resources import data_folder; print(*(data_folder(n) for n in ('cost_models', 'strategies')))"
+WHERE = "from autopar.files import data_folder; print(*(data_folder(n) for n in ('cost_models', 'strategies')))"
 
 
 @pytest.fixture(scope="module")

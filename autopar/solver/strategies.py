@@ -8,8 +8,7 @@ from itertools import product
 from autopar.errors import LayoutError
 from autopar.sharding.assignment import Plan
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.load import axes_of, usable_axes
-from autopar.sharding.layout.strategies import load_strategy, strategy_names
+from autopar.sharding.layout.load import axes_of, load_strategy, strategy_names, usable_axes
 from autopar.sharding.propagation import Known
 from autopar.solver.setting import Setting
 

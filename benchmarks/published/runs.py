@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from autopar.cost.pipeline import Schedule
-from autopar.resources import data_folder
+from autopar.files import data_folder
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.load import choose_layout
 from benchmarks.published.models import Decoder

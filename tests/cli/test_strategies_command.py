@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from autopar.cli import main
-from autopar.sharding.layout.strategies import strategy_path
+from autopar.sharding.layout.load import strategy_path
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -15,8 +15,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.plans.text.to_layout import written
 from autopar.sharding.decisions import Decisions
 from autopar.sharding.layout.language import parse_layout, print_layout
-from autopar.sharding.layout.load import choose_layout
-from autopar.sharding.layout.strategies import strategy_names
+from autopar.sharding.layout.load import choose_layout, strategy_names
 from autopar.sharding.layout.syntax import Hole, Place
 from autopar.sharding.propagation import complete
 from examples.gpt import gpt

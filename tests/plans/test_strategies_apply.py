@@ -11,8 +11,7 @@ from autopar.cost.hardware.cluster import load_cluster
 from autopar.mesh import Mesh
 from autopar.plans.find import Asked, under
 from autopar.plans.views.strategies import experts_beside
-from autopar.sharding.layout.load import usable_axes
-from autopar.sharding.layout.strategies import load_strategy
+from autopar.sharding.layout.load import load_strategy, usable_axes
 from autopar.solver.setting import PlanOptions, Setting
 from autopar.solver.strategies import expert_plans
 from examples.gpt import gpt

@@ -7,8 +7,7 @@ import pytest
 import autopar
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.layout.load import axes_of
-from autopar.sharding.layout.strategies import load_strategy, strategy_names
+from autopar.sharding.layout.load import axes_of, load_strategy, strategy_names
 from autopar.sharding.propagation import Known, complete
 from autopar.solver.strategies import _assignments
 from examples.hf import hf

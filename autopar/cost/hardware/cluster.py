@@ -19,8 +19,8 @@ from autopar.cost.compute.matmul_time import Matrix
 from autopar.cost.hardware.toml_reader import Document, Source, read_document
 from autopar.cost.hardware.topology import Level, Library
 from autopar.errors import ClusterError
+from autopar.files import data_folder
 from autopar.names import did_you_mean
-from autopar.resources import data_folder
 
 __all__ = [
     "Attention",

@@ -12,7 +12,7 @@ from autopar.cost.step.bucket_schedule import schedule_of
 from autopar.cost.step.lowered_step import Wired
 from autopar.ir.graph import NamedNode
 from autopar.sharding.buckets import Bucket, buffers_of, shape_of
-from autopar.sharding.layers import reading
+from autopar.sharding.recompute import reading
 from autopar.sharding.reshard.reshard import Step
 from autopar.sharding.reshard_insertion import Inserted
 

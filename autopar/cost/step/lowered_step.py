@@ -9,9 +9,8 @@ from functools import cached_property
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import Plan
 from autopar.sharding.buckets import Bucket, buckets_of
-from autopar.sharding.layers import layered
 from autopar.sharding.layout.gather_policy import Recompute
-from autopar.sharding.recompute import Region, computed_again, regions_of
+from autopar.sharding.recompute import Region, computed_again, layered, regions_of
 from autopar.sharding.reshard_insertion import Wiring, wire
 
 __all__ = ["Wired"]

@@ -8,8 +8,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from autopar.errors import AutoparError
-from autopar.sharding.layout.load import axes_of, usable_axes
-from autopar.sharding.layout.strategies import load_strategy, strategy_names
+from autopar.sharding.layout.load import axes_of, load_strategy, strategy_names, usable_axes
 from autopar.solver.strategies import WHOLE, splits_nothing
 
 if TYPE_CHECKING:

@@ -7,12 +7,20 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from autopar.errors import LayoutError
+from autopar.files import data_folder
 from autopar.sharding.layout.language import Layout, parse_layout, parse_strategy_call
 from autopar.sharding.layout.source import unknown_name
-from autopar.sharding.layout.strategies import load_strategy, strategy_names
 from autopar.sharding.layout.syntax import Block, DimRule, Guard, Hole, Let, OpPin, Pin, Split
 
-__all__ = ["axes_of", "choose_layout", "dims_of_axes", "usable_axes"]
+__all__ = [
+    "axes_of",
+    "choose_layout",
+    "dims_of_axes",
+    "load_strategy",
+    "strategy_names",
+    "strategy_path",
+    "usable_axes",
+]
 
 
 def choose_layout(layout: str | Path | Layout, axes: Mapping[str, int]) -> Layout:
@@ -111,3 +119,21 @@ def axes_of(layout: Layout) -> tuple[str, ...]:
         elif isinstance(statement, Guard | Let):
             found.extend(statement.axes)
     return tuple(dict.fromkeys(found))
+
+
+def strategy_names() -> tuple[str, ...]:
+    """The names of all strategies, in alphabetical order."""
+    return tuple(sorted(path.stem for path in data_folder("strategies").glob("*.lay")))
+
+
+def strategy_path(name: str) -> Path:
+    """The file of a strategy."""
+    known = strategy_names()
+    if name not in known:
+        raise unknown_name("strategy", name, known)
+    return data_folder("strategies") / f"{name}.lay"
+
+
+def load_strategy(name: str) -> Layout:
+    """A strategy as a layout, on its own axes; `on_axes` puts it on those of a mesh."""
+    return Layout.load(strategy_path(name))

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.layers import layered, reading
 from autopar.sharding.layout.gather_policy import Recompute
-from autopar.sharding.recompute import Region, computed_again, regions_of
+from autopar.sharding.recompute import Region, computed_again, layered, reading, regions_of
 
 __all__ = ["MODES", "STATES", "Again", "layers_of"]
 

@@ -18,7 +18,7 @@ from autopar.cost.hardware.cluster import load_cluster
 from autopar.plans.report.contents import Rival, contents
 from autopar.plans.report.page import page
 from autopar.sharding.assignment import Plan
-from autopar.sharding.layout.strategies import load_strategy
+from autopar.sharding.layout.load import load_strategy
 from examples.gpt import gpt
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

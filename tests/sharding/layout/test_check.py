@@ -7,7 +7,7 @@ import pytest
 from autopar.errors import LayoutError
 from autopar.sharding.layout.check import Words, check_layout
 from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.layout.strategies import load_strategy
+from autopar.sharding.layout.load import load_strategy
 
 AXES = {"dp": 2, "tp": 4}
 WORDS = Words(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import LayoutError
-from autopar.resources import data_folder
+from autopar.files import data_folder
 from autopar.sharding.layout.language import parse_layout, print_layout
-from autopar.sharding.layout.load import axes_of, choose_layout
-from autopar.sharding.layout.strategies import load_strategy, strategy_names, strategy_path
+from autopar.sharding.layout.load import axes_of, choose_layout, load_strategy, strategy_names, strategy_path
 
 
 def test_names() -> None:
