@@ -35,7 +35,8 @@ from autopar.errors import (
 
 if TYPE_CHECKING:
     from autopar.api import parallelize, plan, trace
-    from autopar.ir.graph import Dim, NamedGraph, NamedNode, NamedTensor
+    from autopar.ir.graph import NamedGraph
+    from autopar.ir.values import Dim, NamedNode, NamedTensor
     from autopar.mesh import Mesh
     from autopar.plans.plan import Plan
     from autopar.rules.proof.prove import prove_rule

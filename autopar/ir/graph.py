@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-import torch
 from torch import nn
 
 from autopar.ir.analysis.equal_ops import forms
@@ -17,86 +16,11 @@ from autopar.ir.analysis.joint_scalars import shares_of_totals
 from autopar.ir.analysis.op_memory import Footprint, footprints
 from autopar.ir.analysis.repeated_layers import Repeat
 from autopar.ir.analysis.saved_tensors import InternalSave, Saved, saved_values
-from autopar.ir.exported import Exported, NodeOrigin
+from autopar.ir.exported import Exported
 from autopar.ir.interpreter import TracedModule
-from autopar.ir.render import render_json, render_text
-from autopar.rules.notation import Rule
-from autopar.tracing.naming.bind_graph import Source
-from autopar.tracing.passes.read_masks import AttentionNote
+from autopar.ir.values import AttentionNote, Dim, NamedNode, NamedTensor
 
-__all__ = ["Atom", "Dim", "Kind", "NamedGraph", "NamedNode", "NamedTensor"]
-
-Kind = Literal["input", "param", "buffer", "constant", "activation"]
-
-
-@dataclass(frozen=True)
-class Dim:
-    """A named dimension: one role in the model; its extent may differ from place to place (feature maps)."""
-
-    name: str
-    sizes: tuple[int, ...]
-    parts: tuple[str, ...]
-    """The dims this one is made of, major first, where a view takes it apart."""
-    source: str
-    """`structure`, `generated`, or the place where the user gave the name."""
-    tensors: int
-    """How many tensors carry it."""
-
-    @property
-    def size(self) -> int:
-        """The extent; the largest where it differs from place to place."""
-        return max(self.sizes)
-
-
-class Atom(NamedTuple):
-    """A smallest piece of a physical dim: `(heads head_dim)` has two, and `heads` may be `(kv_heads group)` itself.
-
-    A tuple, because much is looked up by it.
-    """
-
-    dim: int
-    size: int
-    names: tuple[str, ...]
-    """What it is called, from the outermost named dim inwards: `("heads", "kv_heads")`; nothing where it is a `1`."""
-
-
-@dataclass(frozen=True)
-class NamedTensor:
-    """A tensor of the graph. `dims` has one entry per physical dim: a name, `(heads head_dim)`, or `1`."""
-
-    name: str
-    kind: Kind
-    dims: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    node: str
-    """The fx node that holds it."""
-    atoms: tuple[Atom, ...] = ()
-    requires_grad: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.name}[{' '.join(self.dims)}]"
-
-
-@dataclass(frozen=True)
-class NamedNode:
-    """An op of the graph: its rule, and the dim each factor of the rule is tied to."""
-
-    name: str
-    op: str
-    operands: tuple[str | None, ...]
-    outputs: tuple[str | None, ...]
-    rule: Rule
-    source: Source
-    reason: str
-    factors: Mapping[str, str]
-    sizes: Mapping[str, int]
-    atoms: Mapping[str, tuple[int, ...]]
-    """The extents of the atoms of each factor, major first."""
-    origin: NodeOrigin
-    node: str
-    attention: AttentionNote | None = None
-    """What is known of the mask and the heads, where the op is fused attention."""
+__all__ = ["NamedGraph", "render_json", "render_text"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,3 +102,225 @@ class NamedGraph:
     def to_json(self) -> dict[str, Any]:
         """The graph as plain data (`autopar trace --json`)."""
         return render_json(self)
+
+
+def render_text(graph: NamedGraph) -> str:
+    """The named graph, each repeated layer once."""
+    blocks = [
+        _header(graph),
+        _dims(graph),
+        _values(graph, "input"),
+        _weights(graph),
+        _attention(graph),
+        _ops(graph),
+        _unknown(graph),
+    ]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _header(graph: NamedGraph) -> str:
+    exported = graph.exported
+    coverage = graph.coverage()
+    rules = ", ".join(f"{count:,} {source}" for source, count in coverage.items() if count)
+    mode = "train" if exported.training else "eval"
+    lines = [
+        f"{type(graph.model).__name__} ({mode} mode): {len(graph.nodes):,} ops, rules: {rules}",
+        f"{len(graph.parameters):,} parameters, {_count(_parameter_count(graph))} elements",
+    ]
+    for repeat in graph.repeats:
+        lines.append(f"{repeat.count} times the same {repeat.period} ops: {_span(repeat.module_paths)}")
+    return "\n".join(lines)
+
+
+def _parameter_count(graph: NamedGraph) -> int:
+    total = 0
+    for tensor in graph.parameters:
+        extent = 1
+        for size in tensor.shape:
+            extent *= size
+        total += extent
+    return total
+
+
+def _count(number: int) -> str:
+    for unit, scale in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= scale:
+            return f"{number / scale:.2f} {unit}"
+    return str(number)
+
+
+def _span(paths: tuple[str, ...]) -> str:
+    named = [path for path in paths if path]
+    return f"{named[0]} ... {named[-1]}" if len(named) > 1 else "".join(named)
+
+
+def _dims(graph: NamedGraph) -> str:
+    rows = []
+    for dim in graph.dims.values():
+        sizes = ", ".join(f"{size:,}" for size in dim.sizes)
+        made_of = f"= ({' '.join(dim.parts)})" if dim.parts else ""
+        given = "" if dim.source in ("structure", "generated") else f"from {dim.source}"
+        rows.append((dim.name, sizes, " ".join(filter(None, (made_of, given)))))
+    return "dims\n" + _table(rows)
+
+
+def _values(graph: NamedGraph, kind: str) -> str:
+    rows = [(tensor.name, *_described(tensor)) for tensor in graph.tensors.values() if tensor.kind == kind]
+    return f"{kind}s\n{_table(rows)}" if rows else ""
+
+
+def _described(tensor: NamedTensor) -> tuple[str, str]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return " ".join(tensor.dims) or "scalar", f"{dtype} [{', '.join(map(str, tensor.shape))}]"
+
+
+def _weights(graph: NamedGraph) -> str:
+    """Parameters and buffers; those of repeated layers once."""
+    hidden = _repeated_weights(graph)
+    rows = [
+        (tensor.name, *_described(tensor))
+        for tensor in graph.tensors.values()
+        if tensor.kind in ("param", "buffer", "constant") and tensor.name not in hidden
+    ]
+    return f"parameters and buffers\n{_table(rows)}" if rows else ""
+
+
+def _repeated_weights(graph: NamedGraph) -> set[str]:
+    """Parameters that only the second and later layers of a repeat use."""
+    shown: set[str] = set()
+    hidden: set[str] = set()
+    later = _later_layers(graph)
+    for node in graph.nodes:
+        (hidden if node.node in later else shown).update(name for name in node.operands if name)
+    return hidden - shown
+
+
+def _later_layers(graph: NamedGraph) -> set[str]:
+    """The ops of the second and later layers of each repeat."""
+    return {name for repeat in graph.repeats for layer in repeat.layers[1:] for name in layer}
+
+
+def _attention(graph: NamedGraph) -> str:
+    """What is known of the masks of fused attention: equal calls in one line."""
+    places: dict[str, list[str]] = {}
+    for node in graph.nodes:
+        if node.attention is not None:
+            places.setdefault(str(node.attention), []).append(node.origin.module_path)
+    rows = [(text, f"{len(paths)} times" if len(paths) > 1 else "", _ends(paths)) for text, paths in places.items()]
+    return f"attention\n{_table(rows)}" if rows else ""
+
+
+def _ends(paths: list[str]) -> str:
+    """The first and the last place of several."""
+    return _span(tuple(dict.fromkeys(paths)))
+
+
+def _ops(graph: NamedGraph) -> str:
+    later = _later_layers(graph)
+    own = {node.node for node in graph.nodes}
+    layers = [(repeat, [name for name in repeat.layers[0] if name in own]) for repeat in graph.repeats]
+    begins = {names[0]: repeat for repeat, names in layers}
+    ends = {names[-1] for _, names in layers}
+    lines = ["ops"]
+    path: str | None = None
+    for node in graph.nodes:
+        if node.node in later:
+            continue
+        if node.node in begins:
+            repeat = begins[node.node]
+            lines.append(f"  ---- {repeat.count} times: {_span(repeat.module_paths)} ----")
+            path = None
+        if node.origin.module_path != path:
+            path = node.origin.module_path
+            lines.append(f"  {path or '(model)'}")
+        lines.append(_op(graph, node))
+        if node.node in ends:
+            lines.append("  ----")
+            path = None
+    return "\n".join(lines)
+
+
+def _op(graph: NamedGraph, node: NamedNode) -> str:
+    short = node.op.split(".")[1]
+    outputs = [graph.tensors[name] for name in node.outputs if name is not None]
+    first = outputs[0] if outputs else None
+    dims, shape = _described(first) if first else ("", "")
+    more = f" and {len(outputs) - 1} more" if len(outputs) > 1 else ""
+    mark = "" if node.source == "table" else f"  [{node.source.upper()}]"
+    return f"    {short:<30} {dims:<34} {shape + more:<34} {_dims_of_rule(node)}{mark}"
+
+
+def _dims_of_rule(node: NamedNode) -> str:
+    """The rule without the clauses that only a program needs."""
+    dims, *clauses = str(node.rule).split("; ")
+    return "; ".join([dims, *(clause for clause in clauses if clause.split()[0] in ("mean", "max", "min", "halo"))])
+
+
+def _unknown(graph: NamedGraph) -> str:
+    lines = []
+    for node in graph.nodes:
+        if node.source != "table":
+            lines.append(f"  {node.name}: {node.source}. {node.reason}")
+    return "\n".join(["ops without a rule in the table", *dict.fromkeys(lines)]) if lines else ""
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
+    lines = ("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def render_json(graph: NamedGraph) -> dict[str, Any]:
+    """The named graph as plain data; the format is documented in docs/tracing.md."""
+    return {
+        "model": type(graph.model).__name__,
+        "training": graph.exported.training,
+        "coverage": graph.coverage(),
+        "dims": [
+            {"name": d.name, "sizes": list(d.sizes), "parts": list(d.parts), "source": d.source, "tensors": d.tensors}
+            for d in graph.dims.values()
+        ],
+        "inputs": list(graph.inputs),
+        "outputs": list(graph.outputs),
+        "tensors": [
+            {
+                "name": t.name,
+                "kind": t.kind,
+                "dims": list(t.dims),
+                "shape": list(t.shape),
+                "dtype": str(t.dtype).removeprefix("torch."),
+            }
+            for t in graph.tensors.values()
+        ],
+        "ops": [
+            {
+                "name": n.name,
+                "op": n.op,
+                "operands": list(n.operands),
+                "outputs": list(n.outputs),
+                "rule": str(n.rule),
+                "source": n.source,
+                "factors": {name: {"dim": n.factors.get(name), "size": size} for name, size in n.sizes.items()},
+                "module": n.origin.module_path,
+                "line": n.origin.source,
+                "code": n.origin.source_code,
+                "attention": None if n.attention is None else _attention_data(n.attention),
+            }
+            for n in graph.nodes
+        ],
+        "repeats": [
+            {"count": r.count, "period": r.period, "modules": list(r.module_paths), "layers": _layer_names(graph, r)}
+            for r in graph.repeats
+        ],
+    }
+
+
+def _attention_data(note: AttentionNote) -> dict[str, Any]:
+    band = None if note.band is None else [note.band.left, note.band.right]
+    return {"mask": note.mask, "heads": note.heads, "band": band}
+
+
+def _layer_names(graph: NamedGraph, repeat: Repeat) -> list[list[str]]:
+    """The names of the ops of each layer, equal steps at equal places."""
+    names = {node.node: node.name for node in graph.nodes}
+    return [[names[name] for name in layer if name in names] for layer in repeat.layers]

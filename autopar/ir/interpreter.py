@@ -15,10 +15,10 @@ from autopar.ir.autocast import Autocast, autocast_state, entered
 from autopar.ir.call_arguments import bind_call, flatten_arguments, signature_of, without_defaults
 from autopar.ir.checkpoint_regions import with_checkpoints
 from autopar.ir.exported import Exported
+from autopar.ir.fx_nodes import is_factory
 from autopar.ir.input_overlaps import check_overlaps
 from autopar.ir.pytree import Flattened, Mapped, difference, unflatten
 from autopar.rules.shard_call.grouped_heads import repeat_masked_heads
-from autopar.tracing.passes.normalise import is_factory
 
 __all__ = ["TracedCall", "TracedModule"]
 

@@ -6,7 +6,8 @@ import re
 
 from torch.fx import GraphModule
 
-from autopar.ir.graph import NamedGraph, NamedTensor
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedTensor
 from autopar.lowering.passes.hoist_small_sums import Ends
 from autopar.sharding.reshard.reshard import Step
 from autopar.sharding.reshard_insertion import Inserted

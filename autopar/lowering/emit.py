@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.ir.graph import NamedGraph, NamedNode
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode
 from autopar.lowering.collectives.local_reshard import Conversion, Groups
 from autopar.lowering.comments import note_of
 from autopar.lowering.passes.aliases import FRESH, is_idle_copy, makes_new_memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.ir.graph import NamedTensor
+from autopar.ir.values import NamedTensor
 from autopar.sharding.sharding import Layout
 
 __all__ = ["bytes_text", "layout_text", "percent_text", "seconds_text", "table"]

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.ir.graph import NamedGraph, NamedTensor
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedTensor
 from autopar.mesh import Mesh
 from autopar.plans.find import Asked, plan_graph
 from autopar.plans.header import check_model, check_whole, read_header

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from autopar.errors import AutoparError
-from autopar.ir.graph import NamedGraph, NamedTensor
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedTensor
 from autopar.runtime.module_shell import canonical_names, mirror, owner_of
 from autopar.runtime.strided_dtensor import support
 from autopar.sharding.decisions import Decisions

@@ -20,7 +20,8 @@ from math import prod
 
 import torch
 
-from autopar.ir.graph import NamedGraph, NamedNode, NamedTensor
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode, NamedTensor
 from autopar.rules.notation import FactorKind, Operand
 from autopar.sharding.layout.resolve import atoms_of
 from autopar.sharding.lowered_ops import communicating

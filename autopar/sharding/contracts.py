@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from autopar.cost.memory.peak import memory
 from autopar.cost.step.lowered_step import Wired
 from autopar.errors import AutoparWarning
-from autopar.ir.graph import NamedGraph, NamedTensor
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedTensor
 from autopar.sharding.assignment import Plan
 from autopar.sharding.decisions import Decisions
 from autopar.sharding.layout.language import Layout

@@ -10,7 +10,8 @@ from math import prod
 from typing import Any
 
 from autopar.errors import LayoutError
-from autopar.ir.graph import NamedGraph, NamedNode, NamedTensor
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.layout.check import check_layout
 from autopar.sharding.layout.gather_policy import Recompute, recompute_said
 from autopar.sharding.layout.holes import filled, options_of

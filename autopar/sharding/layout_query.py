@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 from autopar.errors import LayoutError
-from autopar.ir.graph import NamedGraph, NamedNode, NamedTensor
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.layout.gather_policy import Holding, Recompute, holding_of, recompute_of
 from autopar.sharding.layout.language import Layout as LayoutText
 from autopar.sharding.layout.parameter_storage import stored_splits

@@ -12,7 +12,8 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from autopar.ir.graph import NamedGraph, NamedNode
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode
 from autopar.sharding.choices import BROADCAST, layouts_of
 
 if TYPE_CHECKING:  # the completion ends with this

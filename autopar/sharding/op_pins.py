@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.errors import LayoutError
-from autopar.ir.graph import NamedGraph, NamedNode
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode
 from autopar.sharding.choices import BROADCAST, Choice, Passing, Site
 from autopar.sharding.layout.check import Words
 from autopar.sharding.layout.language import Layout, parse_rules

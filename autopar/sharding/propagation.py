@@ -17,7 +17,8 @@ from itertools import product
 from math import inf, prod
 
 from autopar.errors import LayoutError
-from autopar.ir.graph import NamedGraph, NamedNode, NamedTensor
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.choices import Passing, Site, can_split, choices, layouts_of, passings_of, sites_of
 from autopar.sharding.decisions import Decisions, OpDecision
 from autopar.sharding.layout.check import check_layout

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from torch.fx import Node
 
-from autopar.ir.graph import NamedGraph, NamedNode
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode
 from autopar.sharding.decisions import Decisions, OpDecision
 from autopar.sharding.layout.resolve import atoms_of
 from autopar.sharding.lowered_ops import Split, split_of

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, cast
 
 from autopar.errors import LayoutError
-from autopar.ir.graph import NamedNode, NamedTensor
+from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.choices import Choice, Passing, Site, choices, layouts_of, passings_of
 from autopar.sharding.demands import Demands, matches
 from autopar.sharding.dtensor_placements import to_placements

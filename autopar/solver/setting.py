@@ -12,7 +12,8 @@ import torch
 
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.step.tasks import Prices
-from autopar.ir.graph import NamedGraph, NamedNode
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import Plan
 from autopar.sharding.reshard_insertion import Outputs
 from autopar.solver.model.saved_values import Kept

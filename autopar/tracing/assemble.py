@@ -11,7 +11,8 @@ from torch import nn
 from autopar.ir.analysis.differentiable import differentiable
 from autopar.ir.analysis.repeated_layers import Repeat
 from autopar.ir.exported import Exported, NodeOrigin
-from autopar.ir.graph import Atom, Dim, Kind, NamedGraph, NamedNode, NamedTensor
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import Atom, Dim, Kind, NamedNode, NamedTensor
 from autopar.rules.bind_call import factor_sizes
 from autopar.tracing.naming.bind_graph import Binding, BoundNode, ValueKey
 from autopar.tracing.naming.name_dims import Naming

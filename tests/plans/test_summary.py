@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from autopar.api import trace
-from autopar.ir.graph import Atom, NamedTensor
+from autopar.ir.values import Atom, NamedTensor
 from autopar.mesh import Mesh
 from autopar.plans.find import Asked, plan_graph, under
 from autopar.plans.format import layout_text

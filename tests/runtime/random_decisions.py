@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 import torch
 
-from autopar.ir.graph import NamedGraph, NamedNode, NamedTensor
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.choices import Choice, Site, choices, layouts_of, passings_of
 from autopar.sharding.decisions import Decisions, OpDecision
 from autopar.sharding.layout.resolve import atoms_of

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.ir.interpreter import TracedModule
+from autopar.ir.values import Band
 from autopar.tracing.export.export import export
 from autopar.tracing.passes.edit import arguments_of
-from autopar.tracing.passes.read_masks import ATTENTION_NOTE, Band
+from autopar.tracing.passes.read_masks import ATTENTION_NOTE
 from examples.hf import hf
 from tests.equivalence import assert_equivalent
 

@@ -11,7 +11,8 @@ from math import prod
 
 from autopar.cost.compute.op_time import OpWork, Work
 from autopar.cost.hardware.cluster import Device
-from autopar.ir.graph import NamedGraph, NamedNode
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode
 
 __all__ = ["fused", "scaled", "shares_of"]
 

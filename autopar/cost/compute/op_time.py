@@ -28,7 +28,8 @@ from autopar.ir.analysis.contractions import (
     is_linear_in_both,
 )
 from autopar.ir.analysis.op_memory import Footprint
-from autopar.ir.graph import NamedGraph, NamedNode
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode
 from autopar.sharding.choices import Choice
 from autopar.sharding.decisions import OpDecision
 from autopar.sharding.layout.resolve import atoms_of

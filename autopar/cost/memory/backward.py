@@ -11,7 +11,7 @@ from __future__ import annotations
 from autopar.cost.memory.forward import Forward
 from autopar.cost.memory.last_uses import Version, results_of
 from autopar.cost.step.lowered_step import Wired
-from autopar.ir.graph import NamedNode
+from autopar.ir.values import NamedNode
 from autopar.sharding.buckets import Bucket, copied
 from autopar.sharding.reshard_insertion import Inserted, OpConversions
 

@@ -8,7 +8,7 @@ import torch
 
 from autopar.cost.memory.last_uses import Version
 from autopar.cost.memory.live_state import Held
-from autopar.ir.graph import NamedNode
+from autopar.ir.values import NamedNode
 from autopar.sharding.buckets import Bucket
 from autopar.sharding.reshard.reshard import StepKind
 from autopar.sharding.reshard_insertion import Inserted, OpConversions

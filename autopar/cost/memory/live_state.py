@@ -10,7 +10,7 @@ from autopar.cost.memory.local_op_memory import LocalFootprints
 from autopar.cost.memory.storages import Storages
 from autopar.cost.step.bucket_schedule import schedule_of
 from autopar.cost.step.lowered_step import Wired
-from autopar.ir.graph import NamedNode
+from autopar.ir.values import NamedNode
 from autopar.sharding.buckets import Bucket, buffers_of, shape_of
 from autopar.sharding.recompute import reading
 from autopar.sharding.reshard.reshard import Step

@@ -19,7 +19,8 @@ from torch.fx import Node
 from autopar.cost.step.lowered_step import Wired
 from autopar.ir.analysis.differentiable import fake_input
 from autopar.ir.analysis.op_memory import Footprint, measure
-from autopar.ir.graph import NamedGraph, NamedNode
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.shard_call.local_call import Local, Piece
 from autopar.sharding.decisions import OpDecision

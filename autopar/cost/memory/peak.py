@@ -14,7 +14,8 @@ from autopar.cost.compute.optimizers import Optimizer, optimizer_of
 from autopar.cost.costs import MemoryCosts
 from autopar.cost.memory.backward import Liveness
 from autopar.cost.step.lowered_step import Wired
-from autopar.ir.graph import NamedGraph, NamedNode, NamedTensor
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.assignment import Plan
 from autopar.sharding.layout.resolve import atoms_of
 

@@ -16,7 +16,7 @@ from autopar.cost.compute.op_time import OpWork, op_work
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.step.lowered_step import Wired
 from autopar.cost.step.tasks import Direction, Prices, Task
-from autopar.ir.graph import NamedNode
+from autopar.ir.values import NamedNode
 from autopar.sharding.buckets import Bucket
 from autopar.sharding.choices import Choice
 from autopar.sharding.reshard_insertion import Inserted, OpConversions

@@ -17,7 +17,8 @@ from autopar.cost.collectives.network import Network
 from autopar.cost.compute.op_time import NOTHING, OpWork, Work, local_bytes, op_work, seconds_of_bytes
 from autopar.cost.compute.optimizers import optimizer_of
 from autopar.cost.hardware.cluster import Cluster
-from autopar.ir.graph import NamedGraph, NamedNode
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode
 from autopar.sharding.buckets import shape_of
 from autopar.sharding.decisions import OpDecision
 from autopar.sharding.reshard.reshard import Step, StepKind

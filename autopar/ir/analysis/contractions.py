@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from autopar.ir.graph import NamedNode
+from autopar.ir.values import NamedNode
 from autopar.rules.notation import Operand, Rule
 from autopar.rules.shard_call.expert_rows import GROUPED
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the graph has its forms
-    from autopar.ir.graph import NamedNode, NamedTensor
+from autopar.ir.values import NamedNode, NamedTensor
 
 __all__ = ["forms"]
 

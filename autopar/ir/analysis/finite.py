@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from cmath import isfinite
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.fx import Node
 
+from autopar.ir.values import GraphView, NamedNode
 from autopar.rules.call import arguments_by_name
-
-if TYPE_CHECKING:  # the graph has them
-    from autopar.ir.graph import NamedGraph, NamedNode
 
 __all__ = ["passable_sums"]
 
@@ -67,7 +65,7 @@ _LENT = _ops(
 """Ops that multiply nothing by the operands outside of a sum: they choose, weigh by a softmax, or lend a shape."""
 
 
-def passable_sums(graph: NamedGraph) -> Mapping[str, frozenset[frozenset[int]]]:
+def passable_sums(graph: GraphView) -> Mapping[str, frozenset[frozenset[int]]]:
     """For each op the groups of operands that may be partial sums together."""
     values = _Values(graph)
     found = {}
@@ -81,7 +79,7 @@ def passable_sums(graph: NamedGraph) -> Mapping[str, frozenset[frozenset[int]]]:
 class _Values:
     """What is known of the values of a graph: which are finite, not negative, and above zero."""
 
-    def __init__(self, graph: NamedGraph) -> None:
+    def __init__(self, graph: GraphView) -> None:
         self.graph = graph
         self.sources = {node.name: node for node in graph.exported.graph_module.graph.nodes}
         self.finite: set[str] = set()

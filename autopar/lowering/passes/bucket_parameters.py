@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from autopar.ir.graph import NamedTensor
+from autopar.ir.values import NamedTensor
 from autopar.lowering.collectives.local_reshard import Conversion
 from autopar.lowering.modules.bucket import Bucket, Handling
 from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, Release, Watch

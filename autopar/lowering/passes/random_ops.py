@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.fx import Node
 
 from autopar.errors import AutoparError
-from autopar.ir.graph import NamedNode
+from autopar.ir.fx_nodes import is_random
+from autopar.ir.values import NamedNode
 from autopar.lowering.modules.random_draws import Cut, Kept, Sampled, Shard, Slopes
 from autopar.lowering.modules.random_ops import Attention, Drawing, Dropout, Gamma, Rrelu, Sample
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.notation import Operand, Term
 from autopar.sharding.choices import Choice
 from autopar.sharding.sharding import Atoms, Piece, nested
-from autopar.tracing.passes.normalise import is_random
 
 __all__ = ["Drawings", "DrawnOp"]
 

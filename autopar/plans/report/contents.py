@@ -19,7 +19,8 @@ from autopar.cost.step.lowered_step import Wired
 from autopar.cost.step.profile import Profile, profile
 from autopar.cost.step.tasks import Prices, Task
 from autopar.cost.step.timeline import STREAMS, timeline_of
-from autopar.ir.graph import NamedGraph, NamedNode, NamedTensor
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.assignment import Plan
 from autopar.sharding.buckets import Bucket
 from autopar.sharding.layout.resolve import atoms_of

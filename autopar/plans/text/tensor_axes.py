@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.errors import LayoutError
-from autopar.ir.graph import NamedGraph, NamedTensor
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedTensor
 from autopar.names import RESERVED
 from autopar.sharding.decisions import Decisions
 from autopar.sharding.layout.gather_policy import Holding

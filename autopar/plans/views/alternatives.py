@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from autopar.cost.costs import Costs
 from autopar.errors import LayoutError
-from autopar.ir.graph import NamedNode, NamedTensor
+from autopar.ir.values import NamedNode, NamedTensor
 from autopar.plans.format import bytes_text, seconds_text, table
 from autopar.plans.text.tensor_axes import Splits, is_uneven, rules_for
 from autopar.plans.text.to_layout import choice_words

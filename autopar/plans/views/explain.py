@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autopar.errors import AutoparError
-from autopar.ir.graph import NamedNode, NamedTensor
+from autopar.ir.values import NamedNode, NamedTensor
 from autopar.names import did_you_mean, nearest
 from autopar.plans.format import bytes_text, layout_text, seconds_text
 from autopar.sharding.layout.language import parse_layout

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from autopar.ir.graph import NamedGraph, NamedNode
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode
 from autopar.sharding.layout.resolve import atoms_of
 from autopar.sharding.lowered_ops.base import CommunicatingLowering, Message, Split
 from autopar.sharding.lowered_ops.batch_norm import BatchNorm

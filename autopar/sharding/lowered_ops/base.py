@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autopar.ir.graph import NamedNode
+from autopar.ir.values import NamedNode
 from autopar.lowering.collectives.local_reshard import Conversion, Groups
 from autopar.rules.shard_call.local_call import Local, Piece
 from autopar.sharding.reshard.reshard import Reshard, reshard

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ir.graph import NamedNode
+from autopar.ir.values import NamedNode
 from autopar.lowering.collectives.local_reshard import Groups
 from autopar.lowering.collectives.wire_dtypes import as_bytes, is_known
 from autopar.lowering.passes.empty_shards import amounts, nothing

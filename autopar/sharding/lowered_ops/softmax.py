@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ir.graph import NamedNode
+from autopar.ir.values import NamedNode
 from autopar.rules.notation import FactorKind
 from autopar.rules.shard_call.local_call import Local, Piece
 from autopar.sharding.lowered_ops.base import Message, Send, Split, dims_of, largest_of, maximum, total, widened

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from autopar.errors import AutoparError, LayoutError
-from autopar.ir.graph import NamedNode
+from autopar.ir.values import NamedNode
 from autopar.sharding.demands import Demands
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.op_pins import cannot_be_had, pin_of

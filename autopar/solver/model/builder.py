@@ -13,7 +13,8 @@ import numpy as np
 from torch.fx import Node
 
 from autopar.cost.compute.optimizers import optimizer_of
-from autopar.ir.graph import NamedGraph, NamedNode, NamedTensor
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.demands import Demands
 from autopar.sharding.layout.resolve import atoms_of
 from autopar.sharding.sharding import Layout

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autopar.ir.graph import NamedTensor
+from autopar.ir.values import NamedTensor
 from autopar.sharding.sharding import Layout
 from autopar.solver.candidates import Stored
 from autopar.solver.model.objective import Sum

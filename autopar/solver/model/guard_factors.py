@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.ir.graph import NamedNode, NamedTensor
+from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.contracts import is_guarded, layout_text, passes_halo
 from autopar.sharding.demands import Demands
 from autopar.sharding.layout.precedence import glob_matches

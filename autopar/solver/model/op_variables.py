@@ -11,7 +11,7 @@ from autopar.cost.compute.fusion import scaled, shares_of
 from autopar.cost.compute.op_time import OpWork, Work
 from autopar.cost.memory.local_op_memory import local_footprint
 from autopar.ir.analysis.op_memory import Footprint
-from autopar.ir.graph import NamedNode
+from autopar.ir.values import NamedNode
 from autopar.sharding.decisions import OpDecision
 from autopar.sharding.lowered_ops import split_of
 from autopar.sharding.reshard_insertion import Inserted

@@ -7,7 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 from autopar.cost.compute.op_time import seconds_of_bytes
-from autopar.ir.graph import NamedTensor
+from autopar.ir.values import NamedTensor
 from autopar.lowering.passes.bucket_parameters import BUCKET_BYTES, BUCKETS, LEAST_BYTES, goes_in_bucket
 from autopar.sharding.reshard.reshard import StepKind
 from autopar.sharding.reshard.scaled import Leg, Routes

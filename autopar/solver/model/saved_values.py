@@ -10,7 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 
-from autopar.ir.graph import NamedGraph, NamedNode
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode
 
 __all__ = ["Kept"]
 

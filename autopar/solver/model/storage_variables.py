@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.ir.graph import NamedNode, NamedTensor
+from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.layout.resolve import atoms_of
 from autopar.sharding.sharding import Layout
 from autopar.solver.candidates import Stored, stored_of

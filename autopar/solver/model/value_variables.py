@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from autopar.ir.graph import NamedNode, NamedTensor
+from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.demands import Demands
 from autopar.sharding.layout.resolve import atoms_of
 from autopar.sharding.sharding import Layout

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.ir.graph import NamedTensor
+from autopar.ir.values import NamedTensor
 from autopar.sharding.sharding import Layout
 from autopar.solver.model.cost_tables import Tables, Use
 from autopar.solver.model.model import Model

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from autopar.ir.graph import NamedNode
+from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import Plan
 from autopar.sharding.choices import Choice, Passing, Site
 from autopar.sharding.decisions import OpDecision

@@ -18,12 +18,12 @@ from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.fx.proxy import TracerBase
 
 from autopar.errors import TraceError
+from autopar.ir.fx_nodes import is_random
 from autopar.rules.torch_versions import original_apply
 from autopar.tracing.export.autograd_functions import as_op
 from autopar.tracing.export.refuse import Refusal
 from autopar.tracing.export.source_lines import CHECKPOINT, stack_of_model
 from autopar.tracing.passes.no_grad_regions import apply_grad_modes
-from autopar.tracing.passes.normalise import is_random
 
 __all__ = ["check_autocast", "check_hooks", "new_attributes_removed", "random_ops_kept", "watched"]
 

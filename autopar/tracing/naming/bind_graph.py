@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from autopar.errors import RuleError
 from autopar.ir.exported import Exported
+from autopar.ir.values import Source
 from autopar.rules.bind_call import factor_sizes, fresh_names
 from autopar.rules.call import Call, arguments_by_name, describe_call, flat_results, operands_of
 from autopar.rules.missing import no_rule_message
@@ -23,9 +24,8 @@ from autopar.rules.notation import Operand, Rule, Term
 from autopar.rules.table import Table
 from autopar.tracing.naming.dim_classes import DimSpace
 
-__all__ = ["Binding", "BoundNode", "Source", "Tie", "bind_graph", "replicated_rule"]
+__all__ = ["Binding", "BoundNode", "Tie", "bind_graph", "replicated_rule"]
 
-Source = Literal["table", "discovered", "replicated"]
 ValueKey = str
 """The name of the fx node that holds a value: of the `getitem` for ops with several outputs."""
 

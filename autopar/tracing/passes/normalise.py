@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from autopar.ir.fx_nodes import aten, remove_dead
 from autopar.tracing.annotations import constrain_op, named_op
 from autopar.tracing.passes.bags_to_rows import bags_as_rows
 from autopar.tracing.passes.edit import arguments_of, insert, replaced
@@ -20,7 +21,6 @@ from autopar.tracing.passes.undo_sort import undo_sorting
 
 __all__ = ["drop_checks", "normalise"]
 
-aten = torch.ops.aten
 
 _CHECKS = (
     aten._assert_tensor_metadata.default,
@@ -85,21 +85,6 @@ def normalise(
     read_masks(graph, known, sources)
     pair_aligned(graph)
     remove_dead(graph)
-
-
-def remove_dead(graph: Graph) -> None:
-    """Erase what nobody uses, except random ops: the next one would draw other numbers."""
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not is_random(node):
-            graph.erase_node(node)
-
-
-def is_random(node: Node) -> bool:
-    """Whether a node draws random numbers."""
-    if node.target is aten.scaled_dot_product_attention.default:
-        rate = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return bool(rate != 0.0)
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _replace(node: Node, by: Any) -> None:
@@ -186,14 +171,3 @@ def _free_of_device(node: Node, device: torch.device | None) -> None:
     if not kwargs.get("pin_memory"):
         kwargs.pop("pin_memory", None)
     node.kwargs = kwargs
-
-
-def is_factory(node: Node) -> bool:
-    """Whether a node makes a tensor out of nothing, on a device it may not name."""
-    schema = getattr(node.target, "_schema", None)
-    return (
-        node.op == "call_function"
-        and schema is not None
-        and not node.all_input_nodes
-        and any(argument.name == "device" for argument in schema.arguments)
-    )

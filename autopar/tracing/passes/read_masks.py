@@ -8,19 +8,19 @@ depends on anything else stays, with the reason. Nothing is guessed: the reading
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from autopar.ir.values import AttentionNote, Band
 from autopar.tracing.indices.piecewise import NEVER, Affine, Conjunction, Pieces, Shape, UnreadError, either, negation
 from autopar.tracing.indices.reading import IndexReader
 from autopar.tracing.passes.edit import arguments_of
 from autopar.tracing.passes.repeated_heads import own_heads
 
-__all__ = ["ATTENTION_NOTE", "AttentionNote", "Band", "read_masks"]
+__all__ = ["ATTENTION_NOTE", "read_masks"]
 
 aten = torch.ops.aten
 
@@ -28,29 +28,6 @@ ATTENTION_NOTE = "attention"
 """The key of an `AttentionNote` in the meta of a node."""
 HIDDEN = -1e4
 """What adds less than this to a score gives a weight of 0: a float32 exponential is 0 below -104."""
-
-
-@dataclass(frozen=True)
-class Band:
-    """Row `i` sees the columns `i - left` to `i + right`; None where there is no end."""
-
-    left: int | None
-    right: int | None
-
-
-@dataclass(frozen=True)
-class AttentionNote:
-    """What a trace knows of one call of fused attention."""
-
-    mask: str
-    """`causal`, `no mask`, `window 4096`, or `mask kept: ` and the reason."""
-    heads: str = ""
-    """Why keys and values stay repeated to the heads of the queries; nothing where they are not."""
-    band: Band | None = None
-    """Of a mask that stays."""
-
-    def __str__(self) -> str:
-        return "; ".join(filter(None, (self.mask, self.heads)))
 
 
 def read_masks(graph: Graph, known: Mapping[Node, Tensor], sources: Mapping[Node, str]) -> None:
