@@ -34,7 +34,7 @@ from autopar.errors import (
 )
 
 if TYPE_CHECKING:
-    from autopar.api import parallelize, plan, trace
+    from autopar.api import parallelize, plan
     from autopar.ir.graph import NamedGraph
     from autopar.ir.values import Dim, NamedNode, NamedTensor
     from autopar.mesh import Mesh
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from autopar.rules.registry import register_rule
     from autopar.runtime.module import ParallelModule
     from autopar.tracing.annotations import constrain, named
+    from autopar.tracing.trace import trace
 
 __version__ = "0.1.0"
 

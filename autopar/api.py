@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cost.hardware.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.ir.graph import NamedGraph
 from autopar.lowering.collectives.process_groups import device_mesh, device_type_of
 from autopar.mesh import Mesh
 from autopar.plans.find import Asked, check_outputs, meshes_of, plan_graph
@@ -25,22 +24,9 @@ from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.layout.source import read_text
 from autopar.sharding.reshard_insertion import Outputs
-from autopar.tracing.trace import named_graph
+from autopar.tracing.trace import trace
 
-__all__ = ["parallelize", "plan", "trace"]
-
-
-def trace(
-    model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], *, dims: Mapping[str, str] | None = None
-) -> NamedGraph:
-    """Trace a model: a functional graph of its forward, a rule for every op, a name for every dim.
-
-    `inputs` are example arguments: a tuple of positional or a dict of keyword ones; the model may be on the meta
-    device. `dims` names dims of inputs, parameters and buffers by name or pattern:
-    `{"input_ids": "batch seq", "layers.*.up_proj.weight": "d_ff d_model"}`.
-    """
-    check_plain(model)
-    return named_graph(model, inputs, dims)
+__all__ = ["parallelize", "plan"]
 
 
 def plan(

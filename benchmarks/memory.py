@@ -30,9 +30,9 @@ from autopar.lowering.emit import emit
 from autopar.lowering.modules.bucket import Handling
 from autopar.lowering.passes.bucket_parameters import Parameters
 from autopar.sharding.assignment import Plan
+from autopar.sharding.atoms import atoms_of
 from autopar.sharding.layout.gather_policy import Recompute
 from autopar.sharding.layout.load import choose_layout
-from autopar.sharding.layout.resolve import atoms_of
 from examples.gpt import gpt
 from examples.resnet import resnet
 

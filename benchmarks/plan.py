@@ -37,7 +37,7 @@ from autopar.plans.find import Asked, plan_graph
 from autopar.plans.planners import FromPlan
 from autopar.sharding.decisions import Decisions
 from autopar.sharding.layout.gather_policy import Holding
-from autopar.solver.pairwise.work import Progress
+from autopar.solver.progress import Progress
 from examples.llama3_8b import llama3_8b
 
 STAGES = ("export", "trace", "search", "experts", "text", "rewrite")

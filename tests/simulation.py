@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from autopar.lowering.collectives.local_steps import bind, finish, keep_local, prepare
+from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
-from autopar.sharding.sharding import Atoms, Layout, coordinates
+from autopar.sharding.sharding import Layout, coordinates
 from tests.gloo import added
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.api import trace
+from autopar.tracing.trace import trace
 from tests.ranks import difference
 
 

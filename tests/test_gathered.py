@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autopar.api import trace
 from autopar.lowering.modules.bucket_ends import BucketEnd
+from autopar.tracing.trace import trace
 from tests.ranks import difference
 
 STORED = "* -> none; param { * -> a | none }"

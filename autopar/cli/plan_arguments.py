@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from autopar.mesh import Mesh
     from autopar.plans.find import Asked
     from autopar.plans.plan import Plan
-    from autopar.solver.pairwise.work import Progress
+    from autopar.solver.progress import Progress
 
 __all__ = [
     "CANNOT_BE_HAD",
@@ -131,7 +131,7 @@ def traced(arguments: argparse.Namespace, target: str | None = None) -> NamedGra
     settings = parse_settings(arguments.set or said["--set"])
     dims = parse_dims(arguments.dims or said["--dims"])
     model, inputs = load_target(name, settings)
-    from autopar.api import trace
+    from autopar.tracing.trace import trace
 
     return trace(model, inputs, dims=dims)
 

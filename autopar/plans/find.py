@@ -28,7 +28,7 @@ from autopar.sharding.layout.source import excerpts
 from autopar.sharding.layout.syntax import Limit, MeshStatement
 from autopar.sharding.reshard_insertion import Outputs, conversions
 from autopar.solver.infeasible.errors import NoPlan
-from autopar.solver.pairwise.work import Progress
+from autopar.solver.progress import Progress
 from autopar.solver.solve import PlanOptions, solve_plan
 
 __all__ = ["Asked", "asked_as", "check_outputs", "cluster_here", "meshes_of", "plan_graph", "under"]

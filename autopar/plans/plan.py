@@ -21,14 +21,13 @@ from autopar.names import did_you_mean
 from autopar.plans.header import Header, check_model, check_whole, dtype_of, dtype_text, parameters_of, read_header
 from autopar.plans.retarget import lowered
 from autopar.plans.text.to_layout import Written, written
-from autopar.runtime.module import Collective
 from autopar.sharding.assignment import Plan as Decided
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.layout.printer import print_statement
 from autopar.sharding.layout.source import read_text
-from autopar.sharding.reshard_insertion import Outputs, conversions
+from autopar.sharding.reshard_insertion import Collective, Outputs, conversions
 from autopar.sharding.sharding import Layout as State
-from autopar.solver.pairwise.work import relative_gap
+from autopar.solver.progress import relative_gap
 
 if TYPE_CHECKING:
     from autopar.plans.report.page import Page
@@ -185,7 +184,7 @@ class Plan:
                 raise AutoparError(
                     "a plan is read for a model\nfix: Plan.load(path, model, inputs), or Plan.load(path, graph=graph)"
                 )
-            from autopar.api import trace
+            from autopar.tracing.trace import trace
 
             graph = trace(model, inputs, dims=dims)
         return Plan.read(text, graph, str(path), cluster)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
 from autopar.mesh import Mesh
@@ -24,6 +25,7 @@ from autopar.sharding.layout.resolve import resolve
 from autopar.sharding.layout.syntax import Block, DimRule, Hole, Pin
 from autopar.sharding.propagation import complete
 from autopar.sharding.reshard_insertion import Inserted
+from autopar.tracing.trace import trace
 
 __all__ = ["FromPlan", "LayoutPlanner", "Searching", "has_holes"]
 
@@ -50,8 +52,6 @@ class LayoutPlanner:
     device_type: str
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
-        from autopar.api import trace  # the one that users call
-
         return trace(model, inputs, dims=self.dims)
 
     def decide(self, graph: NamedGraph) -> Decisions | str:
@@ -110,8 +110,6 @@ class FromPlan:
     dims: Mapping[str, str] | None
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
-        from autopar.api import trace
-
         return trace(model, inputs, dims=self.dims)
 
     def decide(self, graph: NamedGraph) -> Decisions | str:
@@ -159,8 +157,6 @@ class Searching:
     found: FromPlan | None = field(default=None, init=False)
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
-        from autopar.api import trace
-
         return trace(model, inputs, dims=self.dims)
 
     def decide(self, graph: NamedGraph) -> Decisions | str:
@@ -181,8 +177,6 @@ class Searching:
     def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
         if self.found is not None:
             return self.found.whole_shapes(graph)
-        from autopar.errors import AutoparError
-
         raise AutoparError(
             "how the inputs are split is not known before a plan is, and local_inputs=True gives only a rank's part\n"
             "fix: make the plan from whole inputs, autopar.plan(..., local_inputs=True), and give it as layout="

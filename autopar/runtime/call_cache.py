@@ -17,6 +17,7 @@ from autopar.ir.autocast import autocast_state
 from autopar.ir.call_arguments import bind, flatten_arguments, signature_of
 from autopar.ir.graph import NamedGraph
 from autopar.ir.pytree import Flattened
+from autopar.lowering.collectives.checksum import checksum, checksum_of_all, digest, kind_of
 from autopar.lowering.collectives.local_reshard import Groups
 from autopar.lowering.emit import Emitted, emit
 from autopar.lowering.modules.bucket import Handling
@@ -24,7 +25,7 @@ from autopar.lowering.modules.bucket_state import Synchronisation
 from autopar.lowering.passes.bucket_parameters import Parameters
 from autopar.runtime.compiled_call import Given, Planned, Results
 from autopar.runtime.random_keys import Randomness, kept_generators
-from autopar.runtime.ranks.agreement import Agreement, Pending, checksum, checksum_of_all, digest, kind_of
+from autopar.runtime.ranks.agreement import Agreement, Pending
 from autopar.runtime.ranks.graph_facts import graph_facts
 from autopar.runtime.shards import Held, Rank, held_by
 from autopar.runtime.weights import Weights

@@ -21,11 +21,11 @@ from autopar.ir.call_arguments import bind_call, flatten_arguments, plain_call, 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.input_overlaps import check_overlaps
 from autopar.ir.pytree import Constant, Flattened, Items, Mapped, Node, Original, Shared, TensorLeaf, unflatten
+from autopar.lowering.collectives.checksum import digest, kind_of
 from autopar.lowering.emit import Emitted
 from autopar.lowering.modules.bucket_state import Synchronisation
 from autopar.runtime.local_parameters import LocalParameters, averaged
 from autopar.runtime.module_shell import owner_of
-from autopar.runtime.ranks.agreement import digest, kind_of
 from autopar.runtime.shards import Held, Rank
 from autopar.sharding.decisions import Decisions
 from autopar.sharding.reshard_insertion import Outputs

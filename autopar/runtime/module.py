@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,25 +21,9 @@ from autopar.runtime.call_cache import Disagreement, Fixed, Planner, Plans, Sett
 from autopar.runtime.compiled_call import Given, Planned
 from autopar.runtime.module_shell import Closed, entry_of, tie
 from autopar.sharding.decisions import Decisions
-from autopar.sharding.reshard_insertion import Outputs
+from autopar.sharding.reshard_insertion import Collective, Outputs
 
-__all__ = ["Collective", "ParallelModule", "Planner", "Settings", "check_plain"]
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective that a step runs: of which tensor, for which op, what it sends."""
-
-    kind: str
-    axes: tuple[str, ...]
-    direction: str
-    tensor: str
-    op: str
-    bytes: int
-
-    def __str__(self) -> str:
-        sent = f"{self.direction} {self.kind} over {'*'.join(self.axes)}"
-        return f"{sent}: {self.bytes:,} bytes, {self.tensor} for {self.op}"
+__all__ = ["ParallelModule", "Planner", "Settings", "check_plain"]
 
 
 class ParallelModule(Closed):

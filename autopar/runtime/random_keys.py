@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import AutoparError
+from autopar.lowering.collectives.checksum import checksum
 from autopar.lowering.collectives.process_groups import keep_gloo_local
 from autopar.lowering.passes.random_ops import DrawnOp
-from autopar.runtime.ranks.agreement import Agreement, checksum
+from autopar.runtime.ranks.agreement import Agreement
 
 __all__ = ["Randomness", "kept_generators"]
 

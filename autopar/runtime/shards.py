@@ -17,10 +17,10 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
 from autopar.runtime.module_shell import canonical_names, mirror, owner_of
 from autopar.runtime.strided_dtensor import support
+from autopar.sharding.atoms import Atoms, atoms_of
 from autopar.sharding.decisions import Decisions
 from autopar.sharding.dtensor_placements import to_placements
-from autopar.sharding.layout.resolve import atoms_of
-from autopar.sharding.sharding import Atoms, Layout
+from autopar.sharding.sharding import Layout
 
 __all__ = [
     "Held",

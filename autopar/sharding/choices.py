@@ -23,7 +23,7 @@ import torch
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.rules.notation import FactorKind, Operand
-from autopar.sharding.layout.resolve import atoms_of
+from autopar.sharding.atoms import atoms_of
 from autopar.sharding.lowered_ops import communicating
 from autopar.sharding.sharding import Layout
 

@@ -15,7 +15,8 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.errors import LayoutError
-from autopar.sharding.sharding import Atoms, Layout
+from autopar.sharding.atoms import Atoms
+from autopar.sharding.sharding import Layout
 
 __all__ = ["from_placements", "to_placements"]
 

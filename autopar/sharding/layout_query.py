@@ -14,11 +14,12 @@ import torch
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
+from autopar.sharding.atoms import atoms_of
 from autopar.sharding.layout.gather_policy import Holding, Recompute, holding_of, recompute_of
 from autopar.sharding.layout.language import Layout as LayoutText
 from autopar.sharding.layout.parameter_storage import stored_splits
 from autopar.sharding.layout.pinned_states import PinnedStates, check_states, states_of
-from autopar.sharding.layout.resolve import Wanted, atoms_of, resolve
+from autopar.sharding.layout.resolve import Wanted, resolve
 from autopar.sharding.layout.same import groups_of, shared
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.statement_index import Parts

@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING
 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.sharding.choices import BROADCAST, layouts_of
-
-if TYPE_CHECKING:  # the completion ends with this
-    from autopar.sharding.decisions import Decisions, OpDecision
+from autopar.sharding.decisions import Decisions, OpDecision
 
 __all__ = ["begin_at_parameters"]
 

@@ -19,6 +19,7 @@ from math import inf, prod
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
+from autopar.sharding.atoms import Atoms, atoms_of
 from autopar.sharding.choices import Passing, Site, can_split, choices, layouts_of, passings_of, sites_of
 from autopar.sharding.decisions import Decisions, OpDecision
 from autopar.sharding.layout.check import check_layout
@@ -26,7 +27,7 @@ from autopar.sharding.layout.gather_policy import Holding
 from autopar.sharding.layout.holes import filled, options_of
 from autopar.sharding.layout.language import Layout as LayoutText
 from autopar.sharding.layout.pinned_states import UNPINNED
-from autopar.sharding.layout.resolve import Wanted, atoms_of
+from autopar.sharding.layout.resolve import Wanted
 from autopar.sharding.layout.same import filled_from
 from autopar.sharding.layout.syntax import Axes, OpPin, Pin
 from autopar.sharding.layout_query import Asking
@@ -42,7 +43,7 @@ from autopar.sharding.op_pins import (
     words_of,
 )
 from autopar.sharding.reshard.reshard import Reshard, reshard
-from autopar.sharding.sharding import Atoms, Layout
+from autopar.sharding.sharding import Layout
 
 __all__ = ["Known", "complete", "recomplete", "redecide", "restored"]
 

@@ -15,13 +15,38 @@ from torch.fx import Node
 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
+from autopar.sharding.atoms import Atoms, atoms_of
 from autopar.sharding.decisions import Decisions, OpDecision
-from autopar.sharding.layout.resolve import atoms_of
 from autopar.sharding.lowered_ops import Split, split_of
 from autopar.sharding.reshard.reshard import Reshard, Step, reshard
-from autopar.sharding.sharding import Atoms, Layout
+from autopar.sharding.sharding import Layout
 
-__all__ = ["Inserted", "OpConversions", "Outputs", "Wiring", "conversions", "wire"]
+__all__ = [
+    "Collective",
+    "Inserted",
+    "OpConversions",
+    "Outputs",
+    "Wiring",
+    "conversions",
+    "wire",
+]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective that a step runs: of which tensor, for which op, what it sends."""
+
+    kind: str
+    axes: tuple[str, ...]
+    direction: str
+    tensor: str
+    op: str
+    bytes: int
+
+    def __str__(self) -> str:
+        sent = f"{self.direction} {self.kind} over {'*'.join(self.axes)}"
+        return f"{sent}: {self.bytes:,} bytes, {self.tensor} for {self.op}"
+
 
 Outputs = Literal["sharded", "full", "local", "local_sum"]
 """How results are handed out: as DTensors, gathered, or as plain shards.

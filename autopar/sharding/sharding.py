@@ -16,12 +16,21 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, lru_cache
 from itertools import product
-from math import prod
 from typing import Any
 
 from autopar.errors import LayoutError
+from autopar.sharding.atoms import Atoms
 
-__all__ = ["Atoms", "Layout", "Piece", "State", "chunk", "common_axes", "coordinates", "longest", "nested"]
+__all__ = [
+    "Layout",
+    "Piece",
+    "State",
+    "chunk",
+    "common_axes",
+    "coordinates",
+    "longest",
+    "nested",
+]
 
 Piece = tuple[int, int]
 """Where a rank's part of one atom starts, and how long it is."""
@@ -32,38 +41,6 @@ class State(Enum):
     BROADCAST = "B"
     SPLIT = "S"
     PARTIAL = "P"
-
-
-@dataclass(frozen=True)
-class Atoms:
-    """The global sizes of a tensor's atoms, row-major; `dims[i]` says how many of them make up physical dim i."""
-
-    sizes: tuple[int, ...]
-    dims: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if sum(self.dims) != len(self.sizes) or min((*self.sizes, *self.dims), default=0) < 0:
-            raise ValueError(f"{len(self.sizes)} atoms {self.sizes} cannot be dealt to physical dims as {self.dims}")
-
-    @classmethod
-    def plain(cls, shape: Iterable[int]) -> Atoms:
-        """A tensor in which no dim is compound."""
-        sizes = tuple(shape)
-        return cls(sizes, (1,) * len(sizes))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.fold(self.sizes)
-
-    def fold(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """The physical shape of a tensor whose atoms have these (local) sizes."""
-        return tuple(prod(sizes[i] for i in members) for members in self.members)
-
-    @cached_property
-    def members(self) -> tuple[range, ...]:
-        """The atoms of each physical dim."""
-        ends = [sum(self.dims[: i + 1]) for i in range(len(self.dims))]
-        return tuple(range(end - count, end) for end, count in zip(ends, self.dims, strict=True))
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from typing import Any, cast
 
 from autopar.errors import LayoutError
 from autopar.ir.values import NamedNode, NamedTensor
+from autopar.sharding.atoms import Atoms, atoms_of
 from autopar.sharding.choices import Choice, Passing, Site, choices, layouts_of, passings_of
 from autopar.sharding.demands import Demands, matches
 from autopar.sharding.dtensor_placements import to_placements
 from autopar.sharding.layout.gather_policy import held_as
-from autopar.sharding.layout.resolve import atoms_of
 from autopar.sharding.op_pins import allows, pinned_passings, pinned_sites, uneven_sites
-from autopar.sharding.sharding import Atoms, Layout
+from autopar.sharding.sharding import Layout
 from autopar.solver.search.joined_axes import MOST_AXES, Ways, kind_of
 from autopar.solver.setting import Setting
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autopar.sharding.assignment import Plan
+from autopar.sharding.atoms import atoms_of
 from autopar.sharding.decisions import Decisions, OpDecision
 from autopar.sharding.layout.gather_policy import Holding
-from autopar.sharding.layout.resolve import atoms_of
 from autopar.sharding.sharding import Layout
 from autopar.solver.candidates import Option, Stored
 from autopar.solver.model.model import Model

@@ -18,7 +18,7 @@ from autopar.sharding.layout.language import Layout
 from autopar.solver.infeasible.errors import NoPlan, OutOfTime
 from autopar.solver.infeasible.explain import refusal
 from autopar.solver.model.cost_tables import Tables
-from autopar.solver.pairwise.work import Progress, relative_gap
+from autopar.solver.progress import Progress, relative_gap
 from autopar.solver.search.incumbent import Race
 from autopar.solver.search.joined_axes import MOST_AXES
 from autopar.solver.search.phases import Ended, Work, settle, worthwhile

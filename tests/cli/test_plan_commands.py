@@ -32,9 +32,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan of the small GPT under a layout, which nothing is searched for."""
     from dataclasses import replace
 
-    from autopar.api import trace
     from autopar.mesh import Mesh
     from autopar.plans.find import Asked, under
+    from autopar.tracing.trace import trace
     from examples.gpt import gpt
 
     plan = under(trace(*gpt()), Mesh("dp=2,tp=2"), "megatron", Asked("local-cpu"), "megatron")

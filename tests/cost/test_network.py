@@ -13,8 +13,9 @@ from autopar.cost.collectives.network import Curve, Network
 from autopar.cost.hardware.cluster import Cluster, cluster_names, load_cluster
 from autopar.errors import ClusterError
 from autopar.mesh import Mesh
+from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.reshard import StepKind, steps
-from autopar.sharding.sharding import Atoms, Layout
+from autopar.sharding.sharding import Layout
 
 TWO_LEVELS = Path(__file__).with_name("two_levels.toml")
 BUS, WIRE = 80e9, 100e9

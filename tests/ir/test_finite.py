@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.api import trace
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.emit import emit
 from autopar.sharding.decisions import Decisions
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.propagation import complete
+from autopar.tracing.trace import trace
 from tests.ranks import SimulatedGroups, on_ranks
 
 TP = {"tp": 2}

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.api import trace
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.propagation import complete
 from autopar.sharding.reshard_insertion import conversions
+from autopar.tracing.trace import trace
 from tests.ranks import difference
 
 TP = {"tp": 2}

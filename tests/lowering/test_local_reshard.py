@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autopar.lowering.collectives.local_reshard import Conversion, Groups
+from autopar.sharding.atoms import Atoms
 from autopar.sharding.dtensor_placements import to_placements
 from autopar.sharding.reshard.reshard import Reshard, StepKind, reshard
-from autopar.sharding.sharding import Atoms, Layout
+from autopar.sharding.sharding import Layout
 from tests.gaps import number
 from tests.runtime.launcher import in_turn, launch
 from tests.simulation import all_layouts, run, scatter

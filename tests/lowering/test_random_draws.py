@@ -13,8 +13,9 @@ from autopar.lowering.modules.random_draws import Cut, Kept, Shard, seeded, with
 from autopar.lowering.modules.random_ops import Dropout
 from autopar.lowering.passes.random_ops import _MAKERS, _SAMPLES, Drawings, DrawnOp
 from autopar.rules.registry import rule_table
+from autopar.sharding.atoms import Atoms
 from autopar.sharding.choices import Choice
-from autopar.sharding.sharding import Atoms, coordinates
+from autopar.sharding.sharding import coordinates
 
 AXES = {"a": 2, "b": 2}
 CPU = torch.device("cpu")

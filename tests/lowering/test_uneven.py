@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.api import trace
 from autopar.errors import LayoutError
 from autopar.sharding.choices import can_split
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.propagation import complete
+from autopar.tracing.trace import trace
 from tests.ranks import difference
 
 

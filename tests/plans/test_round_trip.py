@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autopar.api import trace
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.plans.text.to_layout import written
@@ -18,6 +17,7 @@ from autopar.sharding.layout.language import parse_layout, print_layout
 from autopar.sharding.layout.load import choose_layout, strategy_names
 from autopar.sharding.layout.syntax import Hole, Place
 from autopar.sharding.propagation import complete
+from autopar.tracing.trace import trace
 from examples.gpt import gpt
 from examples.hf import hf
 from examples.moe import moe

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from autopar.api import trace
 from autopar.ir.values import Atom, NamedTensor
 from autopar.mesh import Mesh
 from autopar.plans.find import Asked, plan_graph, under
@@ -12,6 +11,7 @@ from autopar.plans.format import layout_text
 from autopar.plans.plan import Plan
 from autopar.plans.repeated import alike
 from autopar.sharding.sharding import Layout
+from autopar.tracing.trace import trace
 from examples.mlp import mlp
 
 

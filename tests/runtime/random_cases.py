@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from autopar.api import parallelize, trace
+from autopar.api import parallelize
 from autopar.errors import AutoparError, LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
@@ -25,6 +25,7 @@ from autopar.sharding.decisions import Decisions
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.propagation import complete
+from autopar.tracing.trace import trace
 from tests.eager import Arguments, Left, arguments_of, eager_step, largest_difference, step_of
 from tests.ranks import difference_of
 from tests.runtime.random_decisions import random_decisions

@@ -11,7 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.mesh import Mesh
-from autopar.runtime.module import Collective
+from autopar.sharding.reshard_insertion import Collective
 from examples.gpt import gpt
 from examples.moe import moe
 from examples.resnet import resnet

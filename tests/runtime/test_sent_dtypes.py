@@ -14,8 +14,9 @@ import autopar
 from autopar.lowering.collectives.local_reshard import Conversion, Groups
 from autopar.lowering.collectives.wire_dtypes import restored
 from autopar.lowering.passes.join_small_sums import joined
+from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.reshard import StepKind, reshard
-from autopar.sharding.sharding import Atoms, Layout
+from autopar.sharding.sharding import Layout
 from tests.runtime.launcher import launch
 
 AXES = {"a": 2}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.runtime.module import Collective
+from autopar.sharding.reshard_insertion import Collective
 from examples.gpt import gpt
 from examples.resnet import resnet
 from tests.runtime.launcher import launch

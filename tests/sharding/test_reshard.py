@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from autopar.errors import LayoutError
+from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.reshard import Link, Reshard, Step, StepKind, reshard, steps
 from autopar.sharding.reshard.shortest_path import _Bound, cheapest
 from autopar.sharding.reshard.steps import Axes
-from autopar.sharding.sharding import Atoms, Layout
+from autopar.sharding.sharding import Layout
 from tests.simulation import Everywhere, all_layouts, gather, run, scatter
 
 CASES = [

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from autopar.api import trace
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.emit import emit
@@ -27,6 +26,7 @@ from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.propagation import complete
 from autopar.sharding.reshard.reshard import Reshard
 from autopar.sharding.reshard_insertion import Outputs, conversions, wire
+from autopar.tracing.trace import trace
 from examples.gpt import gpt
 from examples.mlp import mlp
 from examples.moe import moe

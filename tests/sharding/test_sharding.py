@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from autopar.errors import LayoutError
-from autopar.sharding.sharding import Atoms, Layout, State, chunk, coordinates
+from autopar.sharding.atoms import Atoms
+from autopar.sharding.sharding import Layout, State, chunk, coordinates
 from tests.simulation import all_layouts
 
 MESH = {"dp": 2, "tp": 3}

@@ -23,13 +23,13 @@ from autopar.cost.evaluate import evaluate
 from autopar.sharding.assignment import Plan
 from autopar.sharding.demands import Demands
 from autopar.sharding.sharding import Layout
+from autopar.solver.arrays import Floats
 from autopar.solver.decode import plan_of
 from autopar.solver.model.build import build
 from autopar.solver.model.cost_tables import Tables, Use
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import MEMORY, MOMENTS, Hinges, Sum
 from autopar.solver.model.recompute_variables import MODES, layers_of
-from autopar.solver.pairwise.problem import Floats
 from autopar.solver.setting import Setting
 
 __all__ = ["ROUNDED", "Complete", "Oracle", "Term", "best_of_all", "bounds", "cheapest", "own_problem", "whole_problem"]

@@ -20,11 +20,11 @@ from autopar.sharding.contracts import layout_text
 from autopar.sharding.demands import Demands
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.solver import strategies
+from autopar.solver.arrays import Floats
 from autopar.solver.decode import plan_of
 from autopar.solver.infeasible.errors import NoPlan
 from autopar.solver.model.build import build
 from autopar.solver.model.objective import Hinges, Sum
-from autopar.solver.pairwise.problem import Floats
 from autopar.solver.setting import PlanOptions, Setting
 from autopar.solver.solve import Solved, solve_plan
 from autopar.solver.strategies import expert_plans

@@ -17,7 +17,7 @@ from autopar.cost.step.lowered_step import Wired
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.assignment import Plan
-from autopar.sharding.layout.resolve import atoms_of
+from autopar.sharding.atoms import atoms_of
 
 __all__ = ["Moment", "memory", "memory_over_time"]
 

@@ -10,8 +10,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from autopar.lowering.collectives.checksum import quick_checksum
 from autopar.lowering.modules.bucket import Bucket, waited
-from autopar.runtime.ranks.agreement import quick_checksum
 
 __all__ = ["Again", "Running", "Synchronisation", "is_alone"]
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from autopar.rules.shard_call.local_call import call_by_name
-from autopar.sharding.sharding import Atoms, Piece
+from autopar.sharding.atoms import Atoms
+from autopar.sharding.sharding import Piece
 
 __all__ = ["Cut", "Draw", "Kept", "Sampled", "Shard", "Slopes", "draw", "known", "seeded"]
 

@@ -18,8 +18,9 @@ from autopar.lowering.modules.random_draws import Cut, Kept, Sampled, Shard, Slo
 from autopar.lowering.modules.random_ops import Attention, Drawing, Dropout, Gamma, Rrelu, Sample
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.notation import Operand, Term
+from autopar.sharding.atoms import Atoms
 from autopar.sharding.choices import Choice
-from autopar.sharding.sharding import Atoms, Piece, nested
+from autopar.sharding.sharding import Piece, nested
 
 __all__ = ["Drawings", "DrawnOp"]
 

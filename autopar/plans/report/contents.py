@@ -22,8 +22,8 @@ from autopar.cost.step.timeline import STREAMS, timeline_of
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.assignment import Plan
+from autopar.sharding.atoms import atoms_of
 from autopar.sharding.buckets import Bucket
-from autopar.sharding.layout.resolve import atoms_of
 from autopar.sharding.sharding import Layout
 
 __all__ = ["Rival", "contents"]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from autopar.ir.graph import NamedGraph
+from autopar.lowering.collectives.checksum import checksum, kind_of
 from autopar.runtime.compiled_call import outline
-from autopar.runtime.ranks.agreement import checksum, kind_of
 from autopar.tracing.export.autograd_functions import plain_arguments
 
 __all__ = ["graph_facts"]

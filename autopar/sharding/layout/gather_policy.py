@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from autopar.sharding.atoms import HasAtoms
 from autopar.sharding.layout.language import Layout as LayoutText
 from autopar.sharding.layout.parameter_storage import storage_of
 from autopar.sharding.layout.precedence import glob_matches
-from autopar.sharding.layout.resolve import HasAtoms
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Axes, Hold
 

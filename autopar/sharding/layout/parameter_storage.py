@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autopar.sharding.atoms import HasAtoms
 from autopar.sharding.layout.language import Layout as LayoutText
 from autopar.sharding.layout.precedence import glob_matches
-from autopar.sharding.layout.resolve import HasAtoms, resolve
+from autopar.sharding.layout.resolve import resolve
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Axes, Block
 

@@ -9,36 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Protocol
 
+from autopar.sharding.atoms import HasAtoms
 from autopar.sharding.layout.language import Layout as LayoutText
 from autopar.sharding.layout.precedence import POSITION, Specificity, glob_matches, matches, specificity
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Axes, Block, DimRule, Hole, NotSplit, Pin, Scope, Split
-from autopar.sharding.sharding import Atoms
 
-__all__ = ["HasAtoms", "Wanted", "atoms_of", "resolve"]
-
-
-class NamedAtom(Protocol):
-    @property
-    def dim(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def names(self) -> tuple[str, ...]: ...
-
-
-class HasAtoms(Protocol):
-    """A tensor as the resolver sees it: its name and its atoms, with the names of the dims that they belong to."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def atoms(self) -> tuple[NamedAtom, ...]: ...
+__all__ = ["Wanted", "resolve"]
 
 
 Wanted = tuple[Axes | None, ...]
@@ -69,19 +47,6 @@ class _Claim:
         """In storage, a bare * with axes means one dim: the first that is free and divisible."""
         storage = isinstance(self.where, Scope) and self.where.kind in ("param", "grad", "opt")
         return storage and self.rule.dims == ("*",)
-
-
-def atoms_of(tensor: HasAtoms) -> Atoms:
-    """A tensor's atoms as states know them; the same object for all tensors that are cut alike."""
-    return _atoms(tensor.atoms, len(tensor.shape))
-
-
-@lru_cache(maxsize=65536)
-def _atoms(atoms: tuple[NamedAtom, ...], rank: int) -> Atoms:
-    counts = [0] * rank
-    for atom in atoms:
-        counts[atom.dim] += 1
-    return Atoms(tuple(atom.size for atom in atoms), tuple(counts))
 
 
 def resolve(layout: LayoutText, tensor: HasAtoms, kind: str, axes: Mapping[str, int]) -> Wanted:

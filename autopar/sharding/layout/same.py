@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from autopar.sharding.atoms import HasAtoms, atoms_of
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.precedence import glob_matches
-from autopar.sharding.layout.resolve import HasAtoms, Wanted, atoms_of, resolve
+from autopar.sharding.layout.resolve import Wanted, resolve
 from autopar.sharding.layout.syntax import Block, DimRule, NotSplit, Place, Same, Scope, Split
 
 __all__ = ["filled_from", "groups_of", "shared"]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
-from autopar.sharding.layout.resolve import atoms_of
+from autopar.sharding.atoms import atoms_of
 from autopar.sharding.lowered_ops.base import CommunicatingLowering, Message, Split
 from autopar.sharding.lowered_ops.batch_norm import BatchNorm
 from autopar.sharding.lowered_ops.cross_entropy import CrossEntropy

@@ -17,8 +17,9 @@ from torch import Tensor
 from autopar.ir.values import NamedNode
 from autopar.lowering.collectives.local_reshard import Conversion, Groups
 from autopar.rules.shard_call.local_call import Local, Piece
+from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.reshard import Reshard, reshard
-from autopar.sharding.sharding import Atoms, Layout
+from autopar.sharding.sharding import Layout
 
 __all__ = ["CommunicatingLowering", "Message", "Send", "Split", "dims_of", "largest_of", "maximum", "total", "widened"]
 

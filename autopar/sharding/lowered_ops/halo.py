@@ -23,9 +23,10 @@ from autopar.rules.call import takes_tensors
 from autopar.rules.notation import FactorKind, Halo
 from autopar.rules.shard_call.local_call import Local, Piece
 from autopar.rules.shard_call.windows import Reach, numeric_padding, padded, reach, unpadded
+from autopar.sharding.atoms import Atoms
 from autopar.sharding.lowered_ops.base import Message, Send, Split, dims_of
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
-from autopar.sharding.sharding import Atoms, Layout, nested
+from autopar.sharding.sharding import Layout, nested
 
 __all__ = ["Window", "received_share"]
 

@@ -24,9 +24,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.shortest_path import cheapest
 from autopar.sharding.reshard.steps import LOCAL, Axes, Link, Step, StepKind
-from autopar.sharding.sharding import Atoms, Layout
+from autopar.sharding.sharding import Layout
 
 __all__ = ["LOCAL", "Link", "Reshard", "Step", "StepKind", "reshard", "steps"]
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
+from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.reshard import steps
-from autopar.sharding.sharding import Atoms, Layout, common_axes, longest
+from autopar.sharding.sharding import Layout, common_axes, longest
 
 __all__ = ["Leg", "Routes"]
 

@@ -7,9 +7,10 @@ from fractions import Fraction
 from functools import lru_cache
 from math import prod
 
+from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.step_graph import Edge, Limits, StepSpace, step_space
 from autopar.sharding.reshard.steps import Axes, Link, Step, StepKind
-from autopar.sharding.sharding import Atoms, Layout, common_axes
+from autopar.sharding.sharding import Layout, common_axes
 
 __all__ = ["cheapest"]
 

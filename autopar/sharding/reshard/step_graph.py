@@ -9,8 +9,9 @@ from itertools import combinations, permutations, product
 from math import prod
 from typing import NamedTuple
 
+from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.steps import Axes, Step, StepKind
-from autopar.sharding.sharding import Atoms, Layout, Piece, longest, nested
+from autopar.sharding.sharding import Layout, Piece, longest, nested
 
 __all__ = ["Edge", "Limits", "StepSpace", "step_space"]
 

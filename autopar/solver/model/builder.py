@@ -15,15 +15,15 @@ from torch.fx import Node
 from autopar.cost.compute.optimizers import optimizer_of
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
+from autopar.sharding.atoms import atoms_of
 from autopar.sharding.demands import Demands
-from autopar.sharding.layout.resolve import atoms_of
 from autopar.sharding.sharding import Layout
+from autopar.solver.arrays import Floats
 from autopar.solver.infeasible.errors import OutOfTime
 from autopar.solver.model.cost_tables import Parts, Table, Tables, Wants
 from autopar.solver.model.model import ByMode, Costs, Factor, Variable
 from autopar.solver.model.objective import Sum
 from autopar.solver.model.recompute_variables import STATES, Again
-from autopar.solver.pairwise.problem import Floats
 from autopar.solver.search.joined_axes import Ways
 from autopar.solver.setting import Setting
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from autopar.ir.values import NamedTensor
 from autopar.sharding.sharding import Layout
+from autopar.solver.arrays import Floats, Ints
 from autopar.solver.candidates import Stored
 from autopar.solver.model.objective import Sum
 from autopar.solver.model.reshard_prices import Cut, Ways, block_of
-from autopar.solver.pairwise.problem import Floats, Ints
 from autopar.solver.setting import Setting
 
 __all__ = ["Handled", "Parts", "Table", "Tables", "Use", "Wants", "weigh"]

@@ -18,18 +18,18 @@ from typing import Any
 import numpy as np
 
 from autopar.ir.values import NamedNode, NamedTensor
+from autopar.sharding.atoms import atoms_of
 from autopar.sharding.contracts import is_guarded, layout_text, passes_halo
 from autopar.sharding.demands import Demands
 from autopar.sharding.layout.precedence import glob_matches
-from autopar.sharding.layout.resolve import atoms_of
 from autopar.sharding.layout.syntax import Guard, Limit, Same
 from autopar.sharding.lowered_ops import split_of
 from autopar.sharding.sharding import Layout
+from autopar.solver.arrays import Floats
 from autopar.solver.model.builder import handed_out
 from autopar.solver.model.cost_tables import Parts, Table, Tables
 from autopar.solver.model.model import Factor, Model, Variable
 from autopar.solver.model.objective import Sum
-from autopar.solver.pairwise.problem import Floats
 
 __all__ = ["promised"]
 

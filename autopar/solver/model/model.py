@@ -40,9 +40,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autopar.sharding.layout.gather_policy import Recompute
+from autopar.solver.arrays import Floats, Ints
 from autopar.solver.model.cost_tables import Parts, Table
 from autopar.solver.model.objective import Sum
-from autopar.solver.pairwise.problem import Floats, Ints
 from autopar.solver.setting import Setting
 
 __all__ = ["Alike", "ByMode", "Costs", "Factor", "Group", "Model", "Variable", "distinct_rows"]

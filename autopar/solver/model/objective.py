@@ -13,7 +13,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from autopar.solver.pairwise.problem import Floats
+from autopar.solver.arrays import Floats
 from autopar.solver.setting import Setting
 
 __all__ = ["FORBIDDEN_SECONDS", "HOST", "MEMORY", "MOMENTS", "Hinges", "Sum", "every_peak_gib", "peak_gib"]

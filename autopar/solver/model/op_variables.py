@@ -15,12 +15,12 @@ from autopar.ir.values import NamedNode
 from autopar.sharding.decisions import OpDecision
 from autopar.sharding.lowered_ops import split_of
 from autopar.sharding.reshard_insertion import Inserted
+from autopar.solver.arrays import Floats
 from autopar.solver.candidates import Option, options_of
 from autopar.solver.infeasible.errors import no_option
 from autopar.solver.model.builder import Building, parts_of
 from autopar.solver.model.cost_tables import Parts
 from autopar.solver.model.objective import Sum
-from autopar.solver.pairwise.problem import Floats
 
 __all__ = ["Ops"]
 

@@ -12,9 +12,9 @@ from autopar.lowering.passes.bucket_parameters import BUCKET_BYTES, BUCKETS, LEA
 from autopar.sharding.reshard.reshard import StepKind
 from autopar.sharding.reshard.scaled import Leg, Routes
 from autopar.sharding.sharding import Layout, longest
+from autopar.solver.arrays import Floats
 from autopar.solver.candidates import Stored
 from autopar.solver.model.objective import Sum
-from autopar.solver.pairwise.problem import Floats
 from autopar.solver.setting import Setting
 
 __all__ = ["Cut", "Ways", "block_of"]

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from autopar.ir.values import NamedNode, NamedTensor
-from autopar.sharding.layout.resolve import atoms_of
+from autopar.sharding.atoms import atoms_of
 from autopar.sharding.sharding import Layout
+from autopar.solver.arrays import Floats
 from autopar.solver.candidates import Stored, stored_of
 from autopar.solver.model.builder import Building, parts_of
 from autopar.solver.model.cost_tables import Parts, Table, Use, Wants
 from autopar.solver.model.model import Factor
 from autopar.solver.model.objective import Sum
-from autopar.solver.pairwise.problem import Floats
 
 __all__ = ["HeldTensors"]
 

@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 
 from autopar.ir.values import NamedNode, NamedTensor
+from autopar.sharding.atoms import atoms_of
 from autopar.sharding.demands import Demands
-from autopar.sharding.layout.resolve import atoms_of
 from autopar.sharding.sharding import Layout
 from autopar.solver.candidates import can_be_held, options_of
 from autopar.solver.infeasible.errors import no_option

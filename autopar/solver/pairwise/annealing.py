@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.solver.arrays import Floats, Ints
 from autopar.solver.pairwise.dual import loads_at
 from autopar.solver.pairwise.flat_arrays import Arrays, priced_costs
 from autopar.solver.pairwise.forest_moves import conditional_costs, forest_moves, scratch_for, state_of
-from autopar.solver.pairwise.problem import Floats, Ints
 
 __all__ = ["Found", "Plan", "anneal", "cost_in", "descend", "repair", "search"]
 

@@ -22,7 +22,8 @@ import numpy as np
 
 from autopar.errors import ProblemError
 from autopar.names import printable
-from autopar.solver.pairwise.problem import Edge, Floats, Ints, Problem, Usage
+from autopar.solver.arrays import Floats, Ints
+from autopar.solver.pairwise.problem import Edge, Problem, Usage
 
 __all__ = ["IMPOSSIBLE", "problem_from_text", "problem_to_json", "read_problem", "write_problem"]
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from autopar.solver.pairwise.problem import Floats, Problem, cost_of
+from autopar.solver.arrays import Floats
+from autopar.solver.pairwise.problem import Problem, cost_of
 
 __all__ = ["ExactAnswer", "model_size", "solve_exactly"]
 

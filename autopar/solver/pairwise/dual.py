@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from autopar.solver.arrays import Floats, Ints
 from autopar.solver.pairwise.elimination import Elimination
 from autopar.solver.pairwise.flat_arrays import Arrays, priced_costs
 from autopar.solver.pairwise.limit_tree import tree_of, try_move
-from autopar.solver.pairwise.problem import Floats, Ints
 from autopar.solver.pairwise.trws import decode, reduced_costs, sweep
 
 __all__ = ["Dual", "MessageDual", "NarrowDual", "loads_at"]

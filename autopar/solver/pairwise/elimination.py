@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.solver.pairwise.problem import Floats, Problem
+from autopar.solver.arrays import Floats
+from autopar.solver.pairwise.problem import Problem
 
 __all__ = ["Elimination", "eliminate", "plan_elimination"]
 

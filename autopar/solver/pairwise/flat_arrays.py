@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.solver.pairwise.problem import Floats, Ints, Problem
+from autopar.solver.arrays import Floats, Ints
+from autopar.solver.pairwise.problem import Problem
 
 __all__ = ["Arrays", "arrays_of", "impossible_price", "priced_costs"]
 

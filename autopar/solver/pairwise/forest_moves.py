@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopar.solver.arrays import Floats, Ints
 from autopar.solver.pairwise.flat_arrays import Arrays
 from autopar.solver.pairwise.jit import compiled
 from autopar.solver.pairwise.limit_tree import least_left, move, tree_of, try_move
-from autopar.solver.pairwise.problem import Floats, Ints
 
 __all__ = ["Scratch", "State", "conditional_costs", "forest_moves", "scratch_for", "state_of"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from autopar.solver.arrays import Ints
 from autopar.solver.pairwise.flat_arrays import Arrays
 from autopar.solver.pairwise.jit import compiled
-from autopar.solver.pairwise.problem import Ints
 
 __all__ = ["change", "least_left", "tree_of", "try_move"]
 

@@ -7,12 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
+from autopar.solver.arrays import Floats, Ints
 from autopar.solver.pairwise.annealing import Found, Plan, anneal, cost_in, repair, search
 from autopar.solver.pairwise.dual import Dual, MessageDual, NarrowDual, loads_at
 from autopar.solver.pairwise.elimination import plan_elimination
 from autopar.solver.pairwise.flat_arrays import Arrays, arrays_of, impossible_price
 from autopar.solver.pairwise.jit import warn_if_slow
-from autopar.solver.pairwise.problem import Floats, Ints
 from autopar.solver.pairwise.work import Work
 
 __all__ = ["dual_stage", "search_stage"]

@@ -26,14 +26,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.errors import ProblemError
+from autopar.solver.arrays import Floats, Ints
 
-__all__ = ["Edge", "Floats", "Ints", "Problem", "Usage", "cost_of", "excess_of", "loads_of"]
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+__all__ = ["Edge", "Problem", "Usage", "cost_of", "excess_of", "loads_of"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.solver.arrays import Floats, Ints
 from autopar.solver.pairwise.edge_matrix import Matrices, Matrix
 from autopar.solver.pairwise.limits import Capacities, Row
-from autopar.solver.pairwise.problem import Edge, Floats, Ints, Problem, Usage
+from autopar.solver.pairwise.problem import Edge, Problem, Usage
 
 __all__ = ["Infeasible", "Shrunk", "shrink"]
 

@@ -22,7 +22,8 @@ from autopar.solver.pairwise.cp_sat import model_size, solve_exactly
 from autopar.solver.pairwise.elimination import eliminate
 from autopar.solver.pairwise.problem import Problem
 from autopar.solver.pairwise.reductions import Infeasible
-from autopar.solver.pairwise.work import Progress, Work, relative_gap
+from autopar.solver.pairwise.work import Work
+from autopar.solver.progress import Progress, relative_gap
 
 __all__ = ["Progress", "Solution", "solve"]
 

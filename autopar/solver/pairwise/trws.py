@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from autopar.solver.arrays import Floats, Ints
 from autopar.solver.pairwise.flat_arrays import Arrays
 from autopar.solver.pairwise.jit import compiled
 from autopar.solver.pairwise.limit_tree import least_left, try_move
-from autopar.solver.pairwise.problem import Floats, Ints
 
 __all__ = ["decode", "reduced_costs", "sweep"]
 

@@ -5,44 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.solver.pairwise.problem import Problem, cost_of, excess_of
 from autopar.solver.pairwise.reductions import Shrunk, shrink
+from autopar.solver.progress import PROVED, Progress, relative_gap
 
-__all__ = ["Progress", "Work", "relative_gap"]
+__all__ = ["Work"]
 
-# A bound this close to the cost is a proof: what is left is rounding of sums.
-PROVED = 1e-9
 # Shrinking may take this part of the time; a problem that is not shrunk to the end is still the same problem.
 SHRINK_PART = 0.5
-
-
-def relative_gap(cost: float, bound: float) -> float:
-    """How far the bound is below the cost, as a part of the cost."""
-    if cost == bound:
-        return 0.0
-    if not (math.isfinite(cost) and math.isfinite(bound)):
-        return math.inf
-    gap = max(0.0, cost - bound) / max(abs(cost), abs(bound))
-    return gap if gap > PROVED else 0.0
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far the search is."""
-
-    stage: str
-    seconds: float
-    cost: float
-    bound: float
-
-    @property
-    def gap(self) -> float:
-        return relative_gap(self.cost, self.bound)
 
 
 def _all_whole(problem: Problem) -> bool:

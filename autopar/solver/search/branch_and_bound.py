@@ -16,7 +16,7 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.solver.pairwise.problem import Floats
+from autopar.solver.arrays import Floats
 from autopar.solver.search.elimination import Elimination
 
 __all__ = ["close"]

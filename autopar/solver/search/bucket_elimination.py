@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.solver.pairwise.problem import Floats
+from autopar.solver.arrays import Floats
 
 __all__ = ["Folded", "TooWide", "folded"]
 

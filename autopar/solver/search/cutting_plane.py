@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.solver.pairwise.problem import Floats
+from autopar.solver.arrays import Floats
 
 __all__ = ["highest"]
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autopar.ir.graph import NamedGraph
+from autopar.solver.arrays import Floats
 from autopar.solver.model.cost_tables import weigh
 from autopar.solver.model.model import Model
-from autopar.solver.pairwise.problem import Floats
 from autopar.solver.search.bucket_elimination import Folded, TooWide, fixed, folded
 
 __all__ = ["Elimination"]

@@ -14,10 +14,10 @@ import numpy as np
 
 from autopar.ir.values import NamedTensor
 from autopar.sharding.sharding import Layout
+from autopar.solver.arrays import Floats
 from autopar.solver.model.cost_tables import Tables, Use
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import MEMORY, Hinges, Sum, every_peak_gib
-from autopar.solver.pairwise.problem import Floats
 
 __all__ = ["Listed", "listed"]
 

@@ -15,7 +15,7 @@ from autopar.sharding.contracts import check_contracts
 from autopar.sharding.demands import Demands
 from autopar.sharding.layout.syntax import Guard, Limit, Same
 from autopar.sharding.reshard_insertion import conversions
-from autopar.solver.pairwise.work import Progress
+from autopar.solver.progress import Progress
 from autopar.solver.setting import Setting
 
 __all__ = ["Race"]

@@ -24,9 +24,9 @@ from itertools import product
 
 import numpy as np
 
+from autopar.solver.arrays import Floats, Ints
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import FORBIDDEN_SECONDS, MOMENTS, Hinges, Sum, peak_gib
-from autopar.solver.pairwise.problem import Floats, Ints
 from autopar.solver.search.branch_and_bound import close
 from autopar.solver.search.cutting_plane import highest
 from autopar.solver.search.elimination import Elimination, Least

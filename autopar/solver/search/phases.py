@@ -14,6 +14,7 @@ from autopar.sharding.demands import Demands
 from autopar.sharding.layout.gather_policy import Recompute
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.recompute import computed_again, regions_of
+from autopar.solver.arrays import Floats
 from autopar.solver.decode import plan_of
 from autopar.solver.infeasible.errors import OutOfTime
 from autopar.solver.model.build import build
@@ -22,7 +23,6 @@ from autopar.solver.model.guard_factors import promised
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import HOST
 from autopar.solver.model.recompute_variables import STATES, layers_of
-from autopar.solver.pairwise.problem import Floats
 from autopar.solver.search.incumbent import Race
 from autopar.solver.search.joined_axes import Joined, Ways, joined_meshes, ways_of
 from autopar.solver.search.lagrangian import Search

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from autopar.solver.arrays import Floats, Ints
 from autopar.solver.model.model import Alike, Group, Model, distinct_rows
 from autopar.solver.model.objective import Hinges, Sum, every_peak_gib
-from autopar.solver.pairwise.problem import Floats, Ints
 
 __all__ = ["Mixtures", "places_of"]
 

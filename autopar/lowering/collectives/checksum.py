@@ -1,0 +1,69 @@
+"""Digests and checksums that ranks compare."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
+
+__all__ = [
+    "BLOCKS",
+    "LARGE_BYTES",
+    "checksum",
+    "checksum_of_all",
+    "digest",
+    "kind_of",
+    "quick_checksum",
+]
+
+
+def digest(text: str) -> int:
+    """A number below 2**63 that is the same in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def checksum(tensor: Tensor) -> int:
+    """A number that differs, but for one in four thousand million, when some bit of the tensor does."""
+    if tensor.is_meta or tensor.numel() == 0:
+        return 0
+    return zlib.crc32(_bytes_of(tensor).numpy().data)
+
+
+def checksum_of_all(tensors: Iterable[Tensor]) -> int:
+    """A checksum below 2**32 of the tensors that were given as data, in their order.
+
+    Others are passed over: what was computed may differ between ranks in its last bits.
+    """
+    found = 0
+    for tensor in tensors:
+        if type(tensor) is Tensor and tensor.layout is torch.strided and tensor.is_leaf and not is_wrapped(tensor):
+            found = zlib.crc32(quick_checksum(tensor).to_bytes(4, "big"), found)
+    return found
+
+
+LARGE_BYTES, BLOCKS = 2**17, 1024
+"""Of tensors from this size on the sums of so many blocks are taken first: about 0.02 ms per MiB instead of 1 ms."""
+
+
+def quick_checksum(tensor: Tensor) -> int:
+    """A checksum that also tells rows in another order, unless they are short and only change places in one block."""
+    if tensor.is_meta or tensor.nbytes < LARGE_BYTES:
+        return checksum(tensor)
+    flat = _bytes_of(tensor)
+    if flat.storage_offset() % 8:
+        return checksum(tensor)
+    whole = flat.numel() // (8 * BLOCKS) * (8 * BLOCKS)
+    sums = flat[:whole].view(torch.int64).view(BLOCKS, -1).sum(1)
+    return zlib.crc32(flat[whole:].numpy().data, checksum(sums))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).cpu()
+
+
+def kind_of(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
