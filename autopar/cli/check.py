@@ -105,8 +105,9 @@ def _promises(layout: Layout) -> Iterator[tuple[str, str, Span | None]]:
 
 def _contracts(layout: Layout, plan: Plan) -> Iterator[_Contract]:
     """Each by itself, so that one that is broken hides no other."""
+    from autopar.cost.memory_limit import check_memory
     from autopar.plans.format import bytes_text
-    from autopar.sharding.contracts import check_contracts, check_memory
+    from autopar.sharding.contracts import check_contracts
     from autopar.sharding.layout.language import Layout
     from autopar.sharding.layout.syntax import Guard, Limit, Same
     from autopar.sharding.reshard_insertion import conversions

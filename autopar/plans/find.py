@@ -15,13 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.cost.compute.optimizers import optimizer_of
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.cost.hardware.shipped import shipped_for
+from autopar.cost.memory_limit import memory_limit, size_text
 from autopar.errors import AutoparError, LayoutError, MeshError
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh, MeshAxis
 from autopar.plans import cache
 from autopar.plans.plan import Plan
 from autopar.sharding.assignment import Plan as Decided
-from autopar.sharding.contracts import check_contracts, memory_limit, size_text
+from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import Layout, parse_memory
 from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.layout.source import excerpts

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.cost.memory_limit import check_memory
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
@@ -18,7 +19,7 @@ from autopar.plans.find import Asked, plan_graph
 from autopar.plans.header import check_model, check_whole, read_header
 from autopar.plans.retarget import lowered
 from autopar.sharding.assignment import Plan as Decided
-from autopar.sharding.contracts import check_contracts, check_memory
+from autopar.sharding.contracts import check_contracts
 from autopar.sharding.decisions import Decisions
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.layout.resolve import resolve

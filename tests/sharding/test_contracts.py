@@ -8,10 +8,11 @@ from torch import nn
 
 import autopar
 from autopar.cost.memory.peak import memory
+from autopar.cost.memory_limit import check_memory
 from autopar.cost.step.lowered_step import Wired
 from autopar.errors import LayoutError
 from autopar.sharding.assignment import Plan
-from autopar.sharding.contracts import check_contracts, check_memory
+from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.propagation import complete

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from autopar.cost.memory_limit import size_text
 from autopar.errors import AutoparError, LayoutError
-from autopar.sharding.contracts import size_text
 from autopar.sharding.demands import Demands
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.source import excerpts, layout_error
