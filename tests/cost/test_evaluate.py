@@ -20,8 +20,8 @@ from autopar.cost.step.profile import Profile, Task, profile
 from autopar.cost.step.timeline import STREAMS, timeline, timeline_of
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
-from autopar.lowering.passes.bucket_parameters import BUCKET_BYTES
 from autopar.sharding.assignment import Plan
+from autopar.sharding.buckets import BUCKET_BYTES
 from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.reshard_insertion import conversions
 from examples.gpt import gpt

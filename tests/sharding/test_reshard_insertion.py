@@ -16,11 +16,10 @@ from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.emit import emit
 from autopar.lowering.modules.bucket_ends import BucketEnd
-from autopar.lowering.passes.bucket_parameters import goes_in_bucket
 from autopar.lowering.passes.join_small_sums import Totals
 from autopar.mesh import Mesh
 from autopar.sharding.assignment import Plan
-from autopar.sharding.buckets import buckets_of, ways_of
+from autopar.sharding.buckets import buckets_of, goes_in_bucket, ways_of
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.propagation import complete

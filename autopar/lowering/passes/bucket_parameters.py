@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,34 +23,9 @@ from autopar.lowering.modules.bucket import Bucket, Handling
 from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, Release, Watch
 from autopar.lowering.modules.bucket_state import Running, Synchronisation
 from autopar.lowering.passes.aliases import readers
-from autopar.sharding.reshard.reshard import LOCAL, StepKind
+from autopar.sharding.buckets import BUCKET_BYTES, goes_in_bucket, in_buckets
 
-__all__ = ["BUCKET_BYTES", "Gate", "Parameters", "goes_in_bucket", "in_buckets", "put_in_buckets"]
-
-BUCKET_BYTES = 25 * 2**20
-"""What DistributedDataParallel has as its default: large enough that starting a collective costs little of it."""
-SMALL_BYTES = 2**20
-"""Of the bucket that the forward uses first, whose gradients come last: nothing is left to send it beside."""
-LEAST_BYTES = 4 * 2**20
-"""Others are not cut smaller: starting a collective then costs more than sending it earlier saves."""
-BUCKETS = 4
-"""In so many buckets at least, if they are not small, so that most gradients are sent beside the backward."""
-
-_BUCKETED = frozenset((StepKind.ALL_REDUCE, StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER))
-
-
-class Bucketed(Protocol):
-    """A parameter's conversion, as far as its bucket depends on it."""
-
-    @property
-    def kind(self) -> tuple[Any, ...]: ...
-    @property
-    def block(self) -> str: ...
-    @property
-    def bytes(self) -> int: ...
-
-
-Member = TypeVar("Member", bound=Bucketed)
+__all__ = ["Gate", "Parameters", "put_in_buckets"]
 
 
 @dataclass(frozen=True)
@@ -196,42 +171,3 @@ def _converted(
     block = re.match(r"(.*?\.\d+)\.", tensor.name)
     (note,) = modules[str(node.target)].notes  # type: ignore[misc]
     return _Converted(node, conversion, handling, note, block[1] if block else "", size, kind)
-
-
-def goes_in_bucket(forward: tuple[StepKind, ...], backward: tuple[StepKind, ...]) -> bool:
-    """Whether a conversion of such steps can be done together with others: each way is sent, or done by each rank."""
-    ways = [kinds for kinds in (forward, backward) if not LOCAL.issuperset(kinds)]
-    return bool(ways) and all(_BUCKETED.issuperset(kinds) for kinds in ways)
-
-
-def in_buckets(found: Iterable[Member], limit_bytes: int = BUCKET_BYTES) -> Iterator[list[Member]]:
-    """Of one kind, in the order of first use, of one block of layers; small blocks that follow each other together.
-
-    Gathers are not joined over blocks: what is gathered early takes memory for longer.
-    """
-    found = list(found)
-    sizes: dict[tuple[Any, ...], int] = {}
-    for one in found:
-        sizes[_key(one)] = sizes.get(_key(one), 0) + one.bytes
-    limits = {key: _limits(key[1] is None, size, limit_bytes) for key, size in sizes.items()}
-    open_buckets: dict[tuple[Any, ...], list[Member]] = {}
-    for one in found:
-        key = _key(one)
-        members = open_buckets.setdefault(key, [])
-        if members and sum(member.bytes for member in members) + one.bytes > limits[key][0]:
-            yield list(members)
-            members.clear()
-            limits[key] = limits[key][1:] or limits[key]
-        members.append(one)
-    yield from (members for members in open_buckets.values() if members)
-
-
-def _key(one: Bucketed) -> tuple[Any, str | None]:
-    gathers = any(step[0] is StepKind.ALL_GATHER for step in one.kind[0][0])
-    return one.kind, one.block if gathers else None
-
-
-def _limits(reduces: bool, size: int, limit_bytes: int) -> list[int]:
-    """How large the first bucket of a kind may be, and how large the others."""
-    small = min(SMALL_BYTES, limit_bytes)
-    return [small, min(limit_bytes, max(LEAST_BYTES, size // BUCKETS))] if reduces else [limit_bytes]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from autopar.cost.compute.op_time import seconds_of_bytes
 from autopar.ir.values import NamedTensor
-from autopar.lowering.passes.bucket_parameters import BUCKET_BYTES, BUCKETS, LEAST_BYTES, goes_in_bucket
+from autopar.sharding.buckets import BUCKET_BYTES, BUCKETS, LEAST_BYTES, goes_in_bucket
 from autopar.sharding.reshard.reshard import StepKind
 from autopar.sharding.reshard.scaled import Leg, Routes
 from autopar.sharding.sharding import Layout, longest
