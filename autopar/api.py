@@ -23,7 +23,7 @@ from autopar.runtime.ranks.agreement import Agreement
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.layout.source import read_text
-from autopar.sharding.reshard_insertion import Outputs
+from autopar.sharding.options import Outputs
 from autopar.tracing.trace import trace
 
 __all__ = ["parallelize", "plan"]

@@ -31,8 +31,9 @@ from autopar.lowering.modules.bucket import Handling
 from autopar.lowering.passes.bucket_parameters import Parameters
 from autopar.sharding.assignment import Plan
 from autopar.sharding.atoms import atoms_of
-from autopar.sharding.layout.gather_policy import Recompute
 from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.options import Recompute
+from autopar.sharding.propagation import completed
 from examples.gpt import gpt
 from examples.resnet import resnet
 
@@ -203,7 +204,7 @@ def cases(names: list[str]) -> Iterator[tuple[str, str, NamedGraph, Plan]]:
         model, inputs = models()[name]()
         graph = autopar.trace(model, inputs)
         for layout, axes in LAYOUTS.get(name, LAYOUTS["gpt"]).items():
-            yield name, layout, graph, Plan.of(graph, choose_layout(layout, axes), axes)
+            yield name, layout, graph, completed(graph, choose_layout(layout, axes), axes)
 
 
 def main() -> None:

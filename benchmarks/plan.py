@@ -35,7 +35,7 @@ from autopar.lowering.passes.bucket_parameters import Parameters
 from autopar.mesh import Mesh
 from autopar.plans.find import Asked, plan_graph
 from autopar.plans.planners import FromPlan
-from autopar.sharding.decisions import Decisions
+from autopar.sharding.assignment import Decisions
 from autopar.sharding.layout.gather_policy import Holding
 from autopar.solver.progress import Progress
 from examples.llama3_8b import llama3_8b

@@ -29,8 +29,8 @@ from autopar.lowering.collectives.process_groups import device_mesh
 from autopar.mesh import Mesh
 from autopar.runtime.module import ParallelModule
 from autopar.sharding.contracts import check_contracts
-from autopar.sharding.layout.gather_policy import Recompute
 from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.options import Recompute
 from autopar.sharding.propagation import complete
 from autopar.sharding.reshard_insertion import conversions
 from benchmarks.architectures import STANDARD

@@ -22,8 +22,8 @@ from autopar.lowering.emit import emit
 from autopar.lowering.modules.bucket import Handling
 from autopar.lowering.modules.bucket_state import Synchronisation
 from autopar.lowering.passes.bucket_parameters import Parameters
+from autopar.sharding.assignment import Decisions
 from autopar.sharding.atoms import atoms_of
-from autopar.sharding.decisions import Decisions
 from autopar.sharding.layout.gather_policy import Holding
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.propagation import complete

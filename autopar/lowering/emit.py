@@ -34,14 +34,14 @@ from autopar.rules.notation import FactorKind
 from autopar.rules.shard_call.dispatch import LOWERINGS, localiser
 from autopar.rules.shard_call.grouped_heads import repeat_masked_heads
 from autopar.rules.shard_call.local_call import Local, Piece
+from autopar.sharding.assignment import Decisions, OpDecision
 from autopar.sharding.atoms import atoms_of
 from autopar.sharding.choices import Choice
-from autopar.sharding.decisions import Decisions, OpDecision
-from autopar.sharding.layout.gather_policy import Recompute
 from autopar.sharding.lowered_ops import Split, split_of
 from autopar.sharding.lowered_ops.base import Send
+from autopar.sharding.options import Outputs, Recompute
 from autopar.sharding.recompute import computed_again, regions_of
-from autopar.sharding.reshard_insertion import Inserted, OpConversions, Outputs, wire
+from autopar.sharding.reshard_insertion import Inserted, OpConversions, wire
 from autopar.sharding.sharding import Layout, chunk
 
 __all__ = ["Emitted", "emit"]

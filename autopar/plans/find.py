@@ -27,7 +27,9 @@ from autopar.sharding.layout.language import Layout, parse_memory
 from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.layout.source import excerpts
 from autopar.sharding.layout.syntax import Limit, MeshStatement
-from autopar.sharding.reshard_insertion import Outputs, conversions
+from autopar.sharding.options import Outputs
+from autopar.sharding.propagation import completed
+from autopar.sharding.reshard_insertion import conversions
 from autopar.solver.infeasible.errors import NoPlan
 from autopar.solver.progress import Progress
 from autopar.solver.solve import PlanOptions, solve_plan
@@ -260,7 +262,7 @@ def _on_mesh(
 
 def _is_answer(plan: Plan, mesh: Mesh, limit: int, options: PlanOptions) -> bool:
     """Whether a plan of the cache is for what is asked; it is a file, which anything may have changed."""
-    return plan.mesh == mesh and plan.memory_bytes <= limit and options.on(plan.decided) == plan.decided
+    return plan.mesh == mesh and plan.memory_bytes <= limit and plan.decided.with_options(options) == plan.decided
 
 
 def _with_its_line(error: NoPlan, given: Layout, limit: int, cluster: Cluster) -> NoPlan:
@@ -305,5 +307,5 @@ def under(graph: NamedGraph, mesh: Mesh, layout: str | Path | Layout, asked: Ask
     said = choose_layout(layout, axes)
     limit = asked.limit_bytes(cluster, said)
     kept = Layout(tuple(one for one in said if not _is_limit(one)), said.name)
-    decided = asked.options(mesh).on(Decided.of(graph, kept, axes))
+    decided = completed(graph, kept, axes).with_options(asked.options(mesh))
     return Plan(graph, decided, mesh, cluster, limit, None, origin)

@@ -14,7 +14,7 @@ from autopar.cost.compute.optimizers import OPTIMIZERS
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.names import MAX_DIGITS, did_you_mean, printable
-from autopar.sharding.reshard_insertion import Outputs
+from autopar.sharding.options import Outputs
 
 __all__ = ["FIRST", "Header", "check_model", "check_whole", "dtype_of", "dtype_text", "parameters_of", "read_header"]
 

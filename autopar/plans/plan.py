@@ -25,7 +25,9 @@ from autopar.sharding.assignment import Plan as Decided
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.layout.printer import print_statement
 from autopar.sharding.layout.source import read_text
-from autopar.sharding.reshard_insertion import Collective, Outputs, conversions
+from autopar.sharding.options import Outputs
+from autopar.sharding.propagation import completed
+from autopar.sharding.reshard_insertion import Collective, conversions
 from autopar.sharding.sharding import Layout as State
 from autopar.solver.progress import relative_gap
 
@@ -206,7 +208,7 @@ class Plan:
         axes = dict(zip(layout.mesh.names, layout.mesh.sizes, strict=True))
         same = header.graph == graph.fingerprint
         decided = replace(
-            Decided.of(graph, layout, axes) if same else lowered(graph, layout, axes),
+            completed(graph, layout, axes) if same else lowered(graph, layout, axes),
             outputs=_outputs(header.outputs),
             local_inputs=header.local_inputs,
             optimizer=header.optimizer,

@@ -18,9 +18,9 @@ from autopar.mesh import Mesh
 from autopar.plans.find import Asked, plan_graph
 from autopar.plans.header import check_model, check_whole, read_header
 from autopar.plans.retarget import lowered
+from autopar.sharding.assignment import Decisions
 from autopar.sharding.assignment import Plan as Decided
 from autopar.sharding.contracts import check_contracts
-from autopar.sharding.decisions import Decisions
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.layout.resolve import resolve
 from autopar.sharding.layout.syntax import Block, DimRule, Hole, Pin

@@ -17,6 +17,7 @@ from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.precedence import POSITION, glob_matches, matches
 from autopar.sharding.layout.syntax import Block, DimRule, Hold, MeshStatement, OpPin, Pin, Place, Split, Statement
 from autopar.sharding.op_pins import words_of
+from autopar.sharding.propagation import completed
 
 __all__ = ["lowered"]
 
@@ -33,7 +34,7 @@ def lowered(graph: NamedGraph, layout: Layout, axes: Mapping[str, int]) -> Decid
     error: LayoutError | None = None
     for tried in (known, without_ops, rules):
         try:
-            return Decided.of(graph, Layout(tuple(tried), layout.name), axes)
+            return completed(graph, Layout(tuple(tried), layout.name), axes)
         except LayoutError as found:
             error = found
     assert error is not None

@@ -29,9 +29,10 @@ from autopar.runtime.ranks.agreement import Agreement, Pending
 from autopar.runtime.ranks.graph_facts import graph_facts
 from autopar.runtime.shards import Held, Rank, held_by
 from autopar.runtime.weights import Weights
-from autopar.sharding.decisions import Decisions
+from autopar.sharding.assignment import Decisions
 from autopar.sharding.layout.gather_policy import Holding
-from autopar.sharding.reshard_insertion import Inserted, Outputs
+from autopar.sharding.options import Outputs
+from autopar.sharding.reshard_insertion import Inserted
 
 __all__ = ["Disagreement", "Fixed", "Planner", "Plans", "Settings"]
 

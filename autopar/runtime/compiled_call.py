@@ -27,8 +27,8 @@ from autopar.lowering.modules.bucket_state import Synchronisation
 from autopar.runtime.local_parameters import LocalParameters, averaged
 from autopar.runtime.module_shell import owner_of
 from autopar.runtime.shards import Held, Rank
-from autopar.sharding.decisions import Decisions
-from autopar.sharding.reshard_insertion import Outputs
+from autopar.sharding.assignment import Decisions
+from autopar.sharding.options import Outputs
 from autopar.sharding.sharding import Layout
 
 __all__ = ["Given", "Planned", "Results"]

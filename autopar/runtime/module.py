@@ -20,8 +20,9 @@ from autopar.lowering.modules.late_tensor import Late
 from autopar.runtime.call_cache import Disagreement, Fixed, Planner, Plans, Settings
 from autopar.runtime.compiled_call import Given, Planned
 from autopar.runtime.module_shell import Closed, entry_of, tie
-from autopar.sharding.decisions import Decisions
-from autopar.sharding.reshard_insertion import Collective, Outputs
+from autopar.sharding.assignment import Decisions
+from autopar.sharding.options import Outputs
+from autopar.sharding.reshard_insertion import Collective
 
 __all__ = ["ParallelModule", "Planner", "Settings", "check_plain"]
 

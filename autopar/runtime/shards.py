@@ -17,8 +17,8 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
 from autopar.runtime.module_shell import canonical_names, mirror, owner_of
 from autopar.runtime.strided_dtensor import support
+from autopar.sharding.assignment import Decisions
 from autopar.sharding.atoms import Atoms, atoms_of
-from autopar.sharding.decisions import Decisions
 from autopar.sharding.dtensor_placements import to_placements
 from autopar.sharding.sharding import Layout
 

@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 
 import torch
 
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.decisions import Decisions
-from autopar.sharding.layout.gather_policy import Recompute
-from autopar.sharding.layout.language import Layout
-from autopar.sharding.propagation import Known, complete
-from autopar.sharding.reshard_insertion import Outputs
+from autopar.sharding.choices import Choice
+from autopar.sharding.layout.gather_policy import Holding
+from autopar.sharding.options import Outputs, PlanOptions, Recompute
+from autopar.sharding.sharding import Layout
 
-__all__ = ["Plan", "Recompute"]
+__all__ = ["Decisions", "OpDecision", "Plan", "Recompute"]
+
+
+@dataclass(frozen=True)
+class OpDecision:
+    """How one op runs: its choice, the layouts it takes, those it gives, and those its results are brought into."""
+
+    choice: Choice
+    operands: tuple[Layout | None, ...]
+    produced: tuple[Layout | None, ...]
+    results: tuple[Layout | None, ...]
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """A layout without holes: where every tensor is, and how every op runs."""
+
+    axes: Mapping[str, int]
+    stored: Mapping[str, Layout]
+    """Inputs, parameters and buffers as they are held."""
+    ops: Mapping[str, OpDecision]
+    """By the name of the op."""
+    values: Mapping[str, Layout]
+    """Every value as its consumers find it."""
+    holdings: Mapping[str, Holding] = field(default_factory=dict)
+    """How parameters are held between uses."""
+    recompute: Mapping[str, Recompute] = field(default_factory=dict)
+    """What repeated layers compute again in the backward, by their module paths; nothing where it is not said."""
+
 
 _NONE: Mapping[str, Recompute] = MappingProxyType({})
 
@@ -57,10 +84,9 @@ class Plan:
     def axes(self) -> Mapping[str, int]:
         return self.decisions.axes
 
-    @staticmethod
-    def of(graph: NamedGraph, layout: Layout, axes: Mapping[str, int], known: Known | None = None) -> Plan:
-        """What a layout without holes comes to; `dataclasses.replace` sets the rest."""
-        return Plan.decided(graph, complete(graph, layout, axes, known))
+    def with_options(self, options: PlanOptions) -> Plan:
+        """Return a plan of the same decisions with these options."""
+        return replace(self, **{each.name: getattr(options, each.name) for each in fields(options)})
 
     @staticmethod
     def decided(graph: NamedGraph, decisions: Decisions) -> Plan:

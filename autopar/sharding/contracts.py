@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autopar.errors import AutoparWarning
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
-from autopar.sharding.decisions import Decisions
+from autopar.sharding.assignment import Decisions
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.precedence import glob_matches
 from autopar.sharding.layout.source import layout_error

@@ -13,7 +13,7 @@ from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.layout.check import check_layout
-from autopar.sharding.layout.gather_policy import Recompute, recompute_said
+from autopar.sharding.layout.gather_policy import recompute_said
 from autopar.sharding.layout.holes import filled, options_of
 from autopar.sharding.layout.language import Layout as LayoutText
 from autopar.sharding.layout.parameter_storage import storage_of
@@ -22,6 +22,7 @@ from autopar.sharding.layout.resolve import Wanted, resolve
 from autopar.sharding.layout.same import groups_of, shared
 from autopar.sharding.layout.syntax import Block, OpPin
 from autopar.sharding.op_pins import pin_of, with_constraints, words_of
+from autopar.sharding.options import Recompute
 from autopar.sharding.sharding import Layout
 
 __all__ = ["Demands", "matches"]

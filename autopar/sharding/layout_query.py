@@ -15,7 +15,7 @@ from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.atoms import atoms_of
-from autopar.sharding.layout.gather_policy import Holding, Recompute, holding_of, recompute_of
+from autopar.sharding.layout.gather_policy import Holding, holding_of, recompute_of
 from autopar.sharding.layout.language import Layout as LayoutText
 from autopar.sharding.layout.parameter_storage import stored_splits
 from autopar.sharding.layout.pinned_states import PinnedStates, check_states, states_of
@@ -25,6 +25,7 @@ from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.statement_index import Parts
 from autopar.sharding.layout.syntax import OpPin, Same
 from autopar.sharding.op_pins import pin_of
+from autopar.sharding.options import Recompute
 from autopar.sharding.sharding import Layout
 
 __all__ = ["Asking", "Held"]

@@ -13,8 +13,8 @@ from math import prod
 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
+from autopar.sharding.assignment import Decisions, OpDecision
 from autopar.sharding.choices import BROADCAST, layouts_of
-from autopar.sharding.decisions import Decisions, OpDecision
 
 __all__ = ["begin_at_parameters"]
 

@@ -19,9 +19,9 @@ from math import inf, prod
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
+from autopar.sharding.assignment import Decisions, OpDecision, Plan
 from autopar.sharding.atoms import Atoms, atoms_of
 from autopar.sharding.choices import Passing, Site, can_split, choices, layouts_of, passings_of, sites_of
-from autopar.sharding.decisions import Decisions, OpDecision
 from autopar.sharding.layout.check import check_layout
 from autopar.sharding.layout.gather_policy import Holding
 from autopar.sharding.layout.holes import filled, options_of
@@ -45,7 +45,7 @@ from autopar.sharding.op_pins import (
 from autopar.sharding.reshard.reshard import Reshard, reshard
 from autopar.sharding.sharding import Layout
 
-__all__ = ["Known", "complete", "recomplete", "redecide", "restored"]
+__all__ = ["Known", "complete", "completed", "recomplete", "redecide", "restored"]
 
 
 class Known:
@@ -428,3 +428,8 @@ def sent_numel(conversion: Reshard, differentiable: bool) -> int:
     """The elements that the busiest rank sends, forward and backward."""
     ways = (*conversion.forward, *conversion.backward) if differentiable else conversion.forward
     return sum(step.sent_numel for step in ways)
+
+
+def completed(graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int], known: Known | None = None) -> Plan:
+    """Return the plan of a layout without holes; `dataclasses.replace` sets its options."""
+    return Plan.decided(graph, complete(graph, layout, axes, known))

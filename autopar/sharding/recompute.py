@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from autopar.ir.analysis.contractions import ATTENTION, RECURRENT, multiplied
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
-from autopar.sharding.layout.gather_policy import Recompute
+from autopar.sharding.options import Recompute
 
 __all__ = ["Region", "computed_again", "layered", "reading", "regions_of"]
 

@@ -9,27 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch.fx import Node
 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
+from autopar.sharding.assignment import Decisions, OpDecision
 from autopar.sharding.atoms import Atoms, atoms_of
-from autopar.sharding.decisions import Decisions, OpDecision
 from autopar.sharding.lowered_ops import Split, split_of
+from autopar.sharding.options import Outputs
 from autopar.sharding.reshard.reshard import Reshard, Step, reshard
 from autopar.sharding.sharding import Layout
 
-__all__ = [
-    "Collective",
-    "Inserted",
-    "OpConversions",
-    "Outputs",
-    "Wiring",
-    "conversions",
-    "wire",
-]
+__all__ = ["Collective", "Inserted", "OpConversions", "Wiring", "conversions", "wire"]
 
 
 @dataclass(frozen=True)
@@ -46,13 +39,6 @@ class Collective:
     def __str__(self) -> str:
         sent = f"{self.direction} {self.kind} over {'*'.join(self.axes)}"
         return f"{sent}: {self.bytes:,} bytes, {self.tensor} for {self.op}"
-
-
-Outputs = Literal["sharded", "full", "local", "local_sum"]
-"""How results are handed out: as DTensors, gathered, or as plain shards.
-
-With shards each rank makes a loss of its own. Gradients are those of the mean of these losses, or of their sum.
-"""
 
 
 @dataclass(frozen=True)

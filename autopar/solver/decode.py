@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autopar.sharding.assignment import Plan
+from autopar.sharding.assignment import Decisions, OpDecision, Plan
 from autopar.sharding.atoms import atoms_of
-from autopar.sharding.decisions import Decisions, OpDecision
 from autopar.sharding.layout.gather_policy import Holding
 from autopar.sharding.sharding import Layout
 from autopar.solver.candidates import Option, Stored
@@ -46,7 +45,7 @@ def plan_of(model: Model, chosen: Sequence[int]) -> Plan:
     modes = {name: mode for (kind, name), mode in states.items() if kind == "recompute"}
     recompute = {**model.recompute, **{path: mode for path, mode in modes.items() if mode != "none"}}
     decisions = Decisions(setting.axes, stored, ops, values, holdings, recompute=recompute)
-    return setting.options.on(Plan.decided(setting.graph, decisions))
+    return Plan.decided(setting.graph, decisions).with_options(setting.options)
 
 
 def _first_use(model: Model, ops: Mapping[str, OpDecision], name: str) -> Layout | None:

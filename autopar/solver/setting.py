@@ -3,40 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from types import MappingProxyType
-
-import torch
 
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.step.tasks import Prices
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
-from autopar.sharding.assignment import Plan
-from autopar.sharding.reshard_insertion import Outputs
+from autopar.sharding.options import PlanOptions
 from autopar.solver.model.saved_values import Kept
 
-__all__ = ["PlanOptions", "Setting"]
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """What of a plan is not searched for."""
-
-    outputs: Outputs = "sharded"
-    local_inputs: bool = False
-    optimizer: str = "adamw"
-    micro_batches: int = 1
-    compiled: bool = False
-    master_dtype: torch.dtype | None = None
-    gradient_dtype: torch.dtype | None = None
-    links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-
-    def on(self, plan: Plan) -> Plan:
-        """A plan of the same decisions, with all of this."""
-        return replace(plan, **{each.name: getattr(self, each.name) for each in fields(self)})
+__all__ = ["Setting"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import Plan
 from autopar.sharding.demands import Demands
 from autopar.sharding.layout.language import Layout
+from autopar.sharding.options import PlanOptions
 from autopar.solver.infeasible.errors import NoPlan, OutOfTime
 from autopar.solver.infeasible.explain import refusal
 from autopar.solver.model.cost_tables import Tables
@@ -22,7 +23,7 @@ from autopar.solver.progress import Progress, relative_gap
 from autopar.solver.search.incumbent import Race
 from autopar.solver.search.joined_axes import MOST_AXES
 from autopar.solver.search.phases import Ended, Work, settle, worthwhile
-from autopar.solver.setting import PlanOptions, Setting
+from autopar.solver.setting import Setting
 from autopar.solver.strategies import expert_plans, plan_under
 
 __all__ = ["PlanOptions", "Solved", "solve_plan"]
@@ -100,7 +101,7 @@ def _solved(race: Race, time_limit: float, warm: Plan | None, experts: bool, bea
     if layout.statements:
         plan = plan_under(setting, layout)
         if plan is not None:
-            race.offer("layout", setting.options.on(plan))
+            race.offer("layout", plan.with_options(setting.options))
     # A plan that was made for something else may not do what this layout demands.
     asked = setting.graph.fingerprint, dict(setting.axes)
     if warm is not None and demands.is_empty and (warm.graph, dict(warm.axes)) == asked:

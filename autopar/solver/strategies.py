@@ -9,7 +9,7 @@ from autopar.errors import LayoutError
 from autopar.sharding.assignment import Plan
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.load import axes_of, load_strategy, strategy_names, usable_axes
-from autopar.sharding.propagation import Known
+from autopar.sharding.propagation import Known, completed
 from autopar.solver.setting import Setting
 
 __all__ = ["WHOLE", "expert_plans", "splits_nothing"]
@@ -44,12 +44,12 @@ def expert_plans(setting: Setting, is_late: Callable[[], bool] = lambda: False) 
                 found.append(plan)
                 given = ", ".join(f"{axis}={'*'.join(own)}" for axis, own in meaning.items() if own)
                 called = WHOLE if splits_nothing(plan) else f"{name}({given})"
-                yield called, setting.options.on(plan)
+                yield called, plan.with_options(setting.options)
 
 
 def plan_under(setting: Setting, layout: Layout, known: Known | None = None) -> Plan | None:
     try:
-        return Plan.of(setting.graph, layout, setting.axes, known)
+        return completed(setting.graph, layout, setting.axes, known)
     except LayoutError:
         return None
 

@@ -23,6 +23,7 @@ from autopar.cost.step.lowered_step import Wired
 from autopar.cost.step.profile import Task, profile
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import Plan
+from autopar.sharding.propagation import completed
 from benchmarks.published.models import Decoder, decoder_inputs, decoder_model
 from benchmarks.published.runs import Run, Software, layout_of
 
@@ -287,7 +288,7 @@ def _traced(decoder: Decoder, batch: int) -> NamedGraph:
 def _plan(graph: NamedGraph, run: Run) -> Plan:
     """The run's strategy as a plan: stages are furthest apart, tensor-parallel ranks next to each other."""
     axes: Mapping[str, int] = {"pp": run.pp, "dp": run.dp, "tp": run.tp}
-    plan = Plan.of(graph, layout_of(run.sharding, run.sequence_parallel, run.dp, run.tp), axes)
+    plan = completed(graph, layout_of(run.sharding, run.sequence_parallel, run.dp, run.tp), axes)
     layers = {path: run.recompute for repeat in graph.repeats for path in repeat.module_paths}
     parameters = frozenset(tensor.name for tensor in graph.parameters)
     return replace(

@@ -16,6 +16,7 @@ from autopar.cost.step.profile import profile
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import Plan
 from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.propagation import completed
 
 CLUSTER = load_cluster("h100")
 AXES = {"dp": 2}
@@ -29,7 +30,7 @@ def graph_of(rows: int) -> NamedGraph:
 
 
 def plan_of(graph: NamedGraph) -> Plan:
-    return Plan.of(graph, choose_layout("ddp", AXES), AXES)
+    return completed(graph, choose_layout("ddp", AXES), AXES)
 
 
 def test_a_small_eager_step_waits_for_its_host() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.emit import emit
-from autopar.sharding.decisions import Decisions
+from autopar.sharding.assignment import Decisions
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.propagation import complete
 from autopar.tracing.trace import trace

@@ -12,7 +12,7 @@ import torch
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.plans.text.to_layout import written
-from autopar.sharding.decisions import Decisions
+from autopar.sharding.assignment import Decisions
 from autopar.sharding.layout.language import parse_layout, print_layout
 from autopar.sharding.layout.load import choose_layout, strategy_names
 from autopar.sharding.layout.syntax import Hole, Place

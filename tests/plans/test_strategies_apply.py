@@ -12,7 +12,8 @@ from autopar.mesh import Mesh
 from autopar.plans.find import Asked, under
 from autopar.plans.views.strategies import experts_beside
 from autopar.sharding.layout.load import load_strategy, usable_axes
-from autopar.solver.setting import PlanOptions, Setting
+from autopar.sharding.options import PlanOptions
+from autopar.solver.setting import Setting
 from autopar.solver.strategies import expert_plans
 from examples.gpt import gpt
 from examples.moe import moe

@@ -21,7 +21,7 @@ from autopar.api import parallelize
 from autopar.errors import AutoparError, LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
-from autopar.sharding.decisions import Decisions
+from autopar.sharding.assignment import Decisions
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.propagation import complete

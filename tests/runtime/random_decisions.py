@@ -13,9 +13,9 @@ import torch
 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
+from autopar.sharding.assignment import Decisions, OpDecision
 from autopar.sharding.atoms import atoms_of
 from autopar.sharding.choices import Choice, Site, choices, layouts_of, passings_of
-from autopar.sharding.decisions import Decisions, OpDecision
 from autopar.sharding.sharding import Layout
 
 __all__ = ["random_decisions"]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 import autopar
-from autopar.sharding.reshard_insertion import Outputs
+from autopar.sharding.options import Outputs
 from tests.runtime.launcher import in_turn, launch
 
 PAGE = Path(__file__).parents[2] / "docs" / "running.md"

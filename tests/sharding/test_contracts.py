@@ -11,11 +11,10 @@ from autopar.cost.memory.peak import memory
 from autopar.cost.memory_limit import check_memory
 from autopar.cost.step.lowered_step import Wired
 from autopar.errors import LayoutError
-from autopar.sharding.assignment import Plan
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.load import choose_layout
-from autopar.sharding.propagation import complete
+from autopar.sharding.propagation import complete, completed
 from autopar.sharding.reshard_insertion import conversions
 from examples.hf import hf
 
@@ -72,7 +71,7 @@ class Stack(nn.Module):
 def memory_answer(limit: str, lines: str = "", device_bytes: float | None = None) -> tuple[str, float]:
     graph = autopar.trace(Stack(), (torch.randn(512, 64),), dims={"x": "batch features"})
     layout = parse_layout(f"batch -> dp; * -> none\nlimit memory {limit}\n{lines}", "my.lay")
-    plan = Plan.of(graph, layout, {"dp": 2})
+    plan = completed(graph, layout, {"dp": 2})
     peak = memory(Wired(graph, plan)).peak_bytes
     try:
         check_memory(layout, graph, plan, device_bytes)

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 import autopar
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.assignment import Plan
 from autopar.sharding.layout.gather_policy import recompute_of
 from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.propagation import completed
 from autopar.sharding.recompute import computed_again, regions_of
 
 LAYERS = ("blocks.0", "blocks.1", "blocks.10", "head")
@@ -112,7 +112,7 @@ def test_a_checkpoint_of_the_model_within_a_layer_is_part_of_it() -> None:
 
 def test_a_plan_and_its_decisions_say_the_same() -> None:
     graph = traced()
-    plan = Plan.of(graph, parse_layout("* -> none; recompute full @blocks.0"), {"dp": 2})
+    plan = completed(graph, parse_layout("* -> none; recompute full @blocks.0"), {"dp": 2})
     assert plan.recompute == plan.decisions.recompute == {"blocks.0": "full"}
     other = replace(plan, recompute={"blocks.1": "selective"})
     assert other.decisions.recompute == {"blocks.1": "selective"}

@@ -22,9 +22,10 @@ from autopar.sharding.assignment import Plan
 from autopar.sharding.buckets import buckets_of, goes_in_bucket, ways_of
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.options import Outputs
 from autopar.sharding.propagation import complete
 from autopar.sharding.reshard.reshard import Reshard
-from autopar.sharding.reshard_insertion import Outputs, conversions, wire
+from autopar.sharding.reshard_insertion import conversions, wire
 from autopar.tracing.trace import trace
 from examples.gpt import gpt
 from examples.mlp import mlp

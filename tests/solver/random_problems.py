@@ -15,7 +15,8 @@ from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.demands import Demands
 from autopar.sharding.layout.language import Layout, parse_layout
-from autopar.solver.setting import PlanOptions, Setting
+from autopar.sharding.options import PlanOptions
+from autopar.solver.setting import Setting
 from autopar.solver.solve import Solved, solve_plan
 
 __all__ = ["Drawn", "drawn", "program"]

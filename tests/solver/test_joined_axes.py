@@ -10,8 +10,9 @@ from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.options import PlanOptions
 from autopar.solver.search.joined_axes import joined_meshes
-from autopar.solver.setting import PlanOptions, Setting
+from autopar.solver.setting import Setting
 from autopar.solver.solve import solve_plan
 from autopar.solver.strategies import expert_plans
 from examples.gpt import gpt

@@ -14,6 +14,7 @@ from autopar.cost.hardware.cluster import load_cluster
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.demands import Demands
 from autopar.sharding.layout.language import Layout
+from autopar.sharding.options import PlanOptions
 from autopar.solver.decode import plan_of
 from autopar.solver.infeasible.errors import NoPlan
 from autopar.solver.model.build import build
@@ -22,7 +23,7 @@ from autopar.solver.model.objective import MEMORY, Hinges, Sum
 from autopar.solver.model.recompute_variables import STATES, layers_of
 from autopar.solver.search.elimination import Elimination
 from autopar.solver.search.splice import Mixtures, places_of
-from autopar.solver.setting import PlanOptions, Setting
+from autopar.solver.setting import Setting
 from autopar.solver.solve import solve_plan
 from examples.gpt import gpt
 

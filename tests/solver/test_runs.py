@@ -12,9 +12,10 @@ from autopar.cost.hardware.cluster import load_cluster
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.demands import Demands
 from autopar.sharding.layout.language import Layout
+from autopar.sharding.options import PlanOptions
 from autopar.solver.decode import plan_of
 from autopar.solver.model.build import build
-from autopar.solver.setting import PlanOptions, Setting
+from autopar.solver.setting import Setting
 from autopar.solver.solve import solve_plan
 from examples.gpt import gpt
 from tests.ranks import difference_of

@@ -19,13 +19,14 @@ from autopar.sharding.assignment import Plan
 from autopar.sharding.contracts import layout_text
 from autopar.sharding.demands import Demands
 from autopar.sharding.layout.language import Layout, parse_layout
+from autopar.sharding.options import PlanOptions
 from autopar.solver import strategies
 from autopar.solver.arrays import Floats
 from autopar.solver.decode import plan_of
 from autopar.solver.infeasible.errors import NoPlan
 from autopar.solver.model.build import build
 from autopar.solver.model.objective import Hinges, Sum
-from autopar.solver.setting import PlanOptions, Setting
+from autopar.solver.setting import Setting
 from autopar.solver.solve import Solved, solve_plan
 from autopar.solver.strategies import expert_plans
 from examples.gpt import gpt

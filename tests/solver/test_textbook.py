@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.cost.hardware.cluster import load_cluster
-from autopar.solver.setting import PlanOptions
+from autopar.sharding.options import PlanOptions
 from autopar.solver.solve import Solved, solve_plan
 from examples.gpt import gpt
 from examples.moe import moe

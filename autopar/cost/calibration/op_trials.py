@@ -18,8 +18,8 @@ from torch import nn
 
 from autopar.cost.compute.op_time import BACKWARD_PRODUCTS, op_work, plain_name
 from autopar.cost.hardware.cluster import Device
-from autopar.sharding.assignment import Plan
 from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.propagation import completed
 from autopar.tracing.trace import named_graph
 
 __all__ = [
@@ -133,7 +133,7 @@ def _sizes(trial: Trial, numel: int) -> tuple[int, ...]:
 def _counted(name: str, model: nn.Module, x: torch.Tensor) -> tuple[float, float]:
     """What the cost model counts for the op: bytes, forward and backward."""
     graph = named_graph(model, (x,))
-    plan = Plan.of(graph, choose_layout("", {}), {})
+    plan = completed(graph, choose_layout("", {}), {})
     node = next(node for node in graph.nodes if plain_name(node.op) == name)
     bare = Device("any", 1.0, 1.0, 0.0, {"float32": 1.0})
     work = op_work(graph, node, plan.decisions.ops[node.name], graph.footprints[node.node], {}, bare)

@@ -30,9 +30,9 @@ from autopar.ir.analysis.contractions import (
 from autopar.ir.analysis.op_memory import Footprint
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
+from autopar.sharding.assignment import OpDecision
 from autopar.sharding.atoms import atoms_of
 from autopar.sharding.choices import Choice
-from autopar.sharding.decisions import OpDecision
 from autopar.sharding.sharding import Layout
 
 __all__ = ["NOTHING", "OpWork", "Work", "local_bytes", "op_work", "plain_name", "seconds_of_bytes"]

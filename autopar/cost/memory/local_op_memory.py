@@ -23,8 +23,8 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.shard_call.local_call import Local, Piece
+from autopar.sharding.assignment import OpDecision
 from autopar.sharding.atoms import atoms_of
-from autopar.sharding.decisions import OpDecision
 from autopar.sharding.lowered_ops import Split
 from autopar.sharding.lowered_ops.base import Message, Send
 from autopar.sharding.reshard.reshard import StepKind

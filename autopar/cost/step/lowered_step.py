@@ -9,7 +9,7 @@ from functools import cached_property
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import Plan
 from autopar.sharding.buckets import Bucket, buckets_of
-from autopar.sharding.layout.gather_policy import Recompute
+from autopar.sharding.options import Recompute
 from autopar.sharding.recompute import Region, computed_again, layered, regions_of
 from autopar.sharding.reshard_insertion import Wiring, wire
 

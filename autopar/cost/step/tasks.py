@@ -19,8 +19,8 @@ from autopar.cost.compute.optimizers import optimizer_of
 from autopar.cost.hardware.cluster import Cluster
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
+from autopar.sharding.assignment import OpDecision
 from autopar.sharding.buckets import shape_of
-from autopar.sharding.decisions import OpDecision
 from autopar.sharding.reshard.reshard import Step, StepKind
 from autopar.sharding.reshard_insertion import Inserted
 from autopar.sharding.sharding import Layout

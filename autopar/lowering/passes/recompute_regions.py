@@ -22,7 +22,7 @@ from autopar.ir.checkpoint_regions import body_of, boundary, call_checkpoint, pu
 from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, Release, Watch
 from autopar.lowering.modules.bucket_state import Again, Running
 from autopar.lowering.modules.selective_recompute import Selective
-from autopar.sharding.layout.gather_policy import Recompute
+from autopar.sharding.options import Recompute
 from autopar.sharding.recompute import Region
 
 __all__ = ["KEPT", "REGION", "with_regions"]

@@ -9,7 +9,7 @@ from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
 from autopar.names import RESERVED
-from autopar.sharding.decisions import Decisions
+from autopar.sharding.assignment import Decisions
 from autopar.sharding.layout.gather_policy import Holding
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.parameter_storage import storage_of

@@ -17,8 +17,8 @@ from autopar.mesh import Mesh
 from autopar.plans.text.fit_rules import bare_rules
 from autopar.plans.text.glob_cover import cover
 from autopar.plans.text.tensor_axes import Wish, is_uneven, rules_for, wishes_of, word_of
+from autopar.sharding.assignment import Decisions
 from autopar.sharding.choices import BROADCAST, Choice, can_split
-from autopar.sharding.decisions import Decisions
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.syntax import (
     Axes,

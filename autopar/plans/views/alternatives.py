@@ -20,9 +20,9 @@ from autopar.ir.values import NamedNode, NamedTensor
 from autopar.plans.format import bytes_text, seconds_text, table
 from autopar.plans.text.tensor_axes import Splits, is_uneven, rules_for
 from autopar.plans.text.to_layout import choice_words
+from autopar.sharding.assignment import Decisions
 from autopar.sharding.assignment import Plan as Decided
 from autopar.sharding.choices import Choice, can_split, layouts_of
-from autopar.sharding.decisions import Decisions
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.printer import print_statement
 from autopar.sharding.layout.syntax import Axes, Block, DimRule, Kind, OpPin, Pin, PinState, Scope

@@ -12,11 +12,9 @@ from autopar.sharding.layout.parameter_storage import storage_of
 from autopar.sharding.layout.precedence import glob_matches
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Axes, Hold
+from autopar.sharding.options import Recompute
 
-__all__ = ["Holding", "Recompute", "held_as", "holding_of", "recompute_of", "recompute_said"]
-
-Recompute = Literal["none", "selective", "full"]
-"""What a repeated layer computes again in the backward: nothing; what is cheap to compute; all of it."""
+__all__ = ["Holding", "held_as", "holding_of", "recompute_of", "recompute_said"]
 
 
 @dataclass(frozen=True)

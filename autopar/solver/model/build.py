@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from autopar.sharding.demands import Demands
-from autopar.sharding.layout.gather_policy import Recompute
+from autopar.sharding.options import Recompute
 from autopar.solver.model.cost_tables import Tables
 from autopar.solver.model.model import Model
 from autopar.solver.model.op_variables import Ops

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autopar.sharding.layout.gather_policy import Recompute
+from autopar.sharding.options import Recompute
 from autopar.solver.arrays import Floats, Ints
 from autopar.solver.model.cost_tables import Parts, Table
 from autopar.solver.model.objective import Sum

@@ -12,7 +12,7 @@ from autopar.cost.compute.op_time import OpWork, Work
 from autopar.cost.memory.local_op_memory import local_footprint
 from autopar.ir.analysis.op_memory import Footprint
 from autopar.ir.values import NamedNode
-from autopar.sharding.decisions import OpDecision
+from autopar.sharding.assignment import OpDecision
 from autopar.sharding.lowered_ops import split_of
 from autopar.sharding.reshard_insertion import Inserted
 from autopar.solver.arrays import Floats

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.layout.gather_policy import Recompute
+from autopar.sharding.options import Recompute
 from autopar.sharding.recompute import Region, computed_again, layered, reading, regions_of
 
 __all__ = ["MODES", "STATES", "Again", "layers_of"]

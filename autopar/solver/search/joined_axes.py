@@ -14,9 +14,8 @@ from math import prod
 from typing import Any
 
 from autopar.ir.values import NamedNode
-from autopar.sharding.assignment import Plan
+from autopar.sharding.assignment import OpDecision, Plan
 from autopar.sharding.choices import Choice, Passing, Site
-from autopar.sharding.decisions import OpDecision
 from autopar.sharding.sharding import Layout
 from autopar.solver.setting import Setting
 
@@ -43,7 +42,7 @@ class Joined:
             values={name: self._layout(layout) for name, layout in decisions.values.items()},
             ops={name: self._op(decision) for name, decision in decisions.ops.items()},
         )
-        return self.setting.options.on(replace(plan, decisions=made))
+        return replace(plan, decisions=made).with_options(self.setting.options)
 
     def _op(self, decision: OpDecision) -> OpDecision:
         return OpDecision(

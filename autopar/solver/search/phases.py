@@ -11,8 +11,8 @@ import numpy as np
 from autopar.cost.costs import Costs
 from autopar.sharding.assignment import Plan
 from autopar.sharding.demands import Demands
-from autopar.sharding.layout.gather_policy import Recompute
 from autopar.sharding.layout.language import Layout
+from autopar.sharding.options import Recompute
 from autopar.sharding.recompute import computed_again, regions_of
 from autopar.solver.arrays import Floats
 from autopar.solver.decode import plan_of
