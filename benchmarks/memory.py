@@ -25,7 +25,7 @@ from autopar.cost.memory.peak import memory
 from autopar.cost.step.lowered_step import Wired
 from autopar.ir.analysis.op_memory import LiveBytes
 from autopar.ir.graph import NamedGraph
-from autopar.lowering.collectives.local_reshard import Groups
+from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.emit import emit
 from autopar.lowering.modules.bucket import Handling
 from autopar.lowering.passes.bucket_parameters import Parameters

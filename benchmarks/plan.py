@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import autopar
 from autopar.errors import AutoparWarning
 from autopar.ir.graph import NamedGraph
-from autopar.lowering.collectives.local_reshard import Groups
+from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.emit import emit
 from autopar.lowering.modules.bucket import Handling
 from autopar.lowering.modules.bucket_state import Synchronisation

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.interpreter import TracedCall
-from autopar.lowering.collectives.local_reshard import Groups, _Group
+from autopar.lowering.collectives.process_groups import Groups, _Group
 from autopar.lowering.emit import emit
 from autopar.lowering.modules.bucket import Handling
 from autopar.lowering.modules.bucket_state import Synchronisation

@@ -19,11 +19,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
-from autopar.lowering.collectives.local_reshard import Conversion, Groups
+from autopar.lowering.collectives.local_reshard import Conversion
+from autopar.lowering.collectives.op_messages import bind_message
+from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.comments import note_of
 from autopar.lowering.passes.aliases import FRESH, is_idle_copy, makes_new_memory
 from autopar.lowering.passes.bucket_parameters import Parameters, put_in_buckets
-from autopar.lowering.passes.empty_shards import Empty, amounts, nodes_of, reached
+from autopar.lowering.passes.empty_shards import Empty, nodes_of, reached
 from autopar.lowering.passes.hoist_small_sums import Ends, move_to_ends
 from autopar.lowering.passes.join_small_sums import join_totals
 from autopar.lowering.passes.random_ops import Drawings, DrawnOp
@@ -32,6 +34,7 @@ from autopar.lowering.passes.recompute_regions import KEPT, REGION, with_regions
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.notation import FactorKind
 from autopar.rules.shard_call.dispatch import LOWERINGS, localiser
+from autopar.rules.shard_call.empty import amounts
 from autopar.rules.shard_call.grouped_heads import repeat_masked_heads
 from autopar.rules.shard_call.local_call import Local, Piece
 from autopar.sharding.assignment import Decisions, OpDecision
@@ -292,7 +295,7 @@ class _Emitter:
         """An op that sends something itself."""
         names = tuple(name for name, value in local.arguments.items() if _has_node(value))
         plain = {name: None if name in names else value for name, value in local.arguments.items()}
-        sends = tuple(message.bind(self.groups) for message in split.messages())
+        sends = tuple(bind_message(message, self.groups) for message in split.messages())
         module = Communicating(split, replace(local, arguments=plain), pieces, names, sends)
         module.notes = tuple(note_of(one, self.graph) for one in self.wiring.ops[split.node.name].inside if one.ways)
         stem = f"{split.node.name}_split_{'_'.join(split.axes)}"

@@ -18,7 +18,7 @@ from autopar.ir.call_arguments import bind, flatten_arguments, signature_of
 from autopar.ir.graph import NamedGraph
 from autopar.ir.pytree import Flattened
 from autopar.lowering.collectives.checksum import checksum, checksum_of_all, digest, kind_of
-from autopar.lowering.collectives.local_reshard import Groups
+from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.emit import Emitted, emit
 from autopar.lowering.modules.bucket import Handling
 from autopar.lowering.modules.bucket_state import Synchronisation

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autopar.lowering.collectives.local_reshard import Conversion, Groups
+from autopar.lowering.collectives.local_reshard import Conversion
+from autopar.lowering.collectives.process_groups import Groups
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.dtensor_placements import to_placements
 from autopar.sharding.reshard.reshard import Reshard, StepKind, reshard

@@ -18,8 +18,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.lowering.collectives.local_reshard import Groups
-from autopar.lowering.collectives.process_groups import device_mesh
+from autopar.lowering.collectives.process_groups import Groups, device_mesh
 from autopar.mesh import Mesh
 from examples.gpt import gpt
 from tests.runtime.launcher import endings, launch

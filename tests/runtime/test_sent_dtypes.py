@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.lowering.collectives.local_reshard import Conversion, Groups
+from autopar.lowering.collectives.local_reshard import Conversion
+from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.collectives.wire_dtypes import restored
 from autopar.lowering.passes.join_small_sums import joined
 from autopar.sharding.atoms import Atoms

@@ -6,72 +6,18 @@ The collectives are the functional ones and are waited for at once, which `torch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.errors import MeshError
 from autopar.lowering.collectives.local_steps import Move, bind, finish, keep_local, prepare
-from autopar.lowering.collectives.process_groups import group_over
+from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.collectives.wire_dtypes import as_bytes, is_known, restored, summed_in
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
 
-__all__ = ["Conversion", "Groups", "convert", "send", "send_all"]
-
-
-@dataclass(frozen=True)
-class _Group:
-    name: str
-    members: tuple[dict[str, int], ...]
-    ranks: tuple[int, ...] = ()
-
-
-class Groups:
-    """The process groups of a device mesh: one for every set of axes that some collective is over.
-
-    They are created when a conversion first needs them, by all ranks in the same order; every rank must bind the same
-    conversions in the same order.
-    """
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        if mesh.mesh_dim_names is None:
-            raise MeshError("the dims of the DeviceMesh have no names; give it mesh_dim_names")
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
-            raise MeshError(f"rank {dist.get_rank()} is not in the mesh {mesh}; start one process per device of it")
-        self.mesh = mesh
-        self.names: tuple[str, ...] = tuple(mesh.mesh_dim_names)
-        self.coordinate: Mapping[str, int] = dict(zip(self.names, coordinate, strict=True))
-        self.device_type: str = mesh.device_type
-        self._found: dict[tuple[str, ...], _Group] = {}
-
-    def of(self, axes: tuple[str, ...]) -> _Group:
-        """The group of the ranks that differ from this one along these axes only."""
-        ordered = tuple(axis for axis in self.names if axis in axes)
-        if ordered not in self._found:
-            self._found[ordered] = self._group(ordered)
-        return self._found[ordered]
-
-    def ranks(self, name: str) -> tuple[int, ...]:
-        """The members of a group that was found before, by its name."""
-        (members,) = {group.ranks for group in self._found.values() if group.name == name}
-        return members
-
-    def _group(self, axes: tuple[str, ...]) -> _Group:
-        group = group_over(self.mesh[axes[0]] if len(axes) == 1 else self.mesh[axes])
-        indices = product(*map(range, self.mesh.shape))
-        places = {
-            rank: dict(zip(self.names, place, strict=True))
-            for place, rank in zip(indices, self.mesh.mesh.flatten().tolist(), strict=True)
-        }
-        ranks = tuple(dist.get_process_group_ranks(group))
-        return _Group(group.group_name, tuple(places[rank] for rank in ranks), ranks)
+__all__ = ["Conversion", "convert", "send", "send_all"]
 
 
 @dataclass(frozen=True)

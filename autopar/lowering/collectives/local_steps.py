@@ -8,7 +8,7 @@ in length are padded to the longest one where a collective needs them equal; an 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -16,11 +16,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from autopar.lowering.collectives.custom_ops import kept
+from autopar.rules.shard_call.empty import kept
 from autopar.sharding.reshard.reshard import LOCAL, Reshard, Step, StepKind
 from autopar.sharding.sharding import Piece
 
-__all__ = ["Move", "bind", "finish", "keep_local", "prepare", "zeros_of"]
+__all__ = ["Move", "bind", "finish", "keep_local", "prepare"]
 
 
 @dataclass(frozen=True)
@@ -152,16 +152,6 @@ def keep_local(move: Move, x: Tensor) -> Tensor:
         return piece.clone(memory_format=torch.contiguous_format)
     left, right = move.start, move.after[move.atom] - move.before[move.atom] - move.start
     return _padded(x, move.atom, left, right)
-
-
-def zeros_of(shape: Sequence[int], dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
-    """Zeros that depend on some tensors, also for the compiler."""
-    if not torch.compiler.is_compiling():
-        return tensors[0].new_zeros(tuple(shape), dtype=dtype)
-    first, *others = (kept(x, tuple(shape), False).to(dtype) for x in tensors)
-    for other in others:
-        first = first + other
-    return first
 
 
 def _padded(x: Tensor, atom: int, left: int, right: int) -> Tensor:

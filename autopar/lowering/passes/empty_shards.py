@@ -10,7 +10,6 @@ Where something is added to the sum (a bias), the op does run, on a slice of zer
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -18,35 +17,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
-from autopar.lowering.collectives.local_steps import zeros_of
 from autopar.rules.call import flat_results
-from autopar.rules.notation import Operand
+from autopar.rules.shard_call.empty import nothing
 from autopar.rules.shard_call.local_call import call_by_name
 
-__all__ = ["Empty", "Result", "amounts", "nodes_of", "nothing", "reached"]
-
-
-def nothing(shape: Sequence[int], dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
-    """Zeros of some shape that are a function of the tensors, with zeros for their gradients."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        made: Tensor = _Nothing.apply(tuple(shape), dtype, *tensors)  # type: ignore[no-untyped-call]
-        return made
-    return zeros_of(shape, dtype, tensors)
-
-
-class _Nothing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shape: tuple[int, ...], dtype: torch.dtype, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return zeros_of(shape, dtype, tensors)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # Of the gradient and of what the op took, as the gradients of any op are: so are gradients of gradients.
-        tensors: tuple[Tensor, ...] = ctx.saved_tensors
-        found = zip(tensors, ctx.needs_input_grad[2:], strict=True)
-        made = [nothing(x.shape, x.dtype, (gradient, *tensors)) if wanted else None for x, wanted in found]
-        return None, None, *made
+__all__ = ["Empty", "Result", "nodes_of", "reached"]
 
 
 Result = tuple[tuple[int, ...], torch.dtype, frozenset[int]]
@@ -116,12 +91,3 @@ def _leaves_of(result: Tensor | None, leaves: Sequence[Tensor]) -> frozenset[int
         seen |= following
         todo += following
     return frozenset(found)
-
-
-def amounts(operand: Operand, local_sizes: Mapping[str, int]) -> list[int]:
-    """What `constant_pad_nd` adds to an operand's shard so that each of its empty factors has one position."""
-    found: list[int] = []
-    for term in reversed(operand.terms):
-        length = prod(local_sizes[factor] for factor in term)
-        found += [0, prod(max(local_sizes[factor], 1) for factor in term) - length]
-    return found if any(found) else []

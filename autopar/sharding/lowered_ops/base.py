@@ -15,19 +15,30 @@ import torch
 from torch import Tensor
 
 from autopar.ir.values import NamedNode
-from autopar.lowering.collectives.local_reshard import Conversion, Groups
 from autopar.rules.shard_call.local_call import Local, Piece
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.reshard import Reshard, reshard
 from autopar.sharding.sharding import Layout
 
-__all__ = ["CommunicatingLowering", "Message", "Send", "Split", "dims_of", "largest_of", "maximum", "total", "widened"]
+__all__ = [
+    "CommunicatingLowering",
+    "Maximum",
+    "Message",
+    "Send",
+    "Split",
+    "Total",
+    "dims_of",
+    "largest_of",
+    "maximum",
+    "total",
+    "widened",
+]
 
 Send = Callable[[Tensor], Tensor]
 
 
 class Message(Protocol):
-    """Something that a lowering sends: its steps, and how a rank does it."""
+    """Something that a lowering sends: its steps; `lowering` binds it to a rank."""
 
     @property
     def reshard(self) -> Reshard: ...
@@ -35,8 +46,6 @@ class Message(Protocol):
     def itemsize(self) -> int: ...
     @property
     def differentiable(self) -> bool: ...
-    def bind(self, groups: Groups) -> Send:
-        """All ranks bind the same messages, in the same order."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +114,10 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class _Total:
+class Total:
     reshard: Reshard
     itemsize: int
     differentiable: bool
-
-    def bind(self, groups: Groups) -> Send:
-        return Conversion.bind(self.reshard, groups)
 
 
 def total(split: Split, shape: tuple[int, ...], *, shared: bool) -> Message:
@@ -120,28 +126,17 @@ def total(split: Split, shape: tuple[int, ...], *, shared: bool) -> Message:
     whole = Layout(((),) * len(shape))
     target = replace(whole, broadcast=axes) if shared else whole
     found = reshard(Atoms.plain(shape), replace(whole, partial=axes), target, split.mesh)
-    return _Total(found, widened(split.dtype).itemsize, split.differentiable)
+    return Total(found, widened(split.dtype).itemsize, split.differentiable)
 
 
 @dataclass(frozen=True)
-class _Maximum:
+class Maximum:
     reshard: Reshard
     itemsize: int
     differentiable: bool = False
-
-    def bind(self, groups: Groups) -> Send:
-        bound = [groups.of(step.axes).name for step in self.reshard.forward]
-        ops = torch.ops._c10d_functional
-
-        def send(x: Tensor) -> Tensor:
-            for group in bound if x.numel() else ():
-                x = ops.wait_tensor(ops.all_reduce(x.contiguous(), "max", group))
-            return x
-
-        return send
 
 
 def maximum(split: Split, shape: tuple[int, ...]) -> Message:
     """The largest over the shards, of something without a gradient."""
     summed = total(split, shape, shared=False).reshard
-    return _Maximum(replace(summed, backward=()), widened(split.dtype).itemsize)
+    return Maximum(replace(summed, backward=()), widened(split.dtype).itemsize)

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from autopar.ir.values import NamedNode
-from autopar.lowering.collectives.local_reshard import Groups
-from autopar.lowering.collectives.wire_dtypes import as_bytes, is_known
-from autopar.lowering.passes.empty_shards import amounts, nothing
 from autopar.rules.call import takes_tensors
 from autopar.rules.notation import FactorKind, Halo
+from autopar.rules.shard_call.empty import amounts, nothing
 from autopar.rules.shard_call.local_call import Local, Piece
 from autopar.rules.shard_call.windows import Reach, numeric_padding, padded, reach, unpadded
 from autopar.sharding.atoms import Atoms
@@ -28,7 +26,7 @@ from autopar.sharding.lowered_ops.base import Message, Send, Split, dims_of
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
 from autopar.sharding.sharding import Layout, nested
 
-__all__ = ["Window", "received_share"]
+__all__ = ["HaloExchange", "HaloStretch", "Window", "received_share"]
 
 
 class Window:
@@ -41,7 +39,7 @@ class Window:
         return len(node.atoms[factor]) == 1
 
     def messages(self, split: Split) -> tuple[Message, ...]:
-        return tuple(_Exchange.of(split, stretch) for stretch in _stretches(split))
+        return tuple(HaloExchange.of(split, stretch) for stretch in _stretches(split))
 
     def run(self, split: Split, local: Local, pieces: Mapping[str, Piece], sends: tuple[Send, ...]) -> Any:
         stretches = _stretches(split)
@@ -84,7 +82,7 @@ def _filled(local: Local) -> Local:
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class HaloStretch:
     """One split dim: its whole extents, of the input and of the output, and what each piece of the output reads."""
 
     factor: str
@@ -134,13 +132,13 @@ class _Stretch:
         return (first - start, last - first) if last > first else (0, 0)
 
 
-def _stretches(split: Split) -> tuple[_Stretch, ...]:
+def _stretches(split: Split) -> tuple[HaloStretch, ...]:
     found = []
     for factor, dim in sorted(dims_of(split).items(), key=lambda pair: pair[1]):
         axes, halo = split.factors[factor], split.node.rule.halo(factor)
         assert halo is not None, split.node.rule
         sizes = tuple(split.mesh[axis] for axis in axes)
-        found.append(_Stretch(factor, dim, halo, axes, sizes, split.whole[dim], split.node.sizes[factor]))
+        found.append(HaloStretch(factor, dim, halo, axes, sizes, split.whole[dim], split.node.sizes[factor]))
     return tuple(found)
 
 
@@ -161,14 +159,14 @@ def received_share(split: Split) -> Mapping[str, float]:
 
 
 @dataclass(frozen=True)
-class _Exchange:
+class HaloExchange:
     reshard: Reshard
     itemsize: int
     differentiable: bool
-    stretch: _Stretch
+    stretch: HaloStretch
 
     @classmethod
-    def of(cls, split: Split, stretch: _Stretch) -> _Exchange:
+    def of(cls, split: Split, stretch: HaloStretch) -> HaloExchange:
         """The dims before this one have their edges already."""
         shape = list(split.shape)
         places = range(stretch.count)
@@ -186,60 +184,3 @@ class _Exchange:
         steps = (step,) if most else ()
         found = Reshard(Atoms.plain(shape), tuple(split.mesh.items()), layout, layout, steps, steps)
         return cls(found, split.dtype.itemsize, split.differentiable, stretch)
-
-    def bind(self, groups: Groups) -> Send:
-        own = self.stretch.place(groups.coordinate)
-        if not self.reshard.forward:
-            return _Edges(self.stretch, own, (), "")
-        group = groups.of(self.stretch.axes)
-        return _Edges(self.stretch, own, tuple(map(self.stretch.place, group.members)), group.name)
-
-
-@dataclass(frozen=True)
-class _Edges:
-    """An exchange bound to a rank: the stretch of the input that its part of the output reads."""
-
-    stretch: _Stretch
-    own: int
-    members: tuple[int, ...]
-    """The places of the ranks of the group; none where nothing is sent."""
-    group: str
-
-    def __call__(self, x: Tensor) -> Tensor:
-        dim, own = self.stretch.dim, self.own
-        kept = {own: x.narrow(dim, *self.stretch.shared(own, own))}
-        if self.members:
-            kept |= self._received(x)
-        # Empty parts too: a rank that gets nothing has gradients to receive, so the exchange must be in its graph.
-        return torch.cat([kept[place] for place in sorted(kept)], dim) if len(kept) > 1 else kept[own]
-
-    def _received(self, x: Tensor) -> dict[int, Tensor]:
-        dim, own, others = self.stretch.dim, self.own, [place for place in self.members if place != self.own]
-        line = prod(size for i, size in enumerate(x.shape) if i != dim)
-        given = {place: self.stretch.shared(own, place) for place in others} | {own: (0, 0)}
-        taken = {place: self.stretch.shared(place, own)[1] for place in others} | {own: 0}
-        flat = torch.cat([x.narrow(dim, *given[place]).reshape(-1) for place in self.members])
-        sent = [given[place][1] * line for place in self.members]
-        received = [taken[place] * line for place in self.members]
-        parts = _AllToAll.apply(flat, received, sent, self.group).split(received)  # type: ignore[no-untyped-call]
-        shapes = {place: (*x.shape[:dim], taken[place], *x.shape[dim + 1 :]) for place in others}
-        found = zip(self.members, parts, strict=True)
-        return {place: part.reshape(shapes[place]) for place, part in found if place != own}
-
-
-class _AllToAll(torch.autograd.Function):
-    """Its gradient goes back the way that it came."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
-        ctx.way = sent, received, group
-        ops = torch.ops._c10d_functional
-        known = is_known(x.dtype, gathered=False)
-        given, size = (x.contiguous(), 1) if known else (as_bytes(x.contiguous()), x.element_size())
-        sizes = ([size * count for count in counts] for counts in (received, sent))
-        exchanged: Tensor = ops.wait_tensor(ops.all_to_all_single(given, *sizes, group))
-        return exchanged if known else exchanged.view(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _AllToAll.apply(gradient, *ctx.way), None, None, None  # type: ignore[no-untyped-call]
