@@ -24,12 +24,13 @@ from autopar.lowering.collectives.wire_dtypes import restored
 from autopar.lowering.modules.late_tensor import Late
 from autopar.lowering.passes.join_small_sums import joined, small_sum
 from autopar.lowering.passes.recompute_regions import REGION
-from autopar.runtime.ranks.agreement import ROOM
 
-__all__ = ["Ends", "Exchanges", "move_to_ends", "wrapped"]
+__all__ = ["ROOM", "Ends", "Exchanges", "move_to_ends", "wrapped"]
 
 MOST_NODES = 64
 """Of the graph before the graph: targets that are shifted, flattened, compared and counted take ten."""
+ROOM = 7
+"""For so many numbers there is room in a comparison of the ranks, so that what a call sends may go with it."""
 _ATEN = torch.ops.aten
 _BY_NUMBERS = (_ATEN.neg.default, _ATEN.div.Scalar, _ATEN.mul.Scalar)
 Rows = Sequence[Sequence[int | float]]

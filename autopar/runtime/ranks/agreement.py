@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.errors import AutoparError
 from autopar.lowering.collectives.checksum import digest
 from autopar.lowering.collectives.process_groups import group_over, limit_seconds_of
+from autopar.lowering.passes.hoist_small_sums import ROOM
 from autopar.rules.torch_versions import all_gather_single
-from autopar.runtime.ranks.shared_memory import SAID, Channel
+from autopar.runtime.ranks.shared_memory import Channel
 
 __all__ = ["Agreement", "Pending"]
 
@@ -29,10 +30,6 @@ Result = TypeVar("Result")
 @dataclass(frozen=True)
 class _Failure:
     error: AutoparError
-
-
-ROOM = SAID - 1
-"""For so many numbers there is room in a comparison, so that what a call sends may go with it."""
 
 
 class Pending:

@@ -19,14 +19,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.errors import AutoparError
+from autopar.lowering.passes.hoist_small_sums import ROOM
 
 __all__ = ["SAID", "Channel", "Exchange"]
 
 EXCHANGES = 8
 """So many may be unread."""
-WIDTH = 10
+SAID = ROOM + 1
+"""Numbers that a rank says in an exchange: what is compared, and what goes along."""
+WIDTH = SAID + 2
 """Numbers in a row: which exchange, what is said, a check."""
-SAID = WIDTH - 2
 REST_SECONDS = 5e-5
 """Of a rank that waits, before it looks again: the others may need its core."""
 LONGEST_REST_SECONDS = 1e-3
