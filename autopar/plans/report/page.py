@@ -8,13 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.files import write_text
+from autopar.plans.record import PlanRecord
 from autopar.plans.report.contents import Rival, contents
-
-if TYPE_CHECKING:
-    from autopar.plans.plan import Plan
 
 __all__ = ["Page", "page", "report"]
 
@@ -35,7 +33,7 @@ class Page:
         return f'<iframe srcdoc="{html.escape(self.text)}" style="width:100%;height:40rem;border:0"></iframe>'
 
 
-def report(plan: Plan, experts: Mapping[str, Plan] | None = None) -> Page:
+def report(plan: PlanRecord, experts: Mapping[str, PlanRecord] | None = None) -> Page:
     """The page of a plan, with other plans for the same model and mesh to compare with."""
     rivals = [Rival(name, one.step_seconds, one.memory_bytes, one.fits) for name, one in (experts or {}).items()]
     shown = contents(

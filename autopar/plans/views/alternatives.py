@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
-from typing import TYPE_CHECKING
 
 from autopar.cost.costs import Costs
 from autopar.errors import LayoutError
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.plans.format import bytes_text, seconds_text, table
+from autopar.plans.record import PlanRecord
 from autopar.plans.text.tensor_axes import Splits, is_uneven, rules_for
 from autopar.plans.text.to_layout import choice_words
 from autopar.sharding.assignment import Decisions
@@ -27,9 +27,6 @@ from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.printer import print_statement
 from autopar.sharding.layout.syntax import Axes, Block, DimRule, Kind, OpPin, Pin, PinState, Scope
 from autopar.sharding.propagation import redecide, restored
-
-if TYPE_CHECKING:
-    from autopar.plans.plan import Plan
 
 __all__ = ["MOST_PRICED", "Alternative", "alternatives", "forced", "shown"]
 
@@ -44,11 +41,11 @@ class Alternative:
     """One line that could be added to a plan, and the plan that it makes; or why it makes none."""
 
     change: str
-    plan: Plan | None
+    plan: PlanRecord | None
     why: str = ""
 
 
-def alternatives(plan: Plan, name: str) -> tuple[Alternative, ...]:
+def alternatives(plan: PlanRecord, name: str) -> tuple[Alternative, ...]:
     """Of a tensor and of the op of this name: the fastest first, then what cannot be had; what is the same once."""
     found: list[Alternative] = []
     known: list[tuple[Decided, tuple[DimRule, ...], Costs]] = [(plan.decided, (), plan.costs)]
@@ -65,7 +62,7 @@ def alternatives(plan: Plan, name: str) -> tuple[Alternative, ...]:
     return tuple(sorted(found, key=lambda one: inf if one.plan is None else one.plan.step_seconds))
 
 
-def shown(plan: Plan, found: Sequence[Alternative], alike: int = 1) -> str:
+def shown(plan: PlanRecord, found: Sequence[Alternative], alike: int = 1) -> str:
     """As a table, beside what the plan takes; `alike`: how many layers have such a tensor or op."""
     if not found:
         return "no alternatives: nothing here can be split otherwise"
@@ -93,7 +90,7 @@ def _yes(fits: bool) -> str:
     return "yes" if fits else "no"
 
 
-def _of_tensor(plan: Plan, name: str) -> Iterator[Pin | Block]:
+def _of_tensor(plan: PlanRecord, name: str) -> Iterator[Pin | Block]:
     axes = plan.decided.axes
     tensor = plan.graph.tensors.get(name)
     if tensor is None:
@@ -103,7 +100,7 @@ def _of_tensor(plan: Plan, name: str) -> Iterator[Pin | Block]:
     yield from (Block(scopes, rules_for(tensor, splits, axes)) for splits in _storages(plan, tensor))
 
 
-def _of_op(plan: Plan, name: str) -> Iterator[OpPin]:
+def _of_op(plan: PlanRecord, name: str) -> Iterator[OpPin]:
     for node in plan.graph.nodes:
         if node.name == name:
             for choice in _choices(plan, node):
@@ -111,7 +108,7 @@ def _of_op(plan: Plan, name: str) -> Iterator[OpPin]:
                 yield OpPin(name, words, uneven=uneven)
 
 
-def forced(plan: Plan, line: Pin | Block | OpPin) -> Alternative:
+def forced(plan: PlanRecord, line: Pin | Block | OpPin) -> Alternative:
     """The plan with a line, as far as it touches anything."""
     change = " ".join(print_statement(line).replace("\n}", " }").replace("\n  ", ", ").replace("{,", "{").split())
     ways: list[Decisions] = []
@@ -127,7 +124,7 @@ def forced(plan: Plan, line: Pin | Block | OpPin) -> Alternative:
     return Alternative(change, min(plans, key=lambda one: one.step_seconds))
 
 
-def _with(plan: Plan, decisions: Decisions, origin: str) -> Plan:
+def _with(plan: PlanRecord, decisions: Decisions, origin: str) -> PlanRecord:
     made = Decided.decided(plan.graph, decisions)
     decided = replace(
         plan.decided,
@@ -139,7 +136,7 @@ def _with(plan: Plan, decisions: Decisions, origin: str) -> Plan:
     return replace(plan, decided=decided, bound_seconds=None, origin=origin)
 
 
-def _ways(plan: Plan, line: Pin | Block | OpPin) -> Iterator[Callable[[], Decisions]]:
+def _ways(plan: PlanRecord, line: Pin | Block | OpPin) -> Iterator[Callable[[], Decisions]]:
     """The ops that it touches do as they did; they do what sends least, and take parameters as they did; or freely."""
     graph, known, axes = plan.graph, plan.decided.decisions, plan.decided.axes
     if isinstance(line, Block):
@@ -162,7 +159,7 @@ def _ways(plan: Plan, line: Pin | Block | OpPin) -> Iterator[Callable[[], Decisi
     yield lambda: redecide(graph, said, known, ops, uses_stay=False)
 
 
-def _results(plan: Plan, ops: Collection[str], but: str) -> Iterator[Pin]:
+def _results(plan: PlanRecord, ops: Collection[str], but: str) -> Iterator[Pin]:
     """What the plan says about the results of some ops."""
     axes = plan.decided.axes
     values = plan.decided.decisions.values
@@ -183,14 +180,14 @@ def _in_order(held: Collection[str], axes: Collection[str]) -> Axes:
 # -- of a tensor
 
 
-def _storages(plan: Plan, tensor: NamedTensor) -> Iterator[Splits]:
+def _storages(plan: PlanRecord, tensor: NamedTensor) -> Iterator[Splits]:
     """Of a parameter that is used as it is: held with one axis elsewhere."""
     if tensor.kind == "param" and tensor.name in plan.decided.decisions.values:
         now = plan.layout_of(tensor.name).splits
         yield from (splits for splits in dict.fromkeys(_moved(tensor, now, plan)) if splits != now)
 
 
-def _layouts(plan: Plan, tensor: NamedTensor) -> Iterator[Splits]:
+def _layouts(plan: PlanRecord, tensor: NamedTensor) -> Iterator[Splits]:
     """One axis elsewhere; a parameter held as it is used, or used as it is held; a sum that is made; whole."""
     values = plan.decided.decisions.values
     if tensor.kind in ("buffer", "constant") or tensor.name not in values:
@@ -203,12 +200,12 @@ def _layouts(plan: Plan, tensor: NamedTensor) -> Iterator[Splits]:
             yield splits
 
 
-def _real(splits: Splits, plan: Plan) -> Splits:
+def _real(splits: Splits, plan: PlanRecord) -> Splits:
     """Without axes of one rank, which split nothing."""
     return tuple(tuple(axis for axis in split if plan.decided.axes[axis] > 1) for split in splits)
 
 
-def _moved(tensor: NamedTensor, now: Splits, plan: Plan) -> Iterator[Splits]:
+def _moved(tensor: NamedTensor, now: Splits, plan: PlanRecord) -> Iterator[Splits]:
     axes = plan.decided.axes
     for axis in (name for name, size in axes.items() if size > 1):
         without = [tuple(one for one in split if one != axis) for split in now]
@@ -222,7 +219,7 @@ def _moved(tensor: NamedTensor, now: Splits, plan: Plan) -> Iterator[Splits]:
 # -- of an op
 
 
-def _choices(plan: Plan, node: NamedNode) -> Iterator[Choice]:
+def _choices(plan: PlanRecord, node: NamedNode) -> Iterator[Choice]:
     """One axis splits another factor, or none."""
     axes = plan.decided.axes
     now = plan.decided.decisions.ops[node.name].choice

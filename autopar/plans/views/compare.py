@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from autopar.errors import AutoparError
 from autopar.plans.format import bytes_text, layout_text, percent_text, seconds_text, table
+from autopar.plans.record import PlanRecord
 from autopar.plans.text.glob_cover import skeleton
-
-if TYPE_CHECKING:
-    from autopar.plans.plan import Plan
 
 __all__ = ["MOST_DIFFERENCES", "cost_rows", "difference", "differences", "side_by_side"]
 
 MOST_DIFFERENCES = 40
 
 
-def difference(one: Plan, other: Plan) -> str:
+def difference(one: PlanRecord, other: PlanRecord) -> str:
     """What the second does otherwise."""
     return side_by_side({"this": one, "other": other})
 
 
-def side_by_side(plans: Mapping[str, Plan]) -> str:
+def side_by_side(plans: Mapping[str, PlanRecord]) -> str:
     """Costs as a table, then the tensors that differ from the first plan's."""
     names = list(plans)
     lines = table(cost_rows(plans), right=range(1, len(names) + 1), indent="")
@@ -39,7 +36,7 @@ def side_by_side(plans: Mapping[str, Plan]) -> str:
     return "\n".join(lines)
 
 
-def cost_rows(plans: Mapping[str, Plan]) -> list[Sequence[str]]:
+def cost_rows(plans: Mapping[str, PlanRecord]) -> list[Sequence[str]]:
     """Step, its parts, memory, and what is sent over which axes."""
     every = list(plans.values())
     rows: list[Sequence[str]] = [("", *plans)]
@@ -56,11 +53,11 @@ def cost_rows(plans: Mapping[str, Plan]) -> list[Sequence[str]]:
     return rows
 
 
-def _gap(plan: Plan) -> str:
+def _gap(plan: PlanRecord) -> str:
     return "-" if plan.gap is None else f"{percent_text(plan.gap)}{' by its file' if plan.claimed else ''}"
 
 
-def _sent(plan: Plan) -> dict[str, float]:
+def _sent(plan: PlanRecord) -> dict[str, float]:
     found: dict[str, float] = {}
     for one in plan.costs.communication:
         key = f"{one.kind}({'*'.join(one.axes)}) of {one.of}"
@@ -68,7 +65,7 @@ def _sent(plan: Plan) -> dict[str, float]:
     return found
 
 
-def differences(one: Plan, other: Plan) -> dict[str, tuple[str, str]]:
+def differences(one: PlanRecord, other: PlanRecord) -> dict[str, tuple[str, str]]:
     """Kinds of tensors (one name for repeated layers) that lie otherwise, with both layouts."""
     found: dict[str, tuple[str, str]] = {}
     shared = [name for name in one.graph.tensors if name in other.graph.tensors]
@@ -84,7 +81,7 @@ def differences(one: Plan, other: Plan) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _text(plan: Plan, name: str) -> str:
+def _text(plan: PlanRecord, name: str) -> str:
     tensor = plan.graph.tensors[name]
     text = layout_text(tensor, plan.layout_of(name))
     if tensor.kind == "param":

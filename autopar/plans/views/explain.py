@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from autopar.errors import AutoparError
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.names import did_you_mean, nearest
 from autopar.plans.format import bytes_text, layout_text, seconds_text
+from autopar.plans.record import PlanRecord, PricedCollective
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.precedence import Level, glob_matches, matches, specificity
 from autopar.sharding.layout.syntax import Block, DimRule, Hold, OpPin, Pin, Scope
-
-if TYPE_CHECKING:
-    from autopar.plans.plan import Plan, PricedCollective
 
 __all__ = ["Explanation", "Line", "OpFacts", "TensorFacts", "explained"]
 
@@ -63,7 +60,7 @@ class Explanation:
         return "\n".join([*lines, *(f"used by {op} as {layout}" for op, layout in self.used_by)])
 
 
-def explained(plan: Plan, name: str) -> Explanation:
+def explained(plan: PlanRecord, name: str) -> Explanation:
     """The name is that of a tensor or op, as the summary and `autopar trace` show them."""
     nodes = {node.name: node for node in plan.graph.nodes}
     tensor = plan.graph.tensors.get(name)
@@ -84,7 +81,7 @@ def explained(plan: Plan, name: str) -> Explanation:
 # -- a tensor
 
 
-def _tensor(plan: Plan, tensor: NamedTensor) -> TensorFacts:
+def _tensor(plan: PlanRecord, tensor: NamedTensor) -> TensorFacts:
     decisions = plan.decided.decisions
     layout = layout_text(tensor, plan.layout_of(tensor.name))
     used = held = None
@@ -110,7 +107,7 @@ def _tensor_lines(facts: TensorFacts) -> Iterator[str]:
         yield f"  {'' if i else 'line':7} {number}: {line}"
 
 
-def _lines(plan: Plan, tensor: NamedTensor) -> list[Line]:
+def _lines(plan: PlanRecord, tensor: NamedTensor) -> list[Line]:
     """The lines of the plan's text that say where the tensor's dims go."""
     text = plan.text.splitlines()
     found: dict[int, str] = {}
@@ -151,7 +148,7 @@ def _scope_fits(scope: Scope, tensor: NamedTensor, kinds: set[str], dims: set[st
     )
 
 
-def _users(plan: Plan, tensor: NamedTensor) -> Iterator[tuple[str, str]]:
+def _users(plan: PlanRecord, tensor: NamedTensor) -> Iterator[tuple[str, str]]:
     for node in plan.graph.nodes:
         for name, layout in zip(node.operands, plan.decided.decisions.ops[node.name].operands, strict=True):
             if name == tensor.name and layout is not None:
@@ -161,7 +158,7 @@ def _users(plan: Plan, tensor: NamedTensor) -> Iterator[tuple[str, str]]:
 # -- an op
 
 
-def _op(plan: Plan, node: NamedNode) -> OpFacts:
+def _op(plan: PlanRecord, node: NamedNode) -> OpFacts:
     decision = plan.decided.decisions.ops[node.name]
     pins = (pin for pin in parse_layout(plan.text, "<plan>") if isinstance(pin, OpPin))
     operands = zip(node.operands, decision.operands, strict=True)

@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING
 
 from autopar.errors import AutoparError
+from autopar.plans.find import asked_as, under
+from autopar.plans.plan import Plan
 from autopar.sharding.layout.load import axes_of, load_strategy, strategy_names, usable_axes
 from autopar.solver.strategies import WHOLE, splits_nothing
-
-if TYPE_CHECKING:
-    from autopar.plans.plan import Plan
 
 __all__ = ["experts_beside", "least_of"]
 
 
 def experts_beside(plan: Plan) -> dict[str, Plan]:
     """By what each is called; those that say the same on this mesh once, under the first name; fast ones first."""
-    from autopar.plans.find import asked_as, under
-
     asked = asked_as(plan)
     used = {axis: size for axis, size in plan.decided.axes.items() if size > 1}
     found: dict[str, Plan] = {}

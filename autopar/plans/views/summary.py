@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from textwrap import wrap
-from typing import TYPE_CHECKING
 
 from autopar.cost.compute.rates import rate_notes
+from autopar.ir.analysis.repeated_layers import Repeat
 from autopar.plans.format import bytes_text, layout_text, percent_text, seconds_text, table
+from autopar.plans.record import PlanRecord, PricedCollective
 from autopar.plans.text.glob_cover import skeleton
 
-if TYPE_CHECKING:
-    from autopar.ir.analysis.repeated_layers import Repeat
-    from autopar.plans.plan import Plan, PricedCollective
-
-__all__ = ["collective_lines", "collectives_by_place", "dims_by_place", "layer_rows", "summary"]
+__all__ = ["collectives_by_place", "dims_by_place", "layer_rows", "summary"]
 
 
-def summary(plan: Plan) -> str:
+def summary(plan: PlanRecord) -> str:
     """All of it, in blocks."""
     blocks = [
         _head(plan),
@@ -31,7 +28,7 @@ def summary(plan: Plan) -> str:
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def _head(plan: Plan) -> list[str]:
+def _head(plan: PlanRecord) -> list[str]:
     device = plan.cluster.device.name
     model = type(plan.graph.model).__name__
     fits = "fits" if plan.fits else "DOES NOT FIT"
@@ -58,7 +55,7 @@ def _head(plan: Plan) -> list[str]:
     return lines
 
 
-def dims_by_place(plan: Plan) -> dict[str, list[str]]:
+def dims_by_place(plan: PlanRecord) -> dict[str, list[str]]:
     """Axes -> the dims that they split somewhere, those that they split in most tensors first."""
     counts: dict[tuple[str, str], int] = {}
     for tensor in plan.graph.tensors.values():
@@ -78,7 +75,7 @@ WIDTH = 60
 """Of a list of dims."""
 
 
-def _dims(plan: Plan) -> list[str]:
+def _dims(plan: PlanRecord) -> list[str]:
     """Dims that go to the same places in one row; of several places, that of most tensors first."""
     places: dict[str, list[str]] = {}
     for axes, dims in dims_by_place(plan).items():
@@ -114,7 +111,7 @@ HEAD: Row = ("tensor", "dims", "layout", "sends")
 WHOLE = "whole"
 
 
-def layer_rows(plan: Plan, names: Iterable[str], path: str = "", repeated: bool = False) -> list[Row]:
+def layer_rows(plan: PlanRecord, names: Iterable[str], path: str = "", repeated: bool = False) -> list[Row]:
     """Tensor, dims, layout, collectives: of each parameter that some ops use, and each value that is sent for them."""
     nodes = {node.name: node for node in plan.graph.nodes}
     sent = collectives_by_place(plan.collectives)
@@ -141,7 +138,7 @@ def _collective(one: PricedCollective) -> str:
     return f"{way} {one.kind}({'*'.join(one.axes)}) {bytes_text(one.bytes)}"
 
 
-def _layers(plan: Plan) -> Iterator[list[str]]:
+def _layers(plan: PlanRecord) -> Iterator[list[str]]:
     names = {node.node: node.name for node in plan.graph.nodes}
     for repeat in plan.graph.repeats:
         kinds: dict[tuple[Row, ...], list[int]] = {}
@@ -189,7 +186,7 @@ def _is_below(name: str, path: str) -> bool:
     return bool(path) and name.startswith((f"{path}.", f"{path}/"))
 
 
-def _shared_path(plan: Plan, ops: Sequence[str], path: str) -> str:
+def _shared_path(plan: PlanRecord, ops: Sequence[str], path: str) -> str:
     """The path of a layer; none where some parameters of the layer are numbered elsewhere."""
     nodes = {node.name: node for node in plan.graph.nodes}
     taken = {name for op in ops for name in nodes[op].operands if name is not None}
@@ -197,7 +194,7 @@ def _shared_path(plan: Plan, ops: Sequence[str], path: str) -> str:
     return path if all(_is_below(name, path) for name in own) else ""
 
 
-def _outside(plan: Plan) -> list[str]:
+def _outside(plan: PlanRecord) -> list[str]:
     inside = {name for repeat in plan.graph.repeats for layer in repeat.layers for name in layer}
     rows = layer_rows(plan, [node.name for node in plan.graph.nodes if node.node not in inside])
     title = "around the layers" if plan.graph.repeats else "tensors"
@@ -222,7 +219,7 @@ MOST_ROWS = 40
 # -- costs
 
 
-def _communication(plan: Plan) -> list[str]:
+def _communication(plan: PlanRecord) -> list[str]:
     rows = [("over", "collective", "of", "", "count", "bytes", "time")]
     for one in sorted(plan.costs.communication, key=lambda one: -one.seconds):
         over = "*".join(one.axes)
@@ -233,7 +230,7 @@ def _communication(plan: Plan) -> list[str]:
     return ["communication in a step", *table(rows, right=(4, 5, 6))]
 
 
-def _time(plan: Plan) -> list[str]:
+def _time(plan: PlanRecord) -> list[str]:
     costs = plan.costs
     parts = (
         ("forward", costs.compute.forward_seconds),
@@ -250,7 +247,7 @@ def _time(plan: Plan) -> list[str]:
     return [head, *table(rows, right=(1, 2))]
 
 
-def _memory(plan: Plan) -> list[str]:
+def _memory(plan: PlanRecord) -> list[str]:
     memory = plan.costs.memory
     kinds = (
         ("parameters", memory.parameters_bytes),
@@ -263,20 +260,3 @@ def _memory(plan: Plan) -> list[str]:
     rows = [(name, bytes_text(size)) for name, size in kinds if size]
     head = f"memory per device: at most {bytes_text(memory.peak_bytes)}, at {memory.peak_at}"
     return [head, *table(rows, right=(1,))]
-
-
-def collective_lines(plan: Plan) -> list[str]:
-    """The collectives of a step, equal ones of repeated layers once: count, bytes and time of each."""
-    counts: dict[tuple[str, str, str, str, str], int] = {}
-    prices: dict[tuple[str, str, str, str, str], PricedCollective] = {}
-    for one in plan.collectives:
-        said = one.direction, f"{one.kind}({'*'.join(one.axes)})", skeleton(one.tensor), skeleton(one.op)
-        key = *said, str(one.bytes)
-        counts[key] = counts.get(key, 0) + 1
-        prices[key] = one
-    rows = []
-    for (way, what, tensor, op, size), count in counts.items():
-        one = prices[way, what, tensor, op, size]
-        place = tensor if tensor == op else f"{tensor} for {op}"
-        rows.append((f"{count} ×", way, what, bytes_text(one.bytes), seconds_text(one.seconds), place))
-    return table(rows, right=(0, 3, 4), indent="")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from autopar.plans.record import PlanRecord
+from autopar.plans.views.alternatives import Alternative
+from autopar.plans.views.explain import Explanation, OpFacts
 from autopar.plans.views.summary import dims_by_place
-
-if TYPE_CHECKING:
-    from autopar.plans.plan import Plan
-    from autopar.plans.views.alternatives import Alternative
-    from autopar.plans.views.explain import Explanation, OpFacts
 
 __all__ = ["costs_data", "explanation_data", "plan_data", "short_data"]
 
 
-def plan_data(plan: Plan) -> dict[str, Any]:
+def plan_data(plan: PlanRecord) -> dict[str, Any]:
     """What `autopar plan --json` prints."""
     return {
         "model": type(plan.graph.model).__name__,
@@ -41,7 +39,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
     }
 
 
-def costs_data(plan: Plan) -> dict[str, Any]:
+def costs_data(plan: PlanRecord) -> dict[str, Any]:
     """Time and memory."""
     costs, memory = plan.costs, plan.costs.memory
     return {
@@ -72,7 +70,7 @@ def costs_data(plan: Plan) -> dict[str, Any]:
     }
 
 
-def short_data(plan: Plan | None) -> dict[str, Any]:
+def short_data(plan: PlanRecord | None) -> dict[str, Any]:
     """Time and memory in three numbers; null where there is no plan."""
     if plan is None:
         return dict.fromkeys(("step_seconds", "memory_bytes", "fits"))

@@ -1,0 +1,173 @@
+"""The data of a plan: graph, assignment, mesh, cluster, costs, and its text; views of a plan read this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from autopar.cost.collectives.network import Network
+from autopar.cost.costs import Costs
+from autopar.cost.evaluate import evaluate
+from autopar.cost.hardware.cluster import Cluster
+from autopar.files import write_text
+from autopar.ir.graph import NamedGraph
+from autopar.mesh import Mesh
+from autopar.plans.format import bytes_text, seconds_text, table
+from autopar.plans.header import Header, dtype_text, parameters_of
+from autopar.plans.text.glob_cover import skeleton
+from autopar.plans.text.to_layout import Written, written
+from autopar.sharding.assignment import Plan as Decided
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.printer import print_statement
+from autopar.sharding.reshard_insertion import Collective, conversions
+from autopar.sharding.sharding import Layout as State
+from autopar.solver.progress import relative_gap
+
+__all__ = ["PlanRecord", "PricedCollective", "collective_lines"]
+
+
+@dataclass(frozen=True)
+class PricedCollective(Collective):
+    """A collective of a plan, with what it takes by itself; parameters travel several at once, and take less."""
+
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class PlanRecord:
+    """What was decided about a model on a mesh of a cluster, with its costs."""
+
+    graph: NamedGraph = field(repr=False)
+    decided: Decided = field(repr=False)
+    mesh: Mesh
+    cluster: Cluster = field(repr=False)
+    limit_bytes: int
+    """What it may hold on each device."""
+    bound_seconds: float | None = None
+    """No plan that does what was asked takes less; 0 where a search proved nothing of use, None where none was made."""
+    origin: str = ""
+    """Where it comes from: `search`, or a strategy, or a layout."""
+    target: str = ""
+    """The TARGET of the command line, if it comes from there."""
+    within_layout: bool = False
+    """Whether a layout said some of it: the bound is then that of the plans which do what it says."""
+    claimed: bool = False
+    """Whether the bound is the word of a file: time and memory are predicted anew, a bound takes a search."""
+
+    @cached_property
+    def costs(self) -> Costs:
+        return evaluate(self.graph, self.decided, self.cluster)
+
+    @property
+    def step_seconds(self) -> float:
+        """The predicted time of a step."""
+        return self.costs.step_seconds
+
+    @property
+    def memory_bytes(self) -> float:
+        """The predicted peak of memory on the device that holds most."""
+        return self.costs.memory.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_bytes <= self.limit_bytes
+
+    @property
+    def gap(self) -> float | None:
+        """How far from the best of all plans it can be, as a part of its time; None where nothing was proved.
+
+        Where a layout was given, of all plans that do what it says.
+        """
+        return relative_gap(self.step_seconds, self.bound_seconds) if self.bound_seconds else None
+
+    @cached_property
+    def collectives(self) -> tuple[PricedCollective, ...]:
+        """Every collective of one forward and backward, in the order of the graph."""
+        decided = self.decided
+        network = Network(self.cluster, decided.axes, decided.links)
+        found = []
+        for one in conversions(self.graph, decided.decisions, decided.outputs, decided.local_inputs):
+            for direction, step in one.collectives():
+                size = step.numel * one.itemsize
+                seconds = network.seconds(step.kind.value, step.axes, float(size))
+                found.append(PricedCollective(step.kind.value, step.axes, direction, one.tensor, one.op, size, seconds))
+        return tuple(found)
+
+    def layout_of(self, name: str) -> State:
+        """Where a tensor is: a parameter or input as it is stored, a value as its consumers find it."""
+        decisions = self.decided.decisions
+        return decisions.stored.get(name) or decisions.values[name]
+
+    @cached_property
+    def written(self) -> Written:
+        return written(self.graph, self.decided.decisions, self.mesh)
+
+    @property
+    def layout(self) -> Layout:
+        """The plan in the layout language, without holes."""
+        return self.written.layout
+
+    @property
+    def header(self) -> Header:
+        decided = self.decided
+        return Header(
+            type(self.graph.model).__name__,
+            parameters_of(self.graph),
+            decided.graph,
+            self.cluster.name,
+            decided.outputs,
+            decided.local_inputs,
+            decided.optimizer,
+            decided.micro_batches,
+            decided.compiled,
+            dtype_text(decided.master_dtype),
+            dtype_text(decided.gradient_dtype),
+            self.target,
+            self.limit_bytes,
+            self.step_seconds,
+            self.bound_seconds,
+            self.memory_bytes,
+            self.origin,
+            self.within_layout,
+        )
+
+    @cached_property
+    def text(self) -> str:
+        """What `save` writes."""
+
+        said = self.written
+        count = sum(map(len, (said.mesh, said.rules, said.tensors, said.ops, said.holds)))
+        head = replace(self.header, statements=count)
+        parts = [head.lines(), *(list(map(print_statement, one)) for one in (said.mesh, said.rules))]
+        for title, statements in (
+            ("tensors that the rules do not say", said.tensors),
+            ("ops that take another choice than the cheapest one", said.ops),
+            ("what is gathered or computed again", said.holds),
+        ):
+            if statements:
+                parts.append([f"# {title}", *map(print_statement, statements)])
+        sent = [f"#   {line}" for line in collective_lines(self)]
+        parts.append(["# what a step sends, each by itself", *(sent or ["#   nothing"])])
+        return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as a layout without holes, with its costs as comments."""
+        write_text(path, self.text)
+
+
+def collective_lines(plan: PlanRecord) -> list[str]:
+    """The collectives of a step, equal ones of repeated layers once: count, bytes and time of each."""
+    counts: dict[tuple[str, str, str, str, str], int] = {}
+    prices: dict[tuple[str, str, str, str, str], PricedCollective] = {}
+    for one in plan.collectives:
+        said = one.direction, f"{one.kind}({'*'.join(one.axes)})", skeleton(one.tensor), skeleton(one.op)
+        key = *said, str(one.bytes)
+        counts[key] = counts.get(key, 0) + 1
+        prices[key] = one
+    rows = []
+    for (way, what, tensor, op, size), count in counts.items():
+        one = prices[way, what, tensor, op, size]
+        place = tensor if tensor == op else f"{tensor} for {op}"
+        rows.append((f"{count} ×", way, what, bytes_text(one.bytes), seconds_text(one.seconds), place))
+    return table(rows, right=(0, 3, 4), indent="")
