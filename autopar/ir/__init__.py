@@ -1,0 +1,1 @@
+"""The intermediate representation: a named graph, and what follows from it."""

@@ -1,0 +1,1 @@
+"""The parallel module: call cache, parameters, checkpoints, random keys."""

@@ -1,0 +1,1 @@
+"""Shardings of tensors, choices of ops, and the reshards between them."""

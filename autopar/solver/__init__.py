@@ -1,15 +1,12 @@
-"""The planner: a graph, a mesh and a cluster as a problem, its solution, and the plan that it stands for.
+"""The solver: a graph, a mesh and a cluster as an optimisation model, its solution, and the assignment it stands for.
 
-setting      what is planned, and what the user has settled
-demands      what the user's layout demands
-candidates   what may be decided
-routes       the steps of conversions, found once for all tensors that are cut alike
-tables       their prices, as tables over pairs of layouts
-totals       the seconds of a step, from sums over everything that is decided
-model        sets, variables, constraints, objective: stated, then built
-search       the solution
-decode       the plan
-experts      the strategies of experts on this mesh
-refusals     what is said where there is no plan
-solve        all of it: `solve_plan`
+setting      the problem, and what the user has fixed
+candidates   options of ops and tensors
+model/       sets, variables, factors, objective
+search/      bounds, multipliers, incumbents
+decode       solution -> assignment
+strategies   published strategies as first candidates
+infeasible/  messages where there is no plan
+pairwise/    the solver of `autopar solve`, which plans do not use
+solve        entry point: `solve_plan`
 """

@@ -1,0 +1,1 @@
+"""Constants of a cluster, fitted to measurements."""

@@ -1,0 +1,1 @@
+"""Time of collectives on the links that their ranks span."""

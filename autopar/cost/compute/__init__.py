@@ -1,0 +1,1 @@
+"""Time of ops on one device, from FLOPs and bytes."""

@@ -1,0 +1,1 @@
+"""Clusters: devices, links, and the files that describe them."""

@@ -1,0 +1,1 @@
+"""Facts about a named graph that several stages read."""

@@ -1,0 +1,1 @@
+"""Steps of reshards bound to one rank, and the process groups they run in."""

@@ -1,0 +1,1 @@
+"""Modules that stand in the generated graph."""

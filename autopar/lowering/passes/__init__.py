@@ -1,0 +1,1 @@
+"""Graph passes of the lowering, one file each."""

@@ -1,0 +1,1 @@
+"""From an assignment to the statements of a layout."""

@@ -1,0 +1,1 @@
+"""Views of a plan: summary, explanation, comparison, alternatives, JSON."""

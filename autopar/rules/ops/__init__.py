@@ -1,0 +1,1 @@
+"""Rules by family of ops, one file each."""

@@ -1,0 +1,1 @@
+"""Proof and discovery of rules by execution."""

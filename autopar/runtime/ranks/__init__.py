@@ -1,0 +1,1 @@
+"""Comparison and exchange of small values between ranks."""

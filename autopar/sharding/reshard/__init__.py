@@ -1,0 +1,1 @@
+"""Reshards: the cheapest steps from one sharding to another."""

@@ -1,0 +1,1 @@
+"""Messages for problems without a plan."""

@@ -1,0 +1,1 @@
+"""The optimisation model: sets, variables, factors, objective."""

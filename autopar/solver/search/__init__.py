@@ -1,0 +1,1 @@
+"""Search over the model: bounds, multipliers, incumbents."""

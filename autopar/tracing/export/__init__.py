@@ -1,0 +1,1 @@
+"""torch.export, and the repair of what it loses."""

@@ -1,0 +1,1 @@
+"""Tensors as functions of their indices."""

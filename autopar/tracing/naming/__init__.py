@@ -1,0 +1,1 @@
+"""Rules bound to nodes, and one name for every dim."""

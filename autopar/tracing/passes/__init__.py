@@ -1,0 +1,1 @@
+"""Passes on the exported graph, one file each."""
