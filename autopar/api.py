@@ -18,12 +18,13 @@ from autopar.plans.find import Asked, check_outputs, meshes_of, plan_graph
 from autopar.plans.header import read_header
 from autopar.plans.plan import Plan
 from autopar.plans.planners import FromPlan, LayoutPlanner, Searching, has_holes
-from autopar.runtime.module import ParallelModule, Planner, Settings, check_plain
+from autopar.runtime.module import ParallelModule, Planner, Settings
 from autopar.runtime.ranks.agreement import Agreement
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.layout.source import read_text
 from autopar.sharding.options import Outputs
+from autopar.tracing.plain_model import check_plain
 from autopar.tracing.trace import trace
 
 __all__ = ["parallelize", "plan"]

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, ModuleAttributeError
 from autopar.ir.graph import NamedGraph
@@ -24,7 +23,7 @@ from autopar.sharding.assignment import Decisions
 from autopar.sharding.options import Outputs
 from autopar.sharding.reshard_insertion import Collective
 
-__all__ = ["ParallelModule", "Planner", "Settings", "check_plain"]
+__all__ = ["ParallelModule", "Planner", "Settings"]
 
 
 class ParallelModule(Closed):
@@ -261,25 +260,3 @@ class ParallelModule(Closed):
 
 def _has(model: nn.Module, name: str) -> bool:
     return name in model.__dict__ or (hasattr(type(model), name) and not hasattr(nn.Module, name))
-
-
-def check_plain(model: nn.Module) -> None:
-    """Raise if a model, or a part of it, is parallel already."""
-    for name, module in model.named_modules():
-        where = f" (its {name})" if name else ""
-        if isinstance(module, Closed):
-            raise AutoparError(
-                f"{type(model).__name__}{where} is a parallel module already\n"
-                "fix: parallelize the model itself, once; another layout needs the model again"
-            )
-        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            raise AutoparError(
-                f"{type(model).__name__}{where} is wrapped in {type(module).__name__}, which would send gradients too\n"
-                'fix: give the model inside, model.module; layout="ddp" does what the wrapper does'
-            )
-    for name, parameter in nn.Module.named_parameters(model):
-        if isinstance(parameter, DTensor):
-            raise AutoparError(
-                f"the parameter {name} is a DTensor, as fully_shard and parallelize_module make them\n"
-                'fix: give the model without them; layout="fsdp" does what fully_shard does'
-            )

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ModuleAttributeError
+from autopar.tracing.plain_model import AlreadyParallel
 
 __all__ = ["Closed", "Part", "canonical_names", "entry_of", "mirror", "owner_of", "tie"]
 
@@ -21,7 +22,7 @@ NOT_CALLED = (
 HOOK_FIX = "register the hook on the model before it is parallelised, or on the parallel module itself"
 
 
-class Closed(nn.Module):
+class Closed(AlreadyParallel):
     """A module to which nothing can be added, since the graph that runs would not know of it."""
 
     def add_module(self, name: str, module: nn.Module | None) -> NoReturn:

@@ -13,11 +13,11 @@ from autopar.ir.analysis.repeated_layers import repeated_layers
 from autopar.ir.graph import NamedGraph
 from autopar.rules.proof.discover import Discoveries
 from autopar.rules.registry import rule_table
-from autopar.runtime.module import check_plain
 from autopar.tracing.assemble import assemble
 from autopar.tracing.export.export import export
 from autopar.tracing.naming.bind_graph import bind_graph
 from autopar.tracing.naming.name_dims import name_dims
+from autopar.tracing.plain_model import check_plain
 
 __all__ = ["named_graph", "trace"]
 
