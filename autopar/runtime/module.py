@@ -19,6 +19,7 @@ from autopar.lowering.modules.late_tensor import Late
 from autopar.runtime.call_cache import Disagreement, Fixed, Planner, Plans, Settings
 from autopar.runtime.compiled_call import Given, Planned
 from autopar.runtime.module_shell import Closed, entry_of, tie
+from autopar.runtime.stale_optimizers import watch_replaced
 from autopar.sharding.assignment import Decisions
 from autopar.sharding.options import Outputs
 from autopar.sharding.reshard_insertion import Collective
@@ -46,6 +47,7 @@ class ParallelModule(Closed):
         # Outside of the tables of the module, where the names of the model's own modules are.
         object.__setattr__(self, "_plans", Plans(self, model, mesh, planner, settings))
         self.training = model.training
+        watch_replaced(model.parameters())
         if inputs is not None:
             self._plans.prepare(inputs)
 

@@ -91,6 +91,31 @@ def ask() -> dict[str, Any]:
     return found
 
 
+def step_with_each_optimizer() -> tuple[str, bool, bool]:
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    before = torch.optim.SGD(model.parameters(), lr=0.1)
+    p = autopar.parallelize(model, "dp=2", (x,), layout="ddp")
+    after = torch.optim.SGD(p.parameters(), lr=0.1)
+    p(x).square().mean().backward()
+    error = error_of(before.step)
+    start = p.weight.full_tensor().clone()
+    after.step()
+    moved = not torch.equal(p.weight.full_tensor(), start)
+    # The model may go on by itself, beside the parallel one.
+    model(x).square().mean().backward()
+    before.step()
+    return error, moved, torch.allclose(p.weight.full_tensor(), model.weight)
+
+
+def test_an_optimizer_of_the_model_itself_is_an_error_where_it_would_do_nothing() -> None:
+    for error, moved, is_alike in launch(step_with_each_optimizer, ranks=2):
+        assert error.startswith("SGD updates the parameters of the model that was given to parallelize")
+        assert "make the optimizer after it" in error
+        assert moved
+        assert is_alike
+
+
 def test_each_answer_is_right_or_an_error_with_a_fix() -> None:
     for found in launch(ask, ranks=2):
         for text, answers in found.items():
