@@ -38,4 +38,4 @@ def test_every_dtype_is_sent(dtype: torch.dtype, layout: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 6, dtype=torch.float64)
     graph = trace(Cast(dtype), (x,), dims={"x": "batch features"})
-    assert difference(graph, LAYOUTS[layout], {"a": 2}, [x]) == 0
+    assert difference(graph, LAYOUTS[layout], {"a": 2}, [x]) <= 1e-15  # the loss is summed in another order
