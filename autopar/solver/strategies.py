@@ -8,7 +8,7 @@ from itertools import product
 from autopar.errors import LayoutError
 from autopar.sharding.assignment import Plan
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.load import axes_of, load_strategy, strategy_names, usable_axes
+from autopar.sharding.layout.load import applies_to, axes_of, load_strategy, strategy_names, usable_axes
 from autopar.sharding.propagation import Known, completed
 from autopar.solver.setting import Setting
 
@@ -33,7 +33,8 @@ def expert_plans(setting: Setting, is_late: Callable[[], bool] = lambda: False) 
     """
     known = Known()
     found: list[Plan] = []
-    strategies = {name: load_strategy(name) for name in strategy_names()}
+    loaded = {name: load_strategy(name) for name in strategy_names()}
+    strategies = {name: strategy for name, strategy in loaded.items() if applies_to(strategy, setting.graph.dims)}
     for name, strategy in sorted(strategies.items(), key=lambda item: len(axes_of(item[1]))):
         for meaning in _assignments(axes_of(strategy), usable_axes(strategy, setting.graph.dims), setting.used):
             if is_late():

@@ -41,9 +41,8 @@ def test_json_is_plain_data(capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(out)
     assert data["coverage"]["replicated"] == 0
     assert {"name", "kind", "dims", "shape", "dtype"} == set(data["tensors"][0])
-    assert {"name", "op", "operands", "outputs", "rule", "source", "factors", "module", "line", "code"} == set(
-        data["ops"][0]
-    )
+    kept = {"name", "op", "operands", "outputs", "rule", "source", "factors", "module", "line", "code", "attention"}
+    assert kept == set(data["ops"][0])
 
 
 def test_settings_reach_the_function_and_modes_the_model(capsys: pytest.CaptureFixture[str]) -> None:

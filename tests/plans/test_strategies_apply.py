@@ -11,7 +11,7 @@ from autopar.cost.hardware.cluster import load_cluster
 from autopar.mesh import Mesh
 from autopar.plans.find import Asked, under
 from autopar.plans.views.strategies import experts_beside
-from autopar.sharding.layout.load import load_strategy, usable_axes
+from autopar.sharding.layout.load import applies_to, load_strategy, usable_axes
 from autopar.sharding.options import PlanOptions
 from autopar.solver.setting import Setting
 from autopar.solver.strategies import expert_plans
@@ -38,6 +38,28 @@ TEXT = ("batch", "seq", "d_model", "heads", "d_ff", "vocab")
 )
 def test_which_axes_a_model_has_a_use_for(strategy: str, dims: tuple[str, ...], usable: Set[str]) -> None:
     assert set(usable_axes(load_strategy(strategy), dims)) == usable
+
+
+def test_a_strategy_is_not_faster_by_splitting_nothing() -> None:
+    """On a model so small that nothing pays, the strategies are still listed under their own names."""
+    plan = under(autopar.trace(*gpt()), Mesh("dp=2"), "ddp", Asked("h100"))
+    names = list(experts_beside(plan))
+    assert {"ddp(dp=dp)", "fsdp(fsdp=dp)", "zero1(dp=dp)", "a layout that splits nothing"} <= {*names}
+    assert not any(name.startswith(("gshard_moe", "spatial")) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dims", "applies"),
+    [
+        ("ddp", TEXT, True),
+        ("gshard_moe", TEXT, False),
+        ("gshard_moe", (*TEXT, "expert"), True),
+        ("spatial", ("batch", "width"), True),
+        ("megatron", TEXT, True),
+    ],
+)
+def test_which_strategies_apply(strategy: str, dims: tuple[str, ...], applies: bool) -> None:
+    assert applies_to(load_strategy(strategy), dims) == applies
 
 
 @pytest.mark.parametrize(("model", "has_experts"), [(gpt, False), (moe, True)])

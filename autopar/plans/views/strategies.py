@@ -9,7 +9,7 @@ from itertools import product
 from autopar.errors import AutoparError
 from autopar.plans.find import asked_as, under
 from autopar.plans.plan import Plan
-from autopar.sharding.layout.load import axes_of, load_strategy, strategy_names, usable_axes
+from autopar.sharding.layout.load import applies_to, axes_of, load_strategy, strategy_names, usable_axes
 from autopar.solver.strategies import WHOLE, splits_nothing
 
 __all__ = ["experts_beside", "least_of"]
@@ -29,8 +29,10 @@ def experts_beside(plan: Plan) -> dict[str, Plan]:
                 continue  # it does not apply here
             if any(one.decided == other.decided for other in found.values()):
                 continue
-            if best is None or _rank(one) < _rank(best[1]):
-                best = WHOLE if splits_nothing(one.decided) else call, one
+            if splits_nothing(one.decided):  # with all axes idle: not the best of this strategy, even if it is faster
+                found[WHOLE] = one
+            elif best is None or _rank(one) < _rank(best[1]):
+                best = call, one
         if best is not None:
             found[best[0]] = best[1]
     return dict(sorted(found.items(), key=lambda item: _rank(item[1])))
@@ -54,6 +56,8 @@ def _calls(name: str, axes: Mapping[str, int], dims: Iterable[str]) -> Iterator[
     An axis of the strategy whose dims the model lacks gets none; where a strategy has one axis, some may be idle.
     """
     strategy = load_strategy(name)
+    if not applies_to(strategy, dims):
+        return
     own, usable = axes_of(strategy), usable_axes(strategy, dims)
     fixed = {axis: axis for axis in axes if axis in usable and len(own) > 1}
     idle = ("",) if len(own) == 1 and usable else ()

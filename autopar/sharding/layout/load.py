@@ -13,6 +13,7 @@ from autopar.sharding.layout.source import unknown_name
 from autopar.sharding.layout.syntax import Block, DimRule, Guard, Hole, Let, OpPin, Pin, Split
 
 __all__ = [
+    "applies_to",
     "axes_of",
     "choose_layout",
     "dims_of_axes",
@@ -92,6 +93,13 @@ def usable_axes(layout: Layout, dims: Iterable[str]) -> tuple[str, ...]:
         for axis, patterns in dims_of_axes(layout).items()
         if not patterns or any(fnmatchcase(dim, pattern) for pattern in patterns for dim in known)
     )
+
+
+def applies_to(layout: Layout, dims: Iterable[str]) -> bool:
+    """Return whether a model with these dims has one that sets the strategy apart: experts for `gshard_moe`."""
+    known = tuple(dims)
+    special = {axis for axis, patterns in dims_of_axes(layout).items() if patterns}
+    return not special or not special.isdisjoint(usable_axes(layout, known))
 
 
 def axes_of(layout: Layout) -> tuple[str, ...]:
