@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.plans.text.to_layout import written
 from autopar.sharding.assignment import Decisions
 from autopar.sharding.layout.language import parse_layout, print_layout
-from autopar.sharding.layout.load import choose_layout, strategy_names
+from autopar.sharding.layout.load import axes_of, choose_layout, load_strategy, strategy_names
 from autopar.sharding.layout.syntax import Hole, Place
 from autopar.sharding.propagation import complete
 from autopar.tracing.trace import trace
@@ -60,10 +61,13 @@ def test_what_experts_wrote(model: str) -> None:
     torch.manual_seed(0)
     graph = trace(*MODELS[model]())
     tried = 0
-    for axes in MESHES:
-        for strategy in strategy_names():
+    for axes, name in product(MESHES, strategy_names()):
+        strategy = load_strategy(name)
+        roles = axes_of(strategy)
+        for order in dict.fromkeys((roles, roles[::-1])):
+            meaning = {role: tuple(axes)[place : place + 1] for place, role in enumerate(order)}
             try:
-                decisions = complete(graph, choose_layout(strategy, axes), axes)
+                decisions = complete(graph, strategy.on_axes(meaning), axes)
             except LayoutError:
                 continue
             check(graph, decisions)

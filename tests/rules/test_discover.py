@@ -288,6 +288,8 @@ def test_finds_what_the_table_says(name: str) -> None:
     compared = 0
     for sample in list(entry.samples(op))[:6]:
         arguments = materialise(op, sample, 0)
+        if arguments.get("sparse"):
+            continue  # only the line of the table makes the gradients of shards dense
         try:
             call = describe_call(op, (), arguments, op(**arguments))
         except RuntimeError:

@@ -75,7 +75,7 @@ def test_apply_takes_the_class_first() -> None:
 def test_collectives_of_before_2_13(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("all_gather_single", "reduce_scatter_single"):
         monkeypatch.delattr(dist, name, raising=False)
-    found = runpy.run_path(str(ROOT / "autopar" / "torch_versions.py"))
+    found = runpy.run_path(str(ROOT / "autopar" / "rules" / "torch_versions.py"))
     assert found["all_gather_single"] is dist.all_gather_into_tensor
     assert found["reduce_scatter_single"] is dist.reduce_scatter_tensor
 

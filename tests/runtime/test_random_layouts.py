@@ -6,7 +6,7 @@ Most run on simulated ranks, a few on real processes. `python -m benchmarks.rand
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from autopar.ir.graph import NamedGraph
 from autopar.lowering import emit
 from autopar.lowering.collectives import local_reshard
 from autopar.mesh import Mesh
@@ -58,6 +59,17 @@ def _linear_in_the_first(graph: Any, node: Any) -> tuple[frozenset[int], ...]:
     return () if tensor is None or tensor.dtype is torch.bool else (frozenset({0}),)
 
 
+class _Anything:
+    def __contains__(self, group: object) -> bool:
+        return True
+
+
+def _pass_sums_through_anything(patch: pytest.MonkeyPatch) -> None:
+    everything: Any = defaultdict(_Anything)
+    patch.setattr("tests.runtime.random_decisions.passings_of", _linear_in_the_first)
+    patch.setattr(NamedGraph, "passable_sums", property(lambda graph: everything))
+
+
 def _nothing_broadcast(*arguments: Any) -> Any:
     """The gradients of shards are taken for the whole gradient."""
     found = _layout(*arguments)
@@ -70,9 +82,7 @@ MUTATIONS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
     "kept by all": lambda patch: patch.setattr(local_reshard, "keep_local", _all_keep),
     "even means": lambda patch: patch.setattr(emit._Emitter, "_scaled", _even_share),
     "biases added by all": lambda patch: patch.setattr(Rule, "added_operands", lambda self, factor: frozenset()),
-    "linear in anything": lambda patch: patch.setattr(
-        "tests.runtime.random_decisions.passings_of", _linear_in_the_first
-    ),
+    "linear in anything": _pass_sums_through_anything,
     "gradients not summed": lambda patch: patch.setattr(choices, "_layout", _nothing_broadcast),
 }
 

@@ -54,7 +54,7 @@ HOPELESS = 1.002
 SMALL = 24
 """Variables of a model that is small enough to try whatever could still be better."""
 MOST_CLOSED = 2000
-MOST_LISTED = 2000
+MOST_LISTED = 4000
 """Candidates that are priced to prove that nothing is better; of those that can be listed, that is quick."""
 FIRST_LISTED = 125
 PRICES_LISTED = (0, 3, 6)
