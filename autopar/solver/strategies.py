@@ -8,7 +8,7 @@ from itertools import product
 from autopar.errors import LayoutError
 from autopar.sharding.assignment import Plan
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.load import applies_to, axes_of, load_strategy, strategy_names, usable_axes
+from autopar.sharding.layout.load import applies_to, axes_of, load_strategy, roles_of, strategy_names
 from autopar.sharding.propagation import Known, completed
 from autopar.solver.setting import Setting
 
@@ -36,7 +36,7 @@ def expert_plans(setting: Setting, is_late: Callable[[], bool] = lambda: False) 
     loaded = {name: load_strategy(name) for name in strategy_names()}
     strategies = {name: strategy for name, strategy in loaded.items() if applies_to(strategy, setting.graph.dims)}
     for name, strategy in sorted(strategies.items(), key=lambda item: len(axes_of(item[1]))):
-        for meaning in _assignments(axes_of(strategy), usable_axes(strategy, setting.graph.dims), setting.used):
+        for meaning in _assignments(axes_of(strategy), roles_of(strategy, setting.graph.dims), setting.used):
             if is_late():
                 return
             layout = strategy.on_axes(meaning)
@@ -56,10 +56,8 @@ def plan_under(setting: Setting, layout: Layout, known: Known | None = None) -> 
 
 
 def _assignments(
-    own: tuple[str, ...], usable: tuple[str, ...], axes: Mapping[str, int]
+    own: tuple[str, ...], roles: tuple[str, ...], axes: Mapping[str, int]
 ) -> Iterator[Mapping[str, tuple[str, ...]]]:
-    """Each axis of the mesh serves one of the strategy's that is usable; several may serve one, in the mesh's order.
-    Where a strategy has one axis, some of the mesh may also be idle."""
-    idle = ("",) if len(own) == 1 and usable else ()
-    for dealt in product((*usable, *idle), repeat=len(axes)):
+    """Give each axis of the mesh one of these roles; several may serve one of the strategy's, in the mesh's order."""
+    for dealt in product(roles, repeat=len(axes)):
         yield {name: tuple(axis for axis, to in zip(axes, dealt, strict=True) if to == name) for name in own}

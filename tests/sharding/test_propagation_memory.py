@@ -25,7 +25,7 @@ def test_a_completion_beside_others_is_the_same_as_alone(graph: NamedGraph) -> N
     found = []
     for name in strategy_names():
         strategy = load_strategy(name)
-        for meaning in _assignments(axes_of(strategy), axes_of(strategy), AXES):
+        for meaning in _assignments(axes_of(strategy), (*axes_of(strategy), ""), AXES):
             layout = strategy.on_axes(meaning)
             try:
                 alone = complete(graph, layout, AXES)

@@ -9,7 +9,7 @@ from itertools import product
 from autopar.errors import AutoparError
 from autopar.plans.find import asked_as, under
 from autopar.plans.plan import Plan
-from autopar.sharding.layout.load import applies_to, axes_of, load_strategy, strategy_names, usable_axes
+from autopar.sharding.layout.load import applies_to, axes_of, load_strategy, roles_of, strategy_names
 from autopar.solver.strategies import WHOLE, splits_nothing
 
 __all__ = ["experts_beside", "least_of"]
@@ -58,10 +58,8 @@ def _calls(name: str, axes: Mapping[str, int], dims: Iterable[str]) -> Iterator[
     strategy = load_strategy(name)
     if not applies_to(strategy, dims):
         return
-    own, usable = axes_of(strategy), usable_axes(strategy, dims)
-    fixed = {axis: axis for axis in axes if axis in usable and len(own) > 1}
-    idle = ("",) if len(own) == 1 and usable else ()
-    options = [(fixed[axis],) if axis in fixed else (*usable, *idle) for axis in axes]
+    own, roles = axes_of(strategy), roles_of(strategy, dims)
+    options = [(axis,) if axis in roles and len(own) > 1 else roles for axis in axes]
     for dealt in product(*options):
         meaning = {role: [axis for axis, to in zip(axes, dealt, strict=True) if to == role] for role in own}
         given = ", ".join(f"{role}={'*'.join(dealt_to) or 'none'}" for role, dealt_to in meaning.items())

@@ -18,6 +18,7 @@ __all__ = [
     "choose_layout",
     "dims_of_axes",
     "load_strategy",
+    "roles_of",
     "strategy_names",
     "strategy_path",
     "usable_axes",
@@ -97,9 +98,14 @@ def usable_axes(layout: Layout, dims: Iterable[str]) -> tuple[str, ...]:
 
 def applies_to(layout: Layout, dims: Iterable[str]) -> bool:
     """Return whether a model with these dims has one that sets the strategy apart: experts for `gshard_moe`."""
-    known = tuple(dims)
     special = {axis for axis, patterns in dims_of_axes(layout).items() if patterns}
-    return not special or not special.isdisjoint(usable_axes(layout, known))
+    return not special or not special.isdisjoint(usable_axes(layout, dims))
+
+
+def roles_of(layout: Layout, dims: Iterable[str]) -> tuple[str, ...]:
+    """Return the usable axes of a strategy, and "" if it has one axis: an axis of the mesh may then be idle."""
+    usable = usable_axes(layout, dims)
+    return (*usable, "") if usable and len(axes_of(layout)) == 1 else usable
 
 
 def axes_of(layout: Layout) -> tuple[str, ...]:
