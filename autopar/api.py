@@ -14,11 +14,11 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.lowering.collectives.process_groups import device_mesh, device_type_of
 from autopar.mesh import Mesh
-from autopar.plans.find import Asked, check_outputs, meshes_of, plan_graph
+from autopar.plans.find import PlanRequest, check_outputs, meshes_of, plan_graph
 from autopar.plans.header import read_header
 from autopar.plans.plan import Plan
-from autopar.plans.planners import FromPlan, LayoutPlanner, Searching, has_holes
-from autopar.runtime.module import ParallelModule, Planner, Settings
+from autopar.plans.planners import LayoutPlanner, PlanFilePlanner, SearchPlanner, has_holes
+from autopar.runtime.module import CallSettings, ParallelModule, Planner
 from autopar.runtime.ranks.agreement import Agreement
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.load import choose_layout
@@ -55,7 +55,7 @@ def plan(
     `cache=False`.
     """
     check_outputs(outputs)
-    asked = Asked(cluster, memory, optimizer, outputs, local_inputs, time_limit, cache)
+    asked = PlanRequest(cluster, memory, optimizer, outputs, local_inputs, time_limit, cache)
     meshes = meshes_of(mesh, devices)
     chosen = layout.layout if isinstance(layout, Plan) else layout
     return plan_graph(trace(model, inputs, dims=dims), meshes, chosen, asked)
@@ -100,9 +100,9 @@ def parallelize(
     named_axes = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     devices = device_mesh(named_axes, device_type_of(model, inputs)) if isinstance(mesh, str | Mesh) else mesh
     axes = dict(zip(named_axes.names, named_axes.sizes, strict=True))
-    settings = Settings(outputs, local_inputs, compute_dtype, reduce_dtype)
+    settings = CallSettings(outputs, local_inputs, compute_dtype, reduce_dtype)
     stored = next((parameter.dtype for parameter in model.parameters()), None) if compute_dtype is not None else None
-    options = Asked(cluster, memory, optimizer, outputs, local_inputs, time_limit, True, stored, reduce_dtype)
+    options = PlanRequest(cluster, memory, optimizer, outputs, local_inputs, time_limit, True, stored, reduce_dtype)
     # A layout file that one rank alone cannot read stops all of them.
     planner = Agreement(devices).together(
         lambda: _planner(layout, named_axes, axes, dims, options, devices.device_type)
@@ -115,7 +115,7 @@ def _planner(
     mesh: Mesh,
     axes: Mapping[str, int],
     dims: Mapping[str, str] | None,
-    options: Asked,
+    options: PlanRequest,
     device_type: str,
 ) -> Planner:
     """Who decides: a plan, a search where something is left to it, or the layout by itself."""
@@ -124,9 +124,9 @@ def _planner(
         text = read_text(layout)
     header = None if text is None else read_header(text, name)
     if text is not None and header is not None:
-        return FromPlan(text, name, axes, dims)
+        return PlanFilePlanner(text, name, axes, dims)
     assert not isinstance(layout, Plan)
     chosen = None if layout is None else choose_layout(layout, axes)
     if chosen is None or has_holes(chosen):
-        return Searching(chosen, mesh, dims, options)
+        return SearchPlanner(chosen, mesh, dims, options)
     return LayoutPlanner(chosen, axes, dims, options, device_type)

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import mean, median
 from types import MappingProxyType
 
-from autopar.cost.compute.matmul_time import Matrix, Product, Tile, product_seconds
+from autopar.cost.compute.matmul_time import MatmulShape, MatmulUnit, Tile, product_seconds
 from autopar.cost.hardware.cluster import Device, load_device
 
 TILES = ((256, 128), (128, 128), (128, 64), (64, 64))
@@ -29,7 +29,7 @@ LARGE_FLOPS = 1e9
 @dataclass(frozen=True)
 class Row:
     sweep: str
-    product: Product
+    product: MatmulShape
     seconds: float
 
 
@@ -40,18 +40,18 @@ def read(path: Path, gpu: str) -> list[Row]:
         for row in csv.DictReader(lines):
             if row["gpu"].lower().startswith(gpu.lower()) and float(row["tflops"]) >= 0.1:
                 sizes = (int(row[key]) for key in ("batch", "m", "k_out", "n_reduction"))
-                product = Product(*sizes)
+                product = MatmulShape(*sizes)
                 found.append(Row(row["sweep"], product, product.flops / (float(row["tflops"]) * 1e12)))
     return found
 
 
-def errors(rows: Iterable[Row], matrix: Matrix | None, device: Device) -> list[float]:
+def errors(rows: Iterable[Row], matrix: MatmulUnit | None, device: Device) -> list[float]:
     """Predicted over measured, less one."""
     peak, stream = device.peak_flops["float16"], device.stream
     return [product_seconds(row.product, 2, matrix, peak, stream) / row.seconds - 1 for row in rows]
 
 
-def report(rows: list[Row], matrix: Matrix | None, device: Device) -> None:
+def report(rows: list[Row], matrix: MatmulUnit | None, device: Device) -> None:
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         groups[row.sweep].append(row)
@@ -62,7 +62,7 @@ def report(rows: list[Row], matrix: Matrix | None, device: Device) -> None:
         print(f"{name:28} {len(members):4}  {median(map(abs, found)):13.1%}  {median(found):12.1%}")
 
 
-def fit(rows: list[Row], device: Device, processors: int, rounds: int = 20) -> Matrix:
+def fit(rows: list[Row], device: Device, processors: int, rounds: int = 20) -> MatmulUnit:
     """The constants with the smallest mean |log error|, every sweep counting alike; one constant at a time."""
     draw = random.Random(0)
     sweeps: dict[str, list[Row]] = defaultdict(list)
@@ -93,10 +93,10 @@ def fit(rows: list[Row], device: Device, processors: int, rounds: int = 20) -> M
     return made(values, processors)
 
 
-def made(values: Mapping[str, float], processors: int) -> Matrix:
+def made(values: Mapping[str, float], processors: int) -> MatmulUnit:
     tiles = tuple(Tile(*size, values[f"tile{i}"]) for i, size in enumerate(TILES))
     aligned = MappingProxyType({unit: values[unit] for unit in ("2", "4", "8")})
-    return Matrix(processors, values["start"], round(values["fill"]), values["split"], aligned, tiles)
+    return MatmulUnit(processors, values["start"], round(values["fill"]), values["split"], aligned, tiles)
 
 
 def main() -> None:

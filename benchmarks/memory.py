@@ -22,14 +22,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autopar
 from autopar.cost.memory.peak import memory
-from autopar.cost.step.lowered_step import Wired
+from autopar.cost.step.lowered_step import LoweredStep
 from autopar.ir.analysis.op_memory import LiveBytes
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.emit import emit
-from autopar.lowering.modules.bucket import Handling
-from autopar.lowering.passes.bucket_parameters import Parameters
-from autopar.sharding.assignment import Plan
+from autopar.lowering.modules.bucket import ParameterHandling
+from autopar.lowering.passes.bucket_parameters import BucketedParameters
+from autopar.sharding.assignment import StepPlan
 from autopar.sharding.atoms import atoms_of
 from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.options import Recompute
@@ -105,7 +105,7 @@ def bert() -> tuple[nn.Module, dict[str, Tensor]]:
     return BertForMaskedLM(config), {"input_ids": ids, "labels": ids}
 
 
-def measure(graph: NamedGraph, plan: Plan, rank: int = 0) -> Measured:
+def measure(graph: NamedGraph, plan: StepPlan, rank: int = 0) -> Measured:
     """The second step of one rank, when the optimizer's states are there."""
     with _groups(plan.axes, rank) as groups:
         handling = _parameters(graph, plan)
@@ -136,11 +136,11 @@ def _step(module: nn.Module, values: list[Tensor], optimizer: torch.optim.Optimi
     return Measured(forward, after - before, counter.peak)
 
 
-def _parameters(graph: NamedGraph, plan: Plan) -> Parameters:
+def _parameters(graph: NamedGraph, plan: StepPlan) -> BucketedParameters:
     """How the plan handles parameters, in the words of the generated graph."""
-    return Parameters(
+    return BucketedParameters(
         {
-            tensor.name: Handling(
+            tensor.name: ParameterHandling(
                 plan.master_dtype or tensor.dtype,
                 tensor.dtype,
                 plan.gradient_dtype or plan.master_dtype or tensor.dtype,
@@ -180,7 +180,9 @@ class _groups:
         dist.destroy_process_group()
 
 
-def _values(graph: NamedGraph, plan: Plan, coordinate: Mapping[str, int]) -> tuple[list[Tensor], list[nn.Parameter]]:
+def _values(
+    graph: NamedGraph, plan: StepPlan, coordinate: Mapping[str, int]
+) -> tuple[list[Tensor], list[nn.Parameter]]:
     """What the graph is called with: shards of parameters, whole inputs."""
     values: list[Tensor] = []
     parameters: list[nn.Parameter] = []
@@ -199,7 +201,7 @@ def _values(graph: NamedGraph, plan: Plan, coordinate: Mapping[str, int]) -> tup
     return values, [parameter for parameter in parameters if parameter.requires_grad]
 
 
-def cases(names: list[str]) -> Iterator[tuple[str, str, NamedGraph, Plan]]:
+def cases(names: list[str]) -> Iterator[tuple[str, str, NamedGraph, StepPlan]]:
     for name in names:
         model, inputs = models()[name]()
         graph = autopar.trace(model, inputs)
@@ -220,7 +222,7 @@ def main() -> None:
         layers = [path for repeat in graph.repeats for path in repeat.module_paths]
         names = frozenset(tensor.name for tensor in graph.parameters if options.regather)
         plan = replace(plan, recompute=dict.fromkeys(layers, options.recompute), regather=names)
-        predicted = memory(Wired(graph, plan))
+        predicted = memory(LoweredStep(graph, plan))
         measured = measure(graph, plan, options.rank)
         error = predicted.peak_bytes / measured.peak_bytes - 1
         worst = max(worst, abs(error))

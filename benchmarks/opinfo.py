@@ -25,7 +25,7 @@ from autopar.rules.call import arguments_by_name, operands_of
 from autopar.rules.notation import FactorKind
 from autopar.rules.proof.run_shards import (
     RUN_ERRORS,
-    Run,
+    ShardedRun,
     additivity,
     first_line,
     materialise,
@@ -172,7 +172,7 @@ def _signature(value: Any) -> str:
     return repr(value)
 
 
-def _check_run(run: Run, checked: Checked) -> None:
+def _check_run(run: ShardedRun, checked: Checked) -> None:
     truths = any(output is not None and output.dtype is torch.bool for output in run.outputs)
     for factor, kind in run.rule.kinds.items():
         if kind is FactorKind.WHOLE:
@@ -206,7 +206,7 @@ def _check_run(run: Run, checked: Checked) -> None:
                 checked.wrong.append(_described(run, f"linear in {group} in {shards}", reason))
 
 
-def _described(run: Run, subject: str, reason: str) -> str:
+def _described(run: ShardedRun, subject: str, reason: str) -> str:
     plain = {name: value for name, value in run.call.arguments if not hasattr(value, "shape")}
     return f"{subject}: {reason} | {run.rule} | {run.call} | {plain}"
 

@@ -29,14 +29,14 @@ from autopar.errors import AutoparWarning
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.emit import emit
-from autopar.lowering.modules.bucket import Handling
-from autopar.lowering.modules.bucket_state import Synchronisation
-from autopar.lowering.passes.bucket_parameters import Parameters
+from autopar.lowering.modules.bucket import ParameterHandling
+from autopar.lowering.modules.bucket_state import GradientSync
+from autopar.lowering.passes.bucket_parameters import BucketedParameters
 from autopar.mesh import Mesh
-from autopar.plans.find import Asked, plan_graph
-from autopar.plans.planners import FromPlan
-from autopar.sharding.assignment import Decisions
-from autopar.sharding.layout.gather_policy import Holding
+from autopar.plans.find import PlanRequest, plan_graph
+from autopar.plans.planners import PlanFilePlanner
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.layout.gather_policy import GatherPolicy
 from autopar.solver.progress import Progress
 from examples.llama3_8b import llama3_8b
 
@@ -79,7 +79,7 @@ def silent_groups(mesh: Mesh) -> Iterator[Groups]:
         dist.destroy_process_group()
 
 
-def measured(layers: int, dtype: torch.dtype, mesh: Mesh, asked: Asked) -> tuple[dict[str, float], autopar.Plan]:
+def measured(layers: int, dtype: torch.dtype, mesh: Mesh, asked: PlanRequest) -> tuple[dict[str, float], autopar.Plan]:
     """The seconds of every stage, and the plan."""
     model, inputs = llama(layers, dtype)
     clock = Clock()
@@ -98,7 +98,7 @@ def measured(layers: int, dtype: torch.dtype, mesh: Mesh, asked: Asked) -> tuple
     text = plan.text
     clock.done("text")
     axes = dict(zip(mesh.names, mesh.sizes, strict=True))
-    decisions = FromPlan(text, "<plan>", axes, None).read(graph, text)
+    decisions = PlanFilePlanner(text, "<plan>", axes, None).read(graph, text)
     clock.done("text")
     with silent_groups(mesh) as groups:
         clock.last = time.process_time()
@@ -107,15 +107,15 @@ def measured(layers: int, dtype: torch.dtype, mesh: Mesh, asked: Asked) -> tuple
     return clock.seconds, plan
 
 
-def parameters_of(graph: NamedGraph, decisions: Decisions) -> Parameters:
+def parameters_of(graph: NamedGraph, decisions: Assignment) -> BucketedParameters:
     """As a parallel module handles them that computes in the dtypes in which it stores."""
-    none = Holding(False, False, False)
+    none = GatherPolicy(False, False, False)
     held = {tensor.name: (tensor.dtype, decisions.holdings.get(tensor.name, none)) for tensor in graph.parameters}
     found = {
-        name: Handling(dtype, dtype, dtype, holding.deferred, holding.again, holding.lasting)
+        name: ParameterHandling(dtype, dtype, dtype, holding.deferred, holding.again, holding.lasting)
         for name, (dtype, holding) in held.items()
     }
-    return Parameters(found, Synchronisation())
+    return BucketedParameters(found, GradientSync())
 
 
 def main() -> None:
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, default=120.0)
     given = parser.parse_args()
     warnings.simplefilter("ignore", AutoparWarning)
-    asked = Asked(given.cluster, given.memory * 2**30, time_limit=given.time_limit, cache=False)
+    asked = PlanRequest(given.cluster, given.memory * 2**30, time_limit=given.time_limit, cache=False)
     mesh = Mesh(given.mesh)
     measured(1, torch.float32, mesh, asked)
     print(f"{'dtype':>9}", *(f"{stage:>8}" for stage in STAGES), f"{'total':>8} {'/ export':>8}  plan", flush=True)

@@ -19,12 +19,12 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.interpreter import TracedCall
 from autopar.lowering.collectives.process_groups import Groups, _Group
 from autopar.lowering.emit import emit
-from autopar.lowering.modules.bucket import Handling
-from autopar.lowering.modules.bucket_state import Synchronisation
-from autopar.lowering.passes.bucket_parameters import Parameters
-from autopar.sharding.assignment import Decisions
+from autopar.lowering.modules.bucket import ParameterHandling
+from autopar.lowering.modules.bucket_state import GradientSync
+from autopar.lowering.passes.bucket_parameters import BucketedParameters
+from autopar.sharding.assignment import Assignment
 from autopar.sharding.atoms import atoms_of
-from autopar.sharding.layout.gather_policy import Holding
+from autopar.sharding.layout.gather_policy import GatherPolicy
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.propagation import complete
 from autopar.sharding.sharding import coordinates
@@ -202,7 +202,7 @@ def difference(graph: NamedGraph, layout: str, axes: Mapping[str, int], inputs: 
 
 def difference_of(
     graph: NamedGraph,
-    decisions: Decisions,
+    decisions: Assignment,
     inputs: Sequence[Any] | Mapping[str, Any],
     expected: Left | None = None,
     with_ends: bool = False,
@@ -222,7 +222,7 @@ def difference_of(
     return worst
 
 
-def _whole(graph: NamedGraph, decisions: Decisions, name: str, parts: Sequence[Tensor | None]) -> Tensor | None:
+def _whole(graph: NamedGraph, decisions: Assignment, name: str, parts: Sequence[Tensor | None]) -> Tensor | None:
     """The gradient of a parameter, from those of its shards."""
     if all(part is None for part in parts):
         return None
@@ -236,16 +236,18 @@ def _whole(graph: NamedGraph, decisions: Decisions, name: str, parts: Sequence[T
 class Replica(TracedCall):
     """The generated graph of one simulated rank with the shards of that rank, called as the model is."""
 
-    def __init__(self, graph: NamedGraph, decisions: Decisions, groups: SimulatedGroups, with_ends: bool) -> None:
+    def __init__(self, graph: NamedGraph, decisions: Assignment, groups: SimulatedGroups, with_ends: bool) -> None:
         super().__init__("a replica", graph.model, graph.exported)
         self.training = graph.model.training
-        self.synchronisation = Synchronisation()
+        self.synchronisation = GradientSync()
         handling = {
-            tensor.name: Handling(tensor.dtype, tensor.dtype, tensor.dtype, one.deferred, one.again, one.lasting)
+            tensor.name: ParameterHandling(
+                tensor.dtype, tensor.dtype, tensor.dtype, one.deferred, one.again, one.lasting
+            )
             for tensor in graph.parameters
-            for one in (decisions.holdings.get(tensor.name, Holding(False, False, False)),)
+            for one in (decisions.holdings.get(tensor.name, GatherPolicy(False, False, False)),)
         }
-        parameters = Parameters(handling, self.synchronisation, None, awaited=True)
+        parameters = BucketedParameters(handling, self.synchronisation, None, awaited=True)
         self.exchanges = Exchanges(groups)
         self.emitted = emit(graph, decisions, groups, "full", False, parameters, with_ends=with_ends)
         if with_ends and len(set(self.exchanges.all(self.emitted.ends.outline))) > 1:
@@ -265,7 +267,7 @@ class Replica(TracedCall):
         self.buffer_names = [name for name, _ in graph.model.named_buffers()]
 
     def _shard(
-        self, graph: NamedGraph, decisions: Decisions, name: str, value: Tensor, groups: SimulatedGroups
+        self, graph: NamedGraph, decisions: Assignment, name: str, value: Tensor, groups: SimulatedGroups
     ) -> Tensor:
         if id(value) not in self.shards:
             part = value.detach()

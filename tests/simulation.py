@@ -12,11 +12,11 @@ from torch import Tensor
 from autopar.lowering.collectives.local_steps import bind, finish, keep_local, prepare
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
-from autopar.sharding.sharding import Layout, coordinates
+from autopar.sharding.sharding import Sharding, coordinates
 from tests.gloo import added
 
 
-def all_layouts(atoms: Atoms, axes: Mapping[str, int]) -> Iterator[Layout]:
+def all_layouts(atoms: Atoms, axes: Mapping[str, int]) -> Iterator[Sharding]:
     """Every layout that there is, with every order of axes on one atom."""
     count = len(atoms.sizes)
     for states in product([*range(count), "R", "B", "P"], repeat=len(axes)):
@@ -24,7 +24,7 @@ def all_layouts(atoms: Atoms, axes: Mapping[str, int]) -> Iterator[Layout]:
         held = [tuple(axis for axis in axes if where[axis] == atom) for atom in range(count)]
         marks = [frozenset(axis for axis in axes if where[axis] == mark) for mark in "PB"]
         for splits in product(*(permutations(split) for split in held)):
-            yield Layout(splits, *marks)
+            yield Sharding(splits, *marks)
 
 
 def groups(axes: Mapping[str, int], over: Sequence[str]) -> list[list[int]]:
@@ -35,7 +35,7 @@ def groups(axes: Mapping[str, int], over: Sequence[str]) -> list[list[int]]:
     return list(found.values())
 
 
-def scatter(value: Tensor, layout: Layout, atoms: Atoms, axes: Mapping[str, int]) -> list[Tensor]:
+def scatter(value: Tensor, layout: Sharding, atoms: Atoms, axes: Mapping[str, int]) -> list[Tensor]:
     """Local tensors that stand for a global value: summands of a partial one are drawn at random."""
     places = list(coordinates(axes))
     summands: dict[tuple[int, ...], Tensor] = {}
@@ -53,7 +53,7 @@ def scatter(value: Tensor, layout: Layout, atoms: Atoms, axes: Mapping[str, int]
     return local
 
 
-def gather(local: Sequence[Tensor], layout: Layout, atoms: Atoms, axes: Mapping[str, int]) -> Tensor:
+def gather(local: Sequence[Tensor], layout: Sharding, atoms: Atoms, axes: Mapping[str, int]) -> Tensor:
     """The global value; ranks that must agree are asserted to."""
     places = list(coordinates(axes))
     split = {axis for cut in layout.splits for axis in cut}

@@ -13,7 +13,7 @@ from autopar import __version__
 from autopar.cli import calibrate, check, clusters, compare, explain, plan, report, solve, strategies, trace, verify
 from autopar.cli.completion import SHELLS, PrintCompletion
 from autopar.cli.early_checks import check_words
-from autopar.cli.help import HelpText, Parser
+from autopar.cli.help import CommandParser, HelpText
 from autopar.errors import AutoparError, AutoparWarning, TraceError
 from autopar.names import printable
 
@@ -24,7 +24,7 @@ COMMANDS = (plan, explain, compare, check, verify, report, trace, strategies, cl
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    parser = Parser(
+    parser = CommandParser(
         prog="autopar",
         description="Automatic parallelism for PyTorch.",
         epilog="Try: autopar plan examples/gpt.py:gpt --mesh dp=2,tp=2\n"

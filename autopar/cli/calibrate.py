@@ -22,7 +22,7 @@ from autopar.files import write_text
 
 if TYPE_CHECKING:
     from autopar.cost.calibration.fit import Measurements
-    from autopar.cost.calibration.measure import Budget, Tick
+    from autopar.cost.calibration.measure import MeasuringBudget, Tick
 
 __all__ = ["add_parser"]
 
@@ -95,11 +95,11 @@ def _alone(arguments: argparse.Namespace) -> None:
             "fix: take those of a cluster that you name with --like; or measure more processes, on a CPU with "
             "--processes 2 or more, on machines with a GPU each under torchrun"
         )
-    from autopar.cost.calibration.measure import Budget, measure, steps_of
+    from autopar.cost.calibration.measure import MeasuringBudget, measure, steps_of
 
     links = links_of(arguments.like)
     on_gpu = _on_gpu()
-    budget = Budget(0, 8192 if on_gpu else 1024, arguments.seconds)
+    budget = MeasuringBudget(0, 8192 if on_gpu else 1024, arguments.seconds)
     with _progress(steps_of(budget, 1, 1), True) as tick:
         found = measure(budget, tick)
     _write(arguments, found, budget, f"links of {arguments.like}", links)
@@ -132,7 +132,7 @@ def _rank(arguments: argparse.Namespace, largest: int | None, meeting: Path | No
     import torch
     import torch.distributed as dist
 
-    from autopar.cost.calibration.measure import Budget, measure, steps_of
+    from autopar.cost.calibration.measure import MeasuringBudget, measure, steps_of
     from autopar.lowering.collectives.process_groups import join_local_group
 
     on_gpu = _on_gpu()
@@ -145,7 +145,7 @@ def _rank(arguments: argparse.Namespace, largest: int | None, meeting: Path | No
         join_local_group(meeting, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), backend)
     try:
         size = largest or _bytes(GPU_LARGEST if on_gpu else CPU_LARGEST)
-        budget = Budget(size, 8192 if on_gpu else 1024, arguments.seconds)
+        budget = MeasuringBudget(size, 8192 if on_gpu else 1024, arguments.seconds)
         ranks, inside = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         first = dist.get_rank() == 0
         with _progress(steps_of(budget, ranks, inside), first) as tick:
@@ -176,7 +176,7 @@ def _progress(steps: int, first: bool) -> Iterator[Tick]:
 def _write(
     arguments: argparse.Namespace,
     found: Measurements,
-    budget: Budget,
+    budget: MeasuringBudget,
     backend: str,
     links: tuple[list[str], list[str]] = ([], []),
 ) -> None:

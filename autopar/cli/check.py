@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.cli.help import HelpText
 from autopar.cli.json_output import add_json, print_data
-from autopar.cli.plan_arguments import CANNOT_BE_HAD, Telling, add_question, add_target, asked_of, meshes, traced
+from autopar.cli.plan_arguments import CANNOT_BE_HAD, ProgressLine, add_question, add_target, asked_of, meshes, traced
 from autopar.errors import AutoparWarning, LayoutError, MeshError
 
 if TYPE_CHECKING:
     from autopar.mesh import Mesh
     from autopar.plans.plan import Plan
     from autopar.sharding.layout.language import Layout
-    from autopar.sharding.layout.source import Span
+    from autopar.sharding.layout.source import SourceSpan
 
 __all__ = ["add_parser"]
 
@@ -53,7 +53,7 @@ class _Contract:
 
     text: str
     kind: str
-    span: Span | None
+    span: SourceSpan | None
     holds: bool | None
     """None where the layout is not legal, so that nobody can say."""
     why: str | None = None
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     from autopar.plans.find import under
     from autopar.sharding.layout.load import choose_layout
 
-    telling = Telling()
+    telling = ProgressLine()
     mesh = _mesh(arguments)
     asked = asked_of(arguments)
     layout = choose_layout(arguments.layout, dict(zip(mesh.names, mesh.sizes, strict=True)))
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if holds else 1
 
 
-def _promises(layout: Layout) -> Iterator[tuple[str, str, Span | None]]:
+def _promises(layout: Layout) -> Iterator[tuple[str, str, SourceSpan | None]]:
     """The statements that promise something, but for limits of memory: text, kind, place."""
     from autopar.sharding.layout.printer import print_statement
     from autopar.sharding.layout.syntax import Guard, Limit, Same

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.cli.help import HelpText
 from autopar.cli.json_output import add_json, print_data
-from autopar.cli.plan_arguments import Telling, add_plan, planned
+from autopar.cli.plan_arguments import ProgressLine, add_plan, planned
 from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from autopar.plans.views.explain import explained
     from autopar.plans.views.to_json import explanation_data, short_data
 
-    telling = Telling()
+    telling = ProgressLine()
     telling.say("reading the plan" if arguments.plan.endswith(".lay") else f"tracing {arguments.plan}")
     plan = planned(arguments, telling)
     telling.say(f"explaining {arguments.name}")
@@ -105,14 +105,16 @@ def _asked(plan: Plan, arguments: argparse.Namespace) -> tuple[tuple[str, ...], 
     return names, layout
 
 
-def _forced(plan: Plan, asked: tuple[tuple[str, ...], Any], arguments: argparse.Namespace, telling: Telling) -> _Forced:
+def _forced(
+    plan: Plan, asked: tuple[tuple[str, ...], Any], arguments: argparse.Namespace, telling: ProgressLine
+) -> _Forced:
     from autopar.plans.find import asked_as, plan_graph
-    from autopar.solver.infeasible.errors import NoPlan
+    from autopar.solver.infeasible.errors import NoFeasiblePlan
 
     names, layout = asked
     try:
         found = plan_graph(plan.graph, (plan.mesh,), layout, asked_as(plan, arguments.time_limit), telling)
-    except NoPlan as error:
+    except NoFeasiblePlan as error:
         return _Forced(names, None, str(error))
     return _Forced(names, found)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
-__all__ = ["HelpText", "Parser"]
+__all__ = ["CommandParser", "HelpText"]
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Says what argparse leaves out of a message."""
 
     def error(self, message: str) -> NoReturn:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.cli.help import HelpText
 from autopar.cli.json_output import add_json, print_data
-from autopar.cli.plan_arguments import Telling, add_question, add_target, asked_of, meshes, target_text, traced
+from autopar.cli.plan_arguments import ProgressLine, add_question, add_target, asked_of, meshes, target_text, traced
 
 if TYPE_CHECKING:
     from autopar.plans.plan import Plan
@@ -50,18 +50,18 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trace, search, print, write."""
-    telling = Telling()
+    telling = ProgressLine()
     possible = meshes(arguments)
     asked = asked_of(arguments)
     telling.say(f"tracing {arguments.target}")
     graph = traced(arguments)
     from autopar.plans.find import plan_graph
     from autopar.plans.views.strategies import least_of
-    from autopar.solver.infeasible.errors import NoPlan
+    from autopar.solver.infeasible.errors import NoFeasiblePlan
 
     try:
         plan = plan_graph(graph, possible, arguments.layout, asked, telling)
-    except NoPlan as error:
+    except NoFeasiblePlan as error:
         telling.done()
         # A program that asked for data gets none; what is said of it is for whoever looks.
         print(f"autopar plan: {error}", file=sys.stderr if arguments.json else sys.stdout)
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _experts(plan: Plan, telling: Telling) -> dict[str, Plan]:
+def _experts(plan: Plan, telling: ProgressLine) -> dict[str, Plan]:
     from autopar.plans.views.strategies import experts_beside
 
     telling.say("pricing the strategies of experts")

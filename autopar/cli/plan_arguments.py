@@ -14,13 +14,13 @@ from autopar.errors import AutoparError
 if TYPE_CHECKING:
     from autopar.ir.graph import NamedGraph
     from autopar.mesh import Mesh
-    from autopar.plans.find import Asked
+    from autopar.plans.find import PlanRequest
     from autopar.plans.plan import Plan
     from autopar.solver.progress import Progress
 
 __all__ = [
     "CANNOT_BE_HAD",
-    "Telling",
+    "ProgressLine",
     "add_plan",
     "add_question",
     "add_target",
@@ -91,11 +91,11 @@ def add_question(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
     )
 
 
-def asked_of(arguments: argparse.Namespace) -> Asked:
+def asked_of(arguments: argparse.Namespace) -> PlanRequest:
     """The options of `autopar.plan`, checked before anything is traced."""
-    from autopar.plans.find import Asked
+    from autopar.plans.find import PlanRequest
 
-    asked = Asked(
+    asked = PlanRequest(
         arguments.cluster,
         arguments.memory,
         arguments.optimizer or "adamw",
@@ -157,7 +157,7 @@ def add_plan(parser: argparse.ArgumentParser, what: str) -> None:
     add_question(parser, mesh=False)
 
 
-def planned(arguments: argparse.Namespace, telling: Telling | None = None) -> Plan:
+def planned(arguments: argparse.Namespace, telling: ProgressLine | None = None) -> Plan:
     """The plan that a file holds, or that a TARGET has under a layout or by a search."""
     from autopar.plans.find import plan_graph, under
 
@@ -211,7 +211,7 @@ def read_plan(arguments: argparse.Namespace, path: str, graph: NamedGraph | None
 
 def _trusted_target(arguments: argparse.Namespace, path: str, text: str) -> str:
     """The TARGET of a plan's head. To trace it is to run it: any function of any module can stand there."""
-    from autopar.sharding.layout.source import Span, excerpts
+    from autopar.sharding.layout.source import SourceSpan, excerpts
 
     header = header_of(path, text)
     if not header.target:
@@ -219,13 +219,13 @@ def _trusted_target(arguments: argparse.Namespace, path: str, text: str) -> str:
     if not arguments.trust_target:
         number, line = next(pair for pair in enumerate(text.splitlines(), 1) if pair[1].startswith("#   target "))
         message = f"{path} names the code of its model; a plan's file is data, and code that it names is not run"
-        shown = excerpts(Span(path, number, line.index(header.target), line))
+        shown = excerpts(SourceSpan(path, number, line.index(header.target), line))
         fix = "name the model, --target file.py:function; or --trust-target, if you trust this file"
         raise AutoparError("\n".join([message, *shown, f"fix: {fix}"]))
     return str(header.target)
 
 
-class Telling:
+class ProgressLine:
     """A line that says what is going on, where someone is looking."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.help import HelpText
-from autopar.cli.plan_arguments import Telling, add_plan, is_plan, planned
+from autopar.cli.plan_arguments import ProgressLine, add_plan, is_plan, planned
 
 if TYPE_CHECKING:
     from autopar.plans.plan import Plan
@@ -39,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read or plan, gather, write."""
-    telling = Telling()
+    telling = ProgressLine()
     telling.say("reading the plan" if arguments.plan.endswith(".lay") else f"tracing {arguments.plan}")
     plan = planned(arguments, telling)
     experts: dict[str, Plan] = {}

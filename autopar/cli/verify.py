@@ -15,7 +15,7 @@ from autopar.errors import AutoparError, MeshError
 from autopar.mesh import Mesh
 
 if TYPE_CHECKING:
-    from autopar.cli.verify_processes import Verified
+    from autopar.cli.verify_processes import Verification
 
 __all__ = ["add_parser"]
 
@@ -81,9 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise AutoparError(f"--tolerance {arguments.tolerance:g}: expected a number from 0 up\nfix: as in 1e-5")
     if not 0 < arguments.timeout < inf:
         raise AutoparError(f"--timeout {arguments.timeout:g}: expected a number of seconds above 0")
-    from autopar.cli.verify_processes import Task, verify
+    from autopar.cli.verify_processes import VerifyTask, verify
 
-    task = Task(
+    task = VerifyTask(
         arguments.target,
         parse_settings(arguments.set),
         arguments.mesh,
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if agree else 1
 
 
-def _plain(arguments: argparse.Namespace, found: Verified, agree: bool) -> dict[str, Any]:
+def _plain(arguments: argparse.Namespace, found: Verification, agree: bool) -> dict[str, Any]:
     return {
         "target": arguments.target,
         "mesh": arguments.mesh,

@@ -23,7 +23,7 @@ from typing import Any
 
 from autopar.errors import AutoparError, VerifyError
 
-__all__ = ["Difference", "Verified", "differences", "results_of", "verify"]
+__all__ = ["Difference", "Verification", "differences", "results_of", "verify"]
 
 PERTURBED_BY = 0.02
 """The standard deviation of what zero parameters become: that of the usual initialisation of a projection."""
@@ -43,7 +43,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Verified:
+class Verification:
     """What a verification found; `differences` are in falling order."""
 
     differences: tuple[Difference, ...]
@@ -60,7 +60,7 @@ class Verified:
 
 
 @dataclass(frozen=True)
-class Task:
+class VerifyTask:
     """What the processes are told."""
 
     target: str
@@ -74,7 +74,9 @@ class Task:
     """Whether parameters that are zero get small random values first."""
 
 
-def verify(task: Task, ranks: int, seconds: float = 600, told: Callable[[str], None] = lambda _: None) -> Verified:
+def verify(
+    task: VerifyTask, ranks: int, seconds: float = 600, told: Callable[[str], None] = lambda _: None
+) -> Verification:
     """Run it; raises what a process raised, or that they took too long."""
     if task.device == "cuda":
         _check_gpus(task.mesh, ranks)
@@ -90,7 +92,7 @@ def verify(task: Task, ranks: int, seconds: float = 600, told: Callable[[str], N
                 process.kill()
                 process.wait()
         found = json.loads((place / "found").read_text(encoding="utf-8"))
-    return Verified(tuple(Difference(**one) for one in found["differences"]), found["collectives"])
+    return Verification(tuple(Difference(**one) for one in found["differences"]), found["collectives"])
 
 
 def _check_gpus(mesh: str, ranks: int) -> None:
@@ -158,7 +160,7 @@ def _failure(place: Path, failed: Mapping[int, int], ranks: int) -> AutoparError
 
 
 def _run(place: Path) -> int:
-    task = Task(**json.loads((place / "task").read_text(encoding="utf-8")))
+    task = VerifyTask(**json.loads((place / "task").read_text(encoding="utf-8")))
     rank = int(os.environ["RANK"])
     try:
         found = _verify_here(task, rank, place / "meeting")
@@ -171,7 +173,7 @@ def _run(place: Path) -> int:
     return 0
 
 
-def _verify_here(task: Task, rank: int, meeting: Path) -> Verified:
+def _verify_here(task: VerifyTask, rank: int, meeting: Path) -> Verification:
     import torch
     import torch.distributed as dist
 
@@ -198,7 +200,7 @@ def _verify_here(task: Task, rank: int, meeting: Path) -> Verified:
     collectives = len(parallel.collectives())
     compared = differences(expected, found) if rank == 0 else ()
     dist.barrier()  # no rank goes while another one still needs it
-    return Verified(compared, collectives)
+    return Verification(compared, collectives)
 
 
 def perturb(model: Any) -> None:

@@ -21,23 +21,23 @@ from autopar.cost.compute.rates import peak_of
 from autopar.cost.costs import CommunicationCosts, ComputeCosts, Costs
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory.peak import memory
-from autopar.cost.step.lowered_step import Wired
+from autopar.cost.step.lowered_step import LoweredStep
 from autopar.cost.step.profile import Profile, Task, profile
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.assignment import Plan
+from autopar.sharding.assignment import StepPlan
 
 __all__ = ["beside_seconds", "evaluate"]
 
 
-def evaluate(graph: NamedGraph, plan: Plan, cluster: Cluster) -> Costs:
+def evaluate(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Costs:
     """What one step of the plan takes on the cluster, and what its devices hold."""
     if plan.graph != graph.fingerprint:
         raise AutoparError(
             f"the plan is for another graph than this one ({plan.graph}, not {graph.fingerprint})\n"
             "fix: trace the model with the inputs that the plan was made for, or plan again"
         )
-    wired = Wired(graph, plan)
+    wired = LoweredStep(graph, plan)
     found = profile(wired, cluster)
     count = plan.micro_batches
     compute = ComputeCosts(
@@ -69,7 +69,7 @@ def evaluate(graph: NamedGraph, plan: Plan, cluster: Cluster) -> Costs:
     )
 
 
-def exposed_seconds(found: Profile, plan: Plan, cluster: Cluster) -> float:
+def exposed_seconds(found: Profile, plan: StepPlan, cluster: Cluster) -> float:
     """What is sent of parameters and not hidden: once per step beside one micro-batch, else beside each."""
     total = 0.0
     for tasks in (found.forward, found.backward):

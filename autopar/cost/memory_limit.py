@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from autopar.cost.memory.peak import memory
-from autopar.cost.step.lowered_step import Wired
+from autopar.cost.step.lowered_step import LoweredStep
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.assignment import Plan
+from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Limit
@@ -34,13 +34,13 @@ def memory_limit(layout: Layout, device_bytes: float | None) -> tuple[Limit, flo
     return min(found, key=lambda pair: pair[1], default=None)
 
 
-def check_memory(layout: Layout, graph: NamedGraph, plan: Plan, device_bytes: float | None = None) -> None:
+def check_memory(layout: Layout, graph: NamedGraph, plan: StepPlan, device_bytes: float | None = None) -> None:
     """Raise E6 where a step of the plan takes more on some device than the layout allows."""
     limit = memory_limit(layout, device_bytes)
     if limit is None:
         return
     statement, most_bytes = limit
-    found = memory(Wired(graph, plan))
+    found = memory(LoweredStep(graph, plan))
     if found.peak_bytes > most_bytes:
         parts = {
             "parameters": found.parameters_bytes + found.copies_bytes,

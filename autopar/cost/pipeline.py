@@ -17,12 +17,12 @@ from enum import Enum
 from itertools import accumulate
 from typing import Literal
 
-__all__ = ["PipelineCosts", "Schedule", "StageCosts", "Task", "orders", "pipeline"]
+__all__ = ["PipelineCosts", "Schedule", "StageCosts", "StageTask", "orders", "pipeline"]
 
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 
 
-class Way(Enum):
+class TaskKind(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
 
@@ -42,10 +42,10 @@ class StageCosts:
 
 
 @dataclass(frozen=True)
-class Task:
+class StageTask:
     """A forward or a backward of one chunk for one micro-batch."""
 
-    way: Way
+    way: TaskKind
     micro_batch: int
     chunk: int = 0
 
@@ -85,26 +85,26 @@ def pipeline(
 # -- the orders -------------------------------------------------------------------------------------------------------
 
 
-def orders(stages: int, micro_batches: int, schedule: Schedule, chunks: int = 1) -> tuple[tuple[Task, ...], ...]:
+def orders(stages: int, micro_batches: int, schedule: Schedule, chunks: int = 1) -> tuple[tuple[StageTask, ...], ...]:
     """What each stage does, in order."""
     assert min(stages, micro_batches, chunks) >= 1, f"{stages} stages, {micro_batches} micro-batches, {chunks} chunks"
     assert chunks == 1 or schedule == "interleaved", f"{schedule} has one chunk on each stage, not {chunks}"
     assert chunks == 1 or micro_batches % stages == 0, f"{micro_batches} micro-batches do not interleave on {stages}"
     count = micro_batches * chunks
-    forwards = [_task(Way.FORWARD, i, stages, chunks) for i in range(count)]
-    backwards = [_task(Way.BACKWARD, i, stages, chunks) for i in range(count)]
+    forwards = [_task(TaskKind.FORWARD, i, stages, chunks) for i in range(count)]
+    backwards = [_task(TaskKind.BACKWARD, i, stages, chunks) for i in range(count)]
     return tuple(
         _alternating(forwards, backwards, _ahead(stage, stages, count, schedule, chunks)) for stage in range(stages)
     )
 
 
-def _task(way: Way, position: int, stages: int, chunks: int) -> Task:
+def _task(way: TaskKind, position: int, stages: int, chunks: int) -> StageTask:
     """The task at a position: one chunk for as many micro-batches as there are stages, then the next chunk."""
     if chunks == 1:
-        return Task(way, position)
+        return StageTask(way, position)
     turn, within = divmod(position, stages * chunks)
     chunk, offset = divmod(within, stages)
-    return Task(way, turn * stages + offset, chunk if way is Way.FORWARD else chunks - 1 - chunk)
+    return StageTask(way, turn * stages + offset, chunk if way is TaskKind.FORWARD else chunks - 1 - chunk)
 
 
 def _ahead(stage: int, stages: int, count: int, schedule: Schedule, chunks: int) -> int:
@@ -116,25 +116,25 @@ def _ahead(stage: int, stages: int, count: int, schedule: Schedule, chunks: int)
     return min(count, 2 * (stages - stage - 1) + (chunks - 1) * stages)
 
 
-def _alternating(forwards: list[Task], backwards: list[Task], ahead: int) -> tuple[Task, ...]:
+def _alternating(forwards: list[StageTask], backwards: list[StageTask], ahead: int) -> tuple[StageTask, ...]:
     order = forwards[:ahead]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         order += [forward, backward]
     return (*order, *backwards[len(forwards) - ahead :])
 
 
-def _in_flight(order: Sequence[Task]) -> int:
-    return max(accumulate(1 if task.way is Way.FORWARD else -1 for task in order))
+def _in_flight(order: Sequence[StageTask]) -> int:
+    return max(accumulate(1 if task.way is TaskKind.FORWARD else -1 for task in order))
 
 
 # -- the clock --------------------------------------------------------------------------------------------------------
 
 
 def _run(
-    stages: Sequence[StageCosts], plan: Sequence[Sequence[Task]], chunks: int
+    stages: Sequence[StageCosts], plan: Sequence[Sequence[StageTask]], chunks: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """When each stage ends, and how long it was busy; a stage goes on as far as what has arrived lets it."""
-    arrived: dict[tuple[int, Task], float] = {}
+    arrived: dict[tuple[int, StageTask], float] = {}
     clock, busy = [0.0] * len(stages), [0.0] * len(stages)
     place = [0] * len(stages)
     waiting = list(range(len(stages)))
@@ -147,7 +147,7 @@ def _run(
             if ready is None:
                 break
             costs = stages[stage]
-            whole = costs.forward_seconds if task.way is Way.FORWARD else costs.backward_seconds
+            whole = costs.forward_seconds if task.way is TaskKind.FORWARD else costs.backward_seconds
             follower = _follower(stage, task, len(stages), chunks)
             sends = follower is not None and follower[0] != stage
             seconds = whole / chunks + (costs.send_seconds if sends else 0.0)
@@ -163,17 +163,17 @@ def _run(
     return tuple(clock), tuple(busy)
 
 
-def _is_source(stage: int, task: Task) -> bool:
-    return task.way is Way.FORWARD and stage == 0 and task.chunk == 0
+def _is_source(stage: int, task: StageTask) -> bool:
+    return task.way is TaskKind.FORWARD and stage == 0 and task.chunk == 0
 
 
-def _follower(stage: int, task: Task, stages: int, chunks: int) -> tuple[int, Task] | None:
+def _follower(stage: int, task: StageTask, stages: int, chunks: int) -> tuple[int, StageTask] | None:
     """The task that needs the result of this one, and its stage."""
     part = task.chunk * stages + stage
-    if task.way is Way.FORWARD:
+    if task.way is TaskKind.FORWARD:
         if part + 1 == stages * chunks:
-            return stage, Task(Way.BACKWARD, task.micro_batch, task.chunk)
-        return (part + 1) % stages, Task(Way.FORWARD, task.micro_batch, (part + 1) // stages)
+            return stage, StageTask(TaskKind.BACKWARD, task.micro_batch, task.chunk)
+        return (part + 1) % stages, StageTask(TaskKind.FORWARD, task.micro_batch, (part + 1) // stages)
     if part == 0:
         return None
-    return (part - 1) % stages, Task(Way.BACKWARD, task.micro_batch, (part - 1) // stages)
+    return (part - 1) % stages, StageTask(TaskKind.BACKWARD, task.micro_batch, (part - 1) // stages)

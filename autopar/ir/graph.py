@@ -14,8 +14,8 @@ from autopar.ir.analysis.equal_ops import forms
 from autopar.ir.analysis.finite import passable_sums
 from autopar.ir.analysis.joint_scalars import shares_of_totals
 from autopar.ir.analysis.op_memory import Footprint, footprints
-from autopar.ir.analysis.repeated_layers import Repeat
-from autopar.ir.analysis.saved_tensors import InternalSave, Saved, saved_values
+from autopar.ir.analysis.repeated_layers import RepeatedLayers
+from autopar.ir.analysis.saved_tensors import InternalSave, SavedTensors, saved_values
 from autopar.ir.exported import Exported
 from autopar.ir.interpreter import TracedModule
 from autopar.ir.values import AttentionNote, Dim, NamedNode, NamedTensor
@@ -34,7 +34,7 @@ class NamedGraph:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     dims: Mapping[str, Dim]
-    repeats: tuple[Repeat, ...]
+    repeats: tuple[RepeatedLayers, ...]
 
     def coverage(self) -> dict[str, int]:
         """How many ops have a rule of the table, a discovered one, or none (and run replicated)."""
@@ -73,7 +73,7 @@ class NamedGraph:
         return self._saves.internal
 
     @cached_property
-    def _saves(self) -> Saved:
+    def _saves(self) -> SavedTensors:
         return saved_values(self.exported)
 
     @cached_property
@@ -320,7 +320,7 @@ def _attention_data(note: AttentionNote) -> dict[str, Any]:
     return {"mask": note.mask, "heads": note.heads, "band": band}
 
 
-def _layer_names(graph: NamedGraph, repeat: Repeat) -> list[list[str]]:
+def _layer_names(graph: NamedGraph, repeat: RepeatedLayers) -> list[list[str]]:
     """The names of the ops of each layer, equal steps at equal places."""
     names = {node.node: node.name for node in graph.nodes}
     return [[names[name] for name in layer if name in names] for layer in repeat.layers]

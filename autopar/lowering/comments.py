@@ -8,15 +8,15 @@ from torch.fx import GraphModule
 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
-from autopar.lowering.passes.hoist_small_sums import Ends
+from autopar.lowering.passes.hoist_small_sums import HoistedSums
 from autopar.sharding.reshard.reshard import Step
-from autopar.sharding.reshard_insertion import Inserted
-from autopar.sharding.sharding import Layout
+from autopar.sharding.reshard_insertion import InsertedReshard
+from autopar.sharding.sharding import Sharding
 
 __all__ = ["note_of", "with_ends", "with_notes"]
 
 
-def note_of(one: Inserted, graph: NamedGraph) -> str:
+def note_of(one: InsertedReshard, graph: NamedGraph) -> str:
     """A conversion in words: of which tensor, from which layout to which, for which op with which rule."""
     tensor = graph.tensors[one.tensor]
     layouts = f"{_text(tensor, one.reshard.source)} -> {_text(tensor, one.reshard.target)}"
@@ -31,7 +31,7 @@ def _steps(steps: tuple[Step, ...]) -> str:
     return ", ".join(f"{step.kind.value}({'*'.join(step.axes)})" for step in steps)
 
 
-def _text(tensor: NamedTensor, layout: Layout) -> str:
+def _text(tensor: NamedTensor, layout: Sharding) -> str:
     """A layout with the names of the tensor's dims."""
     if len(layout.splits) != len(tensor.atoms):
         return str(layout)  # of a message of an op's own, which is no tensor of the graph
@@ -61,7 +61,7 @@ def with_notes(module: GraphModule) -> str:
     return text
 
 
-def with_ends(text: str, ends: Ends) -> str:
+def with_ends(text: str, ends: HoistedSums) -> str:
     """The code of a generated graph between what is sent before it and after it."""
     first, last = ("".join(f"# {note}\n" for note in notes) for notes in ends.notes)
     if ends.before is not None:

@@ -19,16 +19,16 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
-from autopar.lowering.collectives.local_reshard import Conversion
+from autopar.lowering.collectives.local_reshard import LocalReshard
 from autopar.lowering.collectives.op_messages import bind_message
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.comments import note_of
 from autopar.lowering.passes.aliases import FRESH, is_idle_copy, makes_new_memory
-from autopar.lowering.passes.bucket_parameters import Parameters, put_in_buckets
-from autopar.lowering.passes.empty_shards import Empty, nodes_of, reached
-from autopar.lowering.passes.hoist_small_sums import Ends, move_to_ends
+from autopar.lowering.passes.bucket_parameters import BucketedParameters, put_in_buckets
+from autopar.lowering.passes.empty_shards import EmptyShardOp, nodes_of, reached
+from autopar.lowering.passes.hoist_small_sums import HoistedSums, move_to_ends
 from autopar.lowering.passes.join_small_sums import join_totals
-from autopar.lowering.passes.random_ops import Drawings, DrawnOp
+from autopar.lowering.passes.random_ops import DrawnOp, RandomOps
 from autopar.lowering.passes.rank_check import put_gate
 from autopar.lowering.passes.recompute_regions import KEPT, REGION, with_regions
 from autopar.rules.call import arguments_by_name, takes_tensors
@@ -36,16 +36,16 @@ from autopar.rules.notation import FactorKind
 from autopar.rules.shard_call.dispatch import LOWERINGS, localiser
 from autopar.rules.shard_call.empty import amounts
 from autopar.rules.shard_call.grouped_heads import repeat_masked_heads
-from autopar.rules.shard_call.local_call import Local, Piece
-from autopar.sharding.assignment import Decisions, OpDecision
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
+from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.atoms import atoms_of
 from autopar.sharding.choices import Choice
-from autopar.sharding.lowered_ops import Split, split_of
+from autopar.sharding.lowered_ops import LoweredOpContext, split_of
 from autopar.sharding.lowered_ops.base import Send
 from autopar.sharding.options import Outputs, Recompute
 from autopar.sharding.recompute import computed_again, regions_of
-from autopar.sharding.reshard_insertion import Inserted, OpConversions, wire
-from autopar.sharding.sharding import Layout, chunk
+from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards, wire
+from autopar.sharding.sharding import Sharding, chunk
 
 __all__ = ["Emitted", "emit"]
 
@@ -55,19 +55,19 @@ class Emitted:
     """The graph of one rank, what was inserted in it, and the layouts of its results."""
 
     graph_module: GraphModule
-    inserted: tuple[Inserted, ...]
-    results: tuple[tuple[str, Layout] | None, ...]
+    inserted: tuple[InsertedReshard, ...]
+    results: tuple[tuple[str, Sharding] | None, ...]
     """Name and layout of each result of the model; None for one that is no tensor."""
     draws: tuple[DrawnOp, ...] = ()
     """Ops that draw random numbers, on several ranks; where there are any, the graph has one more input: their key."""
-    ends: Ends = field(default_factory=Ends)
+    ends: HoistedSums = field(default_factory=HoistedSums)
     """What is sent before and after the graph."""
 
 
-class Convert(nn.Module):
+class ReshardModule(nn.Module):
     """A conversion as a step of the generated graph."""
 
-    def __init__(self, conversion: Conversion, note: str) -> None:
+    def __init__(self, conversion: LocalReshard, note: str) -> None:
         super().__init__()
         self.conversion = conversion
         self.notes = (note,)
@@ -79,10 +79,10 @@ class Convert(nn.Module):
         return str(self.conversion.reshard)
 
 
-class Lowered(nn.Module):
+class LocalOpModule(nn.Module):
     """An op of which some factor is split and which needs a function of ours for it (a masked lookup)."""
 
-    def __init__(self, local: Local, pieces: tuple[Piece, ...], names: tuple[str, ...]) -> None:
+    def __init__(self, local: LocalCall, pieces: tuple[FactorSlice, ...], names: tuple[str, ...]) -> None:
         super().__init__()
         self.local = local
         self.pieces = pieces
@@ -100,11 +100,16 @@ class Lowered(nn.Module):
         return f"{self.local.op} split {', '.join(piece.factor for piece in self.pieces)}; rule {self.local.rule}"
 
 
-class Communicating(nn.Module):
+class LoweredOpModule(nn.Module):
     """An op that runs on shards with messages of its own (a halo exchange, statistics of all shards)."""
 
     def __init__(
-        self, split: Split, local: Local, pieces: Mapping[str, Piece], names: tuple[str, ...], sends: tuple[Send, ...]
+        self,
+        split: LoweredOpContext,
+        local: LocalCall,
+        pieces: Mapping[str, FactorSlice],
+        names: tuple[str, ...],
+        sends: tuple[Send, ...],
     ) -> None:
         super().__init__()
         self.split = split
@@ -125,11 +130,11 @@ class Communicating(nn.Module):
 
 def emit(
     graph: NamedGraph,
-    decisions: Decisions,
+    decisions: Assignment,
     groups: Groups,
     outputs: Outputs,
     local_inputs: bool,
-    parameters: Parameters | None = None,
+    parameters: BucketedParameters | None = None,
     recompute: Mapping[str, Recompute] | None = None,
     with_ends: bool = False,
 ) -> Emitted:
@@ -139,18 +144,20 @@ def emit(
     `with_ends`: small sums are taken out of the graph where they can be made before or after it.
     """
     again = decisions.recompute if recompute is None else recompute
-    return _Emitter(graph, decisions, groups, outputs, local_inputs, parameters or Parameters(), again).run(with_ends)
+    return _Emitter(graph, decisions, groups, outputs, local_inputs, parameters or BucketedParameters(), again).run(
+        with_ends
+    )
 
 
 class _Emitter:
     def __init__(
         self,
         graph: NamedGraph,
-        decisions: Decisions,
+        decisions: Assignment,
         groups: Groups,
         outputs: Outputs,
         local_inputs: bool,
-        parameters: Parameters,
+        parameters: BucketedParameters,
         recompute: Mapping[str, Recompute],
     ) -> None:
         self.graph = graph
@@ -161,9 +168,9 @@ class _Emitter:
         self.wiring = wire(graph, decisions, outputs, local_inputs)
         self.out = Graph()
         self.modules: dict[str, nn.Module] = {}
-        self.held: dict[tuple[str, Layout], Node] = {}
+        self.held: dict[tuple[str, Sharding], Node] = {}
         self.by_node = {tensor.node: tensor for tensor in graph.tensors.values()}
-        self.drawings = Drawings(self.axes, groups.coordinate, torch.device(groups.device_type))
+        self.drawings = RandomOps(self.axes, groups.coordinate, torch.device(groups.device_type))
         self.key: Node | None = None
         self.regions = regions_of(graph, recompute) if graph.exported.grad_enabled else ()
         self.again = computed_again(graph, self.regions)
@@ -188,7 +195,7 @@ class _Emitter:
         assert isinstance(results, tuple), "the graph returns a flat tuple"
         pairs = zip(results, self.wiring.results, strict=True)
         self.out.output(tuple(result if place is None else self._value(*place) for result, place in pairs))
-        ends = move_to_ends(self.out, self.modules, self._inputs()) if with_ends else Ends()
+        ends = move_to_ends(self.out, self.modules, self._inputs()) if with_ends else HoistedSums()
         join_totals(self.out, self.modules)
         put_in_buckets(self.out, self.modules, self.by_node, self.parameters)
         if self.parameters.gate is not None:
@@ -208,7 +215,7 @@ class _Emitter:
         made.meta["origin"] = source.meta.get("origin")
         module = self.modules.get(str(made.target)) if made.op == "call_module" else None
         # Where a rank has nothing of an op as well: all ranks must find the same readers of what is gathered.
-        if module is not None and not isinstance(module, Convert):
+        if module is not None and not isinstance(module, ReshardModule):
             assert isinstance(source.target, torch._ops.OpOverload), source
             made.meta[FRESH] = makes_new_memory(source.target)
         if op in self.region_of:
@@ -248,7 +255,7 @@ class _Emitter:
         return converted if isinstance(given, Node) else given
 
     def _local(
-        self, source: Node, node: NamedNode, decision: OpDecision, wired: OpConversions, arguments: dict[str, Any]
+        self, source: Node, node: NamedNode, decision: OpAssignment, wired: OpReshards, arguments: dict[str, Any]
     ) -> Node:
         """The op on this rank's shards."""
         split = None if wired.split is None else self._split(node, decision)
@@ -256,7 +263,7 @@ class _Emitter:
         pieces = tuple(piece for piece in everything if split is None or piece.factor not in split.factors)
         sizes = dict(node.sizes)
         local_sizes = {**sizes, **{piece.factor: piece.length for piece in pieces}}
-        local = Local(source.target, arguments, node.rule, sizes, local_sizes)  # type: ignore[arg-type]
+        local = LocalCall(source.target, arguments, node.rule, sizes, local_sizes)  # type: ignore[arg-type]
         if pieces:
             local = self._localised(local, pieces)
         drawing = self._drawing(source, node, decision.choice, local)
@@ -273,11 +280,11 @@ class _Emitter:
         if lowered:
             names = tuple(name for name, value in local.arguments.items() if _has_node(value))
             plain = {name: None if name in names else value for name, value in local.arguments.items()}
-            module = Lowered(replace(local, arguments=plain), tuple(lowered), names)
+            module = LocalOpModule(replace(local, arguments=plain), tuple(lowered), names)
             return self._module(f"{node.name}_split", module, tuple(local.arguments[name] for name in names))
         return self._record(local)
 
-    def _drawing(self, source: Node, node: NamedNode, choice: Choice, local: Local) -> Node | None:
+    def _drawing(self, source: Node, node: NamedNode, choice: Choice, local: LocalCall) -> Node | None:
         """An op that draws random numbers."""
         differentiable = any(name is not None and self.graph.tensors[name].requires_grad for name in node.outputs)
         made = self.drawings.make(node, source, choice, local.arguments, differentiable)
@@ -291,22 +298,22 @@ class _Emitter:
         tensors = (value for value in local.arguments.values() if _has_node(value))
         return self._module(f"{node.name}_drawn", made, (self.key, *tensors))
 
-    def _communicating(self, split: Split, local: Local, pieces: Mapping[str, Piece]) -> Node:
+    def _communicating(self, split: LoweredOpContext, local: LocalCall, pieces: Mapping[str, FactorSlice]) -> Node:
         """An op that sends something itself."""
         names = tuple(name for name, value in local.arguments.items() if _has_node(value))
         plain = {name: None if name in names else value for name, value in local.arguments.items()}
         sends = tuple(bind_message(message, self.groups) for message in split.messages())
-        module = Communicating(split, replace(local, arguments=plain), pieces, names, sends)
+        module = LoweredOpModule(split, replace(local, arguments=plain), pieces, names, sends)
         module.notes = tuple(note_of(one, self.graph) for one in self.wiring.ops[split.node.name].inside if one.ways)
         stem = f"{split.node.name}_split_{'_'.join(split.axes)}"
         return self._module(stem, module, tuple(local.arguments[name] for name in names))
 
-    def _split(self, node: NamedNode, decision: OpDecision) -> Split | None:
+    def _split(self, node: NamedNode, decision: OpAssignment) -> LoweredOpContext | None:
         """As it is on this rank; the wiring has it as on the busiest."""
         at = self.groups.coordinate
         return split_of(self.graph, node, decision.choice.splits, decision.operands, self.axes, at)
 
-    def _results(self, node: NamedNode, decision: OpDecision) -> Iterator[tuple[tuple[int, ...], torch.dtype] | None]:
+    def _results(self, node: NamedNode, decision: OpAssignment) -> Iterator[tuple[tuple[int, ...], torch.dtype] | None]:
         """The shapes and dtypes that an op gives on this rank."""
         for name, layout in zip(node.outputs, decision.produced, strict=True):
             if name is None or layout is None:
@@ -314,10 +321,10 @@ class _Emitter:
             else:
                 yield self._local_shape(name, layout), self.graph.tensors[name].dtype
 
-    def _gives_some(self, node: NamedNode, decision: OpDecision) -> Iterator[bool]:
+    def _gives_some(self, node: NamedNode, decision: OpAssignment) -> Iterator[bool]:
         return (result is not None and 0 not in result[0] for result in self._results(node, decision))
 
-    def _empty(self, source: Node, node: NamedNode, decision: OpDecision, arguments: Mapping[str, Any]) -> Node:
+    def _empty(self, source: Node, node: NamedNode, decision: OpAssignment, arguments: Mapping[str, Any]) -> Node:
         """An op of which this rank has nothing."""
         single = len(node.outputs) == 1 and isinstance(source.meta["val"], Tensor)
         assert isinstance(source.target, torch._ops.OpOverload), source
@@ -325,9 +332,11 @@ class _Emitter:
         found = reached(source.target, given, lambda node: self.by_node[node.name].requires_grad)
         pairs = zip(self._results(node, decision), found, strict=True)
         results = tuple(None if result is None else (*result, reaches) for result, reaches in pairs)
-        return self._module(f"{node.name}_empty", Empty(str(source.target), results, single), nodes_of(arguments))
+        return self._module(
+            f"{node.name}_empty", EmptyShardOp(str(source.target), results, single), nodes_of(arguments)
+        )
 
-    def _filled(self, local: Local) -> Local:
+    def _filled(self, local: LocalCall) -> LocalCall:
         """A slice of zeros where this rank has nothing of what is summed."""
         assert isinstance(local.op, torch._ops.OpOverload), local.op
         filled = {}
@@ -339,7 +348,7 @@ class _Emitter:
                 )
         return local.with_arguments(**filled)
 
-    def _localised(self, local: Local, pieces: tuple[Piece, ...]) -> Local:
+    def _localised(self, local: LocalCall, pieces: tuple[FactorSlice, ...]) -> LocalCall:
         """Arguments that follow the shard; localisers see shapes where the tensors will be."""
         nodes = local.arguments
         shapes = {name: self._shapes(value) for name, value in nodes.items()}
@@ -355,7 +364,7 @@ class _Emitter:
             return [self._shapes(item) for item in value]
         return torch.empty(value.meta["local_shape"], device="meta") if isinstance(value, Node) else value
 
-    def _record(self, local: Local) -> Node:
+    def _record(self, local: LocalCall) -> Node:
         """An op with arguments under their schema names, written into the graph."""
         assert isinstance(local.op, torch._ops.OpOverload), local.op
         schema = local.op._schema.arguments
@@ -368,7 +377,7 @@ class _Emitter:
                 kwargs[argument.name] = value
         return self.out.call_function(local.op, args, kwargs)
 
-    def _pieces(self, node: NamedNode, choice: Choice) -> Iterator[Piece]:
+    def _pieces(self, node: NamedNode, choice: Choice) -> Iterator[FactorSlice]:
         """What this rank has of each split factor. Of a factor split in an inner atom only the length is meant."""
         for factor in dict.fromkeys(factor for (factor, _), _ in choice.splits):
             parts = []
@@ -380,7 +389,7 @@ class _Emitter:
                 parts.append((start, length))
             inner = prod(length for _, length in parts[1:])
             begin = parts[0][0] * inner
-            yield Piece(factor, int(begin > 0), begin, begin + parts[0][1] * inner, node.sizes[factor])
+            yield FactorSlice(factor, int(begin > 0), begin, begin + parts[0][1] * inner, node.sizes[factor])
 
     def _scaled(self, result: Node, node: NamedNode, choice: Choice) -> Node:
         """A mean over a shard is a part of the whole mean: its share of the count."""
@@ -392,7 +401,7 @@ class _Emitter:
         op, number = share or (torch.ops.aten.mul.Scalar, length / max(total, 1))
         return self.out.call_function(op, (result, number))
 
-    def _keep(self, source: Node, node: NamedNode, decision: OpDecision, result: Node) -> None:
+    def _keep(self, source: Node, node: NamedNode, decision: OpAssignment, result: Node) -> None:
         single = len(node.outputs) == 1 and isinstance(source.meta["val"], Tensor)
         for i, name in enumerate(node.outputs):
             if name is None:
@@ -405,22 +414,22 @@ class _Emitter:
 
     # -- conversions --------------------------------------------------------------------------------------------------
 
-    def _value(self, name: str, layout: Layout) -> Node:
+    def _value(self, name: str, layout: Sharding) -> Node:
         """A value in a layout in which it is held by now."""
         value = self.held[name, layout]
         value.meta["local_shape"] = self._local_shape(name, layout)
         return value
 
-    def _convert(self, one: Inserted) -> None:
+    def _convert(self, one: InsertedReshard) -> None:
         name, found = one.tensor, one.reshard
         value = self.held[name, found.source]
         if one.ways:
             kinds = "_".join(dict.fromkeys(f"{step.kind.value}_{'_'.join(step.axes)}" for step in one.ways))
-            module = Convert(Conversion.bind(found, self.groups), note_of(one, self.graph))
+            module = ReshardModule(LocalReshard.bind(found, self.groups), note_of(one, self.graph))
             value = self._module(f"{name}_{kinds}", module, (value,))
         self.held[name, found.target] = value
 
-    def _local_shape(self, name: str, layout: Layout) -> tuple[int, ...]:
+    def _local_shape(self, name: str, layout: Sharding) -> tuple[int, ...]:
         atoms = atoms_of(self.graph.tensors[name])
         return atoms.fold(layout.local_sizes(atoms, self.axes, self.groups.coordinate))
 

@@ -20,7 +20,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
 from autopar.plans.plan import Plan
 from autopar.plans.retarget import lowered
-from autopar.sharding.assignment import Plan as Decided
+from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.layout.source import read_text
 from autopar.solver.solve import PlanOptions
@@ -87,7 +87,7 @@ def keep(name: str, plan: Plan) -> None:
         return
 
 
-def last(graph: NamedGraph, mesh: Mesh) -> Decided | None:
+def last(graph: NamedGraph, mesh: Mesh) -> StepPlan | None:
     """The latest plan of this class of model on this mesh, lowered for a graph: to begin from."""
     try:
         paths = sorted(folder().glob(f"{_family(graph, mesh)}-*.lay"), key=lambda path: path.stat().st_mtime)

@@ -21,7 +21,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh, MeshAxis
 from autopar.plans import cache
 from autopar.plans.plan import Plan
-from autopar.sharding.assignment import Plan as Decided
+from autopar.sharding.assignment import StepPlan
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import Layout, parse_memory
 from autopar.sharding.layout.load import choose_layout
@@ -30,11 +30,11 @@ from autopar.sharding.layout.syntax import Limit, MeshStatement
 from autopar.sharding.options import Outputs
 from autopar.sharding.propagation import completed
 from autopar.sharding.reshard_insertion import conversions
-from autopar.solver.infeasible.errors import NoPlan
+from autopar.solver.infeasible.errors import NoFeasiblePlan
 from autopar.solver.progress import Progress
 from autopar.solver.solve import PlanOptions, solve_plan
 
-__all__ = ["Asked", "asked_as", "check_outputs", "cluster_here", "meshes_of", "plan_graph", "under"]
+__all__ = ["PlanRequest", "asked_as", "check_outputs", "cluster_here", "meshes_of", "plan_graph", "under"]
 
 LOCAL = "local-cpu"
 
@@ -47,7 +47,7 @@ LARGEST_GAP = 0.9
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """What a plan is asked for, beside model, mesh and layout."""
 
     cluster: str | Path | Cluster | None = None
@@ -91,10 +91,10 @@ class Asked:
         return int(min(found, default=PLANNED_SHARE * has))
 
 
-def asked_as(plan: Plan, time_limit: float = 30.0) -> Asked:
+def asked_as(plan: Plan, time_limit: float = 30.0) -> PlanRequest:
     """What another plan is asked for that is to be compared with this one."""
     decided = plan.decided
-    return Asked(
+    return PlanRequest(
         plan.cluster,
         plan.limit_bytes,
         decided.optimizer,
@@ -173,7 +173,7 @@ def plan_graph(
     graph: NamedGraph,
     meshes: Sequence[Mesh],
     layout: str | Path | Layout | None,
-    asked: Asked,
+    asked: PlanRequest,
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
     """The best plan on the best of some meshes."""
@@ -189,7 +189,7 @@ def plan_graph(
         beat = math.inf if best is None else best.step_seconds
         try:
             found = _on_mesh(graph, mesh, layout, each, progress, seconds, beat)
-        except (NoPlan, LayoutError) as error:  # a layout may be possible on some meshes only
+        except (NoFeasiblePlan, LayoutError) as error:  # a layout may be possible on some meshes only
             refused.append((mesh, error))
             continue
         if best is None or found.step_seconds < best.step_seconds:
@@ -201,19 +201,19 @@ def plan_graph(
 
 def _closest(refused: Sequence[tuple[Mesh, AutoparError]]) -> AutoparError:
     """Of meshes that are all refused, the one on which the least memory would do; else the first."""
-    short = [(mesh, error) for mesh, error in refused if isinstance(error, NoPlan)]
+    short = [(mesh, error) for mesh, error in refused if isinstance(error, NoFeasiblePlan)]
     if not short or len(refused) == 1:
         return refused[0][1]
     mesh, error = min(short, key=lambda one: math.inf if one[1].least_bytes is None else one[1].least_bytes)
     what = f"of {len(refused)} meshes, {mesh} comes closest: {error.what}"
-    return NoPlan(what, error.least_bytes, error.lines, error.fix)
+    return NoFeasiblePlan(what, error.least_bytes, error.lines, error.fix)
 
 
 def _on_mesh(
     graph: NamedGraph,
     mesh: Mesh,
     layout: str | Path | Layout | None,
-    asked: Asked,
+    asked: PlanRequest,
     progress: Callable[[Progress], None] | None,
     seconds: float,
     beat_seconds: float,
@@ -245,9 +245,9 @@ def _on_mesh(
             warm=warm,
             beat_seconds=beat_seconds,
         )
-    except NoPlan as error:
+    except NoFeasiblePlan as error:
         error = error if given is None else _with_its_line(error, given, limit, cluster)
-        is_usual = limit == Asked().limit_bytes(cluster, None)
+        is_usual = limit == PlanRequest().limit_bytes(cluster, None)
         raise _with_all_memory(error, cluster.device.memory_bytes) if is_usual else error from None
     decided = canonical(graph, solved.plan)
     if said is not None:
@@ -265,29 +265,29 @@ def _is_answer(plan: Plan, mesh: Mesh, limit: int, options: PlanOptions) -> bool
     return plan.mesh == mesh and plan.memory_bytes <= limit and plan.decided.with_options(options) == plan.decided
 
 
-def _with_its_line(error: NoPlan, given: Layout, limit: int, cluster: Cluster) -> NoPlan:
+def _with_its_line(error: NoFeasiblePlan, given: Layout, limit: int, cluster: Cluster) -> NoFeasiblePlan:
     """With the line that sets the limit on memory, where the layout does."""
     lowest = memory_limit(given, cluster.device.memory_bytes)
     if error.least_bytes is None or lowest is None or int(lowest[1]) > limit:
         return error
     shown = excerpts(lowest[0].span)
     lines = (*error.lines, "the limit is set here", *shown) if shown else error.lines
-    return NoPlan(error.what, error.least_bytes, lines, error.fix)
+    return NoFeasiblePlan(error.what, error.least_bytes, lines, error.fix)
 
 
-def _with_all_memory(error: NoPlan, has_bytes: float) -> NoPlan:
+def _with_all_memory(error: NoFeasiblePlan, has_bytes: float) -> NoFeasiblePlan:
     """Where all that a device has would do, and a share of it was planned for as nobody said otherwise."""
     if error.least_bytes is None or error.least_bytes > has_bytes:
         return error
     fix = f"{error.fix}; a device has {size_text(has_bytes)}, and memory='100%', --memory 100%, plans for all of it"
-    return NoPlan(error.what, error.least_bytes, error.lines, fix)
+    return NoFeasiblePlan(error.what, error.least_bytes, error.lines, fix)
 
 
 def _is_limit(statement: object) -> bool:
     return isinstance(statement, Limit) and statement.quantity == "memory"
 
 
-def canonical(graph: NamedGraph, decided: Decided) -> Decided:
+def canonical(graph: NamedGraph, decided: StepPlan) -> StepPlan:
     """What was searched as a layout says it: parameters are used as axes split them, broadcasts begin at their uses."""
     decisions = decided.decisions
     values = {
@@ -300,7 +300,7 @@ def canonical(graph: NamedGraph, decided: Decided) -> Decided:
     return replace(decided, recompute=recompute, decisions=replace(decisions, values=values, recompute=recompute))
 
 
-def under(graph: NamedGraph, mesh: Mesh, layout: str | Path | Layout, asked: Asked, origin: str = "") -> Plan:
+def under(graph: NamedGraph, mesh: Mesh, layout: str | Path | Layout, asked: PlanRequest, origin: str = "") -> Plan:
     """What a layout comes to without a search."""
     axes = dict(zip(mesh.names, mesh.sizes, strict=True))
     cluster = asked.where()

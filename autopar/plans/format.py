@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.ir.values import NamedTensor
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 
 __all__ = ["bytes_text", "layout_text", "percent_text", "seconds_text", "table"]
 
@@ -28,7 +28,7 @@ def percent_text(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def layout_text(tensor: NamedTensor, layout: Layout) -> str:
+def layout_text(tensor: NamedTensor, layout: Sharding) -> str:
     """`d_ff -> tp`, `partial(tp)`, `whole`."""
     places: dict[str, list[str]] = {}
     for i, axes in enumerate(layout.splits):

@@ -15,20 +15,19 @@ from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
 from autopar.mesh import Mesh
-from autopar.plans.find import Asked, plan_graph
+from autopar.plans.find import PlanRequest, plan_graph
 from autopar.plans.header import check_model, check_whole, read_header
 from autopar.plans.retarget import lowered
-from autopar.sharding.assignment import Decisions
-from autopar.sharding.assignment import Plan as Decided
+from autopar.sharding.assignment import Assignment, StepPlan
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.layout.resolve import resolve
 from autopar.sharding.layout.syntax import Block, DimRule, Hole, Pin
 from autopar.sharding.propagation import complete
-from autopar.sharding.reshard_insertion import Inserted
+from autopar.sharding.reshard_insertion import InsertedReshard
 from autopar.tracing.trace import trace
 
-__all__ = ["FromPlan", "LayoutPlanner", "Searching", "has_holes"]
+__all__ = ["LayoutPlanner", "PlanFilePlanner", "SearchPlanner", "has_holes"]
 
 
 def has_holes(layout: Layout) -> bool:
@@ -49,23 +48,23 @@ class LayoutPlanner:
     layout: Layout
     axes: Mapping[str, int]
     dims: Mapping[str, str] | None
-    asked: Asked
+    asked: PlanRequest
     device_type: str
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
         return trace(model, inputs, dims=self.dims)
 
-    def decide(self, graph: NamedGraph) -> Decisions | str:
+    def decide(self, graph: NamedGraph) -> Assignment | str:
         return complete(graph, self.layout, self.axes)
 
-    def read(self, graph: NamedGraph, text: str) -> Decisions:
+    def read(self, graph: NamedGraph, text: str) -> Assignment:
         raise AssertionError("a layout is completed by the first rank")
 
-    def check(self, graph: NamedGraph, decisions: Decisions, inserted: tuple[Inserted, ...]) -> None:
+    def check(self, graph: NamedGraph, decisions: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
         check_contracts(self.layout, graph, decisions, inserted)
         asked = self.asked
         plan = replace(
-            Decided.decided(graph, decisions),
+            StepPlan.decided(graph, decisions),
             outputs=asked.outputs,
             local_inputs=asked.local_inputs,
             master_dtype=asked.master_dtype,
@@ -102,7 +101,7 @@ class LayoutPlanner:
 
 
 @dataclass
-class FromPlan:
+class PlanFilePlanner:
     """A plan's text decides; for inputs of other sizes than it was made for it is lowered again."""
 
     text: str
@@ -113,10 +112,10 @@ class FromPlan:
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
         return trace(model, inputs, dims=self.dims)
 
-    def decide(self, graph: NamedGraph) -> Decisions | str:
+    def decide(self, graph: NamedGraph) -> Assignment | str:
         return self.text
 
-    def read(self, graph: NamedGraph, text: str) -> Decisions:
+    def read(self, graph: NamedGraph, text: str) -> Assignment:
         self.text = text
         header = read_header(text, self.name)
         assert header is not None, "only plans come here"
@@ -127,7 +126,7 @@ class FromPlan:
             return complete(graph, layout, self.axes)
         return lowered(graph, layout, self.axes).decisions
 
-    def check(self, graph: NamedGraph, decisions: Decisions, inserted: tuple[Inserted, ...]) -> None:
+    def check(self, graph: NamedGraph, decisions: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
         """A plan's own guards."""
         check_contracts(parse_layout(self.text, self.name), graph, decisions, inserted)
 
@@ -148,30 +147,30 @@ class FromPlan:
 
 
 @dataclass
-class Searching:
+class SearchPlanner:
     """The first call is planned; others are lowered from that plan's text."""
 
     layout: Layout | None
     mesh: Mesh
     dims: Mapping[str, str] | None
-    asked: Asked
-    found: FromPlan | None = field(default=None, init=False)
+    asked: PlanRequest
+    found: PlanFilePlanner | None = field(default=None, init=False)
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
         return trace(model, inputs, dims=self.dims)
 
-    def decide(self, graph: NamedGraph) -> Decisions | str:
+    def decide(self, graph: NamedGraph) -> Assignment | str:
         if self.found is not None:
             return self.found.decide(graph)
         return plan_graph(graph, (self.mesh,), self.layout, self.asked).text
 
-    def read(self, graph: NamedGraph, text: str) -> Decisions:
+    def read(self, graph: NamedGraph, text: str) -> Assignment:
         if self.found is None:
             axes = dict(zip(self.mesh.names, self.mesh.sizes, strict=True))
-            self.found = FromPlan(text, "<plan>", axes, self.dims)
+            self.found = PlanFilePlanner(text, "<plan>", axes, self.dims)
         return self.found.read(graph, text)
 
-    def check(self, graph: NamedGraph, decisions: Decisions, inserted: tuple[Inserted, ...]) -> None:
+    def check(self, graph: NamedGraph, decisions: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
         if self.layout is not None:
             check_contracts(self.layout, graph, decisions, inserted)
 

@@ -16,19 +16,19 @@ from autopar.mesh import Mesh
 from autopar.plans.format import bytes_text, seconds_text, table
 from autopar.plans.header import Header, dtype_text, parameters_of
 from autopar.plans.text.glob_cover import skeleton
-from autopar.plans.text.to_layout import Written, written
-from autopar.sharding.assignment import Plan as Decided
+from autopar.plans.text.to_layout import WrittenLayout, written
+from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.printer import print_statement
-from autopar.sharding.reshard_insertion import Collective, conversions
-from autopar.sharding.sharding import Layout as State
+from autopar.sharding.reshard_insertion import StepCollective, conversions
+from autopar.sharding.sharding import Sharding
 from autopar.solver.progress import relative_gap
 
 __all__ = ["PlanRecord", "PricedCollective", "collective_lines"]
 
 
 @dataclass(frozen=True)
-class PricedCollective(Collective):
+class PricedCollective(StepCollective):
     """A collective of a plan, with what it takes by itself; parameters travel several at once, and take less."""
 
     seconds: float = 0.0
@@ -39,7 +39,7 @@ class PlanRecord:
     """What was decided about a model on a mesh of a cluster, with its costs."""
 
     graph: NamedGraph = field(repr=False)
-    decided: Decided = field(repr=False)
+    decided: StepPlan = field(repr=False)
     mesh: Mesh
     cluster: Cluster = field(repr=False)
     limit_bytes: int
@@ -94,13 +94,13 @@ class PlanRecord:
                 found.append(PricedCollective(step.kind.value, step.axes, direction, one.tensor, one.op, size, seconds))
         return tuple(found)
 
-    def layout_of(self, name: str) -> State:
+    def layout_of(self, name: str) -> Sharding:
         """Where a tensor is: a parameter or input as it is stored, a value as its consumers find it."""
         decisions = self.decided.decisions
         return decisions.stored.get(name) or decisions.values[name]
 
     @cached_property
-    def written(self) -> Written:
+    def written(self) -> WrittenLayout:
         return written(self.graph, self.decided.decisions, self.mesh)
 
     @property

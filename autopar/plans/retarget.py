@@ -11,24 +11,34 @@ from dataclasses import replace
 
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.assignment import Plan as Decided
-from autopar.sharding.layout.check import Words
+from autopar.sharding.assignment import StepPlan
+from autopar.sharding.layout.check import LayoutWords
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.precedence import POSITION, glob_matches, matches
-from autopar.sharding.layout.syntax import Block, DimRule, Hold, MeshStatement, OpPin, Pin, Place, Split, Statement
+from autopar.sharding.layout.syntax import (
+    Block,
+    DimRule,
+    GatherStatement,
+    MeshStatement,
+    OpPin,
+    Pin,
+    SplitTerm,
+    Statement,
+    TensorPattern,
+)
 from autopar.sharding.op_pins import words_of
 from autopar.sharding.propagation import completed
 
 __all__ = ["lowered"]
 
 
-def lowered(graph: NamedGraph, layout: Layout, axes: Mapping[str, int]) -> Decided:
+def lowered(graph: NamedGraph, layout: Layout, axes: Mapping[str, int]) -> StepPlan:
     """What a plan's layout comes to for another graph of its model."""
     words = words_of(graph)
     known = [kept for statement in layout for kept in _known(statement, words)]
     without_ops = [statement for statement in known if not isinstance(statement, OpPin)]
     rules: list[Statement] = [
-        statement for statement in without_ops if isinstance(statement, DimRule | MeshStatement | Hold)
+        statement for statement in without_ops if isinstance(statement, DimRule | MeshStatement | GatherStatement)
     ]
     rules += [one for one in without_ops if isinstance(one, Block) and all(scope.glob is None for scope in one.scopes)]
     error: LayoutError | None = None
@@ -41,7 +51,7 @@ def lowered(graph: NamedGraph, layout: Layout, axes: Mapping[str, int]) -> Decid
     raise error
 
 
-def _known(statement: Statement, words: Words) -> Iterator[Statement]:
+def _known(statement: Statement, words: LayoutWords) -> Iterator[Statement]:
     """The statement without what the graph has no name for; uneven pieces are fine."""
     if isinstance(statement, DimRule):
         yield from _rule(statement, words)
@@ -59,18 +69,20 @@ def _known(statement: Statement, words: Words) -> Iterator[Statement]:
         if _any(statement.glob, words.ops):
             yield replace(statement, uneven=tuple(factor for factor, _ in statement.choice))
     elif (
-        not isinstance(statement, Hold) or statement.action == "recompute" or _any(statement.glob, words.of_kind(None))
+        not isinstance(statement, GatherStatement)
+        or statement.action == "recompute"
+        or _any(statement.glob, words.of_kind(None))
     ):
         yield statement
 
 
-def _rule(rule: DimRule, words: Words) -> Iterator[DimRule]:
+def _rule(rule: DimRule, words: LayoutWords) -> Iterator[DimRule]:
     dims = tuple(dim for dim in rule.dims if dim.startswith(POSITION) or any(matches(dim, own) for own in words.dims))
     if dims:
         *others, last = rule.place.terms
         # What may stay whole stays whole, so that parameters are stored as they were.
-        terms = (*others, replace(last, pad=True) if isinstance(last, Split) else last)
-        yield replace(rule, dims=dims, place=Place(terms, rule.place.priority))
+        terms = (*others, replace(last, pad=True) if isinstance(last, SplitTerm) else last)
+        yield replace(rule, dims=dims, place=TensorPattern(terms, rule.place.priority))
 
 
 def _any(glob: str, names: object) -> bool:

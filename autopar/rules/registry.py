@@ -36,7 +36,7 @@ from autopar.rules.ops import (
 )
 from autopar.rules.proof.samples import Tries
 from autopar.rules.shard_call.dispatch import LOCALISERS, LOWERINGS
-from autopar.rules.table import Entry, Family, Table, parse_table
+from autopar.rules.table import OpFamily, RuleTable, TableEntry, parse_table
 
 __all__ = ["register_rule", "registered", "rule_table", "topics"]
 
@@ -62,13 +62,13 @@ MODULES: tuple[ModuleType, ...] = (
     misc,
 )
 
-_registered: dict[str, Entry] = {}
+_registered: dict[str, TableEntry] = {}
 
 
 @cache
-def topics() -> Mapping[str, tuple[Entry, ...]]:
+def topics() -> Mapping[str, tuple[TableEntry, ...]]:
     """The lines of the table, by the file they stand in."""
-    families: dict[str, Family] = {}
+    families: dict[str, OpFamily] = {}
     for module in MODULES:
         clash = families.keys() & module.FAMILIES.keys()
         assert not clash, f"{module.__name__} has a family of rules that another file has: {clash}"
@@ -77,16 +77,16 @@ def topics() -> Mapping[str, tuple[Entry, ...]]:
 
 
 @cache
-def _standard_table() -> Table:
-    return Table([entry for entries in topics().values() for entry in entries])
+def _standard_table() -> RuleTable:
+    return RuleTable([entry for entries in topics().values() for entry in entries])
 
 
-def rule_table() -> Table:
+def rule_table() -> RuleTable:
     """All rules: the table's, and over them the user's."""
     return _standard_table().with_entries(_registered.values())
 
 
-def registered(op: Any) -> Entry:
+def registered(op: Any) -> TableEntry:
     """The rule of an op, given by name or itself."""
     found = find_op(op)
     entry = rule_table().get(str(found))
@@ -109,7 +109,7 @@ def register_rule(op: Any, rule: str) -> None:
     parsed = parse_rule(rule)
     _check_against_schema(found, parsed, rule)
     line = f"{display_name(found)}  {rule}"
-    _registered[str(found)] = Entry(str(found), line, parsed, None, (), Rule((), ()), Tries())
+    _registered[str(found)] = TableEntry(str(found), line, parsed, None, (), Rule((), ()), Tries())
 
 
 def _check_against_schema(op: torch._ops.OpOverload, parsed: Rule, rule: str) -> None:

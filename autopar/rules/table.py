@@ -22,11 +22,11 @@ from autopar.rules.call import Call
 from autopar.rules.notation import Rule, parse_clauses, parse_rule
 from autopar.rules.proof.samples import Sample, Tries, pattern_samples
 
-__all__ = ["Entry", "Family", "Table", "parse_entry", "parse_table"]
+__all__ = ["OpFamily", "RuleTable", "TableEntry", "parse_entry", "parse_table"]
 
 
 @dataclass(frozen=True)
-class Family:
+class OpFamily:
     """Rules that depend on the call: `rule(call, *words)` writes one, `samples(op, tries, *words)` gives calls."""
 
     rule: Callable[..., str]
@@ -34,13 +34,13 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TableEntry:
     """One line of the table."""
 
     op: str
     line: str
     pattern: Rule | None
-    family: Family | None
+    family: OpFamily | None
     words: tuple[str, ...]
     clauses: Rule
     tries: Tries
@@ -61,17 +61,17 @@ class Entry:
         return self.family.samples(op, self.tries, *self.words)
 
 
-class Table(Mapping[str, Entry]):
+class RuleTable(Mapping[str, TableEntry]):
     """All entries by op; immutable, `with_entries` gives another one."""
 
-    def __init__(self, entries: Iterable[Entry]) -> None:
-        self._entries: dict[str, Entry] = {}
+    def __init__(self, entries: Iterable[TableEntry]) -> None:
+        self._entries: dict[str, TableEntry] = {}
         for entry in entries:
             if entry.op in self._entries:
                 raise RuleError(f"two rules for {entry.op}:\n  {self._entries[entry.op].line}\n  {entry.line}")
             self._entries[entry.op] = entry
 
-    def __getitem__(self, op: str) -> Entry:
+    def __getitem__(self, op: str) -> TableEntry:
         return self._entries[op]
 
     def __iter__(self) -> Iterator[str]:
@@ -80,14 +80,14 @@ class Table(Mapping[str, Entry]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def with_entries(self, entries: Iterable[Entry]) -> Table:
+    def with_entries(self, entries: Iterable[TableEntry]) -> RuleTable:
         """This table with more entries, which take the place of those for the same ops."""
-        return Table({**self._entries, **{entry.op: entry for entry in entries}}.values())
+        return RuleTable({**self._entries, **{entry.op: entry for entry in entries}}.values())
 
 
-def parse_table(text: str, families: Mapping[str, Family]) -> list[Entry]:
+def parse_table(text: str, families: Mapping[str, OpFamily]) -> list[TableEntry]:
     """Parse the lines of a table; `{a,b}` in an op's name stands for several ops."""
-    entries: list[Entry] = []
+    entries: list[TableEntry] = []
     for line in text.splitlines():
         line = line.partition("#")[0].strip()
         if line:
@@ -104,18 +104,18 @@ def _alternatives(name: str) -> list[str]:
     return [alternative for choice in middle.split(",") for alternative in _alternatives(head + choice + tail)]
 
 
-def parse_entry(op: str, body: str, families: Mapping[str, Family]) -> Entry:
+def parse_entry(op: str, body: str, families: Mapping[str, OpFamily]) -> TableEntry:
     """Parse one line: dims or a family, then clauses."""
     head, *clauses = (part.strip() for part in body.split(";"))
     tries = _parse_tries([clause for clause in clauses if clause.split()[:1] == ["try"]])
     kept = [clause for clause in clauses if clause.split()[:1] != ["try"]]
     line = f"{op}  {body}"
     if "->" in head:
-        return Entry(op, line, parse_rule("; ".join([head, *kept])), None, (), Rule((), ()), tries)
+        return TableEntry(op, line, parse_rule("; ".join([head, *kept])), None, (), Rule((), ()), tries)
     family, *words = head.split()
     if family not in families:
         raise RuleError(f"'{family}' is no family of rules, and the line has no '->'\n  {line}")
-    return Entry(op, line, None, families[family], tuple(words), parse_clauses("; ".join(kept)), tries)
+    return TableEntry(op, line, None, families[family], tuple(words), parse_clauses("; ".join(kept)), tries)
 
 
 def _parse_tries(clauses: list[str]) -> Tries:

@@ -20,21 +20,21 @@ from autopar.ir.pytree import Flattened
 from autopar.lowering.collectives.checksum import checksum, checksum_of_all, digest, kind_of
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.emit import Emitted, emit
-from autopar.lowering.modules.bucket import Handling
-from autopar.lowering.modules.bucket_state import Synchronisation
-from autopar.lowering.passes.bucket_parameters import Parameters
-from autopar.runtime.compiled_call import Given, Planned, Results
-from autopar.runtime.random_keys import Randomness, kept_generators
-from autopar.runtime.ranks.agreement import Agreement, Pending
+from autopar.lowering.modules.bucket import ParameterHandling
+from autopar.lowering.modules.bucket_state import GradientSync
+from autopar.lowering.passes.bucket_parameters import BucketedParameters
+from autopar.runtime.compiled_call import CallResults, CallSignature, CompiledCall
+from autopar.runtime.random_keys import RandomKeys, kept_generators
+from autopar.runtime.ranks.agreement import Agreement, PendingCheck
 from autopar.runtime.ranks.graph_facts import graph_facts
-from autopar.runtime.shards import Held, Rank, held_by
+from autopar.runtime.shards import LocalShard, ShardOwner, held_by
 from autopar.runtime.weights import Weights
-from autopar.sharding.assignment import Decisions
-from autopar.sharding.layout.gather_policy import Holding
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.layout.gather_policy import GatherPolicy
 from autopar.sharding.options import Outputs
-from autopar.sharding.reshard_insertion import Inserted
+from autopar.sharding.reshard_insertion import InsertedReshard
 
-__all__ = ["Disagreement", "Fixed", "Planner", "Plans", "Settings"]
+__all__ = ["CallCache", "CallSettings", "Disagreement", "FixedInputs", "Planner"]
 
 SAME_MODEL = "build the same model on every rank: the same seed before it is built, or the same weights loaded into it"
 SAME_ARGUMENTS = "call parallelize on every rank with the same arguments; a layout file must be the same for all"
@@ -57,13 +57,13 @@ class Planner(Protocol):
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph: ...
 
-    def decide(self, graph: NamedGraph) -> Decisions | str:
+    def decide(self, graph: NamedGraph) -> Assignment | str:
         """Asked on the first rank alone; a text is read on all."""
         ...
 
-    def read(self, graph: NamedGraph, text: str) -> Decisions: ...
+    def read(self, graph: NamedGraph, text: str) -> Assignment: ...
 
-    def check(self, graph: NamedGraph, decisions: Decisions, inserted: tuple[Inserted, ...]) -> None:
+    def check(self, graph: NamedGraph, decisions: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
         """Raise where the generated graph does what the user does not allow."""
         ...
 
@@ -77,7 +77,7 @@ class Planner(Protocol):
 
 
 @dataclass(frozen=True)
-class Settings:
+class CallSettings:
     """What the user chose about inputs, outputs and precision."""
 
     outputs: Outputs = "sharded"
@@ -87,22 +87,22 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedInputs:
     """A graph with its decisions, for calls like the one that it was traced with."""
 
     graph: NamedGraph
-    decisions: Decisions
+    decisions: Assignment
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
         return self.graph
 
-    def decide(self, graph: NamedGraph) -> Decisions | str:
+    def decide(self, graph: NamedGraph) -> Assignment | str:
         return self.decisions
 
-    def read(self, graph: NamedGraph, text: str) -> Decisions:
+    def read(self, graph: NamedGraph, text: str) -> Assignment:
         raise AssertionError("it was decided before")
 
-    def check(self, graph: NamedGraph, decisions: Decisions, inserted: tuple[Inserted, ...]) -> None:
+    def check(self, graph: NamedGraph, decisions: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
         """Whoever decided has checked it."""
 
     def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
@@ -116,30 +116,30 @@ class Disagreement(Exception):
     """The ranks make different calls: what this one has begun comes to nothing."""
 
 
-class Plans:
+class CallCache:
     """The graphs of a parallel module: one for every way in which it has been called."""
 
     def __init__(
-        self, shell: nn.Module, model: nn.Module, mesh: DeviceMesh, planner: Planner, settings: Settings
+        self, shell: nn.Module, model: nn.Module, mesh: DeviceMesh, planner: Planner, settings: CallSettings
     ) -> None:
         self.shell = shell
         self.planner = planner
         self.settings = settings
-        self.results = Results(settings.outputs, settings.local_inputs, settings.compute_dtype)
+        self.results = CallResults(settings.outputs, settings.local_inputs, settings.compute_dtype)
         self.groups = Groups(mesh)
         self.agreement = Agreement(mesh)
         axes = dict(zip(self.groups.names, mesh.shape, strict=True))
-        self.rank = Rank(mesh, axes, self.groups.coordinate)
+        self.rank = ShardOwner(mesh, axes, self.groups.coordinate)
         self.device = torch.device(mesh.device_type)
         if self.device.type != "cpu":
             self.device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
-        self.randomness = Randomness(self.agreement, self.device)
+        self.randomness = RandomKeys(self.agreement, self.device)
         self.weights = Weights(shell, model, self.device, settings.compute_dtype)
-        self.synchronisation = Synchronisation()
+        self.synchronisation = GradientSync()
         self.signature = signature_of(self.weights.skeleton)
-        self.found: dict[Any, list[Planned]] = {}
-        self.latest: Planned | None = None
-        self.pending: Pending | None = None
+        self.found: dict[Any, list[CompiledCall]] = {}
+        self.latest: CompiledCall | None = None
+        self.pending: PendingCheck | None = None
         self.calls = 0
         """On devices that would wait for a comparison, only the first of them and some later ones are compared."""
         self.sign = 0
@@ -153,7 +153,7 @@ class Plans:
             self.agreement.same_values(self.weights.sums(), lambda name: SAME_MODEL)
         self.agreement.open_channel()
 
-    def current(self) -> Planned:
+    def current(self) -> CompiledCall:
         if self.latest is None:
             raise AutoparError("the module has not been traced yet: give parallelize the inputs, or call it first")
         return self.latest
@@ -180,10 +180,10 @@ class Plans:
         flat = Flattened(tuple(tensors.values()), tuple(tensors), graph.exported.input_tree, ())
         self._plan(self._given(flat))
 
-    def _given(self, flat: Flattened) -> Given:
-        return Given(self.signature, flat, *self.weights.state(), torch.is_grad_enabled(), autocast_state())
+    def _given(self, flat: Flattened) -> CallSignature:
+        return CallSignature(self.signature, flat, *self.weights.state(), torch.is_grad_enabled(), autocast_state())
 
-    def _check_devices(self, given: Given, *others: str) -> None:
+    def _check_devices(self, given: CallSignature, *others: str) -> None:
         """Raise where an input is on another device than this rank's; a single number on the host is taken anywhere."""
         for path, tensor in zip(given.flat.paths, given.tensors, strict=True):
             at = tensor.device
@@ -195,7 +195,7 @@ class Plans:
 
     def find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], later: bool = False, differ: bool = False
-    ) -> tuple[Planned, Given]:
+    ) -> tuple[CompiledCall, CallSignature]:
         """The graph for a call; all ranks call in the same way, or all get an error.
 
         `later`: what is sent before the graph says which call this is, or `check` is called before anything is sent,
@@ -204,7 +204,7 @@ class Plans:
         """
         own: AutoparError | None = None
         try:
-            given = self._given(Given.read(self.signature, self.weights.owner, args, kwargs))
+            given = self._given(CallSignature.read(self.signature, self.weights.owner, args, kwargs))
             self._check_devices(given)
         except AutoparError as error:
             own, given = error, None
@@ -235,13 +235,13 @@ class Plans:
         self.latest = plan
         return plan, given
 
-    def _is_quick_for(self, plan: Planned) -> bool:
+    def _is_quick_for(self, plan: CompiledCall) -> bool:
         """Whether a call may begin before it is known that all ranks make it."""
         if plan.emitted.draws or not self.agreement.is_quick:
             return False
         return self.agreement.is_cheap or not plan.emitted.ends.early  # else that is sent without a comparison
 
-    def _is_same(self, plan: Planned | None) -> bool:
+    def _is_same(self, plan: CompiledCall | None) -> bool:
         """Compare the calls of all ranks; the key of their random numbers goes along."""
         along = self.randomness.offered() if plan is not None and plan.emitted.draws else ()
         everyone = self.agreement.begin(self.sign, along).result()
@@ -254,7 +254,9 @@ class Plans:
         self.calls += not differ
         return self.agreement.size > 1 and (self.calls <= FIRST_CALLS or self.calls % LATER_CALLS == 0)
 
-    def _sign(self, own: AutoparError | None, plan: Planned | None, given: Given | None, summed: bool) -> int:
+    def _sign(
+        self, own: AutoparError | None, plan: CompiledCall | None, given: CallSignature | None, summed: bool
+    ) -> int:
         """A number that ranks have in common that make the same call; `summed`: with the same whole inputs."""
         if own is not None or plan is None or given is None:
             return 0 if own is not None else 1
@@ -262,7 +264,7 @@ class Plans:
             return plan.digest
         return max(2, plan.digest ^ checksum_of_all(given.tensors))
 
-    def _check_whole(self, given: Given) -> None:
+    def _check_whole(self, given: CallSignature) -> None:
         """Raise unless all ranks were given the same whole inputs."""
         shards = self.settings.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
         if self.agreement.size > 1 and not shards:
@@ -301,7 +303,7 @@ class Plans:
 
     # -- making one ---------------------------------------------------------------------------------------------------
 
-    def _plan(self, given: Given) -> Planned:
+    def _plan(self, given: CallSignature) -> CompiledCall:
         agreement = self.agreement
         graph = agreement.together(lambda: self._trace(given))
         agreement.same(graph_facts(graph), SAME_GRAPH)
@@ -315,7 +317,7 @@ class Plans:
             emitted = agreement.together(lambda: self._emit(graph, decisions, local, with_ends=False))
         if not self.weights.shells:
             self.weights.build(held)
-        plan = Planned(
+        plan = CompiledCall(
             given, graph, decisions, emitted, held, self.shell, self.rank, self.results, self.synchronisation
         )
         plan.digest = max(2, digest("\n".join(f"{name}: {fact}" for name, fact in given.facts().items())))
@@ -323,7 +325,7 @@ class Plans:
         self.latest = plan
         return plan
 
-    def _emit(self, graph: NamedGraph, decisions: Decisions, local: bool, with_ends: bool) -> Emitted:
+    def _emit(self, graph: NamedGraph, decisions: Assignment, local: bool, with_ends: bool) -> Emitted:
         for mutation in graph.exported.mutations:
             if mutation.kind == "input" and local:
                 raise AutoparError(
@@ -335,7 +337,7 @@ class Plans:
         self.planner.check(graph, decisions, emitted.inserted)
         return emitted
 
-    def _parameters(self, graph: NamedGraph, decisions: Decisions) -> Parameters:
+    def _parameters(self, graph: NamedGraph, decisions: Assignment) -> BucketedParameters:
         """How the parameters of a graph are handled in it."""
         found = {}
         for tensor in graph.tensors.values():
@@ -343,13 +345,13 @@ class Plans:
                 continue
             stored = self.weights.dtypes[tensor.name]
             reduced = (self.settings.reduce_dtype if stored.is_floating_point else None) or stored
-            holding = decisions.holdings.get(tensor.name, Holding(False, False, False))
-            found[tensor.name] = Handling(
+            holding = decisions.holdings.get(tensor.name, GatherPolicy(False, False, False))
+            found[tensor.name] = ParameterHandling(
                 stored, tensor.dtype, reduced, holding.deferred, holding.again, holding.lasting
             )
-        return Parameters(found, self.synchronisation, self, awaited=True)
+        return BucketedParameters(found, self.synchronisation, self, awaited=True)
 
-    def _trace(self, given: Given) -> NamedGraph:
+    def _trace(self, given: CallSignature) -> NamedGraph:
         """Trace the call with the whole inputs, whatever part of them this rank was given."""
         sharded = [isinstance(tensor, DTensor) for tensor in given.tensors]
         if any(sharded) and (self.settings.local_inputs or not all(sharded)):
@@ -365,7 +367,7 @@ class Plans:
             graph = self.planner.trace(model, given.example(shapes, dtype))
         return graph
 
-    def _held(self, graph: NamedGraph, decisions: Decisions, given: Given) -> dict[str, Held]:
+    def _held(self, graph: NamedGraph, decisions: Assignment, given: CallSignature) -> dict[str, LocalShard]:
         held = held_by(graph, decisions, self.rank)
         for name, place in self.weights.stored.items():
             if held[name].layout != place.layout:
@@ -390,7 +392,7 @@ class Plans:
                 )
         return held
 
-    def _check_values(self, given: Given, held: Mapping[str, Held]) -> None:
+    def _check_values(self, given: CallSignature, held: Mapping[str, LocalShard]) -> None:
         """Compare what ranks were given, where it should be the same."""
         if self.agreement.size == 1:
             return
@@ -402,18 +404,18 @@ class Plans:
             sums[path] = tuple(self.rank.at[axis] for axis in axes), checksum(local)
         self.agreement.same_values(sums, lambda path: self._fix_of(held[path]))
 
-    def _fix_of(self, held: Held) -> str:
+    def _fix_of(self, held: LocalShard) -> str:
         if not self.settings.local_inputs:
             return LOCAL
         split = [axis for axes in held.layout.splits for axis in axes]
         kept = [axis for axis in self.rank.axes if axis not in split]
         return f"ranks along the axes {', '.join(kept)} work on the same data: give them the same tensor"
 
-    def copied(self, shell: nn.Module, memo: dict[int, Any]) -> Plans:
+    def copied(self, shell: nn.Module, memo: dict[int, Any]) -> CallCache:
         """The plans of another module, with a copy of the weights; its calls are traced anew."""
         made = copy.copy(self)
         made.shell, made.weights = shell, self.weights.copied(shell, memo)
-        made.found, made.latest, made.synchronisation = {}, None, Synchronisation()
+        made.found, made.latest, made.synchronisation = {}, None, GradientSync()
         return made
 
 

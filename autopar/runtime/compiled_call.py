@@ -23,19 +23,19 @@ from autopar.ir.input_overlaps import check_overlaps
 from autopar.ir.pytree import Constant, Flattened, Items, Mapped, Node, Original, Shared, TensorLeaf, unflatten
 from autopar.lowering.collectives.checksum import digest, kind_of
 from autopar.lowering.emit import Emitted
-from autopar.lowering.modules.bucket_state import Synchronisation
+from autopar.lowering.modules.bucket_state import GradientSync
 from autopar.runtime.local_parameters import LocalParameters, averaged
 from autopar.runtime.module_shell import owner_of
-from autopar.runtime.shards import Held, Rank
-from autopar.sharding.assignment import Decisions
+from autopar.runtime.shards import LocalShard, ShardOwner
+from autopar.sharding.assignment import Assignment
 from autopar.sharding.options import Outputs
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 
-__all__ = ["Given", "Planned", "Results"]
+__all__ = ["CallResults", "CallSignature", "CompiledCall"]
 
 
 @dataclass(frozen=True)
-class Given:
+class CallSignature:
     """What a module is called with, and the state that it is in."""
 
     signature: inspect.Signature
@@ -138,7 +138,7 @@ def _constant_outline(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Results:
+class CallResults:
     """How the module hands out what the graph gives."""
 
     outputs: Outputs
@@ -146,20 +146,20 @@ class Results:
     compute_dtype: torch.dtype | None
 
 
-class Planned:
+class CompiledCall:
     """A traced, decided and generated call; runs on the shards of a module."""
 
     def __init__(
         self,
-        given: Given,
+        given: CallSignature,
         graph: NamedGraph,
-        decisions: Decisions,
+        decisions: Assignment,
         emitted: Emitted,
-        held: Mapping[str, Held],
+        held: Mapping[str, LocalShard],
         module: nn.Module,
-        rank: Rank,
-        results: Results,
-        synchronisation: Synchronisation,
+        rank: ShardOwner,
+        results: CallResults,
+        synchronisation: GradientSync,
     ) -> None:
         exported = graph.exported
         self.structure = given.structure
@@ -183,12 +183,12 @@ class Planned:
         places = emitted.results if results.outputs == "sharded" else ()
         tensors = [None if place is None else (graph.tensors[place[0]], place[1]) for place in places]
         self.handed = tuple(
-            None if found is None or not found[0].shape else Held.of(*found, rank=rank) for found in tensors
+            None if found is None or not found[0].shape else LocalShard.of(*found, rank=rank) for found in tensors
         )
         self.shares = tuple(1 if place is None else _shards(place[1], rank) for place in emitted.results)
         """In how many parts each result is split."""
 
-    def values(self, given: Given, compiled: bool = False) -> list[Tensor]:
+    def values(self, given: CallSignature, compiled: bool = False) -> list[Tensor]:
         """What the graph is called with, compiled or not: this rank's shards of everything."""
         inputs = dict(zip(self.inputs, given.tensors, strict=True))
         if self.changed:
@@ -236,7 +236,7 @@ class Planned:
         dtype = self.results.compute_dtype
         return local if dtype is None or not local.is_floating_point() else local.to(dtype)
 
-    def finish(self, given: Given, outputs: tuple[Any, ...]) -> Any:
+    def finish(self, given: CallSignature, outputs: tuple[Any, ...]) -> Any:
         """Write back what the call changed, and build what the model returns."""
         exported = self.graph.exported
         if exported.mutations:
@@ -252,7 +252,7 @@ class Planned:
         (result, _), _ = unflatten(exported.output_tree.node, rest, flat.containers, reused)
         return result
 
-    def _write_back(self, given: Given, outputs: tuple[Any, ...]) -> None:
+    def _write_back(self, given: CallSignature, outputs: tuple[Any, ...]) -> None:
         exported = self.graph.exported
         inputs = dict(zip(self.inputs, given.tensors, strict=True))
         targets = {p.name: place for p, place in zip(exported.placeholders, self.places, strict=True)}
@@ -268,7 +268,7 @@ class Planned:
                 target.copy_(outputs[mutation.output])
 
 
-def _shards(layout: Layout, rank: Rank) -> int:
+def _shards(layout: Sharding, rank: ShardOwner) -> int:
     return prod(rank.axes[axis] for axes in layout.splits for axis in axes)
 
 

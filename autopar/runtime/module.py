@@ -15,37 +15,37 @@ from autopar.errors import AutoparError, ModuleAttributeError
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.comments import with_ends, with_notes
 from autopar.lowering.emit import Emitted
-from autopar.lowering.modules.late_tensor import Late
-from autopar.runtime.call_cache import Disagreement, Fixed, Planner, Plans, Settings
-from autopar.runtime.compiled_call import Given, Planned
-from autopar.runtime.module_shell import Closed, entry_of, tie
+from autopar.lowering.modules.late_tensor import LateTensor
+from autopar.runtime.call_cache import CallCache, CallSettings, Disagreement, FixedInputs, Planner
+from autopar.runtime.compiled_call import CallSignature, CompiledCall
+from autopar.runtime.module_shell import ClosedModule, entry_of, tie
 from autopar.runtime.stale_optimizers import watch_replaced
-from autopar.sharding.assignment import Decisions
+from autopar.sharding.assignment import Assignment
 from autopar.sharding.options import Outputs
-from autopar.sharding.reshard_insertion import Collective
+from autopar.sharding.reshard_insertion import StepCollective
 
-__all__ = ["ParallelModule", "Planner", "Settings"]
+__all__ = ["CallSettings", "ParallelModule", "Planner"]
 
 
-class ParallelModule(Closed):
+class ParallelModule(ClosedModule):
     """Called as the model is; its parameters are DTensors under the model's names.
 
     Another input shape, train or eval mode, or grad mode is traced and decided at its first call; the parameters stay.
     """
 
-    _plans: Plans
+    _plans: CallCache
 
     def __init__(
         self,
         model: nn.Module,
         mesh: DeviceMesh,
         planner: Planner,
-        settings: Settings,
+        settings: CallSettings,
         inputs: tuple[Any, ...] | Mapping[str, Any] | None,
     ) -> None:
         super().__init__()
         # Outside of the tables of the module, where the names of the model's own modules are.
-        object.__setattr__(self, "_plans", Plans(self, model, mesh, planner, settings))
+        object.__setattr__(self, "_plans", CallCache(self, model, mesh, planner, settings))
         self.training = model.training
         watch_replaced(model.parameters())
         if inputs is not None:
@@ -55,13 +55,13 @@ class ParallelModule(Closed):
     def planned(
         cls,
         graph: NamedGraph,
-        decisions: Decisions,
+        decisions: Assignment,
         mesh: DeviceMesh,
         outputs: Outputs = "sharded",
         local_inputs: bool = False,
     ) -> ParallelModule:
         """The model of a graph under decisions already made; for calls of that shape and mode alone."""
-        made = cls(graph.model, mesh, Fixed(graph, decisions), Settings(outputs, local_inputs), None)
+        made = cls(graph.model, mesh, FixedInputs(graph, decisions), CallSettings(outputs, local_inputs), None)
         made._plans.prepare_traced(graph)
         return made
 
@@ -119,7 +119,7 @@ class ParallelModule(Closed):
 
     def _begin(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], differ: bool = False, compiled: bool = False
-    ) -> tuple[Planned, Given, list[Tensor]]:
+    ) -> tuple[CompiledCall, CallSignature, list[Tensor]]:
         plan, given = self._plans.find(args, kwargs, later=not differ, differ=differ)
         values = plan.values(given, compiled)
         if plan.emitted.draws:
@@ -127,29 +127,31 @@ class ParallelModule(Closed):
         values += plan.emitted.ends.first(values, self._plans)
         return plan, given, values
 
-    def _end(self, plan: Planned, given: Given, outputs: tuple[Any, ...]) -> Any:
+    def _end(self, plan: CompiledCall, given: CallSignature, outputs: tuple[Any, ...]) -> Any:
         return plan.finish(given, plan.emitted.ends.last(outputs, self._plans))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _begin_untraced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Planned, Given, list[Tensor]]:
+    def _begin_untraced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[CompiledCall, CallSignature, list[Tensor]]:
         """A compiled graph sends when it likes, so the ranks are compared before it; and it takes what is there."""
         try:
             begun = self._begin(args, kwargs, compiled=True)
-            Late.arrive_all(begun[2])
+            LateTensor.arrive_all(begun[2])
             self._plans.check()
         except Disagreement:
             begun = self._begin(args, kwargs, differ=True, compiled=True)
-            Late.arrive_all(begun[2])
+            LateTensor.arrive_all(begun[2])
         return begun
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _run_exactly(self, plan: Planned, values: list[Tensor]) -> tuple[Any, ...]:
+    def _run_exactly(self, plan: CompiledCall, values: list[Tensor]) -> tuple[Any, ...]:
         """Ops that draw from the default generator draw in the order of the graph, which a compiler may change."""
         outputs: tuple[Any, ...] = plan.graph_module(*values)
         return outputs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _end_untraced(self, plan: Planned, given: Given, outputs: tuple[Any, ...]) -> Any:
+    def _end_untraced(self, plan: CompiledCall, given: CallSignature, outputs: tuple[Any, ...]) -> Any:
         return self._end(plan, given, outputs)
 
     @contextmanager
@@ -172,10 +174,10 @@ class ParallelModule(Closed):
         with self._plans.randomness.exact():
             yield
 
-    def collectives(self) -> tuple[Collective, ...]:
+    def collectives(self) -> tuple[StepCollective, ...]:
         """Every collective of one forward and backward, in the order of the graph of the latest call."""
         return tuple(
-            Collective(
+            StepCollective(
                 step.kind.value, step.axes, direction, inserted.tensor, inserted.op, step.numel * inserted.itemsize
             )
             for inserted in self.emitted.inserted
@@ -193,7 +195,7 @@ class ParallelModule(Closed):
         return self._plans.current().graph
 
     @property
-    def decisions(self) -> Decisions:
+    def decisions(self) -> Assignment:
         """What was decided about that graph."""
         return self._plans.current().decisions
 

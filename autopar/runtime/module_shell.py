@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autopar.errors import AutoparError, ModuleAttributeError
 from autopar.tracing.plain_model import AlreadyParallel
 
-__all__ = ["Closed", "Part", "canonical_names", "entry_of", "mirror", "owner_of", "tie"]
+__all__ = ["ClosedModule", "ModuleShell", "canonical_names", "entry_of", "mirror", "owner_of", "tie"]
 
 NOT_CALLED = (
     "the module {name} is a part of a parallel module, which runs the graph of the whole model: {what}\nfix: {fix}"
@@ -22,7 +22,7 @@ NOT_CALLED = (
 HOOK_FIX = "register the hook on the model before it is parallelised, or on the parallel module itself"
 
 
-class Closed(AlreadyParallel):
+class ClosedModule(AlreadyParallel):
     """A module to which nothing can be added, since the graph that runs would not know of it."""
 
     def add_module(self, name: str, module: nn.Module | None) -> NoReturn:
@@ -49,7 +49,7 @@ class Closed(AlreadyParallel):
         raise AutoparError(f"{type(self).__name__} runs the graph of the whole model as it was: {what}\nfix: {fix}")
 
 
-class Part(Closed):
+class ModuleShell(ClosedModule):
     """A module of the model as a place for its tensors."""
 
     def __init__(self, kind: str) -> None:
@@ -89,7 +89,7 @@ class Part(Closed):
         super().__setattr__(name, value)
 
 
-class PartList(Part):
+class ModuleShellList(ModuleShell):
     """A part whose children are numbered: nn.ModuleList, nn.Sequential, nn.ParameterList."""
 
     def __getitem__(self, key: Any) -> Any:
@@ -102,7 +102,7 @@ class PartList(Part):
         return iter((*self._modules.values(), *self._parameters.values()))
 
 
-class PartDict(PartList):
+class ModuleShellDict(ModuleShellList):
     """A part whose children have names: nn.ModuleDict, nn.ParameterDict."""
 
     def __iter__(self) -> Iterator[str]:
@@ -127,11 +127,13 @@ def entry_of(module: nn.Module, key: Any) -> Any:
     return children[key] if isinstance(key, str) else list(children.values())[key]
 
 
-def _part_of(child: nn.Module) -> Part:
-    if isinstance(child, Part):
+def _part_of(child: nn.Module) -> ModuleShell:
+    if isinstance(child, ModuleShell):
         return type(child)(child._kind)
     keyed, numbered = (nn.ModuleDict, nn.ParameterDict), (nn.ModuleList, nn.Sequential, nn.ParameterList)
-    kind = PartDict if isinstance(child, keyed) else PartList if isinstance(child, numbered) else Part
+    kind = (
+        ModuleShellDict if isinstance(child, keyed) else ModuleShellList if isinstance(child, numbered) else ModuleShell
+    )
     return kind(type(child).__name__)
 
 

@@ -22,13 +22,13 @@ from autopar.lowering.collectives.process_groups import keep_gloo_local
 from autopar.lowering.passes.random_ops import DrawnOp
 from autopar.runtime.ranks.agreement import Agreement
 
-__all__ = ["Randomness", "kept_generators"]
+__all__ = ["RandomKeys", "kept_generators"]
 
 REMEMBERED = 4096
 """Calls whose backward may be outstanding: more than any pipeline has in flight."""
 
 
-class Randomness:
+class RandomKeys:
     """What the random numbers of a module's calls are drawn from."""
 
     def __init__(self, agreement: Agreement, device: torch.device) -> None:

@@ -17,14 +17,14 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
 from autopar.runtime.module_shell import canonical_names, mirror, owner_of
 from autopar.runtime.strided_dtensor import support
-from autopar.sharding.assignment import Decisions
+from autopar.sharding.assignment import Assignment
 from autopar.sharding.atoms import Atoms, atoms_of
 from autopar.sharding.dtensor_placements import to_placements
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 
 __all__ = [
-    "Held",
-    "Rank",
+    "LocalShard",
+    "ShardOwner",
     "held_by",
     "hollow",
     "initialise",
@@ -38,7 +38,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Rank:
+class ShardOwner:
     """A process of the mesh."""
 
     mesh: DeviceMesh
@@ -48,19 +48,19 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalShard:
     """How a tensor is held by this rank: which part of it, and what DTensor calls that."""
 
     name: str
     atoms: Atoms
-    layout: Layout
+    layout: Sharding
     shape: tuple[int, ...]
     pieces: tuple[tuple[int, int], ...]
     placements: tuple[Placement, ...]
     mesh: DeviceMesh
 
     @classmethod
-    def of(cls, tensor: NamedTensor, layout: Layout, rank: Rank) -> Held:
+    def of(cls, tensor: NamedTensor, layout: Sharding, rank: ShardOwner) -> LocalShard:
         """The part of a tensor that a rank holds."""
         atoms = atoms_of(tensor)
         pieces = layout.pieces(atoms, rank.axes, rank.at)
@@ -100,10 +100,10 @@ class Held:
         )
 
 
-def held_by(graph: NamedGraph, decisions: Decisions, rank: Rank) -> dict[str, Held]:
+def held_by(graph: NamedGraph, decisions: Assignment, rank: ShardOwner) -> dict[str, LocalShard]:
     """How a rank holds every parameter, and every tensor among the inputs."""
     return {
-        name: Held.of(graph.tensors[name], layout, rank)
+        name: LocalShard.of(graph.tensors[name], layout, rank)
         for name, layout in decisions.stored.items()
         if graph.tensors[name].kind in ("param", "input")
     }
@@ -158,7 +158,7 @@ def hollow(model: nn.Module, device: torch.device, dtype: torch.dtype | None = N
         ) from error
 
 
-def split(model: nn.Module, shell: nn.Module, held: Mapping[str, Held], device: torch.device) -> list[nn.Module]:
+def split(model: nn.Module, shell: nn.Module, held: Mapping[str, LocalShard], device: torch.device) -> list[nn.Module]:
     """Give the shell this rank's parts of a model's weights, and its buffers; all modules, in the model's order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
@@ -195,7 +195,7 @@ def _check_no_hooks(name: str, parameter: nn.Parameter) -> None:
 def initialise(
     skeleton: nn.Module,
     shell: nn.Module,
-    held: Mapping[str, Held],
+    held: Mapping[str, LocalShard],
     device: torch.device,
     init: Callable[[nn.Module], None] | None,
 ) -> None:
@@ -254,7 +254,7 @@ def _is_unset(tensor: Tensor) -> bool:
     return tensor.is_meta or (tensor.is_floating_point() and tensor.numel() > 0 and bool(tensor.isnan().all()))
 
 
-def load_full(shell: nn.Module, held: Mapping[str, Held], state_dict: Mapping[str, Tensor]) -> None:
+def load_full(shell: nn.Module, held: Mapping[str, LocalShard], state_dict: Mapping[str, Tensor]) -> None:
     """Take this rank's part of every tensor of a whole state dict, one at a time."""
     wanted = dict(_stored(shell))
     canonical = canonical_names(shell)
@@ -274,7 +274,7 @@ def load_full(shell: nn.Module, held: Mapping[str, Held], state_dict: Mapping[st
         _put(shell, name, place, value)
 
 
-def placed(shell: nn.Module, held: Mapping[str, Held], state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def placed(shell: nn.Module, held: Mapping[str, LocalShard], state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict with its tensors split as the module holds them; what does not fit stays, for torch to refuse.
 
     Of tensors that come split in another way only one at a time is whole.
@@ -300,7 +300,7 @@ def _stored(shell: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}" if path else name, buffer
 
 
-def _put(shell: nn.Module, name: str, held: Held | None, value: Tensor) -> None:
+def _put(shell: nn.Module, name: str, held: LocalShard | None, value: Tensor) -> None:
     """Copy a whole value into the tensor of this name, or this rank's part of it."""
     owner, leaf = owner_of(shell, name)
     target = owner._parameters.get(leaf)

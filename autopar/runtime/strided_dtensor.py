@@ -35,7 +35,7 @@ __all__ = ["support"]
 
 
 @dataclass(frozen=True)
-class _Block:
+class _StridedBlock:
     """Where a part of a shard begins in the whole tensor and in the shard, and its shape."""
 
     whole: tuple[int, ...]
@@ -130,7 +130,7 @@ def _save_all_blocks() -> None:
     kind._autopar_blocks = True
 
 
-def _blocks(tensor: DTensor) -> Iterator[_Block]:
+def _blocks(tensor: DTensor) -> Iterator[_StridedBlock]:
     """The blocks of a strided shard; none where the shard is one block, which torch sees by itself."""
     if not _are_strided(tensor.placements):
         return
@@ -139,7 +139,7 @@ def _blocks(tensor: DTensor) -> Iterator[_Block]:
         return
     for block in product(*runs):
         whole, local, shape = zip(*block, strict=True)
-        yield _Block(whole, local, shape)
+        yield _StridedBlock(whole, local, shape)
 
 
 def _rows(tensor: DTensor, dim: int) -> list[int]:
@@ -167,11 +167,11 @@ def _runs(rows: list[int]) -> Iterator[tuple[int, int, int]]:
             start = i
 
 
-def _chunk(block: _Block) -> ChunkStorageMetadata:
+def _chunk(block: _StridedBlock) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(block.whole), torch.Size(block.shape))
 
 
-def _write_item(fqn: str, tensor: DTensor, block: _Block) -> WriteItem:
+def _write_item(fqn: str, tensor: DTensor, block: _StridedBlock) -> WriteItem:
     properties = TensorProperties.create_from_tensor(tensor.to_local())
     data = TensorWriteData(_chunk(block), properties, tensor.size())
     return WriteItem(MetadataIndex(fqn, torch.Size(block.whole)), WriteItemType.SHARD, tensor_data=data)

@@ -14,7 +14,7 @@ from autopar.errors import AutoparError
 from autopar.lowering.collectives.checksum import checksum, kind_of
 from autopar.runtime.module_shell import canonical_names, mirror, owner_of
 from autopar.runtime.ranks.agreement import Agreement
-from autopar.runtime.shards import Held, hollow, initialise, load_full, match_dtypes, placed, split
+from autopar.runtime.shards import LocalShard, hollow, initialise, load_full, match_dtypes, placed, split
 
 __all__ = ["Weights"]
 
@@ -40,7 +40,7 @@ class Weights:
         self.skeleton = hollow(model, device, compute_dtype)
         self.dtypes: dict[str, torch.dtype] = {}
         """In which the parameters are stored, in the latest trace."""
-        self.stored: dict[str, Held] = {}
+        self.stored: dict[str, LocalShard] = {}
         self.has_values = not any(parameter.is_meta for parameter in model.parameters())
         self.unset = {name for name, buffer in model.named_buffers() if buffer.is_meta}
         """Buffers that were built without values and have not been given any."""
@@ -92,7 +92,7 @@ class Weights:
             match_dtypes(self.skeleton, tuple(dtypes))
         return self.skeleton
 
-    def build(self, held: Mapping[str, Held]) -> None:
+    def build(self, held: Mapping[str, LocalShard]) -> None:
         """Split the weights of the model that was given, and let go of it."""
         model = self._whole()
         names = {name for name, _ in model.named_parameters()}

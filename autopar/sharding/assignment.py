@@ -10,35 +10,35 @@ import torch
 
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.choices import Choice
-from autopar.sharding.layout.gather_policy import Holding
+from autopar.sharding.layout.gather_policy import GatherPolicy
 from autopar.sharding.options import Outputs, PlanOptions, Recompute
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 
-__all__ = ["Decisions", "OpDecision", "Plan", "Recompute"]
+__all__ = ["Assignment", "OpAssignment", "Recompute", "StepPlan"]
 
 
 @dataclass(frozen=True)
-class OpDecision:
+class OpAssignment:
     """How one op runs: its choice, the layouts it takes, those it gives, and those its results are brought into."""
 
     choice: Choice
-    operands: tuple[Layout | None, ...]
-    produced: tuple[Layout | None, ...]
-    results: tuple[Layout | None, ...]
+    operands: tuple[Sharding | None, ...]
+    produced: tuple[Sharding | None, ...]
+    results: tuple[Sharding | None, ...]
 
 
 @dataclass(frozen=True)
-class Decisions:
+class Assignment:
     """A layout without holes: where every tensor is, and how every op runs."""
 
     axes: Mapping[str, int]
-    stored: Mapping[str, Layout]
+    stored: Mapping[str, Sharding]
     """Inputs, parameters and buffers as they are held."""
-    ops: Mapping[str, OpDecision]
+    ops: Mapping[str, OpAssignment]
     """By the name of the op."""
-    values: Mapping[str, Layout]
+    values: Mapping[str, Sharding]
     """Every value as its consumers find it."""
-    holdings: Mapping[str, Holding] = field(default_factory=dict)
+    holdings: Mapping[str, GatherPolicy] = field(default_factory=dict)
     """How parameters are held between uses."""
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
     """What repeated layers compute again in the backward, by their module paths; nothing where it is not said."""
@@ -48,12 +48,12 @@ _NONE: Mapping[str, Recompute] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """How one graph runs on one mesh; the graph is that of one micro-batch."""
 
     graph: str
     """The fingerprint of the graph that it is for."""
-    decisions: Decisions
+    decisions: Assignment
     outputs: Outputs = "sharded"
     local_inputs: bool = False
     optimizer: str = "adamw"
@@ -84,15 +84,15 @@ class Plan:
     def axes(self) -> Mapping[str, int]:
         return self.decisions.axes
 
-    def with_options(self, options: PlanOptions) -> Plan:
+    def with_options(self, options: PlanOptions) -> StepPlan:
         """Return a plan of the same decisions with these options."""
         return replace(self, **{each.name: getattr(options, each.name) for each in fields(options)})
 
     @staticmethod
-    def decided(graph: NamedGraph, decisions: Decisions) -> Plan:
+    def decided(graph: NamedGraph, decisions: Assignment) -> StepPlan:
         """What decisions come to."""
         holdings = decisions.holdings
-        return Plan(
+        return StepPlan(
             graph.fingerprint,
             decisions,
             regather=frozenset(name for name, holding in holdings.items() if holding.again),

@@ -9,9 +9,9 @@ from math import prod
 from typing import Any, Protocol, TypeVar
 
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.assignment import Plan
+from autopar.sharding.assignment import StepPlan
 from autopar.sharding.reshard.reshard import LOCAL, Step, StepKind
-from autopar.sharding.reshard_insertion import Inserted, Wiring
+from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan
 
 __all__ = [
     "BUCKET_BYTES",
@@ -45,7 +45,7 @@ BUCKETS = 4
 _BUCKETED = frozenset((StepKind.ALL_REDUCE, StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER))
 
 
-class Bucketed(Protocol):
+class BucketedReshards(Protocol):
     """A parameter's conversion, as far as its bucket depends on it."""
 
     @property
@@ -56,14 +56,14 @@ class Bucketed(Protocol):
     def bytes(self) -> int: ...
 
 
-Member = TypeVar("Member", bound=Bucketed)
+Member = TypeVar("Member", bound=BucketedReshards)
 
 
 @dataclass(frozen=True)
 class Bucket:
     """Conversions of parameters that are done as one, before the first op that wants one of them."""
 
-    members: tuple[Inserted, ...]
+    members: tuple[InsertedReshard, ...]
     op: str
     is_alone: bool = False
     """Whether it is no bucket: a conversion that stands with its op, and is done again with it."""
@@ -85,13 +85,13 @@ class Bucket:
 class _Member:
     """A conversion as the generated graph groups them."""
 
-    inserted: Inserted
+    inserted: InsertedReshard
     kind: tuple[Any, ...]
     block: str
     bytes: int
 
 
-def buckets_of(graph: NamedGraph, plan: Plan, wiring: Wiring) -> tuple[Bucket, ...]:
+def buckets_of(graph: NamedGraph, plan: StepPlan, wiring: ReshardPlan) -> tuple[Bucket, ...]:
     """The buckets of the generated graph, in the order of their first uses; what it leaves alone is one by itself."""
     alone: list[Bucket] = []
     members: list[_Member] = []
@@ -115,18 +115,18 @@ def buckets_of(graph: NamedGraph, plan: Plan, wiring: Wiring) -> tuple[Bucket, .
     return tuple(sorted(found, key=lambda bucket: place[bucket.op]))
 
 
-def ways_of(one: Inserted) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+def ways_of(one: InsertedReshard) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """The steps forward and backward; none backward where there is no gradient."""
     return one.reshard.forward, one.reshard.backward if one.differentiable else ()
 
 
-def shape_of(one: Inserted, layout: Any) -> tuple[int, ...]:
+def shape_of(one: InsertedReshard, layout: Any) -> tuple[int, ...]:
     """The local atoms of the rank with the largest shard."""
     sizes: tuple[int, ...] = layout.largest_sizes(one.reshard.atoms, dict(one.reshard.axes))
     return sizes
 
 
-def buffers_of(step: Step, one: Inserted) -> float:
+def buffers_of(step: Step, one: InsertedReshard) -> float:
     """What a step holds beside the tensors before and after it."""
     if step.local or step.kind is StepKind.ALL_REDUCE:
         return 0.0
@@ -136,7 +136,7 @@ def buffers_of(step: Step, one: Inserted) -> float:
     return copied(step, one) if step.kind is StepKind.REDUCE_SCATTER else copied(step, one) and float(after)
 
 
-def copied(step: Step, one: Inserted) -> float:
+def copied(step: Step, one: InsertedReshard) -> float:
     """The copy that is made where pieces do not lie in memory one after the other."""
     if step.atom is None or step.kind is StepKind.ALL_REDUCE:
         return 0.0
@@ -172,7 +172,7 @@ def in_buckets(found: Iterable[Member], limit_bytes: int = BUCKET_BYTES) -> Iter
     yield from (members for members in open_buckets.values() if members)
 
 
-def _key(one: Bucketed) -> tuple[Any, str | None]:
+def _key(one: BucketedReshards) -> tuple[Any, str | None]:
     gathers = any(step[0] is StepKind.ALL_GATHER for step in one.kind[0][0])
     return one.kind, one.block if gathers else None
 

@@ -25,7 +25,7 @@ from autopar.ir.values import NamedNode, NamedTensor
 from autopar.rules.notation import FactorKind, Operand
 from autopar.sharding.atoms import atoms_of
 from autopar.sharding.lowered_ops import communicating
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 
 __all__ = [
     "BROADCAST",
@@ -174,22 +174,22 @@ def passings_of(graph: NamedGraph, node: NamedNode) -> tuple[Passing, ...]:
 
 def layouts_of(
     graph: NamedGraph, node: NamedNode, choice: Choice
-) -> tuple[tuple[Layout | None, ...], tuple[Layout | None, ...]] | None:
+) -> tuple[tuple[Sharding | None, ...], tuple[Sharding | None, ...]] | None:
     """The layouts that a choice wants of the operands and gives to the outputs; None where it cannot be had."""
     if any(way and way not in graph.passable_sums[node.name] for _, way in choice.passes):
         return None
-    operands: list[Layout | None] = []
+    operands: list[Sharding | None] = []
     for position, (operand, name) in enumerate(zip_longest(node.rule.operands, node.operands)):
         tensor = None if name is None else graph.tensors[name]
         if tensor is None:
             operands.append(None)
         elif operand is None:
-            operands.append(Layout.replicated(atoms_of(tensor)))
+            operands.append(Sharding.replicated(atoms_of(tensor)))
         elif (layout := _layout(node, operand, tensor, choice, position)) is not None:
             operands.append(layout)
         else:
             return None
-    outputs: list[Layout | None] = []
+    outputs: list[Sharding | None] = []
     for operand, name in zip(node.rule.outputs, node.outputs, strict=True):
         tensor = None if name is None else graph.tensors[name]
         outputs.append(None)
@@ -204,7 +204,7 @@ def layouts_of(
 
 def _layout(
     node: NamedNode, operand: Operand, tensor: NamedTensor, choice: Choice, position: int | None
-) -> Layout | None:
+) -> Sharding | None:
     sites = sites_of(node, operand, tensor)
     if sites is None and choice.splits:
         return None
@@ -231,4 +231,4 @@ def _layout(
     for axis, summed in choice.passes:
         is_sum = position in summed if position is not None else bool(summed)
         (partial if is_sum else broadcast).add(axis)
-    return Layout(splits, frozenset(partial), frozenset(broadcast if tensor.requires_grad else ()))
+    return Sharding(splits, frozenset(partial), frozenset(broadcast if tensor.requires_grad else ()))

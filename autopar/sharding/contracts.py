@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from autopar.errors import AutoparWarning
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
-from autopar.sharding.assignment import Decisions
+from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.precedence import glob_matches
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Guard, Limit, Same, Scope
-from autopar.sharding.lowered_ops import Split, split_of
+from autopar.sharding.lowered_ops import LoweredOpContext, split_of
 from autopar.sharding.lowered_ops.halo import Window, received_share
-from autopar.sharding.reshard_insertion import Inserted
-from autopar.sharding.sharding import Layout as TensorLayout
+from autopar.sharding.reshard_insertion import InsertedReshard
+from autopar.sharding.sharding import Sharding
 
 __all__ = ["check_contracts", "is_guarded", "layout_text", "passes_halo"]
 
@@ -38,7 +38,9 @@ class _Sent:
         return f"the {self.kind} over {over} of {self.tensor}, {self.direction}, for {self.op}: {self.bytes:,} bytes"
 
 
-def check_contracts(layout: Layout, graph: NamedGraph, decisions: Decisions, inserted: Iterable[Inserted]) -> None:
+def check_contracts(
+    layout: Layout, graph: NamedGraph, decisions: Assignment, inserted: Iterable[InsertedReshard]
+) -> None:
     """Raise E6 for a guard or a limit that the decisions break, E7 for tensors that were to share one layout."""
     sent = [
         _Sent(
@@ -101,7 +103,7 @@ def _kinds(tensor: NamedTensor, graph: NamedGraph, direction: str) -> tuple[str,
     return ("buffer",) if kind == "constant" else (kind,)
 
 
-def _check_same(same: Same, graph: NamedGraph, decisions: Decisions) -> None:
+def _check_same(same: Same, graph: NamedGraph, decisions: Assignment) -> None:
     left, right = ([name for name in graph.tensors if glob_matches(glob, name)] for glob in (same.left, same.right))
     first = left[0]
     for name in (*left, *right):
@@ -115,20 +117,20 @@ def _check_same(same: Same, graph: NamedGraph, decisions: Decisions) -> None:
             )
 
 
-def _layouts(name: str, graph: NamedGraph, decisions: Decisions) -> str:
+def _layouts(name: str, graph: NamedGraph, decisions: Assignment) -> str:
     """The layout of a tensor by physical dims: tensors of other dims may share it."""
     layout = decisions.stored.get(name, decisions.values.get(name))
     return "unused" if layout is None else layout_text(graph.tensors[name], layout)
 
 
-def layout_text(tensor: NamedTensor, layout: TensorLayout) -> str:
+def layout_text(tensor: NamedTensor, layout: Sharding) -> str:
     dims: list[list[str]] = [[] for _ in tensor.shape]
     for atom, axes in zip(tensor.atoms, layout.splits, strict=True):
         dims[atom.dim].extend(axes)
     return f"[{', '.join('*'.join(axes) or 'none' for axes in dims)}]"
 
 
-def _check_halo(limit: Limit, graph: NamedGraph, decisions: Decisions) -> None:
+def _check_halo(limit: Limit, graph: NamedGraph, decisions: Assignment) -> None:
     for op, factor, share in _halo_shares(graph, decisions):
         assert limit.percent is not None, limit
         if 100 * share > limit.percent:
@@ -141,7 +143,7 @@ def _check_halo(limit: Limit, graph: NamedGraph, decisions: Decisions) -> None:
             )
 
 
-def _halo_shares(graph: NamedGraph, decisions: Decisions) -> Iterator[tuple[str, str, float]]:
+def _halo_shares(graph: NamedGraph, decisions: Assignment) -> Iterator[tuple[str, str, float]]:
     """For each op that slides a window along a split dim: how much of a shard's extent its neighbours send."""
     for node in graph.nodes:
         decision = decisions.ops[node.name]
@@ -150,12 +152,12 @@ def _halo_shares(graph: NamedGraph, decisions: Decisions) -> Iterator[tuple[str,
             yield from ((node.name, factor, share) for factor, share in _received(split))
 
 
-def _received(split: Split) -> Iterator[tuple[str, float]]:
+def _received(split: LoweredOpContext) -> Iterator[tuple[str, float]]:
     if isinstance(split.lowering, Window):
         yield from received_share(split).items()
 
 
-def passes_halo(limit: Limit, split: Split) -> bool:
+def passes_halo(limit: Limit, split: LoweredOpContext) -> bool:
     """Whether an op that runs on shards so gets more from its neighbours than a limit allows."""
     assert limit.percent is not None, limit
     return any(100 * share > limit.percent for _, share in _received(split))

@@ -15,43 +15,43 @@ from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.layout.check import check_layout
 from autopar.sharding.layout.gather_policy import recompute_said
 from autopar.sharding.layout.holes import filled, options_of
-from autopar.sharding.layout.language import Layout as LayoutText
+from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.parameter_storage import storage_of
 from autopar.sharding.layout.pinned_states import PinnedStates, check_states, states_of
-from autopar.sharding.layout.resolve import Wanted, resolve
+from autopar.sharding.layout.resolve import SplitRequest, resolve
 from autopar.sharding.layout.same import groups_of, shared
 from autopar.sharding.layout.syntax import Block, OpPin
 from autopar.sharding.op_pins import pin_of, with_constraints, words_of
 from autopar.sharding.options import Recompute
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 
-__all__ = ["Demands", "matches"]
+__all__ = ["SearchLayout", "matches"]
 
 MOST_PICKS = 256
 
 
-def matches(wanted: Wanted, splits: tuple[tuple[str, ...], ...]) -> bool:
+def matches(wanted: SplitRequest, splits: tuple[tuple[str, ...], ...]) -> bool:
     """Whether splits are as wanted, wherever something is."""
     return all(want is None or want == have for want, have in zip(wanted, splits, strict=True))
 
 
-def _any_matches(wanted: tuple[Wanted, ...], splits: tuple[tuple[str, ...], ...]) -> bool:
+def _any_matches(wanted: tuple[SplitRequest, ...], splits: tuple[tuple[str, ...], ...]) -> bool:
     return any(matches(one, splits) for one in wanted)
 
 
 @dataclass(frozen=True)
-class Demands:
+class SearchLayout:
     """A layout, asked about one graph on one mesh."""
 
     graph: NamedGraph
     axes: Mapping[str, int]
-    given: LayoutText
+    given: Layout
     free: bool = False
     """Whether what the model itself says does not count."""
-    known: dict[Any, tuple[Wanted, ...]] = field(default_factory=dict, compare=False, repr=False)
+    known: dict[Any, tuple[SplitRequest, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
-    def layout(self) -> LayoutText:
+    def layout(self) -> Layout:
         """With what the model says, checked, and with what tensors share spelled out."""
         if self.free:
             return self.given
@@ -61,7 +61,7 @@ class Demands:
         return shared(whole, tensors, self.axes)
 
     @cached_property
-    def filled(self) -> tuple[LayoutText, ...]:
+    def filled(self) -> tuple[Layout, ...]:
         """The layout, with every pick for what it leaves to choose from: `?{tp, dp*tp}`, `tp?`."""
         options = options_of(self.layout, self.axes)
         if prod(map(len, options)) > MOST_PICKS:
@@ -94,7 +94,7 @@ class Demands:
             return ("output",) if tensor.name in self.graph.outputs else ("act",)
         return {"param": ("param", "use"), "input": ("input",)}.get(tensor.kind, ("buffer",))
 
-    def wanted(self, tensor: NamedTensor, kind: str | None = None) -> tuple[Wanted, ...]:
+    def wanted(self, tensor: NamedTensor, kind: str | None = None) -> tuple[SplitRequest, ...]:
         """For each atom the axes that are to split it; None where that is open. Several, where there are picks."""
         if self.is_empty:
             return ((None,) * len(tensor.atoms),)
@@ -104,9 +104,9 @@ class Demands:
             self.known[key] = self._picked(lambda layout: resolve(layout, tensor, kind, self.axes))
         return self.known[key]
 
-    def _picked(self, wanted: Callable[[LayoutText], Wanted]) -> tuple[Wanted, ...]:
+    def _picked(self, wanted: Callable[[Layout], SplitRequest]) -> tuple[SplitRequest, ...]:
         """What each pick comes to, but for those that cannot be had; an error where none can."""
-        found: dict[Wanted, None] = {}
+        found: dict[SplitRequest, None] = {}
         refused: LayoutError | None = None
         for layout in self.filled:
             try:
@@ -125,7 +125,7 @@ class Demands:
             check_states(states, tensor.name, list(zip(names, splits, strict=True)))
         return states if tensor.requires_grad else replace(states, broadcast=frozenset())
 
-    def value_agrees(self, tensor: NamedTensor, layout: Layout) -> bool:
+    def value_agrees(self, tensor: NamedTensor, layout: Sharding) -> bool:
         """Whether consumers may find a value in this layout."""
         if self.is_empty:
             return True
@@ -144,7 +144,7 @@ class Demands:
             want is None or not tensor.atoms[i].names for wanted in self.wanted(tensor) for i, want in enumerate(wanted)
         )
 
-    def stored(self, tensor: NamedTensor) -> tuple[Wanted, ...]:
+    def stored(self, tensor: NamedTensor) -> tuple[SplitRequest, ...]:
         """Of a parameter, as it is registered; what `grad` and `opt` say counts as a whole."""
         kinds = {scope.kind for statement in self.layout if isinstance(statement, Block) for scope in statement.scopes}
         if kinds & {"grad", "opt"}:
@@ -154,7 +154,7 @@ class Demands:
     def pin(self, node: NamedNode) -> OpPin | None:
         return None if self.is_empty else pin_of(self.layout, node)
 
-    def allows_use(self, tensor: NamedTensor, layout: Layout, pinned: bool) -> bool:
+    def allows_use(self, tensor: NamedTensor, layout: Sharding, pinned: bool) -> bool:
         """Whether an op may take what is held in this layout."""
         if self.is_empty:
             return True
@@ -162,7 +162,7 @@ class Demands:
             return False
         return pinned or tensor.kind != "param" or _any_matches(self.wanted(tensor, "use"), layout.splits)
 
-    def closed(self, tensor: NamedTensor, produced: Layout) -> tuple[Layout, ...]:
+    def closed(self, tensor: NamedTensor, produced: Sharding) -> tuple[Sharding, ...]:
         """The layouts that are demanded of a value; what is left open stays as it comes."""
         states = self.states(tensor)
         return tuple(_closed(wanted, states, produced) for wanted in self.wanted(tensor))
@@ -185,10 +185,10 @@ class Demands:
         return self.wanted(tensor), stored, states.partial, states.broadcast, states.span is not None
 
 
-def _closed(wanted: Wanted, states: PinnedStates, produced: Layout) -> Layout:
+def _closed(wanted: SplitRequest, states: PinnedStates, produced: Sharding) -> Sharding:
     claimed = {axis for axes in wanted if axes for axis in axes} | states.axes
     splits = tuple(
         tuple(axis for axis in produced.splits[i] if axis not in claimed) if axes is None else axes
         for i, axes in enumerate(wanted)
     )
-    return Layout(splits, states.partial, states.broadcast)
+    return Sharding(splits, states.partial, states.broadcast)

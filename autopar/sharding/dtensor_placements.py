@@ -16,13 +16,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.errors import LayoutError
 from autopar.sharding.atoms import Atoms
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 
 __all__ = ["from_placements", "to_placements"]
 
 
 def to_placements(
-    layout: Layout, atoms: Atoms, axes: Mapping[str, int], tensor: str = "the tensor"
+    layout: Sharding, atoms: Atoms, axes: Mapping[str, int], tensor: str = "the tensor"
 ) -> tuple[Placement, ...]:
     """One placement per axis of the mesh; what a DTensor cannot hold is refused by name. B is replicated."""
     layout.check(atoms, axes)
@@ -39,7 +39,7 @@ def to_placements(
     return tuple(placements)
 
 
-def _stride(layout: Layout, atoms: Atoms, axes: Mapping[str, int], axis: str, dim: int) -> int:
+def _stride(layout: Sharding, atoms: Atoms, axes: Mapping[str, int], axis: str, dim: int) -> int:
     """In how many blocks of the physical dim the axis takes its piece, when the axes before it have taken theirs."""
     order = list(axes)
     earlier = set(order[: order.index(axis)])
@@ -52,7 +52,7 @@ def _stride(layout: Layout, atoms: Atoms, axes: Mapping[str, int], axis: str, di
     raise AssertionError(f"axis '{axis}' does not split dim {dim} in {layout}")
 
 
-def _check_even(layout: Layout, atoms: Atoms, axes: Mapping[str, int], dim: int, tensor: str) -> None:
+def _check_even(layout: Sharding, atoms: Atoms, axes: Mapping[str, int], dim: int, tensor: str) -> None:
     members = atoms.members[dim]
     places = {axis: place for place, axis in enumerate(axes)}
     simple = len(members) == 1 and sorted(layout.splits[members[0]], key=places.__getitem__) == [
@@ -75,7 +75,7 @@ def _check_even(layout: Layout, atoms: Atoms, axes: Mapping[str, int], dim: int,
             )
 
 
-def from_placements(placements: Sequence[Placement], atoms: Atoms, axes: Mapping[str, int]) -> Layout:
+def from_placements(placements: Sequence[Placement], atoms: Atoms, axes: Mapping[str, int]) -> Sharding:
     """The layout that a DTensor has; an error where its pieces are not those of any layout of these atoms."""
     if len(placements) != len(axes):
         raise ValueError(f"{len(placements)} placements for a mesh with the axes {', '.join(axes)}")
@@ -90,7 +90,7 @@ def from_placements(placements: Sequence[Placement], atoms: Atoms, axes: Mapping
     )
 
 
-def _candidates(placements: tuple[Placement, ...], atoms: Atoms, axes: Mapping[str, int]) -> Iterator[Layout]:
+def _candidates(placements: tuple[Placement, ...], atoms: Atoms, axes: Mapping[str, int]) -> Iterator[Sharding]:
     """All layouts that split the right physical dims; those in the order of the mesh first."""
     partial: set[str] = set()
     cut: list[tuple[str, int]] = []
@@ -106,10 +106,10 @@ def _candidates(placements: tuple[Placement, ...], atoms: Atoms, axes: Mapping[s
             held: list[list[str]] = [[] for _ in atoms.sizes]
             for (axis, _), atom in zip(order, places, strict=True):
                 held[atom].append(axis)
-            yield Layout(tuple(map(tuple, held)), frozenset(partial))
+            yield Sharding(tuple(map(tuple, held)), frozenset(partial))
 
 
-def _holds(layout: Layout, wanted: tuple[Placement, ...], atoms: Atoms, axes: Mapping[str, int]) -> bool:
+def _holds(layout: Sharding, wanted: tuple[Placement, ...], atoms: Atoms, axes: Mapping[str, int]) -> bool:
     try:
         return to_placements(layout, atoms, axes) == _normal(wanted, len(atoms.dims))
     except LayoutError:

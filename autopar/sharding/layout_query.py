@@ -15,39 +15,39 @@ from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.atoms import atoms_of
-from autopar.sharding.layout.gather_policy import Holding, holding_of, recompute_of
-from autopar.sharding.layout.language import Layout as LayoutText
+from autopar.sharding.layout.gather_policy import GatherPolicy, holding_of, recompute_of
+from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.parameter_storage import stored_splits
 from autopar.sharding.layout.pinned_states import PinnedStates, check_states, states_of
-from autopar.sharding.layout.resolve import Wanted, resolve
+from autopar.sharding.layout.resolve import SplitRequest, resolve
 from autopar.sharding.layout.same import groups_of, shared
 from autopar.sharding.layout.source import layout_error
-from autopar.sharding.layout.statement_index import Parts
+from autopar.sharding.layout.statement_index import StatementIndex
 from autopar.sharding.layout.syntax import OpPin, Same
 from autopar.sharding.op_pins import pin_of
 from autopar.sharding.options import Recompute
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 
-__all__ = ["Asking", "Held"]
+__all__ = ["BoundLayout", "StoredTensor"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Held:
+class StoredTensor:
     """How an input, a parameter or a buffer is held, and how ops find it."""
 
-    stored: Layout
-    value: Layout
-    use: Wanted | None = None
+    stored: Sharding
+    value: Sharding
+    use: SplitRequest | None = None
     """Of a parameter, what the layout says of its use."""
-    holding: Holding | None = None
+    holding: GatherPolicy | None = None
 
 
-class Asking:
+class BoundLayout:
     """One layout, asked about the tensors and ops of one graph on one mesh."""
 
-    def __init__(self, graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int]) -> None:
+    def __init__(self, graph: NamedGraph, layout: Layout, axes: Mapping[str, int]) -> None:
         self.graph = graph
         self.axes = axes
         self.groups: tuple[tuple[str, ...], ...] = ()
@@ -58,8 +58,10 @@ class Asking:
             self.groups = tuple(groups_of(layout, list(tensors)))
             layout = shared(layout, tensors, axes)
         self.layout = layout
-        self._of_tensors = Parts(LayoutText(tuple(one for one in layout if not isinstance(one, OpPin)), layout.name))
-        self._of_ops = Parts(LayoutText(tuple(one for one in layout if isinstance(one, OpPin)), layout.name))
+        self._of_tensors = StatementIndex(
+            Layout(tuple(one for one in layout if not isinstance(one, OpPin)), layout.name)
+        )
+        self._of_ops = StatementIndex(Layout(tuple(one for one in layout if isinstance(one, OpPin)), layout.name))
         self._known: dict[tuple[str, int], Any] = {}
         self._numbers: dict[str, int] = {}
         self._forms: dict[Hashable, int] = {}
@@ -101,15 +103,15 @@ class Asking:
         """The axes along which a tensor is pinned to be partial, or broadcast."""
         return self._once(self._states, tensor)
 
-    def held(self, tensor: NamedTensor) -> Held:
+    def held(self, tensor: NamedTensor) -> StoredTensor:
         """Of a tensor that is no result of an op."""
         return self._once(self._held, tensor)
 
-    def wanted(self, tensor: NamedTensor) -> Wanted:
+    def wanted(self, tensor: NamedTensor) -> SplitRequest:
         """For each atom of a result the axes that split it; None where that is open."""
         return self._once(self._wanted, tensor)
 
-    def _once(self, make: Callable[[LayoutText, NamedTensor], T], tensor: NamedTensor) -> T:
+    def _once(self, make: Callable[[Layout, NamedTensor], T], tensor: NamedTensor) -> T:
         key = make.__name__, self._alike(tensor)
         if key not in self._known:
             self._known[key] = make(self._of_tensors.about(tensor.name), tensor)
@@ -126,7 +128,7 @@ class Asking:
             found = self._numbers[tensor.name] = self._forms.setdefault(key, len(self._forms))
         return found
 
-    def _states(self, part: LayoutText, tensor: NamedTensor) -> PinnedStates:
+    def _states(self, part: Layout, tensor: NamedTensor) -> PinnedStates:
         states = states_of(part, tensor.name)
         if states.partial and (tensor.kind != "activation" or tensor.dtype is torch.bool):
             what = "truths do" if tensor.dtype is torch.bool else f"what is held as {tensor.kind} does"
@@ -142,23 +144,23 @@ class Asking:
             check_states(states, tensor.name, [(name, axes or ()) for name, axes in zip(names, wanted, strict=True)])
         return states if tensor.requires_grad else replace(states, broadcast=frozenset())
 
-    def _held(self, part: LayoutText, tensor: NamedTensor) -> Held:
+    def _held(self, part: Layout, tensor: NamedTensor) -> StoredTensor:
         broadcast = self.states(tensor).broadcast
         held = _closed(resolve(part, tensor, self.kinds(tensor)[0], self.axes))
         if tensor.kind in ("buffer", "constant"):
-            held = Layout.replicated(atoms_of(tensor))  # small, and equal on all ranks
+            held = Sharding.replicated(atoms_of(tensor))  # small, and equal on all ranks
         if tensor.kind != "param":
-            return Held(held, replace(held, broadcast=broadcast))
-        stored = Layout(stored_splits(part, tensor, self.axes))
+            return StoredTensor(held, replace(held, broadcast=broadcast))
+        stored = Sharding(stored_splits(part, tensor, self.axes))
         use = resolve(part, tensor, "use", self.axes)
         value = _closed(use)
         holding = holding_of(part, tensor, value.splits, self.axes)
-        return Held(stored, replace(value, broadcast=broadcast), use, holding)
+        return StoredTensor(stored, replace(value, broadcast=broadcast), use, holding)
 
-    def _wanted(self, part: LayoutText, tensor: NamedTensor) -> Wanted:
+    def _wanted(self, part: Layout, tensor: NamedTensor) -> SplitRequest:
         (kind,) = self.kinds(tensor)
         return resolve(part, tensor, kind, self.axes)
 
 
-def _closed(wanted: Wanted) -> Layout:
-    return Layout(tuple(axes or () for axes in wanted))
+def _closed(wanted: SplitRequest) -> Sharding:
+    return Sharding(tuple(axes or () for axes in wanted))

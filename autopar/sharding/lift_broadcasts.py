@@ -13,13 +13,13 @@ from math import prod
 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
-from autopar.sharding.assignment import Decisions, OpDecision
+from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.choices import BROADCAST, layouts_of
 
 __all__ = ["begin_at_parameters"]
 
 
-def begin_at_parameters(graph: NamedGraph, decisions: Decisions, pinned: Collection[str]) -> Decisions:
+def begin_at_parameters(graph: NamedGraph, decisions: Assignment, pinned: Collection[str]) -> Assignment:
     """The same decisions, with broadcasts moved up to the parameters where that sends no more.
 
     `pinned` are the ops that stay as they are.
@@ -28,7 +28,7 @@ def begin_at_parameters(graph: NamedGraph, decisions: Decisions, pinned: Collect
 
 
 class _Lifting:
-    def __init__(self, graph: NamedGraph, decisions: Decisions, pinned: Collection[str]) -> None:
+    def __init__(self, graph: NamedGraph, decisions: Assignment, pinned: Collection[str]) -> None:
         self.graph = graph
         self.decisions = decisions
         self.pinned = pinned
@@ -41,14 +41,14 @@ class _Lifting:
                 if name is not None:
                     self.users.setdefault(name, []).append(node)
 
-    def run(self) -> Decisions:
+    def run(self) -> Assignment:
         for axis, size in self.decisions.axes.items():
             for node in reversed(self.graph.nodes) if size > 1 else ():
                 self._try(node, axis)
         return replace(self.decisions, ops=self.ops, values=self.values)
 
     def _try(self, node: NamedNode, axis: str) -> None:
-        lifted: dict[str, OpDecision] = {}
+        lifted: dict[str, OpAssignment] = {}
         parameters: set[str] = set()
         if not self._lift(node, axis, lifted, parameters):
             return
@@ -59,7 +59,7 @@ class _Lifting:
             self.ops[self.makers[name].name] = lifted[name]
             self.values[name] = replace(self.values[name], broadcast=self.values[name].broadcast | {axis})
 
-    def _lift(self, node: NamedNode, axis: str, lifted: dict[str, OpDecision], parameters: set[str]) -> bool:
+    def _lift(self, node: NamedNode, axis: str, lifted: dict[str, OpAssignment], parameters: set[str]) -> bool:
         """Whether an op, and those before it, can take and give broadcasts; what they and their parameters then are."""
         name, decision = _only(node), self.ops[node.name]
         if not name or name in self.graph.outputs or node.name in self.pinned:
@@ -93,7 +93,7 @@ class _Lifting:
                 return False
         return bool(parameters)
 
-    def _takes_broadcast(self, user: NamedNode, name: str, axis: str, lifted: dict[str, OpDecision]) -> bool:
+    def _takes_broadcast(self, user: NamedNode, name: str, axis: str, lifted: dict[str, OpAssignment]) -> bool:
         operands = lifted.get(_only(user), self.ops[user.name]).operands
         pairs = zip(user.operands, operands, strict=True)
         return all(layout is not None and axis in layout.broadcast for operand, layout in pairs if operand == name)

@@ -8,7 +8,7 @@ from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.sharding.choices import BROADCAST, Choice, Passing, Site
-from autopar.sharding.layout.check import Words
+from autopar.sharding.layout.check import LayoutWords
 from autopar.sharding.layout.language import Layout, parse_rules
 from autopar.sharding.layout.load import axes_of
 from autopar.sharding.layout.precedence import glob_matches
@@ -125,14 +125,14 @@ def cannot_be_had(pin: OpPin, node: NamedNode, axes: Mapping[str, int], graph: N
     )
 
 
-def words_of(graph: NamedGraph) -> Words:
+def words_of(graph: NamedGraph) -> LayoutWords:
     """What a graph has names for."""
     kinds: dict[str, set[str]] = {}
     for tensor in graph.tensors.values():
         returned = "output" if tensor.name in graph.outputs else "act"
         kind = {"activation": returned, "constant": "buffer"}.get(tensor.kind, tensor.kind)
         kinds.setdefault(kind, set()).add(tensor.name)
-    return Words(
+    return LayoutWords(
         frozenset(name for tensor in graph.tensors.values() for atom in tensor.atoms for name in atom.names),
         {kind: frozenset(names) for kind, names in kinds.items()},
         {node.name: node.rule.factors for node in graph.nodes},

@@ -19,18 +19,18 @@ from math import inf, prod
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
-from autopar.sharding.assignment import Decisions, OpDecision, Plan
+from autopar.sharding.assignment import Assignment, OpAssignment, StepPlan
 from autopar.sharding.atoms import Atoms, atoms_of
 from autopar.sharding.choices import Passing, Site, can_split, choices, layouts_of, passings_of, sites_of
 from autopar.sharding.layout.check import check_layout
-from autopar.sharding.layout.gather_policy import Holding
+from autopar.sharding.layout.gather_policy import GatherPolicy
 from autopar.sharding.layout.holes import filled, options_of
-from autopar.sharding.layout.language import Layout as LayoutText
+from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.pinned_states import UNPINNED
-from autopar.sharding.layout.resolve import Wanted
+from autopar.sharding.layout.resolve import SplitRequest
 from autopar.sharding.layout.same import filled_from
 from autopar.sharding.layout.syntax import Axes, OpPin, Pin
-from autopar.sharding.layout_query import Asking
+from autopar.sharding.layout_query import BoundLayout
 from autopar.sharding.lift_broadcasts import begin_at_parameters
 from autopar.sharding.lowered_ops import split_of
 from autopar.sharding.op_pins import (
@@ -43,12 +43,12 @@ from autopar.sharding.op_pins import (
     words_of,
 )
 from autopar.sharding.reshard.reshard import Reshard, reshard
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 
-__all__ = ["Known", "complete", "completed", "recomplete", "redecide", "restored"]
+__all__ = ["KnownAssignment", "complete", "completed", "recomplete", "redecide", "restored"]
 
 
-class Known:
+class KnownAssignment:
     """What has been decided about one graph on one mesh.
 
     An op that is equal to another but for names, with its tensors in the same layouts and asked the same, is decided as
@@ -56,22 +56,24 @@ class Known:
     """
 
     def __init__(self) -> None:
-        self.ops: dict[Hashable, OpDecision] = {}
-        self.wholes: dict[Hashable, Decisions] = {}
-        self.sent_numel: dict[tuple[Atoms, bool, Layout, Layout], int] = {}
+        self.ops: dict[Hashable, OpAssignment] = {}
+        self.wholes: dict[Hashable, Assignment] = {}
+        self.sent_numel: dict[tuple[Atoms, bool, Sharding, Sharding], int] = {}
 
 
-def complete(graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int], known: Known | None = None) -> Decisions:
+def complete(
+    graph: NamedGraph, layout: Layout, axes: Mapping[str, int], known: KnownAssignment | None = None
+) -> Assignment:
     """Decide everything about a graph under a layout; `known` is what was decided under others."""
     whole = with_constraints(layout, graph, axes)
     check_layout(whole, words_of(graph), axes)
-    known = known or Known()
+    known = known or KnownAssignment()
     options = options_of(whole, axes)
-    asking = Asking(graph, whole, axes)
+    asking = BoundLayout(graph, whole, axes)
     everything = None if options else asking.everything()
     if everything is not None and everything in known.wholes:
         return known.wholes[everything]
-    found = _Picking(graph, whole, axes, options, known).run() if options else _Completion(asking, known).run()
+    found = _HoleFiller(graph, whole, axes, options, known).run() if options else _Propagation(asking, known).run()
     found = begin_at_parameters(graph, found, asking.pinned())
     if everything is not None:
         known.wholes[everything] = found
@@ -79,27 +81,31 @@ def complete(graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int], kno
 
 
 def recomplete(
-    graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int], decided: Decisions, known: Known | None = None
-) -> tuple[Decisions, frozenset[str]]:
+    graph: NamedGraph,
+    layout: Layout,
+    axes: Mapping[str, int],
+    decided: Assignment,
+    known: KnownAssignment | None = None,
+) -> tuple[Assignment, frozenset[str]]:
     """What a layout without holes comes to, and the ops that it does not decide: these are as is decided."""
     whole = with_constraints(layout, graph, axes)
     check_layout(whole, words_of(graph), axes)
-    asking = Asking(graph, whole, axes)
-    completion = _Completion(asking, known or Known())
+    asking = BoundLayout(graph, whole, axes)
+    completion = _Propagation(asking, known or KnownAssignment())
     found = completion.run(decided)
     undecided = frozenset(completion.undecided)
     return begin_at_parameters(graph, found, asking.pinned() | undecided), undecided
 
 
 def redecide(
-    graph: NamedGraph, layout: LayoutText, known: Decisions, ops: Collection[str], uses_stay: bool = True
-) -> Decisions:
+    graph: NamedGraph, layout: Layout, known: Assignment, ops: Collection[str], uses_stay: bool = True
+) -> Assignment:
     """What is known, but for some ops, and for what is held of which the layout has a pin: these are decided anew.
 
     The layout says where the results of these ops are; all else stays as it is known, also how the ops take what is
     held, unless that need not be.
     """
-    completion = _Completion(Asking(graph, layout, known.axes), Known())
+    completion = _Propagation(BoundLayout(graph, layout, known.axes), KnownAssignment())
     completion.stored, completion.values = dict(known.stored), dict(known.values)
     completion.ops, completion.holdings = dict(known.ops), dict(known.holdings)
     pinned = {statement.glob for statement in layout if isinstance(statement, Pin)}
@@ -119,9 +125,9 @@ def redecide(
     return begin_at_parameters(graph, found, {node.name for node in graph.nodes if node.name not in ops})
 
 
-def restored(graph: NamedGraph, layout: LayoutText, known: Decisions, name: str) -> Decisions:
+def restored(graph: NamedGraph, layout: Layout, known: Assignment, name: str) -> Assignment:
     """What is known, with a parameter held as the layout says; its use stays, and so does every op."""
-    asking = Asking(graph, layout, known.axes)
+    asking = BoundLayout(graph, layout, known.axes)
     held = asking.held(graph.tensors[name])
     assert held.holding is not None, f"{name} is a parameter"
     stored, holdings = {**known.stored, name: held.stored}, {**known.holdings, name: held.holding}
@@ -132,25 +138,25 @@ MOST_TRIED = 32
 """Where the layout leaves more ways than these to choose, its places are decided in turn, over and over."""
 
 
-class _Picking:
+class _HoleFiller:
     """Tries what a layout leaves to choose."""
 
     def __init__(
         self,
         graph: NamedGraph,
-        layout: LayoutText,
+        layout: Layout,
         axes: Mapping[str, int],
         options: list[tuple[Axes, ...]],
-        known: Known,
+        known: KnownAssignment,
     ) -> None:
         self.graph = graph
         self.known = known
         self.layout = layout
         self.axes = axes
         self.options = options
-        self.tried: dict[tuple[Axes, ...], tuple[float, Decisions | LayoutError]] = {}
+        self.tried: dict[tuple[Axes, ...], tuple[float, Assignment | LayoutError]] = {}
 
-    def run(self) -> Decisions:
+    def run(self) -> Assignment:
         if prod(map(len, self.options)) <= MOST_TRIED:
             best = min(product(*self.options), key=self._sent_bytes)
         else:
@@ -176,8 +182,8 @@ class _Picking:
         """What the whole sends with these; endless where it cannot be had."""
         if picks not in self.tried:
             try:
-                asking = Asking(self.graph, filled(self.layout, self.axes, picks), self.axes)
-                completion = _Completion(asking, self.known)
+                asking = BoundLayout(self.graph, filled(self.layout, self.axes, picks), self.axes)
+                completion = _Propagation(asking, self.known)
                 decisions = completion.run()
                 self.tried[picks] = completion.sent_bytes(), decisions
             except LayoutError as error:
@@ -185,20 +191,20 @@ class _Picking:
         return self.tried[picks][0]
 
 
-class _Completion:
-    def __init__(self, asking: Asking, known: Known) -> None:
+class _Propagation:
+    def __init__(self, asking: BoundLayout, known: KnownAssignment) -> None:
         self.asking = asking
         self.graph = asking.graph
         self.axes = asking.axes
         self.known = known
-        self.stored: dict[str, Layout] = {}
-        self.values: dict[str, Layout] = {}
-        self.used: dict[str, Wanted] = {}
-        self.ops: dict[str, OpDecision] = {}
-        self.holdings: dict[str, Holding] = {}
+        self.stored: dict[str, Sharding] = {}
+        self.values: dict[str, Sharding] = {}
+        self.used: dict[str, SplitRequest] = {}
+        self.ops: dict[str, OpAssignment] = {}
+        self.holdings: dict[str, GatherPolicy] = {}
         self.undecided: set[str] = set()
 
-    def run(self, decided: Decisions | None = None) -> Decisions:
+    def run(self, decided: Assignment | None = None) -> Assignment:
         for tensor in self.graph.tensors.values():
             self.asking.states(tensor)  # raises for what cannot be pinned
             if tensor.kind != "activation":
@@ -211,7 +217,7 @@ class _Completion:
                     raise
                 self.undecided.add(node.name)
                 self._take(node, decided.ops[node.name])
-        return Decisions(self.axes, self.stored, self.ops, self.values, self.holdings, self.asking.recompute())
+        return Assignment(self.axes, self.stored, self.ops, self.values, self.holdings, self.asking.recompute())
 
     def _store(self, tensor: NamedTensor) -> None:
         held = self.asking.held(tensor)
@@ -228,7 +234,7 @@ class _Completion:
             self.known.ops[key] = self._best(node, targets, pin)
         self._take(node, self.known.ops[key])
 
-    def _circumstances(self, node: NamedNode, targets: Sequence[Wanted | None], pin: OpPin | None) -> Hashable:
+    def _circumstances(self, node: NamedNode, targets: Sequence[SplitRequest | None], pin: OpPin | None) -> Hashable:
         """All that an op is decided by."""
         operands: list[Hashable] = []
         for name in node.operands:
@@ -244,9 +250,9 @@ class _Completion:
         pinned = None if pin is None else (pin.choice, pin.uneven)
         return self.graph.forms[node.name], tuple(operands), tuple(results), pinned
 
-    def _best(self, node: NamedNode, targets: list[Wanted | None], pin: OpPin | None) -> OpDecision:
+    def _best(self, node: NamedNode, targets: list[SplitRequest | None], pin: OpPin | None) -> OpAssignment:
         """Of all choices, one that uses most axes and then sends least."""
-        best: tuple[tuple[int, int], OpDecision] | None = None
+        best: tuple[tuple[int, int], OpAssignment] | None = None
         sites, uneven = self._candidates(node, targets)
         passing = self._passing(node)
         if pin is not None:
@@ -265,7 +271,7 @@ class _Completion:
                 None if name is None else self._result(name, layout, target)
                 for name, layout, target in zip(node.outputs, produced, targets, strict=True)
             )
-            decision = OpDecision(choice, operands, produced, results)
+            decision = OpAssignment(choice, operands, produced, results)
             rank = (-len(choice.axes), sum(self._sent(node, decision).values()))
             if best is None or rank < best[0]:
                 best = rank, decision
@@ -275,13 +281,13 @@ class _Completion:
             raise LayoutError("E5", self._no_choice(node))
         return best[1]
 
-    def _take(self, node: NamedNode, decision: OpDecision) -> None:
+    def _take(self, node: NamedNode, decision: OpAssignment) -> None:
         self.ops[node.name] = decision
         for name, result in zip(node.outputs, decision.results, strict=True):
             if name is not None and result is not None:
                 self.values[name] = result
 
-    def _target(self, tensor: NamedTensor) -> Wanted:
+    def _target(self, tensor: NamedTensor) -> SplitRequest:
         wanted = self.asking.wanted(tensor)
         for group in self.asking.groups if None in wanted else ():
             if tensor.name in group:
@@ -291,7 +297,7 @@ class _Completion:
         return wanted
 
     def _candidates(
-        self, node: NamedNode, targets: list[Wanted | None]
+        self, node: NamedNode, targets: list[SplitRequest | None]
     ) -> tuple[dict[str, list[Site]], set[tuple[Site, Axes]]]:
         """For each axis the sites that it splits in some operand as it stands, or in some result as it is wanted.
 
@@ -325,7 +331,7 @@ class _Completion:
         ways = passings_of(self.graph, node) if axes else ()
         return {axis: ways for axis in self.axes if axis in axes}
 
-    def _uses_agree(self, node: NamedNode, operands: tuple[Layout | None, ...], broadcasts_only: bool) -> bool:
+    def _uses_agree(self, node: NamedNode, operands: tuple[Sharding | None, ...], broadcasts_only: bool) -> bool:
         """Whether what is held is taken as the layout wants it where it is used."""
         for name, wanted in zip(node.operands, operands, strict=True):
             if name is None or wanted is None or name not in self.stored:
@@ -339,7 +345,7 @@ class _Completion:
                 return False
         return True
 
-    def _result(self, name: str, produced: Layout | None, target: Wanted | None) -> Layout | None:
+    def _result(self, name: str, produced: Sharding | None, target: SplitRequest | None) -> Sharding | None:
         """The layout that a result is brought into: as wanted; what the layout leaves open stays as it comes."""
         if produced is None or target is None:
             return None
@@ -349,18 +355,18 @@ class _Completion:
             tuple(axis for axis in produced.splits[i] if axis not in claimed) if axes is None else axes
             for i, axes in enumerate(target)
         )
-        return Layout(splits, states.partial, states.broadcast)
+        return Sharding(splits, states.partial, states.broadcast)
 
     def sent_bytes(self) -> int:
         """What all ops send; what is converted is so once for all ops."""
-        found: dict[tuple[str, Layout | None, Layout | None], int] = {}
+        found: dict[tuple[str, Sharding | None, Sharding | None], int] = {}
         for node in self.graph.nodes:
             found.update(self._sent(node, self.ops[node.name]))
         return sum(found.values())
 
-    def _sent(self, node: NamedNode, decision: OpDecision) -> dict[tuple[str, Layout | None, Layout | None], int]:
+    def _sent(self, node: NamedNode, decision: OpAssignment) -> dict[tuple[str, Sharding | None, Sharding | None], int]:
         """The bytes sent for one op: to convert its operands, by itself, and to convert its results."""
-        found: dict[tuple[str, Layout | None, Layout | None], int] = {}
+        found: dict[tuple[str, Sharding | None, Sharding | None], int] = {}
         for name, wanted in zip(node.operands, decision.operands, strict=True):
             if name is not None and wanted is not None:
                 source = self.stored.get(name, self.values[name])
@@ -376,7 +382,7 @@ class _Completion:
                 found[name, produced, result] = self._bytes(self.graph.tensors[name], produced, result)
         return found
 
-    def _bytes(self, tensor: NamedTensor, source: Layout, target: Layout) -> int:
+    def _bytes(self, tensor: NamedTensor, source: Sharding, target: Sharding) -> int:
         atoms = atoms_of(tensor)
         key = atoms, tensor.requires_grad, source, target
         priced = self.known.sent_numel
@@ -430,6 +436,8 @@ def sent_numel(conversion: Reshard, differentiable: bool) -> int:
     return sum(step.sent_numel for step in ways)
 
 
-def completed(graph: NamedGraph, layout: LayoutText, axes: Mapping[str, int], known: Known | None = None) -> Plan:
+def completed(
+    graph: NamedGraph, layout: Layout, axes: Mapping[str, int], known: KnownAssignment | None = None
+) -> StepPlan:
     """Return the plan of a layout without holes; `dataclasses.replace` sets its options."""
-    return Plan.decided(graph, complete(graph, layout, axes, known))
+    return StepPlan.decided(graph, complete(graph, layout, axes, known))

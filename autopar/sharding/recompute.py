@@ -16,11 +16,11 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.sharding.options import Recompute
 
-__all__ = ["Region", "computed_again", "layered", "reading", "regions_of"]
+__all__ = ["RecomputeRegion", "computed_again", "layered", "reading", "regions_of"]
 
 
 @dataclass(frozen=True)
-class Region:
+class RecomputeRegion:
     """Ops whose results, or some of them, are let go of after the forward and computed again together."""
 
     name: str
@@ -28,14 +28,14 @@ class Region:
     ops: tuple[str, ...]
 
 
-def regions_of(graph: NamedGraph, recompute: Mapping[str, Recompute]) -> tuple[Region, ...]:
+def regions_of(graph: NamedGraph, recompute: Mapping[str, Recompute]) -> tuple[RecomputeRegion, ...]:
     """The regions of a graph; `recompute` is by the module path of a repeated layer.
 
     A checkpoint region of the model that has ops in common with such a layer is one region with it.
     """
     by_node = {node.node: node for node in graph.nodes}
     found = [
-        Region(path, recompute[path], tuple(by_node[name].name for name in layer if name in by_node))
+        RecomputeRegion(path, recompute[path], tuple(by_node[name].name for name in layer if name in by_node))
         for repeat in graph.repeats
         for path, layer in zip(repeat.module_paths, repeat.layers, strict=True)
         if recompute.get(path, "none") != "none"
@@ -45,25 +45,25 @@ def regions_of(graph: NamedGraph, recompute: Mapping[str, Recompute]) -> tuple[R
         if node.origin.checkpoint is not None:
             own.setdefault(node.origin.checkpoint, []).append(node.name)
     for number, ops in own.items():
-        found = _joined(found, Region(f"checkpoint {number}", "full", tuple(ops)))
+        found = _joined(found, RecomputeRegion(f"checkpoint {number}", "full", tuple(ops)))
     order = {node.name: place for place, node in enumerate(graph.nodes)}
     return tuple(sorted(found, key=lambda region: min(order[op] for op in region.ops)))
 
 
-def _joined(regions: Iterable[Region], own: Region) -> list[Region]:
+def _joined(regions: Iterable[RecomputeRegion], own: RecomputeRegion) -> list[RecomputeRegion]:
     """The regions with one of the model's own, which becomes part of those that it has ops in common with."""
-    apart: list[Region] = []
-    touched: list[Region] = []
+    apart: list[RecomputeRegion] = []
+    touched: list[RecomputeRegion] = []
     for region in regions:
         (apart if set(region.ops).isdisjoint(own.ops) else touched).append(region)
     if not touched:
         return [*apart, own]
     modes = {region.mode for region in touched}
     ops = dict.fromkeys(op for region in (*touched, own) for op in region.ops)
-    return [*apart, Region(touched[0].name, modes.pop() if len(modes) == 1 else "full", tuple(ops))]
+    return [*apart, RecomputeRegion(touched[0].name, modes.pop() if len(modes) == 1 else "full", tuple(ops))]
 
 
-def computed_again(graph: NamedGraph, regions: Iterable[Region]) -> frozenset[str]:
+def computed_again(graph: NamedGraph, regions: Iterable[RecomputeRegion]) -> frozenset[str]:
     """The ops of regions that are computed again: all, or those that are cheap."""
     regions = tuple(regions)
     if not any(region.mode == "selective" for region in regions):
@@ -92,7 +92,7 @@ def _made_of_parameters(graph: NamedGraph) -> frozenset[str]:
     return frozenset(found)
 
 
-def layered(regions: Iterable[Region]) -> dict[str, tuple[int, Recompute]]:
+def layered(regions: Iterable[RecomputeRegion]) -> dict[str, tuple[int, Recompute]]:
     """For each op of a region, its number and what is computed again of it."""
     return {op: (number, region.mode) for number, region in enumerate(regions, start=1) for op in region.ops}
 

@@ -15,18 +15,18 @@ from torch.fx import Node
 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
-from autopar.sharding.assignment import Decisions, OpDecision
+from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.atoms import Atoms, atoms_of
-from autopar.sharding.lowered_ops import Split, split_of
+from autopar.sharding.lowered_ops import LoweredOpContext, split_of
 from autopar.sharding.options import Outputs
 from autopar.sharding.reshard.reshard import Reshard, Step, reshard
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 
-__all__ = ["Collective", "Inserted", "OpConversions", "Wiring", "conversions", "wire"]
+__all__ = ["InsertedReshard", "OpReshards", "ReshardPlan", "StepCollective", "conversions", "wire"]
 
 
 @dataclass(frozen=True)
-class Collective:
+class StepCollective:
     """One collective that a step runs: of which tensor, for which op, what it sends."""
 
     kind: str
@@ -42,7 +42,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Inserted:
+class InsertedReshard:
     """One conversion in the generated graph: of which tensor, before which op, and what it sends in each direction."""
 
     tensor: str
@@ -64,32 +64,32 @@ class Inserted:
 
 
 @dataclass(frozen=True)
-class OpConversions:
+class OpReshards:
     """What is converted for one op, and in which layouts it finds its operands (None where one is absent)."""
 
-    operands: tuple[tuple[str, Layout] | None, ...]
-    before: tuple[Inserted, ...]
+    operands: tuple[tuple[str, Sharding] | None, ...]
+    before: tuple[InsertedReshard, ...]
     """Operands that no earlier op wanted in this layout."""
-    split: Split | None
+    split: LoweredOpContext | None
     """What it needs of the other shards, where it does."""
-    inside: tuple[Inserted, ...]
+    inside: tuple[InsertedReshard, ...]
     """The messages of `split`, in their order."""
-    after: tuple[Inserted, ...]
+    after: tuple[InsertedReshard, ...]
     """Results that are brought into another layout than the op gives them."""
 
 
 @dataclass(frozen=True)
-class Wiring:
+class ReshardPlan:
     """Every conversion in its place. Those without steps are listed too: a value then serves as it is."""
 
-    inputs: Mapping[str, Inserted]
+    inputs: Mapping[str, InsertedReshard]
     """Whole inputs brought into their layouts, by tensor."""
-    ops: Mapping[str, OpConversions]
-    outputs: tuple[Inserted, ...]
-    results: tuple[tuple[str, Layout] | None, ...]
+    ops: Mapping[str, OpReshards]
+    outputs: tuple[InsertedReshard, ...]
+    results: tuple[tuple[str, Sharding] | None, ...]
     """Every value that the graph hands out, as it is handed out; None for one that is no tensor."""
 
-    def inserted(self) -> tuple[Inserted, ...]:
+    def inserted(self) -> tuple[InsertedReshard, ...]:
         """All that do something, in the order of the graph."""
         every = [*self.inputs.values()]
         for op in self.ops.values():
@@ -98,37 +98,39 @@ class Wiring:
 
 
 def conversions(
-    graph: NamedGraph, decisions: Decisions, outputs: Outputs = "sharded", local_inputs: bool = False
-) -> tuple[Inserted, ...]:
+    graph: NamedGraph, decisions: Assignment, outputs: Outputs = "sharded", local_inputs: bool = False
+) -> tuple[InsertedReshard, ...]:
     """All that a plan converts and sends, in the order of the graph."""
     return wire(graph, decisions, outputs, local_inputs).inserted()
 
 
-def wire(graph: NamedGraph, decisions: Decisions, outputs: Outputs = "sharded", local_inputs: bool = False) -> Wiring:
+def wire(
+    graph: NamedGraph, decisions: Assignment, outputs: Outputs = "sharded", local_inputs: bool = False
+) -> ReshardPlan:
     """Where which conversion stands."""
-    return _Wirer(graph, decisions, outputs, local_inputs).run()
+    return _ReshardInserter(graph, decisions, outputs, local_inputs).run()
 
 
-class _Wirer:
-    def __init__(self, graph: NamedGraph, decisions: Decisions, outputs: Outputs, local_inputs: bool) -> None:
+class _ReshardInserter:
+    def __init__(self, graph: NamedGraph, decisions: Assignment, outputs: Outputs, local_inputs: bool) -> None:
         self.graph = graph
         self.decisions = decisions
         self.whole_outputs = outputs == "full"
         self.local_inputs = local_inputs
-        self.layouts: dict[str, Layout] = {}
-        self.converted: set[tuple[str, Layout]] = set()
-        self.found: dict[tuple[Atoms, Layout, Layout], Reshard] = {}
+        self.layouts: dict[str, Sharding] = {}
+        self.converted: set[tuple[str, Sharding]] = set()
+        self.found: dict[tuple[Atoms, Sharding, Sharding], Reshard] = {}
 
-    def run(self) -> Wiring:
-        inputs: dict[str, Inserted] = {}
+    def run(self) -> ReshardPlan:
+        inputs: dict[str, InsertedReshard] = {}
         for name, tensor in self.graph.tensors.items():
             if tensor.kind == "activation":
                 continue
             stored = self.layouts[name] = self.decisions.stored[name]
             if tensor.kind == "input" and not self.local_inputs:
-                inputs[name] = self._convert(name, Layout.replicated(atoms_of(tensor)), stored, "the inputs")
+                inputs[name] = self._convert(name, Sharding.replicated(atoms_of(tensor)), stored, "the inputs")
         ops = {node.name: self._op(node, self.decisions.ops[node.name]) for node in self.graph.nodes}
-        handed: list[Inserted] = []
+        handed: list[InsertedReshard] = []
         exported = self.graph.exported
         flat: Any = exported.graph_module.graph.output_node().args[0]
         assert isinstance(flat, tuple), "the graph returns a flat tuple"
@@ -138,16 +140,16 @@ class _Wirer:
         results = tuple(
             None if name is None else self._result(name, i < mutated, handed) for i, name in enumerate(names)
         )
-        return Wiring(inputs, ops, tuple(handed), results)
+        return ReshardPlan(inputs, ops, tuple(handed), results)
 
-    def _op(self, node: NamedNode, decision: OpDecision) -> OpConversions:
-        before: list[Inserted] = []
+    def _op(self, node: NamedNode, decision: OpAssignment) -> OpReshards:
+        before: list[InsertedReshard] = []
         operands = tuple(
             None if name is None else (name, self._as(name, layout, node.name, before))
             for name, layout in zip(node.operands, decision.operands, strict=True)
         )
         split = split_of(self.graph, node, decision.choice.splits, decision.operands, self.decisions.axes)
-        after: list[Inserted] = []
+        after: list[InsertedReshard] = []
         for name, produced, wanted in zip(node.outputs, decision.produced, decision.results, strict=True):
             if name is None:
                 continue
@@ -156,18 +158,20 @@ class _Wirer:
             if produced != wanted:
                 after.append(self._convert(name, produced, wanted, node.name))
             self.layouts[name] = wanted
-        return OpConversions(operands, tuple(before), split, _messages(split), tuple(after))
+        return OpReshards(operands, tuple(before), split, _messages(split), tuple(after))
 
-    def _result(self, name: str, whole: bool, handed: list[Inserted]) -> tuple[str, Layout]:
+    def _result(self, name: str, whole: bool, handed: list[InsertedReshard]) -> tuple[str, Sharding]:
         """A result of the graph as it is handed out: scalars and what is written back as a whole."""
         tensor = self.graph.tensors[name]
         if whole or self.whole_outputs or not tensor.shape:
-            wanted = Layout.replicated(atoms_of(tensor))
+            wanted = Sharding.replicated(atoms_of(tensor))
         else:
-            wanted = Layout(self.layouts[name].splits)  # sums are made, and broadcasts end, where values are handed out
+            wanted = Sharding(
+                self.layouts[name].splits
+            )  # sums are made, and broadcasts end, where values are handed out
         return name, self._as(name, wanted, "the outputs", handed)
 
-    def _as(self, name: str, wanted: Layout | None, op: str, made: list[Inserted]) -> Layout:
+    def _as(self, name: str, wanted: Sharding | None, op: str, made: list[InsertedReshard]) -> Sharding:
         """The layout in which a value is used; the conversion to it is made where it is the first of its kind."""
         have = self.layouts[name]
         if wanted is None or wanted == have:
@@ -177,21 +181,21 @@ class _Wirer:
             made.append(self._convert(name, have, wanted, op))
         return wanted
 
-    def _convert(self, name: str, have: Layout, wanted: Layout, op: str) -> Inserted:
+    def _convert(self, name: str, have: Sharding, wanted: Sharding, op: str) -> InsertedReshard:
         tensor = self.graph.tensors[name]
         key = atoms_of(tensor), have, wanted
         found = self.found.get(key)
         if found is None:
             found = self.found[key] = reshard(*key, self.decisions.axes)
-        return Inserted(name, op, found, tensor.dtype.itemsize, tensor.requires_grad)
+        return InsertedReshard(name, op, found, tensor.dtype.itemsize, tensor.requires_grad)
 
 
-def _messages(split: Split | None) -> tuple[Inserted, ...]:
+def _messages(split: LoweredOpContext | None) -> tuple[InsertedReshard, ...]:
     if split is None:
         return ()
     name = split.node.operands[0]
     assert name is not None, split.node.name
     return tuple(
-        Inserted(name, split.node.name, message.reshard, message.itemsize, message.differentiable)
+        InsertedReshard(name, split.node.name, message.reshard, message.itemsize, message.differentiable)
         for message in split.messages()
     )

@@ -22,8 +22,8 @@ from autopar.errors import LayoutError
 from autopar.sharding.atoms import Atoms
 
 __all__ = [
-    "Layout",
     "Piece",
+    "Sharding",
     "State",
     "chunk",
     "common_axes",
@@ -44,7 +44,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True)
-class Layout:
+class Sharding:
     """A tensor's state along every axis: `splits[atom]` are the axes that split it, major to minor; the rest is R."""
 
     splits: tuple[tuple[str, ...], ...]
@@ -58,7 +58,7 @@ class Layout:
         raise LayoutError("E3", f"axis '{axis}' stands twice in the layout {self}: an axis does one thing to a tensor")
 
     @classmethod
-    def replicated(cls, atoms: Atoms) -> Layout:
+    def replicated(cls, atoms: Atoms) -> Sharding:
         return cls(((),) * len(atoms.sizes))
 
     @cached_property
@@ -87,25 +87,25 @@ class Layout:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Layout, (self.splits, self.partial, self.broadcast)  # hashes differ between processes
+        return Sharding, (self.splits, self.partial, self.broadcast)  # hashes differ between processes
 
     @cached_property
-    def value(self) -> Layout:
+    def value(self) -> Sharding:
         """What the ranks hold, without what becomes of the gradient: R and B are one."""
         return replace(self, broadcast=frozenset()) if self.broadcast else self
 
     @cached_property
-    def gradient(self) -> Layout:
+    def gradient(self) -> Sharding:
         """The layout of the gradient. B and P change places, so the gradient's gradient has the first layout again."""
-        return Layout(self.splits, partial=self.broadcast, broadcast=self.partial)
+        return Sharding(self.splits, partial=self.broadcast, broadcast=self.partial)
 
-    def without(self, axes: Iterable[str]) -> Layout:
+    def without(self, axes: Iterable[str]) -> Sharding:
         """This layout with some axes replicated."""
         gone = frozenset(axes)
         if gone.isdisjoint(self.axes):
             return self
         splits = tuple(tuple(axis for axis in split if axis not in gone) for split in self.splits)
-        return Layout(splits, self.partial - gone, self.broadcast - gone)
+        return Sharding(splits, self.partial - gone, self.broadcast - gone)
 
     def check(self, atoms: Atoms, axes: Mapping[str, int]) -> None:
         """Raise if this is no layout of such a tensor on such a mesh."""

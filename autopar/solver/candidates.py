@@ -12,40 +12,40 @@ from autopar.errors import LayoutError
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.atoms import Atoms, atoms_of
 from autopar.sharding.choices import Choice, Passing, Site, choices, layouts_of, passings_of
-from autopar.sharding.demands import Demands, matches
+from autopar.sharding.demands import SearchLayout, matches
 from autopar.sharding.dtensor_placements import to_placements
 from autopar.sharding.layout.gather_policy import held_as
 from autopar.sharding.op_pins import allows, pinned_passings, pinned_sites, uneven_sites
-from autopar.sharding.sharding import Layout
-from autopar.solver.search.joined_axes import MOST_AXES, Ways, kind_of
-from autopar.solver.setting import Setting
+from autopar.sharding.sharding import Sharding
+from autopar.solver.search.joined_axes import MOST_AXES, AxisRoles, kind_of
+from autopar.solver.setting import PlanningProblem
 
-__all__ = ["Option", "Stored", "can_be_held", "options_of", "stored_of"]
+__all__ = ["OpSharding", "StorageOption", "can_be_held", "options_of", "stored_of"]
 
 MOST_WASTE = 1.25
 """Uneven shards are considered where the longest one is at most so many times the mean."""
 
 
 @dataclass(frozen=True)
-class Option:
+class OpSharding:
     """One choice of an op with the layouts that it takes and gives."""
 
     choice: Choice
-    operands: tuple[Layout | None, ...]
-    produced: tuple[Layout | None, ...]
+    operands: tuple[Sharding | None, ...]
+    produced: tuple[Sharding | None, ...]
 
 
 @dataclass(frozen=True)
-class Stored:
+class StorageOption:
     """How an input, parameter or buffer is held; `again`: what is gathered of it is gathered again in the backward."""
 
-    layout: Layout
+    layout: Sharding
     again: bool = False
     lasting: bool = False
-    shared: Layout | None = None
+    shared: Sharding | None = None
     """What it is converted to once for all ops that take it so; what others take is made for each of them."""
 
-    def defers(self, want: Layout) -> bool:
+    def defers(self, want: Sharding) -> bool:
         """Whether a gradient may wait for the last micro-batch: it is stored as it is used, or the copy stays."""
         return self.lasting or self.layout.splits == want.splits
 
@@ -71,7 +71,9 @@ class _NearlyEven:
         raise AssertionError("asked for one at a time")
 
 
-def options_of(setting: Setting, demands: Demands, node: NamedNode, ways: Ways | None = None) -> tuple[Option, ...]:
+def options_of(
+    setting: PlanningProblem, demands: SearchLayout, node: NamedNode, ways: AxisRoles | None = None
+) -> tuple[OpSharding, ...]:
     """All choices of an op that differ in the layouts of its tensors, or, where there is one, all in these `ways`.
 
     The mesh's order of axes comes first.
@@ -80,7 +82,9 @@ def options_of(setting: Setting, demands: Demands, node: NamedNode, ways: Ways |
     return found or _options(setting, demands, node, None)
 
 
-def _options(setting: Setting, demands: Demands, node: NamedNode, ways: Ways | None) -> tuple[Option, ...]:
+def _options(
+    setting: PlanningProblem, demands: SearchLayout, node: NamedNode, ways: AxisRoles | None
+) -> tuple[OpSharding, ...]:
     graph, axes = setting.graph, setting.used
     pin = demands.pin(node)
     sites: Mapping[str, Sequence[Site]] = dict.fromkeys(axes, _sites(node))
@@ -94,13 +98,13 @@ def _options(setting: Setting, demands: Demands, node: NamedNode, ways: Ways | N
         own = pinned_passings(pin, node)
         passes = {axis: own.get(axis, every) for axis, every in passes.items() if axis not in sites}
     uneven = _NearlyEven(node, axes, () if pin is None else uneven_sites(pin, node))
-    found: dict[object, Option] = {}
+    found: dict[object, OpSharding] = {}
     for choice in choices(node, sites, axes, uneven, passes):
         layouts = layouts_of(graph, node, choice)
         if layouts is None or layouts in found or (pin is not None and not allows(pin, choice, node)):
             continue
         if _uses_agree(setting, demands, node, layouts[0]):
-            found[layouts] = Option(choice, *layouts)
+            found[layouts] = OpSharding(choice, *layouts)
     return tuple(found.values())
 
 
@@ -111,7 +115,9 @@ def _sites(node: NamedNode) -> list[Site]:
     ]
 
 
-def _uses_agree(setting: Setting, demands: Demands, node: NamedNode, operands: tuple[Layout | None, ...]) -> bool:
+def _uses_agree(
+    setting: PlanningProblem, demands: SearchLayout, node: NamedNode, operands: tuple[Sharding | None, ...]
+) -> bool:
     if demands.is_empty:
         return True
     for name, layout in zip(node.operands, operands, strict=True):
@@ -124,24 +130,24 @@ def _uses_agree(setting: Setting, demands: Demands, node: NamedNode, operands: t
 
 
 def stored_of(
-    setting: Setting,
-    demands: Demands,
+    setting: PlanningProblem,
+    demands: SearchLayout,
     tensor: NamedTensor,
-    uses: Iterable[Layout],
+    uses: Iterable[Sharding],
     regather: bool = False,
     lasting: bool = False,
-) -> tuple[Stored, ...]:
+) -> tuple[StorageOption, ...]:
     """In how many ways a tensor may be held: as it is used, whole, or split further by axes that are left.
 
     `lasting`: what is gathered may stay until the optimizer steps, also where there is one micro-batch.
     """
     atoms = atoms_of(tensor)
-    whole = Layout.replicated(atoms)
+    whole = Sharding.replicated(atoms)
     if tensor.kind in ("buffer", "constant"):
-        return (Stored(whole),)
+        return (StorageOption(whole),)
     wanted = demands.stored(tensor) if tensor.kind == "param" else demands.wanted(tensor, "input")
-    bases = dict.fromkeys([whole, *(Layout(use.splits) for use in uses)])
-    found: dict[Layout, None] = {}
+    bases = dict.fromkeys([whole, *(Sharding(use.splits) for use in uses)])
+    found: dict[Sharding, None] = {}
     for base in bases:
         if can_be_held(base, atoms, setting.axes):
             found[base] = None
@@ -149,19 +155,21 @@ def stored_of(
             found[layout] = None
     kept = [layout for layout in found if any(matches(one, layout.splits) for one in wanted)]
     if not kept:
-        kept = list(dict.fromkeys(Layout(tuple(axes or () for axes in one)) for one in wanted))
-    ways = [Stored(layout) for layout in kept]
+        kept = list(dict.fromkeys(Sharding(tuple(axes or () for axes in one)) for one in wanted))
+    ways = [StorageOption(layout) for layout in kept]
     if tensor.kind == "param" and tensor.requires_grad:
         split = [layout for layout in kept if any(layout.splits)]
         held = None if demands.is_empty else held_as(demands.layout, tensor)
         if held == "regather":
-            return tuple(Stored(layout, again=any(layout.splits)) for layout in kept)
-        ways += [Stored(layout, again=True) for layout in split if regather and held is None]
-        ways += [Stored(layout, lasting=True) for layout in split if lasting or setting.options.micro_batches > 1]
+            return tuple(StorageOption(layout, again=any(layout.splits)) for layout in kept)
+        ways += [StorageOption(layout, again=True) for layout in split if regather and held is None]
+        ways += [
+            StorageOption(layout, lasting=True) for layout in split if lasting or setting.options.micro_batches > 1
+        ]
     return tuple(ways)
 
 
-def _split_further(setting: Setting, atoms: Atoms, base: Layout) -> Iterable[Layout]:
+def _split_further(setting: PlanningProblem, atoms: Atoms, base: Sharding) -> Iterable[Sharding]:
     """For each product of axes that are left, one dim that they split as well: the first that they divide.
 
     On a mesh of many axes only in the mesh's order.
@@ -175,22 +183,22 @@ def _split_further(setting: Setting, atoms: Atoms, base: Layout) -> Iterable[Lay
                 yield layout
 
 
-def _first_split(setting: Setting, atoms: Atoms, base: Layout, added: tuple[str, ...]) -> Layout | None:
+def _first_split(setting: PlanningProblem, atoms: Atoms, base: Sharding, added: tuple[str, ...]) -> Sharding | None:
     count = prod(setting.axes[axis] for axis in added)
     for place, size in enumerate(atoms.sizes):
         own = base.splits[place]
         if size % (count * prod(setting.axes[axis] for axis in own)):
             continue
         splits = tuple((*own, *added) if i == place else axes for i, axes in enumerate(base.splits))
-        if can_be_held(Layout(splits), atoms, setting.axes):
-            return Layout(splits)
+        if can_be_held(Sharding(splits), atoms, setting.axes):
+            return Sharding(splits)
     return None
 
 
-def can_be_held(layout: Layout, atoms: Atoms, axes: Mapping[str, int]) -> bool:
+def can_be_held(layout: Sharding, atoms: Atoms, axes: Mapping[str, int]) -> bool:
     """Whether a DTensor can be laid out so."""
     try:
-        to_placements(Layout(layout.splits), atoms, axes)
+        to_placements(Sharding(layout.splits), atoms, axes)
     except LayoutError:
         return False
     return True

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autopar.sharding.assignment import Decisions, OpDecision, Plan
+from autopar.sharding.assignment import Assignment, OpAssignment, StepPlan
 from autopar.sharding.atoms import atoms_of
-from autopar.sharding.layout.gather_policy import Holding
-from autopar.sharding.sharding import Layout
-from autopar.solver.candidates import Option, Stored
+from autopar.sharding.layout.gather_policy import GatherPolicy
+from autopar.sharding.sharding import Sharding
+from autopar.solver.candidates import OpSharding, StorageOption
 from autopar.solver.model.model import Model
 
 __all__ = ["plan_of"]
 
 
-def plan_of(model: Model, chosen: Sequence[int]) -> Plan:
+def plan_of(model: Model, chosen: Sequence[int]) -> StepPlan:
     """Everything that is decided, as the rewriter takes it."""
     setting = model.setting
     states = {
@@ -22,34 +22,34 @@ def plan_of(model: Model, chosen: Sequence[int]) -> Plan:
         for variable, state in zip(model.variables, chosen, strict=True)
     }
     homes = {name: home for (kind, name), home in states.items() if kind == "value"}
-    ops: dict[str, OpDecision] = {}
-    values: dict[str, Layout] = {}
+    ops: dict[str, OpAssignment] = {}
+    values: dict[str, Sharding] = {}
     for node in setting.graph.nodes:
-        option: Option = states["op", node.name]
-        results: list[Layout | None] = []
+        option: OpSharding = states["op", node.name]
+        results: list[Sharding | None] = []
         for name, produced in zip(node.outputs, option.produced, strict=True):
             home = produced if name is None else homes.get(name, produced)
             results.append(home)
             if name is not None and home is not None:
                 values[name] = home
-        ops[node.name] = OpDecision(option.choice, option.operands, option.produced, tuple(results))
-    held: dict[str, Stored] = {name: one for (kind, name), one in states.items() if kind == "held"}
-    holdings: dict[str, Holding] = {}
-    stored: dict[str, Layout] = {}
+        ops[node.name] = OpAssignment(option.choice, option.operands, option.produced, tuple(results))
+    held: dict[str, StorageOption] = {name: one for (kind, name), one in states.items() if kind == "held"}
+    holdings: dict[str, GatherPolicy] = {}
+    stored: dict[str, Sharding] = {}
     for name, one in held.items():
         stored[name] = values[name] = one.layout
         if setting.graph.tensors[name].kind == "param":
             values[name] = _first_use(model, ops, name) or one.layout
             deferred = one.lasting or values[name].splits == one.layout.splits
-            holdings[name] = Holding(one.lasting, deferred, one.again)
+            holdings[name] = GatherPolicy(one.lasting, deferred, one.again)
     modes = {name: mode for (kind, name), mode in states.items() if kind == "recompute"}
     recompute = {**model.recompute, **{path: mode for path, mode in modes.items() if mode != "none"}}
-    decisions = Decisions(setting.axes, stored, ops, values, holdings, recompute=recompute)
-    return Plan.decided(setting.graph, decisions).with_options(setting.options)
+    decisions = Assignment(setting.axes, stored, ops, values, holdings, recompute=recompute)
+    return StepPlan.decided(setting.graph, decisions).with_options(setting.options)
 
 
-def _first_use(model: Model, ops: Mapping[str, OpDecision], name: str) -> Layout | None:
+def _first_use(model: Model, ops: Mapping[str, OpAssignment], name: str) -> Sharding | None:
     for node in model.setting.users.get(name, ())[:1]:
         pairs = zip(node.operands, ops[node.name].operands, strict=True)
         return next((layout for operand, layout in pairs if operand == name), None)
-    return Layout.replicated(atoms_of(model.setting.graph.tensors[name]))
+    return Sharding.replicated(atoms_of(model.setting.graph.tensors[name]))

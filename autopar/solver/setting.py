@@ -8,24 +8,24 @@ from functools import cached_property
 from math import prod
 
 from autopar.cost.hardware.cluster import Cluster
-from autopar.cost.step.tasks import Prices
+from autopar.cost.step.tasks import TaskBuilder
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.sharding.options import PlanOptions
-from autopar.solver.model.saved_values import Kept
+from autopar.solver.model.saved_values import SavedValues
 
-__all__ = ["Setting"]
+__all__ = ["PlanningProblem"]
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
+class PlanningProblem:
     """One graph on one mesh of one cluster."""
 
     graph: NamedGraph
     axes: Mapping[str, int]
     cluster: Cluster
     options: PlanOptions
-    prices: Prices
+    prices: TaskBuilder
     trains: bool
     used: Mapping[str, int]
     """The axes with more than one rank."""
@@ -33,8 +33,8 @@ class Setting:
     """The ops that take each tensor, in order, each once."""
 
     @staticmethod
-    def of(graph: NamedGraph, axes: Mapping[str, int], cluster: Cluster, options: PlanOptions) -> Setting:
-        prices = Prices(graph, cluster, axes, options.links, options.compiled, options.gradient_dtype)
+    def of(graph: NamedGraph, axes: Mapping[str, int], cluster: Cluster, options: PlanOptions) -> PlanningProblem:
+        prices = TaskBuilder(graph, cluster, axes, options.links, options.compiled, options.gradient_dtype)
         users: dict[str, list[NamedNode]] = {}
         for node in graph.nodes:
             for name in dict.fromkeys(node.operands):
@@ -43,11 +43,11 @@ class Setting:
         used = {axis: size for axis, size in axes.items() if size > 1}
         trains = graph.exported.grad_enabled
         everyone = {name: tuple(nodes) for name, nodes in users.items()}
-        return Setting(graph, axes, cluster, options, prices, trains, used, everyone)
+        return PlanningProblem(graph, axes, cluster, options, prices, trains, used, everyone)
 
     @cached_property
-    def kept(self) -> Kept:
-        return Kept.of(self.graph)
+    def kept(self) -> SavedValues:
+        return SavedValues.of(self.graph)
 
     @property
     def ranks(self) -> int:

@@ -12,21 +12,21 @@ from dataclasses import dataclass, replace
 from autopar.cost.costs import Costs
 from autopar.cost.hardware.cluster import Cluster
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.assignment import Plan
-from autopar.sharding.demands import Demands
+from autopar.sharding.assignment import StepPlan
+from autopar.sharding.demands import SearchLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import PlanOptions
-from autopar.solver.infeasible.errors import NoPlan, OutOfTime
+from autopar.solver.infeasible.errors import NoFeasiblePlan, OutOfTime
 from autopar.solver.infeasible.explain import refusal
-from autopar.solver.model.cost_tables import Tables
+from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.progress import Progress, relative_gap
-from autopar.solver.search.incumbent import Race
+from autopar.solver.search.incumbent import Incumbent
 from autopar.solver.search.joined_axes import MOST_AXES
-from autopar.solver.search.phases import Ended, Work, settle, worthwhile
-from autopar.solver.setting import Setting
+from autopar.solver.search.phases import SearchPhases, SearchResult, settle, worthwhile
+from autopar.solver.setting import PlanningProblem
 from autopar.solver.strategies import expert_plans, plan_under
 
-__all__ = ["PlanOptions", "Solved", "solve_plan"]
+__all__ = ["PlanOptions", "SolvedPlan", "solve_plan"]
 
 SEARCH_SHARE = 0.75
 """Of the time, after which the strategies of experts are priced if the search has not ended."""
@@ -36,10 +36,10 @@ LEAST_PRICED = 3
 
 
 @dataclass(frozen=True)
-class Solved:
+class SolvedPlan:
     """A plan, what `evaluate` says it costs, and what is proved of all plans."""
 
-    plan: Plan
+    plan: StepPlan
     costs: Costs
     bound_seconds: float
     search_seconds: float
@@ -64,22 +64,22 @@ def solve_plan(
     options: PlanOptions | None = None,
     time_limit: float = 30.0,
     progress: Callable[[Progress], None] | None = None,
-    warm: Plan | None = None,
+    warm: StepPlan | None = None,
     experts: bool = True,
     beat_seconds: float = math.inf,
-) -> Solved:
+) -> SolvedPlan:
     """Decide what of a plan is open: all of it, or what `layout` leaves.
 
     `memory_bytes` is what the plan may hold on each device; by default what the device has. `warm` is a plan to begin
     from; `experts`: whether the strategies of experts are priced as well, in the time left, or a quarter of it.
-    `beat_seconds`: only a faster plan is of use; that there is none is a `NoPlan`.
+    `beat_seconds`: only a faster plan is of use; that there is none is a `NoFeasiblePlan`.
     """
     began = time.monotonic()
     with _uncollected():
-        setting = Setting.of(graph, axes, cluster, options or PlanOptions())
+        setting = PlanningProblem.of(graph, axes, cluster, options or PlanOptions())
         limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
-        demands = Demands(graph, axes, layout or Layout(()))
-        race = Race(setting, limit, began, progress, demands)
+        demands = SearchLayout(graph, axes, layout or Layout(()))
+        race = Incumbent(setting, limit, began, progress, demands)
         return _solved(race, time_limit, warm, experts, beat_seconds)
 
 
@@ -96,7 +96,9 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _solved(race: Race, time_limit: float, warm: Plan | None, experts: bool, beat_seconds: float) -> Solved:
+def _solved(
+    race: Incumbent, time_limit: float, warm: StepPlan | None, experts: bool, beat_seconds: float
+) -> SolvedPlan:
     setting, demands, began, layout = race.setting, race.demands, race.began, race.demands.given
     if layout.statements:
         plan = plan_under(setting, layout)
@@ -108,10 +110,10 @@ def _solved(race: Race, time_limit: float, warm: Plan | None, experts: bool, bea
         race.offer("an earlier plan", warm)
     priced = experts and not layout.statements
     searching = began + time_limit * (SEARCH_SHARE if priced else 1.0)
-    work = Work(setting, demands, race, Tables(setting), searching, searching, until_one_fits=not priced)
+    work = SearchPhases(setting, demands, race, CostTables(setting), searching, searching, until_one_fits=not priced)
     ended = _searched(work, beat_seconds)
     if ended.bound >= beat_seconds:
-        raise NoPlan(f"no plan takes less than {beat_seconds:.3g} s")
+        raise NoFeasiblePlan(f"no plan takes less than {beat_seconds:.3g} s")
     work = replace(work, deadline=began + time_limit, gives_up=math.inf, until_one_fits=True)
     if priced:
         race.tell("search", ended.bound)
@@ -128,7 +130,7 @@ def _solved(race: Race, time_limit: float, warm: Plan | None, experts: bool, bea
     if race.plan is None or race.costs is None:
         raise refusal(work)
     variables = () if search is None else search.model.variables
-    return Solved(
+    return SolvedPlan(
         race.plan,
         race.costs,
         min(bound, race.seconds),
@@ -139,7 +141,7 @@ def _solved(race: Race, time_limit: float, warm: Plan | None, experts: bool, bea
     )
 
 
-def _searched(work: Work, beat_seconds: float) -> Ended:
+def _searched(work: SearchPhases, beat_seconds: float) -> SearchResult:
     """A mesh of many axes with joined axes first. Of its choices not all are searched, so what is proved is not of all
     plans."""
     if len(work.setting.used) <= MOST_AXES:
@@ -147,11 +149,11 @@ def _searched(work: Work, beat_seconds: float) -> Ended:
     try:
         work = replace(work, ways=worthwhile(work))
     except OutOfTime:
-        return Ended(None, 0.0, is_cut=True)
+        return SearchResult(None, 0.0, is_cut=True)
     return replace(settle(work), bound=0.0, is_part=True)
 
 
-def _with_experts(race: Race, bound: float, deadline: float) -> None:
+def _with_experts(race: Incumbent, bound: float, deadline: float) -> None:
     """The strategies of experts, as long as one of them could be better and there is time, or nothing that fits."""
     priced = 0
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 
 from autopar.errors import LayoutError
-from autopar.sharding.assignment import Plan
+from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.load import applies_to, axes_of, load_strategy, roles_of, strategy_names
-from autopar.sharding.propagation import Known, completed
-from autopar.solver.setting import Setting
+from autopar.sharding.propagation import KnownAssignment, completed
+from autopar.solver.setting import PlanningProblem
 
 __all__ = ["WHOLE", "expert_plans", "splits_nothing"]
 
@@ -18,21 +18,23 @@ WHOLE = "a layout that splits nothing"
 """What a plan is called in which every device does everything, by whatever strategy it came about."""
 
 
-def splits_nothing(plan: Plan) -> bool:
+def splits_nothing(plan: StepPlan) -> bool:
     """Whether every device holds and does everything."""
     decisions = plan.decisions
     held = any(any(layout.splits) for layout in decisions.stored.values())
     return not held and not any(op.choice.splits for op in decisions.ops.values())
 
 
-def expert_plans(setting: Setting, is_late: Callable[[], bool] = lambda: False) -> Iterator[tuple[str, Plan]]:
+def expert_plans(
+    setting: PlanningProblem, is_late: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[str, StepPlan]]:
     """Every strategy that applies, by what it is called with its axes; those that come to the same once.
 
     Those with the fewest axes come first, as the others have many assignments. It ends when `is_late` says so, which is
     asked before each assignment: to find that one does not apply takes as long as to find that it does.
     """
-    known = Known()
-    found: list[Plan] = []
+    known = KnownAssignment()
+    found: list[StepPlan] = []
     loaded = {name: load_strategy(name) for name in strategy_names()}
     strategies = {name: strategy for name, strategy in loaded.items() if applies_to(strategy, setting.graph.dims)}
     for name, strategy in sorted(strategies.items(), key=lambda item: len(axes_of(item[1]))):
@@ -48,7 +50,7 @@ def expert_plans(setting: Setting, is_late: Callable[[], bool] = lambda: False) 
                 yield called, plan.with_options(setting.options)
 
 
-def plan_under(setting: Setting, layout: Layout, known: Known | None = None) -> Plan | None:
+def plan_under(setting: PlanningProblem, layout: Layout, known: KnownAssignment | None = None) -> StepPlan | None:
     try:
         return completed(setting.graph, layout, setting.axes, known)
     except LayoutError:

@@ -9,20 +9,20 @@ import torch
 from torch import nn
 
 from autopar.ir.analysis.differentiable import differentiable
-from autopar.ir.analysis.repeated_layers import Repeat
+from autopar.ir.analysis.repeated_layers import RepeatedLayers
 from autopar.ir.exported import Exported, NodeOrigin
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import Atom, Dim, Kind, NamedNode, NamedTensor
 from autopar.rules.bind_call import factor_sizes
-from autopar.tracing.naming.bind_graph import Binding, BoundNode, ValueKey
-from autopar.tracing.naming.name_dims import Naming
+from autopar.tracing.naming.bind_graph import BoundGraph, BoundNode, ValueKey
+from autopar.tracing.naming.name_dims import DimNames
 from autopar.tracing.passes.read_masks import ATTENTION_NOTE
 
 __all__ = ["assemble"]
 
 
 def assemble(
-    model: nn.Module, exported: Exported, binding: Binding, naming: Naming, repeats: tuple[Repeat, ...]
+    model: nn.Module, exported: Exported, binding: BoundGraph, naming: DimNames, repeats: tuple[RepeatedLayers, ...]
 ) -> NamedGraph:
     """Put the pieces of a trace together."""
     names = _value_names(exported, binding)
@@ -40,7 +40,7 @@ def assemble(
     )
 
 
-def _value_names(exported: Exported, binding: Binding) -> dict[ValueKey, str]:
+def _value_names(exported: Exported, binding: BoundGraph) -> dict[ValueKey, str]:
     """Name of each value: `<module path>/<op>`, then `.1`, `.2` for later ones of that op in that module."""
     names = {p.node: p.name for p in exported.placeholders}
     counts: dict[str, int] = defaultdict(int)
@@ -59,7 +59,9 @@ def _node_name(bound: BoundNode, counts: dict[str, int]) -> str:
     return stem if counts[stem] == 1 else f"{stem}.{counts[stem] - 1}"
 
 
-def _tensors(exported: Exported, binding: Binding, naming: Naming, names: dict[ValueKey, str]) -> list[NamedTensor]:
+def _tensors(
+    exported: Exported, binding: BoundGraph, naming: DimNames, names: dict[ValueKey, str]
+) -> list[NamedTensor]:
     kinds: dict[ValueKey, Kind] = {p.node: p.kind for p in exported.placeholders}
     followed = {node.name for node in differentiable(exported)}
     tensors = []
@@ -82,7 +84,7 @@ def _tensors(exported: Exported, binding: Binding, naming: Naming, names: dict[V
     return tensors
 
 
-def _atoms(dims: Iterable[int], naming: Naming) -> Iterator[Atom]:
+def _atoms(dims: Iterable[int], naming: DimNames) -> Iterator[Atom]:
     space = naming.binding.space
 
     def within(position: int, dim: int, outer: tuple[str, ...]) -> Iterator[Atom]:
@@ -98,7 +100,7 @@ def _atoms(dims: Iterable[int], naming: Naming) -> Iterator[Atom]:
         yield from within(position, dim, ())
 
 
-def _node(bound: BoundNode, names: dict[ValueKey, str], naming: Naming) -> NamedNode:
+def _node(bound: BoundNode, names: dict[ValueKey, str], naming: DimNames) -> NamedNode:
     outputs = tuple(None if key is None else names[key] for key in bound.outputs)
     first = next((name for name in outputs if name is not None), bound.node.name)
     return NamedNode(
@@ -121,7 +123,7 @@ def _node(bound: BoundNode, names: dict[ValueKey, str], naming: Naming) -> Named
     )
 
 
-def _dims(binding: Binding, naming: Naming) -> dict[str, Dim]:
+def _dims(binding: BoundGraph, naming: DimNames) -> dict[str, Dim]:
     """The named dims: the user's and the standard ones first, then the generated ones."""
     sizes: dict[str, set[int]] = defaultdict(set)
     tensors: dict[str, set[int]] = defaultdict(set)

@@ -19,10 +19,10 @@ import autopar
 from autopar.cost.compute.op_time import local_bytes
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.cost.memory.peak import memory
-from autopar.cost.step.lowered_step import Wired
+from autopar.cost.step.lowered_step import LoweredStep
 from autopar.cost.step.profile import Task, profile
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.assignment import Plan
+from autopar.sharding.assignment import StepPlan
 from autopar.sharding.propagation import completed
 from benchmarks.published.models import Decoder, decoder_inputs, decoder_model
 from benchmarks.published.runs import Run, Software, layout_of
@@ -127,7 +127,7 @@ def _parts(setting: Setting) -> Parts:
     graph = _traced(setting.decoder, run.micro_batch * run.dp)
     plan = _plan(graph, run)
     cluster = _cluster(run)
-    wired = Wired(graph, plan)
+    wired = LoweredStep(graph, plan)
     found = profile(wired, cluster)
     forward, backward = _cut(found.forward), _cut(found.backward[::-1])
     elements = _elements(graph, plan)
@@ -231,7 +231,7 @@ def _cut_by(items: Sequence[Item], is_inside: Callable[[Item], bool]) -> tuple[S
     return items[: inside[0]], items[inside[0] : inside[-1] + 1], items[inside[-1] + 1 :]
 
 
-def _elements(graph: NamedGraph, plan: Plan) -> list[float]:
+def _elements(graph: NamedGraph, plan: StepPlan) -> list[float]:
     """The parameters of each part that one rank stores."""
     counts = [0.0, 0.0, 0.0]
     for tensor in graph.parameters:
@@ -245,7 +245,7 @@ def _part_of(parameter: str) -> int:
     return 1 if module == "blocks" else AFTER if module in ("norm", "head") else 0
 
 
-def _saved(graph: NamedGraph, plan: Plan) -> list[float]:
+def _saved(graph: NamedGraph, plan: StepPlan) -> list[float]:
     """What each part keeps for the backward; of blocks that are computed again, their inputs."""
     cut = _cut_by(graph.nodes, lambda node: node.name.startswith("blocks."))
     place = {name: i for i, nodes in enumerate(cut) for node in nodes for name in node.outputs if name is not None}
@@ -285,7 +285,7 @@ def _traced(decoder: Decoder, batch: int) -> NamedGraph:
     return autopar.trace(decoder_model(decoder), decoder_inputs(decoder, batch))
 
 
-def _plan(graph: NamedGraph, run: Run) -> Plan:
+def _plan(graph: NamedGraph, run: Run) -> StepPlan:
     """The run's strategy as a plan: stages are furthest apart, tensor-parallel ranks next to each other."""
     axes: Mapping[str, int] = {"pp": run.pp, "dp": run.dp, "tp": run.tp}
     plan = completed(graph, layout_of(run.sharding, run.sequence_parallel, run.dp, run.tp), axes)

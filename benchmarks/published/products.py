@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.cost.compute.matmul_time import Product, product_seconds
+from autopar.cost.compute.matmul_time import MatmulShape, product_seconds
 from autopar.cost.hardware.cluster import load_device
 from benchmarks.published.metrics import Pair
 from benchmarks.published.readers.rows import Row, read_rows
@@ -24,7 +24,7 @@ class MeasuredProduct:
     device: str | None
     """None: autopar has no such device."""
     dtype: str
-    product: Product
+    product: MatmulShape
     seconds: float
 
 
@@ -51,7 +51,7 @@ def _timing(one: MeasuredProduct) -> Timing:
     return Timing(one.product.flops > LARGE_FLOPS, pair)
 
 
-def predicted_seconds(device_name: str, dtype: str, product: Product) -> float:
+def predicted_seconds(device_name: str, dtype: str, product: MatmulShape) -> float:
     device = load_device(device_name)
     return product_seconds(product, ITEMSIZE, device.matrix, device.peak_flops[dtype], device.stream)
 
@@ -67,7 +67,7 @@ def _swept(row: Row) -> MeasuredProduct:
     """EleutherAI's sweeps: A[m, n] @ B[n, k], `batch` times; n is the reduction."""
     dtype = DTYPES.get(row.text("dtype"), "")
     device = SWEPT.get(row.text("gpu").split(" ")[0]) if dtype else None
-    product = Product(row.whole("batch"), row.whole("m"), row.whole("k_out"), row.whole("n_reduction"))
+    product = MatmulShape(row.whole("batch"), row.whole("m"), row.whole("k_out"), row.whole("n_reduction"))
     teraflops = row.number("tflops")
     if teraflops <= 0:  # rounded to nothing
         return MeasuredProduct(None, dtype, product, 1.0)
@@ -82,7 +82,7 @@ def _best(row: Row) -> MeasuredProduct:
         rows, columns, reduction = map(int, row.text("best_shape_MxNxK").split("x"))
     except ValueError:
         raise row.fail("best_shape_MxNxK", "a shape as in 4096x4096x4096") from None
-    product = Product(1, rows, columns, reduction)
+    product = MatmulShape(1, rows, columns, reduction)
     return MeasuredProduct(device, dtype, product, product.flops / (row.number("max_achieved_tflops") * 1e12))
 
 

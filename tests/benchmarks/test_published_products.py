@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cost.compute.matmul_time import Product
+from autopar.cost.compute.matmul_time import MatmulShape
 from benchmarks.published.products import predicted_seconds, tables
 from benchmarks.published.readers.rows import TableError
 
@@ -20,7 +20,7 @@ SWEEP = (
 
 
 def test_the_reduction_is_the_second_size(tmp_path: Path) -> None:
-    product = Product(1, 4096, 4096, 512)
+    product = MatmulShape(1, 4096, 4096, 512)
     seconds = predicted_seconds("a100-40", "float16", product)
     path = tmp_path / "micro_gemm_sweeps_x.csv"
     path.write_text(SWEEP.format(tflops=product.flops / seconds / 1e12))
@@ -30,7 +30,7 @@ def test_the_reduction_is_the_second_size(tmp_path: Path) -> None:
 
 
 def test_twice_the_measured_time_is_an_error_of_one(tmp_path: Path) -> None:
-    product = Product(1, 4096, 4096, 512)
+    product = MatmulShape(1, 4096, 4096, 512)
     seconds = predicted_seconds("a100-40", "float16", product)
     path = tmp_path / "micro_gemm_sweeps_x.csv"
     path.write_text(SWEEP.format(tflops=2 * product.flops / seconds / 1e12))

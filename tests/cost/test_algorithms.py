@@ -8,10 +8,10 @@ from math import ceil, log2, prod
 
 import pytest
 
-from autopar.cost.collectives.algorithms import ALGORITHMS, KINDS, Phase, Span
-from autopar.cost.hardware.topology import Level
+from autopar.cost.collectives.algorithms import ALGORITHMS, KINDS, LevelSpan, Phase
+from autopar.cost.hardware.topology import TopologyLevel
 
-LEVELS = [Level(f"level{i}", "wire", 1, 1.0) for i in range(3)]
+LEVELS = [TopologyLevel(f"level{i}", "wire", 1, 1.0) for i in range(3)]
 # Units by level, the innermost first.
 SHAPES = [
     (2,),
@@ -32,11 +32,11 @@ SHAPES = [
     (8, 3, 4),
 ]
 
-Group = tuple[Span, ...]
+Group = tuple[LevelSpan, ...]
 
 
 def group_of(units: tuple[int, ...]) -> Group:
-    return tuple(Span(LEVELS[i], count, prod(units[:i]), 1.0, 1.0, i == 0) for i, count in enumerate(units))
+    return tuple(LevelSpan(LEVELS[i], count, prod(units[:i]), 1.0, 1.0, i == 0) for i, count in enumerate(units))
 
 
 CASES = [
@@ -111,7 +111,7 @@ def test_formulas_of_hierarchies() -> None:
     assert totals("exchange_of_chains", "all_reduce", (8, 2)) == ([14, 2], [2.0, 1.0])
     assert totals("nvls_exchange", "all_reduce", (8, 2)) == ([1.0, 2.0], [1 + 1 / 8, 1.0])
     # One rank of each node: nothing is a chain.
-    alone = (Span(LEVELS[1], 4, 1, 1.0, 1.0, False),)
+    alone = (LevelSpan(LEVELS[1], 4, 1, 1.0, 1.0, False),)
     assert ALGORITHMS["tree_of_chains"]("all_reduce", alone) == (Phase((4.0,), (2.0,)),)
     # Blocks of 4, 2 and 1: the smaller ones send what they hold to the next larger one, and get it back.
     assert totals("binary_blocks", "all_reduce", (7,)) == ([2 * 2 + 2 * 2], [2 * 3 / 4 + 2 / 2 + 2 / 1])

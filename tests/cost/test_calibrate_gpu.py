@@ -13,18 +13,18 @@ import torch
 
 from autopar.cost.calibration import measure as measuring
 from autopar.cost.calibration.fit import (
-    Chain,
-    Measured,
     Measurements,
-    Timed,
+    TimedChain,
+    TimedCollective,
+    TimedProduct,
     fit_attention,
     fit_collectives,
     fit_products,
 )
-from autopar.cost.calibration.op_trials import TRIALS, Attended, TriedOp, attention_trials
-from autopar.cost.calibration.timing import Budget, Place
+from autopar.cost.calibration.op_trials import TRIALS, TimedAttention, TimedOp, attention_trials
+from autopar.cost.calibration.timing import MeasuringBudget, RankPlace
 from autopar.cost.calibration.write_cluster import cluster_text
-from autopar.cost.compute.matmul_time import Product, product_seconds
+from autopar.cost.compute.matmul_time import MatmulShape, product_seconds
 from autopar.cost.compute.op_time import BACKWARD_PRODUCTS
 from autopar.cost.hardware.cluster import Device, load_cluster, load_device
 from autopar.cost.hardware.describe import links_of
@@ -79,13 +79,13 @@ def measured(device: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Measurements
     """Everything on a device, by a timer that takes what calls give and says that each took a millisecond."""
     results: list[Any] = []
 
-    def own_seconds(place: Place, budget: Budget, run: Callable[[], object]) -> float:
+    def own_seconds(place: RankPlace, budget: MeasuringBudget, run: Callable[[], object]) -> float:
         results.append(run())
         return 1e-3
 
     monkeypatch.setattr(measuring, "own_seconds", own_seconds)
-    monkeypatch.setattr(measuring, "place_here", lambda: Place(torch.device(device), 0, 1, 1))
-    return measuring.measure(Budget(0, 256, 0.01), lambda text: None), results
+    monkeypatch.setattr(measuring, "place_here", lambda: RankPlace(torch.device(device), 0, 1, 1))
+    return measuring.measure(MeasuringBudget(0, 256, 0.01), lambda text: None), results
 
 
 def test_all_is_measured_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +120,12 @@ def made(device: Device) -> Measurements:
     sizes = (256, 512, 1024, 2048, 4096, 8192)
     shapes = [(n, k, n) for n in sizes for k in (n, n // 4)] + [(n // 4, n, n) for n in sizes]
     products = tuple(
-        Timed(
-            dtype, m, k, n, product_seconds(Product(1, m, n, k), size, matrix, SHARE * device.peak_flops[dtype], 3e12)
+        TimedProduct(
+            dtype,
+            m,
+            k,
+            n,
+            product_seconds(MatmulShape(1, m, n, k), size, matrix, SHARE * device.peak_flops[dtype], 3e12),
         )
         for dtype, size in (("float32", 4), ("bfloat16", 2), ("float16", 2))
         for m, k, n in shapes
@@ -132,9 +136,9 @@ def made(device: Device) -> Measurements:
             flops, peak = 1e11 * head_dim, SHARE * device.peak_flops["float16"]
             spent = flops / (peak * forward * head_dim / (head_dim + SOFTMAX))
             back = BACKWARD_PRODUCTS * flops / (peak * backward)
-            attentions.append(Attended(causal, spent, back, flops, "float16", head_dim))
-    ops = (TriedOp("tanh", 5e8, 5e8 / 2e12, 8e8, 8e8 / 2.9e12), TriedOp("cumsum", 5e8, 5e8 / 4e11, 8e8, 8e8 / 5e11))
-    one = product_seconds(Product(1, 8192, 4096, 4096), 2, matrix, SHARE * device.peak_flops["float16"], 3e12)
+            attentions.append(TimedAttention(causal, spent, back, flops, "float16", head_dim))
+    ops = (TimedOp("tanh", 5e8, 5e8 / 2e12, 8e8, 8e8 / 2.9e12), TimedOp("cumsum", 5e8, 5e8 / 4e11, 8e8, 8e8 / 5e11))
+    one = product_seconds(MatmulShape(1, 8192, 4096, 4096), 2, matrix, SHARE * device.peak_flops["float16"], 3e12)
     return Measurements(
         "NVIDIA H100 80GB HBM3",
         85e9,
@@ -147,7 +151,7 @@ def made(device: Device) -> Measurements:
         overhead_seconds=HOST,
         ops=ops,
         attentions=tuple(attentions),
-        chain=Chain(11, 8192, 4096, 11 * one / 0.97, "float16"),
+        chain=TimedChain(11, 8192, 4096, 11 * one / 0.97, "float16"),
         own_host=False,
         processors=132,
     )
@@ -215,7 +219,7 @@ def test_tiles_are_kept_where_they_fit() -> None:
 
 
 def test_a_measured_library_takes_of_host_and_device_what_the_shipped_one_does(tmp_path: Path) -> None:
-    sent = [Measured("all_gather", 0, 2, 1024.0 * 2**i, 1e-5 + 512 * 2**i / 2e11, i % 2 == 1) for i in range(15)]
+    sent = [TimedCollective("all_gather", 0, 2, 1024.0 * 2**i, 1e-5 + 512 * 2**i / 2e11, i % 2 == 1) for i in range(15)]
     found = replace(made(load_device("h100")), collectives=tuple(sent), ranks_per_node=2)
     library, shipped = written(found, tmp_path / "mine.toml", None).library, load_cluster("h100").library
     assert library.processors == shipped.processors

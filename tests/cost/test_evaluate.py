@@ -15,12 +15,12 @@ import pytest
 import autopar
 from autopar.cost.evaluate import evaluate, exposed_seconds
 from autopar.cost.hardware.cluster import load_cluster
-from autopar.cost.step.lowered_step import Wired
+from autopar.cost.step.lowered_step import LoweredStep
 from autopar.cost.step.profile import Profile, Task, profile
 from autopar.cost.step.timeline import STREAMS, timeline, timeline_of
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.assignment import Plan
+from autopar.sharding.assignment import StepPlan
 from autopar.sharding.buckets import BUCKET_BYTES
 from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.propagation import completed
@@ -44,7 +44,7 @@ def graph() -> NamedGraph:
     return autopar.trace(model.bfloat16(), inputs)
 
 
-def plan_of(graph: NamedGraph, layout: str, **changes: Any) -> Plan:
+def plan_of(graph: NamedGraph, layout: str, **changes: Any) -> StepPlan:
     axes = LAYOUTS[layout]
     return replace(completed(graph, choose_layout(layout, axes), axes), **changes)
 
@@ -193,7 +193,7 @@ def test_less_overlap_exposes_more(graph: NamedGraph) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_parameter_is_in_one_bucket(graph: NamedGraph, layout: str) -> None:
     plan = plan_of(graph, layout)
-    buckets = Wired(graph, plan).buckets
+    buckets = LoweredStep(graph, plan).buckets
     members = [one for bucket in buckets for one in bucket.members]
     listed = [one for one in conversions(graph, plan.decisions) if graph.tensors[one.tensor].kind == "param"]
     keys = [(one.tensor, one.reshard) for one in members]
@@ -214,7 +214,7 @@ def test_the_timeline_has_every_task_and_no_overlap_within_a_stream(
 ) -> None:
     plan = plan_of(graph, layout, micro_batches=micro_batches)
     found = timeline(graph, plan, CLUSTER)
-    tasks = profile(Wired(graph, plan), CLUSTER)
+    tasks = profile(LoweredStep(graph, plan), CLUSTER)
     often = [task for task in (*tasks.forward, *tasks.backward) if not task.once]
     once = [task for task in (*tasks.forward, *tasks.backward, *tasks.optimizer) if task.once]
     assert len(found.events) == micro_batches * len(often) + len(once) + len(tasks.optimizer)

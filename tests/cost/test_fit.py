@@ -14,10 +14,10 @@ import torch
 
 from autopar.cli import main
 from autopar.cost.calibration.fit import (
-    Chain,
-    Measured,
     Measurements,
-    Timed,
+    TimedChain,
+    TimedCollective,
+    TimedProduct,
     fit_attention,
     fit_collectives,
     fit_ops,
@@ -25,7 +25,7 @@ from autopar.cost.calibration.fit import (
     fit_sustained,
     judge,
 )
-from autopar.cost.calibration.op_trials import TRIALS, Attended, Trial, TriedOp, tried
+from autopar.cost.calibration.op_trials import TRIALS, OpTrial, TimedAttention, TimedOp, tried
 from autopar.cost.calibration.write_cluster import cluster_text, times_table
 from autopar.cost.collectives.network import Network
 from autopar.cost.compute.op_time import BACKWARD_PRODUCTS
@@ -35,10 +35,10 @@ from autopar.cost.hardware.describe import links_of
 SIZES = [1024.0 * 2**i for i in range(15)]
 
 
-def products(start: float, fill: int, peaks: dict[str, float]) -> tuple[Timed, ...]:
+def products(start: float, fill: int, peaks: dict[str, float]) -> tuple[TimedProduct, ...]:
     shapes = [(n, k, n) for n in (64, 256, 1024) for k in (64, 256, 1024)]
     return tuple(
-        Timed(dtype, m, k, n, start + 2 * m * n * (k + fill) / peak)
+        TimedProduct(dtype, m, k, n, start + 2 * m * n * (k + fill) / peak)
         for dtype, peak in peaks.items()
         for m, k, n in shapes
     )
@@ -55,20 +55,20 @@ def test_products(start: float, fill: int) -> None:
 
 def ring(
     kind: str, ranks: int, size: float, base: float, hop: float, rate: float, pipelined: bool, level: int = 0
-) -> Measured:
+) -> TimedCollective:
     twice = 2 if kind == "all_reduce" else 1
     latency, sending = base + twice * (ranks - 1) * hop, twice * (ranks - 1) / ranks * size / rate
     seconds = latency + sending + (sqrt(latency * sending) if pipelined else 0.0)
     left_out = round(np.log2(size)) % 2 == 1
-    return Measured(kind, level, ranks, size, seconds, left_out)
+    return TimedCollective(kind, level, ranks, size, seconds, left_out)
 
 
-def direct(kind: str, ranks: int, size: float, latency: float, rate: float) -> Measured:
+def direct(kind: str, ranks: int, size: float, latency: float, rate: float) -> TimedCollective:
     share = 1.0 if kind == "send" else (ranks - 1) / ranks
-    return Measured(kind, 0, ranks, size, latency + share * size / rate, round(np.log2(size)) % 2 == 1)
+    return TimedCollective(kind, 0, ranks, size, latency + share * size / rate, round(np.log2(size)) % 2 == 1)
 
 
-def measurements(collectives: list[Measured], nodes: int = 1) -> Measurements:
+def measurements(collectives: list[TimedCollective], nodes: int = 1) -> Measurements:
     ranks = max(one.ranks for one in collectives if one.level == 0)
     timed = products(10e-6, 32, {"float32": 1e11})
     return Measurements("device", 8e9, 2e-6, 1e10, timed, tuple(collectives), nodes, ranks)
@@ -130,7 +130,7 @@ def test_the_algorithm_is_the_one_that_fits() -> None:
     """Latencies that grow with the logarithm are no ring's."""
     steps = {2: 1, 4: 2, 8: 3}
     measured = [
-        Measured("all_gather", level, ranks, size, 1e-6 + 50e-6 * count + (ranks - 1) / ranks * size / 1e9)
+        TimedCollective("all_gather", level, ranks, size, 1e-6 + 50e-6 * count + (ranks - 1) / ranks * size / 1e9)
         for level in (0, 1)
         for ranks, count in steps.items()
         for size in SIZES
@@ -150,7 +150,7 @@ def test_noise_gives_no_negative_numbers() -> None:
 
 
 def test_times_as_csv() -> None:
-    assert times_table([Measured("send", 0, 2, 1024.0, 1.5e-5, True)]) == (
+    assert times_table([TimedCollective("send", 0, 2, 1024.0, 1.5e-5, True)]) == (
         "kind,level,ranks,buffer_bytes,seconds,fitted\nsend,inside,2,1024,1.5e-05,no\n"
     )
 
@@ -158,17 +158,19 @@ def test_times_as_csv() -> None:
 def trained(seconds: float) -> Measurements:
     """A process of a CPU whose float32 products run at 1e11 FLOP/s, whose ops take 5 us to begin."""
     ops = (
-        TriedOp("tanh", 8e6, 5e-6 + 8e6 / 2e9, 12e6, 5e-6 + 12e6 / 9e10),
-        TriedOp("relu", 8e6, 5e-6 + 8e6 / 9e10, 12e6, 5e-6 + 12e6 / 9e10),
-        TriedOp("clone", 8e6, 5e-6 + 8e6 / 4e9, 0.0, 1e-6),
+        TimedOp("tanh", 8e6, 5e-6 + 8e6 / 2e9, 12e6, 5e-6 + 12e6 / 9e10),
+        TimedOp("relu", 8e6, 5e-6 + 8e6 / 9e10, 12e6, 5e-6 + 12e6 / 9e10),
+        TimedOp("clone", 8e6, 5e-6 + 8e6 / 4e9, 0.0, 1e-6),
     )
     attentions = tuple(
-        Attended(causal, flops / forward, BACKWARD_PRODUCTS * flops / backward, flops)
+        TimedAttention(causal, flops / forward, BACKWARD_PRODUCTS * flops / backward, flops)
         for causal, forward, backward in ((False, 8e10, 6e10), (True, 4e10, 3e10))
         for flops in (1e8, 1e9, 1e10)
     )
     alone = Measurements("CPU", 8e9, 1e-6, 1e10, products(10e-6, 32, {"float32": 1e11}), (), 1, 1)
-    return replace(alone, overhead_seconds=5e-6, ops=ops, attentions=attentions, chain=Chain(11, 1024, 512, seconds))
+    return replace(
+        alone, overhead_seconds=5e-6, ops=ops, attentions=attentions, chain=TimedChain(11, 1024, 512, seconds)
+    )
 
 
 def test_what_a_cpu_takes_beyond_products_and_bytes(tmp_path: Path) -> None:
@@ -190,14 +192,14 @@ def test_what_a_cpu_takes_beyond_products_and_bytes(tmp_path: Path) -> None:
 
 def test_a_machine_that_needs_no_more_says_nothing_of_it() -> None:
     """No rate is above the memory's, no share above the whole."""
-    assert fit_sustained(fit_products(products(10e-6, 32, {"float32": 1e11})), Chain(11, 1024, 512, 1e-6)) == 1.0
-    fast = replace(trained(1.0), ops=(TriedOp("tanh", 8e6, 1e-5, 12e6, 1e-5),))
+    assert fit_sustained(fit_products(products(10e-6, 32, {"float32": 1e11})), TimedChain(11, 1024, 512, 1e-6)) == 1.0
+    fast = replace(trained(1.0), ops=(TimedOp("tanh", 8e6, 1e-5, 12e6, 1e-5),))
     assert fit_ops(fast) == ({}, {})
     assert fit_attention((), 1e11) is None
 
 
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
-def test_what_is_tried_is_what_models_call(trial: Trial) -> None:
+def test_what_is_tried_is_what_models_call(trial: OpTrial) -> None:
     """The op is found in the graph by its name, and the cost model counts its bytes."""
     found = tried(trial, 4096, torch.device("cpu"), lambda run: float(run() is not None))
     assert (found.name, found.forward_seconds, found.backward_seconds) == (trial.name, 1.0, 1.0)

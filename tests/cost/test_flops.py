@@ -20,7 +20,7 @@ from autopar.errors import RuleError
 from autopar.ir.analysis.contractions import ATTENTION
 from autopar.rules.call import Call, operands_of, takes_tensors
 from autopar.rules.op_names import resolve_op
-from autopar.rules.proof.run_shards import RUN_ERRORS, Run, execute, materialise, reference
+from autopar.rules.proof.run_shards import RUN_ERRORS, ShardedRun, execute, materialise, reference
 from autopar.rules.registry import rule_table
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.propagation import complete
@@ -56,7 +56,7 @@ BY_HAND: Mapping[str, Callable[[Call], float]] = {
 }
 
 
-def counts(run: Run) -> bool:
+def counts(run: ShardedRun) -> bool:
     """Left out: outer products, where torch counts an addition that is none, and sums along a broadcast dim."""
     shared = set.intersection(*(set(operand.factors) for operand in run.rule.operands[:2] if operand))
     summed = shared - {factor for operand in run.rule.outputs if operand for factor in operand.factors}
@@ -66,7 +66,7 @@ def counts(run: Run) -> bool:
 class OneCall(nn.Module):
     """One call of an op: its tensors are the inputs."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: ShardedRun) -> None:
         super().__init__()
         self.run = run
         tensors = [x for x in operands_of(run.op, run.arguments) if isinstance(x, Tensor)]
@@ -86,7 +86,7 @@ class OneCall(nn.Module):
         return {name: put(value) if name in kinds else value for name, value in self.run.arguments.items()}
 
 
-def runs(name: str) -> Iterator[Run]:
+def runs(name: str) -> Iterator[ShardedRun]:
     """The samples of a line, one of each bound rule."""
     entry, seen = rule_table()[name], set[str]()
     if entry.tries.needs:
@@ -102,7 +102,7 @@ def runs(name: str) -> Iterator[Run]:
             yield run
 
 
-def expected(run: Run) -> float:
+def expected(run: ShardedRun) -> float:
     if run.call.op == ATTENTION:
         shapes = [spec.shape for spec in run.call.operands if spec is not None]
         query, value, keys = shapes[0], shapes[2], shapes[1][-2]
@@ -116,7 +116,7 @@ def expected(run: Run) -> float:
     return found or (BY_HAND[name](run.call) if name in BY_HAND else 0.0)
 
 
-def found(run: Run) -> OpWork:
+def found(run: ShardedRun) -> OpWork:
     model = OneCall(run)
     graph = autopar.trace(model, tuple(model.tensors))
     (node,) = [node for node in graph.nodes if node.op == run.call.op]

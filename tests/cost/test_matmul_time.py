@@ -10,47 +10,49 @@ from types import MappingProxyType
 
 import pytest
 
-from autopar.cost.compute.matmul_time import Matrix, Product, Tile, product_seconds
+from autopar.cost.compute.matmul_time import MatmulShape, MatmulUnit, Tile, product_seconds
 from autopar.cost.hardware.cluster import load_device
 from benchmarks.gemm import LARGE_FLOPS, errors, read
 
 PEAK, STREAM = 1e12, 1e12
-PLAIN = Matrix(10, 0.0, 0, 0.0, MappingProxyType({}), (Tile(100, 100, 1.0),))
+PLAIN = MatmulUnit(10, 0.0, 0, 0.0, MappingProxyType({}), (Tile(100, 100, 1.0),))
 
 
-def seconds(product: Product, matrix: Matrix | None = PLAIN, itemsize: int = 2) -> float:
+def seconds(product: MatmulShape, matrix: MatmulUnit | None = PLAIN, itemsize: int = 2) -> float:
     return product_seconds(product, itemsize, matrix, PEAK, STREAM)
 
 
 def test_a_full_wave_runs_at_the_peak() -> None:
-    product = Product(1, 1000, 100, 1000)
+    product = MatmulShape(1, 1000, 100, 1000)
     assert seconds(product) == pytest.approx(product.flops / PEAK)
 
 
 def test_one_tile_more_is_one_wave_more() -> None:
-    assert seconds(Product(1, 1001, 100, 200)) == pytest.approx(2 * seconds(Product(1, 1000, 100, 200)))
-    assert seconds(Product(1, 1100, 100, 200)) == seconds(Product(1, 1001, 100, 200))
-    assert seconds(Product(11, 100, 100, 200)) == seconds(Product(1, 1001, 100, 200)), "a batch is dealt out too"
+    assert seconds(MatmulShape(1, 1001, 100, 200)) == pytest.approx(2 * seconds(MatmulShape(1, 1000, 100, 200)))
+    assert seconds(MatmulShape(1, 1100, 100, 200)) == seconds(MatmulShape(1, 1001, 100, 200))
+    assert seconds(MatmulShape(11, 100, 100, 200)) == seconds(MatmulShape(1, 1001, 100, 200)), (
+        "a batch is dealt out too"
+    )
 
 
 def test_few_tiles_cut_the_reduction() -> None:
-    long, short = Product(1, 100, 100, 8192), Product(1, 100, 100, 500)
+    long, short = MatmulShape(1, 100, 100, 8192), MatmulShape(1, 100, 100, 500)
     whole = 2 * 100 * 100 * long.reduction / (PEAK / PLAIN.processors)
     assert seconds(long) < whole / 4
     assert seconds(short) == pytest.approx(2 * 100 * 100 * 500 / (PEAK / PLAIN.processors)), "too short to be cut"
 
 
 def test_the_roofline_below_everything() -> None:
-    thin = Product(1, 4096, 1, 4096)
+    thin = MatmulShape(1, 4096, 1, 4096)
     assert seconds(thin, None) == thin.bytes(2) / STREAM
     assert seconds(thin) >= thin.bytes(2) / STREAM
-    assert seconds(Product(1, 1000, 1000, 1000), None) == 2e9 / PEAK
+    assert seconds(MatmulShape(1, 1000, 1000, 1000), None) == 2e9 / PEAK
 
 
 @pytest.mark.parametrize(("columns", "share"), [(512, 1.0), (500, 0.8), (502, 0.5), (501, 0.2)])
 def test_rows_off_the_grid_are_slower(columns: int, share: float) -> None:
     matrix = replace(PLAIN, aligned_fraction=MappingProxyType({"2": 0.2, "4": 0.5, "8": 0.8}))
-    product = Product(1, 1000, columns, 496)
+    product = MatmulShape(1, 1000, columns, 496)
     assert seconds(product, matrix) == pytest.approx(seconds(product) / share)
 
 
@@ -73,7 +75,7 @@ def test_rows_off_the_grid_are_slower(columns: int, share: float) -> None:
 )
 def test_measured(device: str, rows: int, columns: int, reduction: int, teraflops: float) -> None:
     found = load_device(device)
-    product = Product(1, rows, columns, reduction)
+    product = MatmulShape(1, rows, columns, reduction)
     predicted = product_seconds(product, 2, found.matrix, found.peak_flops["float16"], found.stream)
     assert product.flops / predicted / 1e12 == pytest.approx(teraflops, rel=0.15)
 

@@ -15,7 +15,7 @@ from autopar.errors import ClusterError
 from autopar.mesh import Mesh
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.reshard import StepKind, steps
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 
 TWO_LEVELS = Path(__file__).with_name("two_levels.toml")
 BUS, WIRE = 80e9, 100e9
@@ -193,7 +193,7 @@ def test_links_tell_the_search_which_axis_is_fast(cluster: Cluster) -> None:
     assert network.link(("dp",), 8).per_element == pytest.approx(2 * slow.per_element)
     # A sum over both is scattered over the fast axis first, so that little is left for the slow one.
     atoms, axes = Atoms.plain((4096, 4096)), {"dp": 2, "tp": 4}
-    partial, same = Layout(((), ()), frozenset(axes)), Layout(((), ()), frozenset())
+    partial, same = Sharding(((), ()), frozenset(axes)), Sharding(((), ()), frozenset())
     way = steps(atoms, partial, same, axes, {axis: network.link((axis,), 4) for axis in axes})
     assert [str(step) for step in way] == ["reduce_scatter(tp) 0", "all_reduce(dp)", "all_gather(tp) 0"]
 

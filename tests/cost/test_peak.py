@@ -16,10 +16,10 @@ from autopar.cost.compute.optimizers import OPTIMIZERS, optimizer_of
 from autopar.cost.costs import MemoryCosts
 from autopar.cost.memory.peak import memory
 from autopar.cost.memory.storages import Storages
-from autopar.cost.step.lowered_step import Wired
+from autopar.cost.step.lowered_step import LoweredStep
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.assignment import Plan
+from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.propagation import completed
 from benchmarks.memory import measure
@@ -38,12 +38,12 @@ GPT_LAYOUTS: Mapping[str, Mapping[str, int]] = {
 TILES = "batch -> dp; height -> sy; width -> sx; * -> none"
 
 
-def plan_of(graph: NamedGraph, layout: str, axes: Mapping[str, int], **changes: Any) -> Plan:
+def plan_of(graph: NamedGraph, layout: str, axes: Mapping[str, int], **changes: Any) -> StepPlan:
     return replace(completed(graph, choose_layout(layout, axes), axes), **changes)
 
 
-def predicted(graph: NamedGraph, plan: Plan) -> MemoryCosts:
-    return memory(Wired(graph, plan))
+def predicted(graph: NamedGraph, plan: StepPlan) -> MemoryCosts:
+    return memory(LoweredStep(graph, plan))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.cost.pipeline import StageCosts, Way, orders, pipeline
+from autopar.cost.pipeline import StageCosts, TaskKind, orders, pipeline
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 8), (4, 4), (4, 3), (8, 32)]
 
@@ -51,7 +51,7 @@ def test_every_task_runs_once(schedule: str) -> None:
         assert len(order) == len(set(order)) == 10
         for micro_batch in range(5):
             ways = [task.way for task in order if task.micro_batch == micro_batch]
-            assert ways == [Way.FORWARD, Way.BACKWARD]
+            assert ways == [TaskKind.FORWARD, TaskKind.BACKWARD]
 
 
 def test_one_chunk_interleaved_is_1f1b() -> None:

@@ -11,10 +11,10 @@ from torch import nn
 import autopar
 from autopar.cost.evaluate import beside_seconds, evaluate
 from autopar.cost.hardware.cluster import cluster_names, load_cluster
-from autopar.cost.step.lowered_step import Wired
+from autopar.cost.step.lowered_step import LoweredStep
 from autopar.cost.step.profile import profile
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.assignment import Plan
+from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.propagation import completed
 
@@ -29,7 +29,7 @@ def graph_of(rows: int) -> NamedGraph:
     return autopar.trace(model, inputs)
 
 
-def plan_of(graph: NamedGraph) -> Plan:
+def plan_of(graph: NamedGraph) -> StepPlan:
     return completed(graph, choose_layout("ddp", AXES), AXES)
 
 
@@ -40,7 +40,7 @@ def test_a_small_eager_step_waits_for_its_host() -> None:
     device, host = CLUSTER.device, CLUSTER.device.host_seconds
     # Four ops forward; backward, two products for a linear and one pass for its bias, one each for GELU and norm.
     launched = 4 + (2 + 1) + 1 + 1 + (1 + 1)
-    found = profile(Wired(graph, plan_of(graph)), CLUSTER)
+    found = profile(LoweredStep(graph, plan_of(graph)), CLUSTER)
     computed = [task for task in (*found.forward, *found.backward) if task.kind == "compute"]
     assert sum(task.host_seconds for task in computed) == pytest.approx(launched * host)
     slower = replace(CLUSTER, device=replace(device, host_seconds=2 * host))
@@ -60,11 +60,11 @@ def test_a_compiled_step_waits_less() -> None:
 
 def test_gradients_of_micro_batches_are_added_up() -> None:
     graph = graph_of(8)
-    tasks = profile(Wired(graph, replace(plan_of(graph), micro_batches=4)), CLUSTER).backward
+    tasks = profile(LoweredStep(graph, replace(plan_of(graph), micro_batches=4)), CLUSTER).backward
     added = {task.name: task.bytes for task in tasks if ".grad +=" in task.name}
     assert len(added) == len(graph.parameters)
     assert added["0.weight.grad +="] == 64 * 64 * 4 * 3
-    assert not any(".grad +=" in task.name for task in profile(Wired(graph, plan_of(graph)), CLUSTER).backward)
+    assert not any(".grad +=" in task.name for task in profile(LoweredStep(graph, plan_of(graph)), CLUSTER).backward)
 
 
 def test_what_is_hidden_takes_processors() -> None:

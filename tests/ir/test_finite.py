@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.emit import emit
-from autopar.sharding.assignment import Decisions
+from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.propagation import complete
 from autopar.tracing.trace import trace
@@ -78,7 +78,7 @@ def last(graph: NamedGraph) -> str:
     return name
 
 
-def results(graph: NamedGraph, decisions: Decisions, inputs: list[Tensor]) -> list[Tensor]:
+def results(graph: NamedGraph, decisions: Assignment, inputs: list[Tensor]) -> list[Tensor]:
     names = dict(graph.model.named_parameters())
     values = {p.name: names.get(p.name) for p in graph.exported.placeholders}
 

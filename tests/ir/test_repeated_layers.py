@@ -21,11 +21,11 @@ from transformers import (
 )
 
 import autopar
-from autopar.ir.analysis.repeated_layers import Repeat, repeated_layers
+from autopar.ir.analysis.repeated_layers import RepeatedLayers, repeated_layers
 from autopar.tracing.export.export import export
 
 
-def repeats(model: nn.Module, **inputs: torch.Tensor) -> tuple[Repeat, ...]:
+def repeats(model: nn.Module, **inputs: torch.Tensor) -> tuple[RepeatedLayers, ...]:
     exported = export(model.eval(), inputs)
     found = repeated_layers(exported)
     nodes = {node.name: node for node in exported.graph_module.graph.nodes}

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 import autopar
 from autopar.errors import AutoparError
 from autopar.lowering.collectives.process_groups import device_mesh
-from autopar.lowering.modules.late_tensor import Late
+from autopar.lowering.modules.late_tensor import LateTensor
 from autopar.mesh import Mesh
 from autopar.runtime.ranks.agreement import Agreement
-from autopar.runtime.ranks.shared_memory import EXCHANGES, Channel
+from autopar.runtime.ranks.shared_memory import EXCHANGES, SharedMemory
 from tests.gaps import number
 from tests.runtime.launcher import endings, launch
 
@@ -74,12 +74,12 @@ def run(how: str, mesh: str) -> dict[str, Any]:
         tensor.copy_(tensor.flip(0))
     alone, results = model(x, targets), parallel(x, targets)
     alone, results = [one if isinstance(one, tuple) else (one,) for one in (alone, results)]
-    is_late = [type(one) is Late for one in results]
+    is_late = [type(one) is LateTensor for one in results]
     for expected, found in zip(alone, results, strict=True):
         if found.requires_grad:
             expected.backward(retain_graph=True)
             found.backward(retain_graph=True)
-    still = [type(one) is Late for one in results]
+    still = [type(one) is LateTensor for one in results]
     pairs = [(found.detach(), expected.detach()) for found, expected in zip(results, alone, strict=True)]
     pairs += [(p.grad.full_tensor(), q.grad) for p, q in zip(parallel.parameters(), model.parameters(), strict=True)]
     pairs += [(found.clone(), expected) for found, expected in zip(parallel.buffers(), model.buffers(), strict=True)]
@@ -91,7 +91,7 @@ def run(how: str, mesh: str) -> dict[str, Any]:
         "is late": is_late,
         "still": still,
         "error": max(number((a - b).abs().max()) for a, b in pairs),
-        "without gradients": [type(one) is Late for one in (calm if isinstance(calm, tuple) else (calm,))],
+        "without gradients": [type(one) is LateTensor for one in (calm if isinstance(calm, tuple) else (calm,))],
         "code": parallel.code,
     }
 
@@ -220,7 +220,7 @@ def test_numbers_go_through_shared_memory() -> None:
 def without_memory() -> tuple[bool, Any]:
     """One rank does not see the file: all of them go without."""
     if dist.get_rank() == 1:
-        Channel.open = staticmethod(lambda *_: None)  # type: ignore[method-assign]
+        SharedMemory.open = staticmethod(lambda *_: None)  # type: ignore[method-assign]
     talk = Agreement(device_mesh(Mesh("a=2")))
     talk.open_channel()
     return talk.channel is not None, talk.begin(5, (dist.get_rank(), 0.5)).result()
@@ -256,13 +256,13 @@ def test_who_is_waited_for_in_vain_is_told(how: str, said: str) -> None:
 
 def test_shared_memory_has_no_name_in_any_folder() -> None:
     before = set(Path("/dev/shm").glob("autopar-*"))
-    created = Channel.create(2)
+    created = SharedMemory.create(2)
     assert created is not None
     place, file = created
     assert set(Path("/dev/shm").glob("autopar-*")) == before, "nothing is left when a rank dies now"
-    assert Channel.open(place, 0, 2, 1.0, file) is not None
+    assert SharedMemory.open(place, 0, 2, 1.0, file) is not None
     path, _, name = place.rpartition(":")
-    assert Channel.open(f"{path}:{name[:-1]}-", 1, 2, 1.0) is None, "another file, on another host"
+    assert SharedMemory.open(f"{path}:{name[:-1]}-", 1, 2, 1.0) is None, "another file, on another host"
     file.close()
-    assert Channel.open(place, 0, 2, 1.0) is None
-    assert Channel.open(None, 0, 2, 1.0) is None
+    assert SharedMemory.open(place, 0, 2, 1.0) is None
+    assert SharedMemory.open(None, 0, 2, 1.0) is None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.lowering.modules.late_tensor import Late
+from autopar.lowering.modules.late_tensor import LateTensor
 from autopar.lowering.passes.hoist_small_sums import wrapped
 
 
@@ -26,7 +26,7 @@ class Tripled(torch.autograd.Function):
             arrived.append(1)
             return value
 
-        return Late.of(x, arrival)
+        return LateTensor.of(x, arrival)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -113,21 +113,21 @@ def test_whole_numbers_run_over_as_those_of_tensors_do() -> None:
 def test_several_numbers_of_another_type() -> None:
     for dtype in (torch.int64, torch.complex64, torch.bfloat16):
         x = torch.tensor([[1, 2]], dtype=dtype)
-        late = Late.of(x, lambda x=x: x[0] * 2)  # type: ignore[misc]
+        late = LateTensor.of(x, lambda x=x: x[0] * 2)  # type: ignore[misc]
         assert torch.equal(late + 1, x * 2 + 1)
         assert (late.dtype, late.shape) == (dtype, (1, 2))
 
 
 def test_in_inference_mode() -> None:
     with torch.inference_mode():
-        assert (Late.of(torch.zeros(()), lambda: 4.0) + 1).item() == 5
+        assert (LateTensor.of(torch.zeros(()), lambda: 4.0) + 1).item() == 5
 
 
 def test_an_arrival_that_fails_is_told() -> None:
     def arrival() -> Tensor:
         raise ValueError("nobody came")
 
-    late = Late.of(torch.zeros(()), arrival)
+    late = LateTensor.of(torch.zeros(()), arrival)
     with pytest.raises(ValueError, match="nobody came"):
         late.item()
     assert torch.isnan(late.detach()), "and no number that looks like a result"

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autopar.lowering.collectives.local_reshard import Conversion
+from autopar.lowering.collectives.local_reshard import LocalReshard
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.dtensor_placements import to_placements
 from autopar.sharding.reshard.reshard import Reshard, StepKind, reshard
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 from tests.gaps import number
 from tests.runtime.launcher import in_turn, launch
 from tests.simulation import all_layouts, run, scatter
@@ -75,7 +75,7 @@ def convert_there_and_back(cases: list[tuple[Atoms, dict[str, int]]], count: int
 def compare_with_simulation(way: Reshard, groups: Groups) -> None:
     rank = groups.mesh.mesh.flatten().tolist().index(dist.get_rank())
     atoms, axes = way.atoms, dict(way.axes)
-    conversion = Conversion.bind(way, groups)
+    conversion = LocalReshard.bind(way, groups)
     value, gradient = torch.randn(2, *atoms.shape, dtype=torch.float64)
     local = scatter(value, way.source, atoms, axes)
     coming = scatter(gradient, way.target.gradient, atoms, axes)
@@ -160,11 +160,11 @@ def convert_integers(axes: Mapping[str, int]) -> list[bool]:
     for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool, torch.bfloat16):
         value = torch.arange(20).reshape(5, 4).remainder(7).to(dtype)
         for source, target in [("a-", "--"), ("--", "-a"), ("a-", "-a"), ("ab", "--")]:
-            layouts = [Layout(tuple(tuple(word.strip("-")) for word in text)) for text in (source, target)]
+            layouts = [Sharding(tuple(tuple(word.strip("-")) for word in text)) for text in (source, target)]
             way = reshard(atoms, *layouts, axes)
             local = scatter(value.double(), way.source, atoms, axes)[rank].to(dtype)
             expected = scatter(value.double(), way.target, atoms, axes)[rank].to(dtype)
-            result = Conversion.bind(way, groups)(local)
+            result = LocalReshard.bind(way, groups)(local)
             found.append(torch.equal(result, expected) and result.dtype == dtype and not result.requires_grad)
     return found
 
@@ -176,8 +176,8 @@ def test_integers_and_booleans_are_converted_without_gradients(on_four: list[dic
 EVEN, UNEVEN = Atoms.plain((6, 8)), Atoms.plain((1, 3))
 
 
-def split_by(*words: str, partial: str = "", broadcast: str = "") -> Layout:
-    return Layout(tuple(map(tuple, words)), frozenset(partial), frozenset(broadcast))
+def split_by(*words: str, partial: str = "", broadcast: str = "") -> Sharding:
+    return Sharding(tuple(map(tuple, words)), frozenset(partial), frozenset(broadcast))
 
 
 def program(atoms: Atoms, axes: Mapping[str, int]) -> list[Reshard]:
@@ -208,7 +208,7 @@ def run_compiled(backend: str, axes: Mapping[str, int]) -> list[float]:
 class Program(torch.nn.Module):
     """A module, as in a parallel model: the compiler takes the numbers that a module holds for constants."""
 
-    def __init__(self, conversions: list[Conversion]) -> None:
+    def __init__(self, conversions: list[LocalReshard]) -> None:
         super().__init__()
         self.conversions = conversions
 
@@ -220,7 +220,7 @@ class Program(torch.nn.Module):
 
 def distances(backend: str, atoms: Atoms, axes: Mapping[str, int], groups: Groups) -> list[float]:
     ways = program(atoms, axes)
-    function = Program([Conversion.bind(way, groups) for way in ways])
+    function = Program([LocalReshard.bind(way, groups) for way in ways])
     value = torch.randn(atoms.shape, dtype=torch.float64)
     local = scatter(value, ways[0].source, atoms, axes)[dist.get_rank()]
     found = []
@@ -256,8 +256,8 @@ def differentiate_twice() -> list[float]:
     """The second derivative of a sum of cubes across a gather and a scatter, against one process."""
     torch.manual_seed(0)
     atoms, axes, groups = Atoms.plain((6,)), {"a": 2}, groups_of({"a": 2})
-    there = Conversion.bind(reshard(atoms, split_by("a"), split_by("", broadcast="a"), axes), groups)
-    back = Conversion.bind(reshard(atoms, split_by("", broadcast="a"), split_by("a"), axes), groups)
+    there = LocalReshard.bind(reshard(atoms, split_by("a"), split_by("", broadcast="a"), axes), groups)
+    back = LocalReshard.bind(reshard(atoms, split_by("", broadcast="a"), split_by("a"), axes), groups)
     value = torch.randn(atoms.shape, dtype=torch.float64)
     leaf = scatter(value, split_by("a"), atoms, axes)[dist.get_rank()].requires_grad_()
     (first,) = torch.autograd.grad((back(there(leaf).pow(3)) * 1.0).sum(), leaf, create_graph=True)

@@ -9,9 +9,9 @@ from torch import nn
 import autopar
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
-from autopar.lowering.modules.random_draws import Cut, Kept, Shard, seeded, with_generator
+from autopar.lowering.modules.random_draws import DrawShard, DropoutMask, LocalRegion, seeded, with_generator
 from autopar.lowering.modules.random_ops import Dropout
-from autopar.lowering.passes.random_ops import _MAKERS, _SAMPLES, Drawings, DrawnOp
+from autopar.lowering.passes.random_ops import _MAKERS, _SAMPLES, DrawnOp, RandomOps
 from autopar.rules.registry import rule_table
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.choices import Choice
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def drawn(graph: NamedGraph, choice: Choice, at: dict[str, int]) -> tuple[list[str], list[DrawnOp]]:
     """The names of what the ops of a graph draw on one rank."""
-    drawings = Drawings(AXES, at, CPU)
+    drawings = RandomOps(AXES, at, CPU)
     sources = {node.name: node for node in graph.exported.graph_module.graph.nodes}
     made = [drawings.make(node, sources[node.node], choice, {}, False) for node in graph.nodes]
     return [one.draw for one in made if one is not None], drawings.ops
@@ -57,7 +57,7 @@ def test_the_same_ops_are_listed_on_all_ranks() -> None:
 def test_one_rank_draws_as_the_model_does() -> None:
     graph = autopar.trace(nn.Dropout(0.1).train(), (torch.randn(4, 6),))
     source = next(n for n in graph.exported.graph_module.graph.nodes if n.name == graph.nodes[0].node)
-    assert Drawings({"a": 1, "b": 1}, {"a": 0, "b": 0}, CPU).make(graph.nodes[0], source, Choice(), {}, False) is None
+    assert RandomOps({"a": 1, "b": 1}, {"a": 0, "b": 0}, CPU).make(graph.nodes[0], source, Choice(), {}, False) is None
 
 
 def test_every_op_of_the_table_that_draws_is_made_or_refused() -> None:
@@ -85,7 +85,7 @@ def test_every_sample_can_be_drawn_from_a_generator() -> None:
 
 def test_seeds_of_one_call_differ() -> None:
     """In the 32 bits that a generator of a CPU reads."""
-    shards = [Shard(first, index, 8) for first in range(0, 4096, 8) for index in range(8)]
+    shards = [DrawShard(first, index, 8) for first in range(0, 4096, 8) for index in range(8)]
     for number in (0, 1, 2**61 + 7, 2**62 - 1):
         seeds = [seeded(number, shard, CPU).initial_seed() & 0xFFFFFFFF for shard in shards]
         assert len(set(seeds)) == len(shards)
@@ -95,7 +95,7 @@ def test_seeds_of_one_call_differ() -> None:
 
 def test_dropout_of_low_precision_is_not_biased() -> None:
     """The scale 1 / 0.9 lies between two numbers of bfloat16; its products need not all be rounded the same way."""
-    what = Kept(Shard(0, 0, 1), Cut(Atoms.plain((4096,)), ((0, 4096),)), (1,), 0.1, CPU)
+    what = DropoutMask(DrawShard(0, 0, 1), LocalRegion(Atoms.plain((4096,)), ((0, 4096),)), (1,), 0.1, CPU)
     x = torch.linspace(1, 2, 4096).bfloat16().requires_grad_()
     dropped: torch.Tensor = Dropout(what, "a -> a", with_mask=False)(torch.tensor([7, 0]), x)
     dropped.sum().backward()
@@ -109,7 +109,7 @@ def test_dropout_of_low_precision_is_not_biased() -> None:
 def test_a_part_of_a_whole() -> None:
     """Where the second of two atoms that make a dim is split, and another dim unevenly."""
     whole = torch.arange(6 * 5).reshape(6, 5)
-    cut = Cut(Atoms((2, 3, 5), (2, 1)), ((0, 2), (1, 1), (3, 2)))
+    cut = LocalRegion(Atoms((2, 3, 5), (2, 1)), ((0, 2), (1, 1), (3, 2)))
     assert cut.take(whole).tolist() == [[8, 9], [23, 24]]
     filled = torch.zeros(5, 6, dtype=torch.int64).t()
     cut.put(torch.tensor([[1, 2], [3, 4]]), filled)

@@ -11,10 +11,10 @@ import autopar
 from autopar.cli import main
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.mesh import Mesh
-from autopar.plans.find import Asked, plan_graph, under
+from autopar.plans.find import PlanRequest, plan_graph, under
 from autopar.plans.plan import Plan
 from autopar.sharding.layout.language import parse_layout
-from autopar.solver.infeasible.errors import NoPlan
+from autopar.solver.infeasible.errors import NoFeasiblePlan
 from examples.gpt import gpt
 
 HAS = load_cluster("h100").device.memory_bytes
@@ -34,12 +34,12 @@ HAS = load_cluster("h100").device.memory_bytes
 )
 def test_the_limit(memory: str | float | None, layout: str | None, share: float) -> None:
     given = None if layout is None else parse_layout(layout)
-    assert Asked("h100", memory).limit_bytes(load_cluster("h100"), given) == int(share * HAS)
+    assert PlanRequest("h100", memory).limit_bytes(load_cluster("h100"), given) == int(share * HAS)
 
 
 def test_words_and_text_say_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     graph = autopar.trace(*gpt())
-    usual = under(graph, Mesh("dp=2"), "ddp", Asked("h100"))
+    usual = under(graph, Mesh("dp=2"), "ddp", PlanRequest("h100"))
     assert "of 67.06 GiB per device, 90 % of what it has: fits" in usual.summary()
     assert Plan.read(usual.text, graph).limit_bytes == usual.limit_bytes == int(0.9 * HAS)
     words = (f"{Path(__file__).parents[2]}/examples/gpt.py:gpt", "--mesh", "dp=2", "--cluster", "h100")
@@ -51,13 +51,13 @@ def test_what_only_the_whole_device_can_hold() -> None:
     """It is refused with the words that allow it."""
     graph, mesh = autopar.trace(*gpt(layers=1)), (Mesh("dp=2"),)
     cluster = load_cluster("h100")
-    with pytest.raises(NoPlan) as refused:
-        plan_graph(graph, mesh, "ddp", Asked(cluster, 1000, cache=False, time_limit=60))
+    with pytest.raises(NoFeasiblePlan) as refused:
+        plan_graph(graph, mesh, "ddp", PlanRequest(cluster, 1000, cache=False, time_limit=60))
     least = refused.value.least_bytes
     assert least is not None
     assert "--memory" not in str(refused.value)
     tight = replace(cluster, device=replace(cluster.device, memory_bytes=1.02 * least))
-    with pytest.raises(NoPlan, match=r"a device has .*, and memory='100%', --memory 100%, plans for all of it"):
-        plan_graph(graph, mesh, "ddp", Asked(tight, cache=False, time_limit=60))
-    found = plan_graph(graph, mesh, "ddp", Asked(tight, "100%", cache=False, time_limit=60))
+    with pytest.raises(NoFeasiblePlan, match=r"a device has .*, and memory='100%', --memory 100%, plans for all of it"):
+        plan_graph(graph, mesh, "ddp", PlanRequest(tight, cache=False, time_limit=60))
+    found = plan_graph(graph, mesh, "ddp", PlanRequest(tight, "100%", cache=False, time_limit=60))
     assert least <= found.memory_bytes <= 1.02 * least

@@ -13,11 +13,11 @@ import autopar
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
-from autopar.plans.find import Asked, meshes_of, under
+from autopar.plans.find import PlanRequest, meshes_of, under
 from autopar.plans.plan import Plan
 from examples.gpt import gpt
 
-HERE = Asked("local-cpu")
+HERE = PlanRequest("local-cpu")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_a_plan_that_was_kept_is_found_without_a_search(
 ) -> None:
     from autopar.plans import find
 
-    asked = Asked("local-cpu", time_limit=2)
+    asked = PlanRequest("local-cpu", time_limit=2)
     first = find.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
     monkeypatch.setattr(find, "solve_plan", None)
     again = find.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
@@ -72,7 +72,7 @@ def test_what_another_planner_found_is_not_found_again(
 ) -> None:
     from autopar.plans import cache, find
 
-    asked = Asked("local-cpu", time_limit=2)
+    asked = PlanRequest("local-cpu", time_limit=2)
     first = find.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
     solved = find.solve_plan
     warm = []
@@ -191,7 +191,7 @@ def test_a_file_of_the_cache_is_not_believed(
     from autopar.plans import find
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    asked = Asked(replace(load_cluster("local-cpu"), name="mine"), time_limit=2)
+    asked = PlanRequest(replace(load_cluster("local-cpu"), name="mine"), time_limit=2)
 
     def planned() -> Plan:
         return find.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)

@@ -13,10 +13,10 @@ import torch
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.plans.text.to_layout import written
-from autopar.sharding.assignment import Decisions
+from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.language import parse_layout, print_layout
 from autopar.sharding.layout.load import axes_of, choose_layout, load_strategy, strategy_names
-from autopar.sharding.layout.syntax import Hole, Place
+from autopar.sharding.layout.syntax import Hole, TensorPattern
 from autopar.sharding.propagation import complete
 from autopar.tracing.trace import trace
 from examples.gpt import gpt
@@ -35,7 +35,7 @@ SMALL_MESHES: tuple[Mapping[str, int], ...] = (
 )  # fmt: skip
 
 
-def check(graph: NamedGraph, decisions: Decisions) -> str:
+def check(graph: NamedGraph, decisions: Assignment) -> str:
     """The text of decisions, which says all of them."""
     text = print_layout(written(graph, decisions).layout)
     layout = parse_layout(text)
@@ -50,7 +50,7 @@ def check(graph: NamedGraph, decisions: Decisions) -> str:
 def _terms(layout: object) -> list[object]:
     statements = list(layout)  # type: ignore[call-overload]
     rules = [rule for statement in statements for rule in getattr(statement, "rules", ())]
-    places = [value for one in (*statements, *rules) if isinstance(value := getattr(one, "place", None), Place)]
+    places = [value for one in (*statements, *rules) if isinstance(value := getattr(one, "place", None), TensorPattern)]
     return [term for place in places for term in place.terms]
 
 

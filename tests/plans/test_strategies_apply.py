@@ -9,11 +9,11 @@ import pytest
 import autopar
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.mesh import Mesh
-from autopar.plans.find import Asked, under
+from autopar.plans.find import PlanRequest, under
 from autopar.plans.views.strategies import experts_beside
 from autopar.sharding.layout.load import applies_to, load_strategy, usable_axes
 from autopar.sharding.options import PlanOptions
-from autopar.solver.setting import Setting
+from autopar.solver.setting import PlanningProblem
 from autopar.solver.strategies import expert_plans
 from examples.gpt import gpt
 from examples.moe import moe
@@ -42,7 +42,7 @@ def test_which_axes_a_model_has_a_use_for(strategy: str, dims: tuple[str, ...], 
 
 def test_a_strategy_is_not_faster_by_splitting_nothing() -> None:
     """On a model so small that nothing pays, the strategies are still listed under their own names."""
-    plan = under(autopar.trace(*gpt()), Mesh("dp=2"), "ddp", Asked("h100"))
+    plan = under(autopar.trace(*gpt()), Mesh("dp=2"), "ddp", PlanRequest("h100"))
     names = list(experts_beside(plan))
     assert {"ddp(dp=dp)", "fsdp(fsdp=dp)", "zero1(dp=dp)", "a layout that splits nothing"} <= {*names}
     assert not any(name.startswith(("gshard_moe", "spatial")) for name in names)
@@ -65,8 +65,8 @@ def test_which_strategies_apply(strategy: str, dims: tuple[str, ...], applies: b
 @pytest.mark.parametrize(("model", "has_experts"), [(gpt, False), (moe, True)])
 def test_strategies_without_their_dims_are_not_listed(model: object, has_experts: bool) -> None:
     graph = autopar.trace(*(gpt() if model is gpt else moe()))
-    setting = Setting.of(graph, {"dp": 2, "tp": 2}, load_cluster("local-cpu"), PlanOptions())
-    plan = under(graph, Mesh("dp=2,tp=2"), "batch -> dp; * -> none", Asked("local-cpu"))
+    setting = PlanningProblem.of(graph, {"dp": 2, "tp": 2}, load_cluster("local-cpu"), PlanOptions())
+    plan = under(graph, Mesh("dp=2,tp=2"), "batch -> dp; * -> none", PlanRequest("local-cpu"))
     for names in ([name for name, _ in expert_plans(setting)], list(experts_beside(plan))):
         assert not any(name.startswith("spatial") for name in names)
         assert any(name.startswith("gshard_moe") for name in names) == has_experts

@@ -6,11 +6,11 @@ import torch
 
 from autopar.ir.values import Atom, NamedTensor
 from autopar.mesh import Mesh
-from autopar.plans.find import Asked, plan_graph, under
+from autopar.plans.find import PlanRequest, plan_graph, under
 from autopar.plans.format import layout_text
 from autopar.plans.plan import Plan
 from autopar.plans.repeated import alike
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 from autopar.tracing.trace import trace
 from examples.mlp import mlp
 
@@ -18,7 +18,7 @@ from examples.mlp import mlp
 def test_a_dim_of_several_places_has_one_row_and_the_usual_place_first() -> None:
     graph = trace(*mlp(), dims={"x": "batch features"})
     text = "batch -> dp; d_ff -> tp; param, grad, opt { d_ff -> dp*tp }; * -> none"
-    plan = under(graph, Mesh("dp=2,tp=2"), text, Asked("h100"), "layout")
+    plan = under(graph, Mesh("dp=2,tp=2"), text, PlanRequest("h100"), "layout")
     rows = [line.split() for line in plan.summary().partition("\ndims\n")[2].partition("\n\n")[0].splitlines()]
     assert ["batch", "->", "dp"] in rows
     assert [row for row in rows if "d_ff" in row] == [["d_ff", "->", "dp*tp,", "or", "tp"]], (
@@ -42,14 +42,14 @@ def test_tensors_of_layers_that_are_not_quite_equal_are_one_row() -> None:
 
     graph = trace(Layers(), (torch.randn(4, 8),), dims={"x": "batch features"})
     assert not graph.repeats
-    plan = under(graph, Mesh("dp=2"), "batch -> dp; * -> none", Asked("h100"), "layout")
+    plan = under(graph, Mesh("dp=2"), "batch -> dp; * -> none", PlanRequest("h100"), "layout")
     rows = [line.split("  ") for line in plan.summary().partition("\ntensors\n")[2].partition("\n\n")[0].splitlines()]
     assert [row[1] for row in rows if "bias" in row[1]] == ["layers.*.bias (×3)"]
 
 
 def test_a_part_of_a_dim_says_of_which() -> None:
     atoms = (Atom(0, 8, ("heads", "kv_heads")), Atom(0, 4, ("heads", "group")), Atom(0, 16, ("head_dim",)))
-    layout = Layout((("tp",), (), ()))
+    layout = Sharding((("tp",), (), ()))
     weight = NamedTensor("q.weight", "param", ("(heads head_dim)",), (512,), torch.float32, "q", atoms)
     assert layout_text(weight, layout) == "kv_heads of heads -> tp"
     inside = NamedTensor("q.weight", "param", ("((kv_heads group) head_dim)",), (512,), torch.float32, "q", atoms)
@@ -58,7 +58,7 @@ def test_a_part_of_a_dim_says_of_which() -> None:
 
 def test_the_gap_under_a_layout_is_told_as_such_and_kept() -> None:
     graph = trace(*mlp(), dims={"x": "batch features"})
-    asked = Asked("h100", time_limit=5, cache=False)
+    asked = PlanRequest("h100", time_limit=5, cache=False)
     free = plan_graph(graph, (Mesh("dp=2"),), None, asked)
     bound = plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> ?", asked)
     assert "from the best, from" in free.summary()

@@ -11,9 +11,9 @@ from autopar.cost.costs import Costs
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
-from autopar.plans.find import Asked, plan_graph
-from autopar.sharding.assignment import Plan
-from autopar.solver.search.incumbent import Race
+from autopar.plans.find import PlanRequest, plan_graph
+from autopar.sharding.assignment import StepPlan
+from autopar.solver.search.incumbent import Incumbent
 from examples.gpt import gpt
 
 
@@ -25,17 +25,17 @@ def traced(layers: int, batch: int) -> NamedGraph:
 def test_a_changed_model_begins_from_the_old_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a layer more, and with another batch: what the old plan says of tensors that are still there is kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    mesh, asked = (Mesh("dp=2"),), Asked(cluster=load_cluster("h100"), time_limit=60)
+    mesh, asked = (Mesh("dp=2"),), PlanRequest(cluster=load_cluster("h100"), time_limit=60)
     old = plan_graph(traced(layers=1, batch=4), mesh, None, asked).decided.decisions.stored
-    offered: list[tuple[str, Plan, float]] = []
-    offer = Race.offer
+    offered: list[tuple[str, StepPlan, float]] = []
+    offer = Incumbent.offer
 
-    def told(race: Race, origin: str, plan: Plan) -> Costs:
+    def told(race: Incumbent, origin: str, plan: StepPlan) -> Costs:
         costs = offer(race, origin, plan)
         offered.append((origin, plan, costs.step_seconds))
         return costs
 
-    monkeypatch.setattr(Race, "offer", told)
+    monkeypatch.setattr(Incumbent, "offer", told)
     for layers, batch in ((2, 4), (1, 8)):
         offered.clear()
         found = plan_graph(traced(layers, batch), mesh, None, asked)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.rules.notation import parse_rule
 from autopar.rules.shard_call import causal_rows as causal
-from autopar.rules.shard_call.local_call import Local, Piece
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from autopar.rules.shard_call.row_offsets import causal_rows
 from tests.masks import Masks
 
@@ -28,9 +28,9 @@ def rows_of(given: Sequence[Tensor], start: int, stop: int, **arguments: Any) ->
     """The attention of some of the rows, as a rank of several computes it."""
     query, key, value = given
     names = {"attn_mask": None, "dropout_p": 0.0, "is_causal": True, "scale": None, "enable_gqa": False, **arguments}
-    piece = Piece("s", 1, start, stop, query.shape[-2])
+    piece = FactorSlice("s", 1, start, stop, query.shape[-2])
     part = {"query": query.narrow(-2, start, stop - start), "key": key, "value": value}
-    local = Local(OP, {**part, **names}, RULE, {}, {})
+    local = LocalCall(OP, {**part, **names}, RULE, {}, {})
     found: Tensor = causal_rows(local, piece).run()
     return found
 

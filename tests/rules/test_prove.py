@@ -13,14 +13,14 @@ from autopar.rules.proof.prove import Proof, prove_entry
 from autopar.rules.proof.samples import Draw, Sample, Tries
 from autopar.rules.registry import rule_table
 from autopar.rules.shard_call.dispatch import LOWERINGS
-from autopar.rules.shard_call.local_call import Local, Piece
-from autopar.rules.table import Entry, Family, parse_entry
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
+from autopar.rules.table import OpFamily, TableEntry, parse_entry
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("entry", [pytest.param(entry, id=op) for op, entry in rule_table().items()])
-def test_line(entry: Entry, record_property: Callable[[str, object], None]) -> None:
+def test_line(entry: TableEntry, record_property: Callable[[str, object], None]) -> None:
     if entry.tries.needs:
         pytest.importorskip(entry.tries.needs)
     proof = prove_entry(entry)
@@ -31,7 +31,7 @@ def test_line(entry: Entry, record_property: Callable[[str, object], None]) -> N
 # -- wrong rules ------------------------------------------------------------------------------------------------------
 
 
-def prove(line: str, **families: Family) -> Proof:
+def prove(line: str, **families: OpFamily) -> Proof:
     op, _, body = line.partition(" ")
     return prove_entry(parse_entry(op, body.strip(), families))
 
@@ -250,7 +250,7 @@ def test_random_by_size_may_be_split_elsewhere() -> None:
 
 
 def test_shards_that_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seeded(local: Local, piece: Piece) -> Local:
+    def seeded(local: LocalCall, piece: FactorSlice) -> LocalCall:
         def draw(**arguments: torch.Tensor) -> torch.Tensor:
             return torch.rand(arguments["self"].shape, generator=torch.Generator().manual_seed(0))
 
@@ -264,11 +264,11 @@ def test_shards_that_draw_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- families ---------------------------------------------------------------------------------------------------------
 
 
-def family(rule: Callable[[Call], str], *shapes: tuple[int, ...]) -> Family:
+def family(rule: Callable[[Call], str], *shapes: tuple[int, ...]) -> OpFamily:
     def samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
         return [Sample((Draw(shape),)) for shape in shapes]
 
-    return Family(rule, samples)
+    return OpFamily(rule, samples)
 
 
 def test_kind_that_no_call_splits() -> None:
@@ -295,7 +295,7 @@ def test_samples_that_cannot_be_made() -> None:
     def samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
         raise ValueError("no idea")
 
-    rows = Family(lambda call: "a -> a", samples)
+    rows = OpFamily(lambda call: "a -> a", samples)
     assert reasons(prove("aten.exp.default rows", rows=rows))[0] == "samples: no calls to prove it with: no idea"
 
 
@@ -305,7 +305,7 @@ def test_whole_is_a_claim_of_the_rule_not_of_one_call() -> None:
     def samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
         return [Sample((Draw((5,)), [shift], [0])) for shift in (0, 1)]
 
-    rolled = Family(lambda call: "a! -> a!", samples)
+    rolled = OpFamily(lambda call: "a! -> a!", samples)
     assert prove("aten.roll.default rolled; linear 0", rolled=rolled).holds
 
 

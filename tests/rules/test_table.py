@@ -11,7 +11,7 @@ from autopar.errors import RuleError
 from autopar.rules.proof.samples import Tries
 from autopar.rules.registry import rule_table
 from autopar.rules.shard_call.dispatch import LOWERINGS, localiser
-from autopar.rules.table import Entry, Family, Table, parse_table
+from autopar.rules.table import OpFamily, RuleTable, TableEntry, parse_table
 
 OPS = Path(__file__).parents[3] / "shared" / "data" / "aten_ops_hf.csv"
 
@@ -40,7 +40,7 @@ def test_lowerings_and_localisers_exist() -> None:
 def test_two_lines_for_one_op_are_an_error() -> None:
     entries = parse_table("aten.neg.default  ... -> ...\naten.neg.default  a -> a", {})
     with pytest.raises(RuleError) as caught:
-        Table(entries)
+        RuleTable(entries)
     assert (
         str(caught.value)
         == "two rules for aten.neg.default:\n  aten.neg.default  ... -> ...\n  aten.neg.default  a -> a"
@@ -50,7 +50,7 @@ def test_two_lines_for_one_op_are_an_error() -> None:
 def test_an_unknown_family_is_an_error() -> None:
     with pytest.raises(RuleError) as caught:
         parse_table(
-            "aten.neg.default  pointwize; linear 0", {"pointwise": Family(lambda call: "", lambda op, tries: [])}
+            "aten.neg.default  pointwize; linear 0", {"pointwise": OpFamily(lambda call: "", lambda op, tries: [])}
         )
     assert "'pointwize' is no family of rules, and the line has no '->'" in str(caught.value)
     assert "aten.neg.default  pointwize; linear 0" in str(caught.value)
@@ -64,4 +64,4 @@ def test_a_line_may_stand_for_several_ops() -> None:
         "aten.sub.Tensor",
         "aten.sub.Scalar",
     ]
-    assert all(isinstance(entry, Entry) and entry.tries == Tries() for entry in entries)
+    assert all(isinstance(entry, TableEntry) and entry.tries == Tries() for entry in entries)

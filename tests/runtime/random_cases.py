@@ -21,7 +21,7 @@ from autopar.api import parallelize
 from autopar.errors import AutoparError, LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
-from autopar.sharding.assignment import Decisions
+from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.propagation import complete
@@ -83,7 +83,7 @@ class Drawn:
     axes: Mapping[str, int]
     text: str | None
     """Its layout; None where the decisions are drawn at random."""
-    decide: Callable[[NamedGraph], Decisions]
+    decide: Callable[[NamedGraph], Assignment]
 
 
 @lru_cache(maxsize=2)

@@ -13,10 +13,10 @@ import torch
 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
-from autopar.sharding.assignment import Decisions, OpDecision
+from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.atoms import atoms_of
 from autopar.sharding.choices import Choice, Site, choices, layouts_of, passings_of
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 
 __all__ = ["random_decisions"]
 
@@ -34,7 +34,7 @@ class _Everywhere:
         raise AssertionError("asked for one at a time")
 
 
-def random_decisions(draw: random.Random, graph: NamedGraph, axes: Mapping[str, int]) -> Decisions:
+def random_decisions(draw: random.Random, graph: NamedGraph, axes: Mapping[str, int]) -> Assignment:
     """Decisions about a graph: every op splits something along each axis, passes sums through, or does not use it."""
     stored = {}
     for tensor in graph.tensors.values():
@@ -48,10 +48,10 @@ def random_decisions(draw: random.Random, graph: NamedGraph, axes: Mapping[str, 
         for name, result in zip(node.outputs, decision.results, strict=True):
             if name is not None and result is not None:
                 values[name] = result
-    return Decisions(axes, stored, ops, values)
+    return Assignment(axes, stored, ops, values)
 
 
-def _decided(draw: random.Random, graph: NamedGraph, node: NamedNode, axes: Mapping[str, int]) -> OpDecision:
+def _decided(draw: random.Random, graph: NamedGraph, node: NamedNode, axes: Mapping[str, int]) -> OpAssignment:
     choice = _any_choice(draw, graph, node, axes)
     found = layouts_of(graph, node, choice)
     assert found is not None, (node.name, choice)
@@ -60,7 +60,7 @@ def _decided(draw: random.Random, graph: NamedGraph, node: NamedNode, axes: Mapp
         None if name is None or layout is None else _result(draw, graph.tensors[name], layout, axes)
         for name, layout in zip(node.outputs, produced, strict=True)
     )
-    return OpDecision(choice, operands, produced, results)
+    return OpAssignment(choice, operands, produced, results)
 
 
 def _any_choice(draw: random.Random, graph: NamedGraph, node: NamedNode, axes: Mapping[str, int]) -> Choice:
@@ -78,13 +78,13 @@ def _any_choice(draw: random.Random, graph: NamedGraph, node: NamedNode, axes: M
     return draw.choice([choice for choice in legal if len(choice.axes) + len(choice.passes) == most])
 
 
-def _result(draw: random.Random, tensor: NamedTensor, produced: Layout, axes: Mapping[str, int]) -> Layout:
+def _result(draw: random.Random, tensor: NamedTensor, produced: Sharding, axes: Mapping[str, int]) -> Sharding:
     if draw.random() < 0.5:
         return produced
     return _any_layout(draw, tensor, axes, "RRSSSBP" if tensor.dtype is not torch.bool else "RSS")
 
 
-def _any_layout(draw: random.Random, tensor: NamedTensor, axes: Mapping[str, int], states: str) -> Layout:
+def _any_layout(draw: random.Random, tensor: NamedTensor, axes: Mapping[str, int], states: str) -> Sharding:
     splits: list[list[str]] = [[] for _ in tensor.atoms]
     marks: dict[str, set[str]] = {"P": set(), "B": set()}
     for axis in draw.sample(list(axes), len(axes)):
@@ -93,8 +93,8 @@ def _any_layout(draw: random.Random, tensor: NamedTensor, axes: Mapping[str, int
             draw.choice(splits).append(axis)
         elif state in marks and (state == "P" or tensor.requires_grad):
             marks[state].add(axis)
-    return Layout(tuple(map(tuple, splits)), frozenset(marks["P"]), frozenset(marks["B"]))
+    return Sharding(tuple(map(tuple, splits)), frozenset(marks["P"]), frozenset(marks["B"]))
 
 
-def _whole(tensor: NamedTensor) -> Layout:
-    return Layout.replicated(atoms_of(tensor))
+def _whole(tensor: NamedTensor) -> Sharding:
+    return Sharding.replicated(atoms_of(tensor))

@@ -13,20 +13,20 @@ from autopar.errors import LayoutError
 from autopar.runtime.strided_dtensor import support
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.dtensor_placements import to_placements
-from autopar.sharding.sharding import Layout, coordinates
+from autopar.sharding.sharding import Sharding, coordinates
 from tests.runtime.launcher import launch
 
 AXES = {"a": 2, "b": 2}
 UNEVEN = [Atoms((size,), (1,)) for size in (1, 3, 5, 6, 7, 9)]
 
 
-def splits(atoms: Atoms) -> list[Layout]:
+def splits(atoms: Atoms) -> list[Sharding]:
     """Every way to split atoms by the axes."""
     found = []
     for where in product([None, *range(len(atoms.sizes))], repeat=len(AXES)):
         for order in permutations(AXES):
             places = dict(zip(AXES, where, strict=True))
-            found.append(Layout(tuple(tuple(x for x in order if places[x] == i) for i in range(len(atoms.sizes)))))
+            found.append(Sharding(tuple(tuple(x for x in order if places[x] == i) for i in range(len(atoms.sizes)))))
     return list(dict.fromkeys(found))
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.mesh import Mesh
-from autopar.sharding.reshard_insertion import Collective
+from autopar.sharding.reshard_insertion import StepCollective
 from examples.gpt import gpt
 from examples.moe import moe
 from examples.resnet import resnet
@@ -21,7 +21,9 @@ from tests.runtime.launcher import launch
 TILES = "batch:dp; height:sy; width:sx; *:none"
 
 
-def compare(model: nn.Module, inputs: dict[str, Any], layout: str, mesh: str) -> tuple[float, tuple[Collective, ...]]:
+def compare(
+    model: nn.Module, inputs: dict[str, Any], layout: str, mesh: str
+) -> tuple[float, tuple[StepCollective, ...]]:
     """The largest relative difference of loss, gradients and buffers from one process, and what is sent of values."""
     model = model.double()
     inputs = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
@@ -39,17 +41,17 @@ def compare(model: nn.Module, inputs: dict[str, Any], layout: str, mesh: str) ->
     return worst, tuple(item for item in parallel.collectives() if tensors[item.tensor].kind != "param")
 
 
-def compare_resnet(layout: str, mesh: str, train: bool) -> tuple[float, tuple[Collective, ...]]:
+def compare_resnet(layout: str, mesh: str, train: bool) -> tuple[float, tuple[StepCollective, ...]]:
     torch.manual_seed(0)
     return compare(*resnet(depth=10, width=4, image=64, batch=4, loss=True, train=train), layout, mesh)
 
 
-def compare_moe(mesh: str) -> tuple[float, tuple[Collective, ...]]:
+def compare_moe(mesh: str) -> tuple[float, tuple[StepCollective, ...]]:
     torch.manual_seed(0)
     return compare(*moe(batch=8), "gshard_moe", mesh)
 
 
-def compare_gpt(layout: str, mesh: str) -> tuple[float, tuple[Collective, ...]]:
+def compare_gpt(layout: str, mesh: str) -> tuple[float, tuple[StepCollective, ...]]:
     torch.manual_seed(0)
     return compare(*gpt(batch=4, seq=12, vocab=104), layout, mesh)
 

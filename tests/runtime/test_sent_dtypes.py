@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.lowering.collectives.local_reshard import Conversion
+from autopar.lowering.collectives.local_reshard import LocalReshard
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.collectives.wire_dtypes import restored
 from autopar.lowering.passes.join_small_sums import joined
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.reshard import StepKind, reshard
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 from tests.runtime.launcher import launch
 
 AXES = {"a": 2}
@@ -27,11 +27,16 @@ WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.u
 DTYPES = (*FLOATS, *COMPLEX, *WHOLE, torch.bool)
 
 
-def layouts() -> list[Layout]:
-    return [Layout(((), ())), Layout((("a",), ())), Layout(((), ("a",))), Layout(((), ()), partial=frozenset("a"))]
+def layouts() -> list[Sharding]:
+    return [
+        Sharding(((), ())),
+        Sharding((("a",), ())),
+        Sharding(((), ("a",))),
+        Sharding(((), ()), partial=frozenset("a")),
+    ]
 
 
-def held(whole: Tensor, layout: Layout, rank: int) -> Tensor:
+def held(whole: Tensor, layout: Sharding, rank: int) -> Tensor:
     """What a rank holds; of a sum the first holds it all, but for a one that both have where there are numbers."""
     if layout.partial:
         return whole if rank == 0 else torch.zeros_like(whole)
@@ -56,11 +61,11 @@ def convert_all() -> set[str]:
         for source in layouts():
             for target in layouts():
                 way = reshard(atoms, source, target, AXES)
-                found = Conversion.bind(way, groups)(held(whole, source, rank))
+                found = LocalReshard.bind(way, groups)(held(whole, source, rank))
                 if not target.partial:
                     assert torch.equal(bits(found), bits(held(whole, target, rank))), (dtype, str(way))
                 met |= {f"{dtype} {step.kind.value}" for step in way.forward}
-        total = Conversion.bind(reshard(atoms, layouts()[3], layouts()[0], AXES), groups)(whole)
+        total = LocalReshard.bind(reshard(atoms, layouts()[3], layouts()[0], AXES), groups)(whole)
         expected = whole if dtype is torch.bool else (2 * numbers).to(dtype) if dtype not in COMPLEX else whole + whole
         assert torch.equal(bits(total), bits(expected)), dtype
     return met

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.sharding.reshard_insertion import Collective
+from autopar.sharding.reshard_insertion import StepCollective
 from examples.gpt import gpt
 from examples.resnet import resnet
 from tests.runtime.launcher import launch
 from tests.runtime.test_published_strategies import compare
 
-Found = tuple[float, tuple[Collective, ...]]
+Found = tuple[float, tuple[StepCollective, ...]]
 
 GPT2_VOCAB = 50257
 BATCH = "batch -> dp pad; * -> none"

@@ -9,7 +9,7 @@ from torch import nn
 import autopar
 from autopar.cost.memory.peak import memory
 from autopar.cost.memory_limit import check_memory
-from autopar.cost.step.lowered_step import Wired
+from autopar.cost.step.lowered_step import LoweredStep
 from autopar.errors import LayoutError
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import parse_layout
@@ -72,7 +72,7 @@ def memory_answer(limit: str, lines: str = "", device_bytes: float | None = None
     graph = autopar.trace(Stack(), (torch.randn(512, 64),), dims={"x": "batch features"})
     layout = parse_layout(f"batch -> dp; * -> none\nlimit memory {limit}\n{lines}", "my.lay")
     plan = completed(graph, layout, {"dp": 2})
-    peak = memory(Wired(graph, plan)).peak_bytes
+    peak = memory(LoweredStep(graph, plan)).peak_bytes
     try:
         check_memory(layout, graph, plan, device_bytes)
     except LayoutError as error:

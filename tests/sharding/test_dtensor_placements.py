@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from autopar.errors import LayoutError
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.dtensor_placements import from_placements, to_placements
-from autopar.sharding.sharding import Layout, coordinates
+from autopar.sharding.sharding import Sharding, coordinates
 from tests.simulation import all_layouts, scatter
 
 CASES = [
@@ -79,14 +79,14 @@ MESH = {"dp": 2, "tp": 4}
 @pytest.mark.parametrize(
     ("layout", "atoms", "expected"),
     [
-        (Layout((("dp",), ("tp",))), Atoms.plain((8, 8)), (Shard(0), Shard(1))),
-        (Layout((("dp", "tp"), ())), Atoms.plain((7, 8)), (Shard(0), Shard(0))),
-        (Layout((("tp", "dp"), ())), Atoms.plain((8, 8)), (_StridedShard(0, split_factor=4), Shard(0))),
-        (Layout(((), ("tp",), ())), Atoms((3, 8, 16), (3,)), (Replicate(), _StridedShard(0, split_factor=3))),
-        (Layout(((),), frozenset({"tp"}), frozenset({"dp"})), Atoms.plain((8,)), (Replicate(), Partial())),
+        (Sharding((("dp",), ("tp",))), Atoms.plain((8, 8)), (Shard(0), Shard(1))),
+        (Sharding((("dp", "tp"), ())), Atoms.plain((7, 8)), (Shard(0), Shard(0))),
+        (Sharding((("tp", "dp"), ())), Atoms.plain((8, 8)), (_StridedShard(0, split_factor=4), Shard(0))),
+        (Sharding(((), ("tp",), ())), Atoms((3, 8, 16), (3,)), (Replicate(), _StridedShard(0, split_factor=3))),
+        (Sharding(((),), frozenset({"tp"}), frozenset({"dp"})), Atoms.plain((8,)), (Replicate(), Partial())),
     ],
 )
-def test_the_placements_of_known_layouts(layout: Layout, atoms: Atoms, expected: tuple[Placement, ...]) -> None:
+def test_the_placements_of_known_layouts(layout: Sharding, atoms: Atoms, expected: tuple[Placement, ...]) -> None:
     assert to_placements(layout, atoms, MESH) == expected
 
 
@@ -94,20 +94,20 @@ def test_the_placements_of_known_layouts(layout: Layout, atoms: Atoms, expected:
     ("layout", "atoms", "message"),
     [
         (
-            Layout(((), ("tp",), ())),
+            Sharding(((), ("tp",), ())),
             Atoms((3, 6, 16), (3,)),
             r"block\.qkv\.weight: dim 0 cannot be stored split by tp: 6 is not divisible by 4, and the dim is "
             r"compound, with atoms \(3, 6, 16\)",
         ),
         (
-            Layout((("tp", "dp"),)),
+            Sharding((("tp", "dp"),)),
             Atoms.plain((7,)),
             r"dim 0 cannot be stored split by tp\*dp: 7 is not divisible by 8, and the mesh has its axes in the order "
             r"dp, tp",
         ),
     ],
 )
-def test_what_a_dtensor_cannot_hold_is_refused(layout: Layout, atoms: Atoms, message: str) -> None:
+def test_what_a_dtensor_cannot_hold_is_refused(layout: Sharding, atoms: Atoms, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         to_placements(layout, atoms, MESH, "block.qkv.weight")
 
@@ -121,7 +121,7 @@ def test_placements_that_cut_across_named_dims_are_refused() -> None:
 
 def test_several_axes_may_cut_one_dim_in_blocks() -> None:
     parts, axes = Atoms((4, 4), (2,)), {"a": 2, "b": 2}
-    layout = Layout((("b",), ("a",)))
+    layout = Sharding((("b",), ("a",)))
     placements = to_placements(layout, parts, axes, "w")
     assert placements == (_StridedShard(0, split_factor=4), Shard(0))
     assert from_placements(placements, parts, axes) == layout

@@ -14,10 +14,10 @@ import torch
 
 from autopar.errors import LayoutError
 from autopar.sharding.atoms import Atoms
-from autopar.sharding.reshard.reshard import Link, Reshard, Step, StepKind, reshard, steps
-from autopar.sharding.reshard.shortest_path import _Bound, cheapest
+from autopar.sharding.reshard.reshard import LinkCost, Reshard, Step, StepKind, reshard, steps
+from autopar.sharding.reshard.shortest_path import _RemainingBound, cheapest
 from autopar.sharding.reshard.steps import Axes
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 from tests.simulation import Everywhere, all_layouts, gather, run, scatter
 
 CASES = [
@@ -41,9 +41,9 @@ CASES = [
 ]
 
 
-def splits(*axes: str, partial: str = "", broadcast: str = "") -> Layout:
+def splits(*axes: str, partial: str = "", broadcast: str = "") -> Sharding:
     """One word per atom, one letter per axis."""
-    return Layout(tuple(tuple(word) for word in axes), frozenset(partial), frozenset(broadcast))
+    return Sharding(tuple(tuple(word) for word in axes), frozenset(partial), frozenset(broadcast))
 
 
 def name_of(case: object) -> str:
@@ -71,8 +71,10 @@ def test_every_conversion_gives_the_value_and_the_gradient(atoms: Atoms, axes: M
         check(reshard(atoms, source, target, axes), flip=i % 2 == 1)
 
 
-@pytest.mark.parametrize("links", [{"a": Link(10.0), "b": Link(1.0)}, {"a": Link(1.0), "b": Link(7.0, 100.0)}])
-def test_slow_links_change_the_steps_but_not_the_value(links: dict[str, Link]) -> None:
+@pytest.mark.parametrize(
+    "links", [{"a": LinkCost(10.0), "b": LinkCost(1.0)}, {"a": LinkCost(1.0), "b": LinkCost(7.0, 100.0)}]
+)
+def test_slow_links_change_the_steps_but_not_the_value(links: dict[str, LinkCost]) -> None:
     atoms, axes = Atoms.plain((8, 5)), {"a": 2, "b": 3}
     layouts = list(all_layouts(atoms, axes))
     rng = random.Random(3)
@@ -81,7 +83,7 @@ def test_slow_links_change_the_steps_but_not_the_value(links: dict[str, Link]) -
 
 
 def gradient_of(
-    atoms: Atoms, axes: Mapping[str, int], layouts: list[Layout], conversions: list[Reshard]
+    atoms: Atoms, axes: Mapping[str, int], layouts: list[Sharding], conversions: list[Reshard]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pointwise ops with a conversion after each; the gradient of a loss, of the simulated ranks and of one process.
 
@@ -90,7 +92,7 @@ def gradient_of(
     value = torch.randn(atoms.shape, dtype=torch.float64)
     factors = [torch.randn(atoms.shape, dtype=torch.float64) for _ in layouts]
 
-    def op(x: torch.Tensor, factor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def op(x: torch.Tensor, factor: torch.Tensor, layout: Sharding) -> torch.Tensor:
         return x * factor if layout.partial else torch.sin(x * factor)
 
     whole = value.clone().requires_grad_()
@@ -111,10 +113,10 @@ def gradient_of(
     return gather([g for g in grads if g is not None], layouts[0].gradient, atoms, axes), expected
 
 
-def a_program(rng: random.Random, atoms: Atoms, axes: Mapping[str, int]) -> tuple[list[Layout], list[Reshard]]:
+def a_program(rng: random.Random, atoms: Atoms, axes: Mapping[str, int]) -> tuple[list[Sharding], list[Reshard]]:
     legal = list(all_layouts(atoms, axes))
     layouts = [rng.choice(legal) for _ in range(3)]
-    ends = [*layouts[1:], Layout.replicated(atoms)]
+    ends = [*layouts[1:], Sharding.replicated(atoms)]
     return layouts, [reshard(atoms, s, t, axes) for s, t in zip(layouts, ends, strict=True)]
 
 
@@ -193,15 +195,15 @@ def text(way: tuple[Step, ...]) -> str:
 
 
 @pytest.mark.parametrize(("source", "target", "forward", "backward"), GOLDEN)
-def test_textbook_steps(source: Layout, target: Layout, forward: str, backward: str) -> None:
+def test_textbook_steps(source: Sharding, target: Sharding, forward: str, backward: str) -> None:
     conversion = reshard(Atoms.plain((8, 12)), source, target, {"a": 2, "b": 2})
     assert (text(conversion.forward), text(conversion.backward)) == (forward, backward)
 
 
 def test_a_sum_over_a_slow_and_a_fast_axis_is_hierarchical() -> None:
     atoms, axes = Atoms.plain((16, 3)), {"slow": 2, "fast": 4}
-    source, target = Layout(((), ()), frozenset(axes)), Layout.replicated(atoms)
-    links = {"slow": Link(10.0), "fast": Link(1.0)}
+    source, target = Sharding(((), ()), frozenset(axes)), Sharding.replicated(atoms)
+    links = {"slow": LinkCost(10.0), "fast": LinkCost(1.0)}
     ways = [steps(atoms, source, target, axes, given) for given in (links, None)]
     assert [text(way) for way in ways] == [
         "reduce_scatter(fast) 0, all_reduce(slow), all_gather(fast) 0",
@@ -210,7 +212,7 @@ def test_a_sum_over_a_slow_and_a_fast_axis_is_hierarchical() -> None:
     # The torus algorithm sends as much in all, but little of it over the slow link.
     assert sum(step.sent_numel for step in ways[0]) == sum(step.sent_numel for step in ways[1]) == 84
     assert ways[0][1].sent_numel == 12
-    dear = {"slow": Link(10.0, 1e6), "fast": Link(1.0, 1e6)}
+    dear = {"slow": LinkCost(10.0, 1e6), "fast": LinkCost(1.0, 1e6)}
     assert text(steps(atoms, source, target, axes, dear)) == "all_reduce(slow*fast)"
 
 
@@ -266,7 +268,7 @@ class Exhaustive:
         sizes: tuple[int, ...],
         axes: Mapping[str, int],
         price: Mapping[str, float],
-        frozen: Layout,
+        frozen: Sharding,
         wanted: frozenset[str],
     ):
         self.sizes, self.axes, self.price = sizes, axes, price
@@ -279,14 +281,14 @@ class Exhaustive:
             count *= self.axes[axis]
         return count
 
-    def numel(self, layout: Layout) -> int:
+    def numel(self, layout: Sharding) -> int:
         count = 1
         for size, split in zip(self.sizes, layout.splits, strict=True):
             count *= size // self.ranks(split)
         return count
 
-    def edges(self, layout: Layout) -> list[tuple[float, Layout]]:
-        found: list[tuple[float, Layout]] = []
+    def edges(self, layout: Sharding) -> list[tuple[float, Sharding]]:
+        found: list[tuple[float, Sharding]] = []
         cut = {axis for split in layout.splits for axis in split}
         same = [axis for axis in self.active if axis not in cut | layout.partial]
         sums = [axis for axis in self.active if axis in layout.partial - self.wanted]
@@ -296,7 +298,7 @@ class Exhaustive:
             return list(chain.from_iterable(permutations(axes, count) for count in range(1, len(axes) + 1)))
 
         def add(sent: float, over: tuple[str, ...], held: list[tuple[str, ...]], partial: frozenset[str]) -> None:
-            found.append((sent * max(self.price[axis] for axis in over), Layout(tuple(held), partial)))
+            found.append((sent * max(self.price[axis] for axis in over), Sharding(tuple(held), partial)))
 
         for count in range(1, 4):
             for over in combinations(sums, count):
@@ -327,7 +329,7 @@ class Exhaustive:
                             add(numel if moved else 0, over, held, layout.partial)
         return found
 
-    def held(self, layout: Layout, changed: Mapping[int, tuple[str, ...]]) -> list[tuple[str, ...]]:
+    def held(self, layout: Sharding, changed: Mapping[int, tuple[str, ...]]) -> list[tuple[str, ...]]:
         return [changed.get(atom, split) for atom, split in enumerate(layout.splits)]
 
     def moves(self, over: tuple[str, ...], order: tuple[str, ...]) -> list[tuple[int, int]]:
@@ -344,9 +346,9 @@ class Exhaustive:
 
         return [(piece(place, over), piece(place, order)) for place in places]
 
-    def distances(self, source: Layout) -> dict[Layout, float]:
-        queue: list[tuple[float, int, Layout]] = [(0.0, 0, source)]
-        best: dict[Layout, float] = {}
+    def distances(self, source: Sharding) -> dict[Sharding, float]:
+        queue: list[tuple[float, int, Sharding]] = [(0.0, 0, source)]
+        best: dict[Sharding, float] = {}
         count = 0
         while queue:
             cost, _, layout = heapq.heappop(queue)
@@ -374,12 +376,12 @@ class Exhaustive:
 def test_no_order_of_steps_is_cheaper(sizes: tuple[int, ...], axes: dict[str, int], price: dict[str, float]) -> None:
     atoms = Atoms.plain(sizes)
     layouts = [layout for layout in all_layouts(atoms, axes) if not layout.broadcast]
-    links = {axis: Link(each) for axis, each in price.items()}
+    links = {axis: LinkCost(each) for axis, each in price.items()}
     rng = random.Random(11)
     sources = layouts if len(layouts) < 50 else rng.sample(layouts, 4)
     for source in sources:
         targets = layouts if len(axes) < 3 else rng.sample(layouts, 40)
-        found: dict[tuple[Layout, frozenset[str]], dict[Layout, float]] = {}
+        found: dict[tuple[Sharding, frozenset[str]], dict[Sharding, float]] = {}
         for target in targets:
             game = common(source, target), target.partial - source.partial
             if game not in found:
@@ -389,7 +391,7 @@ def test_no_order_of_steps_is_cheaper(sizes: tuple[int, ...], axes: dict[str, in
             assert cost == pytest.approx(found[game][target]), f"{source} -> {target}: {text(way)}"
 
 
-def common(source: Layout, target: Layout) -> Layout:
+def common(source: Sharding, target: Sharding) -> Sharding:
     """What both layouts have: major axes of an atom, sums, and (written as B here) axes replicated in both."""
     held = []
     for one, other in zip(source.splits, target.splits, strict=True):
@@ -398,7 +400,7 @@ def common(source: Layout, target: Layout) -> Layout:
             same += 1
         held.append(one[:same])
     idle = frozenset("abc") - {*source.axes, *target.axes}
-    return Layout(tuple(held), source.partial & target.partial, idle)
+    return Sharding(tuple(held), source.partial & target.partial, idle)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -406,11 +408,11 @@ def test_the_bound_of_the_search_leaves_out_nothing(seed: int, monkeypatch: pyte
     draw = random.Random(seed)
     drawn = [_conversion(draw) for _ in range(60)]
     bounded = [cheapest.__wrapped__(*given) for given in drawn]
-    monkeypatch.setattr(_Bound, "with_rest", lambda self, cost, extent: cost)
+    monkeypatch.setattr(_RemainingBound, "with_rest", lambda self, cost, extent: cost)
     assert bounded == [cheapest.__wrapped__(*given) for given in drawn]
 
 
-def _conversion(draw: random.Random) -> tuple[Atoms, Layout, Layout, Axes, tuple[tuple[str, Link], ...]]:
+def _conversion(draw: random.Random) -> tuple[Atoms, Sharding, Sharding, Axes, tuple[tuple[str, LinkCost], ...]]:
     """Sizes that axes divide or do not, sums in either layout, links of any cost."""
     axes = draw.choice([{"a": 2, "b": 4, "c": 3}, {"p": 2, "d": 8, "t": 8}, {"x": 4, "y": 4}])
     count = draw.randint(0, 3)
@@ -425,7 +427,7 @@ def _conversion(draw: random.Random) -> tuple[Atoms, Layout, Layout, Axes, tuple
                 partial.add(axis)
             elif state == "S" and sizes:
                 draw.choice(splits).append(axis)
-        ends.append(Layout(tuple(map(tuple, splits)), frozenset(partial)))
+        ends.append(Sharding(tuple(map(tuple, splits)), frozenset(partial)))
     costs = [(1.0, 0.0)] if draw.random() < 0.5 else [(1.0, 2.0), (0.5, 0.0), (10.0, 100.0), (0.0, 1.0)]
-    links = tuple((axis, Link(*draw.choice(costs))) for axis in axes)
+    links = tuple((axis, LinkCost(*draw.choice(costs))) for axis in axes)
     return Atoms(sizes, (1,) * count), *ends, tuple(axes.items()), links  # type: ignore[return-value]

@@ -16,9 +16,9 @@ from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.emit import emit
 from autopar.lowering.modules.bucket_ends import BucketEnd
-from autopar.lowering.passes.join_small_sums import Totals
+from autopar.lowering.passes.join_small_sums import JoinedSums
 from autopar.mesh import Mesh
-from autopar.sharding.assignment import Plan
+from autopar.sharding.assignment import StepPlan
 from autopar.sharding.buckets import buckets_of, goes_in_bucket, ways_of
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.load import choose_layout
@@ -81,7 +81,7 @@ def check(graph: NamedGraph, layout: Any, axes: dict[str, int], outputs: Outputs
             generated[module.conversion.reshard] += 1
         elif isinstance(module, BucketEnd):
             generated.update(one.reshard for one in module.running.bucket.conversions)
-        elif isinstance(module, Totals):
+        elif isinstance(module, JoinedSums):
             generated.update(one.reshard for one in module.conversions)
         elif hasattr(module, "split"):
             messages = module.split.messages()
@@ -138,7 +138,7 @@ def test_buckets_are_those_of_the_generated_graph(layout: str, mesh: str) -> Non
     modules: Any = emitted.graph_module.children()
     ends = [module.running.bucket for module in modules if isinstance(module, BucketEnd)]
     generated = Counter(tuple(one.reshard for one in bucket.conversions) for bucket in ends)
-    plan = Plan(graph.fingerprint, decisions)
+    plan = StepPlan(graph.fingerprint, decisions)
     ways = {
         bucket: [tuple(step.kind for step in way) for way in ways_of(bucket.members[0])]
         for bucket in buckets_of(graph, plan, wire(graph, decisions))

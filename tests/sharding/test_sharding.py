@@ -7,14 +7,14 @@ import torch
 
 from autopar.errors import LayoutError
 from autopar.sharding.atoms import Atoms
-from autopar.sharding.sharding import Layout, State, chunk, coordinates
+from autopar.sharding.sharding import Sharding, State, chunk, coordinates
 from tests.simulation import all_layouts
 
 MESH = {"dp": 2, "tp": 3}
 
 
 def test_the_state_of_each_axis() -> None:
-    layout = Layout(((), ("dp",)), partial=frozenset({"tp"}), broadcast=frozenset({"ep"}))
+    layout = Sharding(((), ("dp",)), partial=frozenset({"tp"}), broadcast=frozenset({"ep"}))
     assert [layout.state(axis) for axis in ("dp", "tp", "ep", "pp")] == [
         State.SPLIT,
         State.PARTIAL,
@@ -26,11 +26,11 @@ def test_the_state_of_each_axis() -> None:
 
 
 def test_the_gradient_of_a_layout() -> None:
-    layout = Layout((("dp",),), partial=frozenset({"tp"}), broadcast=frozenset({"ep"}))
-    assert layout.gradient == Layout((("dp",),), partial=frozenset({"ep"}), broadcast=frozenset({"tp"}))
+    layout = Sharding((("dp",),), partial=frozenset({"tp"}), broadcast=frozenset({"ep"}))
+    assert layout.gradient == Sharding((("dp",),), partial=frozenset({"ep"}), broadcast=frozenset({"tp"}))
     assert layout.gradient.gradient == layout
-    assert layout.value == Layout((("dp",),), partial=frozenset({"tp"}))
-    assert layout.without({"dp", "tp", "ep"}) == Layout.replicated(Atoms.plain((8,)))
+    assert layout.value == Sharding((("dp",),), partial=frozenset({"tp"}))
+    assert layout.without({"dp", "tp", "ep"}) == Sharding.replicated(Atoms.plain((8,)))
 
 
 @pytest.mark.parametrize(
@@ -44,12 +44,12 @@ def test_the_gradient_of_a_layout() -> None:
 )
 def test_an_axis_does_one_thing(given: dict[str, object]) -> None:
     with pytest.raises(LayoutError, match=r"axis 'tp' stands twice in the layout \["):
-        Layout(**given)  # type: ignore[arg-type]
+        Sharding(**given)  # type: ignore[arg-type]
 
 
 def test_an_unknown_axis_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"the layout \[0 -> sp\] names axis 'sp', but the mesh has dp, tp") as error:
-        Layout((("sp",),)).check(Atoms.plain((8,)), MESH)
+        Sharding((("sp",),)).check(Atoms.plain((8,)), MESH)
     assert error.value.code == "E1"
 
 
@@ -72,7 +72,7 @@ def test_pieces_are_those_of_torch_chunk(extent: int, count: int) -> None:
 
 
 def test_sizes_of_uneven_pieces() -> None:
-    layout, atoms = Layout((("dp", "tp"), ())), Atoms.plain((7, 2))
+    layout, atoms = Sharding((("dp", "tp"), ())), Atoms.plain((7, 2))
     pieces = [layout.pieces(atoms, MESH, coordinate)[0] for coordinate in coordinates(MESH)]
     assert pieces == [(0, 2), (2, 2), (4, 0), (4, 1), (5, 1), (6, 1)]
     assert layout.local_sizes(atoms, MESH, {"dp": 0, "tp": 2}) == (0, 2)

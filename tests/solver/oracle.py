@@ -20,17 +20,17 @@ from ortools.sat.python import cp_model
 
 from autopar.cost.costs import Costs
 from autopar.cost.evaluate import evaluate
-from autopar.sharding.assignment import Plan
-from autopar.sharding.demands import Demands
-from autopar.sharding.sharding import Layout
+from autopar.sharding.assignment import StepPlan
+from autopar.sharding.demands import SearchLayout
+from autopar.sharding.sharding import Sharding
 from autopar.solver.arrays import Floats
 from autopar.solver.decode import plan_of
 from autopar.solver.model.build import build
-from autopar.solver.model.cost_tables import Tables, Use
+from autopar.solver.model.cost_tables import CostTables, ValueUse
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import MEMORY, MOMENTS, Hinges, Sum
 from autopar.solver.model.recompute_variables import MODES, layers_of
-from autopar.solver.setting import Setting
+from autopar.solver.setting import PlanningProblem
 
 __all__ = ["ROUNDED", "Complete", "Oracle", "Term", "best_of_all", "bounds", "cheapest", "own_problem", "whole_problem"]
 
@@ -64,7 +64,7 @@ class Oracle:
     def size(self) -> int:
         return prod(self.counts)
 
-    def plan(self, chosen: Sequence[int]) -> Plan:
+    def plan(self, chosen: Sequence[int]) -> StepPlan:
         return plan_of(self.models[chosen[-1]], chosen[:-1])
 
     def costs(self, chosen: Sequence[int]) -> Costs:
@@ -80,9 +80,9 @@ def own_problem(model: Model) -> Oracle:
     return _oracle((model,), ())
 
 
-def whole_problem(setting: Setting, demands: Demands) -> Oracle:
+def whole_problem(setting: PlanningProblem, demands: SearchLayout) -> Oracle:
     """All that may be decided, with each conversion counted once."""
-    tables = Tables(setting)
+    tables = CostTables(setting)
     layers = layers_of(setting.graph) if setting.trains else ()
     models = tuple(
         build(setting, demands, tables, regather=True, recompute=dict(zip(layers, modes, strict=True)), lasting=True)
@@ -124,7 +124,7 @@ def _term(scope: tuple[int, ...], each: Sequence[Floats]) -> Term:
 # -- conversions that several ops share
 
 
-def _counted_twice(models: Sequence[Model], tables: Tables) -> Iterator[Term]:
+def _counted_twice(models: Sequence[Model], tables: CostTables) -> Iterator[Term]:
     """What the sums of a model count for an op though an earlier one has it converted: to be taken off."""
     setting = models[0].setting
     for tensor in setting.graph.tensors.values():
@@ -147,24 +147,24 @@ def _counted_twice(models: Sequence[Model], tables: Tables) -> Iterator[Term]:
         yield Term(scope, sums)
 
 
-def _wants(model: Model, user: Any, name: str) -> list[set[Layout]]:
+def _wants(model: Model, user: Any, name: str) -> list[set[Sharding]]:
     places = [i for i, operand in enumerate(user.operands) if operand == name]
     options = model.variables[model.place["op", user.name]].states
     return [{option.operands[i] for i in places if option.operands[i] is not None} for option in options]
 
 
-def _price(setting: Setting, tables: Tables, name: str, held: Any) -> Callable[[Layout], Floats]:
+def _price(setting: PlanningProblem, tables: CostTables, name: str, held: Any) -> Callable[[Sharding], Floats]:
     """The sums of one conversion of a tensor, at its most: in a layer that is computed again."""
     tensor = setting.graph.tensors[name]
     cut = tables.cut(tensor)
 
     @cache
-    def price(want: Layout) -> Floats:
+    def price(want: Sharding) -> Floats:
         if tensor.kind == "param":
             sums = tables.shared(cut, [replace(held, shared=want)], tables.handled(tensor, kept=False))
             return np.array([sums[key][0] if key not in MEMORY else 0.0 for key in Sum])
         source = held if tensor.kind == "activation" else held.layout
-        return tables.values(cut, [source], [(want,)], Use(again=True)).at(0, 0)
+        return tables.values(cut, [source], [(want,)], ValueUse(again=True)).at(0, 0)
 
     return price
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import autopar
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.demands import Demands
+from autopar.sharding.demands import SearchLayout
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.options import PlanOptions
-from autopar.solver.setting import Setting
-from autopar.solver.solve import Solved, solve_plan
+from autopar.solver.setting import PlanningProblem
+from autopar.solver.solve import SolvedPlan, solve_plan
 
 __all__ = ["Drawn", "drawn", "program"]
 
@@ -81,14 +81,14 @@ class Drawn:
     options: PlanOptions
 
     @property
-    def setting(self) -> Setting:
-        return Setting.of(self.graph, self.axes, self.cluster, self.options)
+    def setting(self) -> PlanningProblem:
+        return PlanningProblem.of(self.graph, self.axes, self.cluster, self.options)
 
     @property
-    def demands(self) -> Demands:
-        return Demands(self.graph, self.axes, self.layout)
+    def demands(self) -> SearchLayout:
+        return SearchLayout(self.graph, self.axes, self.layout)
 
-    def solved(self, limit_bytes: float = float("inf")) -> Solved:
+    def solved(self, limit_bytes: float = float("inf")) -> SolvedPlan:
         return solve_plan(
             self.graph,
             self.axes,

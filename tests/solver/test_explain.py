@@ -10,8 +10,8 @@ from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.syntax import COLLECTIVES
-from autopar.solver.infeasible.errors import NoPlan
-from autopar.solver.solve import Solved, solve_plan
+from autopar.solver.infeasible.errors import NoFeasiblePlan
+from autopar.solver.solve import SolvedPlan, solve_plan
 from examples.gpt import gpt
 from examples.resnet import resnet
 
@@ -24,7 +24,7 @@ def graph() -> NamedGraph:
     return autopar.trace(model, inputs)
 
 
-def asked(graph: NamedGraph, lines: list[str], memory: float | None = None, ranks: int = 2) -> Solved:
+def asked(graph: NamedGraph, lines: list[str], memory: float | None = None, ranks: int = 2) -> SolvedPlan:
     layout = parse_layout("\n".join(lines))
     return solve_plan(graph, {"dp": ranks}, CLUSTER, layout=layout, memory_bytes=memory, time_limit=3600)
 
@@ -38,7 +38,7 @@ def shown(error: Exception) -> list[int]:
 def is_smallest(graph: NamedGraph, lines: list[str], numbers: list[int], memory: float | None, ranks: int) -> bool:
     """Whether these lines cannot be had, and can without any one of them."""
     conflict = [lines[number - 1] for number in numbers]
-    with pytest.raises((LayoutError, NoPlan)):
+    with pytest.raises((LayoutError, NoFeasiblePlan)):
         asked(graph, conflict, memory, ranks)
     return all(asked(graph, [*conflict[:i], *conflict[i + 1 :]], memory, ranks) for i in range(len(conflict)))
 
@@ -87,7 +87,7 @@ def test_lines_that_conflict_with_the_limit_on_memory_are_told_and_no_others(gra
     lines = ["batch -> dp", "opt { * -> none }", "seq -> none", "forbid all_to_all(act) over dp"]
     free = solve_plan(graph, {"dp": 4}, CLUSTER, time_limit=3600)
     limit = 0.4 * free.costs.memory.peak_bytes
-    with pytest.raises(NoPlan, match="this line is to blame, and without it the others fit") as refused:
+    with pytest.raises(NoFeasiblePlan, match="this line is to blame, and without it the others fit") as refused:
         asked(graph, lines, limit, 4)
     assert shown(refused.value) == [2]
     assert is_smallest(graph, lines, [2], limit, 4)
@@ -98,12 +98,12 @@ def test_lines_that_conflict_with_the_limit_on_memory_are_told_and_no_others(gra
 def test_contracts_that_can_be_kept_with_more_memory_are_not_blamed_for_one_another(graph: NamedGraph) -> None:
     """What fits breaks the guard, and what keeps it does not fit: it is the limit that both conflict with."""
     lines = ["seq -> none", "use { * -> none }", "forbid all_gather(param) over dp"]
-    with pytest.raises(NoPlan) as refused:
+    with pytest.raises(NoFeasiblePlan) as refused:
         asked(graph, lines, 1000, 4)
     assert refused.value.least_bytes is not None
     limit = 0.999 * refused.value.least_bytes
     assert solve_plan(graph, {"dp": 4}, CLUSTER, memory_bytes=limit, time_limit=3600).costs.memory.peak_bytes <= limit
-    with pytest.raises(NoPlan, match="no plan was found that fits in") as refused:
+    with pytest.raises(NoFeasiblePlan, match="no plan was found that fits in") as refused:
         asked(graph, lines, limit, 4)
     assert refused.value.least_bytes is not None
     assert refused.value.least_bytes > limit, "what breaks a guard is not what would do"
@@ -124,11 +124,11 @@ def test_a_layout_that_some_meshes_cannot_have_is_planned_on_the_others() -> Non
 def test_the_line_that_sets_a_limit_on_memory_is_shown() -> None:
     model, inputs = gpt(batch=4, seq=8, d_model=16, heads=2, vocab=16, layers=1)
     layout = "batch -> dp\nlimit memory 1KiB\n"
-    with pytest.raises(NoPlan, match=r"no plan was found that fits in 1\.00 KiB") as refused:
+    with pytest.raises(NoFeasiblePlan, match=r"no plan was found that fits in 1\.00 KiB") as refused:
         autopar.plan(model, "dp=2", inputs, layout=layout, cluster="h100", cache=False)
     assert shown(refused.value) == [2]
     assert str(refused.value).splitlines()[-1].startswith("fix: ")
-    with pytest.raises(NoPlan) as refused:
+    with pytest.raises(NoFeasiblePlan) as refused:
         autopar.plan(model, "dp=2", inputs, layout=layout, memory=512, cluster="h100", cache=False)
     assert shown(refused.value) == [], "it is not the layout that sets the limit"
 
@@ -137,10 +137,10 @@ def test_of_many_meshes_the_one_that_comes_closest_is_told() -> None:
     model, inputs = gpt(batch=4, seq=8, d_model=16, heads=2, vocab=16, layers=1)
     alone = {}
     for mesh in ("dp=1,tp=2", "dp=2,tp=1"):
-        with pytest.raises(NoPlan) as refused:
+        with pytest.raises(NoFeasiblePlan) as refused:
             autopar.plan(model, mesh, inputs, memory=1024, cluster="h100", cache=False)
         alone[mesh] = refused.value.least_bytes
-    with pytest.raises(NoPlan, match=r"of 2 meshes, (.*) comes closest: no plan was found") as refused:
+    with pytest.raises(NoFeasiblePlan, match=r"of 2 meshes, (.*) comes closest: no plan was found") as refused:
         autopar.plan(model, "?", inputs, devices=2, memory=1024, cluster="h100", cache=False)
     least = min(alone.values())
     assert refused.value.least_bytes == least

@@ -21,11 +21,11 @@ from autopar.cost.evaluate import evaluate
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.reshard_insertion import conversions
-from autopar.solver.infeasible.errors import NoPlan
+from autopar.solver.infeasible.errors import NoFeasiblePlan
 from autopar.solver.model.build import build
 from autopar.solver.model.objective import peak_gib
 from autopar.solver.model.recompute_variables import MODES, layers_of
-from autopar.solver.search.lagrangian import Search
+from autopar.solver.search.lagrangian import LagrangianSearch
 from tests.solver.oracle import ROUNDED, Complete, Oracle, best_of_all, cheapest, own_problem, whole_problem
 from tests.solver.random_problems import Drawn, drawn, program
 
@@ -181,7 +181,7 @@ def test_the_search_finds_what_the_complete_model_proves(block: int) -> None:
 
             some = [sums([draw.randrange(count) for count in oracle.counts[:-1]])[1] for _ in range(8)]
             limit = draw.choice([np.inf, max(some), min(some)]) * (1 + 1e-6)  # as no sum of rounded numbers is
-            search = Search(model, sums, np.inf, limit)
+            search = LagrangianSearch(model, sums, np.inf, limit)
             search.run()
             search.close()
             chosen = Complete(oracle, limit).solve()
@@ -198,7 +198,7 @@ def test_what_cannot_fit_is_refused_with_the_least_that_would_do() -> None:
     problem = next(small_problems(2))
     oracle = whole_problem(problem.setting, problem.demands)
     least = min(oracle.costs(chosen).memory.peak_bytes for chosen in product(*map(range, oracle.counts)))
-    with pytest.raises(NoPlan, match="no plan was found that fits") as refused:
+    with pytest.raises(NoFeasiblePlan, match="no plan was found that fits") as refused:
         problem.solved(0.99 * least)
     assert refused.value.least_bytes == least
     assert problem.solved(least).costs.memory.peak_bytes == least

@@ -12,18 +12,18 @@ import autopar
 from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.demands import Demands
+from autopar.sharding.demands import SearchLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import PlanOptions
 from autopar.solver.decode import plan_of
-from autopar.solver.infeasible.errors import NoPlan
+from autopar.solver.infeasible.errors import NoFeasiblePlan
 from autopar.solver.model.build import build
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import MEMORY, Hinges, Sum
 from autopar.solver.model.recompute_variables import STATES, layers_of
 from autopar.solver.search.elimination import Elimination
-from autopar.solver.search.splice import Mixtures, places_of
-from autopar.solver.setting import Setting
+from autopar.solver.search.splice import Splices, places_of
+from autopar.solver.setting import PlanningProblem
 from autopar.solver.solve import solve_plan
 from examples.gpt import gpt
 
@@ -39,13 +39,13 @@ def graph() -> NamedGraph:
 
 
 @pytest.fixture(scope="module")
-def setting(graph: NamedGraph) -> Setting:
-    return Setting.of(graph, AXES, CLUSTER, PlanOptions())
+def setting(graph: NamedGraph) -> PlanningProblem:
+    return PlanningProblem.of(graph, AXES, CLUSTER, PlanOptions())
 
 
 @pytest.fixture(scope="module")
-def model(graph: NamedGraph, setting: Setting) -> Model:
-    return build(setting, Demands(graph, AXES, Layout(())), regather=True, open_layers=layers_of(graph))
+def model(graph: NamedGraph, setting: PlanningProblem) -> Model:
+    return build(setting, SearchLayout(graph, AXES, Layout(())), regather=True, open_layers=layers_of(graph))
 
 
 def drawn(model: Model, draw: random.Random) -> list[int]:
@@ -53,14 +53,14 @@ def drawn(model: Model, draw: random.Random) -> list[int]:
 
 
 def test_a_mode_of_a_layer_takes_what_it_takes_where_it_is_settled(
-    graph: NamedGraph, setting: Setting, model: Model
+    graph: NamedGraph, setting: PlanningProblem, model: Model
 ) -> None:
     draw = random.Random(0)
     layers = layers_of(graph)
     own = [model.place["recompute", path] for path in layers]
     for modes in product(STATES, repeat=len(layers)):
         recompute = dict(zip(layers, modes, strict=True))
-        settled = build(setting, Demands(graph, AXES, Layout(())), regather=True, recompute=recompute)
+        settled = build(setting, SearchLayout(graph, AXES, Layout(())), regather=True, recompute=recompute)
         for _ in range(3):
             chosen = drawn(model, draw)
             for place, mode in zip(own, modes, strict=True):
@@ -71,10 +71,10 @@ def test_a_mode_of_a_layer_takes_what_it_takes_where_it_is_settled(
             assert evaluate(graph, plan, CLUSTER) == evaluate(graph, other, CLUSTER)
 
 
-def test_mixtures_are_what_the_model_says_of_them(model: Model, setting: Setting) -> None:
+def test_mixtures_are_what_the_model_says_of_them(model: Model, setting: PlanningProblem) -> None:
     draw = random.Random(1)
     first, then = drawn(model, draw), drawn(model, draw)
-    found = Mixtures.of(model, Hinges.of(setting), places_of(model), first, then)
+    found = Splices.of(model, Hinges.of(setting), places_of(model), first, then)
     assert found.at(0) == then
     assert found.at(len(found.sums) - 1) == first
     for place in (*range(0, len(found.sums), 7), len(found.sums) - 1):
@@ -102,7 +102,7 @@ def test_less_memory_is_no_faster_and_computes_layers_again(graph: NamedGraph) -
     for share in (0.85, 0.7, 0.55, 0.4):
         try:
             found = solve_plan(graph, {"dp": 2}, CLUSTER, memory_bytes=share * most, time_limit=3600)
-        except NoPlan:
+        except NoFeasiblePlan:
             break
         assert found.costs.memory.peak_bytes <= share * most
         assert found.bound_seconds <= found.costs.step_seconds
@@ -116,7 +116,7 @@ def test_less_memory_is_no_faster_and_computes_layers_again(graph: NamedGraph) -
 def test_a_mesh_that_cannot_win_is_given_up(graph: NamedGraph) -> None:
     best = solve_plan(graph, {"dp": 2}, CLUSTER, experts=False, time_limit=3600)
     assert best.bound_seconds > 0
-    with pytest.raises(NoPlan, match="no plan takes less than"):
+    with pytest.raises(NoFeasiblePlan, match="no plan takes less than"):
         solve_plan(graph, {"dp": 2}, CLUSTER, experts=False, beat_seconds=0.5 * best.bound_seconds, time_limit=3600)
     same = solve_plan(
         graph, {"dp": 2}, CLUSTER, experts=False, beat_seconds=2 * best.costs.step_seconds, time_limit=3600

@@ -10,12 +10,12 @@ import torch
 import autopar
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.demands import Demands
+from autopar.sharding.demands import SearchLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import PlanOptions
 from autopar.solver.decode import plan_of
 from autopar.solver.model.build import build
-from autopar.solver.setting import Setting
+from autopar.solver.setting import PlanningProblem
 from autopar.solver.solve import solve_plan
 from examples.gpt import gpt
 from tests.ranks import difference_of
@@ -41,8 +41,8 @@ def test_a_solved_plan_computes_what_one_process_does(traced: Traced) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_may_be_decided_computes_the_same(traced: Traced, seed: int) -> None:
     graph, exact, inputs = traced
-    setting = Setting.of(graph, AXES, CLUSTER, PlanOptions())
-    model = build(setting, Demands(graph, AXES, Layout(())), regather=True)
+    setting = PlanningProblem.of(graph, AXES, CLUSTER, PlanOptions())
+    model = build(setting, SearchLayout(graph, AXES, Layout(())), regather=True)
     draw = random.Random(seed)
     chosen = [draw.randrange(len(variable.states)) for variable in model.variables]
     assert difference_of(exact, plan_of(model, chosen).decisions, inputs) < 1e-9

@@ -11,23 +11,23 @@ from torch import nn
 import autopar
 from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import load_cluster
-from autopar.cost.step.lowered_step import Wired
+from autopar.cost.step.lowered_step import LoweredStep
 from autopar.cost.step.profile import Profile, profile
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.assignment import Plan
+from autopar.sharding.assignment import StepPlan
 from autopar.sharding.contracts import layout_text
-from autopar.sharding.demands import Demands
+from autopar.sharding.demands import SearchLayout
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.options import PlanOptions
 from autopar.solver import strategies
 from autopar.solver.arrays import Floats
 from autopar.solver.decode import plan_of
-from autopar.solver.infeasible.errors import NoPlan
+from autopar.solver.infeasible.errors import NoFeasiblePlan
 from autopar.solver.model.build import build
 from autopar.solver.model.objective import Hinges, Sum
-from autopar.solver.setting import Setting
-from autopar.solver.solve import Solved, solve_plan
+from autopar.solver.setting import PlanningProblem
+from autopar.solver.solve import SolvedPlan, solve_plan
 from autopar.solver.strategies import expert_plans
 from examples.gpt import gpt
 
@@ -64,13 +64,13 @@ def sums_of(found: Profile) -> Floats:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_the_planner_believes_is_what_evaluate_adds_up(graph: NamedGraph, compiled: bool) -> None:
     """All but what is shared: conversions that two ops want, and the buckets of parameters."""
-    setting = Setting.of(graph, AXES, CLUSTER, PlanOptions(compiled=compiled))
-    model = build(setting, Demands(graph, AXES, Layout(())))
+    setting = PlanningProblem.of(graph, AXES, CLUSTER, PlanOptions(compiled=compiled))
+    model = build(setting, SearchLayout(graph, AXES, Layout(())))
     draw = random.Random(0)
     same = 0
     for _ in range(12):
         chosen = [draw.randrange(len(variable.states)) for variable in model.variables]
-        believed, found = model.sums(chosen), sums_of(profile(Wired(graph, plan_of(model, chosen)), CLUSTER))
+        believed, found = model.sums(chosen), sums_of(profile(LoweredStep(graph, plan_of(model, chosen)), CLUSTER))
         for key in (Sum.FORWARD_ROOM, Sum.BACKWARD_ROOM):
             assert believed[key] == pytest.approx(found[key], rel=1e-9)
         for key in (Sum.FORWARD_EACH, Sum.FORWARD_ONCE, Sum.BACKWARD_EACH, Sum.BACKWARD_ONCE):
@@ -82,11 +82,11 @@ def test_what_the_planner_believes_is_what_evaluate_adds_up(graph: NamedGraph, c
 
 def test_hinges_are_the_seconds_of_evaluate(graph: NamedGraph) -> None:
     options = PlanOptions(micro_batches=3)
-    setting = Setting.of(graph, AXES, CLUSTER, options)
+    setting = PlanningProblem.of(graph, AXES, CLUSTER, options)
     plans = list(expert_plans(setting))[:6]
     assert len(plans) == 6
     for _, plan in plans:
-        found = profile(Wired(graph, plan), CLUSTER)
+        found = profile(LoweredStep(graph, plan), CLUSTER)
         sums = sums_of(found)
         for tasks in (found.forward, found.backward):
             sums[Sum.HOST] += sum(task.host_seconds for task in tasks if task.beside and not task.once)
@@ -98,7 +98,7 @@ def test_no_strategy_is_better(graph: NamedGraph) -> None:
     solved = solve_plan(graph, AXES, CLUSTER, time_limit=3600)
     assert solved.costs == evaluate(graph, solved.plan, CLUSTER), "what is claimed is what evaluate says"
     assert solved.bound_seconds <= solved.costs.step_seconds
-    setting = Setting.of(graph, AXES, CLUSTER, PlanOptions())
+    setting = PlanningProblem.of(graph, AXES, CLUSTER, PlanOptions())
     for name, plan in expert_plans(setting):
         assert solved.costs.step_seconds <= evaluate(graph, plan, CLUSTER).step_seconds * (1 + 1e-9), name
 
@@ -108,7 +108,7 @@ def small() -> NamedGraph:
     return autopar.trace(model, inputs)
 
 
-def asked(graph: NamedGraph, text: str, warm: Plan | None = None) -> Solved:
+def asked(graph: NamedGraph, text: str, warm: StepPlan | None = None) -> SolvedPlan:
     return solve_plan(graph, {"dp": 2}, CLUSTER, layout=parse_layout(text), warm=warm, time_limit=3600)
 
 
@@ -149,7 +149,7 @@ def test_where_memory_is_short_the_layout_is_named_if_it_is_to_blame() -> None:
     graph, said = small(), parse_layout("* -> none")
     whole = solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, experts=False, time_limit=3600)
     limit = 0.8 * whole.costs.memory.peak_bytes
-    with pytest.raises(NoPlan, match=r"this line is to blame, .*: without the layout, .* would do") as refused:
+    with pytest.raises(NoFeasiblePlan, match=r"this line is to blame, .*: without the layout, .* would do") as refused:
         solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, memory_bytes=limit, experts=False, time_limit=3600)
     assert refused.value.least_bytes is not None
     assert refused.value.least_bytes > limit
@@ -157,7 +157,7 @@ def test_where_memory_is_short_the_layout_is_named_if_it_is_to_blame() -> None:
         graph, {"dp": 4}, CLUSTER, layout=said, memory_bytes=refused.value.least_bytes, experts=False, time_limit=3600
     )
     assert found.costs.memory.peak_bytes <= refused.value.least_bytes
-    with pytest.raises(NoPlan, match=r"without the layout it is (no less|.*, which is too much as well)"):
+    with pytest.raises(NoFeasiblePlan, match=r"without the layout it is (no less|.*, which is too much as well)"):
         solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, memory_bytes=1000, experts=False, time_limit=3600)
 
 
@@ -208,7 +208,7 @@ def test_where_the_host_is_slow_what_is_gathered_may_stay() -> None:
     """As ZeRO-1 does: of a small model, which takes the host longer than the devices, no expert is better."""
     model, inputs = gpt(layers=2, d_model=64, heads=4, vocab=128, seq=32, batch=8, device="meta")
     graph, axes = autopar.trace(model, inputs), {"dp": 8}
-    setting = Setting.of(graph, axes, CLUSTER, PlanOptions())
+    setting = PlanningProblem.of(graph, axes, CLUSTER, PlanOptions())
     experts = [evaluate(graph, plan, CLUSTER) for _, plan in expert_plans(setting)]
     for limit in sorted({costs.memory.peak_bytes for costs in experts}):
         found = solve_plan(graph, axes, CLUSTER, memory_bytes=limit, experts=False, time_limit=3600)
@@ -219,13 +219,13 @@ def test_where_the_host_is_slow_what_is_gathered_may_stay() -> None:
 def test_the_least_memory_that_is_told_is_what_no_search_goes_below() -> None:
     model, inputs = gpt(layers=2, d_model=64, heads=4, vocab=128, seq=32, batch=8, device="meta")
     graph = autopar.trace(model, inputs)
-    with pytest.raises(NoPlan) as refused:
+    with pytest.raises(NoFeasiblePlan) as refused:
         solve_plan(graph, {"dp": 8}, CLUSTER, memory_bytes=1000, time_limit=3600)
     least = refused.value.least_bytes
     assert least is not None
     found = solve_plan(graph, {"dp": 8}, CLUSTER, memory_bytes=least, time_limit=3600)
     assert found.costs.memory.peak_bytes == least
-    with pytest.raises(NoPlan):
+    with pytest.raises(NoFeasiblePlan):
         solve_plan(graph, {"dp": 8}, CLUSTER, memory_bytes=0.99 * least, time_limit=3600)
 
 
@@ -233,12 +233,12 @@ def test_strategies_are_not_tried_when_it_is_late(graph: NamedGraph, monkeypatch
     """Nor are those that do not apply, and are never offered: to find that out takes as long."""
     tried: list[Layout] = []
 
-    def none(setting: Setting, layout: Layout, known: object = None) -> Plan | None:
+    def none(setting: PlanningProblem, layout: Layout, known: object = None) -> StepPlan | None:
         tried.append(layout)
         return None
 
     monkeypatch.setattr(strategies, "plan_under", none)
-    setting = Setting.of(graph, {"pod": 2, "dp": 2, "tp": 2}, CLUSTER, PlanOptions())
+    setting = PlanningProblem.of(graph, {"pod": 2, "dp": 2, "tp": 2}, CLUSTER, PlanOptions())
     assert list(expert_plans(setting, lambda: len(tried) >= 4)) == []
     assert len(tried) == 4
     assert list(expert_plans(setting)) == []
@@ -257,7 +257,7 @@ def test_without_time_to_search_the_best_expert_stands(graph: NamedGraph, axes: 
 
 
 def test_without_time_and_without_experts_that_may_be_taken_a_plan_is_found(graph: NamedGraph) -> None:
-    with pytest.raises(NoPlan) as refused:
+    with pytest.raises(NoFeasiblePlan) as refused:
         solve_plan(graph, AXES, CLUSTER, memory_bytes=1000, experts=False, time_limit=1e-3)
     least = refused.value.least_bytes
     assert least is not None

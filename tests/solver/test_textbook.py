@@ -12,20 +12,22 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import autopar
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.sharding.options import PlanOptions
-from autopar.solver.solve import Solved, solve_plan
+from autopar.solver.solve import SolvedPlan, solve_plan
 from examples.gpt import gpt
 from examples.moe import moe
 
 H100 = load_cluster("h100")
 
 
-def solved(model: nn.Module, inputs: Any, axes: Mapping[str, int], **given: Any) -> tuple[autopar.NamedGraph, Solved]:
+def solved(
+    model: nn.Module, inputs: Any, axes: Mapping[str, int], **given: Any
+) -> tuple[autopar.NamedGraph, SolvedPlan]:
     graph = autopar.trace(model.bfloat16(), inputs)
     options = PlanOptions(compiled=True)  # else such small models wait for their host
     return graph, solve_plan(graph, axes, H100, time_limit=3600, options=options, **given)
 
 
-def axes_of(found: Solved, op: str) -> dict[str, tuple[str, ...]]:
+def axes_of(found: SolvedPlan, op: str) -> dict[str, tuple[str, ...]]:
     """The axes that split each factor of an op."""
     splits: dict[str, tuple[str, ...]] = {}
     for (factor, _), axes in found.plan.decisions.ops[op].choice.splits:

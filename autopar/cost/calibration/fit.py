@@ -20,21 +20,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from autopar.cost.calibration.op_trials import Attended, TriedOp
-from autopar.cost.collectives.algorithms import ALGORITHMS, Span
+from autopar.cost.calibration.op_trials import TimedAttention, TimedOp
+from autopar.cost.collectives.algorithms import ALGORITHMS, LevelSpan
 from autopar.cost.collectives.network import Curve, Network
-from autopar.cost.compute.matmul_time import Matrix, Product, product_seconds
-from autopar.cost.hardware.cluster import Attention, Cluster, Device
-from autopar.cost.hardware.topology import Level
+from autopar.cost.compute.matmul_time import MatmulShape, MatmulUnit, product_seconds
+from autopar.cost.hardware.cluster import AttentionRates, Cluster, Device
+from autopar.cost.hardware.topology import TopologyLevel
 
 __all__ = [
     "CANDIDATES",
-    "Chain",
     "CollectiveFit",
-    "Measured",
     "Measurements",
     "MultiplyFit",
-    "Timed",
+    "TimedChain",
+    "TimedCollective",
+    "TimedProduct",
     "fit_attention",
     "fit_collectives",
     "fit_kind",
@@ -59,7 +59,7 @@ CANDIDATES: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedProduct:
     """A product of matrices [rows, reduction] and [reduction, columns], and its time."""
 
     dtype: str
@@ -74,7 +74,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Chain:
+class TimedChain:
     """So many products of [rows, width] and [width, width] in a training step, one after the other, and its time."""
 
     count: int
@@ -85,7 +85,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Measured:
+class TimedCollective:
     """A collective in groups of so many ranks, all groups at once, and its time; level 0 is inside a node."""
 
     kind: str
@@ -105,8 +105,8 @@ class Measurements:
     memory_bytes: float
     launch_seconds: float
     stream_bytes_per_second: float
-    products: tuple[Timed, ...]
-    collectives: tuple[Measured, ...]
+    products: tuple[TimedProduct, ...]
+    collectives: tuple[TimedCollective, ...]
     nodes: int
     ranks_per_node: int
     lone_bytes_per_second: float | None = None
@@ -119,9 +119,9 @@ class Measurements:
     """Whether the device starts its ops itself, as a core of a CPU does."""
     processors: int = 1
     """Of the device: a library of collectives takes some of them."""
-    ops: tuple[TriedOp, ...] = ()
-    attentions: tuple[Attended, ...] = ()
-    chain: Chain | None = None
+    ops: tuple[TimedOp, ...] = ()
+    attentions: tuple[TimedAttention, ...] = ()
+    chain: TimedChain | None = None
 
     @property
     def ranks(self) -> int:
@@ -138,7 +138,7 @@ class MultiplyFit:
     peak_flops: Mapping[str, float]
     error: float
     """The median of |predicted - measured| / measured."""
-    matrix: Matrix | None = None
+    matrix: MatmulUnit | None = None
     """The tiles and processors of a device that autopar ships, if with them the error is less."""
     stream_bytes_per_second: float = inf
 
@@ -147,13 +147,13 @@ class MultiplyFit:
         if self.matrix is None:
             flops = 2.0 * rows * reduction * columns
             return self.start_seconds + flops * (reduction + self.fill) / reduction / self.peak_flops[dtype]
-        product = Product(1, rows, columns, reduction)
+        product = MatmulShape(1, rows, columns, reduction)
         size = getattr(torch, dtype).itemsize
         return product_seconds(product, size, self.matrix, self.peak_flops[dtype], self.stream_bytes_per_second)
 
 
 def fit_products(
-    products: Sequence[Timed], shipped: Device | None = None, stream_bytes_per_second: float = inf
+    products: Sequence[TimedProduct], shipped: Device | None = None, stream_bytes_per_second: float = inf
 ) -> MultiplyFit:
     """Fit what a product takes, with the tiles of a shipped device of this kind where these fit better."""
     plain = _fit_plain(products)
@@ -164,7 +164,7 @@ def fit_products(
 
 
 def _fit_tiled(
-    products: Sequence[Timed], plain: MultiplyFit, shipped: Device, matrix: Matrix, stream: float
+    products: Sequence[TimedProduct], plain: MultiplyFit, shipped: Device, matrix: MatmulUnit, stream: float
 ) -> MultiplyFit:
     """The peaks with which the tiles of a device give the measured times."""
     peaks = {}
@@ -181,12 +181,12 @@ def _fit_tiled(
     return replace(found, error=_error_of(found, products))
 
 
-def _error_of(fit: MultiplyFit, products: Sequence[Timed]) -> float:
+def _error_of(fit: MultiplyFit, products: Sequence[TimedProduct]) -> float:
     guesses = [(fit.seconds(one.dtype, one.rows, one.reduction, one.columns), one.seconds) for one in products]
     return _median_error(guess / seconds for guess, seconds in guesses)
 
 
-def _fit_plain(products: Sequence[Timed]) -> MultiplyFit:
+def _fit_plain(products: Sequence[TimedProduct]) -> MultiplyFit:
     """What a product takes beyond its operations, by the dtype with most measurements; the peak of each dtype."""
     dtypes = sorted({one.dtype for one in products}, key=lambda name: -sum(one.dtype == name for one in products))
     first = [one for one in products if one.dtype == dtypes[0]]
@@ -210,7 +210,7 @@ def _fit_plain(products: Sequence[Timed]) -> MultiplyFit:
     return replace(found, error=_error_of(found, products))
 
 
-def fit_sustained(fit: MultiplyFit, chain: Chain | None) -> float:
+def fit_sustained(fit: MultiplyFit, chain: TimedChain | None) -> float:
     """The share of the rate of products that a training step reaches."""
     if chain is None or chain.dtype not in fit.peak_flops:
         return 1.0
@@ -218,8 +218,8 @@ def fit_sustained(fit: MultiplyFit, chain: Chain | None) -> float:
 
 
 def fit_attention(
-    attentions: Sequence[Attended], peak_flops: Mapping[str, float], shipped: Attention | None = None
-) -> Attention | None:
+    attentions: Sequence[TimedAttention], peak_flops: Mapping[str, float], shipped: AttentionRates | None = None
+) -> AttentionRates | None:
     """The shares of the peak that fused attention reaches. How many queries a processor takes shows in no time."""
     if not attentions:
         return None
@@ -237,7 +237,7 @@ def fit_attention(
         limit = times[many] - slope / many
         softmax = round(slope / limit) if limit > 0 else softmax
     forward = median((1 + softmax / head_dim) / spent for head_dim, spent in times.items())
-    return Attention(
+    return AttentionRates(
         1 if shipped is None else shipped.rows,
         min(1.0, forward),
         min(1.0, share(False, True)),
@@ -280,7 +280,7 @@ class CollectiveFit:
     error: float
 
 
-def fit_collectives(collectives: Iterable[Measured]) -> list[CollectiveFit]:
+def fit_collectives(collectives: Iterable[TimedCollective]) -> list[CollectiveFit]:
     """A fit for each collective at each level. What runs inside nodes is taken to run across them.
 
     On one node, each size of a group has its own fit: where ranks share cores, waiting grows faster than hops do.
@@ -288,7 +288,7 @@ def fit_collectives(collectives: Iterable[Measured]) -> list[CollectiveFit]:
     fits: list[CollectiveFit] = []
     fitted = [one for one in collectives if not one.left_out]
     if all(one.level == 0 for one in fitted):
-        parts: dict[tuple[str, int], list[Measured]] = {}
+        parts: dict[tuple[str, int], list[TimedCollective]] = {}
         for one in fitted:
             parts.setdefault((one.kind, one.ranks), []).append(one)
         return [fit_kind(part, CANDIDATES[kind][:1]) for (kind, _), part in parts.items()]
@@ -301,7 +301,7 @@ def fit_collectives(collectives: Iterable[Measured]) -> list[CollectiveFit]:
     return fits
 
 
-def fit_kind(measured: Sequence[Measured], algorithms: Sequence[str]) -> CollectiveFit:
+def fit_kind(measured: Sequence[TimedCollective], algorithms: Sequence[str]) -> CollectiveFit:
     """The best of the algorithms, for measurements of one collective at one level."""
     kind, level = measured[0].kind, measured[0].level
     fits = [
@@ -313,7 +313,9 @@ def fit_kind(measured: Sequence[Measured], algorithms: Sequence[str]) -> Collect
     return min(fits, key=lambda fit: fit.error)
 
 
-def _fit(kind: str, level: int, algorithm: str, pipelined: bool, measured: Sequence[Measured]) -> CollectiveFit | None:
+def _fit(
+    kind: str, level: int, algorithm: str, pipelined: bool, measured: Sequence[TimedCollective]
+) -> CollectiveFit | None:
     shapes = {ranks: _shape(algorithm, kind, ranks) for ranks in {one.ranks for one in measured}}
     known = {ranks: shape for ranks, shape in shapes.items() if shape is not None}
     if len(known) < len(shapes):
@@ -348,7 +350,7 @@ ROUNDS = 30
 
 def _shape(algorithm: str, kind: str, ranks: int) -> tuple[float, float] | None:
     """Hops and traffic on one level."""
-    span = Span(Level("level", "link", 1, 1.0), ranks, 1, 1.0, 1.0)
+    span = LevelSpan(TopologyLevel("level", "link", 1, 1.0), ranks, 1, 1.0, 1.0)
     way = ALGORITHMS[algorithm](kind, (span,))
     return None if way is None else (sum(phase.hops[0] for phase in way), sum(phase.traffic[0] for phase in way))
 
@@ -403,7 +405,7 @@ def judge(cluster: Cluster, measurements: Measurements) -> dict[str, tuple[float
     return found
 
 
-def _network(cluster: Cluster, measurements: Measurements, one: Measured) -> Network:
+def _network(cluster: Cluster, measurements: Measurements, one: TimedCollective) -> Network:
     """The mesh in which such groups are the axis `group`."""
     if one.level == 0:
         return Network(cluster, {"others": measurements.ranks // one.ranks, "group": one.ranks})

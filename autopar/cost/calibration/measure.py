@@ -11,19 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.cost.calibration.fit import CANDIDATES, Chain, Measured, Measurements, Timed
+from autopar.cost.calibration.fit import CANDIDATES, Measurements, TimedChain, TimedCollective, TimedProduct
 from autopar.cost.calibration.op_trials import (
     TRIALS,
-    Attended,
-    TriedOp,
+    TimedAttention,
+    TimedOp,
     attended,
     attention_trials,
     overhead_seconds,
     tried,
 )
 from autopar.cost.calibration.timing import (
-    Budget,
-    Place,
+    MeasuringBudget,
+    RankPlace,
     own_seconds,
     place_here,
     ranks_per_core,
@@ -32,7 +32,7 @@ from autopar.cost.calibration.timing import (
 )
 from autopar.rules.torch_versions import all_gather_single, reduce_scatter_single
 
-__all__ = ["Budget", "measure", "steps_of"]
+__all__ = ["MeasuringBudget", "measure", "steps_of"]
 
 Tick = Callable[[str], None]
 """Called after every measurement, with what comes next."""
@@ -41,7 +41,7 @@ SMALLEST_BYTES = 1024
 ITEM_BYTES = 4
 
 
-def measure(budget: Budget, tick: Tick) -> Measurements:
+def measure(budget: MeasuringBudget, tick: Tick) -> Measurements:
     """All of it; with a process group, every rank must call this, and gets the same."""
     place = place_here()
     name, memory = _described(place)
@@ -66,12 +66,12 @@ def measure(budget: Budget, tick: Tick) -> Measurements:
             tick(f"collectives of {size} bytes by {ranks}")
             calls = {kind: _call(kind, group, size, place.device) for kind in CANDIDATES}
             for kind, seconds in waited_seconds(place, budget, calls).items():
-                collectives.append(Measured(kind, level, ranks, float(size), seconds, left_out))
+                collectives.append(TimedCollective(kind, level, ranks, float(size), seconds, left_out))
     tick("two ranks alone")
     return replace(found, collectives=tuple(collectives), lone_bytes_per_second=_lone(place, budget))
 
 
-def steps_of(budget: Budget, ranks: int, ranks_per_node: int) -> int:
+def steps_of(budget: MeasuringBudget, ranks: int, ranks_per_node: int) -> int:
     """About how many times `tick` is called."""
     groups = len(_counts(ranks_per_node)) + len(_counts(ranks // ranks_per_node))
     products = 3 * len(list(_products(budget.largest_product)))
@@ -79,7 +79,7 @@ def steps_of(budget: Budget, ranks: int, ranks_per_node: int) -> int:
     return alone + products + groups * len(list(_sizes(budget.largest_bytes)))
 
 
-def _described(place: Place) -> tuple[str, float]:
+def _described(place: RankPlace) -> tuple[str, float]:
     """The device's name, and the memory that each rank has."""
     if place.device.type == "cuda":
         properties = torch.cuda.get_device_properties(place.device)
@@ -88,7 +88,7 @@ def _described(place: Place) -> tuple[str, float]:
     return f"CPU process, {torch.get_num_threads()} thread", memory
 
 
-def _processors(place: Place) -> int:
+def _processors(place: RankPlace) -> int:
     if place.device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(place.device).multi_processor_count)
@@ -97,7 +97,7 @@ def _processors(place: Place) -> int:
 # -- the device -------------------------------------------------------------------------------------------------------
 
 
-def _launch(place: Place, budget: Budget) -> float:
+def _launch(place: RankPlace, budget: MeasuringBudget) -> float:
     x = torch.zeros(1, device=place.device)
     count = 200
 
@@ -108,14 +108,14 @@ def _launch(place: Place, budget: Budget) -> float:
     return own_seconds(place, budget, run) / count
 
 
-def _stream(place: Place, budget: Budget) -> float:
+def _stream(place: RankPlace, budget: MeasuringBudget) -> float:
     """Two tensors read, one made: larger than the caches of a core."""
     size = 2**28 if place.device.type == "cuda" else 2**24
     one, other = (torch.rand(size // ITEM_BYTES, device=place.device) for _ in range(2))
     return 3 * size / own_seconds(place, budget, lambda: torch.add(one, other))
 
 
-def _dtypes(place: Place) -> tuple[torch.dtype, ...]:
+def _dtypes(place: RankPlace) -> tuple[torch.dtype, ...]:
     on_gpu = (torch.float32, torch.bfloat16, torch.float16)
     return on_gpu if place.device.type == "cuda" else (torch.float32, torch.bfloat16, torch.float64)
 
@@ -131,24 +131,26 @@ def _products(largest: int) -> Iterator[tuple[int, int, int]]:
         size *= 2
 
 
-def _product(place: Place, budget: Budget, dtype: torch.dtype, rows: int, reduction: int, columns: int) -> Timed:
+def _product(
+    place: RankPlace, budget: MeasuringBudget, dtype: torch.dtype, rows: int, reduction: int, columns: int
+) -> TimedProduct:
     # Not of one value: bits that do not change take less power, and a GPU at its limit of power runs faster on them.
     left = torch.randn(rows, reduction, device=place.device).to(dtype)
     right = torch.randn(reduction, columns, device=place.device).to(dtype)
     seconds = own_seconds(place, budget, lambda: left @ right)
-    return Timed(str(dtype).removeprefix("torch."), rows, reduction, columns, seconds)
+    return TimedProduct(str(dtype).removeprefix("torch."), rows, reduction, columns, seconds)
 
 
-def _tried(place: Place, budget: Budget, tick: Tick, found: Measurements) -> Measurements:
+def _tried(place: RankPlace, budget: MeasuringBudget, tick: Tick, found: Measurements) -> Measurements:
     """What a device takes beyond what is multiplied and moved."""
     seconds = partial(own_seconds, place, replace(budget, seconds_each=budget.seconds_each / 4))
     tick("a small op")
     overhead = overhead_seconds(place.device, seconds)
-    ops: list[TriedOp] = []
+    ops: list[TimedOp] = []
     for trial in TRIALS:
         tick(trial.name)
         ops.append(tried(trial, TRIED_NUMEL if found.own_host else TRIED_NUMEL_GPU, place.device, seconds))
-    attentions: list[Attended] = []
+    attentions: list[TimedAttention] = []
     for attention in attention_trials(place.device.type):
         tick("attention")
         attentions.append(attended(attention, place.device, seconds))
@@ -163,7 +165,7 @@ TRIED_NUMEL_GPU = 2**26
 """Beyond its caches, and far longer than a launch."""
 
 
-def _chain(place: Place, budget: Budget) -> Chain:
+def _chain(place: RankPlace, budget: MeasuringBudget) -> TimedChain:
     """Forward and backward of some layers, whose operands do not stay in a core's caches."""
     on_cpu = place.device.type == "cpu"
     width, rows, dtype = (512, 1024, torch.float32) if on_cpu else (4096, 8192, torch.float16)
@@ -175,7 +177,7 @@ def _chain(place: Place, budget: Budget) -> Chain:
         torch.autograd.grad(chain(x).sum(), list(chain.parameters()))
 
     seconds = own_seconds(place, budget, step)
-    return Chain(3 * layers - 1, rows, width, seconds, str(dtype).removeprefix("torch."))
+    return TimedChain(3 * layers - 1, rows, width, seconds, str(dtype).removeprefix("torch."))
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ def _counts(units: int) -> list[int]:
     return sorted({*powers, *([units] if units > 1 else [])})
 
 
-def _groups(place: Place) -> Iterator[tuple[int, int, dist.ProcessGroup]]:
+def _groups(place: RankPlace) -> Iterator[tuple[int, int, dist.ProcessGroup]]:
     """Level, size and this rank's group: inside nodes, then one rank of each node."""
     inside = place.ranks_per_node
     for count in _counts(inside):
@@ -199,7 +201,7 @@ def _groups(place: Place) -> Iterator[tuple[int, int, dist.ProcessGroup]]:
         yield 1, count, _mine(place, groups)
 
 
-def _mine(place: Place, groups: list[list[int]]) -> dist.ProcessGroup:
+def _mine(place: RankPlace, groups: list[list[int]]) -> dist.ProcessGroup:
     made = [(dist.new_group(ranks), ranks) for ranks in groups]  # every rank makes all of them
     mine: list[dist.ProcessGroup] = [group for group, ranks in made if place.rank in ranks]
     return mine[0]
@@ -243,7 +245,7 @@ def _call(kind: str, group: dist.ProcessGroup, size: int, device: torch.device) 
     return calls[kind]
 
 
-def _lone(place: Place, budget: Budget) -> float | None:
+def _lone(place: RankPlace, budget: MeasuringBudget) -> float | None:
     """What two neighbours send each other while the others rest; None where there are no others."""
     if place.ranks_per_node < 3:
         return None

@@ -24,10 +24,10 @@ from autopar.tracing.trace import named_graph
 
 __all__ = [
     "TRIALS",
-    "Attended",
     "AttentionTrial",
-    "Trial",
-    "TriedOp",
+    "OpTrial",
+    "TimedAttention",
+    "TimedOp",
     "attended",
     "attention_trials",
     "overhead_seconds",
@@ -41,7 +41,7 @@ CHANNELS = 16
 
 
 @dataclass(frozen=True)
-class Trial:
+class OpTrial:
     """One op, and what it is called with."""
 
     name: str
@@ -52,7 +52,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class TriedOp:
+class TimedOp:
     """What an op took."""
 
     name: str
@@ -70,34 +70,34 @@ def _normalised(normalise: Function, x: torch.Tensor) -> torch.Tensor:
     return normalise(x, x.shape[-1:])
 
 
-TRIALS: tuple[Trial, ...] = (
-    Trial("relu", F.relu),
-    Trial("gelu", F.gelu),
-    Trial("silu", F.silu),
-    Trial("sigmoid", torch.sigmoid),
-    Trial("tanh", torch.tanh),
-    Trial("exp", torch.exp),
-    Trial("log", torch.log),
-    Trial("sin", torch.sin),
-    Trial("cos", torch.cos),
-    Trial("rsqrt", torch.rsqrt),
-    Trial("pow", lambda x: torch.pow(x, 3.0)),
-    Trial("softplus", F.softplus),
-    Trial("leaky_relu", F.leaky_relu),
-    Trial("elu", F.elu),
-    Trial("softmax", partial(torch.softmax, dim=-1)),
-    Trial("log_softmax", partial(torch.log_softmax, dim=-1)),
-    Trial("cross_entropy_loss", _cross_entropy),
-    Trial("layer_norm", partial(_normalised, F.layer_norm)),
-    Trial("rms_norm", partial(_normalised, F.rms_norm)),
-    Trial("native_dropout", partial(F.dropout, p=0.1, training=True)),
-    Trial("cumsum", partial(torch.cumsum, dim=-1)),
-    Trial("clone", lambda x: x.t().contiguous()),
-    Trial("group_norm", lambda x: F.group_norm(x, 4), image=True),
-    Trial("native_batch_norm_legit_functional", nn.BatchNorm2d(CHANNELS), image=True),
-    Trial("max_pool2d", lambda x: F.max_pool2d(x, 3, 2, 1), image=True),
-    Trial("avg_pool2d", lambda x: F.avg_pool2d(x, 2), image=True),
-    Trial("upsample_nearest2d", lambda x: F.interpolate(x, scale_factor=2.0), image=True),
+TRIALS: tuple[OpTrial, ...] = (
+    OpTrial("relu", F.relu),
+    OpTrial("gelu", F.gelu),
+    OpTrial("silu", F.silu),
+    OpTrial("sigmoid", torch.sigmoid),
+    OpTrial("tanh", torch.tanh),
+    OpTrial("exp", torch.exp),
+    OpTrial("log", torch.log),
+    OpTrial("sin", torch.sin),
+    OpTrial("cos", torch.cos),
+    OpTrial("rsqrt", torch.rsqrt),
+    OpTrial("pow", lambda x: torch.pow(x, 3.0)),
+    OpTrial("softplus", F.softplus),
+    OpTrial("leaky_relu", F.leaky_relu),
+    OpTrial("elu", F.elu),
+    OpTrial("softmax", partial(torch.softmax, dim=-1)),
+    OpTrial("log_softmax", partial(torch.log_softmax, dim=-1)),
+    OpTrial("cross_entropy_loss", _cross_entropy),
+    OpTrial("layer_norm", partial(_normalised, F.layer_norm)),
+    OpTrial("rms_norm", partial(_normalised, F.rms_norm)),
+    OpTrial("native_dropout", partial(F.dropout, p=0.1, training=True)),
+    OpTrial("cumsum", partial(torch.cumsum, dim=-1)),
+    OpTrial("clone", lambda x: x.t().contiguous()),
+    OpTrial("group_norm", lambda x: F.group_norm(x, 4), image=True),
+    OpTrial("native_batch_norm_legit_functional", nn.BatchNorm2d(CHANNELS), image=True),
+    OpTrial("max_pool2d", lambda x: F.max_pool2d(x, 3, 2, 1), image=True),
+    OpTrial("avg_pool2d", lambda x: F.avg_pool2d(x, 2), image=True),
+    OpTrial("upsample_nearest2d", lambda x: F.interpolate(x, scale_factor=2.0), image=True),
 )
 """What models compute often; an op that is not here counts as one that moves."""
 
@@ -113,16 +113,16 @@ class _Alone(nn.Module):
         return self.function(x)
 
 
-def tried(trial: Trial, numel: int, device: torch.device, seconds: Seconds) -> TriedOp:
+def tried(trial: OpTrial, numel: int, device: torch.device, seconds: Seconds) -> TimedOp:
     """One op on so many values."""
     x = (torch.rand(*_sizes(trial, numel), device=device) + 0.5).requires_grad_()
     model = _Alone(trial.function).to(device)
     forward_bytes, backward_bytes = _counted(trial.name, model, x)
     forward = seconds(partial(model, x))
-    return TriedOp(trial.name, forward_bytes, forward, backward_bytes, seconds(_backward(model(x), [x])))
+    return TimedOp(trial.name, forward_bytes, forward, backward_bytes, seconds(_backward(model(x), [x])))
 
 
-def _sizes(trial: Trial, numel: int) -> tuple[int, ...]:
+def _sizes(trial: OpTrial, numel: int) -> tuple[int, ...]:
     if trial.image:
         side = min(32, max(2, int((numel / CHANNELS) ** 0.5)))
         return max(1, numel // (CHANNELS * side * side)), CHANNELS, side, side
@@ -163,7 +163,7 @@ def overhead_seconds(device: torch.device, seconds: Seconds) -> float:
 
 
 @dataclass(frozen=True)
-class Attended:
+class TimedAttention:
     """What fused attention took."""
 
     causal: bool
@@ -210,7 +210,7 @@ def attention_trials(device_type: str) -> tuple[AttentionTrial, ...]:
 WAYS = (False, True)
 
 
-def attended(trial: AttentionTrial, device: torch.device, seconds: Seconds) -> Attended:
+def attended(trial: AttentionTrial, device: torch.device, seconds: Seconds) -> TimedAttention:
     """Run a trial, forward and backward."""
     rows, width = trial.rows, trial.head_dim
     shape = (1, trial.heads, rows, width)
@@ -220,4 +220,4 @@ def attended(trial: AttentionTrial, device: torch.device, seconds: Seconds) -> A
     backward = seconds(_backward(run(), [q, k, v]))
     share = (rows + 1) / (2 * rows) if trial.causal else 1.0
     flops = 4.0 * trial.heads * rows * rows * width * share
-    return Attended(trial.causal, forward, backward, flops, str(trial.dtype).removeprefix("torch."), width)
+    return TimedAttention(trial.causal, forward, backward, flops, str(trial.dtype).removeprefix("torch."), width)

@@ -17,11 +17,19 @@ from statistics import mean, median
 import torch
 import torch.distributed as dist
 
-__all__ = ["Budget", "Place", "own_seconds", "place_here", "ranks_per_core", "seconds_of", "waited_seconds"]
+__all__ = [
+    "MeasuringBudget",
+    "RankPlace",
+    "own_seconds",
+    "place_here",
+    "ranks_per_core",
+    "seconds_of",
+    "waited_seconds",
+]
 
 
 @dataclass(frozen=True)
-class Budget:
+class MeasuringBudget:
     """How much is measured."""
 
     largest_bytes: int
@@ -33,7 +41,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where this process stands."""
 
     device: torch.device
@@ -48,18 +56,18 @@ class Place:
         return self.ranks // self.ranks_per_node
 
 
-def place_here() -> Place:
+def place_here() -> RankPlace:
     together = dist.is_initialized()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if together else 1
     on_gpu = torch.cuda.is_available() and (not together or "nccl" in dist.get_backend())
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    place = Place(device, rank, ranks, local if ranks % local == 0 else ranks)
+    place = RankPlace(device, rank, ranks, local if ranks % local == 0 else ranks)
     return replace(place, crowding=_crowding(place))
 
 
 @contextmanager
-def _still(place: Place) -> Iterator[None]:
+def _still(place: RankPlace) -> Iterator[None]:
     """The device has nothing left to do, before and after."""
     if place.device.type == "cuda":
         torch.cuda.synchronize(place.device)
@@ -68,7 +76,7 @@ def _still(place: Place) -> Iterator[None]:
         torch.cuda.synchronize(place.device)
 
 
-def own_seconds(place: Place, budget: Budget, run: Callable[[], object]) -> float:
+def own_seconds(place: RankPlace, budget: MeasuringBudget, run: Callable[[], object]) -> float:
     """The time of a call that waits for no other rank, of which there may be more than cores: what it needs of a core,
     and how long it takes to get that."""
     shared = ranks_per_core(place)
@@ -77,7 +85,7 @@ def own_seconds(place: Place, budget: Budget, run: Callable[[], object]) -> floa
     return place.crowding * seconds_of(place, budget, run, clock=time.process_time)
 
 
-def _crowding(place: Place) -> float:
+def _crowding(place: RankPlace) -> float:
     """No less than the ranks that share a core; more where the machine gives less than all of its cores."""
     if ranks_per_core(place) <= 1:
         return 1.0
@@ -93,7 +101,7 @@ def _crowding(place: Place) -> float:
 CROWDED = 200
 
 
-def ranks_per_core(place: Place) -> float:
+def ranks_per_core(place: RankPlace) -> float:
     """0 of ranks that compute on GPUs."""
     if place.device.type != "cpu":
         return 0.0
@@ -105,7 +113,9 @@ def _undisturbed(times: list[float]) -> float:
     return median(sorted(times)[: (len(times) + 1) // 2]) if times else -1.0
 
 
-def waited_seconds(place: Place, budget: Budget, runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+def waited_seconds(
+    place: RankPlace, budget: MeasuringBudget, runs: Mapping[str, Callable[[], object]]
+) -> dict[str, float]:
     """The times of calls that wait for other ranks.
 
     Where ranks share cores, a call waits for some that still compute, and takes a core from others: what counts is how
@@ -149,8 +159,8 @@ def _compute() -> None:
 
 
 def seconds_of(
-    place: Place,
-    budget: Budget,
+    place: RankPlace,
+    budget: MeasuringBudget,
     run: Callable[[], object],
     active: bool = True,
     clock: Callable[[], float] = time.perf_counter,
@@ -171,7 +181,7 @@ def seconds_of(
     return median(spent for spent in _of_all(place, _undisturbed(times)) if spent >= 0)
 
 
-def _timed(place: Place, run: Callable[[], object], count: int, clock: Callable[[], float]) -> float:
+def _timed(place: RankPlace, run: Callable[[], object], count: int, clock: Callable[[], float]) -> float:
     with _still(place):
         start = clock()
         for _ in range(count):
@@ -181,12 +191,12 @@ def _timed(place: Place, run: Callable[[], object], count: int, clock: Callable[
         return (clock() - start) / count
 
 
-def together(place: Place) -> None:
+def together(place: RankPlace) -> None:
     if place.ranks > 1:
         dist.barrier()
 
 
-def _of_all(place: Place, value: float) -> list[float]:
+def _of_all(place: RankPlace, value: float) -> list[float]:
     if place.ranks == 1:
         return [value]
     found: list[float] = [0.0] * place.ranks

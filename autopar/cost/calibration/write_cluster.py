@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from autopar.cost.calibration.fit import (
     CollectiveFit,
-    Measured,
     Measurements,
     MultiplyFit,
+    TimedCollective,
     fit_attention,
     fit_ops,
     fit_sustained,
 )
-from autopar.cost.compute.matmul_time import Matrix
-from autopar.cost.hardware.cluster import Attention, Cluster, Device
+from autopar.cost.compute.matmul_time import MatmulUnit
+from autopar.cost.hardware.cluster import AttentionRates, Cluster, Device
 from autopar.cost.hardware.topology import Library
 
 __all__ = ["cluster_text", "times_table"]
@@ -56,7 +56,7 @@ def cluster_text(
     return "\n".join(lines) + "\n"
 
 
-def times_table(collectives: Sequence[Measured]) -> str:
+def times_table(collectives: Sequence[TimedCollective]) -> str:
     """All times, as CSV."""
     lines = ["kind,level,ranks,buffer_bytes,seconds,fitted"]
     for one in collectives:
@@ -153,7 +153,7 @@ def _plain_matrix(products: MultiplyFit, processors: int) -> list[str]:
     ]
 
 
-def _tiled_matrix(matrix: Matrix) -> list[str]:
+def _tiled_matrix(matrix: MatmulUnit) -> list[str]:
     """The measured products are in the peaks."""
     aligned = ", ".join(f"{unit} = {_kept(100 * share, '%')}" for unit, share in matrix.aligned_fraction.items())
     lines = [
@@ -170,7 +170,7 @@ def _tiled_matrix(matrix: Matrix) -> list[str]:
     return lines
 
 
-def _attention(fit: Attention | None, is_shipped: bool) -> list[str]:
+def _attention(fit: AttentionRates | None, is_shipped: bool) -> list[str]:
     if fit is None:
         return []
     shares = {

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from math import ceil, log2, prod
 from types import MappingProxyType
 
-from autopar.cost.hardware.topology import Level
+from autopar.cost.hardware.topology import TopologyLevel
 
-__all__ = ["ALGORITHMS", "KINDS", "Phase", "Span", "Way"]
+__all__ = ["ALGORITHMS", "KINDS", "CollectiveAlgorithm", "LevelSpan", "Phase"]
 
 KINDS = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
@@ -36,10 +36,10 @@ KINDS = (
 
 
 @dataclass(frozen=True)
-class Span:
+class LevelSpan:
     """What a group of ranks spans of one level."""
 
-    level: Level
+    level: TopologyLevel
     units: int
     """Units of the level below that the group joins here; at least 2."""
     members: int
@@ -52,7 +52,7 @@ class Span:
     """Whether its units are single devices by the cluster's topology, and not nodes."""
 
 
-Group = tuple[Span, ...]
+Group = tuple[LevelSpan, ...]
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class Phase:
     lone: bool = False
 
 
-Way = tuple[Phase, ...]
+CollectiveAlgorithm = tuple[Phase, ...]
 """Phases, one after the other."""
 
-Algorithm = Callable[[str, Group], Way | None]
+Algorithm = Callable[[str, Group], CollectiveAlgorithm | None]
 
 
 def _ranks(group: Group) -> int:
@@ -81,7 +81,7 @@ def _log(units: int) -> int:
 # -- algorithms -------------------------------------------------------------------------------------------------------
 
 
-def _ring(kind: str, group: Group) -> Way | None:
+def _ring(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """One ring through all ranks, which enters and leaves each unit once."""
     p = _ranks(group)
     # The edges of the ring by level: inside units they are chains; the outermost level closes the ring.
@@ -107,7 +107,7 @@ def _tree_traffic(units: int) -> float:
     return min(2.0, units / 2)
 
 
-def _tree(kind: str, group: Group, depth: Callable[[int], int]) -> Way | None:
+def _tree(kind: str, group: Group, depth: Callable[[int], int]) -> CollectiveAlgorithm | None:
     *inner, outer = group
     hops = (*(float(depth(span.units)) for span in inner), float(_log(outer.units)))
     if kind == "all_reduce":
@@ -119,11 +119,11 @@ def _tree(kind: str, group: Group, depth: Callable[[int], int]) -> Way | None:
     return None
 
 
-def _double_binary_tree(kind: str, group: Group) -> Way | None:
+def _double_binary_tree(kind: str, group: Group) -> CollectiveAlgorithm | None:
     return _tree(kind, group, _log)
 
 
-def _tree_of_chains(kind: str, group: Group) -> Way | None:
+def _tree_of_chains(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """As NCCL has it: a double binary tree over nodes, whose ranks are chains; on one node a chain."""
     if len(group) == 1 and group[0].innermost:
         span = group[0]
@@ -134,7 +134,7 @@ def _tree_of_chains(kind: str, group: Group) -> Way | None:
     return _tree(kind, group, lambda units: units - 1)
 
 
-def _exchange_of_chains(kind: str, group: Group) -> Way | None:
+def _exchange_of_chains(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """The tree of chains over two nodes: each sends the other what it has, and none is inside a tree."""
     return _tree_of_chains(kind, group) if not group[-1].innermost and group[-1].units == 2 else None
 
@@ -150,7 +150,7 @@ def _one_level(group: Group, i: int, hops: float, traffic: float, lone: bool = F
     return Phase((*zeros[:i], hops, *zeros[i + 1 :]), (*zeros[:i], traffic, *zeros[i + 1 :]), lone)
 
 
-def _halving_doubling(kind: str, group: Group) -> Way | None:
+def _halving_doubling(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """Halves over the fast links first, so that little is left for the slow ones; then doubles on the way back.
 
     Where the units are no power of two, those too many first give all they have to a partner, and take the result.
@@ -169,7 +169,7 @@ def _halving_doubling(kind: str, group: Group) -> Way | None:
     return tuple(phases)
 
 
-def _binary_blocks(kind: str, group: Group) -> Way | None:
+def _binary_blocks(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """Halving and doubling in blocks of powers of two; each smaller block joins the next larger one."""
     if kind != "all_reduce":
         return None
@@ -182,7 +182,7 @@ def _binary_blocks(kind: str, group: Group) -> Way | None:
     return tuple(phases)
 
 
-def _hierarchical_ring(kind: str, group: Group) -> Way | None:
+def _hierarchical_ring(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """Three phases: reduce to a leader in each unit, a ring of the leaders, broadcast in each unit."""
     if kind != "all_reduce" or len(group) < 2:
         return None
@@ -192,7 +192,7 @@ def _hierarchical_ring(kind: str, group: Group) -> Way | None:
     return (*inside, _one_level(group, outer, 2 * (n - 1), 2 * (n - 1) / n, lone=True), *reversed(inside))
 
 
-def _torus(kind: str, group: Group) -> Way | None:
+def _torus(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """Level by level: scatter inside, reduce what each rank then holds across, gather inside."""
     if len(group) < 2:
         return None
@@ -204,7 +204,7 @@ def _torus(kind: str, group: Group) -> Way | None:
     return tuple(half) if kind == "reduce_scatter" else None
 
 
-def _nvls(kind: str, group: Group) -> Way | None:
+def _nvls(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """The switch adds and multicasts: each rank reads its part of the sum, reading all once, and writes it to all."""
     if len(group) != 1:
         return None
@@ -213,7 +213,9 @@ def _nvls(kind: str, group: Group) -> Way | None:
     return None if traffic is None else (Phase((1.0,), (traffic,)),)
 
 
-def _nvls_outer(kind: str, group: Group, hops: Callable[[int], float], traffic: Callable[[int], float]) -> Way | None:
+def _nvls_outer(
+    kind: str, group: Group, hops: Callable[[int], float], traffic: Callable[[int], float]
+) -> CollectiveAlgorithm | None:
     if len(group) < 2 or kind != "all_reduce":
         return None
     inner, *outer = group
@@ -225,22 +227,22 @@ def _nvls_outer(kind: str, group: Group, hops: Callable[[int], float], traffic: 
     )
 
 
-def _nvls_tree(kind: str, group: Group) -> Way | None:
+def _nvls_tree(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """NVLS inside, a double binary tree across."""
     return _nvls_outer(kind, group, lambda units: 2.0 * _log(units), _tree_traffic)
 
 
-def _nvls_exchange(kind: str, group: Group) -> Way | None:
+def _nvls_exchange(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """NVLS inside; two nodes, each of which sends the other what it has."""
     return _nvls_tree(kind, group) if group[-1].units == 2 else None
 
 
-def _sharp(kind: str, group: Group) -> Way | None:
+def _sharp(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """NVLS inside, reduction in the switches of the network: all goes up once and comes down once."""
     return _nvls_outer(kind, group, lambda units: 2.0, lambda units: 1.0)
 
 
-def _direct(kind: str, group: Group) -> Way | None:
+def _direct(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """All messages at once, each straight to its receiver."""
     p = _ranks(group)
     if kind == "all_to_all":

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from math import ceil, inf, prod, sqrt
 from types import MappingProxyType
 
-from autopar.cost.collectives.algorithms import ALGORITHMS, KINDS, Phase, Span
+from autopar.cost.collectives.algorithms import ALGORITHMS, KINDS, LevelSpan, Phase
 from autopar.cost.hardware.cluster import Cluster
-from autopar.cost.hardware.topology import Algorithm, Level
+from autopar.cost.hardware.topology import Algorithm, TopologyLevel
 from autopar.errors import ClusterError
 from autopar.mesh import Mesh
 from autopar.names import did_you_mean
-from autopar.sharding.reshard.reshard import Link
+from autopar.sharding.reshard.reshard import LinkCost
 
 __all__ = ["KINDS", "Curve", "Network"]
 
@@ -136,15 +136,15 @@ class Network:
         curves = self.curves(kind, axes)
         return min(curves, key=lambda curve: curve.seconds(buffer_bytes)).algorithm if curves else ""
 
-    def link(self, axes: tuple[str, ...], itemsize: int = 1) -> Link:
+    def link(self, axes: tuple[str, ...], itemsize: int = 1) -> LinkCost:
         """Prices in seconds for the search over reshards: per element sent, and per collective."""
         ranks = prod(self.axes[axis] for axis in axes)
         if ranks == 1:
-            return Link(0.0, 0.0)
+            return LinkCost(0.0, 0.0)
         large = self.seconds("all_gather", axes, _LARGE) - self.seconds("all_gather", axes, _LARGE / 2)
         sent = _LARGE / 2 * (ranks - 1) / ranks
         small = self.seconds("all_gather", axes, 1.0)
-        return Link(itemsize * large / sent, small)
+        return LinkCost(itemsize * large / sent, small)
 
     def _all_curves(self, kind: str, axes: tuple[str, ...]) -> tuple[Curve, ...]:
         if kind in LOCAL:
@@ -170,9 +170,9 @@ class Network:
 
     # -- links
 
-    def group(self, axes: tuple[str, ...]) -> tuple[Span, ...]:
+    def group(self, axes: tuple[str, ...]) -> tuple[LevelSpan, ...]:
         """The links that a group of ranks along the axes spans, the innermost first."""
-        spans: list[Span] = []
+        spans: list[LevelSpan] = []
         # Of a unit of the level below: the group's ranks, those of the whole mesh, and as many as there is room for.
         members = active = room = 1
         for level, count, all_units in zip(
@@ -181,7 +181,7 @@ class Network:
             if count > 1:
                 ports = self._wired(level, axes, room) if level.wires else level.ports
                 rate, lone = _rates(level, ports, members, active, room, all_units)
-                spans.append(Span(level, count, members, rate, lone, room == 1))
+                spans.append(LevelSpan(level, count, members, rate, lone, room == 1))
             members *= count
             active *= all_units
             room *= level.units or 1
@@ -237,7 +237,7 @@ class Network:
                 rest //= take
         return placed
 
-    def _wired(self, level: Level, axes: tuple[str, ...], unit_size: int) -> int:
+    def _wired(self, level: TopologyLevel, axes: tuple[str, ...], unit_size: int) -> int:
         """Where units are wired in pairs: the links that the least connected one has to the others of the group."""
         assert level.units is not None, "wires are checked against units"
         node = unit_size * level.units
@@ -245,7 +245,7 @@ class Network:
         return max(1, min(sum(level.wired(one, other) for other in here) for one in here))
 
 
-def _rates(level: Level, ports: int, members: int, active: int, room: int, units: int) -> tuple[float, float]:
+def _rates(level: TopologyLevel, ports: int, members: int, active: int, room: int, units: int) -> tuple[float, float]:
     """What the group's `members` of a unit send over a level, and what one of them alone does.
 
     All `active` ranks of the unit send at once, each group its part. Each of the `room` ranks that it could hold has
@@ -265,7 +265,7 @@ def _largest_divisor(number: int, most: int) -> int:
     return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
 
 
-def _curve(kind: str, algorithm: Algorithm, group: tuple[Span, ...]) -> Curve | None:
+def _curve(kind: str, algorithm: Algorithm, group: tuple[LevelSpan, ...]) -> Curve | None:
     """An algorithm on the links of a group."""
     if not _offered(algorithm, group):
         return None
@@ -292,7 +292,7 @@ def _curve(kind: str, algorithm: Algorithm, group: tuple[Span, ...]) -> Curve | 
     return Curve(algorithm.names[0], latency, per_byte, fill)
 
 
-def _offered(algorithm: Algorithm, group: tuple[Span, ...]) -> bool:
+def _offered(algorithm: Algorithm, group: tuple[LevelSpan, ...]) -> bool:
     """Whether the switches can do what the algorithm needs."""
     for need in algorithm.needs:
         spans = group[:1] if need == "nvls" else group[1:]
@@ -301,7 +301,7 @@ def _offered(algorithm: Algorithm, group: tuple[Span, ...]) -> bool:
     return True
 
 
-def _seconds_per_byte(kind: str, algorithm: Algorithm, span: Span, phase: Phase) -> float:
+def _seconds_per_byte(kind: str, algorithm: Algorithm, span: LevelSpan, phase: Phase) -> float:
     """Of what passes the links of one unit."""
     link = span.level.link
     rate = span.lone_rate if phase.lone else span.rate

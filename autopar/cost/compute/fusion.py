@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from autopar.cost.compute.op_time import OpWork, Work
+from autopar.cost.compute.op_time import DirectionWork, OpWork
 from autopar.cost.hardware.cluster import Device
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
@@ -52,7 +52,7 @@ def _size(graph: NamedGraph, names: list[str]) -> float:
     return float(sum(prod(graph.tensors[name].shape) * graph.tensors[name].dtype.itemsize for name in names))
 
 
-def scaled(work: Work, share: float, device: Device) -> Work:
+def scaled(work: DirectionWork, share: float, device: Device) -> DirectionWork:
     count = work.bytes * share
     seconds = max(device.launch_seconds, share * work.seconds) if count else 0.0
-    return Work(work.flops, count, seconds, launches=work.launches if count else 0)
+    return DirectionWork(work.flops, count, seconds, launches=work.launches if count else 0)

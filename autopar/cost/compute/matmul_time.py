@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
-__all__ = ["Matrix", "Product", "Tile", "product_seconds"]
+__all__ = ["MatmulShape", "MatmulUnit", "Tile", "product_seconds"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class MatmulUnit:
     """How a device multiplies matrices."""
 
     processors: int
@@ -52,7 +52,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Product:
+class MatmulShape:
     """`batch` products of [rows, reduction] by [reduction, columns].
 
     Of a mixture of experts the rows, or in its gradient the reduction, are those of an average expert: a fraction.
@@ -74,7 +74,7 @@ class Product:
 
 @lru_cache(maxsize=65536)
 def product_seconds(
-    product: Product, itemsize: int, matrix: Matrix | None, peak_flops: float, bytes_per_second: float
+    product: MatmulShape, itemsize: int, matrix: MatmulUnit | None, peak_flops: float, bytes_per_second: float
 ) -> float:
     """What the fastest kernel takes; without a description of the device, the roofline alone."""
     streaming = product.bytes(itemsize) / bytes_per_second
@@ -97,7 +97,7 @@ _SHORTEST = 256
 
 
 def _tiled(
-    product: Product, size: tuple[int, int], parts: int, matrix: Matrix, rate: float, bytes_per_second: float
+    product: MatmulShape, size: tuple[int, int], parts: int, matrix: MatmulUnit, rate: float, bytes_per_second: float
 ) -> float:
     part = product.reduction / parts
     if parts > 1 and part < _SHORTEST:
@@ -112,7 +112,7 @@ def _tiled(
     return seconds
 
 
-def _aligned(matrix: Matrix, product: Product, itemsize: int) -> float:
+def _aligned(matrix: MatmulUnit, product: MatmulShape, itemsize: int) -> float:
     """Rows of a matrix are as long as the reduction or as the columns."""
     for count in (2, 4, 8):
         unit = str(count)

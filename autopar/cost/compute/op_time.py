@@ -16,9 +16,9 @@ from operator import add
 
 import torch
 
-from autopar.cost.compute.matmul_time import Product, product_seconds
+from autopar.cost.compute.matmul_time import MatmulShape, product_seconds
 from autopar.cost.compute.rates import peak_of
-from autopar.cost.hardware.cluster import Attention, Device
+from autopar.cost.hardware.cluster import AttentionRates, Device
 from autopar.ir.analysis.contractions import (
     ATTENTION,
     RECURRENT,
@@ -30,19 +30,19 @@ from autopar.ir.analysis.contractions import (
 from autopar.ir.analysis.op_memory import Footprint
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
-from autopar.sharding.assignment import OpDecision
+from autopar.sharding.assignment import OpAssignment
 from autopar.sharding.atoms import atoms_of
 from autopar.sharding.choices import Choice
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 
-__all__ = ["NOTHING", "OpWork", "Work", "local_bytes", "op_work", "plain_name", "seconds_of_bytes"]
+__all__ = ["NOTHING", "DirectionWork", "OpWork", "local_bytes", "op_work", "plain_name", "seconds_of_bytes"]
 
 BACKWARD_PRODUCTS = 2.5
 """FLOPs of the backward of fused attention over its forward's: five products, of which one makes the scores again."""
 
 
 @dataclass(frozen=True)
-class Work:
+class DirectionWork:
     """One direction of one op on one device."""
 
     flops: float = 0.0
@@ -59,8 +59,8 @@ class Work:
         """Whether `torch.compile` may join it with its neighbours."""
         return not self.multiplying_seconds
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: DirectionWork) -> DirectionWork:
+        return DirectionWork(
             self.flops + other.flops,
             self.bytes + other.bytes,
             self.seconds + other.seconds,
@@ -69,28 +69,28 @@ class Work:
         )
 
 
-NOTHING = Work()
+NOTHING = DirectionWork()
 
 
 @dataclass(frozen=True)
 class OpWork:
-    forward: Work
-    backward: Work
+    forward: DirectionWork
+    backward: DirectionWork
 
 
 def op_work(
     graph: NamedGraph,
     node: NamedNode,
-    decision: OpDecision,
+    decision: OpAssignment,
     footprint: Footprint,
     axes: Mapping[str, int],
     device: Device,
 ) -> OpWork:
     """What an op computes under a choice, on the rank that has most to do."""
-    return _Op(graph, node, decision, footprint, axes, device).work()
+    return _OpTimer(graph, node, decision, footprint, axes, device).work()
 
 
-def local_bytes(graph: NamedGraph, name: str, layout: Layout, axes: Mapping[str, int]) -> int:
+def local_bytes(graph: NamedGraph, name: str, layout: Sharding, axes: Mapping[str, int]) -> int:
     """What the rank with the largest shard holds of a tensor."""
     tensor = graph.tensors[name]
     return prod(layout.largest_sizes(atoms_of(tensor), axes)) * tensor.dtype.itemsize
@@ -109,10 +109,10 @@ def plain_name(op: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Op:
+class _OpTimer:
     graph: NamedGraph
     node: NamedNode
-    decision: OpDecision
+    decision: OpAssignment
     footprint: Footprint
     axes: Mapping[str, int]
     device: Device
@@ -135,7 +135,7 @@ class _Op:
         if steps and is_linear_in_both(self.node.rule, *(side[0] for side in steps[0][1].operands)):
             flops = sum(product.flops for product, _ in steps)  # by vectors: limited by what is read
             taken = sum(product.flops * len(self._made(step)) for product, step in steps)
-            return OpWork(forward + Work(flops), backward + Work(taken))
+            return OpWork(forward + DirectionWork(flops), backward + DirectionWork(taken))
         return OpWork(forward, backward)
 
     # -- sizes
@@ -149,7 +149,7 @@ class _Op:
         if name is None:
             return 0
         if layout is None:
-            layout = Layout.replicated(atoms_of(self.graph.tensors[name]))
+            layout = Sharding.replicated(atoms_of(self.graph.tensors[name]))
         return local_bytes(self.graph, name, layout, self.axes)
 
     def _output_bytes(self, position: int) -> int:
@@ -204,16 +204,18 @@ class _Op:
     def _has_gradient(self, name: str | None) -> bool:
         return name is not None and self.graph.tensors[name].requires_grad
 
-    def _by_bytes(self, count: float, bytes_per_second: float | None = None) -> Work:
-        return Work(0.0, count, seconds_of_bytes(count, self.device, bytes_per_second), launches=int(count > 0))
+    def _by_bytes(self, count: float, bytes_per_second: float | None = None) -> DirectionWork:
+        return DirectionWork(
+            0.0, count, seconds_of_bytes(count, self.device, bytes_per_second), launches=int(count > 0)
+        )
 
-    def _view(self) -> Work:
+    def _view(self) -> DirectionWork:
         """Nothing is read; a device that is its own host takes its time all the same."""
-        return Work(seconds=self.device.op_seconds) if self.device.op_seconds else NOTHING
+        return DirectionWork(seconds=self.device.op_seconds) if self.device.op_seconds else NOTHING
 
     # -- products
 
-    def _product(self, step: Contraction) -> Product:
+    def _product(self, step: Contraction) -> MatmulShape:
         """The local sizes of one product."""
         sizes = self._sizes()
         for factor, _ in self.node.rule.halos:
@@ -227,7 +229,7 @@ class _Op:
         # All rows are multiplied wherever the experts lie: a rank takes those of others as zeros of its own.
         experts = min(size(step.chosen), size(step.rows)) if step.chosen else 1
         rows = size(step.rows) / experts if experts > 1 else size(step.rows)
-        return Product(size(step.batch) * experts, rows, size(step.columns), size(step.summed))
+        return MatmulShape(size(step.batch) * experts, rows, size(step.columns), size(step.summed))
 
     def _made(self, step: Contraction) -> list[int]:
         """The sides of a product of which some operand gets a gradient."""
@@ -245,22 +247,22 @@ class _Op:
         count = prod(self.axes[axis] for axis in self.decision.choice.of((factor, 0)))
         return -(-whole // count)
 
-    def _products(self, steps: Sequence[tuple[Product, Contraction]]) -> OpWork:
+    def _products(self, steps: Sequence[tuple[MatmulShape, Contraction]]) -> OpWork:
         multiplied = {i for _, step in steps for side in step.operands for i in side}
         dtype = self._dtype(min(multiplied))
         peak = peak_of(self.device, dtype)
 
-        def work(product: Product) -> Work:
+        def work(product: MatmulShape) -> DirectionWork:
             seconds = product_seconds(product, dtype.itemsize, self.device.matrix, peak, self.device.stream)
             seconds /= self.device.sustained_fraction
             size = product.bytes(dtype.itemsize)
-            return Work(product.flops, size, max(seconds, self.device.launch_seconds), product.flops / peak, 1)
+            return DirectionWork(product.flops, size, max(seconds, self.device.launch_seconds), product.flops / peak, 1)
 
         forward = backward = NOTHING
         for product, step in steps:
             forward += work(product)
             m, n, k = product.rows, product.columns, product.reduction
-            gradients = (Product(product.batch, m, k, n), Product(product.batch, k, n, m))
+            gradients = (MatmulShape(product.batch, m, k, n), MatmulShape(product.batch, k, n, m))
             backward = sum((work(gradients[side]) for side in self._made(step)), backward)
         rest = [i for i in self._trained() if i not in multiplied and i not in self.footprint.passes]
         if rest:  # a bias: the gradient of the result is read once more
@@ -292,7 +294,7 @@ class _Op:
             rate = peak * reached * self.device.sustained_fraction * self._filled(rates, heads, sizes.get("s", 1))
             size = moved * times
             seconds = max(times * flops / rate, seconds_of_bytes(size, self.device))
-            works.append(Work(times * flops, size, seconds, times * flops / peak, 1))
+            works.append(DirectionWork(times * flops, size, seconds, times * flops / peak, 1))
         return OpWork(works[0], works[1] if self._trained() else NOTHING)
 
     def _causal_share(self, sizes: Mapping[str, int]) -> float:
@@ -305,7 +307,7 @@ class _Op:
         seen = max(_seen(stop - rows, stop, keys), _seen(stop, total, keys))
         return seen / (rows * keys)
 
-    def _filled(self, rates: Attention, heads: int, rows: int) -> float:
+    def _filled(self, rates: AttentionRates, heads: int, rows: int) -> float:
         """The share of the processors that have something to do."""
         if self.device.matrix is None:
             return 1.0
@@ -313,7 +315,7 @@ class _Op:
         waves = -(-blocks // self.device.matrix.processors)
         return blocks / (waves * self.device.matrix.processors) if waves == 1 else 1.0
 
-    def _recurrent(self) -> tuple[Work, Work]:
+    def _recurrent(self) -> tuple[DirectionWork, DirectionWork]:
         """Every weight matrix once for each token, and twice in the backward."""
         output = self.graph.tensors[self.node.outputs[0] or ""]
         tokens = self._output_bytes(0) / output.dtype.itemsize / output.shape[-1]
@@ -321,7 +323,8 @@ class _Op:
         flops = 2.0 * tokens * sum(prod(shape) for shape in weights if len(shape) == 2)
         seconds = flops / peak_of(self.device, self._dtype(0))
         forward, backward = (
-            Work(times * flops, 0.0, times * seconds, times * seconds) for times in (1, 2 if self._trained() else 0)
+            DirectionWork(times * flops, 0.0, times * seconds, times * seconds)
+            for times in (1, 2 if self._trained() else 0)
         )
         return forward, backward
 

@@ -15,15 +15,15 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from autopar.cost.collectives.algorithms import ALGORITHMS, KINDS
-from autopar.cost.compute.matmul_time import Matrix
+from autopar.cost.compute.matmul_time import MatmulUnit
 from autopar.cost.hardware.toml_reader import Document, Source, read_document
-from autopar.cost.hardware.topology import Level, Library
+from autopar.cost.hardware.topology import Library, TopologyLevel
 from autopar.errors import ClusterError
 from autopar.files import data_folder
 from autopar.names import did_you_mean
 
 __all__ = [
-    "Attention",
+    "AttentionRates",
     "Cluster",
     "Device",
     "cluster_names",
@@ -34,7 +34,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionRates:
     """How fast a device runs fused attention."""
 
     rows: int
@@ -64,9 +64,9 @@ class Device:
     """By the name of the dtype, as torch writes it: `bfloat16`; `tf32` for matrices of float32 in TensorFloat-32."""
     stream_bytes_per_second: float | None = None
     """What ops that read and write a lot get of its memory; by default all of it."""
-    matrix: Matrix | None = None
+    matrix: MatmulUnit | None = None
     """How it multiplies matrices; by default as fast as its peak and its memory allow."""
-    attention: Attention = Attention(1, 1.0, 1.0)
+    attention: AttentionRates = AttentionRates(1, 1.0, 1.0)
     forward_bytes_per_second: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """What ops that compute more than they move get of its memory, by name (`gelu`); all others get the stream."""
     backward_bytes_per_second: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
@@ -90,7 +90,7 @@ class Cluster:
     name: str
     description: str
     device: Device
-    level: tuple[Level, ...]
+    level: tuple[TopologyLevel, ...]
     library: Library
     sources: Mapping[str, Source] = field(default_factory=dict, metadata={"key": False})
     uncited: tuple[str, ...] = field(default=(), metadata={"key": False})
@@ -184,7 +184,7 @@ class _Shell:
 
     name: str
     description: str
-    level: tuple[Level, ...]
+    level: tuple[TopologyLevel, ...]
 
 
 def shared_path(key: str, name: str) -> Path:
@@ -212,7 +212,7 @@ def _part(document: Document, key: str, record: type[Part]) -> tuple[Part, Docum
     return shared.read(record, (), table), shared
 
 
-def _check(document: Document, levels: tuple[Level, ...], library: Library) -> None:
+def _check(document: Document, levels: tuple[TopologyLevel, ...], library: Library) -> None:
     """What no single value shows."""
     if not levels:
         document.fail(("level",), "the cluster has no links", "describe them, the innermost first, as [[level]]")
@@ -255,7 +255,7 @@ def _check_library(document: Document, library: Library) -> None:
                 document.fail((*place, "collectives"), message, f"the collectives are {', '.join(KINDS)}")
 
 
-def _check_wires(document: Document, level: Level, place: tuple[str | int, ...]) -> None:
+def _check_wires(document: Document, level: TopologyLevel, place: tuple[str | int, ...]) -> None:
     if not level.wires:
         return
     rows, size = level.wires, level.units

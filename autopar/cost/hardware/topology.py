@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Algorithm", "Level", "Library"]
+__all__ = ["Algorithm", "Library", "TopologyLevel"]
 
 
 @dataclass(frozen=True)
-class Level:
+class TopologyLevel:
     """The links that join `units` of the level below: ranks to a node, nodes to a cluster."""
 
     name: str
@@ -72,7 +72,7 @@ class Algorithm:
         """What a level may call it, the most specific first."""
         return tuple(name for name in (f"{self.name} {self.protocol}".strip(), self.name, self.protocol) if name)
 
-    def hop(self, level: Level) -> float:
+    def hop(self, level: TopologyLevel) -> float:
         """What a hop takes."""
         extra = next((level.hop_seconds[name] for name in (*self.names, "any") if name in level.hop_seconds), 0.0)
         return self.hop_seconds.get(level.link, 0.0) + extra

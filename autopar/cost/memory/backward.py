@@ -8,20 +8,20 @@ by running it (`autopar/ir/analysis/op_memory.py`). Conversions hold their buffe
 
 from __future__ import annotations
 
-from autopar.cost.memory.forward import Forward
+from autopar.cost.memory.forward import ForwardMemory
 from autopar.cost.memory.last_uses import Version, results_of
-from autopar.cost.step.lowered_step import Wired
+from autopar.cost.step.lowered_step import LoweredStep
 from autopar.ir.values import NamedNode
 from autopar.sharding.buckets import Bucket, copied
-from autopar.sharding.reshard_insertion import Inserted, OpConversions
+from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards
 
-__all__ = ["Liveness"]
+__all__ = ["StepMemory"]
 
 
-class Liveness(Forward):
+class StepMemory(ForwardMemory):
     """A forward (`autopar/cost/memory/forward.py`) and the backward after it."""
 
-    def __init__(self, wired: Wired) -> None:
+    def __init__(self, wired: LoweredStep) -> None:
         super().__init__(wired)
         self.pending: dict[Version, list[int]] = {}
         """What an op has found, before it is added to the gradients that other uses have left."""
@@ -85,7 +85,7 @@ class Liveness(Forward):
             else:
                 self._reduce(bucket)
 
-    def _op_gradients(self, node: NamedNode, wired: OpConversions, given: list[int]) -> None:
+    def _op_gradients(self, node: NamedNode, wired: OpReshards, given: list[int]) -> None:
         """The gradients of the operands, beside those that are there; `_add` adds them up."""
         footprint = self.local.of(node)
         for i, version in enumerate(wired.operands):
@@ -112,7 +112,7 @@ class Liveness(Forward):
             self.storages.drop(before)
         self.storages.drop(made)
 
-    def _convert_back(self, one: Inserted) -> None:
+    def _convert_back(self, one: InsertedReshard) -> None:
         found = self.gradients.pop((one.tensor, one.reshard.target), None)
         if found is None:
             return

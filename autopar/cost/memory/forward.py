@@ -7,16 +7,16 @@ from collections.abc import Mapping
 import torch
 
 from autopar.cost.memory.last_uses import Version
-from autopar.cost.memory.live_state import Held
+from autopar.cost.memory.live_state import LiveState
 from autopar.ir.values import NamedNode
 from autopar.sharding.buckets import Bucket
 from autopar.sharding.reshard.reshard import StepKind
-from autopar.sharding.reshard_insertion import Inserted, OpConversions
+from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards
 
-__all__ = ["Forward"]
+__all__ = ["ForwardMemory"]
 
 
-class Forward(Held):
+class ForwardMemory(LiveState):
     """A forward of the generated graph, op by op."""
 
     def forward(self) -> None:
@@ -103,7 +103,7 @@ class Forward(Held):
             self._convert(one)
         self._let_go(node, wired, place)
 
-    def _own_copies(self, wired: OpConversions) -> dict[int, int]:
+    def _own_copies(self, wired: OpReshards) -> dict[int, int]:
         """Windows put together what they read: the first operand with the edges of its neighbours."""
         kinds = {step.kind for one in wired.inside for step in one.reshard.forward}
         place = wired.operands[0] if wired.operands else None
@@ -115,7 +115,7 @@ class Forward(Held):
     def _keep(
         self,
         node: NamedNode,
-        wired: OpConversions,
+        wired: OpReshards,
         outputs: list[Version | None],
         internal: float,
         own: Mapping[int, int],
@@ -155,7 +155,7 @@ class Forward(Held):
         holds it all, and not what is gathered again."""
         return version not in self.schedule.versions or (layer in self.whole and version[0] not in self.plan.regather)
 
-    def _let_go(self, node: NamedNode, wired: OpConversions, place: int) -> None:
+    def _let_go(self, node: NamedNode, wired: OpReshards, place: int) -> None:
         """What is used for the last time here, and what is made for nobody."""
         made = [(one.tensor, one.reshard.target) for one in (*wired.before, *wired.after)]
         pairs = zip(node.outputs, self.plan.decisions.ops[node.name].produced, strict=True)
@@ -167,14 +167,14 @@ class Forward(Held):
     def _release(self, version: Version) -> None:
         self.storages.drop(self.values.pop(version))
 
-    def _convert(self, one: Inserted) -> None:
+    def _convert(self, one: InsertedReshard) -> None:
         """A conversion by itself: a chain of steps, each with the buffers that it takes."""
         held = self.values[one.tensor, one.reshard.source]
         made = self._converted(one)
         if made != held and one.op in self.again:
             self.made.setdefault(self.layers[one.op][0], set()).add(made)
 
-    def _converted(self, one: Inserted) -> int:
+    def _converted(self, one: InsertedReshard) -> int:
         held = self.values[one.tensor, one.reshard.source]
         made = self.values[one.tensor, one.reshard.target] = self._steps(held, one.reshard.forward, one)
         return made

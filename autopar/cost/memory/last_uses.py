@@ -5,16 +5,16 @@ from __future__ import annotations
 from math import inf
 
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.reshard_insertion import Wiring
-from autopar.sharding.sharding import Layout
+from autopar.sharding.reshard_insertion import ReshardPlan
+from autopar.sharding.sharding import Sharding
 
 __all__ = ["Version", "last_uses", "results_of"]
 
-Version = tuple[str, Layout]
+Version = tuple[str, Sharding]
 """A value in one of its layouts."""
 
 
-def last_uses(graph: NamedGraph, wiring: Wiring) -> dict[Version, float]:
+def last_uses(graph: NamedGraph, wiring: ReshardPlan) -> dict[Version, float]:
     """The place of the op that uses a version last; what is handed out stays."""
     found: dict[Version, float] = {}
     for place, node in enumerate(graph.nodes):
@@ -32,7 +32,7 @@ def last_uses(graph: NamedGraph, wiring: Wiring) -> dict[Version, float]:
     return found
 
 
-def results_of(graph: NamedGraph, wiring: Wiring) -> list[Version]:
+def results_of(graph: NamedGraph, wiring: ReshardPlan) -> list[Version]:
     """The results that have a gradient: the loss, where there is one."""
     found = [place for place in wiring.results if place is not None]
     found = [version for version in found if graph.tensors[version[0]].requires_grad]

@@ -9,20 +9,20 @@ from autopar.cost.memory.last_uses import Version, last_uses
 from autopar.cost.memory.local_op_memory import LocalFootprints
 from autopar.cost.memory.storages import Storages
 from autopar.cost.step.bucket_schedule import schedule_of
-from autopar.cost.step.lowered_step import Wired
+from autopar.cost.step.lowered_step import LoweredStep
 from autopar.ir.values import NamedNode
 from autopar.sharding.buckets import Bucket, buffers_of, shape_of
 from autopar.sharding.recompute import reading
 from autopar.sharding.reshard.reshard import Step
-from autopar.sharding.reshard_insertion import Inserted
+from autopar.sharding.reshard_insertion import InsertedReshard
 
-__all__ = ["Held"]
+__all__ = ["LiveState"]
 
 
-class Held:
+class LiveState:
     """One micro-batch."""
 
-    def __init__(self, wired: Wired) -> None:
+    def __init__(self, wired: LoweredStep) -> None:
         self.graph, self.plan, self.wiring = wired.graph, wired.plan, wired.wiring
         self.axes = self.plan.axes
         self.again = wired.again
@@ -78,7 +78,7 @@ class Held:
         """Whether a gradient is only added up: it is reduced in the last micro-batch."""
         return self.plan.micro_batches > 1 and name in self.plan.accumulated
 
-    def _steps(self, held: int, steps: tuple[Step, ...], one: Inserted) -> int:
+    def _steps(self, held: int, steps: tuple[Step, ...], one: InsertedReshard) -> int:
         """What comes out of some steps; the caller keeps what went in."""
         now = self.storages.take(held)
         for step in steps:

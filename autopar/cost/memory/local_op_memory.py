@@ -16,17 +16,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
-from autopar.cost.step.lowered_step import Wired
+from autopar.cost.step.lowered_step import LoweredStep
 from autopar.ir.analysis.differentiable import fake_input
 from autopar.ir.analysis.op_memory import Footprint, measure
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.rules.call import arguments_by_name, takes_tensors
-from autopar.rules.shard_call.local_call import Local, Piece
-from autopar.sharding.assignment import OpDecision
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
+from autopar.sharding.assignment import OpAssignment
 from autopar.sharding.atoms import atoms_of
-from autopar.sharding.lowered_ops import Split
-from autopar.sharding.lowered_ops.base import Message, Send
+from autopar.sharding.lowered_ops import LoweredOpContext
+from autopar.sharding.lowered_ops.base import OpMessage, Send
 from autopar.sharding.reshard.reshard import StepKind
 
 __all__ = ["LocalFootprints", "local_footprint", "lowered_footprint"]
@@ -35,7 +35,7 @@ __all__ = ["LocalFootprints", "local_footprint", "lowered_footprint"]
 class LocalFootprints:
     """The footprints of the ops of a plan, each worked out once."""
 
-    def __init__(self, wired: Wired) -> None:
+    def __init__(self, wired: LoweredStep) -> None:
         self.graph, self.plan, self.wiring = wired.graph, wired.plan, wired.wiring
         self.found: dict[str, Footprint] = {}
         self.known: dict[Any, Footprint] = {}
@@ -50,12 +50,12 @@ class LocalFootprints:
             self.found[node.name] = self.known[key] = found
         return found
 
-    def _made(self, node: NamedNode, decision: OpDecision) -> Footprint:
+    def _made(self, node: NamedNode, decision: OpAssignment) -> Footprint:
         return local_footprint(self.graph, node, decision, self.wiring.ops[node.name].split, self.plan.axes)
 
 
 def local_footprint(
-    graph: NamedGraph, node: NamedNode, decision: OpDecision, split: Split | None, axes: Mapping[str, int]
+    graph: NamedGraph, node: NamedNode, decision: OpAssignment, split: LoweredOpContext | None, axes: Mapping[str, int]
 ) -> Footprint:
     """Of one rank."""
     if split is not None and not exchanges_edges(split):
@@ -70,13 +70,13 @@ def local_footprint(
     )
 
 
-def exchanges_edges(split: Split) -> bool:
+def exchanges_edges(split: LoweredOpContext) -> bool:
     """Whether its messages are the edges of neighbours: then the op itself runs on what is put together."""
     return any(step.kind is StepKind.HALO_EXCHANGE for message in split.messages() for step in message.reshard.forward)
 
 
 def lowered_footprint(
-    graph: NamedGraph, node: NamedNode, decision: OpDecision, split: Split, axes: Mapping[str, int]
+    graph: NamedGraph, node: NamedNode, decision: OpAssignment, split: LoweredOpContext, axes: Mapping[str, int]
 ) -> Footprint:
     """Of one rank, in bytes of that rank."""
     source = next(found for found in graph.exported.graph_module.graph.nodes if found.name == node.node)
@@ -95,12 +95,12 @@ def lowered_footprint(
                 arguments[name] = _taken(value, next(left))
         pieces = {factor: _piece(node, decision, factor, axes) for factor in node.sizes}
         sizes = {factor: pieces[factor].length for factor in node.sizes if factor not in split.factors}
-        local = Local(target, arguments, node.rule, dict(node.sizes), {**node.sizes, **sizes})
+        local = LocalCall(target, arguments, node.rule, dict(node.sizes), {**node.sizes, **sizes})
         sends = tuple(map(_sent, split.messages()))
         return measure(operands, lambda: split.lowering.run(split, local, pieces, sends))
 
 
-def _operand(graph: NamedGraph, name: str, decision: OpDecision, position: int, axes: Mapping[str, int]) -> Tensor:
+def _operand(graph: NamedGraph, name: str, decision: OpAssignment, position: int, axes: Mapping[str, int]) -> Tensor:
     tensor, layout = graph.tensors[name], decision.operands[position]
     atoms = atoms_of(tensor)
     shape = tensor.shape if layout is None else atoms.fold(layout.largest_sizes(atoms, axes))
@@ -111,16 +111,16 @@ def _taken(given: Any, made: Tensor | None) -> Any:
     return made if isinstance(given, Node) else given
 
 
-def _piece(node: NamedNode, decision: OpDecision, factor: str, axes: Mapping[str, int]) -> Piece:
+def _piece(node: NamedNode, decision: OpAssignment, factor: str, axes: Mapping[str, int]) -> FactorSlice:
     """What the first rank has of a factor."""
     length = node.sizes[factor]
     for (name, _), used in decision.choice.splits:
         if name == factor:
             length = -(-length // prod(axes[axis] for axis in used))
-    return Piece(factor, 0, 0, length, node.sizes[factor])
+    return FactorSlice(factor, 0, 0, length, node.sizes[factor])
 
 
-def _sent(message: Message) -> Send:
+def _sent(message: OpMessage) -> Send:
     """What comes back of a message: of the right shape, with a gradient where the message has one."""
     found = message.reshard
     axes = dict(found.axes)

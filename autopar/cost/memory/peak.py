@@ -12,18 +12,18 @@ from math import prod
 
 from autopar.cost.compute.optimizers import Optimizer, optimizer_of
 from autopar.cost.costs import MemoryCosts
-from autopar.cost.memory.backward import Liveness
-from autopar.cost.step.lowered_step import Wired
+from autopar.cost.memory.backward import StepMemory
+from autopar.cost.step.lowered_step import LoweredStep
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
-from autopar.sharding.assignment import Plan
+from autopar.sharding.assignment import StepPlan
 from autopar.sharding.atoms import atoms_of
 
-__all__ = ["Moment", "memory", "memory_over_time"]
+__all__ = ["MemoryMoment", "memory", "memory_over_time"]
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryMoment:
     """What is held while something is done; what parameters, copies, optimizer and inputs take is the same in all."""
 
     doing: str
@@ -33,11 +33,11 @@ class Moment:
     """Of parameters, those that are there when it is done."""
 
 
-def memory(wired: Wired) -> MemoryCosts:
+def memory(wired: LoweredStep) -> MemoryCosts:
     """The bytes of one step, on the rank that holds most."""
     graph, plan = wired.graph, wired.plan
     trains = graph.exported.grad_enabled
-    run = Liveness(wired)
+    run = StepMemory(wired)
     run.forward()
     inputs = parameters = 0.0
     for (name, _), storage in run.given.items():
@@ -62,10 +62,10 @@ def memory(wired: Wired) -> MemoryCosts:
     return MemoryCosts(parameters, copies, gradients, states, inputs, saved, moments[at], at)
 
 
-def memory_over_time(wired: Wired) -> tuple[Moment, ...]:
+def memory_over_time(wired: LoweredStep) -> tuple[MemoryMoment, ...]:
     """What is held while each op runs, in the order of the step."""
     graph, plan = wired.graph, wired.plan
-    run = _Watched(wired)
+    run = _GradientWatch(wired)
     run.forward()
     first = sum(run.storages.sizes[storage] for storage in run.sums.values())
     states = 0.0
@@ -73,13 +73,15 @@ def memory_over_time(wired: Wired) -> tuple[Moment, ...]:
         run.backward()
         states, _ = _optimizer_bytes(graph, plan, optimizer_of(plan.optimizer))
     found = {**dict.fromkeys(run.storages.moments, first), **run.gradients_after}
-    return tuple(Moment(doing, held + states, found[doing]) for doing, held in run.storages.moments.items() if doing)
+    return tuple(
+        MemoryMoment(doing, held + states, found[doing]) for doing, held in run.storages.moments.items() if doing
+    )
 
 
-class _Watched(Liveness):
+class _GradientWatch(StepMemory):
     """Notes which gradients of parameters are there after each op."""
 
-    def __init__(self, wired: Wired) -> None:
+    def __init__(self, wired: LoweredStep) -> None:
         super().__init__(wired)
         self.gradients_after: dict[str, float] = {}
         self.stored = {tensor.name for tensor in self.graph.parameters}
@@ -91,7 +93,7 @@ class _Watched(Liveness):
         self.gradients_after[self.storages.now] = sum(self.storages.sizes[storage] for storage in there)
 
 
-def _optimizer_bytes(graph: NamedGraph, plan: Plan, optimizer: Optimizer) -> tuple[float, float]:
+def _optimizer_bytes(graph: NamedGraph, plan: StepPlan, optimizer: Optimizer) -> tuple[float, float]:
     """Its states; and what it holds in between for the largest parameter, which it steps one by one."""
     states = largest = 0.0
     for tensor in graph.parameters:
@@ -106,7 +108,7 @@ def _optimizer_bytes(graph: NamedGraph, plan: Plan, optimizer: Optimizer) -> tup
     return states, largest
 
 
-def _local_shape(tensor: NamedTensor, plan: Plan) -> tuple[int, ...]:
+def _local_shape(tensor: NamedTensor, plan: StepPlan) -> tuple[int, ...]:
     atoms, stored = atoms_of(tensor), plan.decisions.stored[tensor.name]
     return atoms.fold(stored.largest_sizes(atoms, plan.axes))
 

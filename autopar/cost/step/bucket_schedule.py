@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.memory.last_uses import Version
-from autopar.cost.step.lowered_step import Wired
-from autopar.sharding.assignment import Plan
+from autopar.cost.step.lowered_step import LoweredStep
+from autopar.sharding.assignment import StepPlan
 from autopar.sharding.buckets import Bucket
-from autopar.sharding.reshard_insertion import Wiring
+from autopar.sharding.reshard_insertion import ReshardPlan
 
-__all__ = ["Schedule", "schedule_of"]
+__all__ = ["BucketSchedule", "schedule_of"]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class BucketSchedule:
     """By op, unless it says otherwise."""
 
     of_op: Mapping[str, Sequence[Bucket]]
@@ -32,7 +32,7 @@ class Schedule:
     """By bucket: the one that is gathered again after it."""
 
 
-def schedule_of(wired: Wired) -> Schedule:
+def schedule_of(wired: LoweredStep) -> BucketSchedule:
     buckets, plan, wiring = wired.buckets, wired.plan, wired.wiring
     layers = {op: layer for op, (layer, _) in wired.layers.items()} if wired.again else {}
     readers = _readers(wiring) if plan.regather else {}
@@ -47,10 +47,10 @@ def schedule_of(wired: Wired) -> Schedule:
             previous = bucket
     again, next_again = _again([bucket for found in of_op.values() for bucket in found], plan, wiring, inside)
     versions = frozenset((one.tensor, one.reshard.target) for bucket in buckets for one in bucket.members)
-    return Schedule(of_op, ahead, versions, inside, again, next_again)
+    return BucketSchedule(of_op, ahead, versions, inside, again, next_again)
 
 
-def _readers(wiring: Wiring) -> dict[Version, list[str]]:
+def _readers(wiring: ReshardPlan) -> dict[Version, list[str]]:
     """By what they take: the ops."""
     found: dict[Version, list[str]] = {}
     for op, wired in wiring.ops.items():
@@ -61,7 +61,7 @@ def _readers(wiring: Wiring) -> dict[Version, list[str]]:
 
 
 def _only_reader(
-    bucket: Bucket, plan: Plan, readers: Mapping[Version, Sequence[str]], layers: Mapping[str, int]
+    bucket: Bucket, plan: StepPlan, readers: Mapping[Version, Sequence[str]], layers: Mapping[str, int]
 ) -> int:
     """The layer that is computed again and is the only one to read parameters that are gathered again."""
     if not bucket.gathers or bucket.members[0].tensor not in plan.regather:
@@ -72,7 +72,7 @@ def _only_reader(
 
 
 def _again(
-    buckets: Sequence[Bucket], plan: Plan, wiring: Wiring, inside: Mapping[Bucket, int]
+    buckets: Sequence[Bucket], plan: StepPlan, wiring: ReshardPlan, inside: Mapping[Bucket, int]
 ) -> tuple[dict[str, list[Bucket]], dict[Bucket, Bucket]]:
     """By op: the buckets that its backward is the first to read; by bucket: the one that comes next in it."""
     last = {version: op for op, wired in wiring.ops.items() for version in wired.operands if version}

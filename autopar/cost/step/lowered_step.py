@@ -7,24 +7,24 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.assignment import Plan
+from autopar.sharding.assignment import StepPlan
 from autopar.sharding.buckets import Bucket, buckets_of
 from autopar.sharding.options import Recompute
-from autopar.sharding.recompute import Region, computed_again, layered, regions_of
-from autopar.sharding.reshard_insertion import Wiring, wire
+from autopar.sharding.recompute import RecomputeRegion, computed_again, layered, regions_of
+from autopar.sharding.reshard_insertion import ReshardPlan, wire
 
-__all__ = ["Wired"]
+__all__ = ["LoweredStep"]
 
 
 @dataclass(frozen=True, eq=False)
-class Wired:
+class LoweredStep:
     """Each is worked out once, for the time and the memory of the plan alike."""
 
     graph: NamedGraph
-    plan: Plan
+    plan: StepPlan
 
     @cached_property
-    def wiring(self) -> Wiring:
+    def wiring(self) -> ReshardPlan:
         return wire(self.graph, self.plan.decisions, self.plan.outputs, self.plan.local_inputs)
 
     @cached_property
@@ -42,5 +42,5 @@ class Wired:
         return computed_again(self.graph, self._regions)
 
     @cached_property
-    def _regions(self) -> tuple[Region, ...]:
+    def _regions(self) -> tuple[RecomputeRegion, ...]:
         return regions_of(self.graph, self.plan.recompute)

@@ -14,12 +14,12 @@ from typing import Literal
 from autopar.cost.compute.fusion import fused
 from autopar.cost.compute.op_time import OpWork, op_work
 from autopar.cost.hardware.cluster import Cluster
-from autopar.cost.step.lowered_step import Wired
-from autopar.cost.step.tasks import Direction, Prices, Task
+from autopar.cost.step.lowered_step import LoweredStep
+from autopar.cost.step.tasks import Direction, Task, TaskBuilder
 from autopar.ir.values import NamedNode
 from autopar.sharding.buckets import Bucket
 from autopar.sharding.choices import Choice
-from autopar.sharding.reshard_insertion import Inserted, OpConversions
+from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards
 
 __all__ = ["Profile", "Task", "profile"]
 
@@ -38,21 +38,21 @@ class Profile:
         yield from (*self.forward, *self.backward, *self.optimizer)
 
 
-def profile(wired: Wired, cluster: Cluster) -> Profile:
+def profile(wired: LoweredStep, cluster: Cluster) -> Profile:
     """Everything that a device does, on the rank that has most to do."""
     return _Profiler(wired, cluster).run()
 
 
 @dataclass
 class _Profiler:
-    wired: Wired
+    wired: LoweredStep
     cluster: Cluster
 
     def __post_init__(self) -> None:
         plan = self.plan = self.wired.plan
         self.graph, self.wiring = self.wired.graph, self.wired.wiring
         self.axes = plan.axes
-        self.prices = Prices(self.graph, self.cluster, self.axes, plan.links, plan.compiled, plan.gradient_dtype)
+        self.prices = TaskBuilder(self.graph, self.cluster, self.axes, plan.links, plan.compiled, plan.gradient_dtype)
         self.buckets: dict[str, list[Bucket]] = {}
         for bucket in self.wired.buckets:
             self.buckets.setdefault(bucket.op, []).append(bucket)
@@ -122,7 +122,7 @@ class _Profiler:
         for bucket in self.buckets.get(node.name, ()):
             yield from self._bucket(bucket, "backward")
 
-    def _values(self, wired: OpConversions) -> tuple[Inserted, ...]:
+    def _values(self, wired: OpReshards) -> tuple[InsertedReshard, ...]:
         """What is converted of values, and what the op sends itself; parameters are in the buckets."""
         before = (one for one in wired.before if self.graph.tensors[one.tensor].kind != "param")
         return (*before, *wired.inside)

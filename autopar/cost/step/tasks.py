@@ -14,18 +14,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from autopar.cost.collectives.network import Network
-from autopar.cost.compute.op_time import NOTHING, OpWork, Work, local_bytes, op_work, seconds_of_bytes
+from autopar.cost.compute.op_time import NOTHING, DirectionWork, OpWork, local_bytes, op_work, seconds_of_bytes
 from autopar.cost.compute.optimizers import optimizer_of
 from autopar.cost.hardware.cluster import Cluster
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
-from autopar.sharding.assignment import OpDecision
+from autopar.sharding.assignment import OpAssignment
 from autopar.sharding.buckets import shape_of
 from autopar.sharding.reshard.reshard import Step, StepKind
-from autopar.sharding.reshard_insertion import Inserted
-from autopar.sharding.sharding import Layout
+from autopar.sharding.reshard_insertion import InsertedReshard
+from autopar.sharding.sharding import Sharding
 
-__all__ = ["Direction", "Prices", "Task"]
+__all__ = ["Direction", "Task", "TaskBuilder"]
 
 Direction = Literal["forward", "backward", "recompute", "optimizer"]
 
@@ -50,7 +50,7 @@ class Task(NamedTuple):
 
 
 @dataclass
-class Prices:
+class TaskBuilder:
     """The prices of one graph on one mesh of one cluster; what is equal is worked out once."""
 
     graph: NamedGraph
@@ -68,7 +68,7 @@ class Prices:
 
     # -- ops
 
-    def work(self, node: NamedNode, decision: OpDecision) -> OpWork:
+    def work(self, node: NamedNode, decision: OpAssignment) -> OpWork:
         """What an op computes under a decision."""
         footprint = self.graph.footprints[node.node]
         key = id(footprint), node.op, decision.choice, decision.operands, decision.produced
@@ -77,7 +77,7 @@ class Prices:
             found = self.works[key] = op_work(self.graph, node, decision, footprint, self.axes, self.device)
         return found
 
-    def op(self, name: str, direction: Direction, work: Work) -> Iterator[Task]:
+    def op(self, name: str, direction: Direction, work: DirectionWork) -> Iterator[Task]:
         if work is not NOTHING and work.seconds:
             host = work.launches * self.launch
             yield Task(name, "compute", direction, work.seconds, bytes=work.bytes, flops=work.flops, host_seconds=host)
@@ -87,18 +87,18 @@ class Prices:
         seconds = seconds_of_bytes(size, self.device)
         return Task(name, "compute", direction, seconds, bytes=size, host_seconds=self.launch if size else 0.0)
 
-    def added(self, name: str, layout: Layout) -> Task:
+    def added(self, name: str, layout: Sharding) -> Task:
         """A gradient that is added to that of another use of the same value."""
         return self.moved(f"{name} +=", "backward", 3.0 * local_bytes(self.graph, name, layout, self.axes))
 
-    def accumulated(self, name: str, layout: Layout, master_dtype: torch.dtype | None) -> Task:
+    def accumulated(self, name: str, layout: Sharding, master_dtype: torch.dtype | None) -> Task:
         """The gradient of a parameter that is added to that of the micro-batches before."""
         dtype = self.graph.tensors[name].dtype
         count = local_bytes(self.graph, name, layout, self.axes) / dtype.itemsize
         added = (self.gradient_dtype or master_dtype or dtype).itemsize
         return self.moved(f"{name}.grad +=", "backward", count * (dtype.itemsize + 2 * added))
 
-    def optimizer_bytes(self, name: str, stored: Layout, optimizer: str, master_dtype: torch.dtype | None) -> float:
+    def optimizer_bytes(self, name: str, stored: Sharding, optimizer: str, master_dtype: torch.dtype | None) -> float:
         """What the optimizer reads and writes for one parameter."""
         dtype = self.graph.tensors[name].dtype
         numel = local_bytes(self.graph, name, stored, self.axes) / dtype.itemsize
@@ -106,7 +106,7 @@ class Prices:
 
     # -- communication
 
-    def conversion(self, one: Inserted, way: str, direction: Direction | None = None) -> Iterator[Task]:
+    def conversion(self, one: InsertedReshard, way: str, direction: Direction | None = None) -> Iterator[Task]:
         """A value that is converted, which whoever wants it waits for."""
         if way == "backward" and not one.differentiable:
             return
@@ -128,7 +128,7 @@ class Prices:
         """What a tensor's sum over ranks is of a collective that adds up several."""
         return self.graph.shares.get(tensor, 1.0)
 
-    def together(self, members: Sequence[Inserted], way: Literal["forward", "backward"]) -> Iterator[Task]:
+    def together(self, members: Sequence[InsertedReshard], way: Literal["forward", "backward"]) -> Iterator[Task]:
         """Parameters that are converted in one bucket: the steps of all at once, beside the computing."""
         first = members[0]
         if way == "backward" and not first.differentiable:
@@ -146,6 +146,6 @@ class Prices:
     def _host(self, step: Step) -> float:
         return self.launch if step.local else self.cluster.library.host_seconds.get(step.kind.value, self.launch)
 
-    def bucket_itemsize(self, one: Inserted, way: str) -> int:
+    def bucket_itemsize(self, one: InsertedReshard, way: str) -> int:
         """Gradients may be added up in another dtype."""
         return one.itemsize if way == "forward" or self.gradient_dtype is None else self.gradient_dtype.itemsize

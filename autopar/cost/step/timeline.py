@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost.hardware.cluster import Cluster
-from autopar.cost.step.lowered_step import Wired
+from autopar.cost.step.lowered_step import LoweredStep
 from autopar.cost.step.profile import Profile, Task, profile
 from autopar.files import write_text
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.assignment import Plan
+from autopar.sharding.assignment import StepPlan
 
 __all__ = ["Event", "Timeline", "timeline"]
 
@@ -60,9 +60,9 @@ class Timeline:
         write_text(path, json.dumps(self.to_json()))
 
 
-def timeline(graph: NamedGraph, plan: Plan, cluster: Cluster) -> Timeline:
+def timeline(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Timeline:
     """When a device does what in one step."""
-    return timeline_of(profile(Wired(graph, plan), cluster), plan.micro_batches)
+    return timeline_of(profile(LoweredStep(graph, plan), cluster), plan.micro_batches)
 
 
 def timeline_of(found: Profile, micro_batches: int) -> Timeline:

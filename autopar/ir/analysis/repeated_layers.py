@@ -24,11 +24,11 @@ from torch.fx import Node
 
 from autopar.ir.exported import Exported
 
-__all__ = ["Repeat", "repeated_layers"]
+__all__ = ["RepeatedLayers", "repeated_layers"]
 
 
 @dataclass(frozen=True)
-class Repeat:
+class RepeatedLayers:
     """One stack of equal layers.
 
     `layers[t][k]` is the name of the node that does step k in layer t; a layer's nodes follow each other in the graph,
@@ -49,11 +49,11 @@ class Repeat:
         return len(self.layers)
 
 
-def repeated_layers(exported: Exported) -> tuple[Repeat, ...]:
+def repeated_layers(exported: Exported) -> tuple[RepeatedLayers, ...]:
     """The repeats that cover most of the graph without overlapping; of equal ones those with the shortest layer."""
     own = {p.node for p in exported.placeholders if p.kind != "input"}
     calls = _Calls([n for n in exported.graph_module.graph.nodes if n.op == "call_function"], own)
-    runs: list[_Run] = []
+    runs: list[_LayerRun] = []
     for period in range(1, len(calls.nodes) // 2 + 1):
         for first, last in calls.equal_stretches(period):
             base = [run for run in runs if period % run.period == 0 and run.start <= first and last <= run.stop]
@@ -71,7 +71,7 @@ def repeated_layers(exported: Exported) -> tuple[Repeat, ...]:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _LayerRun:
     """`count` layers of `period` nodes from index `start` on."""
 
     start: int
@@ -120,7 +120,7 @@ class _Calls:
             if last - first >= period:
                 yield first, last
 
-    def runs(self, period: int, first: int, last: int) -> Iterator[_Run]:
+    def runs(self, period: int, first: int, last: int) -> Iterator[_LayerRun]:
         stretch = first
         carried: list[_Carried] = []
         for i in range(first, last + 1):
@@ -153,7 +153,7 @@ class _Calls:
         mine, other = _inputs(self.nodes[i])[position], _inputs(self.nodes[j])[position]
         return bool(_shape(mine.meta["val"]) == _shape(other.meta["val"]))
 
-    def _runs_within(self, period: int, first: int, last: int, carried: list[_Carried]) -> Iterator[_Run]:
+    def _runs_within(self, period: int, first: int, last: int, carried: list[_Carried]) -> Iterator[_LayerRun]:
         """The longest valid runs in a stretch of matches: carried operands may stand only in the first layer."""
         starts = {first}
         for c in carried:
@@ -167,11 +167,11 @@ class _Calls:
             count, slack = divmod(stop - start, period)
             shifts = [d for d in range(slack + 1) if _valid_until(carried, start + d, period, stop) == stop]
             shift = max(shifts, key=lambda d: (len(self.prefix(start + d, period)), len(self.paths[start + d]), -d))
-            run = _Run(start + shift, period, count + 1)
+            run = _LayerRun(start + shift, period, count + 1)
             if self._is_layer(run):
                 yield run
 
-    def _is_layer(self, run: _Run) -> bool:
+    def _is_layer(self, run: _LayerRun) -> bool:
         """Layers have parameters, and each works on what the one before made of what it was given."""
         second = range(run.start + run.period, run.start + 2 * run.period)
         handed_on = {a + run.period for i in second for a in self.operands[i] if run.start <= a < second.start}
@@ -186,13 +186,13 @@ class _Calls:
         paths = self.paths[start : start + period]
         return _common(paths)
 
-    def repeat(self, run: _Run) -> Repeat:
+    def repeat(self, run: _LayerRun) -> RepeatedLayers:
         layers = [list(range(run.start + t * run.period, run.start + (t + 1) * run.period)) for t in range(run.count)]
         while (before := _LayerBefore(self, layers[0], layers[1]).found()) is not None:
             layers.insert(0, before)
         paths = _layer_paths([[self.paths[i] for i in layer] for layer in layers])
         names = tuple(tuple(self.nodes[i].name for i in layer) for layer in layers)
-        return Repeat(min(layers[0]), names, paths)
+        return RepeatedLayers(min(layers[0]), names, paths)
 
 
 class _LayerBefore:
@@ -267,10 +267,10 @@ def _valid_until(carried: list[_Carried], start: int, period: int, last: int) ->
     return last
 
 
-def _best(runs: list[_Run]) -> list[_Run]:
+def _best(runs: list[_LayerRun]) -> list[_LayerRun]:
     """Weighted interval scheduling: the most nodes covered, then the shortest periods."""
     runs = sorted(runs, key=lambda run: run.stop)
-    best: list[tuple[int, int, list[_Run]]] = [(0, 0, [])]
+    best: list[tuple[int, int, list[_LayerRun]]] = [(0, 0, [])]
     for k, run in enumerate(runs):
         before = sum(other.stop <= run.start for other in runs[:k])
         covered, cost, chosen = best[before]

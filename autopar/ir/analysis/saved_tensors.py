@@ -20,7 +20,7 @@ from autopar.ir.checkpoint_regions import checkpoint_regions
 from autopar.ir.exported import Exported
 from autopar.rules.shard_call.grouped_heads import with_most_memory
 
-__all__ = ["InternalSave", "Saved", "saved_values"]
+__all__ = ["InternalSave", "SavedTensors", "saved_values"]
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,22 @@ class InternalSave:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTensors:
     """`values`: names of nodes, in the order of the graph, each the owner of its memory."""
 
     values: tuple[str, ...]
     internal: tuple[InternalSave, ...]
 
 
-def saved_values(exported: Exported) -> Saved:
+def saved_values(exported: Exported) -> SavedTensors:
     """Run the traced forward on fake tensors and see what is kept.
 
     On a CPU device, whatever the model stands on: fused kernels keep the same values there as elsewhere, while a meta
     device would fall back to attention that keeps its score matrices.
     """
     if not exported.grad_enabled:
-        return Saved((), ())
-    run = _Run()
+        return SavedTensors((), ())
+    run = _SavingRun()
     graph = exported.graph_module.graph
     requires_grad = {p.node: p.requires_grad for p in exported.placeholders}
     inside = {node: number for number, nodes in checkpoint_regions(graph) for node in nodes}
@@ -68,7 +68,7 @@ def saved_values(exported: Exported) -> Saved:
     return run.saved(graph)
 
 
-class _Run:
+class _SavingRun:
     def __init__(self) -> None:
         self.results: dict[Node, Any] = {}  # kept, so that no address of a storage is used twice
         self.owners: dict[int, Node] = {}
@@ -125,7 +125,7 @@ class _Run:
             if any(user not in inside for user in node.users):
                 self.kept.setdefault(node, set()).update(owners)
 
-    def saved(self, graph: Graph) -> Saved:
+    def saved(self, graph: Graph) -> SavedTensors:
         alive = self._leading_to_outputs(graph)
         kept = set().union(*(owners for node, owners in self.kept.items() if node in alive))
         internal: dict[int, InternalSave] = {}
@@ -135,7 +135,7 @@ class _Run:
                 if size:
                     save = InternalSave(node.name, tuple(tensor.shape), tensor.dtype, size)
                     internal.setdefault(_address(tensor), save)
-        return Saved(tuple(node.name for node in graph.nodes if node in kept), tuple(internal.values()))
+        return SavedTensors(tuple(node.name for node in graph.nodes if node in kept), tuple(internal.values()))
 
     def _leading_to_outputs(self, graph: Graph) -> set[Node]:
         """The nodes whose backward can be called once the forward is over; what others saved is free again."""

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.lowering.collectives.local_steps import Move, bind, finish, keep_local, prepare
+from autopar.lowering.collectives.local_steps import LocalStep, bind, finish, keep_local, prepare
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.collectives.wire_dtypes import as_bytes, is_known, restored, summed_in
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
 
-__all__ = ["Conversion", "convert", "send", "send_all"]
+__all__ = ["LocalReshard", "convert", "send", "send_all"]
 
 
 @dataclass(frozen=True)
-class Conversion:
+class LocalReshard:
     """A reshard bound to this rank; called on its local tensor.
 
     To be compiled it belongs in a module, whose numbers are constants to `torch.compile`. In a closure they become
@@ -29,17 +29,17 @@ class Conversion:
     """
 
     reshard: Reshard
-    forward: tuple[Move, ...]
-    backward: tuple[Move, ...]
+    forward: tuple[LocalStep, ...]
+    backward: tuple[LocalStep, ...]
     shape: tuple[int, ...]
     result_shape: tuple[int, ...]
 
     @classmethod
-    def bind(cls, reshard: Reshard, groups: Groups) -> Conversion:
+    def bind(cls, reshard: Reshard, groups: Groups) -> LocalReshard:
         """All ranks of the mesh bind the same conversions, in the same order."""
         axes = dict(reshard.axes)
 
-        def bound(step: Step) -> Move:
+        def bound(step: Step) -> LocalStep:
             if step.local:
                 return bind(step, reshard, groups.coordinate, ())
             group = groups.of(step.axes)
@@ -55,7 +55,7 @@ class Conversion:
         return convert(x, self)
 
 
-def convert(x: Tensor, conversion: Conversion, backward: bool = False) -> Tensor:
+def convert(x: Tensor, conversion: LocalReshard, backward: bool = False) -> Tensor:
     """The tensor in its new layout, differentiable where `x` needs a gradient; `backward` converts a gradient."""
     shape = conversion.result_shape if backward else conversion.shape
     if tuple(x.shape) != shape:
@@ -64,14 +64,14 @@ def convert(x: Tensor, conversion: Conversion, backward: bool = False) -> Tensor
             f"shape {shape}, this one has {tuple(x.shape)}"
         )
     if x.requires_grad and torch.is_grad_enabled() and (conversion.forward or conversion.backward):
-        converted: Tensor = _Convert.apply(x, conversion, backward)  # type: ignore[no-untyped-call]
+        converted: Tensor = _ReshardFunction.apply(x, conversion, backward)  # type: ignore[no-untyped-call]
         return converted
     return _run(x, conversion, backward)
 
 
-class _Convert(torch.autograd.Function):
+class _ReshardFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, conversion: Conversion, backward: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, conversion: LocalReshard, backward: bool) -> Tensor:
         ctx.conversion, ctx.backward_way = conversion, backward
         # Where nothing is done, still another tensor: a Function that gives back its input marks it as changed.
         return _run(x.view_as(x), conversion, backward)
@@ -82,7 +82,7 @@ class _Convert(torch.autograd.Function):
         return convert(gradient, ctx.conversion, not ctx.backward_way), None, None
 
 
-def _run(x: Tensor, conversion: Conversion, backward: bool) -> Tensor:
+def _run(x: Tensor, conversion: LocalReshard, backward: bool) -> Tensor:
     moves = conversion.backward if backward else conversion.forward
     if not moves:
         return x
@@ -92,7 +92,7 @@ def _run(x: Tensor, conversion: Conversion, backward: bool) -> Tensor:
     return x.reshape(conversion.shape if backward else conversion.result_shape)
 
 
-def _exchange(move: Move, x: Tensor) -> Tensor:
+def _exchange(move: LocalStep, x: Tensor) -> Tensor:
     wide = summed_in(x.dtype)
     if move.kind in (StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER) and wide != x.dtype:
         return restored(_exchange(move, x.to(wide)), x.dtype)
@@ -103,7 +103,7 @@ def _exchange(move: Move, x: Tensor) -> Tensor:
     return finish(move, torch.ops._c10d_functional.wait_tensor(send(move, buffer)))
 
 
-def send(move: Move, buffer: Tensor) -> Tensor:
+def send(move: LocalStep, buffer: Tensor) -> Tensor:
     """Start the collective on the flat buffer; what comes back may be read after `wait_tensor` only."""
     ops = torch.ops._c10d_functional
     sent: Tensor
@@ -123,7 +123,7 @@ def send(move: Move, buffer: Tensor) -> Tensor:
     return sent
 
 
-def send_all(move: Move, buffers: list[Tensor]) -> list[Tensor]:
+def send_all(move: LocalStep, buffers: list[Tensor]) -> list[Tensor]:
     """Start one collective on several flat buffers, each as by itself."""
     ops = torch.ops._c10d_functional
     sent: list[Tensor]

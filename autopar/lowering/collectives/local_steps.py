@@ -1,7 +1,7 @@
 """The steps of a reshard as one rank runs them: what it lays into the buffer, and what it makes of what comes back.
 
-A `Move` is a step bound to a rank's coordinate; it holds nothing but numbers, so `torch.compile` traces through it. All
-tensors here have the rank's local atoms as their dims. A collective works on a flat buffer, with the parts for (or of)
+A `LocalStep` is a step bound to a rank's coordinate. It holds nothing but numbers, so `torch.compile` traces through
+it. All tensors here have the rank's local atoms as their dims. A collective works on a flat buffer, with the parts for (or of)
 its members one after the other: `prepare` fills it, the transport exchanges it, `finish` reads it. Pieces that differ
 in length are padded to the longest one where a collective needs them equal; an all-to-all takes them as they are.
 """
@@ -20,11 +20,11 @@ from autopar.rules.shard_call.empty import kept
 from autopar.sharding.reshard.reshard import LOCAL, Reshard, Step, StepKind
 from autopar.sharding.sharding import Piece
 
-__all__ = ["Move", "bind", "finish", "keep_local", "prepare"]
+__all__ = ["LocalStep", "bind", "finish", "keep_local", "prepare"]
 
 
 @dataclass(frozen=True)
-class Move:
+class LocalStep:
     """`before` and `after` are the sizes of the local atoms; `atom` is the one that the step cuts or joins.
 
     Lists over the members of the group stand in the order of their ranks in it. `pieces` is what each member takes of
@@ -59,7 +59,9 @@ class Move:
         return len(self.order)
 
 
-def bind(step: Step, reshard: Reshard, coordinate: Mapping[str, int], members: tuple[Mapping[str, int], ...]) -> Move:
+def bind(
+    step: Step, reshard: Reshard, coordinate: Mapping[str, int], members: tuple[Mapping[str, int], ...]
+) -> LocalStep:
     """A step as the rank at `coordinate` runs it; `members` are the coordinates of its group, in rank order.
 
     The name of the group is left to whoever knows of process groups.
@@ -69,7 +71,7 @@ def bind(step: Step, reshard: Reshard, coordinate: Mapping[str, int], members: t
     before = step.before.pieces(atoms, axes, here)
     after = step.after.pieces(atoms, axes, here)
     atom = step.atom or 0
-    move = Move(step.kind, _lengths(before), _lengths(after), atom)
+    move = LocalStep(step.kind, _lengths(before), _lengths(after), atom)
     if step.kind in (StepKind.ALL_REDUCE, StepKind.KEEP_ONE):
         keep = all(coordinate[axis] == 0 for axis in step.axes)
         return replace(move, keep=keep, order=tuple(range(len(members))))
@@ -90,12 +92,12 @@ def bind(step: Step, reshard: Reshard, coordinate: Mapping[str, int], members: t
 
 
 def _all_to_all(
-    move: Move,
+    move: LocalStep,
     step: Step,
     mine: tuple[tuple[Piece, ...], tuple[Piece, ...]],
     held: list[tuple[Piece, ...]],
     wanted: list[tuple[Piece, ...]],
-) -> Move:
+) -> LocalStep:
     assert step.to_atom is not None, f"{step} goes nowhere"
     before, after = mine
     atom, to_atom = move.atom, step.to_atom
@@ -140,7 +142,7 @@ def _shared(mine: Piece, other: Piece) -> Piece:
 # -- on tensors -------------------------------------------------------------------------------------------------------
 
 
-def keep_local(move: Move, x: Tensor) -> Tensor:
+def keep_local(move: LocalStep, x: Tensor) -> Tensor:
     """The steps that send nothing."""
     if move.kind is StepKind.KEEP_ONE:
         if torch.compiler.is_compiling():
@@ -163,7 +165,7 @@ def _padded(x: Tensor, atom: int, left: int, right: int) -> Tensor:
     return torch.cat([parts[0], x, parts[1]], atom)
 
 
-def prepare(move: Move, x: Tensor) -> Tensor:
+def prepare(move: LocalStep, x: Tensor) -> Tensor:
     """The buffer that this rank gives to the collective."""
     if move.kind is StepKind.ALL_GATHER:
         x = _padded(x, move.atom, 0, move.longest - move.before[move.atom])
@@ -177,7 +179,7 @@ def prepare(move: Move, x: Tensor) -> Tensor:
     return flat.resolve_conj() if flat.is_complex() else flat.resolve_neg()
 
 
-def finish(move: Move, buffer: Tensor) -> Tensor:
+def finish(move: LocalStep, buffer: Tensor) -> Tensor:
     """This rank's tensor, made of what the collective has given it."""
     if move.kind is StepKind.REDUCE_SCATTER and move.longest > move.after[move.atom]:
         padded = buffer.reshape(_replaced(move.after, move.atom, move.longest))

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.lowering.collectives.local_reshard import Conversion
+from autopar.lowering.collectives.local_reshard import LocalReshard
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.collectives.wire_dtypes import as_bytes, is_known
-from autopar.sharding.lowered_ops.base import Maximum, Message, Send
+from autopar.sharding.lowered_ops.base import Maximum, OpMessage, Send
 from autopar.sharding.lowered_ops.halo import HaloExchange, HaloStretch
 
 __all__ = ["bind_message"]
 
 
 @dataclass(frozen=True)
-class _Edges:
+class _HaloExchange:
     """An exchange bound to a rank: the stretch of the input that its part of the output reads."""
 
     stretch: HaloStretch
@@ -68,22 +68,22 @@ class _AllToAll(torch.autograd.Function):
         return _AllToAll.apply(gradient, *ctx.way), None, None, None  # type: ignore[no-untyped-call]
 
 
-def bind_message(message: Message, groups: Groups) -> Send:
+def bind_message(message: OpMessage, groups: Groups) -> Send:
     """Bind a message to this rank; all ranks bind the same messages, in the same order."""
     if isinstance(message, HaloExchange):
         return _edges(message, groups)
     if isinstance(message, Maximum):
         return _maximum(message, groups)
-    return Conversion.bind(message.reshard, groups)
+    return LocalReshard.bind(message.reshard, groups)
 
 
 def _edges(message: HaloExchange, groups: Groups) -> Send:
     stretch = message.stretch
     own = stretch.place(groups.coordinate)
     if not message.reshard.forward:
-        return _Edges(stretch, own, (), "")
+        return _HaloExchange(stretch, own, (), "")
     group = groups.of(stretch.axes)
-    return _Edges(stretch, own, tuple(map(stretch.place, group.members)), group.name)
+    return _HaloExchange(stretch, own, tuple(map(stretch.place, group.members)), group.name)
 
 
 def _maximum(message: Maximum, groups: Groups) -> Send:

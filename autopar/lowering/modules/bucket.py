@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.lowering.collectives.local_reshard import Conversion, send, send_all
-from autopar.lowering.collectives.local_steps import Move, finish, keep_local, prepare
+from autopar.lowering.collectives.local_reshard import LocalReshard, send, send_all
+from autopar.lowering.collectives.local_steps import LocalStep, finish, keep_local, prepare
 from autopar.sharding.reshard.reshard import StepKind
 
-__all__ = ["Bucket", "Handling", "begin_steps", "is_view", "locally", "waited"]
+__all__ = ["BucketCollectives", "ParameterHandling", "begin_steps", "is_view", "locally", "waited"]
 
 ALONE_BYTES = 2**20
 """From this size on, a tensor is sent from where it lies: copying it into a buffer, and out of one, takes longer than
@@ -27,7 +27,7 @@ that the collective has one buffer more."""
 
 
 @dataclass(frozen=True)
-class Handling:
+class ParameterHandling:
     """How a parameter comes into the forward, and its gradient out of the backward."""
 
     stored: torch.dtype
@@ -43,14 +43,14 @@ class Handling:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketCollectives:
     """Conversions that take the same steps over the same groups, done as one."""
 
-    conversions: tuple[Conversion, ...]
-    handling: Handling
-    forward: tuple[tuple[Move, ...], ...] = field(init=False)
+    conversions: tuple[LocalReshard, ...]
+    handling: ParameterHandling
+    forward: tuple[tuple[LocalStep, ...], ...] = field(init=False)
     """For each step, what it is for each tensor; none where nothing is sent that way."""
-    backward: tuple[tuple[Move, ...], ...] = field(init=False)
+    backward: tuple[tuple[LocalStep, ...], ...] = field(init=False)
     is_sum: bool = field(init=False)
     """Whether all that is done with gradients is to add them up."""
     is_idle: bool = field(init=False)
@@ -80,19 +80,19 @@ class Bucket:
         return [finish(one.forward[-1], piece).reshape(one.result_shape) for one, piece in pairs]
 
 
-def _sending(ways: Sequence[tuple[Move, ...]]) -> tuple[tuple[Move, ...], ...]:
+def _sending(ways: Sequence[tuple[LocalStep, ...]]) -> tuple[tuple[LocalStep, ...], ...]:
     steps = tuple(zip(*ways, strict=True))
     return () if all(move.local for step in steps for move in step) else steps
 
 
-def locally(moves: tuple[Move, ...], x: Tensor, shape: tuple[int, ...]) -> Tensor:
+def locally(moves: tuple[LocalStep, ...], x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Steps that send nothing."""
     for i, move in enumerate(moves):
         x = keep_local(move, x.reshape(move.before) if i == 0 else x)
     return x.reshape(shape) if moves else x
 
 
-def begin_steps(steps: tuple[tuple[Move, ...], ...], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def begin_steps(steps: tuple[tuple[LocalStep, ...], ...], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """All steps but the end of the last, which is begun; of its buffer, the piece of each tensor."""
     parts = [x.reshape(move.before) for x, move in zip(tensors, steps[0], strict=True)]
     for moves in steps[:-1]:
@@ -101,7 +101,7 @@ def begin_steps(steps: tuple[tuple[Move, ...], ...], tensors: Sequence[Tensor]) 
     return _exchange(steps[-1], parts)
 
 
-def _exchange(moves: tuple[Move, ...], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _exchange(moves: tuple[LocalStep, ...], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     parts = [prepare(move, x) for move, x in zip(moves, tensors, strict=True)]
     alone = [i for i, part in enumerate(parts) if _is_sent_alone(moves[0], part)]
     if not alone or torch.compiler.is_compiling():
@@ -116,14 +116,14 @@ def _exchange(moves: tuple[Move, ...], tensors: Sequence[Tensor]) -> tuple[Tenso
     return tuple(pieces[i] for i in range(len(parts)))
 
 
-def _is_sent_alone(move: Move, part: Tensor) -> bool:
+def _is_sent_alone(move: LocalStep, part: Tensor) -> bool:
     if move.kind not in (StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER) or part.is_complex():
         return False  # Gloo gathers no complex numbers from several buffers
     size = part.numel() * part.element_size() * (move.ranks if move.kind is StepKind.ALL_GATHER else 1)
     return size >= ALONE_BYTES
 
 
-def _sent_as_one(first: Move, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _sent_as_one(first: LocalStep, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
     flat, sizes = _joined(first, parts)
     sent = send(first, flat) if flat.numel() else flat
     if torch.compiler.is_compiling():
@@ -132,7 +132,7 @@ def _sent_as_one(first: Move, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return _parted(first, sent, sizes)
 
 
-def _joined(first: Move, parts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+def _joined(first: LocalStep, parts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     """One buffer, and how much of what comes back on each rank is of each part."""
     sizes = [part.numel() for part in parts]
     if first.kind is StepKind.REDUCE_SCATTER:
@@ -142,13 +142,13 @@ def _joined(first: Move, parts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     return torch.cat(list(parts)), sizes
 
 
-def _parted(first: Move, sent: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+def _parted(first: LocalStep, sent: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     if first.kind is StepKind.ALL_GATHER:
         return torch.split(sent.view(first.ranks, sum(sizes)), sizes, 1)
     return torch.split(sent, sizes)
 
 
-def is_view(move: Move) -> bool:
+def is_view(move: LocalStep) -> bool:
     """Whether what comes of a move is cut from what was sent: it may then be cut before that has come."""
     return move.kind is StepKind.ALL_REDUCE or move.longest == move.after[move.atom]
 

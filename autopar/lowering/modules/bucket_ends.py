@@ -11,7 +11,7 @@ parameters waits for their gradients (`Synchronisation.finish`).
 On the way parameters are cast to the type that the forward works in, and gradients to the type that they are added up
 in. Under `no_sync()` gradients are kept as they are, and go with those of the next backward that sends.
 
-What was gathered may be given up after the forward and gathered again when the backward comes to it (`Again`).
+What was gathered may be given up after the forward and gathered again when the backward comes to it (`Regathered`).
 
 `torch.compile` orders collectives by itself: there both halves are done at the end of the bucket, always; but sums of
 gradients that nothing is done to are left to whoever gives the parameters to wait for, outside of what is compiled.
@@ -30,12 +30,12 @@ from autopar.lowering.collectives.custom_ops import sums_begun
 from autopar.lowering.collectives.local_reshard import convert
 from autopar.lowering.collectives.local_steps import finish
 from autopar.lowering.modules.bucket import begin_steps, is_view, locally, waited
-from autopar.lowering.modules.bucket_state import Again, Running, is_alone
+from autopar.lowering.modules.bucket_state import BucketState, Regathered, is_alone
 
-__all__ = ["BucketEnd", "BucketStart", "Release", "Watch"]
+__all__ = ["BucketEnd", "BucketStart", "RegatherRelease", "RegatherWatch"]
 
 
-def start(running: Running, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def start(running: BucketState, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The tensors, and after them what of their collective `end` wants."""
     if torch.compiler.is_compiling():
         return tuple(tensors)
@@ -43,7 +43,7 @@ def start(running: Running, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return started
 
 
-def end(running: Running, started: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def end(running: BucketState, started: Sequence[Tensor]) -> tuple[Tensor, ...]:
     if running.has_start or not running.bucket.is_idle or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return _ended(running, started)
     # It keeps nothing for a backward, so that one piece of graph does for all calls with the same tensors.
@@ -57,14 +57,14 @@ def end(running: Running, started: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return running.ended[1]
 
 
-def _ended(running: Running, started: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _ended(running: BucketState, started: Sequence[Tensor]) -> tuple[Tensor, ...]:
     ended: tuple[Tensor, ...] = _End.apply(running, *started)  # type: ignore[no-untyped-call]
     return ended
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, running: Running, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, running: BucketState, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         same = tuple(x.view_as(x) for x in tensors)
         bucket = running.bucket
@@ -84,7 +84,7 @@ class _Start(torch.autograd.Function):
 
 class _End(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, running: Running, *started: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, running: BucketState, *started: Tensor) -> tuple[Tensor, ...]:
         ctx.running, ctx.count, ctx.again = running, len(started), None
         ctx.set_materialize_grads(False)
         bucket = running.bucket
@@ -108,12 +108,12 @@ class _End(torch.autograd.Function):
             found = [x.view_as(x) for x in found]
         if handling.again and not compiling:
             found = [x if is_alone(x) else x.clone(memory_format=torch.contiguous_format) for x in found]
-            running.again = ctx.again = Again(running, tensors, [x.detach() for x in found])
+            running.again = ctx.again = Regathered(running, tensors, [x.detach() for x in found])
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        running: Running = ctx.running
+        running: BucketState = ctx.running
         bucket, handling = running.bucket, running.bucket.handling
         compiling, differentiable = torch.compiler.is_compiling(), torch.is_grad_enabled()
         if ctx.again is not None:
@@ -151,7 +151,7 @@ class _End(torch.autograd.Function):
         return (None, *found)
 
 
-def _with_unsent(running: Running, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+def _with_unsent(running: BucketState, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """The gradients with those that were not sent before; none, where these are not sent either."""
     total = list(gradients)
     if running.unsent:
@@ -170,7 +170,7 @@ def _with_unsent(running: Running, gradients: Sequence[Tensor | None]) -> tuple[
     return (None,) * len(total)
 
 
-def _sums(running: Running, gradients: Sequence[Tensor]) -> list[Tensor]:
+def _sums(running: BucketState, gradients: Sequence[Tensor]) -> list[Tensor]:
     """The sums of whole gradients, as they will be when they have come: the commonest case, in the fewest calls."""
     handling, first = running.bucket.handling, running.bucket.backward[0][0]
     flat = torch.cat([x.reshape(-1) for x in gradients], out=running.free_buffer(gradients[0], handling.reduced))
@@ -187,7 +187,7 @@ def _sums(running: Running, gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 class BucketStart(nn.Module):
-    def __init__(self, running: Running, notes: tuple[str, ...]) -> None:
+    def __init__(self, running: BucketState, notes: tuple[str, ...]) -> None:
         super().__init__()
         self.running = running
         self.notes = notes
@@ -200,7 +200,7 @@ class BucketStart(nn.Module):
 
 
 class BucketEnd(nn.Module):
-    def __init__(self, running: Running, notes: tuple[str, ...] = ()) -> None:
+    def __init__(self, running: BucketState, notes: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.running = running
         self.notes = notes
@@ -209,10 +209,10 @@ class BucketEnd(nn.Module):
         return end(self.running, started)
 
 
-class Watch(nn.Module):
+class RegatherWatch(nn.Module):
     """After an op that reads a tensor that is gathered again: its backward is where that must have happened."""
 
-    def __init__(self, running: Running) -> None:
+    def __init__(self, running: BucketState) -> None:
         super().__init__()
         self.running = running
 
@@ -226,10 +226,10 @@ class Watch(nn.Module):
                 result.grad_fn.register_prehook(lambda _: again.fill())
 
 
-class Release(nn.Module):
+class RegatherRelease(nn.Module):
     """After the last op of the forward that reads the tensors of a bucket."""
 
-    def __init__(self, running: Running) -> None:
+    def __init__(self, running: BucketState) -> None:
         super().__init__()
         self.running = running
 

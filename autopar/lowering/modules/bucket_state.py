@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from autopar.lowering.collectives.checksum import quick_checksum
-from autopar.lowering.modules.bucket import Bucket, waited
+from autopar.lowering.modules.bucket import BucketCollectives, waited
 
-__all__ = ["Again", "Running", "Synchronisation", "is_alone"]
+__all__ = ["BucketState", "GradientSync", "Regathered", "is_alone"]
 
 
 @dataclass
-class Synchronisation:
+class GradientSync:
     """Whether gradients are sent in the backward, and what of them is still to come.
 
     `ParallelModule.no_sync()` switches it off for a while.
     """
 
     enabled: bool = True
-    unfinished: dict[Running, Sequence[Tensor]] = field(default_factory=dict)
+    unfinished: dict[BucketState, Sequence[Tensor]] = field(default_factory=dict)
     writes: int = 0
     """How often parameters were found to have been written to between two calls."""
 
@@ -37,7 +37,7 @@ class Synchronisation:
         """What was gathered of parameters is no longer what they are."""
         self.writes += 1
 
-    def later(self, running: Running, pieces: Sequence[Tensor]) -> None:
+    def later(self, running: BucketState, pieces: Sequence[Tensor]) -> None:
         """Leave gradients to `finish`; those of a second forward are added to the first's, so both must have come."""
         is_second = running in self.unfinished
         if is_second:
@@ -56,19 +56,19 @@ class Synchronisation:
 
 
 @dataclass(eq=False)
-class Running:
+class BucketState:
     """A bucket and what it remembers from one place of a step to the next."""
 
-    bucket: Bucket
-    synchronisation: Synchronisation
+    bucket: BucketCollectives
+    synchronisation: GradientSync
     has_start: bool = True
-    before: Running | None = None
+    before: BucketState | None = None
     """The bucket that the backward comes to next, if it too gathers again."""
     unsent: list[Tensor | None] = field(default_factory=list)
     buffer: Tensor | None = None
     """Where gradients are added up; the gradients that come of it are views of it."""
-    lasting: Lasting | None = None
-    again: Again | None = None
+    lasting: KeptGathered | None = None
+    again: Regathered | None = None
     ended: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
     """What came in and went out at the end of a bucket that does nothing in the forward, in the call before."""
 
@@ -88,7 +88,9 @@ class Running:
 
     def keep(self, tensors: Sequence[Tensor], gathered: Sequence[Tensor]) -> None:
         stored = [x.detach() for x in tensors]
-        self.lasting = Lasting(stored, _states(stored), self.synchronisation.writes, [x.detach() for x in gathered])
+        self.lasting = KeptGathered(
+            stored, _states(stored), self.synchronisation.writes, [x.detach() for x in gathered]
+        )
 
 
 def _holders(tensor: Tensor) -> int:
@@ -103,7 +105,7 @@ def is_alone(tensor: Tensor) -> bool:
 
 
 @dataclass(eq=False)
-class Lasting:
+class KeptGathered:
     """What was gathered once for several forwards."""
 
     stored: list[Tensor]
@@ -122,13 +124,13 @@ def _states(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
 
 
 @dataclass(eq=False)
-class Again:
+class Regathered:
     """The gathered tensors of one forward: their memory is given back, and filled again before it is read.
 
     What autograd has saved of them shares their memory, so nothing else has to know.
     """
 
-    running: Running
+    running: BucketState
     stored: tuple[Tensor, ...]
     whole: list[Tensor]
     begun: tuple[Tensor, ...] | None = None

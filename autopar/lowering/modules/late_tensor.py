@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
-__all__ = ["Late"]
+__all__ = ["LateTensor"]
 
 
-class Late(Tensor):
+class LateTensor(Tensor):
     """An ordinary tensor as soon as its values have come."""
 
     _own: Tensor
@@ -24,10 +24,10 @@ class Late(Tensor):
     _arrival: Callable[[], Tensor | complex]
 
     @staticmethod
-    def of(like: Tensor, arrival: Callable[[], Tensor | complex]) -> Late:
+    def of(like: Tensor, arrival: Callable[[], Tensor | complex]) -> LateTensor:
         """Of this shape, dtype and device; `arrival` waits, and gives the values or one for all."""
         own = torch.full_like(like, torch.nan if like.is_floating_point() else -1, requires_grad=False)
-        made: Late = torch.Tensor._make_subclass(Late, own)
+        made: LateTensor = torch.Tensor._make_subclass(LateTensor, own)
         made._own, made._arrival = own, arrival
         return made
 
@@ -46,7 +46,7 @@ class Late(Tensor):
     def arrive_all(values: Any) -> None:
         """Wait for whatever is late in a tree of values."""
         for value in tree_iter(values):
-            if isinstance(value, Late):
+            if isinstance(value, LateTensor):
                 value.arrive()
 
     # A compiler would trace what is done here, and has no values to wait for.

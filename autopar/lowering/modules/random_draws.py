@@ -24,13 +24,23 @@ from autopar.rules.shard_call.local_call import call_by_name
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.sharding import Piece
 
-__all__ = ["Cut", "Draw", "Kept", "Sampled", "Shard", "Slopes", "draw", "known", "seeded"]
+__all__ = [
+    "DrawShard",
+    "DropoutMask",
+    "LocalRegion",
+    "OpSample",
+    "RandomDraw",
+    "RreluSlopes",
+    "draw",
+    "known",
+    "seeded",
+]
 
 LOW = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
-class Cut:
+class LocalRegion:
     """A rank's part of a tensor: of every atom, where it starts and how long it is."""
 
     atoms: Atoms
@@ -62,7 +72,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Shard:
+class DrawShard:
     """Which of the pieces of what an op draws is drawn here; `first` counts the pieces of the ops before it."""
 
     first: int
@@ -70,7 +80,7 @@ class Shard:
     count: int
 
 
-def seeded(number: int, shard: Shard, device: torch.device) -> torch.Generator:
+def seeded(number: int, shard: DrawShard, device: torch.device) -> torch.Generator:
     """A generator for one shard of one op in the call whose key is `number`.
 
     The generators of CPUs read no more than 32 bits of a seed. In these, all shards of all ops of one call differ: the
@@ -91,13 +101,13 @@ def _mixed(number: int) -> int:
 # -- what is drawn ----------------------------------------------------------------------------------------------------
 
 
-class Draw(Protocol):
+class RandomDraw(Protocol):
     """One tensor of random numbers. The text of a draw says all about it, so it may stand in compiled code."""
 
     @property
-    def shard(self) -> Shard: ...
+    def shard(self) -> DrawShard: ...
     @property
-    def cut(self) -> Cut: ...
+    def cut(self) -> LocalRegion: ...
     @property
     def dtype(self) -> torch.dtype: ...
     @property
@@ -110,11 +120,11 @@ class Draw(Protocol):
 
 
 @dataclass(frozen=True)
-class Kept:
+class DropoutMask:
     """Which elements dropout keeps; `strides` are those of the whole tensor."""
 
-    shard: Shard
-    cut: Cut
+    shard: DrawShard
+    cut: LocalRegion
     strides: tuple[int, ...]
     rate: float
     device: torch.device
@@ -133,11 +143,11 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Slopes:
+class RreluSlopes:
     """The slopes of rrelu where its operand is negative, and anything elsewhere."""
 
-    shard: Shard
-    cut: Cut
+    shard: DrawShard
+    cut: LocalRegion
     lower: float
     upper: float
     dtype: torch.dtype
@@ -155,17 +165,17 @@ class Slopes:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class OpSample:
     """What an op draws that needs nothing but its arguments: `operands` are the tensors, with their whole strides."""
 
-    shard: Shard
-    cut: Cut
+    shard: DrawShard
+    cut: LocalRegion
     dtype: torch.dtype
     device: torch.device
     op: torch._ops.OpOverload
     arguments: tuple[tuple[str, Any], ...]
     whole_arguments: tuple[tuple[str, Any], ...]
-    operands: tuple[tuple[str, Cut, tuple[int, ...]], ...]
+    operands: tuple[tuple[str, LocalRegion, tuple[int, ...]], ...]
 
     def local(self, operands: Sequence[Tensor], generator: torch.Generator) -> Tensor:
         given = dict(zip((name for name, _, _ in self.operands), operands, strict=True))
@@ -201,10 +211,10 @@ def with_generator(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
 
 # -- drawing it -------------------------------------------------------------------------------------------------------
 
-_KNOWN: dict[str, Draw] = {}  # a custom op takes text, not objects; what the text says never changes
+_KNOWN: dict[str, RandomDraw] = {}  # a custom op takes text, not objects; what the text says never changes
 
 
-def known(what: Draw) -> str:
+def known(what: RandomDraw) -> str:
     """A name under which `draw` finds it: the same in every process for the same draw."""
     name = hashlib.sha256(repr(what).encode()).hexdigest()[:32]
     _KNOWN[name] = what

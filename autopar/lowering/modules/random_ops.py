@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.lowering.modules.random_draws import Draw, Kept, Sampled, Slopes, draw, known
+from autopar.lowering.modules.random_draws import DropoutMask, OpSample, RandomDraw, RreluSlopes, draw, known
 
-__all__ = ["Attention", "Drawing", "Dropout", "Gamma", "Rrelu", "Sample"]
+__all__ = ["Dropout", "DropoutAttention", "Gamma", "RandomOp", "Rrelu", "SampledOp"]
 
 aten = torch.ops.aten
 
 
-class Drawing(nn.Module):
+class RandomOp(nn.Module):
     """An op that draws random numbers. It is called with the key of the call, then with the op's tensors."""
 
-    def __init__(self, what: Draw, rule: str) -> None:
+    def __init__(self, what: RandomDraw, rule: str) -> None:
         super().__init__()
         self.what = what
         self.rule = rule
@@ -30,10 +30,10 @@ class Drawing(nn.Module):
         return f"shard {shard.index} of {shard.count}; rule {self.rule}"
 
 
-class Dropout(Drawing):
+class Dropout(RandomOp):
     """`with_mask` as `native_dropout` gives it."""
 
-    def __init__(self, what: Kept, rule: str, with_mask: bool) -> None:
+    def __init__(self, what: DropoutMask, rule: str, with_mask: bool) -> None:
         super().__init__(what, rule)
         self.scale = _scale(what.rate)
         self.with_mask = with_mask
@@ -44,10 +44,10 @@ class Dropout(Drawing):
         return (dropped, kept) if self.with_mask else dropped
 
 
-class Rrelu(Drawing):
+class Rrelu(RandomOp):
     """`with_noise` gives the slopes as well; the noise that it takes is only written to."""
 
-    def __init__(self, what: Slopes, rule: str, with_noise: bool) -> None:
+    def __init__(self, what: RreluSlopes, rule: str, with_noise: bool) -> None:
         super().__init__(what, rule)
         self.with_noise = with_noise
 
@@ -56,10 +56,10 @@ class Rrelu(Drawing):
         return (x * slopes, slopes) if self.with_noise else x * slopes
 
 
-class Sample(Drawing):
+class SampledOp(RandomOp):
     """An op whose result has no gradient, or one of zeros: what is drawn does not follow the operands smoothly."""
 
-    def __init__(self, what: Sampled, rule: str, differentiable: bool) -> None:
+    def __init__(self, what: OpSample, rule: str, differentiable: bool) -> None:
         super().__init__(what, rule)
         self.differentiable = differentiable
 
@@ -83,7 +83,7 @@ class _WithoutSlope(torch.autograd.Function):
         return None, *zeros
 
 
-class Gamma(Drawing):
+class Gamma(RandomOp):
     """The sample moves with its parameter as implicit differentiation says."""
 
     def forward(self, key: Tensor, alpha: Tensor) -> Tensor:
@@ -94,10 +94,12 @@ class Gamma(Drawing):
         return drawn + slope * (alpha - alpha.detach())
 
 
-class Attention(Drawing):
+class DropoutAttention(RandomOp):
     """Attention that drops weights: `first_row` is where this rank's queries start."""
 
-    def __init__(self, what: Kept, rule: str, arguments: Mapping[str, Any], names: list[str], first_row: int) -> None:
+    def __init__(
+        self, what: DropoutMask, rule: str, arguments: Mapping[str, Any], names: list[str], first_row: int
+    ) -> None:
         super().__init__(what, rule)
         self.names = names
         self.first_row = first_row

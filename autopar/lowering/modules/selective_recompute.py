@@ -27,13 +27,13 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autopar.ir.fx_nodes import is_random
-from autopar.lowering.modules.random_ops import Drawing
+from autopar.lowering.modules.random_ops import RandomOp
 
-__all__ = ["Selective"]
+__all__ = ["SelectiveRecompute"]
 
 
 @dataclass(frozen=True, eq=False)
-class Stretch:
+class Segment:
     """Ops that follow each other, all kept or all computed again."""
 
     module: GraphModule
@@ -46,7 +46,7 @@ class Stretch:
     """Whether it does something beside what it returns."""
 
 
-class Selective(nn.Module):
+class SelectiveRecompute(nn.Module):
     """`body` is the whole region; `kept` names the nodes whose results are kept."""
 
     def __init__(self, body: GraphModule, kept: frozenset[str]) -> None:
@@ -64,13 +64,13 @@ class Selective(nn.Module):
             return found
         if not torch.is_grad_enabled():
             return self.body(*inputs)  # type: ignore[no-any-return]
-        return _Run(self).forward(inputs)
+        return _RegionCall(self).forward(inputs)
 
 
 # -- the stretches ----------------------------------------------------------------------------------------------------
 
 
-def _stretches(body: GraphModule, kept: frozenset[str]) -> Iterator[Stretch]:
+def _stretches(body: GraphModule, kept: frozenset[str]) -> Iterator[Segment]:
     nodes = [node for node in body.graph.nodes if node.op not in ("placeholder", "output")]
     groups: list[list[Node]] = []
     for node in nodes:
@@ -84,7 +84,7 @@ def _stretches(body: GraphModule, kept: frozenset[str]) -> Iterator[Stretch]:
             dict.fromkeys(source for node in group for source in node.all_input_nodes if source not in inside)
         )
         writes = tuple(node for node in group if any(user not in inside for user in node.users))
-        yield Stretch(
+        yield Segment(
             _module_of(body, group, reads, writes),
             tuple(node.name for node in reads),
             tuple(node.name for node in writes),
@@ -96,7 +96,7 @@ def _stretches(body: GraphModule, kept: frozenset[str]) -> Iterator[Stretch]:
 
 def _draws(node: Node, body: GraphModule) -> bool:
     if node.op == "call_module":
-        return isinstance(body.get_submodule(str(node.target)), Drawing)
+        return isinstance(body.get_submodule(str(node.target)), RandomOp)
     return is_random(node)
 
 
@@ -117,7 +117,7 @@ def _module_of(body: GraphModule, nodes: Sequence[Node], reads: Sequence[Node], 
 class _Saved:
     """What stands in autograd's graph for a tensor that is computed again."""
 
-    run: _Run
+    run: _RegionCall
     tensor: Tensor | None = None
 
     def get(self) -> Tensor:
@@ -137,11 +137,11 @@ class _View(_Saved):
 
 
 @dataclass(eq=False)
-class _Run:
+class _RegionCall:
     """One call of a region, until its backward is over."""
 
-    region: Selective
-    saved: dict[Stretch, list[weakref.ref[_Saved]]] = field(default_factory=dict)
+    region: SelectiveRecompute
+    saved: dict[Segment, list[weakref.ref[_Saved]]] = field(default_factory=dict)
     """What each stretch has saved, in order."""
     views: dict[str, list[weakref.ref[_View]]] = field(default_factory=dict)
     """By the value that they are views of."""
@@ -149,8 +149,8 @@ class _Run:
     """The memory of values that are computed again. A weak reference keeps it from being taken for other memory."""
     held: dict[str, Any] = field(default_factory=dict)
     """What is needed to compute again."""
-    again: list[Stretch] = field(default_factory=list)
-    states: dict[Stretch, Any] = field(default_factory=dict)
+    again: list[Segment] = field(default_factory=list)
+    states: dict[Segment, Any] = field(default_factory=dict)
     """Those of the default generators before stretches that draw."""
 
     def forward(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -181,7 +181,7 @@ class _Run:
         self._settle(lasting)
         return tuple(values[name] for name in self.region.results)
 
-    def _drop(self, stretch: Stretch, tensor: Tensor) -> _Saved:
+    def _drop(self, stretch: Segment, tensor: Tensor) -> _Saved:
         saved = _Saved(self)
         self.saved.setdefault(stretch, []).append(weakref.ref(saved))
         return saved

@@ -18,23 +18,23 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from autopar.ir.values import NamedTensor
-from autopar.lowering.collectives.local_reshard import Conversion
-from autopar.lowering.modules.bucket import Bucket, Handling
-from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, Release, Watch
-from autopar.lowering.modules.bucket_state import Running, Synchronisation
+from autopar.lowering.collectives.local_reshard import LocalReshard
+from autopar.lowering.modules.bucket import BucketCollectives, ParameterHandling
+from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, RegatherRelease, RegatherWatch
+from autopar.lowering.modules.bucket_state import BucketState, GradientSync
 from autopar.lowering.passes.aliases import readers
 from autopar.sharding.buckets import BUCKET_BYTES, goes_in_bucket, in_buckets
 
-__all__ = ["Gate", "Parameters", "put_in_buckets"]
+__all__ = ["BucketedParameters", "CallGate", "put_in_buckets"]
 
 
 @dataclass(frozen=True)
-class _Converted:
+class _ReshardedParameter:
     """A parameter's conversion in the graph."""
 
     node: Node
-    conversion: Conversion
-    handling: Handling
+    conversion: LocalReshard
+    handling: ParameterHandling
     note: str
     block: str
     bytes: int
@@ -42,32 +42,32 @@ class _Converted:
     """What all conversions of a bucket have in common."""
 
 
-class Gate(Protocol):
+class CallGate(Protocol):
     """What a call must pass before its first collective."""
 
     def check(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class Parameters:
+class BucketedParameters:
     """How the parameters of a call are handled; those not named come as they are."""
 
-    handling: Mapping[str, Handling] = field(default_factory=dict)
-    synchronisation: Synchronisation = field(default_factory=Synchronisation)
-    gate: Gate | None = None
+    handling: Mapping[str, ParameterHandling] = field(default_factory=dict)
+    synchronisation: GradientSync = field(default_factory=GradientSync)
+    gate: CallGate | None = None
     awaited: bool = False
     """Whether whoever gives the parameters waits for what is sent of their gradients."""
 
-    def of(self, tensor: NamedTensor) -> Handling:
+    def of(self, tensor: NamedTensor) -> ParameterHandling:
         found = self.handling.get(tensor.name)
-        return Handling(tensor.dtype, tensor.dtype, tensor.dtype) if found is None else found
+        return ParameterHandling(tensor.dtype, tensor.dtype, tensor.dtype) if found is None else found
 
 
 def put_in_buckets(
     graph: Graph,
     modules: dict[str, nn.Module],
     tensors: Mapping[str, NamedTensor],
-    parameters: Parameters,
+    parameters: BucketedParameters,
     limit_bytes: int = BUCKET_BYTES,
 ) -> None:
     """Replace the single conversions of parameters by buckets, in place; `tensors` are those of the placeholders."""
@@ -75,14 +75,14 @@ def put_in_buckets(
     places = {node: place for place, node in enumerate(graph.nodes)}
     beginning = next((node for node in graph.nodes if node.op != "placeholder"), None)
     ends: list[Node] = []
-    before: Running | None = None
+    before: BucketState | None = None
     for number, members in enumerate(sorted(in_buckets(found, limit_bytes), key=lambda each: places[each[0].node])):
-        bucket = Bucket(tuple(member.conversion for member in members), members[0].handling)
+        bucket = BucketCollectives(tuple(member.conversion for member in members), members[0].handling)
         again = bucket.handling.again
         inputs: tuple[Any, ...] = tuple(member.node.args[0] for member in members)
         # What else reads a parameter has a gradient of its own, which is added when this one has come.
         has_start = bool(bucket.forward) or not parameters.awaited or any(len(each.users) > 1 for each in inputs)
-        running = Running(bucket, parameters.synchronisation, has_start, before if again else None)
+        running = BucketState(bucket, parameters.synchronisation, has_start, before if again else None)
         before = running if again else before
         # A gather starts one bucket ahead; where nothing is gathered, all start with the forward.
         ahead = ends[-1] if bucket.forward and ends else members[0].node
@@ -113,14 +113,14 @@ def put_in_buckets(
     _cast(graph, modules, tensors, parameters)
 
 
-def _give_up(graph: Graph, modules: dict[str, nn.Module], name: str, running: Running, values: list[Node]) -> None:
+def _give_up(graph: Graph, modules: dict[str, nn.Module], name: str, running: BucketState, values: list[Node]) -> None:
     """Release what a bucket has gathered after its last use, and watch the ops that read it."""
     reading = readers(values)
     if any(reader.op == "output" for reader in reading):
         return
     places = {node: place for place, node in enumerate(graph.nodes)}
-    modules[f"{name}_watch"] = Watch(running)
-    modules[f"{name}_release"] = Release(running)
+    modules[f"{name}_watch"] = RegatherWatch(running)
+    modules[f"{name}_release"] = RegatherRelease(running)
     last: Node | None = None
     for reader in sorted(reading, key=places.__getitem__):
         with graph.inserting_after(reader):
@@ -131,7 +131,7 @@ def _give_up(graph: Graph, modules: dict[str, nn.Module], name: str, running: Ru
 
 
 def _cast(
-    graph: Graph, modules: Mapping[str, nn.Module], tensors: Mapping[str, NamedTensor], parameters: Parameters
+    graph: Graph, modules: Mapping[str, nn.Module], tensors: Mapping[str, NamedTensor], parameters: BucketedParameters
 ) -> None:
     """Parameters that are converted in no bucket are cast before their first use."""
     for node in [node for node in graph.nodes if node.op == "placeholder" and node.name in tensors]:
@@ -146,10 +146,10 @@ def _cast(
 
 
 def _converted(
-    node: Node, modules: Mapping[str, nn.Module], tensors: Mapping[str, NamedTensor], parameters: Parameters
-) -> _Converted | None:
+    node: Node, modules: Mapping[str, nn.Module], tensors: Mapping[str, NamedTensor], parameters: BucketedParameters
+) -> _ReshardedParameter | None:
     conversion = getattr(modules.get(str(node.target)), "conversion", None) if node.op == "call_module" else None
-    if not isinstance(conversion, Conversion):
+    if not isinstance(conversion, LocalReshard):
         return None
     source = node.args[0]
     tensor = tensors.get(source.name) if isinstance(source, Node) and source.op == "placeholder" else None
@@ -170,4 +170,4 @@ def _converted(
     size = max(largest) * tensor.dtype.itemsize
     block = re.match(r"(.*?\.\d+)\.", tensor.name)
     (note,) = modules[str(node.target)].notes  # type: ignore[misc]
-    return _Converted(node, conversion, handling, note, block[1] if block else "", size, kind)
+    return _ReshardedParameter(node, conversion, handling, note, block[1] if block else "", size, kind)

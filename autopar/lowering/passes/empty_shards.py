@@ -21,14 +21,14 @@ from autopar.rules.call import flat_results
 from autopar.rules.shard_call.empty import nothing
 from autopar.rules.shard_call.local_call import call_by_name
 
-__all__ = ["Empty", "Result", "nodes_of", "reached"]
+__all__ = ["EmptyShardOp", "Result", "nodes_of", "reached"]
 
 
 Result = tuple[tuple[int, ...], torch.dtype, frozenset[int]]
 """The shape and dtype of what an op gives, and the operands that its gradient would go to."""
 
 
-class Empty(nn.Module):
+class EmptyShardOp(nn.Module):
     """An op on a rank that has nothing to do for it."""
 
     def __init__(self, op: str, results: tuple[Result | None, ...], single: bool) -> None:

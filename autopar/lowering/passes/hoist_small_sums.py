@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.lowering.collectives.local_reshard import Conversion, convert, send
+from autopar.lowering.collectives.local_reshard import LocalReshard, convert, send
 from autopar.lowering.collectives.wire_dtypes import restored
-from autopar.lowering.modules.late_tensor import Late
+from autopar.lowering.modules.late_tensor import LateTensor
 from autopar.lowering.passes.join_small_sums import joined, small_sum
 from autopar.lowering.passes.recompute_regions import REGION
 
-__all__ = ["ROOM", "Ends", "Exchanges", "move_to_ends", "wrapped"]
+__all__ = ["ROOM", "HoistedSums", "NumberExchange", "move_to_ends", "wrapped"]
 
 MOST_NODES = 64
 """Of the graph before the graph: targets that are shifted, flattened, compared and counted take ten."""
@@ -36,7 +36,7 @@ _BY_NUMBERS = (_ATEN.neg.default, _ATEN.div.Scalar, _ATEN.mul.Scalar)
 Rows = Sequence[Sequence[int | float]]
 
 
-class Exchanges(Protocol):
+class NumberExchange(Protocol):
     """How the ranks of a mesh exchange a few numbers."""
 
     @property
@@ -53,15 +53,15 @@ class Exchanges(Protocol):
 
 
 @dataclass(frozen=True)
-class Ends:
+class HoistedSums:
     """What is sent before and after a graph, which has the sums of the former as its last inputs."""
 
     before: GraphModule | None = None
     """From some of the other inputs to this rank's parts of the sums that are sent before the graph."""
     places: tuple[int, ...] = ()
     """From which."""
-    early: tuple[Conversion, ...] = ()
-    late: tuple[tuple[int, Conversion], ...] = ()
+    early: tuple[LocalReshard, ...] = ()
+    late: tuple[tuple[int, LocalReshard], ...] = ()
     """Which results of the graph are this rank's parts of sums."""
     notes: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     """What is sent before, and after."""
@@ -72,7 +72,7 @@ class Ends:
         early = [(one.result_shape, one.reshard.forward) for one in self.early]
         return f"{early} {[(place, one.result_shape, one.reshard.forward) for place, one in self.late]}"
 
-    def first(self, values: Sequence[Any], exchanges: Exchanges) -> list[Tensor]:
+    def first(self, values: Sequence[Any], exchanges: NumberExchange) -> list[Tensor]:
         """The sums that are sent before the graph, which may be still to come."""
         if self.before is None:
             return []
@@ -81,7 +81,7 @@ class Ends:
             parts = self.before.forward(*[values[place] for place in self.places])
             return _begin(self.early, parts, exchanges, last=False)
 
-    def last(self, outputs: tuple[Any, ...], exchanges: Exchanges) -> tuple[Any, ...]:
+    def last(self, outputs: tuple[Any, ...], exchanges: NumberExchange) -> tuple[Any, ...]:
         """The results with the sums that are sent after the graph, which may be still to come."""
         if not self.late:
             return outputs
@@ -92,14 +92,14 @@ class Ends:
         for (place, _), value in zip(self.late, sums, strict=True):
             found[place] = value
         if not any(part.requires_grad for part in parts):  # no backward will come before somebody looks
-            Late.arrive_all(sums)
+            LateTensor.arrive_all(sums)
         return tuple(found)
 
 
 class _Sums(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, conversions: tuple[Conversion, ...], exchanges: Exchanges, *parts: Tensor
+        ctx: Any, conversions: tuple[LocalReshard, ...], exchanges: NumberExchange, *parts: Tensor
     ) -> tuple[Tensor, ...]:
         found = _begin(conversions, parts, exchanges, last=True)
         ctx.conversions = conversions
@@ -118,7 +118,7 @@ class _Sums(torch.autograd.Function):
 
 
 def _begin(
-    conversions: Sequence[Conversion], parts: Sequence[Tensor], exchanges: Exchanges, last: bool
+    conversions: Sequence[LocalReshard], parts: Sequence[Tensor], exchanges: NumberExchange, last: bool
 ) -> list[Tensor]:
     """The sums of parts, still to come."""
     if not exchanges.is_cheap:
@@ -131,7 +131,7 @@ def _begin(
         pieces.append(slice(begin, len(numbers)))
     sent = exchanges.exchange(numbers, last)
     return [
-        Late.of(x, partial(_received, sent, one.forward[0].group, piece, x.dtype, one.result_shape))
+        LateTensor.of(x, partial(_received, sent, one.forward[0].group, piece, x.dtype, one.result_shape))
         for x, one, piece in zip(parts, conversions, pieces, strict=True)
     ]
 
@@ -141,7 +141,7 @@ def wrapped(number: complex) -> complex:
     return (number + 2**63) % 2**64 - 2**63 if isinstance(number, int) else number
 
 
-def _collectives(conversions: Sequence[Conversion], parts: Sequence[Tensor]) -> list[Tensor]:
+def _collectives(conversions: Sequence[LocalReshard], parts: Sequence[Tensor]) -> list[Tensor]:
     """The sums by collectives, one for each group."""
     found: list[Tensor] = list(parts)
     groups: dict[str, list[int]] = {}
@@ -151,7 +151,7 @@ def _collectives(conversions: Sequence[Conversion], parts: Sequence[Tensor]) -> 
         total, begin = send(conversions[places[0]].forward[0], joined([parts[place] for place in places])), 0
         for place in places:
             end = begin + parts[place].numel()
-            found[place] = Late.of(parts[place], partial(_piece, total, slice(begin, end), parts[place].dtype))
+            found[place] = LateTensor.of(parts[place], partial(_piece, total, slice(begin, end), parts[place].dtype))
             begin = end
     return found
 
@@ -176,7 +176,7 @@ def _received(
 
 
 @dataclass
-class _Found:
+class _FoundSums:
     given: set[Node]
     """Nodes that follow from inputs without a gradient."""
     known: set[Node]
@@ -186,7 +186,7 @@ class _Found:
     """By result, the sums of which it is a linear function, which is applied to the parts instead."""
 
 
-def move_to_ends(graph: Graph, modules: dict[str, nn.Module], inputs: Iterable[str]) -> Ends:
+def move_to_ends(graph: Graph, modules: dict[str, nn.Module], inputs: Iterable[str]) -> HoistedSums:
     """Take the sums out of a graph that can be made before and after it, in place.
 
     `inputs`: the placeholders that are inputs without a gradient.
@@ -209,7 +209,7 @@ def move_to_ends(graph: Graph, modules: dict[str, nn.Module], inputs: Iterable[s
         _replace(node, last, modules)
     for node in sums:
         _replace(node, node.args[0], modules)
-    return Ends(before, used, early, tuple(places), notes)  # type: ignore[arg-type]
+    return HoistedSums(before, used, early, tuple(places), notes)  # type: ignore[arg-type]
 
 
 def _replace(node: Node, other: Any, modules: dict[str, nn.Module]) -> None:
@@ -226,8 +226,8 @@ def _replace(node: Node, other: Any, modules: dict[str, nn.Module]) -> None:
         one.graph.erase_node(one)
 
 
-def _find(graph: Graph, modules: Mapping[str, nn.Module], inputs: frozenset[str]) -> _Found:
-    found = _Found(set(), set(), [], {})
+def _find(graph: Graph, modules: Mapping[str, nn.Module], inputs: frozenset[str]) -> _FoundSums:
+    found = _FoundSums(set(), set(), [], {})
     room = ROOM
     for node in graph.nodes:
         operands = node.all_input_nodes
@@ -259,7 +259,7 @@ def _find(graph: Graph, modules: Mapping[str, nn.Module], inputs: frozenset[str]
     return found
 
 
-def _linear(node: Node, found: _Found, modules: Mapping[str, nn.Module]) -> list[Node]:
+def _linear(node: Node, found: _FoundSums, modules: Mapping[str, nn.Module]) -> list[Node]:
     """The sums over one group, used for nothing else, of which a node is a linear function; none if it is not."""
     if len(node.users) != 1 or node.meta.get(REGION) is not None:
         return []
@@ -281,7 +281,7 @@ def _linear(node: Node, found: _Found, modules: Mapping[str, nn.Module]) -> list
     return sums if len(shapes) == 1 and len({one.forward[0].group for one in conversions}) == 1 else []
 
 
-def _is_constant(value: Any, found: _Found) -> bool:
+def _is_constant(value: Any, found: _FoundSums) -> bool:
     return not isinstance(value, Node) or value in found.given or value in found.known
 
 
@@ -289,7 +289,7 @@ def _is_plain(node: Node, modules: Mapping[str, nn.Module]) -> bool:
     """Whether a node gives the same from the same, changes nothing, and sends nothing."""
     if node.op == "call_module":
         conversion = getattr(modules[str(node.target)], "conversion", None)
-        return isinstance(conversion, Conversion) and all(move.local for move in conversion.forward)
+        return isinstance(conversion, LocalReshard) and all(move.local for move in conversion.forward)
     if node.target is operator.getitem:
         return True
     return (
@@ -299,9 +299,9 @@ def _is_plain(node: Node, modules: Mapping[str, nn.Module]) -> bool:
     )
 
 
-def _conversion(node: Node, modules: Mapping[str, nn.Module]) -> Conversion:
+def _conversion(node: Node, modules: Mapping[str, nn.Module]) -> LocalReshard:
     found = modules[str(node.target)].conversion
-    assert isinstance(found, Conversion), node
+    assert isinstance(found, LocalReshard), node
     return found
 
 

@@ -16,35 +16,35 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from autopar.lowering.collectives.local_reshard import Conversion, convert, send
+from autopar.lowering.collectives.local_reshard import LocalReshard, convert, send
 from autopar.lowering.collectives.wire_dtypes import restored, summed_together
 from autopar.sharding.reshard.reshard import StepKind
 
-__all__ = ["Totals", "join_totals", "joined", "small_sum"]
+__all__ = ["JoinedSums", "join_totals", "joined", "small_sum"]
 
 FEW = 1024
 """Elements: what takes longer to start than to send."""
 
 
-class Totals(nn.Module):
+class JoinedSums(nn.Module):
     """Several sums over one group."""
 
-    def __init__(self, conversions: tuple[Conversion, ...], notes: tuple[str, ...]) -> None:
+    def __init__(self, conversions: tuple[LocalReshard, ...], notes: tuple[str, ...]) -> None:
         super().__init__()
         self.conversions = conversions
         self.notes = notes
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = _Totals.apply(self.conversions, *tensors)  # type: ignore[no-untyped-call]
+        found: tuple[Tensor, ...] = _JoinedSumsFunction.apply(self.conversions, *tensors)  # type: ignore[no-untyped-call]
         return found
 
     def extra_repr(self) -> str:
         return "\n".join(str(conversion.reshard) for conversion in self.conversions)
 
 
-class _Totals(torch.autograd.Function):
+class _JoinedSumsFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, conversions: tuple[Conversion, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, conversions: tuple[LocalReshard, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         total = torch.ops._c10d_functional.wait_tensor(send(conversions[0].forward[0], joined(tensors)))
         pieces = torch.split(total, [x.numel() for x in tensors])
         # Each a tensor of its own, as views of one may not be changed one by one.
@@ -73,7 +73,7 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 @dataclass
-class _Group:
+class _SumGroup:
     members: list[Node]
     first_use: int
 
@@ -81,8 +81,8 @@ class _Group:
 def join_totals(graph: Graph, modules: dict[str, nn.Module]) -> None:
     """Replace sums that can be made together by one module, in place."""
     places = {node: place for place, node in enumerate(graph.nodes)}
-    groups: list[_Group] = []
-    open_groups: dict[Any, _Group] = {}
+    groups: list[_SumGroup] = []
+    open_groups: dict[Any, _SumGroup] = {}
     for node in graph.nodes:
         conversion = small_sum(node, modules)
         if conversion is None:
@@ -91,7 +91,7 @@ def join_totals(graph: Graph, modules: dict[str, nn.Module]) -> None:
         key = conversion.forward[0].group, node.meta.get("region")  # what is computed again has sums of its own
         group = open_groups.get(key)
         if group is None or group.first_use < places[node]:
-            group = open_groups[key] = _Group([], used)
+            group = open_groups[key] = _SumGroup([], used)
             groups.append(group)
         group.members.append(node)
         group.first_use = min(group.first_use, used)
@@ -99,10 +99,10 @@ def join_totals(graph: Graph, modules: dict[str, nn.Module]) -> None:
         _join(graph, modules, f"totals_{number}", group.members)
 
 
-def small_sum(node: Node, modules: Mapping[str, nn.Module]) -> Conversion | None:
+def small_sum(node: Node, modules: Mapping[str, nn.Module]) -> LocalReshard | None:
     """The conversion of a node that is a sum of few numbers over some ranks, and nothing in the backward."""
     conversion = getattr(modules.get(str(node.target)), "conversion", None) if node.op == "call_module" else None
-    if not isinstance(conversion, Conversion) or conversion.backward or len(conversion.forward) != 1:
+    if not isinstance(conversion, LocalReshard) or conversion.backward or len(conversion.forward) != 1:
         return None
     is_sum = conversion.forward[0].kind is StepKind.ALL_REDUCE
     return conversion if is_sum and 0 < prod(conversion.shape) <= FEW else None
@@ -111,7 +111,7 @@ def small_sum(node: Node, modules: Mapping[str, nn.Module]) -> Conversion | None
 def _join(graph: Graph, modules: dict[str, nn.Module], name: str, members: list[Node]) -> Node:
     conversions = tuple(modules[str(node.target)].conversion for node in members)
     notes = tuple(note for node in members for note in modules[str(node.target)].notes)  # type: ignore[union-attr]
-    modules[name] = Totals(conversions, notes)  # type: ignore[arg-type]
+    modules[name] = JoinedSums(conversions, notes)  # type: ignore[arg-type]
     with graph.inserting_after(members[-1]):
         joined = graph.call_module(name, tuple(node.args[0] for node in members))
     last = joined

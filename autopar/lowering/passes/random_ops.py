@@ -14,15 +14,15 @@ from torch.fx import Node
 from autopar.errors import AutoparError
 from autopar.ir.fx_nodes import is_random
 from autopar.ir.values import NamedNode
-from autopar.lowering.modules.random_draws import Cut, Kept, Sampled, Shard, Slopes
-from autopar.lowering.modules.random_ops import Attention, Drawing, Dropout, Gamma, Rrelu, Sample
+from autopar.lowering.modules.random_draws import DrawShard, DropoutMask, LocalRegion, OpSample, RreluSlopes
+from autopar.lowering.modules.random_ops import Dropout, DropoutAttention, Gamma, RandomOp, Rrelu, SampledOp
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.notation import Operand, Term
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.choices import Choice
 from autopar.sharding.sharding import Piece, nested
 
-__all__ = ["Drawings", "DrawnOp"]
+__all__ = ["DrawnOp", "RandomOps"]
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ class DrawnOp:
 
 
 @dataclass(frozen=True)
-class _Op:
+class _PendingOp:
     """An op to be made: its call on this rank, the same on the whole tensors, and how its parts are cut."""
 
     node: NamedNode
@@ -48,8 +48,8 @@ class _Op:
     whole: Mapping[str, Any]
     tensors: tuple[str, ...]
     """Which arguments are tensors."""
-    cut: Callable[[Iterable[Term]], Cut]
-    shard: Callable[[Iterable[Term]], Shard]
+    cut: Callable[[Iterable[Term]], LocalRegion]
+    shard: Callable[[Iterable[Term]], DrawShard]
     device: torch.device
     differentiable: bool
 
@@ -69,26 +69,26 @@ class _Op:
         found: Tensor = self.whole[name].meta["val"]
         return found
 
-    def kept(self, terms: tuple[Term, ...], rate: float, strides: tuple[int, ...] | None) -> Kept:
+    def kept(self, terms: tuple[Term, ...], rate: float, strides: tuple[int, ...] | None) -> DropoutMask:
         cut = self.cut(terms)
         found = strides or tuple(torch.empty(cut.shape, device="meta").stride())
-        return Kept(self.shard(terms), cut, found, rate, self.device)
+        return DropoutMask(self.shard(terms), cut, found, rate, self.device)
 
 
-def _dropout(op: _Op) -> Drawing:
+def _dropout(op: _PendingOp) -> RandomOp:
     (name,) = op.tensors
     what = op.kept(op.output.terms, op.whole["p"], tuple(op.value(name).stride()))
     return Dropout(what, str(op.node.rule), op.target is aten.native_dropout.default)
 
 
-def _rrelu(op: _Op) -> Drawing:
+def _rrelu(op: _PendingOp) -> RandomOp:
     terms = op.output.terms
     bounds = op.whole["lower"], op.whole["upper"]
-    what = Slopes(op.shard(terms), op.cut(terms), *bounds, op.value(op.tensors[0]).dtype, op.device)
+    what = RreluSlopes(op.shard(terms), op.cut(terms), *bounds, op.value(op.tensors[0]).dtype, op.device)
     return Rrelu(what, str(op.node.rule), op.target is not aten.rrelu.default)
 
 
-def _attention(op: _Op) -> Drawing:
+def _attention(op: _PendingOp) -> RandomOp:
     queries, keys = op.node.rule.operands[:2]
     assert queries is not None, op.node.name
     assert keys is not None, op.node.name
@@ -104,10 +104,10 @@ def _attention(op: _Op) -> Drawing:
     what = op.kept(terms, op.whole["dropout_p"], None)
     (first_row, _), *inner = op.cut([rows]).pieces  # split in the first alone where positions are counted
     first_row *= prod(length for _, length in inner)
-    return Attention(what, str(op.node.rule), op.whole, list(op.tensors), first_row)
+    return DropoutAttention(what, str(op.node.rule), op.whole, list(op.tensors), first_row)
 
 
-def _sampled(op: _Op) -> Sampled:
+def _sampled(op: _PendingOp) -> OpSample:
     operands = dict(zip(takes_tensors(op.target), op.node.rule.operands, strict=True))
     parts = []
     for name in op.tensors:
@@ -122,22 +122,22 @@ def _sampled(op: _Op) -> Sampled:
         given.append(plain)
     terms, local, whole = op.output.terms, *(tuple(one.items()) for one in given)
     dtype = op.source.meta["val"].dtype
-    return Sampled(op.shard(terms), op.cut(terms), dtype, op.device, op.target, local, whole, tuple(parts))
+    return OpSample(op.shard(terms), op.cut(terms), dtype, op.device, op.target, local, whole, tuple(parts))
 
 
 def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
-def _sample(op: _Op) -> Drawing:
-    return Sample(_sampled(op), str(op.node.rule), op.differentiable)
+def _sample(op: _PendingOp) -> RandomOp:
+    return SampledOp(_sampled(op), str(op.node.rule), op.differentiable)
 
 
-def _gamma(op: _Op) -> Drawing:
+def _gamma(op: _PendingOp) -> RandomOp:
     return Gamma(_sampled(op), str(op.node.rule))
 
 
-def _flat(op: _Op) -> Drawing:
+def _flat(op: _PendingOp) -> RandomOp:
     """An op that torch has no derivative of."""
     if op.differentiable:
         raise AutoparError(
@@ -155,7 +155,7 @@ random.default random.from random.to bernoulli.default bernoulli.p bernoulli.Ten
 normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor multinomial.default poisson.default
 """
 
-_MAKERS: dict[str, Callable[[_Op], Drawing]] = {
+_MAKERS: dict[str, Callable[[_PendingOp], RandomOp]] = {
     **{f"aten.{name}": _sample for name in _SAMPLES.split()},
     "aten.dropout.default": _dropout,
     "aten.native_dropout.default": _dropout,
@@ -174,7 +174,7 @@ _BY_VALUE = frozenset(
 """Ops that draw more or fewer numbers for other operands."""
 
 
-class Drawings:
+class RandomOps:
     """The drawing ops of one graph, in order, on one rank of several."""
 
     def __init__(self, axes: Mapping[str, int], coordinate: Mapping[str, int], device: torch.device) -> None:
@@ -186,7 +186,7 @@ class Drawings:
 
     def make(
         self, node: NamedNode, source: Node, choice: Choice, local: Mapping[str, Any], differentiable: bool
-    ) -> Drawing | None:
+    ) -> RandomOp | None:
         """The module for an op under a choice, if it draws anything; `local` are its arguments on this rank."""
         if prod(self.axes.values()) == 1:
             return None  # it draws as the model does
@@ -201,13 +201,13 @@ class Drawings:
         tensors = tuple(name for name, value in whole.items() if isinstance(value, Node))
         device = self._device(source)
 
-        def cut(terms: Iterable[Term]) -> Cut:
+        def cut(terms: Iterable[Term]) -> LocalRegion:
             return _cut(node, choice, terms, self.axes, self.coordinate)
 
-        def shard(terms: Iterable[Term]) -> Shard:
+        def shard(terms: Iterable[Term]) -> DrawShard:
             return self._shard(choice, terms)
 
-        made = _MAKERS[node.op](_Op(node, source, local, whole, tensors, cut, shard, device, differentiable))
+        made = _MAKERS[node.op](_PendingOp(node, source, local, whole, tensors, cut, shard, device, differentiable))
         self._shards += made.what.shard.count
         exact = made.what.shard.count == 1 or node.op not in _BY_VALUE
         self.ops.append(DrawnOp(node.name, node.op, str(choice), exact))
@@ -219,19 +219,19 @@ class Drawings:
         found: torch.device = (results if isinstance(results, Tensor) else results[0]).device
         return self.device if found.type in ("meta", self.device.type) else found
 
-    def _shard(self, choice: Choice, terms: Iterable[Term]) -> Shard:
+    def _shard(self, choice: Choice, terms: Iterable[Term]) -> DrawShard:
         factors = {factor for term in terms for factor in term}
         used = {axis for (factor, _), axes in choice.splits if factor in factors for axis in axes}
         index = 0
         for axis, size in self.axes.items():
             if axis in used:
                 index = index * size + self.coordinate[axis]
-        return Shard(self._shards, index, prod(self.axes[axis] for axis in used))
+        return DrawShard(self._shards, index, prod(self.axes[axis] for axis in used))
 
 
 def _cut(
     node: NamedNode, choice: Choice, terms: Iterable[Term], axes: Mapping[str, int], coordinate: Mapping[str, int]
-) -> Cut:
+) -> LocalRegion:
     """How a rank's part of a tensor with these dims lies in the whole one."""
     sizes: list[int] = []
     pieces: list[Piece] = []
@@ -244,7 +244,7 @@ def _cut(
                 sizes.append(size)
                 pieces.append(nested(size, [(axes[axis], coordinate[axis]) for axis in split]))
         dims.append(len(sizes) - before)
-    return Cut(Atoms(tuple(sizes), tuple(dims)), tuple(pieces))
+    return LocalRegion(Atoms(tuple(sizes), tuple(dims)), tuple(pieces))
 
 
 def _refused(node: NamedNode) -> AutoparError:

@@ -8,17 +8,17 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from autopar.lowering.collectives.local_reshard import Conversion
-from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, Release, Watch
-from autopar.lowering.passes.bucket_parameters import Gate
+from autopar.lowering.collectives.local_reshard import LocalReshard
+from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, RegatherRelease, RegatherWatch
+from autopar.lowering.passes.bucket_parameters import CallGate
 
 __all__ = ["put_gate"]
 
 
-class Check(nn.Module):
+class RankCheck(nn.Module):
     """Compiled graphs are compared before they begin, and have none."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: CallGate) -> None:
         super().__init__()
         self.gate = gate
 
@@ -27,11 +27,11 @@ class Check(nn.Module):
             self.gate.check()
 
 
-def put_gate(graph: Graph, modules: dict[str, nn.Module], gate: Gate) -> None:
+def put_gate(graph: Graph, modules: dict[str, nn.Module], gate: CallGate) -> None:
     """Put the gate before the first collective."""
     first = next((node for node in graph.nodes if _may_send(node, modules)), None)
     if first is not None:
-        modules["gate"] = Check(gate)
+        modules["gate"] = RankCheck(gate)
         with graph.inserting_before(first):
             graph.call_module("gate")
 
@@ -44,6 +44,6 @@ def _may_send(node: Node, modules: Mapping[str, nn.Module]) -> bool:
     if isinstance(module, BucketStart | BucketEnd):
         return bool(module.running.bucket.forward)
     conversion = getattr(module, "conversion", None)
-    if isinstance(conversion, Conversion):
+    if isinstance(conversion, LocalReshard):
         return not all(move.local for move in conversion.forward)
-    return not isinstance(module, Watch | Release)
+    return not isinstance(module, RegatherWatch | RegatherRelease)

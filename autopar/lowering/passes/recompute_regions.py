@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.ir.checkpoint_regions import body_of, boundary, call_checkpoint, put_call
-from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, Release, Watch
-from autopar.lowering.modules.bucket_state import Again, Running
-from autopar.lowering.modules.selective_recompute import Selective
+from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, RegatherRelease, RegatherWatch
+from autopar.lowering.modules.bucket_state import BucketState, Regathered
+from autopar.lowering.modules.selective_recompute import SelectiveRecompute
 from autopar.sharding.options import Recompute
-from autopar.sharding.recompute import Region
+from autopar.sharding.recompute import RecomputeRegion
 
 __all__ = ["KEPT", "REGION", "with_regions"]
 
@@ -31,13 +31,13 @@ REGION, KEPT = "region", "kept"
 """What is noted of a node: the number of the region that it is in, and whether its result is kept there."""
 
 
-class Refill(nn.Module):
+class RegatherBeforeRecompute(nn.Module):
     """Before a region reads parameters whose memory may be given up: as it is computed again, they are gathered."""
 
-    def __init__(self, running: Running) -> None:
+    def __init__(self, running: BucketState) -> None:
         super().__init__()
         self.running = running
-        self.known: weakref.WeakValueDictionary[int, Again] = weakref.WeakValueDictionary()
+        self.known: weakref.WeakValueDictionary[int, Regathered] = weakref.WeakValueDictionary()
         """By their memory, which stands for the forward that they were gathered in."""
 
     def forward(self, *values: Tensor) -> None:
@@ -51,11 +51,11 @@ class Refill(nn.Module):
             self.known[memory] = self.running.again
 
 
-def with_regions(graph: Graph, modules: dict[str, nn.Module], regions: Sequence[Region]) -> GraphModule:
+def with_regions(graph: Graph, modules: dict[str, nn.Module], regions: Sequence[RecomputeRegion]) -> GraphModule:
     """The module of a graph with all its buckets; the graph is changed."""
     modes: dict[int, Recompute] = {number: region.mode for number, region in enumerate(regions)}
     for node in graph.nodes:
-        if isinstance(_module(node, modules), Watch):  # stands with the op that it watches
+        if isinstance(_module(node, modules), RegatherWatch):  # stands with the op that it watches
             (reader,) = node.all_input_nodes
             node.meta.update({key: reader.meta[key] for key in (REGION, KEPT) if key in reader.meta})
         elif node.target is operator.getitem and isinstance(_module(node.args[0], modules), BucketEnd):
@@ -75,7 +75,7 @@ def with_regions(graph: Graph, modules: dict[str, nn.Module], regions: Sequence[
                 modules[name] = body
                 call = call_checkpoint(graph, name, inputs)
             else:
-                modules[name] = Selective(body, frozenset(node.name for node in nodes if node.meta.get(KEPT)))
+                modules[name] = SelectiveRecompute(body, frozenset(node.name for node in nodes if node.meta.get(KEPT)))
                 call = graph.call_module(name, tuple(inputs))
         put_call(graph, nodes, results, call)
     return GraphModule(modules, graph)
@@ -101,7 +101,7 @@ def _bring_parameters(graph: Graph, modules: dict[str, nn.Module], number: int) 
         head = _members(graph, number)[0]
         machinery = _machinery(graph, modules, running)
         if len(inside) == len(readers):
-            once = Running(
+            once = BucketState(
                 replace(running.bucket, handling=replace(running.bucket.handling, again=False)),
                 running.synchronisation,
             )
@@ -111,28 +111,30 @@ def _bring_parameters(graph: Graph, modules: dict[str, nn.Module], number: int) 
                     module.running = once
                 node.meta[REGION] = number
             _move(machinery, head)
-            for node in [node for node in graph.nodes if isinstance(_module(node, modules), Watch | Release)]:
+            for node in [
+                node for node in graph.nodes if isinstance(_module(node, modules), RegatherWatch | RegatherRelease)
+            ]:
                 if _module(node, modules).running is running:  # type: ignore[union-attr]
                     graph.erase_node(node)
         else:
             name = f"refill_{len(modules)}"
-            modules[name] = Refill(running)
+            modules[name] = RegatherBeforeRecompute(running)
             with graph.inserting_before(head):
                 values = tuple(node for node in machinery if node.target is operator.getitem)
                 graph.call_module(name, values).meta[REGION] = number
 
 
-def _gathered_again(graph: Graph, modules: Mapping[str, nn.Module]) -> dict[Running, list[Node]]:
+def _gathered_again(graph: Graph, modules: Mapping[str, nn.Module]) -> dict[BucketState, list[Node]]:
     """The buckets that are gathered again, and all their readers."""
-    found: dict[Running, list[Node]] = {}
+    found: dict[BucketState, list[Node]] = {}
     for node in graph.nodes:
         module = _module(node, modules)
-        if isinstance(module, Watch):
+        if isinstance(module, RegatherWatch):
             found.setdefault(module.running, []).extend(node.all_input_nodes)
     return found
 
 
-def _machinery(graph: Graph, modules: Mapping[str, nn.Module], running: Running) -> list[Node]:
+def _machinery(graph: Graph, modules: Mapping[str, nn.Module], running: BucketState) -> list[Node]:
     """The start and the end of a bucket, and what is taken out of it."""
     ends = [
         node
@@ -178,7 +180,7 @@ def _close(graph: Graph, modules: Mapping[str, nn.Module], number: int, modes: d
                 for one in _members(graph, other):
                     one.meta[REGION] = number
             node.meta[REGION] = number
-    after |= {node for node in span if node not in members and isinstance(_module(node, modules), Release)}
+    after |= {node for node in span if node not in members and isinstance(_module(node, modules), RegatherRelease)}
     _move([node for node in span if node not in members and node not in after], span[0])
     last = span[-1]
     for node in reversed([node for node in span if node in after]):

@@ -14,25 +14,25 @@ from typing import Any, Literal
 from autopar.cost.costs import Costs
 from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import Cluster
-from autopar.cost.memory.peak import Moment, memory_over_time
-from autopar.cost.step.lowered_step import Wired
+from autopar.cost.memory.peak import MemoryMoment, memory_over_time
+from autopar.cost.step.lowered_step import LoweredStep
 from autopar.cost.step.profile import Profile, profile
-from autopar.cost.step.tasks import Prices, Task
+from autopar.cost.step.tasks import Task, TaskBuilder
 from autopar.cost.step.timeline import STREAMS, timeline_of
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
-from autopar.sharding.assignment import Plan
+from autopar.sharding.assignment import StepPlan
 from autopar.sharding.atoms import atoms_of
 from autopar.sharding.buckets import Bucket
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 
-__all__ = ["Rival", "contents"]
+__all__ = ["ComparedPlan", "contents"]
 
 WAYS: tuple[Literal["forward"], Literal["backward"]] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
-class Rival:
+class ComparedPlan:
     """Another plan for the same graph and mesh, to compare with."""
 
     name: str
@@ -43,7 +43,7 @@ class Rival:
 
 def contents(
     graph: NamedGraph,
-    plan: Plan,
+    plan: StepPlan,
     cluster: Cluster,
     *,
     title: str,
@@ -51,12 +51,12 @@ def contents(
     gap: float | None = None,
     claimed: bool = False,
     within_layout: bool = False,
-    rivals: Sequence[Rival] = (),
+    rivals: Sequence[ComparedPlan] = (),
 ) -> dict[str, Any]:
     """Everything on the page; `memory_bytes` is the limit of a device, by default all that it has."""
     costs = evaluate(graph, plan, cluster)
     tensors = _Tensors(graph, plan)
-    wired = Wired(graph, plan)
+    wired = LoweredStep(graph, plan)
     found = profile(wired, cluster)
     limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
     return {
@@ -70,7 +70,7 @@ def contents(
         "memory": _memory(costs, limit, memory_over_time(wired)),
         "rivals": [asdict(rival) for rival in rivals],
         "dims": _dims(graph, plan),
-        "sections": _sections(graph, plan, tensors, _Sending(wired, cluster)),
+        "sections": _sections(graph, plan, tensors, _OpTraffic(wired, cluster)),
         "tensors": tensors.described,
         "timeline": _timeline(found, plan),
     }
@@ -98,7 +98,7 @@ def _costs(costs: Costs) -> dict[str, Any]:
     }
 
 
-def _memory(costs: Costs, limit: float, moments: Sequence[Moment]) -> dict[str, Any]:
+def _memory(costs: Costs, limit: float, moments: Sequence[MemoryMoment]) -> dict[str, Any]:
     found = costs.memory
     kinds = {
         "parameters": found.parameters_bytes,
@@ -123,20 +123,20 @@ def _memory(costs: Costs, limit: float, moments: Sequence[Moment]) -> dict[str, 
 class _Tensors:
     """Descriptions of tensors in layouts, each once."""
 
-    def __init__(self, graph: NamedGraph, plan: Plan) -> None:
+    def __init__(self, graph: NamedGraph, plan: StepPlan) -> None:
         self.graph = graph
         self.axes = plan.axes
         self.described: list[dict[str, Any]] = []
-        self.places: dict[tuple[str, Layout], int] = {}
+        self.places: dict[tuple[str, Sharding], int] = {}
 
-    def place(self, name: str, layout: Layout) -> int:
+    def place(self, name: str, layout: Sharding) -> int:
         key = name, layout
         if key not in self.places:
             self.places[key] = len(self.described)
             self.described.append(self._describe(self.graph.tensors[name], layout))
         return self.places[key]
 
-    def _describe(self, tensor: NamedTensor, layout: Layout) -> dict[str, Any]:
+    def _describe(self, tensor: NamedTensor, layout: Sharding) -> dict[str, Any]:
         atoms = atoms_of(tensor)
         first = dict.fromkeys(self.axes, 0)
         dims = [
@@ -156,7 +156,7 @@ class _Tensors:
         }
 
 
-def _sections(graph: NamedGraph, plan: Plan, tensors: _Tensors, sending: _Sending) -> list[dict[str, Any]]:
+def _sections(graph: NamedGraph, plan: StepPlan, tensors: _Tensors, sending: _OpTraffic) -> list[dict[str, Any]]:
     """The ops in stretches: what stands alone, and one layer of each stack of equal ones."""
     later = {name for repeat in graph.repeats for layer in repeat.layers[1:] for name in layer}
     stack = {name: number for number, repeat in enumerate(graph.repeats) for name in repeat.layers[0]}
@@ -176,7 +176,7 @@ def _sections(graph: NamedGraph, plan: Plan, tensors: _Tensors, sending: _Sendin
     return found
 
 
-def _op(node: NamedNode, plan: Plan, tensors: _Tensors, sent: list[dict[str, Any]]) -> dict[str, Any]:
+def _op(node: NamedNode, plan: StepPlan, tensors: _Tensors, sent: list[dict[str, Any]]) -> dict[str, Any]:
     decision = plan.decisions.ops[node.name]
     operands = [
         tensors.place(name, layout)
@@ -199,15 +199,15 @@ def _op(node: NamedNode, plan: Plan, tensors: _Tensors, sent: list[dict[str, Any
     }
 
 
-class _Sending:
+class _OpTraffic:
     """What is sent for each op, with its price: of its operands and results, by itself, of its parameters.
 
     Parameters of many ops, also of several layers, travel together: what is sent of all is shown at each of the ops.
     """
 
-    def __init__(self, wired: Wired, cluster: Cluster) -> None:
+    def __init__(self, wired: LoweredStep, cluster: Cluster) -> None:
         self.graph, plan = wired.graph, wired.plan
-        self.prices = Prices(self.graph, cluster, plan.axes, plan.links, plan.compiled, plan.gradient_dtype)
+        self.prices = TaskBuilder(self.graph, cluster, plan.axes, plan.links, plan.compiled, plan.gradient_dtype)
         self.wiring = wired.wiring
         self.buckets: dict[str, list[Bucket]] = {}
         for bucket in wired.buckets:
@@ -242,7 +242,7 @@ def _sent(task: Task, tensor: str, together: int) -> dict[str, Any]:
     }
 
 
-def _dims(graph: NamedGraph, plan: Plan) -> list[dict[str, Any]]:
+def _dims(graph: NamedGraph, plan: StepPlan) -> list[dict[str, Any]]:
     """Each named dim, and how many of its tensors have it split over which axes; those that are split come first."""
     counts: dict[str, dict[str, int]] = {}
     layouts = {**plan.decisions.values, **plan.decisions.stored}
@@ -258,7 +258,7 @@ def _dims(graph: NamedGraph, plan: Plan) -> list[dict[str, Any]]:
     return [{"name": dim.name, "sizes": list(dim.sizes), "over": counts[dim.name]} for dim in named]
 
 
-def _timeline(found: Profile, plan: Plan) -> dict[str, Any]:
+def _timeline(found: Profile, plan: StepPlan) -> dict[str, Any]:
     """Events as rows of numbers: stream, start, length (microseconds), name, whether it is of the backward."""
     line = timeline_of(found, plan.micro_batches)
     names: dict[str, int] = {}

@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.files import write_text
 from autopar.plans.record import PlanRecord
-from autopar.plans.report.contents import Rival, contents
+from autopar.plans.report.contents import ComparedPlan, contents
 
 __all__ = ["Page", "page", "report"]
 
@@ -35,7 +35,7 @@ class Page:
 
 def report(plan: PlanRecord, experts: Mapping[str, PlanRecord] | None = None) -> Page:
     """The page of a plan, with other plans for the same model and mesh to compare with."""
-    rivals = [Rival(name, one.step_seconds, one.memory_bytes, one.fits) for name, one in (experts or {}).items()]
+    rivals = [ComparedPlan(name, one.step_seconds, one.memory_bytes, one.fits) for name, one in (experts or {}).items()]
     shown = contents(
         plan.graph,
         plan.decided,

@@ -16,9 +16,19 @@ from dataclasses import dataclass, field, replace
 
 from autopar.names import RESERVED
 from autopar.plans.text.glob_cover import skeleton
-from autopar.plans.text.tensor_axes import NONE, Wish, is_uneven, rules_for
+from autopar.plans.text.tensor_axes import NONE, TensorAxes, is_uneven, rules_for
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.syntax import Axes, Block, DimRule, Kind, NotSplit, Place, Scope, Split, Statement
+from autopar.sharding.layout.syntax import (
+    Axes,
+    Block,
+    DimRule,
+    Kind,
+    NotSplit,
+    Scope,
+    SplitTerm,
+    Statement,
+    TensorPattern,
+)
 
 __all__ = ["bare_rules"]
 
@@ -38,34 +48,34 @@ Stored = tuple[tuple[str, ...], Axes, bool]
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _TensorClass:
     """Tensors that are cut alike and wanted alike, and how many kinds of names they have."""
 
-    wish: Wish
+    wish: TensorAxes
     weight: int
     dims: frozenset[str]
 
 
-def bare_rules(wishes: Iterable[Wish], axes: Mapping[str, int]) -> tuple[Statement, ...]:
+def bare_rules(wishes: Iterable[TensorAxes], axes: Mapping[str, int]) -> tuple[Statement, ...]:
     """Rules for all tensors; they may be wrong for some."""
-    return _Fitting(_kinds(wishes), axes).run()
+    return _RuleFitter(_kinds(wishes), axes).run()
 
 
-def _kinds(wishes: Iterable[Wish]) -> list[_Kind]:
+def _kinds(wishes: Iterable[TensorAxes]) -> list[_TensorClass]:
     names: dict[object, set[str]] = {}
-    first: dict[object, Wish] = {}
+    first: dict[object, TensorAxes] = {}
     for wish in wishes:
         names.setdefault(wish.alike, set()).add(skeleton(wish.tensor.name))
         first.setdefault(wish.alike, wish)
     dims = {key: frozenset(name for atom in wish.tensor.atoms for name in atom.names) for key, wish in first.items()}
-    return [_Kind(wish, len(names[key]), dims[key]) for key, wish in first.items()]
+    return [_TensorClass(wish, len(names[key]), dims[key]) for key, wish in first.items()]
 
 
 @dataclass
-class _Fitting:
-    kinds: list[_Kind]
+class _RuleFitter:
+    kinds: list[_TensorClass]
     axes: Mapping[str, int]
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, TensorPattern] = field(default_factory=dict)
     stored: Stored | None = None
     scoped: tuple[Block, ...] = ()
     judged: dict[object, bool] = field(default_factory=dict)
@@ -86,7 +96,7 @@ class _Fitting:
         self._add_blocks(options)
         return (*self._statements(self.places, self.stored), *self.scoped)
 
-    def _add_blocks(self, options: Mapping[str, list[Place]]) -> None:
+    def _add_blocks(self, options: Mapping[str, list[TensorPattern]]) -> None:
         """Blocks one by one, each for what it spares."""
         while len(self.scoped) < MOST_BLOCKS:
             wrong = [kind for kind in self.kinds if not self._fits(kind, self.places, self.stored)]
@@ -96,16 +106,16 @@ class _Fitting:
                 return
             self.scoped = (*self.scoped, best)
 
-    def _scoped(self, wrong: Iterable[_Kind], options: Mapping[str, list[Place]]) -> Iterator[Block]:
+    def _scoped(self, wrong: Iterable[_TensorClass], options: Mapping[str, list[TensorPattern]]) -> Iterator[Block]:
         for kind in wrong:
             if kind.wish.roles[0][0] != "act":
                 continue
             for other in sorted(kind.dims - RESERVED):
                 for dim in sorted(kind.dims.intersection(options) - {other}):
-                    for place in (*options[dim], Place((NotSplit(),))):
+                    for place in (*options[dim], TensorPattern((NotSplit(),))):
                         yield Block((Scope("act", (other,)),), (DimRule((dim,), place),))
 
-    def _storing(self, wrong: Iterable[_Kind]) -> Iterator[Block]:
+    def _storing(self, wrong: Iterable[_TensorClass]) -> Iterator[Block]:
         """What parameters with some dim are stored as."""
         for kind in wrong:
             if len(kind.wish.roles) == 1 or len({kind.wish.of(role) for role in STORED}) > 1:
@@ -128,7 +138,7 @@ class _Fitting:
         every = (name for kind in self.kinds for atom in kind.wish.tensor.atoms for name in atom.names)
         return [dim for dim in dict.fromkeys(every) if dim not in RESERVED]
 
-    def _options(self, dim: str) -> list[Place]:
+    def _options(self, dim: str) -> list[TensorPattern]:
         """The places that a dim may be given; the axes that it has most often first. None if it is never split."""
         counts: dict[Axes, int] = {}
         uneven: set[Axes] = set()
@@ -138,12 +148,12 @@ class _Fitting:
                 if is_uneven(size, split, self.axes):
                     uneven.add(split)
         found = sorted((split for split in counts if split), key=lambda split: -counts[split])[:MOST_OPTIONS]
-        terms = [Split(split, pad=split in uneven) for split in found]
-        places = [Place((term,)) for term in terms]
-        places += [Place((term, NotSplit()), priority) for term in terms for priority in (0, 1, 2)]
-        places += [Place((one, other), 1) for one in terms for other in terms if one != other]
+        terms = [SplitTerm(split, pad=split in uneven) for split in found]
+        places = [TensorPattern((term,)) for term in terms]
+        places += [TensorPattern((term, NotSplit()), priority) for term in terms for priority in (0, 1, 2)]
+        places += [TensorPattern((one, other), 1) for one in terms for other in terms if one != other]
         if places and counts.get((), 0) > counts[found[0]]:
-            places.insert(0, Place((NotSplit(),)))
+            places.insert(0, TensorPattern((NotSplit(),)))
         return places
 
     def _blocks(self) -> Iterator[Stored]:
@@ -164,7 +174,7 @@ class _Fitting:
     def _with_block(self, block: Stored | None) -> float:
         return self._price(self.kinds, self.places, block) + (2 * PRICE_OF_RULE if block else 0)
 
-    def _with_place(self, dim: str, place: Place | None) -> float:
+    def _with_place(self, dim: str, place: TensorPattern | None) -> float:
         places = {other: own for other, own in self.places.items() if other != dim}
         price = 0.0
         if place is not None and place.terms != (NotSplit(),):
@@ -173,15 +183,17 @@ class _Fitting:
             places[dim] = place
         return price + self._price([kind for kind in self.kinds if dim in kind.dims], places, self.stored)
 
-    def _set(self, dim: str, place: Place | None) -> None:
+    def _set(self, dim: str, place: TensorPattern | None) -> None:
         self.places.pop(dim, None)
         if place is not None and place.terms != (NotSplit(),):
             self.places[dim] = place
 
-    def _price(self, kinds: Iterable[_Kind], places: Mapping[str, Place], stored: Stored | None) -> float:
+    def _price(
+        self, kinds: Iterable[_TensorClass], places: Mapping[str, TensorPattern], stored: Stored | None
+    ) -> float:
         return sum(kind.weight for kind in kinds if not self._fits(kind, places, stored))
 
-    def _fits(self, kind: _Kind, places: Mapping[str, Place], stored: Stored | None) -> bool:
+    def _fits(self, kind: _TensorClass, places: Mapping[str, TensorPattern], stored: Stored | None) -> bool:
         own = {dim: place for dim, place in places.items() if dim in kind.dims}
         block = stored if len(kind.wish.roles) > 1 else None
         scoped = tuple(one for one in self.scoped if set(one.scopes[0].dims) <= kind.dims)
@@ -191,15 +203,15 @@ class _Fitting:
             self.judged[key] = len(kind.wish.right_roles(layout, self.axes)) == len(kind.wish.roles)
         return self.judged[key]
 
-    def _statements(self, places: Mapping[str, Place], stored: Stored | None) -> tuple[Statement, ...]:
-        grouped: dict[Place, list[str]] = {}
+    def _statements(self, places: Mapping[str, TensorPattern], stored: Stored | None) -> tuple[Statement, ...]:
+        grouped: dict[TensorPattern, list[str]] = {}
         for dim, place in places.items():
             grouped.setdefault(place, []).append(dim)
         rules = tuple(DimRule(tuple(dims), place) for place, dims in grouped.items())
         if stored is None:
             return (*rules, NONE)
         kinds, axes, uneven = stored
-        one = DimRule(("*",), Place((Split(axes, pad=uneven), NotSplit())))
+        one = DimRule(("*",), TensorPattern((SplitTerm(axes, pad=uneven), NotSplit())))
         # A rule of the block is more specific than one by itself, so what dims are split by is said again.
         held = {name for kind in self.kinds if len(kind.wish.roles) > 1 for name in kind.dims}
         own = (replace(rule, dims=tuple(dim for dim in rule.dims if dim in held)) for rule in rules)
@@ -208,10 +220,10 @@ class _Fitting:
 
 
 def _mention(rule: DimRule, axes: Axes) -> bool:
-    return any(isinstance(term, Split) and set(term.axes) & set(axes) for term in rule.place.terms)
+    return any(isinstance(term, SplitTerm) and set(term.axes) & set(axes) for term in rule.place.terms)
 
 
-def _splits_of(wish: Wish, dim: str) -> Iterator[tuple[Axes, int]]:
+def _splits_of(wish: TensorAxes, dim: str) -> Iterator[tuple[Axes, int]]:
     """The axes that split a dim of a tensor, in the roles that rules by themselves are about; and its extent."""
     members = [i for i, atom in enumerate(wish.tensor.atoms) if dim in atom.names]
     if not members:

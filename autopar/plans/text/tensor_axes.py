@@ -9,23 +9,23 @@ from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
 from autopar.names import RESERVED
-from autopar.sharding.assignment import Decisions
-from autopar.sharding.layout.gather_policy import Holding
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.layout.gather_policy import GatherPolicy
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.parameter_storage import storage_of
 from autopar.sharding.layout.precedence import POSITION
 from autopar.sharding.layout.resolve import resolve
-from autopar.sharding.layout.syntax import Axes, DimRule, NotSplit, Place, Split
+from autopar.sharding.layout.syntax import Axes, DimRule, NotSplit, SplitTerm, TensorPattern
 
-__all__ = ["NONE", "Splits", "Wish", "is_uneven", "rules_for", "wishes_of", "word_of"]
+__all__ = ["NONE", "Splits", "TensorAxes", "is_uneven", "rules_for", "wishes_of", "word_of"]
 
 Splits = tuple[Axes, ...]
 
-NONE = DimRule(("*",), Place((NotSplit(),)))
+NONE = DimRule(("*",), TensorPattern((NotSplit(),)))
 
 
 @dataclass(frozen=True)
-class Wish:
+class TensorAxes:
     """One tensor: the axes that split its atoms, by role. Only a parameter has several roles."""
 
     tensor: NamedTensor
@@ -68,33 +68,33 @@ def _closed(layout: Layout, tensor: NamedTensor, role: str, axes: Mapping[str, i
     return tuple(split or () for split in resolve(layout, tensor, role, axes))
 
 
-def wishes_of(graph: NamedGraph, decisions: Decisions) -> dict[str, Wish]:
+def wishes_of(graph: NamedGraph, decisions: Assignment) -> dict[str, TensorAxes]:
     """Of every tensor that a layout can speak of."""
     return {tensor.name: wish for tensor in graph.tensors.values() for wish in _wish(graph, tensor, decisions)}
 
 
-def _wish(graph: NamedGraph, tensor: NamedTensor, decisions: Decisions) -> Iterator[Wish]:
+def _wish(graph: NamedGraph, tensor: NamedTensor, decisions: Assignment) -> Iterator[TensorAxes]:
     name = tensor.name
     if tensor.kind == "param":
         stored, value = decisions.stored[name].splits, decisions.values[name]
         held = _storage(name, stored, value.splits, decisions.holdings.get(name))
-        yield Wish(tensor, (*held, ("use", value.splits)), broadcast=_in_order(value.broadcast, decisions))
+        yield TensorAxes(tensor, (*held, ("use", value.splits)), broadcast=_in_order(value.broadcast, decisions))
     elif tensor.kind == "input":
-        yield Wish(tensor, (("input", decisions.stored[name].splits),))
+        yield TensorAxes(tensor, (("input", decisions.stored[name].splits),))
     elif tensor.kind == "activation" and name in decisions.values:
         value = decisions.values[name]
         role = "output" if name in graph.outputs else "act"
         states = _in_order(value.partial, decisions), _in_order(value.broadcast, decisions)
-        yield Wish(tensor, ((role, value.splits),), *states)
+        yield TensorAxes(tensor, ((role, value.splits),), *states)
 
 
-def _in_order(axes: frozenset[str], decisions: Decisions) -> tuple[str, ...]:
+def _in_order(axes: frozenset[str], decisions: Assignment) -> tuple[str, ...]:
     return tuple(axis for axis in decisions.axes if axis in axes)
 
 
-def _storage(name: str, opt: Splits, used: Splits, holding: Holding | None) -> Iterator[tuple[str, Splits]]:
+def _storage(name: str, opt: Splits, used: Splits, holding: GatherPolicy | None) -> Iterator[tuple[str, Splits]]:
     """What `param`, `grad` and `opt` say of a parameter that is registered as `opt` and used and held like this."""
-    held = holding or Holding(lasting=False, deferred=opt == used, again=False)
+    held = holding or GatherPolicy(lasting=False, deferred=opt == used, again=False)
     whole = all(part[: len(axes)] == axes for axes, part in zip(used, opt, strict=True))
     less = used if whole and used != opt else ((),) * len(opt)
     param = opt
@@ -128,9 +128,9 @@ def is_uneven(size: int, split: Axes, axes: Mapping[str, int]) -> bool:
 
 def rules_for(tensor: NamedTensor, splits: Splits, axes: Mapping[str, int]) -> tuple[DimRule, ...]:
     """Rules that leave nothing open: `(heads, d_ff) -> tp, * -> none`."""
-    places: dict[Split, list[str]] = {}
+    places: dict[SplitTerm, list[str]] = {}
     for i, split in enumerate(splits):
         if split:
-            term = Split(split, pad=is_uneven(tensor.atoms[i].size, split, axes))
+            term = SplitTerm(split, pad=is_uneven(tensor.atoms[i].size, split, axes))
             places.setdefault(term, []).append(word_of(tensor, i))
-    return (*(DimRule(tuple(dims), Place((term,))) for term, dims in places.items()), NONE)
+    return (*(DimRule(tuple(dims), TensorPattern((term,))) for term, dims in places.items()), NONE)

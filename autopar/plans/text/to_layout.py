@@ -16,27 +16,27 @@ from autopar.ir.values import NamedNode
 from autopar.mesh import Mesh
 from autopar.plans.text.fit_rules import bare_rules
 from autopar.plans.text.glob_cover import cover
-from autopar.plans.text.tensor_axes import Wish, is_uneven, rules_for, wishes_of, word_of
-from autopar.sharding.assignment import Decisions
+from autopar.plans.text.tensor_axes import TensorAxes, is_uneven, rules_for, wishes_of, word_of
+from autopar.sharding.assignment import Assignment
 from autopar.sharding.choices import BROADCAST, Choice, can_split
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.syntax import (
     Axes,
     Block,
     DimRule,
-    Hold,
+    GatherStatement,
     MeshStatement,
     OpPin,
     Pin,
     PinState,
-    Place,
     Scope,
-    Split,
+    SplitTerm,
     Statement,
+    TensorPattern,
 )
-from autopar.sharding.propagation import Known, recomplete
+from autopar.sharding.propagation import KnownAssignment, recomplete
 
-__all__ = ["Written", "choice_words", "written"]
+__all__ = ["WrittenLayout", "choice_words", "written"]
 
 ROUNDS = 8
 """After so many all ops and values are pinned."""
@@ -47,7 +47,7 @@ _Choice = tuple[tuple[tuple[str, Axes], ...], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenLayout:
     """The statements of a plan, by what they are about."""
 
     mesh: tuple[Statement, ...]
@@ -61,21 +61,21 @@ class Written:
         return Layout((*self.mesh, *self.rules, *self.tensors, *self.ops, *self.holds), "<plan>")
 
 
-def written(graph: NamedGraph, decisions: Decisions, mesh: Mesh | None = None) -> Written:
+def written(graph: NamedGraph, decisions: Assignment, mesh: Mesh | None = None) -> WrittenLayout:
     """The layout of which `complete` makes these decisions."""
-    return _Writing(graph, decisions, mesh or Mesh(**decisions.axes)).run()
+    return _LayoutWriter(graph, decisions, mesh or Mesh(**decisions.axes)).run()
 
 
 @dataclass
-class _Writing:
+class _LayoutWriter:
     graph: NamedGraph
-    decisions: Decisions
+    decisions: Assignment
     mesh: Mesh
     pinned: set[str] = field(default_factory=set)
     """Ops."""
     stated: set[str] = field(default_factory=set)
     """Values of which a pin says that they are sums or broadcasts."""
-    known: Known = field(default_factory=Known)
+    known: KnownAssignment = field(default_factory=KnownAssignment)
 
     def __post_init__(self) -> None:
         self.axes = self.decisions.axes
@@ -83,14 +83,14 @@ class _Writing:
         self.names = list(self.graph.tensors)
         self.stated |= {name for name, wish in self.wishes.items() if wish.partial}
 
-    def run(self) -> Written:
+    def run(self) -> WrittenLayout:
         mesh = (MeshStatement(self.mesh),)
         rules = bare_rules(self.wishes.values(), self.axes)
         holds = tuple(self._holds())
         right = self._right_roles(Layout(rules))
         for count in range(ROUNDS + 1):
             tensors = tuple(self._tensors(right))
-            found = Written(mesh, rules, tensors, tuple(self._ops()), holds)
+            found = WrittenLayout(mesh, rules, tensors, tuple(self._ops()), holds)
             if not self._pin_what_differs(found.layout):
                 return found
             if count == ROUNDS - 1:
@@ -156,10 +156,10 @@ class _Writing:
         said = tuple((role if len(wish.roles) > 1 else "", self._rules(wish, role)) for role, _ in wish.roles)
         return said, (wish.partial, wish.broadcast) if name in self.stated else ()
 
-    def _rules(self, wish: Wish, role: str) -> tuple[DimRule, ...]:
+    def _rules(self, wish: TensorAxes, role: str) -> tuple[DimRule, ...]:
         return rules_for(wish.tensor, wish.of(role), self.axes)
 
-    def _statements(self, glob: str, wish: Wish, stated: bool, right: frozenset[str]) -> Iterator[Statement]:
+    def _statements(self, glob: str, wish: TensorAxes, stated: bool, right: frozenset[str]) -> Iterator[Statement]:
         states: tuple[PinState, ...] = ()
         if stated:
             both = (("partial", wish.partial), ("broadcast", wish.broadcast))
@@ -179,13 +179,13 @@ class _Writing:
                 scopes = tuple(Scope(role, glob=glob) for role in roles)  # type: ignore[arg-type]
                 yield Block(scopes, self._rules(wish, roles[0]))
 
-    def _common(self, wish: Wish) -> DimRule:
+    def _common(self, wish: TensorAxes) -> DimRule:
         """A rule of a parameter that holds in all roles, since a pin is about all of them."""
         for i, atom in enumerate(wish.tensor.atoms):
             splits = {splits[i] for _, splits in wish.roles}
             if len(splits) == 1 and (split := splits.pop()):
                 pad = is_uneven(atom.size, split, self.axes)
-                return DimRule((word_of(wish.tensor, i),), Place((Split(split, pad=pad),)))
+                return DimRule((word_of(wish.tensor, i),), TensorPattern((SplitTerm(split, pad=pad),)))
         raise AssertionError(f"nothing holds for {wish.tensor} in all roles")
 
     # -- ops
@@ -206,9 +206,9 @@ class _Writing:
         holdings = self.decisions.holdings
         again = [name for name, holding in holdings.items() if holding.again]
         if again and len(again) == len(holdings):
-            yield Hold("regather", "*")
+            yield GatherStatement("regather", "*")
         else:
-            yield from (Hold("regather", glob) for glob in cover(again, again, list(holdings)))
+            yield from (GatherStatement("regather", glob) for glob in cover(again, again, list(holdings)))
         yield from self._recomputed()
 
     def _recomputed(self) -> Iterator[Statement]:
@@ -218,7 +218,7 @@ class _Writing:
                 modes.setdefault(mode, []).append(path)
         paths = [path for repeat in self.graph.repeats for path in repeat.module_paths]
         for mode, own in modes.items():
-            yield from (Hold("recompute", glob, mode) for glob in cover(own, own, paths))  # type: ignore[arg-type]
+            yield from (GatherStatement("recompute", glob, mode) for glob in cover(own, own, paths))  # type: ignore[arg-type]
 
 
 def choice_words(node: NamedNode, choice: Choice, axes: Mapping[str, int]) -> _Choice:

@@ -20,8 +20,7 @@ from autopar.plans.format import bytes_text, seconds_text, table
 from autopar.plans.record import PlanRecord
 from autopar.plans.text.tensor_axes import Splits, is_uneven, rules_for
 from autopar.plans.text.to_layout import choice_words
-from autopar.sharding.assignment import Decisions
-from autopar.sharding.assignment import Plan as Decided
+from autopar.sharding.assignment import Assignment, StepPlan
 from autopar.sharding.choices import Choice, can_split, layouts_of
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.printer import print_statement
@@ -48,7 +47,7 @@ class Alternative:
 def alternatives(plan: PlanRecord, name: str) -> tuple[Alternative, ...]:
     """Of a tensor and of the op of this name: the fastest first, then what cannot be had; what is the same once."""
     found: list[Alternative] = []
-    known: list[tuple[Decided, tuple[DimRule, ...], Costs]] = [(plan.decided, (), plan.costs)]
+    known: list[tuple[StepPlan, tuple[DimRule, ...], Costs]] = [(plan.decided, (), plan.costs)]
     for line in (*islice(_of_tensor(plan, name), MOST_PRICED), *islice(_of_op(plan, name), MOST_PRICED)):
         one = forced(plan, line)
         if one.plan is not None:
@@ -111,7 +110,7 @@ def _of_op(plan: PlanRecord, name: str) -> Iterator[OpPin]:
 def forced(plan: PlanRecord, line: Pin | Block | OpPin) -> Alternative:
     """The plan with a line, as far as it touches anything."""
     change = " ".join(print_statement(line).replace("\n}", " }").replace("\n  ", ", ").replace("{,", "{").split())
-    ways: list[Decisions] = []
+    ways: list[Assignment] = []
     why = ""
     for way in _ways(plan, line):
         try:
@@ -124,8 +123,8 @@ def forced(plan: PlanRecord, line: Pin | Block | OpPin) -> Alternative:
     return Alternative(change, min(plans, key=lambda one: one.step_seconds))
 
 
-def _with(plan: PlanRecord, decisions: Decisions, origin: str) -> PlanRecord:
-    made = Decided.decided(plan.graph, decisions)
+def _with(plan: PlanRecord, decisions: Assignment, origin: str) -> PlanRecord:
+    made = StepPlan.decided(plan.graph, decisions)
     decided = replace(
         plan.decided,
         decisions=decisions,
@@ -136,7 +135,7 @@ def _with(plan: PlanRecord, decisions: Decisions, origin: str) -> PlanRecord:
     return replace(plan, decided=decided, bound_seconds=None, origin=origin)
 
 
-def _ways(plan: PlanRecord, line: Pin | Block | OpPin) -> Iterator[Callable[[], Decisions]]:
+def _ways(plan: PlanRecord, line: Pin | Block | OpPin) -> Iterator[Callable[[], Assignment]]:
     """The ops that it touches do as they did; they do what sends least, and take parameters as they did; or freely."""
     graph, known, axes = plan.graph, plan.decided.decisions, plan.decided.axes
     if isinstance(line, Block):

@@ -11,8 +11,8 @@ from autopar.names import did_you_mean, nearest
 from autopar.plans.format import bytes_text, layout_text, seconds_text
 from autopar.plans.record import PlanRecord, PricedCollective
 from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.layout.precedence import Level, glob_matches, matches, specificity
-from autopar.sharding.layout.syntax import Block, DimRule, Hold, OpPin, Pin, Scope
+from autopar.sharding.layout.precedence import Precedence, glob_matches, matches, specificity
+from autopar.sharding.layout.syntax import Block, DimRule, GatherStatement, OpPin, Pin, Scope
 
 __all__ = ["Explanation", "Line", "OpFacts", "TensorFacts", "explained"]
 
@@ -112,7 +112,7 @@ def _lines(plan: PlanRecord, tensor: NamedTensor) -> list[Line]:
     text = plan.text.splitlines()
     found: dict[int, str] = {}
     for statement in parse_layout(plan.text, "<plan>"):
-        if isinstance(statement, Hold):
+        if isinstance(statement, GatherStatement):
             if glob_matches(statement.glob, tensor.name) and statement.span is not None:
                 found[statement.span.line] = text[statement.span.line - 1]
             continue
@@ -140,7 +140,7 @@ def _is_about(statement: Pin | Block, tensor: NamedTensor) -> bool:
 
 
 def _scope_fits(scope: Scope, tensor: NamedTensor, kinds: set[str], dims: set[str]) -> bool:
-    assert specificity(scope, "*").level > Level.BARE
+    assert specificity(scope, "*").level > Precedence.BARE
     return (
         (scope.kind is None or scope.kind in kinds)
         and (scope.glob is None or glob_matches(scope.glob, tensor.name))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from textwrap import wrap
 
 from autopar.cost.compute.rates import rate_notes
-from autopar.ir.analysis.repeated_layers import Repeat
+from autopar.ir.analysis.repeated_layers import RepeatedLayers
 from autopar.plans.format import bytes_text, layout_text, percent_text, seconds_text, table
 from autopar.plans.record import PlanRecord, PricedCollective
 from autopar.plans.text.glob_cover import skeleton
@@ -178,7 +178,7 @@ def _rows(rows: Sequence[Row]) -> list[str]:
     return [*(table([HEAD, *shown[:MOST_ROWS]]) if shown else []), *more]
 
 
-def _path(repeat: Repeat, t: int) -> str:
+def _path(repeat: RepeatedLayers, t: int) -> str:
     return repeat.module_paths[t] if t < len(repeat.module_paths) else ""
 
 

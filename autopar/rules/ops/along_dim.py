@@ -9,7 +9,7 @@ import torch
 from autopar.rules.call import Call
 from autopar.rules.ops._names import Names, text, whole, wrap
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
-from autopar.rules.table import Family
+from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
 
@@ -103,8 +103,8 @@ def _histc_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
 
 
 FAMILIES = {
-    "along": Family(_along, _along_samples),
-    "histc": Family(_histc, _histc_samples),
+    "along": OpFamily(_along, _along_samples),
+    "histc": OpFamily(_histc, _histc_samples),
 }
 
 TABLE = """

@@ -10,7 +10,7 @@ from autopar.rules.bind_call import fresh_names
 from autopar.rules.call import Call, TensorSpec
 from autopar.rules.ops.elementwise import dims_text
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
-from autopar.rules.table import Family
+from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
 
@@ -89,7 +89,7 @@ def _attention_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Samp
     yield make_sample(op, [Draw((2, 3, 7, 4)), Draw((2, 3, 5, 4)), Draw((2, 3, 5, 4))], {"is_causal": True}, tries)
 
 
-FAMILIES = {"attention": Family(_attention, _attention_samples)}
+FAMILIES = {"attention": OpFamily(_attention, _attention_samples)}
 
 TABLE = """
 aten.scaled_dot_product_attention.default                   attention

@@ -11,7 +11,7 @@ from autopar.rules.call import Call
 from autopar.rules.notation import Halo
 from autopar.rules.ops._names import Names, as_list, compound, text, whole
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
-from autopar.rules.table import Family
+from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
 
@@ -131,7 +131,7 @@ def _calls(
         yield sample((2,), False, True, padding=padding, output_padding=[step - 1 for step in stride])
 
 
-FAMILIES = {"convolution": Family(_convolution, _samples), "transposed": Family(_transposed, _samples)}
+FAMILIES = {"convolution": OpFamily(_convolution, _samples), "transposed": OpFamily(_transposed, _samples)}
 
 TABLE = """
 aten.{conv1d,conv2d,conv3d}.{default,padding}               convolution

@@ -11,7 +11,7 @@ import torch
 from autopar.rules.bind_call import fresh_names
 from autopar.rules.call import Call, takes_tensors
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
-from autopar.rules.table import Family
+from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE", "aligned_dims", "broadcast_samples", "broadcast_shape", "dims_text", "pointwise"]
 
@@ -192,16 +192,16 @@ def _isin_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
 
 
 FAMILIES = {
-    "pointwise": Family(pointwise, broadcast_samples),
-    "arithmetic": Family(pointwise, _number_samples),
-    "linear_when": Family(_linear_when, _samples_both_ways),
-    "cast": Family(_cast, _cast_samples),
-    "cast_like": Family(_cast_like, _cast_like_samples),
-    "glu": Family(_glu, _glu_samples),
-    "prelu": Family(_prelu, _prelu_samples),
-    "filled": Family(_filled, _filled_samples),
-    "pairs": Family(_pairs, _pairs_samples),
-    "isin": Family(_isin, _isin_samples),
+    "pointwise": OpFamily(pointwise, broadcast_samples),
+    "arithmetic": OpFamily(pointwise, _number_samples),
+    "linear_when": OpFamily(_linear_when, _samples_both_ways),
+    "cast": OpFamily(_cast, _cast_samples),
+    "cast_like": OpFamily(_cast_like, _cast_like_samples),
+    "glu": OpFamily(_glu, _glu_samples),
+    "prelu": OpFamily(_prelu, _prelu_samples),
+    "filled": OpFamily(_filled, _filled_samples),
+    "pairs": OpFamily(_pairs, _pairs_samples),
+    "isin": OpFamily(_isin, _isin_samples),
 }
 
 TABLE = """

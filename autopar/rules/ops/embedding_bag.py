@@ -13,8 +13,8 @@ from torch import Tensor
 
 from autopar.rules.call import Call
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
-from autopar.rules.shard_call.local_call import Local, Piece
-from autopar.rules.table import Family
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
+from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "MAX", "MEAN", "SUM", "TABLE", "own_bags", "own_rows"]
 
@@ -29,14 +29,14 @@ def bags(table: Tensor, ids: Tensor, begins: Tensor, weights: Tensor | None, mod
     return found
 
 
-def own_rows(local: Local, piece: Piece) -> Local:
+def own_rows(local: LocalCall, piece: FactorSlice) -> LocalCall:
     """Some rows of the table: ids of others have weight zero."""
     ids = local.arguments["ids"] - piece.start
     inside = (ids >= 0) & (ids < piece.length)
     return _weighted(local, inside).with_arguments(ids=torch.where(inside, ids, 0))
 
 
-def own_bags(local: Local, piece: Piece) -> Local:
+def own_bags(local: LocalCall, piece: FactorSlice) -> LocalCall:
     """Some of the bags: ids of others have weight zero, whichever of these bags they fall in."""
     ids, begins = local.arguments["ids"], local.arguments["begins"]
     place = torch.arange(ids.shape[0], device=begins.device, dtype=begins.dtype)
@@ -48,7 +48,7 @@ def own_bags(local: Local, piece: Piece) -> Local:
     return _weighted(local, inside).with_arguments(begins=own, last=False)
 
 
-def _weighted(local: Local, inside: Tensor) -> Local:
+def _weighted(local: LocalCall, inside: Tensor) -> LocalCall:
     weights, table = local.arguments["weights"], local.arguments["table"]
     kept = inside.to(table.dtype)
     return local.with_arguments(weights=kept if weights is None else weights * kept)
@@ -76,7 +76,7 @@ def _samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
     )
 
 
-FAMILIES = {"bags": Family(_bags, _samples)}
+FAMILIES = {"bags": OpFamily(_bags, _samples)}
 
 TABLE = """
 autopar.bags.default                                        bags; try @autopar.rules.ops.embedding_bag

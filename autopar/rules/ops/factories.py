@@ -10,7 +10,7 @@ import torch
 from autopar.rules.call import Call, takes_tensors
 from autopar.rules.ops._names import Names, text
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
-from autopar.rules.table import Family
+from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
 
@@ -64,9 +64,9 @@ def _triangle_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sampl
 
 
 FAMILIES = {
-    "factory": Family(_filled, _filled_samples),
-    "arange": Family(_arange, _arange_samples),
-    "triangle": Family(_triangle, _triangle_samples),
+    "factory": OpFamily(_filled, _filled_samples),
+    "arange": OpFamily(_arange, _arange_samples),
+    "triangle": OpFamily(_triangle, _triangle_samples),
 }
 
 TABLE = """

@@ -11,7 +11,7 @@ from autopar.rules.call import Call, TensorSpec
 from autopar.rules.ops._names import Names, text, whole, wrap
 from autopar.rules.ops.elementwise import aligned_dims
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
-from autopar.rules.table import Family
+from autopar.rules.table import OpFamily
 
 __all__ = [
     "FAMILIES",
@@ -281,14 +281,14 @@ def _bucket_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]
 
 
 FAMILIES = {
-    "embedding": Family(_embedding, _embedding_samples),
-    "index": Family(_index, _index_samples),
-    "index_select": Family(_index_select, _index_select_samples),
-    "gather": Family(_gather, _gather_samples),
-    "take_along_dim": Family(_take_along_dim, _take_along_dim_samples),
-    "embedding_bag": Family(all_whole, _embedding_bag_samples),
-    "one_hot": Family(_one_hot, _one_hot_samples),
-    "buckets": Family(_buckets, _bucket_samples),
+    "embedding": OpFamily(_embedding, _embedding_samples),
+    "index": OpFamily(_index, _index_samples),
+    "index_select": OpFamily(_index_select, _index_select_samples),
+    "gather": OpFamily(_gather, _gather_samples),
+    "take_along_dim": OpFamily(_take_along_dim, _take_along_dim_samples),
+    "embedding_bag": OpFamily(all_whole, _embedding_bag_samples),
+    "one_hot": OpFamily(_one_hot, _one_hot_samples),
+    "buckets": OpFamily(_buckets, _bucket_samples),
 }
 
 TABLE = """

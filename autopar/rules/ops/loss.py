@@ -10,7 +10,7 @@ from autopar.rules.bind_call import fresh_names
 from autopar.rules.call import Call, takes_tensors
 from autopar.rules.ops.elementwise import aligned_dims, broadcast_shape, dims_text
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
-from autopar.rules.table import Family
+from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
 
@@ -213,11 +213,11 @@ def _ctc_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
 
 
 FAMILIES = {
-    "elementwise_loss": Family(_elementwise, _elementwise_samples),
-    "nll_loss": Family(_nll_loss, _class_samples),
-    "cross_entropy": Family(_cross_entropy, _cross_entropy_samples),
-    "row_loss": Family(_by_row, _row_samples),
-    "ctc": Family(_ctc, _ctc_samples),
+    "elementwise_loss": OpFamily(_elementwise, _elementwise_samples),
+    "nll_loss": OpFamily(_nll_loss, _class_samples),
+    "cross_entropy": OpFamily(_cross_entropy, _cross_entropy_samples),
+    "row_loss": OpFamily(_by_row, _row_samples),
+    "ctc": OpFamily(_ctc, _ctc_samples),
 }
 
 TABLE = """

@@ -12,7 +12,7 @@ from autopar.rules.bind_call import fresh_names
 from autopar.rules.call import Call
 from autopar.rules.ops.elementwise import aligned_dims, dims_text
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
-from autopar.rules.table import Family
+from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
 
@@ -308,18 +308,18 @@ def _batched_samples(op: torch._ops.OpOverload, tries: Tries, *linear: str) -> I
 
 
 FAMILIES = {
-    "matmul": Family(_matmul, _matmul_samples),
-    "linear": Family(_linear, _linear_samples),
-    "added": Family(_added, _added_samples),
-    "inner": Family(_inner, _inner_samples),
-    "tensordot": Family(_tensordot, _tensordot_samples),
-    "einsum": Family(_einsum, _einsum_samples),
-    "kron": Family(_kron, _kron_samples),
-    "chain": Family(_chain, _chain_samples),
-    "grouped": Family(_grouped, _grouped_samples),
-    "expert_rows": Family(_expert_rows, _expert_rows_samples),
-    "cdist": Family(_cdist, _cdist_samples),
-    "batched": Family(_batched, _batched_samples),
+    "matmul": OpFamily(_matmul, _matmul_samples),
+    "linear": OpFamily(_linear, _linear_samples),
+    "added": OpFamily(_added, _added_samples),
+    "inner": OpFamily(_inner, _inner_samples),
+    "tensordot": OpFamily(_tensordot, _tensordot_samples),
+    "einsum": OpFamily(_einsum, _einsum_samples),
+    "kron": OpFamily(_kron, _kron_samples),
+    "chain": OpFamily(_chain, _chain_samples),
+    "grouped": OpFamily(_grouped, _grouped_samples),
+    "expert_rows": OpFamily(_expert_rows, _expert_rows_samples),
+    "cdist": OpFamily(_cdist, _cdist_samples),
+    "batched": OpFamily(_batched, _batched_samples),
 }
 
 TABLE = """

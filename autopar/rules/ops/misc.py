@@ -11,7 +11,7 @@ from autopar.rules.ops._names import Names, text, wrap
 from autopar.rules.ops.elementwise import aligned_dims
 from autopar.rules.ops.index import all_whole
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
-from autopar.rules.table import Family
+from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
 
@@ -107,13 +107,13 @@ def _blocks_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]
 
 
 FAMILIES = {
-    "broadcast": Family(_broadcast, _broadcast_samples),
-    "diagonal_matrix": Family(_diagonal_matrix, _diagonal_matrix_samples),
-    "blocks": Family(all_whole, _blocks_samples),
-    "spectrogram": Family(_spectrogram, _spectrogram_samples),
-    "meshgrid": Family(_meshgrid, _meshgrid_samples),
-    "take": Family(_take, _take_samples),
-    "diagonal_scatter": Family(_diagonal_scatter, _diagonal_scatter_samples),
+    "broadcast": OpFamily(_broadcast, _broadcast_samples),
+    "diagonal_matrix": OpFamily(_diagonal_matrix, _diagonal_matrix_samples),
+    "blocks": OpFamily(all_whole, _blocks_samples),
+    "spectrogram": OpFamily(_spectrogram, _spectrogram_samples),
+    "meshgrid": OpFamily(_meshgrid, _meshgrid_samples),
+    "take": OpFamily(_take, _take_samples),
+    "diagonal_scatter": OpFamily(_diagonal_scatter, _diagonal_scatter_samples),
 }
 
 TABLE = """

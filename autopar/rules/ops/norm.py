@@ -10,7 +10,7 @@ from autopar.rules.bind_call import fresh_names
 from autopar.rules.call import Call
 from autopar.rules.ops.elementwise import dims_text
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
-from autopar.rules.table import Family
+from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
 
@@ -183,12 +183,12 @@ def _renorm_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]
 
 
 FAMILIES = {
-    "layer_norm": Family(_layer_norm, _layer_norm_samples),
-    "group_norm": Family(_group_norm, _group_norm_samples),
-    "batch_norm": Family(_batch_norm, _batch_norm_samples),
-    "instance_norm": Family(_instance_norm, _instance_norm_samples),
-    "weight_norm": Family(_weight_norm, _weight_norm_samples),
-    "renorm": Family(_renorm, _renorm_samples),
+    "layer_norm": OpFamily(_layer_norm, _layer_norm_samples),
+    "group_norm": OpFamily(_group_norm, _group_norm_samples),
+    "batch_norm": OpFamily(_batch_norm, _batch_norm_samples),
+    "instance_norm": OpFamily(_instance_norm, _instance_norm_samples),
+    "weight_norm": OpFamily(_weight_norm, _weight_norm_samples),
+    "renorm": OpFamily(_renorm, _renorm_samples),
 }
 
 TABLE = """

@@ -9,7 +9,7 @@ import torch
 from autopar.rules.call import Call
 from autopar.rules.ops._names import Names, as_list, text, wrap
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
-from autopar.rules.table import Family
+from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
 
@@ -116,11 +116,11 @@ def _as_strided_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sam
 
 
 FAMILIES = {
-    "permute": Family(_permute, _permute_samples),
-    "diagonal": Family(_diagonal, _diagonal_samples),
-    "diag_embed": Family(_diag_embed, _diag_embed_samples),
-    "rot90": Family(_rot90, _rot90_samples),
-    "as_strided": Family(_as_strided, _as_strided_samples),
+    "permute": OpFamily(_permute, _permute_samples),
+    "diagonal": OpFamily(_diagonal, _diagonal_samples),
+    "diag_embed": OpFamily(_diag_embed, _diag_embed_samples),
+    "rot90": OpFamily(_rot90, _rot90_samples),
+    "as_strided": OpFamily(_as_strided, _as_strided_samples),
 }
 
 TABLE = """

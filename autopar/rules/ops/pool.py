@@ -12,7 +12,7 @@ from autopar.rules.call import Call
 from autopar.rules.notation import Halo
 from autopar.rules.ops._names import Names, as_list, compound, text, whole
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
-from autopar.rules.table import Family
+from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
 
@@ -235,12 +235,12 @@ def _unpool_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]
 
 
 FAMILIES = {
-    "unpool": Family(_unpool, _unpool_samples),
-    "pool": Family(_pool, _pool_samples),
-    "adaptive": Family(_adaptive, _adaptive_samples),
-    "resize": Family(_resize, _resize_samples),
-    "patches": Family(_patches, _patches_samples),
-    "grid": Family(_grid, _grid_samples),
+    "unpool": OpFamily(_unpool, _unpool_samples),
+    "pool": OpFamily(_pool, _pool_samples),
+    "adaptive": OpFamily(_adaptive, _adaptive_samples),
+    "resize": OpFamily(_resize, _resize_samples),
+    "patches": OpFamily(_patches, _patches_samples),
+    "grid": OpFamily(_grid, _grid_samples),
 }
 
 TABLE = """

@@ -10,7 +10,7 @@ from autopar.rules.bind_call import fresh_names
 from autopar.rules.call import Call
 from autopar.rules.ops.elementwise import broadcast_samples, dims_text, pointwise
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
-from autopar.rules.table import Family
+from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
 
@@ -66,11 +66,11 @@ def _rrelu_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
 
 
 FAMILIES = {
-    "dropout": Family(_dropout, _dropout_samples),
-    "channel_dropout": Family(_channel_dropout, _dropout_samples),
-    "drawn": Family(_drawn, _drawn_samples),
-    "drawn_like": Family(pointwise, lambda op, tries, *kinds: list(broadcast_samples(op, tries, *kinds))[:1]),
-    "rrelu": Family(_rrelu, _rrelu_samples),
+    "dropout": OpFamily(_dropout, _dropout_samples),
+    "channel_dropout": OpFamily(_channel_dropout, _dropout_samples),
+    "drawn": OpFamily(_drawn, _drawn_samples),
+    "drawn_like": OpFamily(pointwise, lambda op, tries, *kinds: list(broadcast_samples(op, tries, *kinds))[:1]),
+    "rrelu": OpFamily(_rrelu, _rrelu_samples),
 }
 
 TABLE = """

@@ -10,7 +10,7 @@ from autopar.rules.bind_call import fresh_names
 from autopar.rules.call import Call, TensorSpec
 from autopar.rules.ops.elementwise import dims_text
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
-from autopar.rules.table import Family
+from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
 
@@ -83,7 +83,7 @@ def _cell_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
         yield make_sample(op, [Draw((5, 4)), state, Draw((rows, 4)), Draw((rows, HIDDEN)), *biases], {}, tries)
 
 
-FAMILIES = {"recurrent": Family(_recurrent, _recurrent_samples), "cell": Family(_cell, _cell_samples)}
+FAMILIES = {"recurrent": OpFamily(_recurrent, _recurrent_samples), "cell": OpFamily(_cell, _cell_samples)}
 
 TABLE = """
 aten.lstm.input                                             recurrent 2

@@ -11,7 +11,7 @@ from autopar.rules.bind_call import fresh_names
 from autopar.rules.call import Call
 from autopar.rules.ops.elementwise import aligned_dims, broadcast_shape, dims_text
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
-from autopar.rules.table import Family
+from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE", "reduced_dims", "reduction_text"]
 
@@ -185,16 +185,16 @@ def _moments_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample
 
 
 FAMILIES = {
-    "reduce": Family(_reduce, _reduce_samples),
-    "sum_to_size": Family(_sum_to_size, _sum_to_size_samples),
-    "norm": Family(_norm, _norm_samples),
-    "linalg_norm": Family(_linalg_norm, _linalg_norm_samples),
-    "index_of": Family(_index_of, _index_of_samples),
-    "moments": Family(_moments, _moments_samples),
-    "between": Family(_between, _between_samples),
-    "vecdot": Family(_vecdot, _between_samples),
-    "cross": Family(_cross, _cross_samples),
-    "softmax": Family(_softmax, _softmax_samples),
+    "reduce": OpFamily(_reduce, _reduce_samples),
+    "sum_to_size": OpFamily(_sum_to_size, _sum_to_size_samples),
+    "norm": OpFamily(_norm, _norm_samples),
+    "linalg_norm": OpFamily(_linalg_norm, _linalg_norm_samples),
+    "index_of": OpFamily(_index_of, _index_of_samples),
+    "moments": OpFamily(_moments, _moments_samples),
+    "between": OpFamily(_between, _between_samples),
+    "vecdot": OpFamily(_vecdot, _between_samples),
+    "cross": OpFamily(_cross, _cross_samples),
+    "softmax": OpFamily(_softmax, _softmax_samples),
 }
 
 TABLE = """

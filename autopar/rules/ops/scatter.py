@@ -24,7 +24,7 @@ from autopar.rules.ops.index import (
     words,
 )
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
-from autopar.rules.table import Family
+from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
 
@@ -210,10 +210,10 @@ def _masked_scatter_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable
 
 
 FAMILIES = {
-    "index_put": Family(_index_put, _index_put_samples),
-    "scatter": Family(_scatter, _scatter_samples),
-    "index_write": Family(_index_write, _index_write_samples),
-    "masked_scatter": Family(all_whole, _masked_scatter_samples),
+    "index_put": OpFamily(_index_put, _index_put_samples),
+    "scatter": OpFamily(_scatter, _scatter_samples),
+    "index_write": OpFamily(_index_write, _index_write_samples),
+    "masked_scatter": OpFamily(all_whole, _masked_scatter_samples),
 }
 
 TABLE = """

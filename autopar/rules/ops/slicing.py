@@ -13,7 +13,7 @@ import torch
 from autopar.rules.call import Call
 from autopar.rules.ops._names import Names, compound, text, whole, wrap
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
-from autopar.rules.table import Family
+from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
 
@@ -268,15 +268,15 @@ def _roll_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
 
 
 FAMILIES = {
-    "slice": Family(_slice, _slice_samples),
-    "slice_scatter": Family(_slice_scatter, _slice_scatter_samples),
-    "select": Family(_select, _select_samples),
-    "split": Family(_split, _split_samples),
-    "unbind": Family(_unbind, _unbind_samples),
-    "cat": Family(_cat, _cat_samples),
-    "stack": Family(_stack, _stack_samples),
-    "pad": Family(_pad, _pad_samples),
-    "roll": Family(_roll, _roll_samples),
+    "slice": OpFamily(_slice, _slice_samples),
+    "slice_scatter": OpFamily(_slice_scatter, _slice_scatter_samples),
+    "select": OpFamily(_select, _select_samples),
+    "split": OpFamily(_split, _split_samples),
+    "unbind": OpFamily(_unbind, _unbind_samples),
+    "cat": OpFamily(_cat, _cat_samples),
+    "stack": OpFamily(_stack, _stack_samples),
+    "pad": OpFamily(_pad, _pad_samples),
+    "roll": OpFamily(_roll, _roll_samples),
 }
 
 TABLE = """

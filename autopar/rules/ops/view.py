@@ -14,7 +14,7 @@ from autopar.rules.call import Call, takes_tensors
 from autopar.rules.ops._names import Names, compound, text, whole, wrap
 from autopar.rules.ops.elementwise import aligned_dims
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
-from autopar.rules.table import Family
+from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE", "refine"]
 
@@ -314,17 +314,17 @@ def _pixel_shuffle_samples(op: torch._ops.OpOverload, tries: Tries, direction: s
 
 
 FAMILIES = {
-    "view": Family(_view, _view_samples),
-    "view_as": Family(_view_as, _view_as_samples),
-    "flatten": Family(_view, _flatten_samples),
-    "unflatten": Family(_view, _unflatten_samples),
-    "squeeze": Family(_squeeze, _squeeze_samples),
-    "unsqueeze": Family(_unsqueeze, _unsqueeze_samples),
-    "expand": Family(_expand, _expand_samples),
-    "repeat": Family(_repeat, _repeat_samples),
-    "repeat_interleave": Family(_repeat_interleave, _repeat_interleave_samples),
-    "unfold": Family(_unfold, _unfold_samples),
-    "pixel_shuffle": Family(_pixel_shuffle, _pixel_shuffle_samples),
+    "view": OpFamily(_view, _view_samples),
+    "view_as": OpFamily(_view_as, _view_as_samples),
+    "flatten": OpFamily(_view, _flatten_samples),
+    "unflatten": OpFamily(_view, _unflatten_samples),
+    "squeeze": OpFamily(_squeeze, _squeeze_samples),
+    "unsqueeze": OpFamily(_unsqueeze, _unsqueeze_samples),
+    "expand": OpFamily(_expand, _expand_samples),
+    "repeat": OpFamily(_repeat, _repeat_samples),
+    "repeat_interleave": OpFamily(_repeat_interleave, _repeat_interleave_samples),
+    "unfold": OpFamily(_unfold, _unfold_samples),
+    "pixel_shuffle": OpFamily(_pixel_shuffle, _pixel_shuffle_samples),
 }
 
 TABLE = """

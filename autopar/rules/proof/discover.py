@@ -20,8 +20,8 @@ from autopar.errors import RuleError
 from autopar.rules.bind_call import factor_sizes, fresh_names
 from autopar.rules.call import Call, TensorSpec, flat_results, takes_tensors
 from autopar.rules.notation import CONTRACTIONS, FactorKind, Operand, Rule, Term
-from autopar.rules.proof.random_ops import Draws, draws_of, is_random, recombines
-from autopar.rules.proof.run_shards import RUN_ERRORS, Run, additivity, materialise, pieces_of, reference
+from autopar.rules.proof.random_ops import DrawnRuns, draws_of, is_random, recombines
+from autopar.rules.proof.run_shards import RUN_ERRORS, ShardedRun, additivity, materialise, pieces_of, reference
 from autopar.rules.proof.samples import Draw, Sample
 from autopar.rules.shard_call.dispatch import LOCALISERS, local_call
 from autopar.rules.torch_versions import without_op_warnings
@@ -139,8 +139,8 @@ class _Trial:
     request: _Request
     small: bool
     localise: tuple[str, ...]
-    runs: tuple[Run, ...]
-    draws: tuple[Draws | None, ...]
+    runs: tuple[ShardedRun, ...]
+    draws: tuple[DrawnRuns | None, ...]
 
 
 def _discover(request: _Request) -> tuple[Rule | None, bool]:
@@ -201,7 +201,7 @@ def _trial(
 ) -> _Trial | None:
     localise = tuple(f"{name}={factor}" for name, factor in following.items())
     for kind, dtype in (("normal", None), ("positive", None), ("normal", torch.float32)):
-        runs: list[Run] = []
+        runs: list[ShardedRun] = []
         try:
             for sizes, (seed, drawn) in product(scales, enumerate((kind, "wide" if kind == "normal" else kind))):
                 sample = _sample(request, sizes, following, drawn, dtype)
@@ -215,7 +215,7 @@ def _trial(
     return None
 
 
-def _all_nan(run: Run) -> bool:
+def _all_nan(run: ShardedRun) -> bool:
     floats = [output for output in run.outputs if output is not None and output.is_floating_point()]
     return bool(floats) and all(bool(output.isnan().all()) for output in floats)
 
@@ -296,7 +296,7 @@ def _localised(trial: _Trial, names: Iterable[str]) -> tuple[str, ...]:
     return (*trial.localise, *shapes)
 
 
-def _output_terms(trial: _Trial, run: Run) -> list[list[Term] | None]:
+def _output_terms(trial: _Trial, run: ShardedRun) -> list[list[Term] | None]:
     """The factors of each output dim: those whose split makes it smaller in proportion, then what is left of it."""
     taken = set(trial.request.extents)
     shrunk = {factor: _shrunk(run, factor, size) for factor, size in run.sizes.items() if factor in taken and size > 1}
@@ -323,7 +323,7 @@ def _output_terms(trial: _Trial, run: Run) -> list[list[Term] | None]:
     return terms
 
 
-def _shrunk(run: Run, factor: str, size: int) -> frozenset[tuple[int, int]] | None:
+def _shrunk(run: ShardedRun, factor: str, size: int) -> frozenset[tuple[int, int]] | None:
     """The output dims (output, dim) that the first of two shards has in proportion; None where it does not run."""
     piece = pieces_of(factor, size, 2)[1]
     try:
@@ -340,7 +340,7 @@ def _shrunk(run: Run, factor: str, size: int) -> frozenset[tuple[int, int]] | No
     )
 
 
-def _with_kinds(trial: _Trial, runs: Sequence[Run], rule: Rule) -> Rule:
+def _with_kinds(trial: _Trial, runs: Sequence[ShardedRun], rule: Rule) -> Rule:
     """The rule with the linearity and the kinds of factors that hold in all runs."""
     rule = replace(rule, random=any(trial.draws))
     runs = [replace(run, rule=rule) for run in runs]
@@ -371,7 +371,7 @@ def _attempts(rule: Rule, factor: str) -> Iterator[tuple[FactorKind, FactorKind 
         yield from ((kind, None) for kind in contractions)
 
 
-def _holds(trial: _Trial, runs: Sequence[Run], factor: str, kind: FactorKind, others: FactorKind | None) -> bool:
+def _holds(trial: _Trial, runs: Sequence[ShardedRun], factor: str, kind: FactorKind, others: FactorKind | None) -> bool:
     for run, draws in zip(runs, trial.draws, strict=True):
         size = run.sizes[factor]
         counts = [2, 3] if trial.small else [shards for shards in range(2, MOST_SHARDS + 1) if size % shards == 0]
@@ -384,7 +384,7 @@ def _holds(trial: _Trial, runs: Sequence[Run], factor: str, kind: FactorKind, ot
     return True
 
 
-def _linear_groups(runs: Sequence[Run]) -> Iterator[tuple[int, ...]]:
+def _linear_groups(runs: Sequence[ShardedRun]) -> Iterator[tuple[int, ...]]:
     """Groups of operands in which the op is linear, in all runs."""
     specs = runs[0].call.operands
     floats = [i for i, spec in enumerate(specs) if spec is not None and spec.differentiable]

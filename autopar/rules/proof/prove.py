@@ -27,12 +27,20 @@ from autopar.errors import RuleError
 from autopar.rules.call import operands_of
 from autopar.rules.notation import CONTRACTIONS, FactorKind, Rule
 from autopar.rules.op_names import display_name, find_op, resolve_op
-from autopar.rules.proof.random_ops import Draws, draws_of, is_random, recombines
-from autopar.rules.proof.run_shards import RUN_ERRORS, Run, additivity, first_line, materialise, pieces_of, reference
+from autopar.rules.proof.random_ops import DrawnRuns, draws_of, is_random, recombines
+from autopar.rules.proof.run_shards import (
+    RUN_ERRORS,
+    ShardedRun,
+    additivity,
+    first_line,
+    materialise,
+    pieces_of,
+    reference,
+)
 from autopar.rules.proof.samples import Sample, integer_twin
 from autopar.rules.registry import registered
 from autopar.rules.shard_call.dispatch import LOCALISERS, LOWERINGS
-from autopar.rules.table import Entry
+from autopar.rules.table import TableEntry
 from autopar.rules.torch_versions import without_op_warnings
 
 __all__ = ["SEEDS", "Case", "Failure", "Proof", "prove_entry", "prove_rule", "prove_table"]
@@ -83,7 +91,7 @@ class Proof:
         return "\n".join([f"{len(self.cases)} cases proved, {len(self.failures)} failures", *map(str, self.failures)])
 
 
-def prove_table(entries: Iterable[Entry], seeds: Sequence[int] = SEEDS) -> Proof:
+def prove_table(entries: Iterable[TableEntry], seeds: Sequence[int] = SEEDS) -> Proof:
     """Prove many lines."""
     proofs = [prove_entry(entry, seeds) for entry in entries]
     return Proof(
@@ -93,7 +101,7 @@ def prove_table(entries: Iterable[Entry], seeds: Sequence[int] = SEEDS) -> Proof
     )
 
 
-def prove_entry(entry: Entry, seeds: Sequence[int] = SEEDS, samples: Iterable[Sample] | None = None) -> Proof:
+def prove_entry(entry: TableEntry, seeds: Sequence[int] = SEEDS, samples: Iterable[Sample] | None = None) -> Proof:
     """Prove one line with its own samples, or with the given ones."""
     if entry.tries.needs:
         try:
@@ -130,7 +138,7 @@ def prove_rule(op: Any, samples: Iterable[Sequence[Any]] | None = None) -> Proof
 
 
 @dataclass(frozen=True)
-class _Claim:
+class _NegativeClaim:
     """A negative claim: that the shards of this case do not give the whole answer."""
 
     case: Case
@@ -143,12 +151,12 @@ class _Claim:
 class _Walk:
     """The proof of one line, as it grows."""
 
-    entry: Entry
+    entry: TableEntry
     op: torch._ops.OpOverload
     proved: dict[Case, None] = field(default_factory=dict)
     failures: dict[tuple[str, str], Failure] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
-    pending: dict[Case, tuple[_Claim, dict[int, Sample]]] = field(default_factory=dict)
+    pending: dict[Case, tuple[_NegativeClaim, dict[int, Sample]]] = field(default_factory=dict)
     """Negative claims that no call has refuted yet, with the calls that might."""
     said_random: str = ""
     """The first call whose rule says that it draws random numbers."""
@@ -180,7 +188,7 @@ class _Walk:
             if on_integers is not None and not _unusable(on_integers):
                 self.positive(on_integers, None, SHARDS[:1])
 
-    def run(self, sample: Sample, seed: int, *, refusal_counts: bool = True) -> Run | None:
+    def run(self, sample: Sample, seed: int, *, refusal_counts: bool = True) -> ShardedRun | None:
         try:
             return reference(self.op, materialise(self.op, sample, seed), self.entry.rule, seed)
         except RuleError as error:
@@ -190,7 +198,7 @@ class _Walk:
                 self.refused.append(f"{self.op}: {first_line(error)}")
         return None
 
-    def positive(self, run: Run, draws: Draws | None, shard_counts: Iterable[int]) -> None:
+    def positive(self, run: ShardedRun, draws: DrawnRuns | None, shard_counts: Iterable[int]) -> None:
         rule = str(run.rule)
         self.kinds.update(run.rule.kinds.values())
         if not run.rule.operands and not run.rule.factors:  # a number made from numbers: every shard makes it
@@ -206,7 +214,7 @@ class _Walk:
             case = Case(self.entry.op, rule, f"linear in {_show(group)}", shards)
             self.record(run, case, additivity(run, group, shards), None)
 
-    def record(self, run: Run, case: Case, reason: str | None, kind: FactorKind | None) -> None:
+    def record(self, run: ShardedRun, case: Case, reason: str | None, kind: FactorKind | None) -> None:
         if reason is not None:
             self.fail(case.subject, f"in {case.shards} shards: {reason}", case.rule, str(run.call))
             return
@@ -214,7 +222,7 @@ class _Walk:
         if kind is not None:
             self.proved_kinds.add(kind)
 
-    def negative(self, run: Run, draws: Draws | None, sample: Sample) -> None:
+    def negative(self, run: ShardedRun, draws: DrawnRuns | None, sample: Sample) -> None:
         for claim in _claims(self.entry.op, run):
             if claim.case not in self.proved:
                 if _refuted(run, draws, claim):
@@ -222,7 +230,7 @@ class _Walk:
                 else:
                     self.pending.setdefault(claim.case, (claim, {}))[1][id(sample)] = sample
 
-    def refute(self, claim: _Claim) -> None:
+    def refute(self, claim: _NegativeClaim) -> None:
         self.proved[claim.case] = None
         self.pending.pop(claim.case, None)
         if claim.factor is not None:
@@ -242,7 +250,7 @@ class _Walk:
             if not self.failures:
                 self.fail("samples", f"no call of its samples can split a factor of kind {kind.value}")
 
-    def try_harder(self, claim: _Claim, samples: list[Sample]) -> None:
+    def try_harder(self, claim: _NegativeClaim, samples: list[Sample]) -> None:
         last = ""
         for seed, sample in product(MORE_SEEDS, samples):
             run = self.run(sample, seed)
@@ -256,7 +264,7 @@ class _Walk:
         self.fail(claim.case.subject, claim.too_strict, claim.case.rule, last)
 
 
-def _unusable(run: Run) -> str | None:
+def _unusable(run: ShardedRun) -> str | None:
     """Why a call proves nothing."""
     floats = [output for output in run.outputs if output is not None and output.is_floating_point()]
     if floats and all(output.numel() and bool(output.isnan().all()) for output in floats):
@@ -266,7 +274,7 @@ def _unusable(run: Run) -> str | None:
     return f"the rule names '{words[0]}', which is no localiser or lowering" if words else None
 
 
-def _factor_reason(run: Run, draws: Draws | None, factor: str, kind: FactorKind, shards: int) -> str | None:
+def _factor_reason(run: ShardedRun, draws: DrawnRuns | None, factor: str, kind: FactorKind, shards: int) -> str | None:
     return recombines(run, draws, kind, pieces_of(factor, run.sizes[factor], shards))
 
 
@@ -277,19 +285,19 @@ def _show(group: Iterable[int]) -> str:
 # -- negative claims --------------------------------------------------------------------------------------------------
 
 
-def _claims(op: str, run: Run) -> Iterator[_Claim]:
+def _claims(op: str, run: ShardedRun) -> Iterator[_NegativeClaim]:
     rule = str(run.rule)
     for factor, kind in run.rule.kinds.items():
         for shards in SHARDS:
             if kind is FactorKind.WHOLE and run.sizes[factor] >= shards:
                 case = Case(op, rule, f"factor {factor} whole", shards)
-                yield _Claim(case, factor, (), f"it is marked whole (!), but can be split in {shards}")
+                yield _NegativeClaim(case, factor, (), f"it is marked whole (!), but can be split in {shards}")
     for group in _suspects(run):
         case = Case(op, rule, f"not linear in {_show(group)}", SHARDS[0])
-        yield _Claim(case, None, group, f"it is linear in {_show(group)}, which the rule does not say")
+        yield _NegativeClaim(case, None, group, f"it is linear in {_show(group)}, which the rule does not say")
 
 
-def _suspects(run: Run) -> Iterator[tuple[int, ...]]:
+def _suspects(run: ShardedRun) -> Iterator[tuple[int, ...]]:
     """Groups of operands in which the op might be linear without the rule saying so."""
     operands = operands_of(run.op, run.arguments)
     floats = [i for i, t in enumerate(operands) if isinstance(t, torch.Tensor) and t.requires_grad]
@@ -304,7 +312,7 @@ def _declared(rule: Rule, group: tuple[int, ...]) -> bool:
     return any(set(group) == set(declared) for declared in rule.linear)
 
 
-def _refuted(run: Run, draws: Draws | None, claim: _Claim) -> bool:
+def _refuted(run: ShardedRun, draws: DrawnRuns | None, claim: _NegativeClaim) -> bool:
     """Whether this call shows that the shards do not give the whole answer."""
     if claim.factor is None:
         return additivity(run, claim.group, claim.case.shards) is not None

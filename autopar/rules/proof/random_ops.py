@@ -15,7 +15,7 @@ from autopar.rules.notation import FactorKind
 from autopar.rules.proof.run_shards import (
     RUN_ERRORS,
     Outputs,
-    Run,
+    ShardedRun,
     difference,
     execute,
     first_line,
@@ -24,9 +24,9 @@ from autopar.rules.proof.run_shards import (
     run_shards,
     weighted_gradients,
 )
-from autopar.rules.shard_call.local_call import Piece
+from autopar.rules.shard_call.local_call import FactorSlice
 
-__all__ = ["Draws", "draws_of", "is_random", "recombines"]
+__all__ = ["DrawnRuns", "draws_of", "is_random", "recombines"]
 
 DRAWS = 128
 SIGMAS = 6.0
@@ -34,37 +34,41 @@ SIGMAS = 6.0
 
 
 @dataclass(frozen=True)
-class Draws:
+class DrawnRuns:
     """Many draws of one call: each output and each gradient, stacked."""
 
     outputs: tuple[torch.Tensor, ...]
     gradients: tuple[torch.Tensor, ...]
 
 
-def is_random(run: Run) -> bool:
+def is_random(run: ShardedRun) -> bool:
     """Whether this call, with these arguments, draws anything: dropout with p=0 does not."""
     return any(difference(run, execute(run.op, run.arguments)) is not None for _ in range(8))
 
 
-def draws_of(run: Run) -> Draws:
+def draws_of(run: ShardedRun) -> DrawnRuns:
     """Many draws of the whole call."""
     return _draw_many(run, lambda: execute(run.op, run.arguments))
 
 
-def _draw_many(run: Run, produce: Callable[[], Outputs]) -> Draws:
+def _draw_many(run: ShardedRun, produce: Callable[[], Outputs]) -> DrawnRuns:
     outputs: list[list[torch.Tensor]] = []
     gradients: list[tuple[torch.Tensor, ...]] = []
     for _ in range(DRAWS):
         drawn = produce()
         gradients.append(weighted_gradients(run.leaves, drawn, run.weights))
         outputs.append([output.detach() for output in drawn if output is not None])
-    return Draws(
+    return DrawnRuns(
         tuple(map(torch.stack, zip(*outputs, strict=True))), tuple(map(torch.stack, zip(*gradients, strict=True)))
     )
 
 
 def _random_recombination(
-    run: Run, expected: Draws, kind: FactorKind, pieces: Sequence[Piece], others: FactorKind | None = None
+    run: ShardedRun,
+    expected: DrawnRuns,
+    kind: FactorKind,
+    pieces: Sequence[FactorSlice],
+    others: FactorKind | None = None,
 ) -> str | None:
     """Why the shards' draws, recombined, are not drawn as those of the whole call; None when they are."""
     torch.manual_seed(run.seed + 1)
@@ -82,7 +86,11 @@ def _random_recombination(
 
 
 def recombines(
-    run: Run, draws: Draws | None, kind: FactorKind, pieces: Sequence[Piece], others: FactorKind | None = None
+    run: ShardedRun,
+    draws: DrawnRuns | None,
+    kind: FactorKind,
+    pieces: Sequence[FactorSlice],
+    others: FactorKind | None = None,
 ) -> str | None:
     """Why the shards do not give the whole answer, or its distribution where the call is random (`draws`)."""
     if draws is None:
@@ -90,7 +98,7 @@ def recombines(
     return _random_recombination(run, draws, kind, pieces, others)
 
 
-def _repeats(run: Run, kind: FactorKind, pieces: Sequence[Piece]) -> bool:
+def _repeats(run: ShardedRun, kind: FactorKind, pieces: Sequence[FactorSlice]) -> bool:
     """Whether the first two shards have drawn the same, every time."""
     split = [i for i, operand in enumerate(run.rule.outputs) if operand and pieces[0].factor in operand.factors]
     for _ in range(8):
@@ -125,7 +133,7 @@ def _compare(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor], wh
     return None
 
 
-def _same_sums(run: Run, expected: Draws, found: Draws, factor: str) -> str | None:
+def _same_sums(run: ShardedRun, expected: DrawnRuns, found: DrawnRuns, factor: str) -> str | None:
     """Elements that are drawn together (a channel that is dropped) have sums that take few values."""
     operands = [operand for operand, output in zip(run.rule.outputs, run.outputs, strict=True) if output is not None]
     for i, (operand, whole, parts) in enumerate(zip(operands, expected.outputs, found.outputs, strict=True)):

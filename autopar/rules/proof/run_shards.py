@@ -18,12 +18,12 @@ from autopar.rules.call import Call, arguments_by_name, describe_call, flat_resu
 from autopar.rules.notation import CONTRACTIONS, FactorKind, Rule
 from autopar.rules.proof.samples import Draw, Sample, draw
 from autopar.rules.shard_call.dispatch import local_call
-from autopar.rules.shard_call.local_call import Piece, call_by_name, factor_position, join_dims, split_dims
+from autopar.rules.shard_call.local_call import FactorSlice, call_by_name, factor_position, join_dims, split_dims
 
 __all__ = [
     "RUN_ERRORS",
     "Outputs",
-    "Run",
+    "ShardedRun",
     "additivity",
     "difference",
     "execute",
@@ -52,7 +52,7 @@ _NO_DERIVATIVE = ("derivative", "automatic differentiation", "autograd", "does n
 
 
 @dataclass(frozen=True)
-class Run:
+class ShardedRun:
     """One call with real tensors, its rule, and its outcome."""
 
     op: torch._ops.OpOverload
@@ -107,7 +107,7 @@ def _comparable(op: torch._ops.OpOverload, result: Any) -> Outputs:
 
 def reference(
     op: torch._ops.OpOverload, arguments: Mapping[str, Any], rule_of: Callable[[Call], Rule], seed: int
-) -> Run:
+) -> ShardedRun:
     """The whole call, and its rule. An op without a derivative is compared by its outputs alone."""
     try:
         return _reference(op, arguments, rule_of, seed)
@@ -119,7 +119,7 @@ def reference(
 
 def _reference(
     op: torch._ops.OpOverload, arguments: Mapping[str, Any], rule_of: Callable[[Call], Rule], seed: int
-) -> Run:
+) -> ShardedRun:
     torch.manual_seed(seed)
     outputs = execute(op, arguments)
     call = describe_call(op, (), arguments, outputs)
@@ -127,7 +127,7 @@ def _reference(
     leaves = tuple(t for t in operands_of(op, arguments) if isinstance(t, torch.Tensor) and t.requires_grad)
     weights = tuple(map(_weight, outputs))
     gradients = weighted_gradients(leaves, outputs, weights)
-    return Run(op, arguments, call, rule, factor_sizes(rule, call), seed, leaves, outputs, weights, gradients)
+    return ShardedRun(op, arguments, call, rule, factor_sizes(rule, call), seed, leaves, outputs, weights, gradients)
 
 
 def _detached(value: Any) -> Any:
@@ -163,13 +163,13 @@ def weighted_gradients(leaves: Sequence[torch.Tensor], outputs: Outputs, weights
 # -- splitting a factor -----------------------------------------------------------------------------------------------
 
 
-def pieces_of(factor: str, total: int, shards: int) -> list[Piece]:
+def pieces_of(factor: str, total: int, shards: int) -> list[FactorSlice]:
     """Nearly equal pieces; uneven where the shards do not divide the factor."""
     bounds = [total * i // shards for i in range(shards + 1)]
-    return [Piece(factor, i, bounds[i], bounds[i + 1], total) for i in range(shards)]
+    return [FactorSlice(factor, i, bounds[i], bounds[i + 1], total) for i in range(shards)]
 
 
-def run_shards(run: Run, kind: FactorKind, pieces: Sequence[Piece]) -> list[Outputs]:
+def run_shards(run: ShardedRun, kind: FactorKind, pieces: Sequence[FactorSlice]) -> list[Outputs]:
     """The outputs of each shard."""
     return [
         _comparable(run.op, local_call(run.op, run.arguments, run.rule, run.sizes, piece, kind).run())
@@ -177,7 +177,9 @@ def run_shards(run: Run, kind: FactorKind, pieces: Sequence[Piece]) -> list[Outp
     ]
 
 
-def recombination(run: Run, kind: FactorKind, pieces: Sequence[Piece], others: FactorKind | None = None) -> str | None:
+def recombination(
+    run: ShardedRun, kind: FactorKind, pieces: Sequence[FactorSlice], others: FactorKind | None = None
+) -> str | None:
     """Why the shards' results do not give the whole answer; None when they do.
 
     `others` says what becomes of outputs that lack a factor which another output has, where the rule does not.
@@ -195,7 +197,11 @@ def first_line(error: BaseException) -> str:
 
 
 def recombine(
-    run: Run, kind: FactorKind, pieces: Sequence[Piece], results: Sequence[Outputs], others: FactorKind | None = None
+    run: ShardedRun,
+    kind: FactorKind,
+    pieces: Sequence[FactorSlice],
+    results: Sequence[Outputs],
+    others: FactorKind | None = None,
 ) -> Outputs:
     """The whole outputs, from those of the shards."""
     if any(len(result) != len(run.outputs) for result in results):
@@ -204,10 +210,10 @@ def recombine(
 
 
 def _recombine_one(
-    run: Run,
+    run: ShardedRun,
     output: int,
     kind: FactorKind,
-    pieces: Sequence[Piece],
+    pieces: Sequence[FactorSlice],
     parts: Sequence[torch.Tensor | None],
     others: FactorKind | None,
 ) -> torch.Tensor | None:
@@ -238,7 +244,9 @@ def _recombine_one(
     return total if stacked.dtype is torch.bool else total.to(stacked.dtype)  # booleans do not add up: say max or min
 
 
-def _concatenate(run: Run, output: int, pieces: Sequence[Piece], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _concatenate(
+    run: ShardedRun, output: int, pieces: Sequence[FactorSlice], parts: Sequence[torch.Tensor]
+) -> torch.Tensor:
     operand, factor = run.rule.outputs[output], pieces[0].factor
     assert operand is not None, f"output {output} has no dims"
     opened = []
@@ -254,7 +262,7 @@ def _concatenate(run: Run, output: int, pieces: Sequence[Piece], parts: Sequence
 # -- splitting an operand in a sum ------------------------------------------------------------------------------------
 
 
-def additivity(run: Run, group: Sequence[int], shards: int) -> str | None:
+def additivity(run: ShardedRun, group: Sequence[int], shards: int) -> str | None:
     """Why the op on parts of these operands, summed, is not the op on the sums; None when it is."""
     generator = torch.Generator().manual_seed(shards)
     operands = operands_of(run.op, run.arguments)
@@ -285,7 +293,7 @@ def _sum_of(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     return torch.stack(tensors).sum(0, dtype=tensors[0].dtype) if tensors else None
 
 
-def _with_operands(run: Run, replaced: Mapping[int, torch.Tensor]) -> dict[str, Any]:
+def _with_operands(run: ShardedRun, replaced: Mapping[int, torch.Tensor]) -> dict[str, Any]:
     arguments = dict(run.arguments)
     position = 0
     for name, is_list in takes_tensors(run.op).items():
@@ -301,7 +309,7 @@ def _with_operands(run: Run, replaced: Mapping[int, torch.Tensor]) -> dict[str, 
 # -- comparing --------------------------------------------------------------------------------------------------------
 
 
-def difference(run: Run, whole: Iterable[torch.Tensor | None]) -> str | None:
+def difference(run: ShardedRun, whole: Iterable[torch.Tensor | None]) -> str | None:
     """How recombined outputs, or their gradients, differ from the whole call's; None when they do not."""
     found_outputs = tuple(whole)
     tolerance = _tolerance([x.dtype for x in (*operands_of(run.op, run.arguments), *run.outputs) if _is_tensor(x)])

@@ -14,7 +14,7 @@ import torch
 from autopar.rules.call import takes_tensors
 from autopar.rules.notation import FactorKind, Operand, Rule
 from autopar.rules.ops.embedding_bag import own_bags, own_rows
-from autopar.rules.shard_call.local_call import Local, Piece, narrow
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall, narrow
 from autopar.rules.shard_call.localise_arguments import LOCALISERS
 from autopar.rules.shard_call.masked_lookup import masked_lookup, masked_write
 from autopar.rules.shard_call.row_offsets import causal_rows, grouped_experts, grouped_rows
@@ -28,9 +28,9 @@ def local_call(
     arguments: Mapping[str, Any],
     rule: Rule,
     sizes: Mapping[str, int],
-    piece: Piece,
+    piece: FactorSlice,
     kind: FactorKind | None = None,
-) -> Local:
+) -> LocalCall:
     """The call that one shard makes when `piece.factor` is split, on slices of the whole tensors."""
     kind = kind or rule.kinds[piece.factor]
     local_sizes = {**sizes, piece.factor: piece.length}
@@ -56,13 +56,13 @@ def local_call(
                 values[i] = shard(value, rule.operands[position])
         if arguments[name] is not None:
             changed[name] = values if is_list else values[0]
-    local = Local(op, changed, rule, sizes, local_sizes)
+    local = LocalCall(op, changed, rule, sizes, local_sizes)
     for word in rule.localise:
         local = localiser(word)(local, piece)
     return LOWERINGS[lowering](local, piece) if lowering else local
 
 
-Lowering = Callable[[Local, Piece], Local]
+Lowering = Callable[[LocalCall, FactorSlice], LocalCall]
 
 
 def localiser(word: str) -> Lowering:
@@ -72,7 +72,7 @@ def localiser(word: str) -> Lowering:
 
 
 def _extent(argument: str, factor: str) -> Lowering:
-    def localise(local: Local, piece: Piece) -> Local:
+    def localise(local: LocalCall, piece: FactorSlice) -> LocalCall:
         return local.with_arguments(**{argument: local.local_sizes[factor]})
 
     return localise

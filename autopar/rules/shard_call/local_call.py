@@ -15,11 +15,11 @@ import torch
 
 from autopar.rules.notation import Rule, Term
 
-__all__ = ["Local", "Piece", "factor_position", "join_dims", "narrow", "split_dims"]
+__all__ = ["FactorSlice", "LocalCall", "factor_position", "join_dims", "narrow", "split_dims"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class FactorSlice:
     """One shard's part of a factor: positions `start` to `stop` of `total`."""
 
     factor: str
@@ -34,7 +34,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalCall:
     """One shard of a call: what to run, on what, and what to do with the result."""
 
     op: Callable[..., Any]
@@ -46,7 +46,7 @@ class Local:
     """Extent of each factor in this shard."""
     finish: tuple[Callable[[Any], Any], ...] = ()
 
-    def with_arguments(self, /, **changes: Any) -> Local:
+    def with_arguments(self, /, **changes: Any) -> LocalCall:
         return replace(self, arguments={**self.arguments, **changes})
 
     def output_shape(self, output: int = 0) -> list[int]:
@@ -106,7 +106,7 @@ def factor_position(terms: tuple[Term, ...], factor: str) -> int:
     return names.index(factor)
 
 
-def narrow(tensor: torch.Tensor, terms: tuple[Term, ...], sizes: Mapping[str, int], piece: Piece) -> torch.Tensor:
+def narrow(tensor: torch.Tensor, terms: tuple[Term, ...], sizes: Mapping[str, int], piece: FactorSlice) -> torch.Tensor:
     """The slice of a tensor that belongs to a piece; the tensor itself where the factor does not stand in it."""
     dim = next((i for i, term in enumerate(terms) if piece.factor in term), None)
     if dim is None:

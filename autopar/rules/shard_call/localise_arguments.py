@@ -8,17 +8,17 @@ from math import prod
 
 import torch
 
-from autopar.rules.shard_call.local_call import Local, Piece
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 
 __all__ = ["LOCALISERS"]
 
-Localiser = Callable[[Local, Piece], Local]
+Localiser = Callable[[LocalCall, FactorSlice], LocalCall]
 
 
 def _output_shape(name: str) -> Localiser:
     """Arguments that repeat the shape of the output, or its last dims; one number is the extent of `dim`."""
 
-    def localise(local: Local, piece: Piece) -> Local:
+    def localise(local: LocalCall, piece: FactorSlice) -> LocalCall:
         given, shape = local.arguments[name], local.output_shape()
         if given is None:
             return local
@@ -30,7 +30,7 @@ def _output_shape(name: str) -> Localiser:
     return localise
 
 
-def _as_reshape(local: Local, piece: Piece) -> Local:
+def _as_reshape(local: LocalCall, piece: FactorSlice) -> LocalCall:
     """A shard's strides, and its dims of size 1, are not those of the whole tensor: say the output's shape instead."""
     arguments = {"self": local.arguments["self"], "shape": local.output_shape()}
     return replace(local, op=torch.ops.aten.reshape.default, arguments=arguments)
@@ -39,7 +39,7 @@ def _as_reshape(local: Local, piece: Piece) -> Local:
 def _copies(name: str) -> Localiser:
     """How often each dim, or one dim, is repeated: the output's extent by the input's."""
 
-    def localise(local: Local, piece: Piece) -> Local:
+    def localise(local: LocalCall, piece: FactorSlice) -> LocalCall:
         given = local.arguments[name]
         before, after = list(local.arguments["self"].shape), local.output_shape()
         if isinstance(given, int):
@@ -52,7 +52,7 @@ def _copies(name: str) -> Localiser:
     return localise
 
 
-def _chunk_bounds(local: Local, piece: Piece) -> Local:
+def _chunk_bounds(local: LocalCall, piece: FactorSlice) -> LocalCall:
     """The bounds of one of the equal chunks of a dim, when the chunks are split."""
     operand = local.rule.operands[0]
     assert operand is not None, "a slice has an operand"
@@ -68,7 +68,7 @@ def _chunk_bounds(local: Local, piece: Piece) -> Local:
 def _chunk_lengths(name: str) -> Localiser:
     """The lengths of equal parts."""
 
-    def localise(local: Local, piece: Piece) -> Local:
+    def localise(local: LocalCall, piece: FactorSlice) -> LocalCall:
         length = local.output_shape()[local.arguments["dim"]]
         given = local.arguments[name]
         return local.with_arguments(**{name: length if isinstance(given, int) else [length] * len(given)})
@@ -76,7 +76,7 @@ def _chunk_lengths(name: str) -> Localiser:
     return localise
 
 
-def _diagonal(local: Local, piece: Piece) -> Local:
+def _diagonal(local: LocalCall, piece: FactorSlice) -> LocalCall:
     """A shard that begins further down or further right sees the diagonal shifted."""
     operand = local.rule.operands[0]
     assert operand is not None, "a triangle has an operand"
@@ -85,7 +85,7 @@ def _diagonal(local: Local, piece: Piece) -> Local:
     return local.with_arguments(diagonal=local.arguments["diagonal"] + offset)
 
 
-def _padding_index(local: Local, piece: Piece) -> Local:
+def _padding_index(local: LocalCall, piece: FactorSlice) -> LocalCall:
     """The row without a gradient, counted in the shard's rows; -1 where another shard has it."""
     row = local.arguments["padding_idx"]
     operand = local.rule.operands[0]
@@ -94,19 +94,19 @@ def _padding_index(local: Local, piece: Piece) -> Local:
     return local.with_arguments(padding_idx=row - piece.start if piece.start <= row < piece.stop else -1)
 
 
-def _dense(local: Local, piece: Piece) -> Local:
+def _dense(local: LocalCall, piece: FactorSlice) -> LocalCall:
     """A sparse gradient cannot be sent: where a lookup is split its gradient is dense."""
     return local.with_arguments(sparse=False)
 
 
-def _resized(local: Local, piece: Piece) -> Local:
+def _resized(local: LocalCall, piece: FactorSlice) -> LocalCall:
     """The output's size in numbers, in place of factors that would have to be rounded."""
     count = len(local.arguments.get("scale_factors") or local.arguments.get("output_size") or ())
     scales = {name: None for name in local.arguments if name.startswith("scale")}
     return local.with_arguments(**scales, output_size=local.output_shape()[-count:])
 
 
-def _default_cross_dim(local: Local, piece: Piece) -> Local:
+def _default_cross_dim(local: LocalCall, piece: FactorSlice) -> LocalCall:
     """`cross` without a dim takes the first of length 3: that of the whole tensor, and a shard may have another."""
     operand = local.rule.operands[0]
     assert operand is not None, "a cross product has operands"

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from autopar.rules.call import takes_tensors
-from autopar.rules.shard_call.local_call import Local, Piece
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 
 __all__ = ["masked_lookup", "masked_write"]
 
 
-def masked_lookup(local: Local, piece: Piece) -> Local:
+def masked_lookup(local: LocalCall, piece: FactorSlice) -> LocalCall:
     """Look up what this shard holds, zeros elsewhere."""
     operand, (index, inside) = _position(local, piece), _own_positions(local, piece)
     mask = inside.reshape(_mask_shape(local, operand, inside))
@@ -26,7 +26,7 @@ def masked_lookup(local: Local, piece: Piece) -> Local:
     return replace(shifted, finish=(*local.finish, lambda result: torch.where(mask, result, 0)))
 
 
-def masked_write(local: Local, piece: Piece) -> Local:
+def masked_write(local: LocalCall, piece: FactorSlice) -> LocalCall:
     """Write what falls in this shard."""
     operand, (index, inside) = _position(local, piece), _own_positions(local, piece)
     target = local.rule.operands[0]
@@ -39,18 +39,18 @@ def masked_write(local: Local, piece: Piece) -> Local:
     return replace(widened, finish=(*local.finish, lambda result: result.narrow(dim, 0, piece.length)))
 
 
-def _position(local: Local, piece: Piece) -> int:
+def _position(local: LocalCall, piece: FactorSlice) -> int:
     return next(operand for operand, factor in local.rule.indices if factor == piece.factor)
 
 
-def _own_positions(local: Local, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+def _own_positions(local: LocalCall, piece: FactorSlice) -> tuple[torch.Tensor, torch.Tensor]:
     """The index counted from the shard's first position, and where it falls in the shard."""
     index = _operands(local)[_position(local, piece)]
     shifted = torch.where(index < 0, index + piece.total, index) - piece.start
     return shifted, (shifted >= 0) & (shifted < piece.length)
 
 
-def _mask_shape(local: Local, operand: int, inside: torch.Tensor) -> list[int]:
+def _mask_shape(local: LocalCall, operand: int, inside: torch.Tensor) -> list[int]:
     """The index's dims where they stand in the output."""
     index, output = local.rule.operands[operand], local.rule.outputs[0]
     assert index is not None, "a lookup has an index"
@@ -59,7 +59,7 @@ def _mask_shape(local: Local, operand: int, inside: torch.Tensor) -> list[int]:
     return [extents.get(term, 1) for term in output.terms]
 
 
-def _operands(local: Local) -> dict[int, Any]:
+def _operands(local: LocalCall) -> dict[int, Any]:
     return {position: value for position, (_, _, value) in enumerate(_flat(local.op, local.arguments))}
 
 
@@ -74,7 +74,7 @@ def _flat(op: Any, arguments: Mapping[str, Any]) -> list[tuple[str, int | None, 
     return flat
 
 
-def _with_operand(local: Local, operand: int, tensor: torch.Tensor) -> Local:
+def _with_operand(local: LocalCall, operand: int, tensor: torch.Tensor) -> LocalCall:
     name, place, _ = _flat(local.op, local.arguments)[operand]
     if place is None:
         return local.with_arguments(**{name: tensor})

@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 
 from autopar.rules.shard_call.causal_rows import attend_last_rows
-from autopar.rules.shard_call.local_call import Local, Piece
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 
 __all__ = ["causal_rows", "grouped_experts", "grouped_rows"]
 
 
-def causal_rows(local: Local, piece: Piece) -> Local:
+def causal_rows(local: LocalCall, piece: FactorSlice) -> LocalCall:
     """Queries `start` to `stop` of causal attention: query `i` sees keys `0` to `i`, of those that there are."""
     given = local.arguments
     if not given["is_causal"]:
@@ -28,12 +28,12 @@ def causal_rows(local: Local, piece: Piece) -> Local:
     return replace(local, op=_rows, arguments={**given, "start": piece.start})
 
 
-def _first(local: Local, seen: int) -> dict[str, torch.Tensor]:
+def _first(local: LocalCall, seen: int) -> dict[str, torch.Tensor]:
     """The keys and values that are seen, the first ones."""
     return {name: local.arguments[name].narrow(-2, 0, seen) for name in ("key", "value")}
 
 
-def _masked(local: Local, piece: Piece) -> Local:
+def _masked(local: LocalCall, piece: FactorSlice) -> LocalCall:
     """With dropout no kernel gives the sums of the weights that are to be merged."""
     seen = min(piece.stop, local.arguments["key"].shape[-2])
     device = local.arguments["query"].device
@@ -63,12 +63,12 @@ def _rows(
     return torch.cat([found, later], -2)
 
 
-def grouped_rows(local: Local, piece: Piece) -> Local:
+def grouped_rows(local: LocalCall, piece: FactorSlice) -> LocalCall:
     """Some of the rows: the groups end where they did, counted from the first of them."""
     return local.with_arguments(offs=(local.arguments["offs"] - piece.start).clamp(0, piece.length))
 
 
-def grouped_experts(local: Local, piece: Piece) -> Local:
+def grouped_experts(local: LocalCall, piece: FactorSlice) -> LocalCall:
     """Some of the experts: the rows of the others count as theirs, as zeros, whose product is zero.
 
     So every size is known beforehand, and neither rows nor weights are copied into another order.

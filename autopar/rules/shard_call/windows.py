@@ -16,10 +16,10 @@ import torch
 
 from autopar.rules.notation import Halo
 from autopar.rules.ops._names import as_list
-from autopar.rules.shard_call.local_call import Local, Piece, narrow
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall, narrow
 
 __all__ = [
-    "Reach",
+    "WindowReach",
     "arange_part",
     "numeric_padding",
     "own_part",
@@ -32,7 +32,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Reach:
+class WindowReach:
     """What a piece of an output reads along a dim: positions `first` to `last`, and padding on both sides of them."""
 
     first: int
@@ -41,16 +41,16 @@ class Reach:
     after: int
 
 
-def reach(halo: Halo, start: int, stop: int, extent: int) -> Reach:
+def reach(halo: Halo, start: int, stop: int, extent: int) -> WindowReach:
     """What the output positions `start` to `stop` read of an input with this extent."""
     begin = start * halo.stride - halo.padding
     end = (stop - 1) * halo.stride - halo.padding + (halo.kernel - 1) * halo.dilation + 1
     first, last = (min(max(position, 0), extent) for position in (begin, end))
     before = min(max(-begin, 0), end - begin)
-    return Reach(first, last, before, (end - begin) - before - (last - first))
+    return WindowReach(first, last, before, (end - begin) - before - (last - first))
 
 
-def window(local: Local, piece: Piece) -> Local:
+def window(local: LocalCall, piece: FactorSlice) -> LocalCall:
     """Cut out what this piece of the output reads; the rest of the call stays as it is."""
     operand, halo = local.rule.operands[0], local.rule.halo(piece.factor)
     assert operand is not None, "a window op has an input"
@@ -64,7 +64,7 @@ def window(local: Local, piece: Piece) -> Local:
     return unpadded(local.with_arguments(**{name: padded(local, read, dim, part.before, part.after)}), (dim,))
 
 
-def unpadded(local: Local, dims: Collection[int]) -> Local:
+def unpadded(local: LocalCall, dims: Collection[int]) -> LocalCall:
     """The call with no padding of its own in these dims of its input."""
     if "padding" not in local.arguments:
         return local
@@ -77,7 +77,7 @@ def unpadded(local: Local, dims: Collection[int]) -> Local:
     return local.with_arguments(padding=padding)
 
 
-def window_mean(local: Local, piece: Piece) -> Local:
+def window_mean(local: LocalCall, piece: FactorSlice) -> LocalCall:
     """Average pooling that does not count the padding: sums by counts, both with the padding as zeros."""
     local = local.with_arguments(count_include_pad=True)
     ones = torch.ones_like(local.arguments["self"], requires_grad=False)
@@ -86,7 +86,7 @@ def window_mean(local: Local, piece: Piece) -> Local:
     return replace(means, finish=(*means.finish, lambda result: result / counts))
 
 
-def padded(local: Local, tensor: torch.Tensor, dim: int, before: int, after: int) -> torch.Tensor:
+def padded(local: LocalCall, tensor: torch.Tensor, dim: int, before: int, after: int) -> torch.Tensor:
     """With what the op takes for padding: zeros, or less than anything for a maximum."""
     if not before and not after:
         return tensor
@@ -97,7 +97,7 @@ def padded(local: Local, tensor: torch.Tensor, dim: int, before: int, after: int
     return torch.nn.functional.pad(tensor, amounts, value=value)
 
 
-def _spatial_dims(local: Local) -> int:
+def _spatial_dims(local: LocalCall) -> int:
     if "weight" in local.arguments:
         return int(local.arguments["weight"].dim()) - 2
     found = re.search(r"(\d)d", str(local.op))
@@ -105,7 +105,7 @@ def _spatial_dims(local: Local) -> int:
     return int(found.group(1))
 
 
-def numeric_padding(local: Local, split: Collection[int]) -> Local:
+def numeric_padding(local: LocalCall, split: Collection[int]) -> LocalCall:
     """Padding that is said by a word, with numbers: the dims that are not split are padded here."""
     word = local.arguments.get("padding")
     if not isinstance(word, str):
@@ -126,7 +126,7 @@ def numeric_padding(local: Local, split: Collection[int]) -> Local:
 # -- dims that are born in an op --------------------------------------------------------------------------------------
 
 
-def own_part(local: Local, piece: Piece) -> Local:
+def own_part(local: LocalCall, piece: FactorSlice) -> LocalCall:
     """Compute the whole output, cheap as it is, and keep this shard's part."""
 
     def keep(result: torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,7 @@ def own_part(local: Local, piece: Piece) -> Local:
     return replace(local, finish=(*local.finish, keep))
 
 
-def arange_part(local: Local, piece: Piece) -> Local:
+def arange_part(local: LocalCall, piece: FactorSlice) -> LocalCall:
     """The numbers of this shard: an `arange` that starts further on."""
     given = local.arguments
     start, end, step = given.get("start", 0), given["end"], given.get("step", 1)

@@ -20,9 +20,9 @@ from autopar.lowering.collectives.checksum import digest
 from autopar.lowering.collectives.process_groups import group_over, limit_seconds_of
 from autopar.lowering.passes.hoist_small_sums import ROOM
 from autopar.rules.torch_versions import all_gather_single
-from autopar.runtime.ranks.shared_memory import Channel
+from autopar.runtime.ranks.shared_memory import SharedMemory
 
-__all__ = ["Agreement", "Pending"]
+__all__ = ["Agreement", "PendingCheck"]
 
 Result = TypeVar("Result")
 
@@ -32,7 +32,7 @@ class _Failure:
     error: AutoparError
 
 
-class Pending:
+class PendingCheck:
     """A comparison that is under way."""
 
     def __init__(self, said: Sequence[int | float], rows: Callable[[], list[list[int]]]) -> None:
@@ -74,7 +74,7 @@ class Agreement:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.size = mesh.size()
         self.group = None
-        self.channel: Channel | None = None
+        self.channel: SharedMemory | None = None
         if self.size > 1:
             self.group = group_over(mesh)
             self.ranks = dist.get_process_group_ranks(self.group)
@@ -88,14 +88,14 @@ class Agreement:
         files: list[Any] = []  # of the first rank, which keeps it open: closing any file of it would give up its lock
 
         def create() -> str | None:
-            created = Channel.create(self.size)
+            created = SharedMemory.create(self.size)
             if created is None:
                 return None
             files.append(created[1])
             return created[0]
 
         place = self.decided_by_first(create)
-        channel = Channel.open(place, me, self.size, limit_seconds_of(self.group), *files)
+        channel = SharedMemory.open(place, me, self.size, limit_seconds_of(self.group), *files)
         found = self._gather(channel is not None)
         self.channel = channel if all(found.values()) else None
 
@@ -173,7 +173,7 @@ class Agreement:
                         f"fix: {fix(name)}"
                     )
 
-    def begin(self, own: int, along: Sequence[int | float] = ()) -> Pending:
+    def begin(self, own: int, along: Sequence[int | float] = ()) -> PendingCheck:
         """Begin to compare one number below 2**63, and send some others along.
 
         What is sent is of one size whatever is compared, so that ranks in different calls meet here.
@@ -181,7 +181,7 @@ class Agreement:
         assert self.group is not None, "there is somebody to compare with"
         said = own, *map(_bits, along)
         if self.channel is not None:
-            return Pending((own, *along), self.channel.say(said).rows)
+            return PendingCheck((own, *along), self.channel.say(said).rows)
         mine = torch.tensor((*said, *(0,) * (ROOM - len(along))), dtype=torch.int64, device=self.device)
         everyone = mine.new_empty(self.size * len(mine))
         # Not by the function of torch.distributed, which in a small step takes longer than what it calls.
@@ -192,7 +192,7 @@ class Agreement:
             found: list[list[int]] = everyone.view(self.size, -1).tolist()
             return found
 
-        return Pending((own, *along), rows)
+        return PendingCheck((own, *along), rows)
 
     def places(self, ranks: Iterable[int]) -> list[int]:
         """In which rows of a comparison these ranks stand."""

@@ -21,7 +21,7 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.lowering.passes.hoist_small_sums import ROOM
 
-__all__ = ["SAID", "Channel", "Exchange"]
+__all__ = ["SAID", "SharedExchange", "SharedMemory"]
 
 EXCHANGES = 8
 """So many may be unread."""
@@ -36,10 +36,10 @@ ALIVE_SECONDS = 0.2
 """How often a rank that waits looks whether the others are still there."""
 
 
-class Exchange:
+class SharedExchange:
     """What all ranks say, as soon as they have."""
 
-    def __init__(self, channel: Channel, number: int) -> None:
+    def __init__(self, channel: SharedMemory, number: int) -> None:
         self._channel = channel
         self._number = number
         self._rows: list[list[int]] | None = None
@@ -51,7 +51,7 @@ class Exchange:
         return self._rows
 
 
-class Channel:
+class SharedMemory:
     """One per module and process; every rank of the module has one, or none has."""
 
     def __init__(self, file: Any, me: int, ranks: int, limit_seconds: float) -> None:
@@ -67,7 +67,7 @@ class Channel:
         ]
         """By exchange and rank."""
         self._number = 0
-        self._unread: dict[int, Exchange] = {}
+        self._unread: dict[int, SharedExchange] = {}
 
     @staticmethod
     def create(ranks: int) -> tuple[str, Any] | None:
@@ -85,7 +85,7 @@ class Channel:
         return f"/proc/{os.getpid()}/fd/{file.fileno()}:{name}", file
 
     @staticmethod
-    def open(place: str | None, me: int, ranks: int, limit_seconds: float, file: Any = None) -> Channel | None:
+    def open(place: str | None, me: int, ranks: int, limit_seconds: float, file: Any = None) -> SharedMemory | None:
         """The channel at a place, if this process sees it; `file` is that of whoever has created it."""
         if place is None:
             return None
@@ -96,11 +96,11 @@ class Channel:
                     return None
                 file = open(path, "r+b")  # noqa: SIM115
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, me)
-            return Channel(file, me, ranks, limit_seconds)
+            return SharedMemory(file, me, ranks, limit_seconds)
         except OSError:
             return None
 
-    def say(self, numbers: Sequence[int]) -> Exchange:
+    def say(self, numbers: Sequence[int]) -> SharedExchange:
         """Say at most `SAID` numbers, each of 64 bits with a sign; all ranks do."""
         for exchange in [each for number, each in self._unread.items() if number <= self._number + 1 - EXCHANGES]:
             exchange.rows()
@@ -110,7 +110,7 @@ class Channel:
         said = [number, *numbers, *(0,) * (SAID - len(numbers))]
         # The check comes with the numbers: whoever sees a part of a row sees that it is one.
         self._rows[number % EXCHANGES][self._me][:] = array("q", (*said, _check(said)))
-        self._unread[number] = exchange = Exchange(self, number)
+        self._unread[number] = exchange = SharedExchange(self, number)
         return exchange
 
     def _read(self, number: int) -> list[list[int]]:

@@ -8,27 +8,27 @@ from dataclasses import dataclass
 from autopar.errors import LayoutError
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.precedence import POSITION, glob_matches, matches
-from autopar.sharding.layout.source import Span, layout_error, unknown_name
+from autopar.sharding.layout.source import SourceSpan, layout_error, unknown_name
 from autopar.sharding.layout.syntax import (
     Block,
     DimRule,
+    GatherStatement,
     Guard,
-    Hold,
     Hole,
     MeshStatement,
     OpPin,
     Pin,
     Same,
     Scope,
-    Split,
+    SplitTerm,
     Statement,
 )
 
-__all__ = ["Words", "check_layout"]
+__all__ = ["LayoutWords", "check_layout"]
 
 
 @dataclass(frozen=True)
-class Words:
+class LayoutWords:
     """What a model has names for."""
 
     dims: frozenset[str]
@@ -46,7 +46,7 @@ class Words:
         return self.tensors.get("param" if kind in ("use", "grad", "opt") else kind, frozenset())
 
 
-def check_layout(layout: Layout, words: Words, axes: Mapping[str, int]) -> None:
+def check_layout(layout: Layout, words: LayoutWords, axes: Mapping[str, int]) -> None:
     """Raise for the first statement that names what is not there, or asks for what is not done yet.
 
     A strategy may name dims that the model lacks: what it says about them is skipped.
@@ -74,8 +74,8 @@ def _check_mesh(statement: Statement, axes: Mapping[str, int]) -> None:
         )
 
 
-def _check_names(statement: Statement, words: Words, axes: Mapping[str, int], any_dims: bool) -> None:
-    span: Span | None = getattr(statement, "span", None)
+def _check_names(statement: Statement, words: LayoutWords, axes: Mapping[str, int], any_dims: bool) -> None:
+    span: SourceSpan | None = getattr(statement, "span", None)
     for rule in _rules(statement):
         for pattern in () if any_dims else rule.dims:
             if pattern.startswith(POSITION) and isinstance(statement, Block | Pin):
@@ -97,9 +97,9 @@ def _check_names(statement: Statement, words: Words, axes: Mapping[str, int], an
     elif isinstance(statement, Same):
         _check_glob("tensor", statement.left, words.of_kind(None), span)
         _check_glob("tensor", statement.right, words.of_kind(None), span)
-    elif isinstance(statement, Hold) and statement.action == "recompute":
+    elif isinstance(statement, GatherStatement) and statement.action == "recompute":
         _check_glob("repeated layer", statement.glob, words.layers, span)
-    elif isinstance(statement, Hold):
+    elif isinstance(statement, GatherStatement):
         _check_glob("tensor", statement.glob, words.of_kind(None), span)
     elif isinstance(statement, OpPin):
         _check_glob("op", statement.glob, words.ops, span)
@@ -109,7 +109,7 @@ def _check_names(statement: Statement, words: Words, axes: Mapping[str, int], an
                     raise unknown_name(f"factor of {op}", factor, words.ops[op], _at(span, factor))
 
 
-def _check_glob(what: str, glob: str, known: Iterable[str], span: Span | None) -> None:
+def _check_glob(what: str, glob: str, known: Iterable[str], span: SourceSpan | None) -> None:
     names = list(known)
     if not any(glob_matches(glob, name) for name in names):
         raise unknown_name(what, glob, names, span)
@@ -121,7 +121,7 @@ def _is_factor(word: str, factors: Iterable[str]) -> bool:
     return word in ("none", "broadcast") or name in factors or (name == "partial" and number.isdigit())
 
 
-def _at(span: Span | None, word: str) -> Span | None:
+def _at(span: SourceSpan | None, word: str) -> SourceSpan | None:
     return None if span is None else span.at(word)
 
 
@@ -137,11 +137,11 @@ def _scopes(statement: Statement) -> tuple[Scope, ...]:
     return (statement.scope,) if isinstance(statement, Guard) else ()
 
 
-def _axes(statement: Statement) -> Iterator[tuple[str, Span | None]]:
+def _axes(statement: Statement) -> Iterator[tuple[str, SourceSpan | None]]:
     """The axes that a statement speaks of, and where."""
     for rule in _rules(statement):
         for term in rule.place.terms:
-            if isinstance(term, Split):
+            if isinstance(term, SplitTerm):
                 yield from ((axis, rule.span) for axis in term.axes)
             elif isinstance(term, Hole):
                 yield from ((axis, rule.span) for candidate in term.candidates for axis in candidate)
@@ -156,10 +156,10 @@ def _axes(statement: Statement) -> Iterator[tuple[str, Span | None]]:
 # -- what is in the language, and not done yet ------------------------------------------------------------------------
 
 
-def _refusal(statement: Statement, words: Words) -> LayoutError | None:
+def _refusal(statement: Statement, words: LayoutWords) -> LayoutError | None:
     """The error for what cannot be executed yet: it is refused, never passed over."""
     match statement:
-        case Hold(action="regather", glob=glob, span=span):
+        case GatherStatement(action="regather", glob=glob, span=span):
             if not any(glob_matches(glob, name) for name in words.of_kind("param")):
                 return _not_yet(f"'{glob}' is no parameter, and only parameters are gathered again", "name those", span)
         case Block(scopes=scopes, rules=rules, span=span) if any(scope.kind == "buffer" for scope in scopes):
@@ -173,8 +173,8 @@ def _refusal(statement: Statement, words: Words) -> LayoutError | None:
 
 
 def _splits(rules: Iterable[DimRule]) -> bool:
-    return any(isinstance(term, Split) for rule in rules for term in rule.place.terms)
+    return any(isinstance(term, SplitTerm) for rule in rules for term in rule.place.terms)
 
 
-def _not_yet(message: str, fix: str, span: Span | None) -> LayoutError:
+def _not_yet(message: str, fix: str, span: SourceSpan | None) -> LayoutError:
     return layout_error("E0", message, fix, span)

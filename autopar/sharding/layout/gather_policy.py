@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autopar.sharding.atoms import HasAtoms
-from autopar.sharding.layout.language import Layout as LayoutText
+from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.parameter_storage import storage_of
 from autopar.sharding.layout.precedence import glob_matches
 from autopar.sharding.layout.source import layout_error
-from autopar.sharding.layout.syntax import Axes, Hold
+from autopar.sharding.layout.syntax import Axes, GatherStatement
 from autopar.sharding.options import Recompute
 
-__all__ = ["Holding", "held_as", "holding_of", "recompute_of", "recompute_said"]
+__all__ = ["GatherPolicy", "held_as", "holding_of", "recompute_of", "recompute_said"]
 
 
 @dataclass(frozen=True)
-class Holding:
+class GatherPolicy:
     """What of a parameter lives on, beyond the shard that the optimizer sees."""
 
     lasting: bool
@@ -29,14 +29,14 @@ class Holding:
     """What is gathered of it is given up after the forward and gathered again."""
 
 
-def holding_of(layout: LayoutText, tensor: HasAtoms, used: tuple[Axes, ...], axes: Mapping[str, int]) -> Holding:
+def holding_of(layout: Layout, tensor: HasAtoms, used: tuple[Axes, ...], axes: Mapping[str, int]) -> GatherPolicy:
     """Of a parameter that the forward takes as `used` splits it."""
     param, grad, opt = storage_of(layout, tensor, axes)
     again = held_as(layout, tensor) == "regather"
-    return Holding(param != opt and not again, grad == used, again)
+    return GatherPolicy(param != opt and not again, grad == used, again)
 
 
-def held_as(layout: LayoutText, tensor: HasAtoms) -> Literal["keep", "regather"] | None:
+def held_as(layout: Layout, tensor: HasAtoms) -> Literal["keep", "regather"] | None:
     """What becomes of what is gathered of a parameter; None where the layout does not say."""
     best = _about(layout, tensor.name, ("keep", "regather"))
     if len({hold.action for hold in best}) > 1:
@@ -49,12 +49,12 @@ def held_as(layout: LayoutText, tensor: HasAtoms) -> Literal["keep", "regather"]
     return None if not best else "regather" if best[0].action == "regather" else "keep"
 
 
-def recompute_of(layout: LayoutText, layers: Iterable[str]) -> dict[str, Recompute]:
+def recompute_of(layout: Layout, layers: Iterable[str]) -> dict[str, Recompute]:
     """What each of these layers computes again, where that is anything."""
     return {layer: level for layer, level in recompute_said(layout, layers).items() if level != "none"}
 
 
-def recompute_said(layout: LayoutText, layers: Iterable[str]) -> dict[str, Recompute]:
+def recompute_said(layout: Layout, layers: Iterable[str]) -> dict[str, Recompute]:
     """What the layout says of these layers, `none` too."""
     found: dict[str, Recompute] = {}
     for layer in dict.fromkeys(layers):
@@ -73,8 +73,8 @@ def recompute_said(layout: LayoutText, layers: Iterable[str]) -> dict[str, Recom
     return found
 
 
-def _about(layout: LayoutText, name: str, actions: tuple[str, ...]) -> list[Hold]:
+def _about(layout: Layout, name: str, actions: tuple[str, ...]) -> list[GatherStatement]:
     """The holds about a name: an exact name beats a pattern."""
-    holds = [hold for hold in layout if isinstance(hold, Hold) and hold.action in actions]
+    holds = [hold for hold in layout if isinstance(hold, GatherStatement) and hold.action in actions]
     found = [hold for hold in holds if glob_matches(hold.glob, name)]
     return [hold for hold in found if hold.glob == name] or found

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import combinations
 
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.syntax import Axes, Block, DimRule, Hole, Pin, Place, Split, Statement, Term
+from autopar.sharding.layout.syntax import Axes, Block, DimRule, Hole, Pin, SplitTerm, Statement, TensorPattern, Term
 
 __all__ = ["filled", "options_of"]
 
@@ -37,7 +37,7 @@ def filled(layout: Layout, axes: Mapping[str, int], picks: Sequence[Axes]) -> La
     def fill(term: Term) -> Term:
         if not _options(term, axes):
             return term
-        return Split(next(left), pad=isinstance(term, Split) and term.pad)
+        return SplitTerm(next(left), pad=isinstance(term, SplitTerm) and term.pad)
 
     return Layout(tuple(_with_terms(statement, fill) for statement in layout), layout.name)
 
@@ -45,7 +45,7 @@ def filled(layout: Layout, axes: Mapping[str, int], picks: Sequence[Axes]) -> La
 def _options(term: Term, axes: Mapping[str, int]) -> tuple[Axes, ...]:
     if isinstance(term, Hole):
         return term.candidates
-    if isinstance(term, Split) and term.extends:
+    if isinstance(term, SplitTerm) and term.extends:
         return tuple(_extensions(term.axes, axes))
     return ()
 
@@ -62,7 +62,7 @@ def _with_terms(statement: Statement, change: Callable[[Term], Term]) -> Stateme
     """The statement with every term of its rules changed, in the order of the text."""
 
     def rule(given: DimRule) -> DimRule:
-        return replace(given, place=Place(tuple(map(change, given.place.terms)), given.place.priority))
+        return replace(given, place=TensorPattern(tuple(map(change, given.place.terms)), given.place.priority))
 
     if isinstance(statement, DimRule):
         return rule(statement)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from autopar.errors import AutoparError, LayoutError
 from autopar.mesh import Mesh
-from autopar.sharding.layout.parser import Parser
+from autopar.sharding.layout.parser import LayoutParser
 from autopar.sharding.layout.printer import print_statement
 from autopar.sharding.layout.source import layout_error, read_text
 from autopar.sharding.layout.substitute_axes import expand_lets, replace_axes
@@ -51,7 +51,7 @@ class Layout:
 
 def parse_layout(text: str, name: str = "<layout>") -> Layout:
     """Read a layout; `name` stands in messages for the file."""
-    statements = Parser(text, name).file()
+    statements = LayoutParser(text, name).file()
     for one in (StrategyStatement, MeshStatement):
         found = [statement for statement in statements if isinstance(statement, one)]
         if len(found) > 1:
@@ -68,7 +68,7 @@ def print_layout(layout: Layout) -> str:
 
 def parse_rules(text: str, name: str = "<rules>") -> tuple[DimRule, ...]:
     """Rules alone, `batch -> dp, seq -> tp`."""
-    return Parser(text, name).rules()
+    return LayoutParser(text, name).rules()
 
 
 def parse_memory(text: str) -> Limit:
@@ -85,4 +85,4 @@ def parse_memory(text: str) -> Limit:
 
 def parse_strategy_call(text: str) -> tuple[str, dict[str, Axes]]:
     """`fsdp(fsdp=dp*tp)`: the strategy, and the axes of the mesh for its axes; `()` where it says `none`."""
-    return Parser(text, "<strategy>").call()
+    return LayoutParser(text, "<strategy>").call()

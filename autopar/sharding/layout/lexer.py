@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autopar.names import NAME, RESERVED
-from autopar.sharding.layout.source import MAX_CHARACTERS, Span, layout_error
+from autopar.sharding.layout.source import MAX_CHARACTERS, SourceSpan, layout_error
 
 __all__ = ["Token", "TokenKind", "tokenize"]
 
@@ -48,7 +48,7 @@ class Token:
 
     kind: TokenKind
     text: str
-    span: Span
+    span: SourceSpan
     end: int
     """The column after it."""
 
@@ -73,20 +73,20 @@ def tokenize(text: str, name: str) -> list[Token]:
     tokens: list[Token] = []
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     for number, line in enumerate(lines, start=1):
-        tokens += _line_tokens(Span(name, number, 0, line))
+        tokens += _line_tokens(SourceSpan(name, number, 0, line))
         kind: TokenKind = "line end" if number < len(lines) else "end"
-        tokens.append(Token(kind, "", Span(name, number, len(line.rstrip()), line), len(line)))
+        tokens.append(Token(kind, "", SourceSpan(name, number, len(line.rstrip()), line), len(line)))
     return tokens
 
 
-def _line_tokens(line: Span) -> list[Token]:
+def _line_tokens(line: SourceSpan) -> list[Token]:
     if len(line.text) > MAX_LINE:
         message = f"a line has at most {MAX_LINE:,} characters, and this one has {len(line.text):,}"
         raise layout_error("E0", message, "write statements and the rules of a block on lines of their own", line)
     tokens: list[Token] = []
     column = 0
     while column < len(line.text):
-        span = Span(line.name, line.line, column, line.text)
+        span = SourceSpan(line.name, line.line, column, line.text)
         match = _TOKEN.match(line.text, column)
         if match is None:
             character = line.text[column]
@@ -102,7 +102,7 @@ def _line_tokens(line: Span) -> list[Token]:
     return tokens
 
 
-def _token(match: re.Match[str], span: Span) -> Token:
+def _token(match: re.Match[str], span: SourceSpan) -> Token:
     text = match.group()
     kind: TokenKind
     match match.lastgroup:

@@ -10,7 +10,7 @@ from autopar.errors import LayoutError
 from autopar.files import data_folder
 from autopar.sharding.layout.language import Layout, parse_layout, parse_strategy_call
 from autopar.sharding.layout.source import unknown_name
-from autopar.sharding.layout.syntax import Block, DimRule, Guard, Hole, Let, OpPin, Pin, Split
+from autopar.sharding.layout.syntax import Block, DimRule, Guard, Hole, Let, OpPin, Pin, SplitTerm
 
 __all__ = [
     "applies_to",
@@ -78,7 +78,7 @@ def dims_of_axes(layout: Layout) -> dict[str, frozenset[str]]:
         rules = (statement,) if isinstance(statement, DimRule) else getattr(statement, "rules", ())
         for rule in rules:
             for term in rule.place.terms:
-                for axis in term.axes if isinstance(term, Split) else ():
+                for axis in term.axes if isinstance(term, SplitTerm) else ():
                     found[axis].update(rule.dims)
     return {
         axis: frozenset(dims.difference(*(other for name, other in found.items() if name != axis)))
@@ -115,7 +115,7 @@ def axes_of(layout: Layout) -> tuple[str, ...]:
     def of_rules(rules: tuple[DimRule, ...]) -> None:
         for rule in rules:
             for term in rule.place.terms:
-                if isinstance(term, Split):
+                if isinstance(term, SplitTerm):
                     found.extend(term.axes)
                 elif isinstance(term, Hole):
                     found.extend(axis for candidate in term.candidates for axis in candidate)

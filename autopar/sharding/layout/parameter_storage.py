@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.sharding.atoms import HasAtoms
-from autopar.sharding.layout.language import Layout as LayoutText
+from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.precedence import glob_matches
 from autopar.sharding.layout.resolve import resolve
 from autopar.sharding.layout.source import layout_error
@@ -21,12 +21,12 @@ __all__ = ["storage_of", "stored_splits"]
 Splits = tuple[Axes, ...]
 
 
-def stored_splits(layout: LayoutText, tensor: HasAtoms, axes: Mapping[str, int]) -> Splits:
+def stored_splits(layout: Layout, tensor: HasAtoms, axes: Mapping[str, int]) -> Splits:
     """The axes that split each atom of a parameter as it is registered."""
     return storage_of(layout, tensor, axes)[2]
 
 
-def storage_of(layout: LayoutText, tensor: HasAtoms, axes: Mapping[str, int]) -> tuple[Splits, Splits, Splits]:
+def storage_of(layout: Layout, tensor: HasAtoms, axes: Mapping[str, int]) -> tuple[Splits, Splits, Splits]:
     """What `param`, `grad` and `opt` come to; `opt` and `grad` follow `param` where no block speaks of them."""
     param = _closed(layout, tensor, "param", axes)
     opt = _closed(layout, tensor, "opt", axes) if _block(layout, tensor, "opt") else param
@@ -52,7 +52,7 @@ def storage_of(layout: LayoutText, tensor: HasAtoms, axes: Mapping[str, int]) ->
     return param, grad, opt
 
 
-def _block(layout: LayoutText, tensor: HasAtoms, kind: str) -> Block | None:
+def _block(layout: Layout, tensor: HasAtoms, kind: str) -> Block | None:
     """A block that speaks of this tensor in this role by the name of the role."""
     dims = {name for atom in tensor.atoms for name in atom.names}
     for statement in layout:
@@ -64,7 +64,7 @@ def _block(layout: LayoutText, tensor: HasAtoms, kind: str) -> Block | None:
     return None
 
 
-def _closed(layout: LayoutText, tensor: HasAtoms, kind: str, axes: Mapping[str, int]) -> Splits:
+def _closed(layout: Layout, tensor: HasAtoms, kind: str, axes: Mapping[str, int]) -> Splits:
     return tuple(axes_of or () for axes_of in resolve(layout, tensor, kind, axes))
 
 

@@ -9,7 +9,7 @@ from autopar.mesh import Mesh, parse_axes
 from autopar.names import did_you_mean
 from autopar.sharding.layout.lexer import Token
 from autopar.sharding.layout.sizes import UNITS, parse_percent, parse_size
-from autopar.sharding.layout.source import Span, layout_error, unknown_name
+from autopar.sharding.layout.source import SourceSpan, layout_error, unknown_name
 from autopar.sharding.layout.syntax import (
     COLLECTIVES,
     KINDS,
@@ -17,8 +17,8 @@ from autopar.sharding.layout.syntax import (
     Block,
     Collective,
     DimRule,
+    GatherStatement,
     Guard,
-    Hold,
     Hole,
     Kind,
     Let,
@@ -28,17 +28,17 @@ from autopar.sharding.layout.syntax import (
     OpPin,
     Pin,
     PinState,
-    Place,
     Same,
     Scope,
-    Split,
+    SplitTerm,
     Statement,
     StrategyStatement,
+    TensorPattern,
     Term,
 )
-from autopar.sharding.layout.token_reader import Reader
+from autopar.sharding.layout.token_reader import TokenReader
 
-__all__ = ["Parser"]
+__all__ = ["LayoutParser"]
 
 FORMS = {
     "strategy": "write it as in 'strategy fsdp \"what it does\"'",
@@ -59,7 +59,7 @@ FORMS = {
 STATEMENT = ("strategy", "mesh", "let", "op", "keep", "regather", "recompute", "same", "forbid", "warn", "limit")
 
 
-class Parser(Reader):
+class LayoutParser(TokenReader):
     """Reads one text from its beginning to its end."""
 
     def __init__(self, text: str, name: str) -> None:
@@ -99,7 +99,7 @@ class Parser(Reader):
             raise self.expected("the end of the strategy's name")
         return name, arguments
 
-    def _argument(self) -> tuple[Span, str, Axes]:
+    def _argument(self) -> tuple[SourceSpan, str, Axes]:
         place = self.token.span
         axis = self.expect_name("an axis of the strategy")
         self.expect("=", f"and axes of the mesh after '{axis}'")
@@ -149,7 +149,7 @@ class Parser(Reader):
                 return self.guard(token)
         return self.hold(token)
 
-    def strategy(self, span: Span) -> StrategyStatement:
+    def strategy(self, span: SourceSpan) -> StrategyStatement:
         name = self.expect_name("the strategy")
         description = self.advance().text if self.is_a("string") else None
         return StrategyStatement(name, description, span)
@@ -161,12 +161,12 @@ class Parser(Reader):
         start = keyword.end
 
         def fail(column: int, message: str, fix: str) -> NoReturn:
-            place = Span(keyword.span.name, keyword.span.line, start + column, keyword.span.text)
+            place = SourceSpan(keyword.span.name, keyword.span.line, start + column, keyword.span.text)
             raise layout_error("E0", message, fix, place)
 
         return MeshStatement(Mesh(parse_axes(keyword.span.text[start:end], fail)), keyword.span)
 
-    def let(self, span: Span) -> Let:
+    def let(self, span: SourceSpan) -> Let:
         name = self.expect_name("axes")
         self.expect("=", f"and axes after 'let {name}'")
         return Let(name, self.axes(), span)
@@ -226,7 +226,7 @@ class Parser(Reader):
             states.append(PinState(state, axes))
         return Pin(glob, rules, tuple(states), span)
 
-    def op(self, span: Span) -> OpPin:
+    def op(self, span: SourceSpan) -> OpPin:
         glob = self.expect_glob()
         self.expect("[", "and factors after the name of the op")
         found = self.listed(self._factor, "]", "axes")
@@ -238,14 +238,14 @@ class Parser(Reader):
         self.expect("->", f"after factor '{factor}'")
         return factor, self.axes(), self.accept("pad")
 
-    def hold(self, keyword: Token) -> Hold:
+    def hold(self, keyword: Token) -> GatherStatement:
         level: Literal["none", "selective", "full"] | None = None
         if keyword.text == "recompute":
             if not self.at("none", "selective", "full"):
                 raise self.expected("'none', 'selective' or 'full' after 'recompute'")
             level = cast(Literal["none", "selective", "full"], self.advance().text)
         action = cast(Literal["keep", "regather", "recompute"], keyword.text)
-        return Hold(action, self.expect_glob(), level, keyword.span)
+        return GatherStatement(action, self.expect_glob(), level, keyword.span)
 
     def guard(self, keyword: Token) -> Guard:
         token = self.token
@@ -261,7 +261,7 @@ class Parser(Reader):
         action = cast(Literal["forbid", "warn"], keyword.text)
         return Guard(action, collective, scope, self.axes(), keyword.span)
 
-    def limit(self, span: Span) -> Limit:
+    def limit(self, span: SourceSpan) -> Limit:
         if not self.at("memory", "halo"):
             raise self.expected("'memory' or 'halo' after 'limit'")
         quantity = cast(Literal["memory", "halo"], self.advance().text)
@@ -327,12 +327,12 @@ class Parser(Reader):
             return dim + "*"
         return dim
 
-    def place(self) -> Place:
+    def place(self) -> TensorPattern:
         terms = [self.term()]
         while self.accept("|"):
             terms.append(self.term())
         priority = self.expect_integer("a priority, as in '!1'") if self.accept("!") else 0
-        return Place(tuple(terms), priority)
+        return TensorPattern(tuple(terms), priority)
 
     def term(self) -> Term:
         if self.accept("none"):
@@ -343,7 +343,7 @@ class Parser(Reader):
             raise self.expected("axes, 'none' or '?'")
         axes = self.axes()
         extends = self.accept("?")
-        return Split(axes, extends, pad=self.accept("pad"))
+        return SplitTerm(axes, extends, pad=self.accept("pad"))
 
     def axes(self) -> Axes:
         axes: list[str] = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.precedence import glob_matches
-from autopar.sharding.layout.source import Span, layout_error
+from autopar.sharding.layout.source import SourceSpan, layout_error
 from autopar.sharding.layout.syntax import Axes, Pin
 
 __all__ = ["UNPINNED", "PinnedStates", "check_states", "states_of"]
@@ -19,7 +19,7 @@ class PinnedStates:
 
     partial: frozenset[str] = frozenset()
     broadcast: frozenset[str] = frozenset()
-    span: Span | None = None
+    span: SourceSpan | None = None
 
     @property
     def axes(self) -> frozenset[str]:

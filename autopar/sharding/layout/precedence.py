@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from autopar.sharding.layout.syntax import Pin, Scope
 
-__all__ = ["POSITION", "Exactness", "Level", "Specificity", "glob_matches", "matches", "specificity"]
+__all__ = ["POSITION", "Exactness", "Precedence", "Specificity", "glob_matches", "matches", "specificity"]
 
 
 POSITION = "_."
 """`_.2` is the third of the smallest dims of a tensor, counted from 0, where it has no name that can be written."""
 
 
-class Level(IntEnum):
+class Precedence(IntEnum):
     """How closely the place of a rule says which tensors it is about."""
 
     BARE = 0
@@ -39,7 +39,7 @@ class Exactness(IntEnum):
 class Specificity(NamedTuple):
     """The greater one wins; rules of equal specificity that disagree are an error (E2)."""
 
-    level: Level
+    level: Precedence
     exactness: Exactness
 
 
@@ -69,14 +69,14 @@ def _compiled(glob: str) -> Callable[[str], re.Match[str] | None]:
     return re.compile(translate(glob)).match
 
 
-def _level(where: Pin | Scope | None) -> Level:
+def _level(where: Pin | Scope | None) -> Precedence:
     if where is None:
-        return Level.BARE
+        return Precedence.BARE
     if isinstance(where, Pin):
-        return Level.PIN
+        return Precedence.PIN
     if where.glob is not None:
-        return Level.GLOB
-    return Level.DIMS if where.dims else Level.KIND
+        return Precedence.GLOB
+    return Precedence.DIMS if where.dims else Precedence.KIND
 
 
 def _exactness(pattern: str) -> Exactness:

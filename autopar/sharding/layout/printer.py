@@ -7,8 +7,8 @@ from autopar.sharding.layout.syntax import (
     Axes,
     Block,
     DimRule,
+    GatherStatement,
     Guard,
-    Hold,
     Hole,
     Let,
     Limit,
@@ -16,11 +16,11 @@ from autopar.sharding.layout.syntax import (
     NotSplit,
     OpPin,
     Pin,
-    Place,
     Same,
     Scope,
     Statement,
     StrategyStatement,
+    TensorPattern,
     Term,
 )
 
@@ -47,7 +47,7 @@ def print_statement(statement: Statement) -> str:
             return f"@{glob}[{', '.join(map(_rule, rules))}]{added}"
         case OpPin(glob, choice, uneven=uneven):
             return f"op @{glob}[{', '.join(_factor(*one, one[0] in uneven) for one in choice)}]"
-        case Hold(action, glob, level):
+        case GatherStatement(action, glob, level):
             return f"{action} {level} @{glob}" if level else f"{action} @{glob}"
         case Same(left, right):
             return f"same @{left} @{right}"
@@ -61,7 +61,7 @@ def print_axes(axes: Axes) -> str:
     return "*".join(axes)
 
 
-def print_place(place: Place) -> str:
+def print_place(place: TensorPattern) -> str:
     terms = " | ".join(map(_term, place.terms))
     return f"{terms} !{place.priority}" if place.priority else terms
 

@@ -11,15 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.sharding.atoms import HasAtoms
-from autopar.sharding.layout.language import Layout as LayoutText
+from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.precedence import POSITION, Specificity, glob_matches, matches, specificity
 from autopar.sharding.layout.source import layout_error
-from autopar.sharding.layout.syntax import Axes, Block, DimRule, Hole, NotSplit, Pin, Scope, Split
+from autopar.sharding.layout.syntax import Axes, Block, DimRule, Hole, NotSplit, Pin, Scope, SplitTerm
 
-__all__ = ["Wanted", "resolve"]
+__all__ = ["SplitRequest", "resolve"]
 
 
-Wanted = tuple[Axes | None, ...]
+SplitRequest = tuple[Axes | None, ...]
 """For each atom the axes that split it; None where the layout leaves it open."""
 
 
@@ -28,7 +28,7 @@ _Rule = tuple[DimRule, Pin | Scope | None]
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _RankedRule:
     """One named dim of a tensor: its name and the atoms that it covers."""
 
     name: str
@@ -36,8 +36,8 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class _Claim:
-    entry: _Entry
+class _AxisClaim:
+    entry: _RankedRule
     rank: Specificity
     rule: DimRule
     where: Pin | Scope | None
@@ -49,16 +49,16 @@ class _Claim:
         return storage and self.rule.dims == ("*",)
 
 
-def resolve(layout: LayoutText, tensor: HasAtoms, kind: str, axes: Mapping[str, int]) -> Wanted:
+def resolve(layout: Layout, tensor: HasAtoms, kind: str, axes: Mapping[str, int]) -> SplitRequest:
     """What the layout wants of a tensor in its role as `kind` (param, use, act, input, output, buffer ...)."""
-    claims: list[_Claim] = []
+    claims: list[_AxisClaim] = []
     one_dim: DimRule | None = None
     for claim in _claims(layout, tensor, kind):
         if claim.means_one_dim:
             one_dim = claim.rule
         else:
             claims.append(claim)
-    taken: dict[str, _Claim] = {}
+    taken: dict[str, _AxisClaim] = {}
     wanted: list[Axes | None] = [None] * len(tensor.atoms)
     for claim in sorted(claims, key=lambda claim: claim.rule.place.priority):
         _grant(claim, tensor, axes, taken, wanted, is_stored=kind not in ("use", "act"))
@@ -68,33 +68,33 @@ def resolve(layout: LayoutText, tensor: HasAtoms, kind: str, axes: Mapping[str, 
     return tuple(() if axes is None and tensor.atoms[i].size == 1 else axes for i, axes in enumerate(wanted))
 
 
-def _claims(layout: LayoutText, tensor: HasAtoms, kind: str) -> list[_Claim]:
+def _claims(layout: Layout, tensor: HasAtoms, kind: str) -> list[_AxisClaim]:
     """For each dim of a tensor the rule that is about it; where the layout speaks of its parts, for each part."""
     dims: dict[int, list[int]] = {}
     for i, atom in enumerate(tensor.atoms):
         dims.setdefault(atom.dim, []).append(i)
     rules = list(_rules_about(layout, tensor, kind))
-    found: list[_Claim] = []
+    found: list[_AxisClaim] = []
     for members in dims.values():
         found += _claims_of(rules, tensor, tuple(members), 0)
     return found
 
 
-def _claims_of(rules: Sequence[_Rule], tensor: HasAtoms, atoms: tuple[int, ...], level: int) -> list[_Claim]:
+def _claims_of(rules: Sequence[_Rule], tensor: HasAtoms, atoms: tuple[int, ...], level: int) -> list[_AxisClaim]:
     """The claims of the dims that stand at one level of the names of some atoms."""
     groups: dict[str, list[int]] = {}
     for i in atoms:
         names = tensor.atoms[i].names
         if level <= len(names):
             groups.setdefault(names[level] if level < len(names) else f"{POSITION}{i}", []).append(i)
-    claims: list[_Claim] = []
+    claims: list[_AxisClaim] = []
     for name, members in groups.items():
         own = _rule_for(rules, tensor, name)
         parts = _claims_of(rules, tensor, tuple(members), level + 1)
         if parts and (own is None or max(part.rank for part in parts) > own[0]):
             claims += parts
         elif own is not None:
-            claims.append(_Claim(_Entry(name, tuple(members)), *own))
+            claims.append(_AxisClaim(_RankedRule(name, tuple(members)), *own))
     return claims
 
 
@@ -123,7 +123,7 @@ def _rule_for(
     return best, rule, where
 
 
-def _rules_about(layout: LayoutText, tensor: HasAtoms, kind: str) -> Iterator[_Rule]:
+def _rules_about(layout: Layout, tensor: HasAtoms, kind: str) -> Iterator[_Rule]:
     """All rules whose place includes this tensor in this role."""
     dims = {name for atom in tensor.atoms for name in atom.names}
     for statement in layout:
@@ -142,10 +142,10 @@ def _rules_about(layout: LayoutText, tensor: HasAtoms, kind: str) -> Iterator[_R
 
 
 def _grant(
-    claim: _Claim,
+    claim: _AxisClaim,
     tensor: HasAtoms,
     axes: Mapping[str, int],
-    taken: dict[str, _Claim],
+    taken: dict[str, _AxisClaim],
     wanted: list[Axes | None],
     is_stored: bool,
 ) -> None:
@@ -194,7 +194,7 @@ def _grant(
 
 
 def _spread(
-    entry: _Entry, wanted: Axes, tensor: HasAtoms, axes: Mapping[str, int], uneven: bool
+    entry: _RankedRule, wanted: Axes, tensor: HasAtoms, axes: Mapping[str, int], uneven: bool
 ) -> dict[int, Axes] | None:
     """Axes dealt to the atoms of a dim, major first; None where one does not divide the atom whose turn it is, unless
     pieces may be uneven."""
@@ -212,7 +212,9 @@ def _spread(
     return granted
 
 
-def _why_not(entry: _Entry, term: Split, tensor: HasAtoms, axes: Mapping[str, int], rival: _Claim | None) -> str:
+def _why_not(
+    entry: _RankedRule, term: SplitTerm, tensor: HasAtoms, axes: Mapping[str, int], rival: _AxisClaim | None
+) -> str:
     if rival is not None:
         return f"axis '{'*'.join(term.axes)}' is taken by '{rival.entry.name}'"
     extents = " x ".join(str(tensor.atoms[i].size) for i in entry.atoms)
@@ -228,7 +230,7 @@ def _grant_one_dim(
     rule: DimRule,
     tensor: HasAtoms,
     axes: Mapping[str, int],
-    taken: Mapping[str, _Claim],
+    taken: Mapping[str, _AxisClaim],
     spoken: set[int],
     wanted: list[Axes | None],
 ) -> None:
@@ -236,7 +238,7 @@ def _grant_one_dim(
     for i, axes_of in enumerate(wanted):
         wanted[i] = () if axes_of is None else axes_of
     for term in rule.place.terms:
-        if not isinstance(term, Split):
+        if not isinstance(term, SplitTerm):
             return
         if any(axis in taken for axis in term.axes):
             continue
@@ -244,7 +246,7 @@ def _grant_one_dim(
         if term.pad:  # best one that they divide
             free += [(atoms, True) for atoms in _free_atoms(tensor, spoken, strided=False) if len(atoms) == 1]
         for atoms, uneven in free:
-            granted = _spread(_Entry("*", atoms), term.axes, tensor, axes, uneven)
+            granted = _spread(_RankedRule("*", atoms), term.axes, tensor, axes, uneven)
             if granted is not None:
                 for i, given in granted.items():
                     wanted[i] = given

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from autopar.sharding.atoms import HasAtoms, atoms_of
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.precedence import glob_matches
-from autopar.sharding.layout.resolve import Wanted, resolve
-from autopar.sharding.layout.syntax import Block, DimRule, NotSplit, Place, Same, Scope, Split
+from autopar.sharding.layout.resolve import SplitRequest, resolve
+from autopar.sharding.layout.syntax import Block, DimRule, NotSplit, Same, Scope, SplitTerm, TensorPattern
 
 __all__ = ["filled_from", "groups_of", "shared"]
 
@@ -42,7 +42,7 @@ def shared(layout: Layout, tensors: Mapping[str, tuple[HasAtoms, tuple[str, ...]
     return Layout((*layout.statements, *added), layout.name)
 
 
-def filled_from(tensor: HasAtoms, wanted: Wanted, other: HasAtoms, theirs: Wanted) -> Wanted:
+def filled_from(tensor: HasAtoms, wanted: SplitRequest, other: HasAtoms, theirs: SplitRequest) -> SplitRequest:
     """What is wanted of a tensor; where that is open, what is wanted of another one that is cut alike."""
     if atoms_of(tensor) != atoms_of(other):
         return wanted
@@ -53,10 +53,10 @@ def filled_from(tensor: HasAtoms, wanted: Wanted, other: HasAtoms, theirs: Wante
     )
 
 
-def _rules(tensor: HasAtoms, wanted: Wanted, found: Wanted) -> tuple[DimRule, ...]:
+def _rules(tensor: HasAtoms, wanted: SplitRequest, found: SplitRequest) -> tuple[DimRule, ...]:
     rules = []
     for atom, before, after in zip(tensor.atoms, wanted, found, strict=True):
         if before is None and after is not None and atom.names:
-            term = Split(after, pad=True) if after else NotSplit()
-            rules.append(DimRule((atom.names[-1],), Place((term,))))
+            term = SplitTerm(after, pad=True) if after else NotSplit()
+            rules.append(DimRule((atom.names[-1],), TensorPattern((term,))))
     return tuple(rules)

@@ -12,7 +12,7 @@ from pathlib import Path
 from autopar.errors import LayoutError
 from autopar.names import did_you_mean, nearest, printable
 
-__all__ = ["MAX_CHARACTERS", "Span", "excerpts", "layout_error", "read_text", "unknown_name"]
+__all__ = ["MAX_CHARACTERS", "SourceSpan", "excerpts", "layout_error", "read_text", "unknown_name"]
 
 WIDTH = 160
 """Longer lines are cut around the caret."""
@@ -25,7 +25,7 @@ MAX_CHARACTERS = 4 * 2**20
 
 
 @dataclass(frozen=True)
-class Span:
+class SourceSpan:
     """A place in a layout: file, line (from 1), column (from 0), and the whole text of the line."""
 
     name: str
@@ -33,10 +33,10 @@ class Span:
     column: int
     text: str
 
-    def at(self, word: str) -> Span:
+    def at(self, word: str) -> SourceSpan:
         """The first place on this line, from here on, where `word` stands by itself; else this place."""
         found = re.search(rf"(?<![\w.]){re.escape(word)}(?![\w.])", self.text[self.column :])
-        return Span(self.name, self.line, self.column + found.start(), self.text) if found else self
+        return SourceSpan(self.name, self.line, self.column + found.start(), self.text) if found else self
 
     def __str__(self) -> str:
         return f"{self.name}:{self.line}"
@@ -64,22 +64,22 @@ def read_text(path: str | Path) -> str:
         raise LayoutError("E0", f"E0: {shown} is no text: {error}\nfix: give a layout file, in UTF-8") from error
 
 
-def layout_error(code: str, message: str, fix: str, *places: Span | str | None) -> LayoutError:
+def layout_error(code: str, message: str, fix: str, *places: SourceSpan | str | None) -> LayoutError:
     """An error that shows each place with a caret; a text stands for what was not read from a file."""
     return LayoutError(code, "\n".join([f"{code}: {message}", *excerpts(*places), f"fix: {fix}"]))
 
 
-def excerpts(*places: Span | str | None) -> list[str]:
+def excerpts(*places: SourceSpan | str | None) -> list[str]:
     """The lines that show places, each once."""
     shown = [place for place in dict.fromkeys(places) if place is not None]
-    width = max((len(str(place)) for place in shown if isinstance(place, Span)), default=0)
+    width = max((len(str(place)) for place in shown if isinstance(place, SourceSpan)), default=0)
     lines: list[str] = []
     for place in shown:
-        lines += _excerpt(place, width) if isinstance(place, Span) else [f"  {place}"]
+        lines += _excerpt(place, width) if isinstance(place, SourceSpan) else [f"  {place}"]
     return lines
 
 
-def unknown_name(what: str, name: str, known: Iterable[str], *places: Span | str | None) -> LayoutError:
+def unknown_name(what: str, name: str, known: Iterable[str], *places: SourceSpan | str | None) -> LayoutError:
     """E1: `what` ("dim", "axis") is called `name`, which is none of the known ones."""
     names = sorted(known)
     if not names:
@@ -91,7 +91,7 @@ def unknown_name(what: str, name: str, known: Iterable[str], *places: Span | str
     return layout_error("E1", f"there is no {what} '{name}'{did_you_mean(name, names)}", fix, *places)
 
 
-def _excerpt(span: Span, width: int) -> list[str]:
+def _excerpt(span: SourceSpan, width: int) -> list[str]:
     # One column per character, whatever a bad file holds: the caret must point, and nothing may reach the terminal.
     text = printable(span.text).replace("\t", " ").replace("\n", " ")
     column = span.column

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.precedence import glob_matches
-from autopar.sharding.layout.syntax import Block, DimRule, Hold, OpPin, Pin, Statement
+from autopar.sharding.layout.syntax import Block, DimRule, GatherStatement, OpPin, Pin, Statement
 
-__all__ = ["Parts"]
+__all__ = ["StatementIndex"]
 
 _Place = tuple[int, str]
 """The number of a statement, and the pattern in it that a name matches."""
 
 
-class Parts:
+class StatementIndex:
     """The parts of a layout: what it says of a tensor or an op is what the part about its name says of it.
 
     Names that match the same patterns of the same statements have one part, the same object.
@@ -53,5 +53,5 @@ def _globs(statement: Statement) -> Iterator[str | None]:
         yield None
     elif isinstance(statement, Block):
         yield from (scope.glob for scope in statement.scopes)
-    elif isinstance(statement, Pin | OpPin | Hold):
+    elif isinstance(statement, Pin | OpPin | GatherStatement):
         yield statement.glob

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 
-from autopar.sharding.layout.source import Span, layout_error
+from autopar.sharding.layout.source import SourceSpan, layout_error
 from autopar.sharding.layout.syntax import (
     Axes,
     Block,
@@ -19,9 +19,9 @@ from autopar.sharding.layout.syntax import (
     OpPin,
     Pin,
     PinState,
-    Place,
-    Split,
+    SplitTerm,
     Statement,
+    TensorPattern,
     Term,
 )
 
@@ -91,16 +91,16 @@ def _lets(statements: Sequence[Statement]) -> dict[str, Let]:
 
 def _rule(rule: DimRule, meaning: Mapping[str, Axes]) -> DimRule:
     terms = dict.fromkeys(_term(term, meaning, rule.span) for term in rule.place.terms)
-    return replace(rule, place=Place(tuple(terms), rule.place.priority))
+    return replace(rule, place=TensorPattern(tuple(terms), rule.place.priority))
 
 
-def _term(term: Term, meaning: Mapping[str, Axes], span: Span | None) -> Term:
+def _term(term: Term, meaning: Mapping[str, Axes], span: SourceSpan | None) -> Term:
     match term:
         case Hole(candidates=candidates) if candidates:
             axes = dict.fromkeys(_replaced(candidate, meaning, span) for candidate in candidates)
             left = tuple(candidate for candidate in axes if candidate)
             return Hole(left) if left else NotSplit()
-        case Split(axes=axes, extends=extends):
+        case SplitTerm(axes=axes, extends=extends):
             replaced = _replaced(axes, meaning, span)
             if not replaced:
                 return Hole() if extends else NotSplit()
@@ -108,7 +108,7 @@ def _term(term: Term, meaning: Mapping[str, Axes], span: Span | None) -> Term:
     return term
 
 
-def _replaced(axes: Axes, meaning: Mapping[str, Axes], span: Span | None) -> Axes:
+def _replaced(axes: Axes, meaning: Mapping[str, Axes], span: SourceSpan | None) -> Axes:
     replaced = tuple(axis for name in axes for axis in meaning.get(name, (name,)))
     for axis in replaced:
         if replaced.count(axis) > 1:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from autopar.mesh import Mesh
-from autopar.sharding.layout.source import Span
+from autopar.sharding.layout.source import SourceSpan
 
 __all__ = [
     "COLLECTIVES",
@@ -15,8 +15,8 @@ __all__ = [
     "Block",
     "Collective",
     "DimRule",
+    "GatherStatement",
     "Guard",
-    "Hold",
     "Hole",
     "Kind",
     "Let",
@@ -26,12 +26,12 @@ __all__ = [
     "OpPin",
     "Pin",
     "PinState",
-    "Place",
     "Same",
     "Scope",
-    "Split",
+    "SplitTerm",
     "Statement",
     "StrategyStatement",
+    "TensorPattern",
     "Term",
 ]
 
@@ -58,7 +58,7 @@ class Hole:
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitTerm:
     """`dp*tp`: split over these axes; `tp?`: over these and perhaps more; `tp pad`: uneven shards are fine."""
 
     axes: Axes
@@ -66,11 +66,11 @@ class Split:
     pad: bool = False
 
 
-Term = NotSplit | Hole | Split
+Term = NotSplit | Hole | SplitTerm
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPattern:
     """The alternatives for a dim, best first; of two dims that want one axis the lower priority claims it."""
 
     terms: tuple[Term, ...]
@@ -82,8 +82,8 @@ class DimRule:
     """`(heads, d_*) -> tp | none`: dims, or patterns of dims, and where they go."""
 
     dims: tuple[str, ...]
-    place: Place
-    span: Span | None = field(default=None, compare=False, repr=False)
+    place: TensorPattern
+    span: SourceSpan | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,13 @@ class Scope:
 class StrategyStatement:
     name: str
     description: str | None = None
-    span: Span | None = field(default=None, compare=False, repr=False)
+    span: SourceSpan | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class MeshStatement:
     mesh: Mesh
-    span: Span | None = field(default=None, compare=False, repr=False)
+    span: SourceSpan | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Let:
 
     name: str
     axes: Axes
-    span: Span | None = field(default=None, compare=False, repr=False)
+    span: SourceSpan | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Block:
 
     scopes: tuple[Scope, ...]
     rules: tuple[DimRule, ...]
-    span: Span | None = field(default=None, compare=False, repr=False)
+    span: SourceSpan | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Pin:
     glob: str
     rules: tuple[DimRule, ...]
     states: tuple[PinState, ...] = ()
-    span: Span | None = field(default=None, compare=False, repr=False)
+    span: SourceSpan | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -154,19 +154,19 @@ class OpPin:
 
     glob: str
     choice: tuple[tuple[str, Axes], ...]
-    span: Span | None = field(default=None, compare=False, repr=False)
+    span: SourceSpan | None = field(default=None, compare=False, repr=False)
     uneven: tuple[str, ...] = ()
     """The factors that may be cut in pieces of different lengths."""
 
 
 @dataclass(frozen=True)
-class Hold:
+class GatherStatement:
     """What lives until the backward. Only `recompute` has a level."""
 
     action: Literal["keep", "regather", "recompute"]
     glob: str
     level: Literal["none", "selective", "full"] | None = None
-    span: Span | None = field(default=None, compare=False, repr=False)
+    span: SourceSpan | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Same:
 
     left: str
     right: str
-    span: Span | None = field(default=None, compare=False, repr=False)
+    span: SourceSpan | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Guard:
     collective: Collective
     scope: Scope
     axes: Axes
-    span: Span | None = field(default=None, compare=False, repr=False)
+    span: SourceSpan | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,10 @@ class Limit:
     quantity: Literal["memory", "halo"]
     size_bytes: int | None = None
     percent: float | None = None
-    span: Span | None = field(default=None, compare=False, repr=False)
+    span: SourceSpan | None = field(default=None, compare=False, repr=False)
 
 
-Statement = StrategyStatement | MeshStatement | Let | DimRule | Block | Pin | OpPin | Hold | Same | Guard | Limit
+Statement = (
+    StrategyStatement | MeshStatement | Let | DimRule | Block | Pin | OpPin | GatherStatement | Same | Guard | Limit
+)
 """A `DimRule` that stands by itself is a bare rule."""

@@ -8,14 +8,14 @@ from typing import TypeVar
 from autopar.errors import LayoutError
 from autopar.names import MAX_DIGITS
 from autopar.sharding.layout.lexer import Token, TokenKind, tokenize
-from autopar.sharding.layout.source import Span, layout_error
+from autopar.sharding.layout.source import SourceSpan, layout_error
 
-__all__ = ["Reader"]
+__all__ = ["TokenReader"]
 
 T = TypeVar("T")
 
 
-class Reader:
+class TokenReader:
     """The words of one text, and how the statement that is being read is written."""
 
     def __init__(self, text: str, name: str, form: str) -> None:
@@ -51,7 +51,7 @@ class Reader:
     def expected(self, what: str, fix: str | None = None) -> LayoutError:
         return layout_error("E0", f"expected {what}, found {self.token}", fix or self.form, self.token.span)
 
-    def reserved(self, place: Span, word: str, what: str) -> LayoutError:
+    def reserved(self, place: SourceSpan, word: str, what: str) -> LayoutError:
         message = f"'{word}' is a word of the language and cannot name {what}"
         pattern = f", or a pattern: '{word[:-1]}*'" if what == "a dim" else ""
         return layout_error("E0", message, f"take another name{pattern}", place)

@@ -11,18 +11,18 @@ from collections.abc import Iterable, Mapping
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.sharding.atoms import atoms_of
-from autopar.sharding.lowered_ops.base import CommunicatingLowering, Message, Split
+from autopar.sharding.lowered_ops.base import LoweredOp, LoweredOpContext, OpMessage
 from autopar.sharding.lowered_ops.batch_norm import BatchNorm
 from autopar.sharding.lowered_ops.cross_entropy import CrossEntropy
 from autopar.sharding.lowered_ops.halo import Window
 from autopar.sharding.lowered_ops.moments import Moments
 from autopar.sharding.lowered_ops.normalisation import LayerNorm, RmsNorm
 from autopar.sharding.lowered_ops.softmax import Softmax
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 
-__all__ = ["CommunicatingLowering", "Message", "Split", "communicating", "split_of"]
+__all__ = ["LoweredOp", "LoweredOpContext", "OpMessage", "communicating", "split_of"]
 
-LOWERINGS: Mapping[str, CommunicatingLowering] = {
+LOWERINGS: Mapping[str, LoweredOp] = {
     "aten.cross_entropy_loss.default": CrossEntropy(),
     "aten.softmax.int": Softmax(),
     "aten._softmax.default": Softmax(),
@@ -44,7 +44,7 @@ LOWERINGS: Mapping[str, CommunicatingLowering] = {
 }
 
 
-def communicating(node: NamedNode, factor: str) -> CommunicatingLowering | None:
+def communicating(node: NamedNode, factor: str) -> LoweredOp | None:
     """The lowering that runs an op whose `factor` is split, where its rule alone does not allow it."""
     lowering = None if node.rule.random else LOWERINGS.get(node.op)  # these draw nothing
     return lowering if lowering is not None and node.source == "table" and lowering.takes(node, factor) else None
@@ -54,10 +54,10 @@ def split_of(
     graph: NamedGraph,
     node: NamedNode,
     splits: Iterable[tuple[tuple[str, int], tuple[str, ...]]],
-    operands: tuple[Layout | None, ...],
+    operands: tuple[Sharding | None, ...],
     axes: Mapping[str, int],
     at: Mapping[str, int] | None = None,
-) -> Split | None:
+) -> LoweredOpContext | None:
     """What a lowering has to know of a choice (its splits and the layouts it takes); None where none is at work.
 
     It is that of the rank `at` these coordinates; where shards are uneven, the first rank has the longest.
@@ -75,6 +75,6 @@ def split_of(
     atoms = atoms_of(tensor)
     at = dict.fromkeys(axes, 0) if at is None else at
     shape = atoms.fold(layout.local_sizes(atoms, axes, at))
-    return Split(
+    return LoweredOpContext(
         LOWERINGS[node.op], node, axes, at, own, shape, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
     )

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from autopar.ir.values import NamedNode
-from autopar.rules.shard_call.local_call import Local, Piece
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.reshard import Reshard, reshard
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 
 __all__ = [
-    "CommunicatingLowering",
+    "LoweredOp",
+    "LoweredOpContext",
     "Maximum",
-    "Message",
+    "OpMessage",
     "Send",
-    "Split",
     "Total",
     "dims_of",
     "largest_of",
@@ -37,7 +37,7 @@ __all__ = [
 Send = Callable[[Tensor], Tensor]
 
 
-class Message(Protocol):
+class OpMessage(Protocol):
     """Something that a lowering sends: its steps; `lowering` binds it to a rank."""
 
     @property
@@ -49,10 +49,10 @@ class Message(Protocol):
 
 
 @dataclass(frozen=True)
-class Split:
+class LoweredOpContext:
     """An op of which some factors are split although its shards need something of each other."""
 
-    lowering: CommunicatingLowering
+    lowering: LoweredOp
     node: NamedNode
     mesh: Mapping[str, int]
     at: Mapping[str, int]
@@ -71,25 +71,27 @@ class Split:
         used = {axis for axes in self.factors.values() for axis in axes}
         return tuple(axis for axis in self.mesh if axis in used)
 
-    def messages(self) -> tuple[Message, ...]:
+    def messages(self) -> tuple[OpMessage, ...]:
         return self.lowering.messages(self)
 
 
-class CommunicatingLowering(Protocol):
+class LoweredOp(Protocol):
     def takes(self, node: NamedNode, factor: str) -> bool:
         """Whether it can run this op with this factor split."""
 
     def allows(self, node: NamedNode, factor: str, atom: int) -> bool:
         """Whether it can run with an atom of the factor cut into pieces; the last ones may be shorter, or empty."""
 
-    def messages(self, split: Split) -> tuple[Message, ...]:
+    def messages(self, split: LoweredOpContext) -> tuple[OpMessage, ...]:
         """What it sends, in order."""
 
-    def run(self, split: Split, local: Local, pieces: Mapping[str, Piece], sends: tuple[Send, ...]) -> Any:
+    def run(
+        self, split: LoweredOpContext, local: LocalCall, pieces: Mapping[str, FactorSlice], sends: tuple[Send, ...]
+    ) -> Any:
         """The op on this rank's shards; `sends` are its messages, bound."""
 
 
-def dims_of(split: Split) -> dict[str, int]:
+def dims_of(split: LoweredOpContext) -> dict[str, int]:
     """Where the factors stand in the first operand."""
     operand = split.node.rule.operands[0]
     assert operand is not None, split.node.name
@@ -120,10 +122,10 @@ class Total:
     differentiable: bool
 
 
-def total(split: Split, shape: tuple[int, ...], *, shared: bool) -> Message:
+def total(split: LoweredOpContext, shape: tuple[int, ...], *, shared: bool) -> OpMessage:
     """A sum over the shards. `shared`: each goes on with it for its own part, so the gradients are summed too."""
     axes = frozenset(split.axes)
-    whole = Layout(((),) * len(shape))
+    whole = Sharding(((),) * len(shape))
     target = replace(whole, broadcast=axes) if shared else whole
     found = reshard(Atoms.plain(shape), replace(whole, partial=axes), target, split.mesh)
     return Total(found, widened(split.dtype).itemsize, split.differentiable)
@@ -136,7 +138,7 @@ class Maximum:
     differentiable: bool = False
 
 
-def maximum(split: Split, shape: tuple[int, ...]) -> Message:
+def maximum(split: LoweredOpContext, shape: tuple[int, ...]) -> OpMessage:
     """The largest over the shards, of something without a gradient."""
     summed = total(split, shape, shared=False).reshard
     return Maximum(replace(summed, backward=()), widened(split.dtype).itemsize)

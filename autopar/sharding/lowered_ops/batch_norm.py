@@ -14,8 +14,8 @@ from torch import Tensor
 
 from autopar.ir.values import NamedNode
 from autopar.rules.notation import FactorKind
-from autopar.rules.shard_call.local_call import Local, Piece
-from autopar.sharding.lowered_ops.base import Message, Send, Split, total, widened
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
+from autopar.sharding.lowered_ops.base import LoweredOpContext, OpMessage, Send, total, widened
 
 __all__ = ["BatchNorm"]
 
@@ -28,11 +28,13 @@ class BatchNorm:
     def allows(self, node: NamedNode, factor: str, atom: int) -> bool:
         return True
 
-    def messages(self, split: Split) -> tuple[Message, ...]:
+    def messages(self, split: LoweredOpContext) -> tuple[OpMessage, ...]:
         channels = split.shape[1:2]
         return total(split, channels, shared=True), total(split, channels, shared=True)
 
-    def run(self, split: Split, local: Local, pieces: Mapping[str, Piece], sends: tuple[Send, ...]) -> Any:
+    def run(
+        self, split: LoweredOpContext, local: LocalCall, pieces: Mapping[str, FactorSlice], sends: tuple[Send, ...]
+    ) -> Any:
         given = local.arguments
         x: Tensor = given["input"].to(widened(split.dtype))
         dims = [dim for dim in range(x.dim()) if dim != 1]

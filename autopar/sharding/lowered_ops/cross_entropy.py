@@ -13,8 +13,17 @@ import torch
 from torch import Tensor
 
 from autopar.ir.values import NamedNode
-from autopar.rules.shard_call.local_call import Local, Piece
-from autopar.sharding.lowered_ops.base import Message, Send, Split, dims_of, largest_of, maximum, total, widened
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
+from autopar.sharding.lowered_ops.base import (
+    LoweredOpContext,
+    OpMessage,
+    Send,
+    dims_of,
+    largest_of,
+    maximum,
+    total,
+    widened,
+)
 
 __all__ = ["CrossEntropy"]
 
@@ -33,12 +42,14 @@ class CrossEntropy:
     def allows(self, node: NamedNode, factor: str, atom: int) -> bool:
         return atom == 0  # targets are counted from a shard's first class, so a shard must be one stretch
 
-    def messages(self, split: Split) -> tuple[Message, ...]:
+    def messages(self, split: LoweredOpContext) -> tuple[OpMessage, ...]:
         (dim,) = dims_of(split).values()
         rows = split.shape[:dim] + split.shape[dim + 1 :]
         return maximum(split, rows), total(split, (2, *rows), shared=False)
 
-    def run(self, split: Split, local: Local, pieces: Mapping[str, Piece], sends: tuple[Send, ...]) -> Any:
+    def run(
+        self, split: LoweredOpContext, local: LocalCall, pieces: Mapping[str, FactorSlice], sends: tuple[Send, ...]
+    ) -> Any:
         (factor,) = split.factors
         (dim,) = dims_of(split).values()
         piece, given = pieces[factor], local.arguments

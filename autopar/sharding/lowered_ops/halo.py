@@ -19,12 +19,12 @@ from autopar.ir.values import NamedNode
 from autopar.rules.call import takes_tensors
 from autopar.rules.notation import FactorKind, Halo
 from autopar.rules.shard_call.empty import amounts, nothing
-from autopar.rules.shard_call.local_call import Local, Piece
-from autopar.rules.shard_call.windows import Reach, numeric_padding, padded, reach, unpadded
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
+from autopar.rules.shard_call.windows import WindowReach, numeric_padding, padded, reach, unpadded
 from autopar.sharding.atoms import Atoms
-from autopar.sharding.lowered_ops.base import Message, Send, Split, dims_of
+from autopar.sharding.lowered_ops.base import LoweredOpContext, OpMessage, Send, dims_of
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
-from autopar.sharding.sharding import Layout, nested
+from autopar.sharding.sharding import Sharding, nested
 
 __all__ = ["HaloExchange", "HaloStretch", "Window", "received_share"]
 
@@ -38,10 +38,12 @@ class Window:
     def allows(self, node: NamedNode, factor: str, atom: int) -> bool:
         return len(node.atoms[factor]) == 1
 
-    def messages(self, split: Split) -> tuple[Message, ...]:
+    def messages(self, split: LoweredOpContext) -> tuple[OpMessage, ...]:
         return tuple(HaloExchange.of(split, stretch) for stretch in _stretches(split))
 
-    def run(self, split: Split, local: Local, pieces: Mapping[str, Piece], sends: tuple[Send, ...]) -> Any:
+    def run(
+        self, split: LoweredOpContext, local: LocalCall, pieces: Mapping[str, FactorSlice], sends: tuple[Send, ...]
+    ) -> Any:
         stretches = _stretches(split)
         dims = [stretch.dim for stretch in stretches]
         local = numeric_padding(local, dims)
@@ -57,7 +59,7 @@ class Window:
             given = local.with_arguments(**{name: read}).arguments.values()
             return nothing(shape, split.dtype, [value for value in given if isinstance(value, Tensor)])
 
-        def result(read: Tensor, call: Local) -> Any:
+        def result(read: Tensor, call: LocalCall) -> Any:
             for dim, part in reaches:
                 read = padded(call, read, dim, part.before, part.after)
             return _filled(call.with_arguments(**{name: read})).run()
@@ -69,7 +71,7 @@ class Window:
         return result(read, local) / result(torch.ones_like(read, requires_grad=False), local)
 
 
-def _filled(local: Local) -> Local:
+def _filled(local: LocalCall) -> LocalCall:
     """With a channel of zeros where this rank has no channel of the sum."""
     filled = {}
     assert isinstance(local.op, torch._ops.OpOverload), local.op
@@ -120,10 +122,10 @@ class HaloStretch:
             cuts.append((size, index))
         return nested(extent, reversed(cuts))
 
-    def reach(self, place: int) -> Reach:
+    def reach(self, place: int) -> WindowReach:
         """What the piece of the output at this place reads."""
         start, length = self.made(place)
-        return reach(self.halo, start, start + length, self.extent) if length else Reach(0, 0, 0, 0)
+        return reach(self.halo, start, start + length, self.extent) if length else WindowReach(0, 0, 0, 0)
 
     def shared(self, holder: int, reader: int) -> tuple[int, int]:
         """The positions that one piece of the input holds and a piece of the output reads: from where, how many."""
@@ -132,7 +134,7 @@ class HaloStretch:
         return (first - start, last - first) if last > first else (0, 0)
 
 
-def _stretches(split: Split) -> tuple[HaloStretch, ...]:
+def _stretches(split: LoweredOpContext) -> tuple[HaloStretch, ...]:
     found = []
     for factor, dim in sorted(dims_of(split).items(), key=lambda pair: pair[1]):
         axes, halo = split.factors[factor], split.node.rule.halo(factor)
@@ -142,7 +144,7 @@ def _stretches(split: Split) -> tuple[HaloStretch, ...]:
     return tuple(found)
 
 
-def received_share(split: Split) -> Mapping[str, float]:
+def received_share(split: LoweredOpContext) -> Mapping[str, float]:
     """For each split dim: what a shard gets from the others at most, as a share of what it holds."""
     found = {}
     for stretch in _stretches(split):
@@ -166,7 +168,7 @@ class HaloExchange:
     stretch: HaloStretch
 
     @classmethod
-    def of(cls, split: Split, stretch: HaloStretch) -> HaloExchange:
+    def of(cls, split: LoweredOpContext, stretch: HaloStretch) -> HaloExchange:
         """The dims before this one have their edges already."""
         shape = list(split.shape)
         places = range(stretch.count)
@@ -178,7 +180,7 @@ class HaloExchange:
         sent = [[stretch.shared(place, reader)[1] for reader in places if reader != place] for place in places]
         most = max(map(sum, sent))
         shape[stretch.dim] = stretch.extent
-        layout = Layout(tuple(stretch.axes if dim == stretch.dim else () for dim in range(len(shape))))
+        layout = Sharding(tuple(stretch.axes if dim == stretch.dim else () for dim in range(len(shape))))
         kind, dim = StepKind.HALO_EXCHANGE, stretch.dim
         step = Step(kind, stretch.axes, dim, layout, layout, numel=line * most, sent_numel=line * most)
         steps = (step,) if most else ()

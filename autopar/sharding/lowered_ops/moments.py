@@ -11,8 +11,8 @@ from torch import Tensor
 
 from autopar.ir.values import NamedNode
 from autopar.rules.notation import FactorKind
-from autopar.rules.shard_call.local_call import Local, Piece
-from autopar.sharding.lowered_ops.base import Message, Send, Split, total, widened
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
+from autopar.sharding.lowered_ops.base import LoweredOpContext, OpMessage, Send, total, widened
 
 __all__ = ["Moments"]
 
@@ -28,12 +28,14 @@ class Moments:
     def allows(self, node: NamedNode, factor: str, atom: int) -> bool:
         return True
 
-    def messages(self, split: Split) -> tuple[Message, ...]:
+    def messages(self, split: LoweredOpContext) -> tuple[OpMessage, ...]:
         dims = _reduced(split.node)
         rows = tuple(1 if i in dims else size for i, size in enumerate(split.shape))
         return total(split, rows, shared=False), total(split, rows, shared=False)
 
-    def run(self, split: Split, local: Local, pieces: Mapping[str, Piece], sends: tuple[Send, ...]) -> Any:
+    def run(
+        self, split: LoweredOpContext, local: LocalCall, pieces: Mapping[str, FactorSlice], sends: tuple[Send, ...]
+    ) -> Any:
         x: Tensor = local.arguments["self"].to(widened(split.dtype))
         dims = _reduced(split.node)
         count = prod(split.node.sizes[factor] for factor in _whole(split.node))

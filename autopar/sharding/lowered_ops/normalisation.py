@@ -11,8 +11,8 @@ from torch import Tensor
 
 from autopar.ir.values import NamedNode
 from autopar.rules.notation import FactorKind
-from autopar.rules.shard_call.local_call import Local, Piece
-from autopar.sharding.lowered_ops.base import Message, Send, Split, total, widened
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
+from autopar.sharding.lowered_ops.base import LoweredOpContext, OpMessage, Send, total, widened
 
 __all__ = ["LayerNorm", "RmsNorm"]
 
@@ -22,7 +22,7 @@ def _takes(node: NamedNode, factor: str) -> bool:
     return node.rule.kinds[factor] is FactorKind.WHOLE and not any(node.outputs[1:])
 
 
-def _rows(split: Split, width: int) -> tuple[int, ...]:
+def _rows(split: LoweredOpContext, width: int) -> tuple[int, ...]:
     return (*split.shape[: len(split.shape) - width], *[1] * width)
 
 
@@ -37,11 +37,13 @@ class LayerNorm:
     def allows(self, node: NamedNode, factor: str, atom: int) -> bool:
         return True
 
-    def messages(self, split: Split) -> tuple[Message, ...]:
+    def messages(self, split: LoweredOpContext) -> tuple[OpMessage, ...]:
         rows = _rows(split, _width(split.node))
         return total(split, rows, shared=True), total(split, rows, shared=True)
 
-    def run(self, split: Split, local: Local, pieces: Mapping[str, Piece], sends: tuple[Send, ...]) -> Any:
+    def run(
+        self, split: LoweredOpContext, local: LocalCall, pieces: Mapping[str, FactorSlice], sends: tuple[Send, ...]
+    ) -> Any:
         given = local.arguments
         x: Tensor = given["input"].to(widened(split.dtype))
         width = len(given["normalized_shape"])
@@ -61,10 +63,12 @@ class RmsNorm:
     def allows(self, node: NamedNode, factor: str, atom: int) -> bool:
         return True
 
-    def messages(self, split: Split) -> tuple[Message, ...]:
+    def messages(self, split: LoweredOpContext) -> tuple[OpMessage, ...]:
         return (total(split, _rows(split, _width(split.node)), shared=True),)
 
-    def run(self, split: Split, local: Local, pieces: Mapping[str, Piece], sends: tuple[Send, ...]) -> Any:
+    def run(
+        self, split: LoweredOpContext, local: LocalCall, pieces: Mapping[str, FactorSlice], sends: tuple[Send, ...]
+    ) -> Any:
         given = local.arguments
         x: Tensor = given["input"].to(widened(split.dtype))
         width = len(given["normalized_shape"])

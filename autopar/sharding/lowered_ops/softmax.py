@@ -11,8 +11,17 @@ from torch import Tensor
 
 from autopar.ir.values import NamedNode
 from autopar.rules.notation import FactorKind
-from autopar.rules.shard_call.local_call import Local, Piece
-from autopar.sharding.lowered_ops.base import Message, Send, Split, dims_of, largest_of, maximum, total, widened
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
+from autopar.sharding.lowered_ops.base import (
+    LoweredOpContext,
+    OpMessage,
+    Send,
+    dims_of,
+    largest_of,
+    maximum,
+    total,
+    widened,
+)
 
 __all__ = ["Softmax"]
 
@@ -27,12 +36,14 @@ class Softmax:
     def allows(self, node: NamedNode, factor: str, atom: int) -> bool:
         return True
 
-    def messages(self, split: Split) -> tuple[Message, ...]:
+    def messages(self, split: LoweredOpContext) -> tuple[OpMessage, ...]:
         (dim,) = dims_of(split).values()
         rows = (*split.shape[:dim], 1, *split.shape[dim + 1 :])
         return maximum(split, rows), total(split, rows, shared=True)
 
-    def run(self, split: Split, local: Local, pieces: Mapping[str, Piece], sends: tuple[Send, ...]) -> Any:
+    def run(
+        self, split: LoweredOpContext, local: LocalCall, pieces: Mapping[str, FactorSlice], sends: tuple[Send, ...]
+    ) -> Any:
         (dim,) = dims_of(split).values()
         largest, added = sends
         given: Tensor = local.arguments["self"]

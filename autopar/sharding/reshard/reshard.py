@@ -1,7 +1,7 @@
 """Layout to layout: the steps that turn one into the other, forward and backward, and what each of them sends.
 
 Seen as values, a tensor is along each axis either the same on every rank (R and B), in pieces (S), or a sum (P). One
-table serves both directions, because a gradient is a tensor with a layout of its own (`Layout.gradient`):
+table serves both directions, because a gradient is a tensor with a layout of its own (`Sharding.gradient`):
 
     same  -> sum    keep_one         the first rank keeps the value, the others hold zeros
     sum   -> same   all_reduce
@@ -26,10 +26,10 @@ from dataclasses import dataclass
 
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.shortest_path import cheapest
-from autopar.sharding.reshard.steps import LOCAL, Axes, Link, Step, StepKind
-from autopar.sharding.sharding import Layout
+from autopar.sharding.reshard.steps import LOCAL, Axes, LinkCost, Step, StepKind
+from autopar.sharding.sharding import Sharding
 
-__all__ = ["LOCAL", "Link", "Reshard", "Step", "StepKind", "reshard", "steps"]
+__all__ = ["LOCAL", "LinkCost", "Reshard", "Step", "StepKind", "reshard", "steps"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Reshard:
 
     atoms: Atoms
     axes: Axes
-    source: Layout
-    target: Layout
+    source: Sharding
+    target: Sharding
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
 
@@ -54,10 +54,10 @@ class Reshard:
 
 def reshard(
     atoms: Atoms,
-    source: Layout,
-    target: Layout,
+    source: Sharding,
+    target: Sharding,
     axes: Mapping[str, int],
-    links: Mapping[str, Link] | None = None,
+    links: Mapping[str, LinkCost] | None = None,
 ) -> Reshard:
     """The cheapest steps from one layout to another and, for the gradient, back."""
     return Reshard(
@@ -72,10 +72,10 @@ def reshard(
 
 def steps(
     atoms: Atoms,
-    source: Layout,
-    target: Layout,
+    source: Sharding,
+    target: Sharding,
     axes: Mapping[str, int],
-    links: Mapping[str, Link] | None = None,
+    links: Mapping[str, LinkCost] | None = None,
 ) -> tuple[Step, ...]:
     """The cheapest steps from one layout to another, one direction only."""
     source.check(atoms, axes)
@@ -86,4 +86,6 @@ def steps(
     if source == target:
         return ()
     links = links or {}
-    return cheapest(atoms, source, target, tuple(axes.items()), tuple((axis, links.get(axis, Link())) for axis in axes))
+    return cheapest(
+        atoms, source, target, tuple(axes.items()), tuple((axis, links.get(axis, LinkCost())) for axis in axes)
+    )

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.reshard import steps
-from autopar.sharding.sharding import Layout, common_axes, longest
+from autopar.sharding.sharding import Sharding, common_axes, longest
 
-__all__ = ["Leg", "Routes"]
+__all__ = ["ScaledReshards", "StepSize"]
 
 
-class Leg(NamedTuple):
+class StepSize(NamedTuple):
     """One step: its kind and axes, what the collective works on, what there is before, the more of before and after."""
 
     kind: str
@@ -35,7 +35,7 @@ _Key = tuple[tuple[int, ...], _Splits, _Splits, frozenset[str], frozenset[str]]
 """A conversion of a small tensor: its sizes, how it is split and then what it is a sum over, before and after."""
 
 
-class _Change(NamedTuple):
+class _ShardingChange(NamedTuple):
     """What two layouts do differently, whatever the sizes."""
 
     fixed: tuple[int, ...]
@@ -51,17 +51,17 @@ class _Change(NamedTuple):
 
 
 @dataclass
-class Routes:
+class ScaledReshards:
     """The conversions of one mesh."""
 
     axes: Mapping[str, int]
-    small: dict[_Key, tuple[Leg, ...]] = field(default_factory=dict)
-    changes: dict[tuple[Layout, Layout], _Change] = field(default_factory=dict)
+    small: dict[_Key, tuple[StepSize, ...]] = field(default_factory=dict)
+    changes: dict[tuple[Sharding, Sharding], _ShardingChange] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ranks = prod(self.axes.values())
 
-    def of(self, sizes: tuple[int, ...], source: Layout, target: Layout) -> tuple[Leg, ...]:
+    def of(self, sizes: tuple[int, ...], source: Sharding, target: Sharding) -> tuple[StepSize, ...]:
         """The steps from one value layout to another, of a tensor with atoms of these sizes."""
         if source.splits == target.splits and source.partial == target.partial:
             return ()
@@ -91,11 +91,11 @@ class Routes:
         if legs is None:
             legs = self.small[key] = self._found(*key)
         return tuple(
-            Leg(leg.kind, leg.axes, leg.numel * scale, leg.local, leg.before * scale, leg.larger * scale)
+            StepSize(leg.kind, leg.axes, leg.numel * scale, leg.local, leg.before * scale, leg.larger * scale)
             for leg in legs
         )
 
-    def _change(self, source: Layout, target: Layout) -> _Change:
+    def _change(self, source: Sharding, target: Sharding) -> _ShardingChange:
         pairs = list(zip(source.splits, target.splits, strict=True))
         fixed = tuple(common_axes(before, after) for before, after in pairs)
         both = source.partial & target.partial
@@ -103,7 +103,7 @@ class Routes:
         cut = tuple(i for i, (one, other) in enumerate(pairs) if one[fixed[i] :] or other[fixed[i] :])
         others = tuple(i for i in range(len(pairs)) if i not in cut)
         count = prod(self.axes[axis] for axis in {*source.axes, *target.axes} - still if axis in self.axes)
-        return _Change(fixed, cut, others, count, source.partial - both, target.partial - both)
+        return _ShardingChange(fixed, cut, others, count, source.partial - both, target.partial - both)
 
     def _found(
         self,
@@ -112,10 +112,10 @@ class Routes:
         after: _Splits,
         due_before: frozenset[str],
         due_after: frozenset[str],
-    ) -> tuple[Leg, ...]:
+    ) -> tuple[StepSize, ...]:
         atoms = Atoms(sizes, (1,) * len(sizes))
         legs = []
-        for step in steps(atoms, Layout(before, due_before), Layout(after, due_after), self.axes):
+        for step in steps(atoms, Sharding(before, due_before), Sharding(after, due_after), self.axes):
             ends = [prod(end.largest_sizes(atoms, self.axes)) for end in (step.before, step.after)]
-            legs.append(Leg(step.kind.value, step.axes, step.numel, step.local, ends[0], max(ends)))
+            legs.append(StepSize(step.kind.value, step.axes, step.numel, step.local, ends[0], max(ends)))
         return tuple(legs)

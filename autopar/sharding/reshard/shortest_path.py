@@ -8,9 +8,9 @@ from functools import lru_cache
 from math import prod
 
 from autopar.sharding.atoms import Atoms
-from autopar.sharding.reshard.step_graph import Edge, Limits, StepSpace, step_space
-from autopar.sharding.reshard.steps import Axes, Link, Step, StepKind
-from autopar.sharding.sharding import Layout, common_axes
+from autopar.sharding.reshard.step_graph import StepEdge, StepGraph, StepLimits, step_space
+from autopar.sharding.reshard.steps import Axes, LinkCost, Step, StepKind
+from autopar.sharding.sharding import Sharding, common_axes
 
 __all__ = ["cheapest"]
 
@@ -21,12 +21,12 @@ _Key = tuple[tuple[int, ...], ...]
 
 @lru_cache(maxsize=65536)
 def cheapest(
-    atoms: Atoms, source: Layout, target: Layout, axes: Axes, links: tuple[tuple[str, Link], ...]
+    atoms: Atoms, source: Sharding, target: Sharding, axes: Axes, links: tuple[tuple[str, LinkCost], ...]
 ) -> tuple[Step, ...]:
     space = step_space(atoms, axes)
     limits = _limits(space, source, target)
-    prices = _Prices(space, dict(links))
-    bound = _Bound(space, limits, source, target, prices.least(limits.active))
+    prices = _StepCosts(space, dict(links))
+    bound = _RemainingBound(space, limits, source, target, prices.least(limits.active))
     start, end = space.place(source), space.place(target)
     zero: _Cost = (0, 0, 0, 0)
     # In the order of what the whole way will cost at least; of equals, of the steps so far, which are the start of the
@@ -57,7 +57,7 @@ def cheapest(
     raise AssertionError(f"no steps lead from {source} to {target}")
 
 
-def _limits(space: StepSpace, source: Layout, target: Layout) -> Limits:
+def _limits(space: StepGraph, source: Sharding, target: Sharding) -> StepLimits:
     pairs = list(zip(source.splits, target.splits, strict=True))
     # The major axes that an atom has in both layouts stay where they are.
     fixed = tuple(common_axes(before, after) for before, after in pairs)
@@ -74,16 +74,16 @@ def _limits(space: StepSpace, source: Layout, target: Layout) -> Limits:
     sizes, p = space.atoms.sizes, prod(space.axes[axis] for axis in active)
     others = [atom for atom in range(len(sizes)) if atom not in cut]
     cut.update(sorted(others, key=lambda atom: (sizes[atom] % p != 0, -sizes[atom], atom))[:1])
-    return Limits(space.mask(active), space.mask(summed), fixed, tuple(sorted(cut)))
+    return StepLimits(space.mask(active), space.mask(summed), fixed, tuple(sorted(cut)))
 
 
-class _Prices:
+class _StepCosts:
     """What steps take on links of different cost."""
 
-    def __init__(self, space: StepSpace, links: dict[str, Link]) -> None:
+    def __init__(self, space: StepGraph, links: dict[str, LinkCost]) -> None:
         self.space = space
         self.links = links
-        self.plain = all(link == Link() for link in links.values())
+        self.plain = all(link == LinkCost() for link in links.values())
         """Whether all links cost what is sent."""
 
     def least(self, active: int) -> int | Fraction:
@@ -91,7 +91,7 @@ class _Prices:
         prices = (_exact(self.links[axis].per_element) for axis, bit in self.space.bits.items() if bit & active)
         return min(prices, default=0)
 
-    def of(self, edge: Edge) -> int | Fraction:
+    def of(self, edge: StepEdge) -> int | Fraction:
         if not edge.collectives:
             return edge.sent
         links = [self.links[axis] for axis in edge.step.axes]
@@ -99,7 +99,7 @@ class _Prices:
         return price + _exact(max(link.per_collective for link in links))
 
 
-class _Bound:
+class _RemainingBound:
     """What is at least still to be sent from some layout, so that ways that lead nowhere are not followed.
 
     Gathers send what they make a tensor grow by, or more. Sums are cheapest over the least that a rank can hold: then
@@ -108,7 +108,9 @@ class _Bound:
     costs nothing. Extents are pairs: how much a rank holds, in parts of an element; the ranks whose sums are still due.
     """
 
-    def __init__(self, space: StepSpace, limits: Limits, source: Layout, target: Layout, price: int | Fraction) -> None:
+    def __init__(
+        self, space: StepGraph, limits: StepLimits, source: Sharding, target: Sharding, price: int | Fraction
+    ) -> None:
         self.space = space
         self.limits = limits
         self.price = price
@@ -119,12 +121,12 @@ class _Bound:
         fixed = sum(space.mask(axes[:count]) for axes, count in zip(source.splits, limits.fixed, strict=True))
         self.least = self.whole // self._ranks(fixed | limits.active)
 
-    def extent(self, layout: Layout) -> tuple[int, int]:
+    def extent(self, layout: Sharding) -> tuple[int, int]:
         split = sum(map(self.space.mask, layout.splits))
         sums = self.space.mask(layout.partial) & self.limits.active & ~self.limits.summed
         return self.whole // self._ranks(split | self.limits.summed), self._ranks(sums)
 
-    def after(self, before: tuple[int, int], edge: Edge) -> tuple[int, int]:
+    def after(self, before: tuple[int, int], edge: StepEdge) -> tuple[int, int]:
         kind = edge.step.kind
         if kind not in _CHANGES_EXTENT:
             return before

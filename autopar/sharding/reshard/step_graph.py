@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.steps import Axes, Step, StepKind
-from autopar.sharding.sharding import Layout, Piece, longest, nested
+from autopar.sharding.sharding import Piece, Sharding, longest, nested
 
-__all__ = ["Edge", "Limits", "StepSpace", "step_space"]
+__all__ = ["StepEdge", "StepGraph", "StepLimits", "step_space"]
 
 _RANK = {kind: rank for rank, kind in enumerate(StepKind)}
 
 
-class Edge(NamedTuple):
+class StepEdge(NamedTuple):
     """A step as the search sees it. Sets of axes are numbers with a bit for each, layouts the places in a list."""
 
     after: int
@@ -33,7 +33,7 @@ class Edge(NamedTuple):
     step: Step
 
 
-class Limits(NamedTuple):
+class StepLimits(NamedTuple):
     """The steps that some conversion may take."""
 
     active: int
@@ -47,41 +47,41 @@ class Limits(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Steps:
+class _OutgoingSteps:
     """All steps from one layout: those that reduce sums; by atom, those that cut it and those that move its pieces."""
 
-    reductions: tuple[Edge, ...]
-    slices: Mapping[int, tuple[Edge, ...]]
-    pieces: Mapping[int, tuple[Edge, ...]]
+    reductions: tuple[StepEdge, ...]
+    slices: Mapping[int, tuple[StepEdge, ...]]
+    pieces: Mapping[int, tuple[StepEdge, ...]]
 
 
 @lru_cache(maxsize=256)
-def step_space(atoms: Atoms, axes: Axes) -> StepSpace:
-    return StepSpace(atoms, axes)
+def step_space(atoms: Atoms, axes: Axes) -> StepGraph:
+    return StepGraph(atoms, axes)
 
 
-class StepSpace:
+class StepGraph:
     def __init__(self, atoms: Atoms, axes: Axes) -> None:
         self.atoms = atoms
         self.axes = dict(axes)
         self.names = tuple(self.axes)
         self.bits = {axis: 1 << i for i, axis in enumerate(self.axes)}
-        self.layouts: list[Layout] = []
-        self.places: dict[Layout, int] = {}
-        self.made: dict[int, _Steps] = {}
-        self.allowed: dict[tuple[int, Limits], tuple[Edge, ...]] = {}
+        self.layouts: list[Sharding] = []
+        self.places: dict[Sharding, int] = {}
+        self.made: dict[int, _OutgoingSteps] = {}
+        self.allowed: dict[tuple[int, StepLimits], tuple[StepEdge, ...]] = {}
 
     def mask(self, axes: frozenset[str] | tuple[str, ...]) -> int:
         return sum(self.bits[axis] for axis in axes)
 
-    def place(self, layout: Layout) -> int:
+    def place(self, layout: Sharding) -> int:
         found = self.places.get(layout)
         if found is None:
             found = self.places[layout] = len(self.layouts)
             self.layouts.append(layout)
         return found
 
-    def steps_from(self, place: int, limits: Limits) -> tuple[Edge, ...]:
+    def steps_from(self, place: int, limits: StepLimits) -> tuple[StepEdge, ...]:
         """Those that may lead to the target."""
         key = place, limits
         found = self.allowed.get(key)
@@ -89,11 +89,11 @@ class StepSpace:
             found = self.allowed[key] = tuple(self._allowed(place, limits))
         return found
 
-    def _allowed(self, place: int, limits: Limits) -> list[Edge]:
+    def _allowed(self, place: int, limits: StepLimits) -> list[StepEdge]:
         layout = self.layouts[place]
         every = self.made.get(place)
         if every is None:
-            every = self.made[place] = _Maker(self, layout).steps()
+            every = self.made[place] = _StepMaker(self, layout).steps()
         sums = self.mask(layout.partial) & limits.active & ~limits.summed
         same = limits.active & ~self.mask(layout.axes)
         found = []
@@ -118,11 +118,11 @@ class StepSpace:
                     found.append(one)
         return found
 
-    def edge(self, step: Step) -> Edge:
+    def edge(self, step: Step) -> StepEdge:
         atoms = [-1 if atom is None else atom for atom in (step.atom, step.to_atom)]
         rank = (_RANK[step.kind], *atoms, *(self.names.index(axis) for axis in (*step.axes, *step.to_axes)))
         after, collectives = self.place(step.after), 0 if step.local else 1
-        return Edge(after, rank, step.sent_numel, collectives, len(step.axes), self.mask(step.axes), step)
+        return StepEdge(after, rank, step.sent_numel, collectives, len(step.axes), self.mask(step.axes), step)
 
 
 def _orders(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -130,15 +130,15 @@ def _orders(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [order for count in range(1, len(axes) + 1) for order in permutations(axes, count)]
 
 
-class _Maker:
+class _StepMaker:
     """Makes the steps from one layout."""
 
-    def __init__(self, space: StepSpace, layout: Layout) -> None:
+    def __init__(self, space: StepGraph, layout: Sharding) -> None:
         self.space = space
         self.atoms, self.axes = space.atoms, space.axes
         self.layout = layout
 
-    def steps(self) -> _Steps:
+    def steps(self) -> _OutgoingSteps:
         layout, places = self.layout, range(len(self.atoms.sizes))
         sums = tuple(axis for axis in self.axes if axis in layout.partial)
         split = {axis for axes in layout.splits for axis in axes}
@@ -154,13 +154,13 @@ class _Maker:
             held = layout.splits[atom]
             for count in range(1, len(held) + 1):
                 pieces.setdefault(atom, []).extend(self._from_pieces(atom, held[-count:]))
-        return _Steps(
+        return _OutgoingSteps(
             self._edges(reductions),
             {atom: self._edges(found) for atom, found in slices.items()},
             {atom: self._edges(found) for atom, found in pieces.items()},
         )
 
-    def _edges(self, steps: list[Step]) -> tuple[Edge, ...]:
+    def _edges(self, steps: list[Step]) -> tuple[StepEdge, ...]:
         return tuple(map(self.space.edge, steps))
 
     def _ranks(self, axes: tuple[str, ...]) -> int:
@@ -170,7 +170,7 @@ class _Maker:
         """The longest local extent of an atom."""
         return longest(self.atoms.sizes[atom], split, self.axes)
 
-    def _local_numel(self, layout: Layout, leave_out: tuple[int, ...] = ()) -> int:
+    def _local_numel(self, layout: Sharding, leave_out: tuple[int, ...] = ()) -> int:
         splits = enumerate(layout.splits)
         return prod(self._extent(atom, split) for atom, split in splits if atom not in leave_out)
 
@@ -195,20 +195,26 @@ class _Maker:
 
     def _all_reduce(self, axes: tuple[str, ...]) -> Step:
         layout = self.layout
-        after = Layout(layout.splits, layout.partial - set(axes))
+        after = Sharding(layout.splits, layout.partial - set(axes))
         numel, ranks = self._local_numel(layout), self._ranks(axes)
         sent = -(-2 * (ranks - 1) * numel // ranks)
         return Step(StepKind.ALL_REDUCE, axes, None, layout, after, numel=numel, sent_numel=sent)
 
     def _reduce_scatter(self, atom: int, axes: tuple[str, ...]) -> Step:
         layout = self.layout
-        after = _cut(Layout(layout.splits, layout.partial - set(axes)), atom, axes)
+        after = _cut(Sharding(layout.splits, layout.partial - set(axes)), atom, axes)
         chunk = self._local_numel(after)
         numel = chunk * self._ranks(axes)
         return Step(StepKind.REDUCE_SCATTER, axes, atom, layout, after, numel=numel, sent_numel=numel - chunk)
 
     def _exchanged(
-        self, before: Layout, after: Layout, atom: int, axes: tuple[str, ...], to_atom: int, to_axes: tuple[str, ...]
+        self,
+        before: Sharding,
+        after: Sharding,
+        atom: int,
+        axes: tuple[str, ...],
+        to_atom: int,
+        to_axes: tuple[str, ...],
     ) -> int:
         """What the busiest rank of an all-to-all sends: all that it holds but what it holds afterwards too."""
         extent = self._extent(atom, before.splits[atom][: -len(axes)])
@@ -236,17 +242,17 @@ def _overlap(one: Piece, other: Piece) -> int:
     return max(0, min(one[0] + one[1], other[0] + other[1]) - max(one[0], other[0]))
 
 
-def _cut(layout: Layout, atom: int, axes: tuple[str, ...]) -> Layout:
+def _cut(layout: Sharding, atom: int, axes: tuple[str, ...]) -> Sharding:
     splits = list(layout.splits)
     splits[atom] += axes
-    return Layout(tuple(splits), layout.partial)
+    return Sharding(tuple(splits), layout.partial)
 
 
-def _joined(layout: Layout, atom: int, axes: tuple[str, ...]) -> Layout:
+def _joined(layout: Sharding, atom: int, axes: tuple[str, ...]) -> Sharding:
     splits = list(layout.splits)
     splits[atom] = splits[atom][: -len(axes)]
-    return Layout(tuple(splits), layout.partial)
+    return Sharding(tuple(splits), layout.partial)
 
 
-def _partial(layout: Layout, axes: tuple[str, ...]) -> Layout:
-    return Layout(layout.splits, layout.partial | set(axes))
+def _partial(layout: Sharding, axes: tuple[str, ...]) -> Sharding:
+    return Sharding(layout.splits, layout.partial | set(axes))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 
-__all__ = ["LOCAL", "Axes", "Link", "Step", "StepKind"]
+__all__ = ["LOCAL", "Axes", "LinkCost", "Step", "StepKind"]
 
 Axes = tuple[tuple[str, int], ...]
 """The axes of a mesh with their sizes."""
@@ -31,7 +31,7 @@ LOCAL = frozenset((StepKind.SLICE, StepKind.KEEP_ONE, StepKind.PAD))
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkCost:
     """What sending costs along an axis, in any unit that all axes share: by default, elements sent."""
 
     per_element: float = 1.0
@@ -51,8 +51,8 @@ class Step:
     kind: StepKind
     axes: tuple[str, ...]
     atom: int | None
-    before: Layout
-    after: Layout
+    before: Sharding
+    after: Sharding
     to_atom: int | None = None
     to_axes: tuple[str, ...] = ()
     numel: int = 0

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autopar.errors import AutoparError, LayoutError
 from autopar.ir.values import NamedNode
-from autopar.sharding.demands import Demands
+from autopar.sharding.demands import SearchLayout
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.op_pins import cannot_be_had, pin_of
 from autopar.solver.infeasible.minimal_conflict import conflicting, spans_of
 
-__all__ = ["NoPlan", "OutOfTime", "no_option"]
+__all__ = ["NoFeasiblePlan", "OutOfTime", "no_option"]
 
 
-class NoPlan(AutoparError):
+class NoFeasiblePlan(AutoparError):
     """No plan keeps all limits."""
 
     def __init__(self, what: str, least_bytes: float | None = None, lines: Sequence[str] = (), fix: str = "") -> None:
@@ -32,7 +32,7 @@ class OutOfTime(Exception):
 
 
 def no_option(
-    demands: Demands, node: NamedNode, axes: Mapping[str, int], can_be_had: Callable[[Demands], bool]
+    demands: SearchLayout, node: NamedNode, axes: Mapping[str, int], can_be_had: Callable[[SearchLayout], bool]
 ) -> LayoutError:
     """No choice of an op gives and takes what the layout demands; `can_be_had` says whether one does under another."""
     lines, _ = conflicting(demands, can_be_had)

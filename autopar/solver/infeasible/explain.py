@@ -7,21 +7,21 @@ from dataclasses import replace
 
 from autopar.cost.memory_limit import size_text
 from autopar.errors import AutoparError, LayoutError
-from autopar.sharding.demands import Demands
+from autopar.sharding.demands import SearchLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.source import excerpts, layout_error
 from autopar.solver.decode import plan_of
-from autopar.solver.infeasible.errors import NoPlan
+from autopar.solver.infeasible.errors import NoFeasiblePlan
 from autopar.solver.infeasible.minimal_conflict import conflicting, spans_of
 from autopar.solver.model.objective import FORBIDDEN_SECONDS, Hinges, Sum
 from autopar.solver.search.elimination import Elimination
-from autopar.solver.search.incumbent import Race
-from autopar.solver.search.phases import Work, least_memory
+from autopar.solver.search.incumbent import Incumbent
+from autopar.solver.search.phases import SearchPhases, least_memory
 
 __all__ = ["refusal"]
 
 
-def refusal(work: Work) -> AutoparError:
+def refusal(work: SearchPhases) -> AutoparError:
     """What to raise where nothing was found. The lines to blame are sought as long as there is time."""
     race = work.race
     broken = None if race.broken is None else _broken(work, race.demands)
@@ -33,14 +33,14 @@ def refusal(work: Work) -> AutoparError:
         f"no plan was found that fits in {size_text(race.limit)} on each device: the least that was found takes "
         f"{size_text(race.least_bytes)}{said}"
     )
-    return NoPlan(what, race.least_bytes, lines, "fix: more devices, a smaller batch, or more memory")
+    return NoFeasiblePlan(what, race.least_bytes, lines, "fix: more devices, a smaller batch, or more memory")
 
 
-def _conflict(work: Work, broken: LayoutError) -> LayoutError:
+def _conflict(work: SearchPhases, broken: LayoutError) -> LayoutError:
     """Lines that cannot all be had, whatever that takes of time and memory."""
     last = broken
 
-    def can_be_had(demands: Demands) -> bool:
+    def can_be_had(demands: SearchLayout) -> bool:
         nonlocal last
         found = _broken(work, demands)
         last = found or last
@@ -61,7 +61,7 @@ def _conflict(work: Work, broken: LayoutError) -> LayoutError:
     )
 
 
-def _broken(work: Work, demands: Demands) -> LayoutError | None:
+def _broken(work: SearchPhases, demands: SearchLayout) -> LayoutError | None:
     """The contract that the plan breaks which breaks fewest; None if it keeps all."""
     other = _other(work, demands)
     model = other.model()
@@ -71,10 +71,10 @@ def _broken(work: Work, demands: Demands) -> LayoutError | None:
     return other.race.broken
 
 
-def _without_the_layout(work: Work, shown: list[str]) -> str:
+def _without_the_layout(work: SearchPhases, shown: list[str]) -> str:
     """Whether memory is short because of what the layout says; the lines that are to blame are added to `shown`."""
     race = work.race
-    least_bytes = _least(work, Demands(race.setting.graph, race.setting.axes, Layout(()))).least_bytes
+    least_bytes = _least(work, SearchLayout(race.setting.graph, race.setting.axes, Layout(()))).least_bytes
     if least_bytes >= race.least_bytes:
         return "; without the layout it is no less"
     if least_bytes > race.limit:
@@ -89,7 +89,7 @@ def _without_the_layout(work: Work, shown: list[str]) -> str:
     return f"; {told}: without the layout, {size_text(least_bytes)} would do"
 
 
-def _least(work: Work, demands: Demands) -> Race:
+def _least(work: SearchPhases, demands: SearchLayout) -> Incumbent:
     """The race of plans that take least memory, of those that do what other lines say."""
     other = _other(work, demands)
     least_memory(other, only_one=True)
@@ -98,7 +98,7 @@ def _least(work: Work, demands: Demands) -> Race:
     return other.race
 
 
-def _other(work: Work, demands: Demands) -> Work:
+def _other(work: SearchPhases, demands: SearchLayout) -> SearchPhases:
     """The same mesh to search, with other demands: what it finds is not for the race of this one."""
-    race = Race(work.setting, work.race.limit, work.race.began, None, demands)
+    race = Incumbent(work.setting, work.race.limit, work.race.began, None, demands)
     return replace(work, demands=demands, race=race, gives_up=math.inf)

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from autopar.errors import LayoutError
-from autopar.sharding.demands import Demands
+from autopar.sharding.demands import SearchLayout
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.source import Span
+from autopar.sharding.layout.source import SourceSpan
 from autopar.sharding.layout.syntax import Statement
 
 __all__ = ["conflicting", "spans_of"]
@@ -19,7 +19,7 @@ MOST_LINES = 100
 
 
 def conflicting(
-    demands: Demands, can_be_had: Callable[[Demands], bool], deadline: float = math.inf
+    demands: SearchLayout, can_be_had: Callable[[SearchLayout], bool], deadline: float = math.inf
 ) -> tuple[tuple[Statement, ...], bool]:
     """A smallest set of lines of a layout that cannot be had; and whether it was found in time, or may hold too many.
 
@@ -33,7 +33,7 @@ def conflicting(
             if time.monotonic() > deadline:
                 return tuple(kept), False
             rest = [*kept[:start], *kept[start + size :]]
-            others = Demands(demands.graph, demands.axes, Layout(tuple(rest), demands.given.name))
+            others = SearchLayout(demands.graph, demands.axes, Layout(tuple(rest), demands.given.name))
             if not _can_be_had(others, can_be_had):
                 kept = rest
     return tuple(kept), True
@@ -45,13 +45,13 @@ def _halved(size: int) -> Iterator[int]:
         size //= 2
 
 
-def _can_be_had(demands: Demands, can_be_had: Callable[[Demands], bool]) -> bool:
+def _can_be_had(demands: SearchLayout, can_be_had: Callable[[SearchLayout], bool]) -> bool:
     try:
         return can_be_had(demands)
     except LayoutError:
         return True  # what was left out is needed for the rest to mean anything
 
 
-def spans_of(statements: Sequence[Statement]) -> list[Span]:
+def spans_of(statements: Sequence[Statement]) -> list[SourceSpan]:
     found = (getattr(statement, "span", None) for statement in statements)
     return [span for span in found if span is not None]

@@ -5,27 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from autopar.sharding.demands import Demands
+from autopar.sharding.demands import SearchLayout
 from autopar.sharding.options import Recompute
-from autopar.solver.model.cost_tables import Tables
+from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.model.model import Model
-from autopar.solver.model.op_variables import Ops
-from autopar.solver.model.recompute_variables import Again
-from autopar.solver.model.storage_variables import HeldTensors
-from autopar.solver.model.value_variables import Values
-from autopar.solver.search.joined_axes import Ways
-from autopar.solver.setting import Setting
+from autopar.solver.model.op_variables import OpVariables
+from autopar.solver.model.recompute_variables import RecomputeModes
+from autopar.solver.model.storage_variables import StorageVariables
+from autopar.solver.model.value_variables import ValueVariables
+from autopar.solver.search.joined_axes import AxisRoles
+from autopar.solver.setting import PlanningProblem
 
 __all__ = ["build"]
 
 
 def build(
-    setting: Setting,
-    demands: Demands,
-    tables: Tables | None = None,
+    setting: PlanningProblem,
+    demands: SearchLayout,
+    tables: CostTables | None = None,
     regather: bool = False,
     recompute: Mapping[str, Recompute] | None = None,
-    ways: Ways | None = None,
+    ways: AxisRoles | None = None,
     open_layers: Sequence[str] = (),
     deadline: float = math.inf,
     lasting: bool = False,
@@ -36,13 +36,13 @@ def build(
     the host takes. `recompute`: what is settled of layers; `open_layers`: those of which it is decided here. `ways`:
     the choices to take into account, where these are not all. `deadline`: when it is given up, with `OutOfTime`.
     """
-    tables = tables or Tables(setting)
+    tables = tables or CostTables(setting)
     settled = dict(recompute or {})
-    again = Again.of(setting.graph, settled, open_layers if setting.trains else (), setting.trains)
-    return _Builder(setting, demands, tables, regather, again, ways, deadline, lasting).run(settled)
+    again = RecomputeModes.of(setting.graph, settled, open_layers if setting.trains else (), setting.trains)
+    return _GraphModelBuilder(setting, demands, tables, regather, again, ways, deadline, lasting).run(settled)
 
 
-class _Builder(Ops, HeldTensors, Values):
+class _GraphModelBuilder(OpVariables, StorageVariables, ValueVariables):
     def run(self, settled: Mapping[str, Recompute]) -> Model:
         self._add_ops()
         for tensor in self.graph.tensors.values():

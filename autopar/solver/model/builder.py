@@ -16,22 +16,22 @@ from autopar.cost.compute.optimizers import optimizer_of
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.atoms import atoms_of
-from autopar.sharding.demands import Demands
-from autopar.sharding.sharding import Layout
+from autopar.sharding.demands import SearchLayout
+from autopar.sharding.sharding import Sharding
 from autopar.solver.arrays import Floats
 from autopar.solver.infeasible.errors import OutOfTime
-from autopar.solver.model.cost_tables import Parts, Table, Tables, Wants
-from autopar.solver.model.model import ByMode, Costs, Factor, Variable
+from autopar.solver.model.cost_tables import CostTable, CostTables, Parts, Wants
+from autopar.solver.model.model import Costs, Factor, FactorByMode, Variable
 from autopar.solver.model.objective import Sum
-from autopar.solver.model.recompute_variables import STATES, Again
-from autopar.solver.search.joined_axes import Ways
-from autopar.solver.setting import Setting
+from autopar.solver.model.recompute_variables import STATES, RecomputeModes
+from autopar.solver.search.joined_axes import AxisRoles
+from autopar.solver.setting import PlanningProblem
 
-__all__ = ["Building", "handed_out", "parts_of"]
+__all__ = ["ModelBuilder", "handed_out", "parts_of"]
 
 
 @dataclass
-class Building:
+class ModelBuilder:
     """Variables and factors so far; what is equal is made once.
 
     `regather`: parameters may be gathered again in the backward. `again`: what is computed again, or may be. `ways`:
@@ -39,12 +39,12 @@ class Building:
     `lasting`: what is gathered of parameters may stay until the optimizer steps.
     """
 
-    setting: Setting
-    demands: Demands
-    tables: Tables
+    setting: PlanningProblem
+    demands: SearchLayout
+    tables: CostTables
     regather: bool
-    again: Again
-    ways: Ways | None = None
+    again: RecomputeModes
+    ways: AxisRoles | None = None
     deadline: float = math.inf
     lasting: bool = False
     known: dict[Any, Any] = field(default_factory=dict)
@@ -106,11 +106,13 @@ class Building:
         if key not in self.known:
             every = {part: np.stack([one.get(part, np.zeros(len(states))) for one in each]) for part in Sum}
             parts = {part: rows for part, rows in every.items() if rows.any()}
-            self.known[key] = Table(parts or {Sum.DEVICE: every[Sum.DEVICE]}, np.arange(count), np.arange(len(states)))
+            self.known[key] = CostTable(
+                parts or {Sum.DEVICE: every[Sum.DEVICE]}, np.arange(count), np.arange(len(states))
+            )
         self.factors.append(Factor((self._mode(node), place), self.known[key]))
         return place
 
-    def _add_pairs(self, first: int, second: int, node: NamedNode, made: Callable[[int], Table]) -> None:
+    def _add_pairs(self, first: int, second: int, node: NamedNode, made: Callable[[int], CostTable]) -> None:
         """What two variables cost together, if that depends on the mode of the layer of an op."""
         each = tuple(made(mode) for mode in range(len(self.again.flags(node.name))))
         table: Costs = each[0]
@@ -119,7 +121,7 @@ class Building:
             return
         key = "pairs by mode", tuple(map(id, each))
         if key not in self.known:
-            self.known[key] = ByMode(each)
+            self.known[key] = FactorByMode(each)
         self.factors.append(Factor((self._mode(node), first, second), self.known[key]))
 
     def _mode(self, node: NamedNode) -> int:
@@ -136,7 +138,7 @@ class Building:
             found = self.cuts[tensor.name] = self._same(found)
         return found
 
-    def _gib(self, name: str, layout: Layout) -> float:
+    def _gib(self, name: str, layout: Sharding) -> float:
         tensor = self.graph.tensors[name]
         return self.tables.ways.gib(tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize, layout)
 
@@ -213,14 +215,14 @@ class Building:
 
     # -- sums that several kinds of variables have
 
-    def _added(self, sums: Floats, name: str, layout: Layout, times: int) -> None:
+    def _added(self, sums: Floats, name: str, layout: Sharding, times: int) -> None:
         task = self.setting.prices.added(name, layout)
         sums[Sum.DEVICE] += times * task.seconds
         sums[Sum.BACKWARD_ROOM] += times * task.seconds
         sums[Sum.HOST] += times * task.host_seconds
 
     def _converted(
-        self, sums: Floats, tensor: NamedTensor, source: Layout, target: Layout, backward: bool = True
+        self, sums: Floats, tensor: NamedTensor, source: Sharding, target: Sharding, backward: bool = True
     ) -> None:
         sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
         share = self.setting.prices.share(tensor.name)
@@ -231,14 +233,14 @@ class Building:
             sums[Sum.DEVICE] += device
             sums[Sum.HOST] += host
 
-    def _handed_out(self, sums: Floats, tensor: NamedTensor, layout: Layout) -> None:
+    def _handed_out(self, sums: Floats, tensor: NamedTensor, layout: Sharding) -> None:
         """What it takes to hand a tensor out, from the layout in which it is kept."""
-        done: set[Layout] = set()
+        done: set[Sharding] = set()
         for whole in self.handed.get(tensor.name, ()):
             if whole or self.setting.options.outputs == "full" or not tensor.shape:
-                wanted = Layout.replicated(atoms_of(tensor))
+                wanted = Sharding.replicated(atoms_of(tensor))
             else:
-                wanted = Layout(layout.splits)
+                wanted = Sharding(layout.splits)
             if wanted not in done:
                 done.add(wanted)
                 self._converted(sums, tensor, layout, wanted)

@@ -12,24 +12,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autopar.ir.values import NamedTensor
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 from autopar.solver.arrays import Floats, Ints
-from autopar.solver.candidates import Stored
+from autopar.solver.candidates import StorageOption
 from autopar.solver.model.objective import Sum
-from autopar.solver.model.reshard_prices import Cut, Ways, block_of
-from autopar.solver.setting import Setting
+from autopar.solver.model.reshard_prices import ReshardCosts, TensorCut, block_of
+from autopar.solver.setting import PlanningProblem
 
-__all__ = ["Handled", "Parts", "Table", "Tables", "Use", "Wants", "weigh"]
+__all__ = ["CostTable", "CostTables", "ParameterUse", "Parts", "ValueUse", "Wants", "weigh"]
 
 Parts = Mapping[Sum, Floats]
 """By sum, an array of one shape; sums that are not there are zero."""
 
-Wants = tuple[Layout | None, ...]
+Wants = tuple[Sharding | None, ...]
 """The layouts in which one op takes one tensor, at all its places; None: as it is."""
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class CostTable:
     """Costs of pairs, spread out from those of distinct layouts: entry [i, j] is parts[·][rows[i], columns[j]]."""
 
     parts: Parts
@@ -57,7 +57,7 @@ def weigh(parts: Parts, weights: Floats) -> Floats:
     return total
 
 
-class Use(NamedTuple):
+class ValueUse(NamedTuple):
     """How a value is taken."""
 
     again: bool = False
@@ -70,7 +70,7 @@ class Use(NamedTuple):
     """What its sum over ranks is of a collective that adds up several."""
 
 
-class Handled(NamedTuple):
+class ParameterUse(NamedTuple):
     """How a parameter is taken."""
 
     gathered: float
@@ -84,24 +84,24 @@ class Handled(NamedTuple):
     """Whether memory is counted where its gradient is found."""
 
 
-class Tables:
+class CostTables:
     """The tables of one setting."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: PlanningProblem) -> None:
         self.setting = setting
-        self.ways = Ways(setting)
+        self.ways = ReshardCosts(setting)
         self.known: dict[Any, Any] = {}
 
-    def cut(self, tensor: NamedTensor) -> Cut:
-        return Cut.of(tensor, self.setting)
+    def cut(self, tensor: NamedTensor) -> TensorCut:
+        return TensorCut.of(tensor, self.setting)
 
-    def handled(self, tensor: NamedTensor, kept: bool, later: bool = False, measured: bool = False) -> Handled:
-        return Handled(self.ways.blocks.get(block_of(tensor.name), 0.0), kept, later, measured)
+    def handled(self, tensor: NamedTensor, kept: bool, later: bool = False, measured: bool = False) -> ParameterUse:
+        return ParameterUse(self.ways.blocks.get(block_of(tensor.name), 0.0), kept, later, measured)
 
-    def values(self, cut: Cut, sources: Sequence[Layout], wants: Sequence[Wants], use: Use) -> Table:
+    def values(self, cut: TensorCut, sources: Sequence[Sharding], wants: Sequence[Wants], use: ValueUse) -> CostTable:
         """A value in some layout, wanted in others."""
 
-        def made(rows: Sequence[Layout], columns: Sequence[Wants]) -> Parts:
+        def made(rows: Sequence[Sharding], columns: Sequence[Wants]) -> Parts:
             distinct = list(dict.fromkeys(want for each in columns for want in each if want is not None))
             device, host = self._pairs(cut, rows, distinct, use)
             place = {layout: i for i, layout in enumerate(distinct)}
@@ -117,18 +117,18 @@ class Tables:
 
     def parameters(
         self,
-        cut: Cut,
-        stored: Sequence[Stored],
+        cut: TensorCut,
+        stored: Sequence[StorageOption],
         wants: Sequence[Wants],
-        handled: Handled,
-        accumulates: Callable[[Layout], float] | None = None,
-    ) -> Table:
+        handled: ParameterUse,
+        accumulates: Callable[[Sharding], float] | None = None,
+    ) -> CostTable:
         """A parameter as it is stored, taken in other layouts.
 
         `accumulates`: what it takes to add the gradient, in some layout, to that of earlier micro-batches.
         """
 
-        def made(rows: Sequence[Stored], columns: Sequence[Wants]) -> Parts:
+        def made(rows: Sequence[StorageOption], columns: Sequence[Wants]) -> Parts:
             sums = np.zeros((len(Sum), len(rows), len(columns)))
             for i, one in enumerate(rows):
                 for j, each in enumerate(columns):
@@ -146,7 +146,7 @@ class Tables:
 
         return self._table(("parameters", cut, handled, accumulates is not None), stored, wants, made)
 
-    def shared(self, cut: Cut, stored: Sequence[Stored], handled: Handled) -> Parts:
+    def shared(self, cut: TensorCut, stored: Sequence[StorageOption], handled: ParameterUse) -> Parts:
         """What it takes to convert a parameter once for several ops, by the way it is held."""
         sums = np.zeros((len(Sum), len(stored)))
         for i, one in enumerate(stored):
@@ -155,7 +155,9 @@ class Tables:
                 self.ways.add_moved(sums[:, i], cut, one, one.shared, handled.gathered)
         return {key: sums[key] for key in Sum}
 
-    def _pairs(self, cut: Cut, sources: Sequence[Layout], targets: Sequence[Layout], use: Use) -> tuple[Floats, Floats]:
+    def _pairs(
+        self, cut: TensorCut, sources: Sequence[Sharding], targets: Sequence[Sharding], use: ValueUse
+    ) -> tuple[Floats, Floats]:
         times = 2 if use.again else 1
         there = self._each(cut, [s.value for s in sources], [t.value for t in targets], use.share)
         if not cut.trained:
@@ -163,7 +165,7 @@ class Tables:
         back = self._each(cut, [t.gradient.value for t in targets], [s.gradient.value for s in sources], 1.0)
         return times * there[0] + back[0].T, times * there[1] + back[1].T
 
-    def _each(self, cut: Cut, sources: Sequence[Layout], targets: Sequence[Layout], share: float) -> Floats:
+    def _each(self, cut: TensorCut, sources: Sequence[Sharding], targets: Sequence[Sharding], share: float) -> Floats:
         """One direction: what the device and what the host takes, each pair of layouts worked out once."""
         rows, row_of = _numbered(sources)
         columns, column_of = _numbered(targets)
@@ -176,7 +178,7 @@ class Tables:
             self.known[key] = found
         return np.asarray(self.known[key][:, row_of[:, None], column_of])
 
-    def _kept(self, cut: Cut, rows: Sequence[Layout], columns: Sequence[Wants], instead: bool) -> Floats:
+    def _kept(self, cut: TensorCut, rows: Sequence[Sharding], columns: Sequence[Wants], instead: bool) -> Floats:
         """What conversions add to what is kept; `instead` of the value itself."""
         found = np.zeros((len(rows), len(columns)))
         for i, row in enumerate(rows):
@@ -193,12 +195,12 @@ class Tables:
         rows: Sequence[Any],
         columns: Sequence[Wants],
         made: Callable[[Sequence[Any], Sequence[Wants]], Parts],
-    ) -> Table:
+    ) -> CostTable:
         # The same objects are sooner seen than that others are equal to them; held, so that none takes their place.
         whole = key, id(rows), id(columns)
         if whole not in self.known:
             self.known[whole] = self._equal(key, rows, columns, made), rows, columns
-        table: Table = self.known[whole][0]
+        table: CostTable = self.known[whole][0]
         return table
 
     def _equal(
@@ -207,7 +209,7 @@ class Tables:
         rows: Sequence[Any],
         columns: Sequence[Wants],
         made: Callable[[Sequence[Any], Sequence[Wants]], Parts],
-    ) -> Table:
+    ) -> CostTable:
         distinct, row_of = _numbered(rows)
         wanted, column_of = _numbered([tuple(dict.fromkeys(each)) for each in columns])
         named = key, tuple(distinct), tuple(wanted)
@@ -215,9 +217,9 @@ class Tables:
             self.known[named] = made(distinct, wanted)
         parts = self.known[named]
         whole = "table", id(parts), row_of.tobytes(), column_of.tobytes()
-        table: Table | None = self.known.get(whole)
+        table: CostTable | None = self.known.get(whole)
         if table is None:
-            table = self.known[whole] = Table(parts, row_of, column_of)
+            table = self.known[whole] = CostTable(parts, row_of, column_of)
         return table
 
 
@@ -228,7 +230,7 @@ def _numbered(items: Sequence[Any]) -> tuple[list[Any], Ints]:
     return list(distinct), np.array(places, dtype=np.int64)
 
 
-def _summed(pairs: Floats, columns: Sequence[Wants], place: Mapping[Layout, int], rows: int) -> Floats:
+def _summed(pairs: Floats, columns: Sequence[Wants], place: Mapping[Sharding, int], rows: int) -> Floats:
     """A column for each tuple of layouts: what its members take together."""
     found = np.zeros((rows, len(columns)))
     for j, each in enumerate(columns):

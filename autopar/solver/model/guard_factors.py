@@ -20,14 +20,14 @@ import numpy as np
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.atoms import atoms_of
 from autopar.sharding.contracts import is_guarded, layout_text, passes_halo
-from autopar.sharding.demands import Demands
+from autopar.sharding.demands import SearchLayout
 from autopar.sharding.layout.precedence import glob_matches
 from autopar.sharding.layout.syntax import Guard, Limit, Same
 from autopar.sharding.lowered_ops import split_of
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 from autopar.solver.arrays import Floats
 from autopar.solver.model.builder import handed_out
-from autopar.solver.model.cost_tables import Parts, Table, Tables
+from autopar.solver.model.cost_tables import CostTable, CostTables, Parts
 from autopar.solver.model.model import Factor, Model, Variable
 from autopar.solver.model.objective import Sum
 
@@ -37,19 +37,19 @@ Broken = tuple[tuple[str, str, frozenset[str]], ...]
 """What must not be done to a tensor: direction, collective, axes."""
 
 
-def promised(model: Model, demands: Demands, tables: Tables) -> Model:
+def promised(model: Model, demands: SearchLayout, tables: CostTables) -> Model:
     """The model with what breaks a promise forbidden."""
     statements = demands.given.statements
     if not any(isinstance(one, Guard | Same | Limit) for one in statements):
         return model
-    return _Promises(model, demands, tables).run()
+    return _Contracts(model, demands, tables).run()
 
 
 @dataclass
-class _Promises:
+class _Contracts:
     model: Model
-    demands: Demands
-    tables: Tables
+    demands: SearchLayout
+    tables: CostTables
     known: dict[Hashable, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -136,12 +136,12 @@ class _Promises:
             sources = [one.layout for one in model.variables[place].states]
         for user in self.setting.users.get(name, ()):
             self._pairs(tensor, broken, place, sources, model.place["op", user.name], _wants(model, user, name))
-        whole = Layout.replicated(atoms_of(tensor))
+        whole = Sharding.replicated(atoms_of(tensor))
         if tensor.kind == "input" and not self.setting.options.local_inputs:
             self._add(place, np.array([self._breaks(tensor, broken, whole, source) for source in sources]))
         for is_whole in dict.fromkeys(handed_out(self.graph).get(name, ())):
             everything = is_whole or self.setting.options.outputs == "full" or not tensor.shape
-            ends = [whole if everything else Layout(source.splits) for source in sources]
+            ends = [whole if everything else Sharding(source.splits) for source in sources]
             pairs = zip(sources, ends, strict=True)
             self._add(place, np.array([self._breaks(tensor, broken, source, end) for source, end in pairs]))
 
@@ -150,9 +150,9 @@ class _Promises:
         tensor: NamedTensor,
         broken: Broken,
         first: int,
-        sources: Sequence[Layout],
+        sources: Sequence[Sharding],
         second: int,
-        wants: Sequence[tuple[Layout, ...]],
+        wants: Sequence[tuple[Sharding, ...]],
     ) -> None:
         sizes = tuple(atom.size for atom in tensor.atoms)
         key = sizes, tensor.requires_grad, broken, tuple(sources), tuple(wants)
@@ -164,11 +164,11 @@ class _Promises:
                 ]
             )
             self.known[key] = _table(counts)
-        table: Table | None = self.known[key]
+        table: CostTable | None = self.known[key]
         if table is not None:
             self.factors.append(Factor((first, second), table))
 
-    def _breaks(self, tensor: NamedTensor, broken: Broken, source: Layout, want: Layout) -> float:
+    def _breaks(self, tensor: NamedTensor, broken: Broken, source: Sharding, want: Sharding) -> float:
         """How often a conversion breaks a guard."""
         sizes = tuple(atom.size for atom in tensor.atoms)
         key = "breaks", sizes, tensor.requires_grad, broken, source, want
@@ -204,7 +204,7 @@ class _Promises:
         return [layout_text(tensor, one if variable.kind == "value" else one.layout) for one in variable.states]
 
 
-def _wants(model: Model, user: NamedNode, name: str) -> tuple[tuple[Layout, ...], ...]:
+def _wants(model: Model, user: NamedNode, name: str) -> tuple[tuple[Sharding, ...], ...]:
     positions = [i for i, operand in enumerate(user.operands) if operand == name]
     options = model.variables[model.place["op", user.name]].states
     taken = (dict.fromkeys(option.operands[i] for i in positions) for option in options)
@@ -217,8 +217,8 @@ def _count(broken: Broken, way: str, sent: Sequence[tuple[str, frozenset[str]]])
     )
 
 
-def _table(counts: Floats) -> Table | None:
+def _table(counts: Floats) -> CostTable | None:
     if not counts.any():
         return None
     rows, columns = (np.arange(size, dtype=np.int64) for size in counts.shape)
-    return Table({Sum.FORBIDDEN: counts}, rows, columns)
+    return CostTable({Sum.FORBIDDEN: counts}, rows, columns)

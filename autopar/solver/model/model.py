@@ -41,11 +41,11 @@ import numpy as np
 
 from autopar.sharding.options import Recompute
 from autopar.solver.arrays import Floats, Ints
-from autopar.solver.model.cost_tables import Parts, Table
+from autopar.solver.model.cost_tables import CostTable, Parts
 from autopar.solver.model.objective import Sum
-from autopar.solver.setting import Setting
+from autopar.solver.setting import PlanningProblem
 
-__all__ = ["Alike", "ByMode", "Costs", "Factor", "Group", "Model", "Variable", "distinct_rows"]
+__all__ = ["Costs", "EqualTerms", "Factor", "FactorByMode", "Model", "TermGroup", "Variable", "distinct_rows"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,10 +66,10 @@ class Variable:
 
 
 @dataclass(frozen=True, eq=False)
-class ByMode:
+class FactorByMode:
     """What two decisions cost together, for each mode of a layer."""
 
-    each: tuple[Table, ...]
+    each: tuple[CostTable, ...]
 
     def weighed(self, weights: Floats) -> Floats:
         return np.stack([table.weighed(weights) for table in self.each])
@@ -78,7 +78,7 @@ class ByMode:
         return self.each[mode].at(row, column)
 
 
-Costs = Table | ByMode
+Costs = CostTable | FactorByMode
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ class Factor:
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    setting: Setting
+    setting: PlanningProblem
     variables: tuple[Variable, ...]
     factors: tuple[Factor, ...]
     place: dict[tuple[str, str], int]
@@ -103,15 +103,17 @@ class Model:
     """What is settled of layers."""
 
     @cached_property
-    def costs(self) -> Alike:
+    def costs(self) -> EqualTerms:
         """What variables cost by themselves."""
         own = [(tuple(map(id, variable.parts)), variable) for variable in self.variables]
-        return Alike.of(own, [(node,) for node in range(len(own))])
+        return EqualTerms.of(own, [(node,) for node in range(len(own))])
 
     @cached_property
-    def tables(self) -> Alike:
+    def tables(self) -> EqualTerms:
         """What they cost together."""
-        return Alike.of([(id(factor.table), factor.table) for factor in self.factors], [f.scope for f in self.factors])
+        return EqualTerms.of(
+            [(id(factor.table), factor.table) for factor in self.factors], [f.scope for f in self.factors]
+        )
 
     def sums(self, chosen: Sequence[int]) -> Floats:
         total = np.zeros(len(Sum))
@@ -141,7 +143,7 @@ def distinct_rows(rows: Ints) -> tuple[Ints, Ints, Ints]:
     return first, which.ravel(), often
 
 
-class Group(NamedTuple):
+class TermGroup(NamedTuple):
     """Terms over so many variables: the kind of each, and the variables."""
 
     kinds: Ints
@@ -149,17 +151,17 @@ class Group(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Alike:
+class EqualTerms:
     """Terms of a model; those of one kind are one object, so they are worked out once."""
 
     terms: tuple[Any, ...]
     """One of each kind."""
     kinds: tuple[int, ...]
     """Of all terms."""
-    groups: tuple[Group, ...]
+    groups: tuple[TermGroup, ...]
 
     @staticmethod
-    def of(terms: Sequence[tuple[Any, Any]], scopes: Sequence[tuple[int, ...]]) -> Alike:
+    def of(terms: Sequence[tuple[Any, Any]], scopes: Sequence[tuple[int, ...]]) -> EqualTerms:
         """Terms with their identity."""
         first: dict[Any, Any] = {}
         for key, term in terms:
@@ -169,5 +171,5 @@ class Alike:
         groups = []
         for count in sorted({len(scope) for scope in scopes}):
             places = [i for i, scope in enumerate(scopes) if len(scope) == count]
-            groups.append(Group(np.array(kinds)[places], np.array([scopes[i] for i in places]).reshape(-1, count)))
-        return Alike(tuple(first.values()), kinds, tuple(groups))
+            groups.append(TermGroup(np.array(kinds)[places], np.array([scopes[i] for i in places]).reshape(-1, count)))
+        return EqualTerms(tuple(first.values()), kinds, tuple(groups))

@@ -14,7 +14,7 @@ from enum import IntEnum
 import numpy as np
 
 from autopar.solver.arrays import Floats
-from autopar.solver.setting import Setting
+from autopar.solver.setting import PlanningProblem
 
 __all__ = ["FORBIDDEN_SECONDS", "HOST", "MEMORY", "MOMENTS", "Hinges", "Sum", "every_peak_gib", "peak_gib"]
 
@@ -79,7 +79,7 @@ class Hinges:
     offsets: Floats
 
     @staticmethod
-    def of(setting: Setting) -> Hinges:
+    def of(setting: PlanningProblem) -> Hinges:
         count = setting.options.micro_batches
         library, device = setting.cluster.library, setting.cluster.device
         taken = library.processors / device.matrix.processors if device.matrix is not None else 0.0

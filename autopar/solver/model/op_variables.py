@@ -8,24 +8,24 @@ from typing import Any
 import numpy as np
 
 from autopar.cost.compute.fusion import scaled, shares_of
-from autopar.cost.compute.op_time import OpWork, Work
+from autopar.cost.compute.op_time import DirectionWork, OpWork
 from autopar.cost.memory.local_op_memory import local_footprint
 from autopar.ir.analysis.op_memory import Footprint
 from autopar.ir.values import NamedNode
-from autopar.sharding.assignment import OpDecision
+from autopar.sharding.assignment import OpAssignment
 from autopar.sharding.lowered_ops import split_of
-from autopar.sharding.reshard_insertion import Inserted
+from autopar.sharding.reshard_insertion import InsertedReshard
 from autopar.solver.arrays import Floats
-from autopar.solver.candidates import Option, options_of
+from autopar.solver.candidates import OpSharding, options_of
 from autopar.solver.infeasible.errors import no_option
-from autopar.solver.model.builder import Building, parts_of
+from autopar.solver.model.builder import ModelBuilder, parts_of
 from autopar.solver.model.cost_tables import Parts
 from autopar.solver.model.objective import Sum
 
-__all__ = ["Ops"]
+__all__ = ["OpVariables"]
 
 
-class Ops(Building):
+class OpVariables(ModelBuilder):
     def _add_ops(self) -> None:
         options = {node.name: self._options(node) for node in self.graph.nodes}
         if self.setting.options.compiled:
@@ -57,23 +57,23 @@ class Ops(Building):
         text: str = self.known[key][1]
         return text
 
-    def _options(self, node: NamedNode) -> tuple[Option, ...]:
+    def _options(self, node: NamedNode) -> tuple[OpSharding, ...]:
         key = "options", self._signature(node)
         if key not in self.known:
             self._heed_time()
             self.known[key] = options_of(self.setting, self.demands, node, self.ways)
-        found: tuple[Option, ...] = self.known[key]
+        found: tuple[OpSharding, ...] = self.known[key]
         if not found:
             raise no_option(
                 self.demands, node, self.setting.axes, lambda other: bool(options_of(self.setting, other, node))
             )
         return found
 
-    def _work(self, node: NamedNode, option: Option) -> OpWork:
-        decision = OpDecision(option.choice, option.operands, option.produced, option.produced)
+    def _work(self, node: NamedNode, option: OpSharding) -> OpWork:
+        decision = OpAssignment(option.choice, option.operands, option.produced, option.produced)
         return self.setting.prices.work(node, decision)
 
-    def _op_parts(self, node: NamedNode, options: tuple[Option, ...], mode: int) -> Parts:
+    def _op_parts(self, node: NamedNode, options: tuple[OpSharding, ...], mode: int) -> Parts:
         fused = self.shares.get(node.name)
         again = self.again.flags(node.name)[mode]
         keeping = self._made_and_kept(node, mode)
@@ -95,7 +95,7 @@ class Ops(Building):
         parts: Parts = self.known[key]
         return parts
 
-    def _computed(self, node: NamedNode, options: tuple[Option, ...], fused: float | None) -> tuple[Floats, Floats]:
+    def _computed(self, node: NamedNode, options: tuple[OpSharding, ...], fused: float | None) -> tuple[Floats, Floats]:
         """What each option takes to compute and to send by itself, and what more if it is computed again."""
         key = "computed", self._signature(node), fused
         if key not in self.known:
@@ -115,7 +115,7 @@ class Ops(Building):
         return found
 
     def _add_held(
-        self, sums: Floats, node: NamedNode, options: tuple[Option, ...], keeps: bool, moment: Sum | None
+        self, sums: Floats, node: NamedNode, options: tuple[OpSharding, ...], keeps: bool, moment: Sum | None
     ) -> None:
         """What each option holds between forward and backward beside values, and in its backward."""
         for i, option in enumerate(options):
@@ -132,14 +132,14 @@ class Ops(Building):
             return Sum.BEGINNING_GIB
         return Sum.PRODUCT_GIB if self.regather and node is self.product else None
 
-    def _footprint(self, node: NamedNode, option: Option) -> Footprint:
+    def _footprint(self, node: NamedNode, option: OpSharding) -> Footprint:
         """What an op holds on one rank."""
-        decision = OpDecision(option.choice, option.operands, option.produced, option.produced)
+        decision = OpAssignment(option.choice, option.operands, option.produced, option.produced)
         axes = self.setting.axes
         split = split_of(self.graph, node, option.choice.splits, option.operands, axes)
         return local_footprint(self.graph, node, decision, split, axes)
 
-    def _gradients_gib(self, node: NamedNode, option: Option, footprint: Footprint) -> float:
+    def _gradients_gib(self, node: NamedNode, option: OpSharding, footprint: Footprint) -> float:
         """What the backward of an op takes: the gradients of what it gives and takes, and what it holds in between."""
         named = [*zip(node.outputs, option.produced, strict=True)]
         named += [
@@ -165,18 +165,18 @@ class Ops(Building):
         made = (self.graph.tensors[name].requires_grad for name in node.outputs if name is not None)
         return self.setting.trains and any(made)
 
-    def _add_work(self, sums: Floats, work: Work, room: Sum) -> None:
+    def _add_work(self, sums: Floats, work: DirectionWork, room: Sum) -> None:
         sums[Sum.DEVICE] += work.seconds
         sums[room] += work.seconds
         sums[Sum.HOST] += work.launches * self.setting.prices.launch if work.seconds else 0.0
 
-    def _sent_inside(self, once: Floats, more: Floats, node: NamedNode, option: Option) -> None:
+    def _sent_inside(self, once: Floats, more: Floats, node: NamedNode, option: OpSharding) -> None:
         """What an op sends by itself, and what more if it is computed again."""
         split = split_of(self.graph, node, option.choice.splits, option.operands, self.setting.axes)
         for message in split.messages() if split is not None else ():
             name = node.operands[0]
             assert name is not None, node.name
-            one = Inserted(name, node.name, message.reshard, message.itemsize, message.differentiable)
+            one = InsertedReshard(name, node.name, message.reshard, message.itemsize, message.differentiable)
             forward = tuple(self.setting.prices.conversion(one, "forward"))
             backward = tuple(self.setting.prices.conversion(one, "backward") if self.setting.trains else ())
             for sums, tasks in ((once, (*forward, *backward)), (more, forward)):

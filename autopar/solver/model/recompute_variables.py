@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.options import Recompute
-from autopar.sharding.recompute import Region, computed_again, layered, reading, regions_of
+from autopar.sharding.recompute import RecomputeRegion, computed_again, layered, reading, regions_of
 
-__all__ = ["MODES", "STATES", "Again", "layers_of"]
+__all__ = ["MODES", "STATES", "RecomputeModes", "layers_of"]
 
 MODES: tuple[Recompute, ...] = ("selective", "full")
 STATES: tuple[Recompute, ...] = ("none", *MODES)
@@ -21,7 +21,7 @@ def layers_of(graph: NamedGraph) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Again:
+class RecomputeModes:
     """What of a graph is computed again: settled, or by the mode of a layer."""
 
     open: tuple[str, ...]
@@ -37,9 +37,9 @@ class Again:
     one."""
 
     @staticmethod
-    def of(graph: NamedGraph, settled: Mapping[str, Recompute], layers: Sequence[str], trains: bool) -> Again:
+    def of(graph: NamedGraph, settled: Mapping[str, Recompute], layers: Sequence[str], trains: bool) -> RecomputeModes:
         if not trains:
-            return Again((), {}, {}, {})
+            return RecomputeModes((), {}, {}, {})
         ops = _ops_of_layers(graph)
         whole = regions_of(graph, {**settled, **dict.fromkeys(layers, "full")})
         region_of = {op: region for region in whole for op in region.ops}
@@ -50,7 +50,7 @@ class Again:
         again = [computed_again(graph, regions) for regions in every]
         flagged: dict[str, tuple[bool, ...]] = dict.fromkeys(again[0], (True,))
         flagged |= {op: tuple(op in ops for ops in again) for op in of_layer}
-        return Again(
+        return RecomputeModes(
             found,
             of_layer,
             {op: region.name for region in every[-1] for op in region.ops},
@@ -72,7 +72,7 @@ _NOT = (False,)
 
 
 def _entering(
-    graph: NamedGraph, regions: Sequence[Region], again: frozenset[str], of_layer: Mapping[str, str]
+    graph: NamedGraph, regions: Sequence[RecomputeRegion], again: frozenset[str], of_layer: Mapping[str, str]
 ) -> frozenset[str]:
     """What ops that are computed again need for it, and others have made: of the same layer, or for settled regions."""
     readers = reading(graph, layered(regions), again)
@@ -97,7 +97,7 @@ def _ops_of_layers(graph: NamedGraph) -> dict[str, dict[str, None]]:
     return found
 
 
-def _stands_alone(ops: Mapping[str, None], region_of: Mapping[str, Region]) -> bool:
+def _stands_alone(ops: Mapping[str, None], region_of: Mapping[str, RecomputeRegion]) -> bool:
     """Whether no checkpoint of the model joins a layer with something else."""
     touched = {id(region): region for op in ops if (region := region_of.get(op)) is not None}
     return all(ops.keys() >= set(region.ops) for region in touched.values())

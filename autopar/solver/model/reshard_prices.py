@@ -10,20 +10,20 @@ from autopar.cost.compute.op_time import seconds_of_bytes
 from autopar.ir.values import NamedTensor
 from autopar.sharding.buckets import BUCKET_BYTES, BUCKETS, LEAST_BYTES, goes_in_bucket
 from autopar.sharding.reshard.reshard import StepKind
-from autopar.sharding.reshard.scaled import Leg, Routes
-from autopar.sharding.sharding import Layout, longest
+from autopar.sharding.reshard.scaled import ScaledReshards, StepSize
+from autopar.sharding.sharding import Sharding, longest
 from autopar.solver.arrays import Floats
-from autopar.solver.candidates import Stored
+from autopar.solver.candidates import StorageOption
 from autopar.solver.model.objective import Sum
-from autopar.solver.setting import Setting
+from autopar.solver.setting import PlanningProblem
 
-__all__ = ["Cut", "Ways", "block_of"]
+__all__ = ["ReshardCosts", "TensorCut", "block_of"]
 
-_Sent = tuple[Leg, int]
+_Sent = tuple[StepSize, int]
 """A step, and the bytes of an element."""
 
 
-class Cut(NamedTuple):
+class TensorCut(NamedTuple):
     """What of a tensor its conversions depend on. A tuple, because tables are looked up by it."""
 
     sizes: tuple[int, ...]
@@ -32,12 +32,12 @@ class Cut(NamedTuple):
     """Whether a gradient comes back."""
 
     @classmethod
-    def of(cls, tensor: NamedTensor, setting: Setting) -> Cut:
+    def of(cls, tensor: NamedTensor, setting: PlanningProblem) -> TensorCut:
         sizes = tuple(atom.size for atom in tensor.atoms)
         return cls(sizes, tensor.dtype.itemsize, tensor.requires_grad and setting.trains)
 
 
-class _Moved(NamedTuple):
+class _BucketShare(NamedTuple):
     """What a parameter takes of its bucket: seconds of the links and of the host, forward and backward."""
 
     forward: tuple[float, float]
@@ -45,14 +45,14 @@ class _Moved(NamedTuple):
     gathers: bool
 
 
-class Ways:
+class ReshardCosts:
     """The conversions of one setting, each worked out once."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: PlanningProblem) -> None:
         self.setting = setting
-        self.routes = Routes(setting.axes)
-        self.prices: dict[tuple[tuple[int, ...], int, Layout, Layout, float], tuple[float, float]] = {}
-        self.moved: dict[tuple[Cut, Layout, Layout, float], _Moved] = {}
+        self.routes = ScaledReshards(setting.axes)
+        self.prices: dict[tuple[tuple[int, ...], int, Sharding, Sharding, float], tuple[float, float]] = {}
+        self.moved: dict[tuple[TensorCut, Sharding, Sharding, float], _BucketShare] = {}
         self.elements: dict[tuple[tuple[int, ...], tuple[tuple[str, ...], ...]], float] = {}
         self.blocks: dict[str, float] = {}
         self.total = 0.0
@@ -64,7 +64,7 @@ class Ways:
     # -- values
 
     def way(
-        self, sizes: tuple[int, ...], itemsize: int, source: Layout, target: Layout, share: float = 1.0
+        self, sizes: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding, share: float = 1.0
     ) -> tuple[float, float]:
         key = sizes, itemsize, source, target, share
         price = self.prices.get(key)
@@ -78,7 +78,7 @@ class Ways:
             price = self.prices[key] = (device, host)
         return price
 
-    def _leg(self, leg: Leg, itemsize: int) -> tuple[float, float]:
+    def _leg(self, leg: StepSize, itemsize: int) -> tuple[float, float]:
         prices = self.setting.prices
         if leg.local:
             size = 2.0 * itemsize * leg.larger
@@ -86,7 +86,7 @@ class Ways:
         seconds = prices.network.seconds(leg.kind, leg.axes, leg.numel * itemsize)
         return seconds, prices.cluster.library.host_seconds.get(leg.kind, prices.launch)
 
-    def gib(self, sizes: tuple[int, ...], itemsize: int, layout: Layout) -> float:
+    def gib(self, sizes: tuple[int, ...], itemsize: int, layout: Sharding) -> float:
         """The largest shard."""
         key = sizes, layout.splits
         found = self.elements.get(key)
@@ -97,13 +97,19 @@ class Ways:
 
     # -- parameters
 
-    def kept_copy(self, cut: Cut, held: Stored, want: Layout, kept: bool) -> float:
+    def kept_copy(self, cut: TensorCut, held: StorageOption, want: Sharding, kept: bool) -> float:
         """What is gathered of a parameter lives until the backward, or until the optimizer steps."""
         lives = (kept and not held.again) or held.lasting
         return self.gib(cut.sizes, cut.itemsize, want) if lives and want.splits != held.layout.splits else 0.0
 
     def add_moved(
-        self, sums: Floats, cut: Cut, held: Stored, want: Layout, gathered_bytes: float, later: bool = False
+        self,
+        sums: Floats,
+        cut: TensorCut,
+        held: StorageOption,
+        want: Sharding,
+        gathered_bytes: float,
+        later: bool = False,
     ) -> None:
         """In a bucket, a parameter takes its share of what the fullest bucket takes: no bucket sends a byte in less.
 
@@ -119,7 +125,7 @@ class Ways:
             sums[Sum.BACKWARD_EACH] += forward[0]
             sums[Sum.HOST] += forward[1]
 
-    def _moved(self, cut: Cut, stored: Layout, want: Layout, gathered_bytes: float) -> _Moved:
+    def _moved(self, cut: TensorCut, stored: Sharding, want: Sharding, gathered_bytes: float) -> _BucketShare:
         key = cut, stored, want, gathered_bytes
         found = self.moved.get(key)
         if found is None:
@@ -128,10 +134,10 @@ class Ways:
             if (there or back) and goes_in_bucket(*(tuple(StepKind(leg.kind) for leg, _ in way) for way in ways)):
                 limit = min(float(BUCKET_BYTES), gathered_bytes if gathers else max(LEAST_BYTES, self.total / BUCKETS))
                 share = min(1.0, max(leg.before * itemsize for leg, itemsize in (*there, *back)) / max(limit, 1.0))
-            found = self.moved[key] = _Moved(self._sent(there, share), self._sent(back, share), gathers)
+            found = self.moved[key] = _BucketShare(self._sent(there, share), self._sent(back, share), gathers)
         return found
 
-    def _ways_of(self, cut: Cut, stored: Layout, want: Layout) -> tuple[tuple[_Sent, ...], tuple[_Sent, ...]]:
+    def _ways_of(self, cut: TensorCut, stored: Sharding, want: Sharding) -> tuple[tuple[_Sent, ...], tuple[_Sent, ...]]:
         there = self.routes.of(cut.sizes, stored.value, want.value)
         back = self.routes.of(cut.sizes, want.gradient.value, stored.gradient.value) if cut.trained else ()
         dtype = self.setting.options.gradient_dtype

@@ -13,11 +13,11 @@ from math import prod
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 
-__all__ = ["Kept"]
+__all__ = ["SavedValues"]
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedValues:
     roots: dict[str, str]
     """By value: the one whose memory it shares."""
     keepers: dict[str, tuple[str, ...]]
@@ -28,7 +28,7 @@ class Kept:
     """Values that their producers keep."""
 
     @staticmethod
-    def of(graph: NamedGraph) -> Kept:
+    def of(graph: NamedGraph) -> SavedValues:
         roots = {name: name for name in graph.tensors}
         for node in graph.nodes:
             footprint = graph.footprints[node.node]
@@ -62,7 +62,7 @@ class Kept:
                 if name is not None:
                     own.add(name)
                     keepers[roots[name]] = (*keepers.get(roots[name], ()), node.name)
-        return Kept(roots, keepers, frozenset(operands), frozenset(own))
+        return SavedValues(roots, keepers, frozenset(operands), frozenset(own))
 
     def is_kept(self, name: str) -> bool:
         """Whether the memory of a value that an op makes lives on."""

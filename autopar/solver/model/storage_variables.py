@@ -10,18 +10,18 @@ import numpy as np
 
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.atoms import atoms_of
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 from autopar.solver.arrays import Floats
-from autopar.solver.candidates import Stored, stored_of
-from autopar.solver.model.builder import Building, parts_of
-from autopar.solver.model.cost_tables import Parts, Table, Use, Wants
+from autopar.solver.candidates import StorageOption, stored_of
+from autopar.solver.model.builder import ModelBuilder, parts_of
+from autopar.solver.model.cost_tables import CostTable, Parts, ValueUse, Wants
 from autopar.solver.model.model import Factor
 from autopar.solver.model.objective import Sum
 
-__all__ = ["HeldTensors"]
+__all__ = ["StorageVariables"]
 
 
-class HeldTensors(Building):
+class StorageVariables(ModelBuilder):
     def _held(self, tensor: NamedTensor) -> None:
         users = self.setting.users.get(tensor.name, ())
         wants = [self._wants(node, tensor.name) for node in users]
@@ -45,44 +45,44 @@ class HeldTensors(Building):
                 self._add_taken(place, tensor, stored, node, want)
 
     def _add_taken(
-        self, place: int, tensor: NamedTensor, stored: Sequence[Stored], node: NamedNode, wants: Sequence[Wants]
+        self, place: int, tensor: NamedTensor, stored: Sequence[StorageOption], node: NamedNode, wants: Sequence[Wants]
     ) -> None:
         """An input or a buffer, as an op takes it."""
         cut, layouts = self.tables.cut(tensor), [one.layout for one in stored]
         kept = (node.name, tensor.name) in self.kept.operands
         again = self.again.flags(node.name)
 
-        def table(mode: int) -> Table:
-            return self.tables.values(cut, layouts, wants, Use(again[mode], kept))
+        def table(mode: int) -> CostTable:
+            return self.tables.values(cut, layouts, wants, ValueUse(again[mode], kept))
 
         self._add_pairs(place, self.place["op", node.name], node, table)
 
-    def _uses(self, wants: Sequence[Sequence[Wants]]) -> tuple[Layout, ...]:
+    def _uses(self, wants: Sequence[Sequence[Wants]]) -> tuple[Sharding, ...]:
         """The layouts in which ops take a tensor, as values."""
         key = "uses", tuple(map(id, wants))
         if key not in self.known:
             found = (want.value for each in wants for one in each for want in one if want is not None)
             self.known[key] = self._same(tuple(dict.fromkeys(found)))
-        uses: tuple[Layout, ...] = self.known[key]
+        uses: tuple[Sharding, ...] = self.known[key]
         return uses
 
-    def _stored(self, tensor: NamedTensor, uses: tuple[Layout, ...]) -> tuple[Stored, ...]:
+    def _stored(self, tensor: NamedTensor, uses: tuple[Sharding, ...]) -> tuple[StorageOption, ...]:
         key = "stored", tensor.kind, self._cut(tensor), id(uses), self.demands.stored_token(tensor)
         if key not in self.known:
             self.known[key] = stored_of(self.setting, self.demands, tensor, uses, self.regather, self.lasting)
-        found: tuple[Stored, ...] = self.known[key]
+        found: tuple[StorageOption, ...] = self.known[key]
         return found
 
     def _with_shared(
         self,
         tensor: NamedTensor,
-        stored: tuple[Stored, ...],
+        stored: tuple[StorageOption, ...],
         parts: tuple[Parts, ...],
         users: Sequence[NamedNode],
         wants: Sequence[tuple[Wants, ...]],
-    ) -> tuple[tuple[Stored, ...], tuple[Parts, ...]]:
+    ) -> tuple[tuple[StorageOption, ...], tuple[Parts, ...]]:
         """A parameter that several ops take: converted once for those that take it in one layout."""
-        counts: dict[Layout, int] = {}
+        counts: dict[Sharding, int] = {}
         for each in wants:
             for want in dict.fromkeys(want for option in each for want in option if want is not None):
                 counts[want] = counts.get(want, 0) + 1
@@ -96,7 +96,7 @@ class HeldTensors(Building):
         once = self.tables.shared(self.tables.cut(tensor), states, self.tables.handled(tensor, kept))
         return states, (*spread, once)
 
-    def _held_parts(self, tensor: NamedTensor, stored: tuple[Stored, ...]) -> tuple[Parts, ...]:
+    def _held_parts(self, tensor: NamedTensor, stored: tuple[StorageOption, ...]) -> tuple[Parts, ...]:
         key = "held", tensor.kind, self._cut(tensor), id(stored), tuple(self.handed.get(tensor.name, ()))
         if key not in self.known:
             sums = np.zeros((len(Sum), len(stored)))
@@ -108,17 +108,17 @@ class HeldTensors(Building):
                     sums[Sum.OPTIMIZER, i] += size / prices.device.stream
                 self._stored_memory(sums[:, i], tensor, one)
                 if tensor.kind == "input" and not options.local_inputs:
-                    whole = Layout.replicated(atoms_of(tensor))
+                    whole = Sharding.replicated(atoms_of(tensor))
                     self._converted(sums[:, i], tensor, whole, one.layout, backward=False)
                 self._handed_out(sums[:, i], tensor, one.layout)
             self.known[key] = parts_of(sums)
         return (self.known[key],)
 
-    def _stored_memory(self, sums: Floats, tensor: NamedTensor, one: Stored) -> None:
+    def _stored_memory(self, sums: Floats, tensor: NamedTensor, one: StorageOption) -> None:
         options = self.setting.options
         size = self._gib(tensor.name, one.layout)
         if tensor.kind != "param":
-            whole = Layout.replicated(atoms_of(tensor))
+            whole = Sharding.replicated(atoms_of(tensor))
             inputs = size if options.local_inputs or tensor.kind != "input" else self._gib(tensor.name, whole)
             sums[Sum.KEPT_GIB] += inputs + (size if tensor.kind == "input" and one.layout != whole else 0.0)
             sums[Sum.STEP_GIB] += inputs

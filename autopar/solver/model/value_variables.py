@@ -9,18 +9,18 @@ import numpy as np
 
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.atoms import atoms_of
-from autopar.sharding.demands import Demands
-from autopar.sharding.sharding import Layout
+from autopar.sharding.demands import SearchLayout
+from autopar.sharding.sharding import Sharding
 from autopar.solver.candidates import can_be_held, options_of
 from autopar.solver.infeasible.errors import no_option
-from autopar.solver.model.builder import Building, parts_of
-from autopar.solver.model.cost_tables import Parts, Table, Use, Wants
+from autopar.solver.model.builder import ModelBuilder, parts_of
+from autopar.solver.model.cost_tables import CostTable, Parts, ValueUse, Wants
 from autopar.solver.model.objective import Sum
 
-__all__ = ["Values"]
+__all__ = ["ValueVariables"]
 
 
-class Values(Building):
+class ValueVariables(ModelBuilder):
     def _value(self, tensor: NamedTensor) -> None:
         node, position = self.makers[tensor.name]
         maker = self.place["op", node.name]
@@ -39,22 +39,22 @@ class Values(Building):
         into = self._into(homes)
         cut, again, share = self.tables.cut(tensor), self.again.flags(node.name), self.setting.prices.share(tensor.name)
 
-        def brought(mode: int) -> Table:
-            return self.tables.values(cut, produced, into, Use(again[mode], share=share))
+        def brought(mode: int) -> CostTable:
+            return self.tables.values(cut, produced, into, ValueUse(again[mode], share=share))
 
         self._add_pairs(maker, place, node, brought)
         for user, want in zip(users, wants, strict=True):
             self._add_given(place, tensor, homes, user, want)
 
     def _add_given(
-        self, place: int, tensor: NamedTensor, held: Sequence[Layout], user: NamedNode, wants: Sequence[Wants]
+        self, place: int, tensor: NamedTensor, held: Sequence[Sharding], user: NamedNode, wants: Sequence[Wants]
     ) -> None:
         """A value, as an op takes it."""
         cut, again, share = self.tables.cut(tensor), self.again.flags(user.name), self.setting.prices.share(tensor.name)
 
-        def table(mode: int) -> Table:
+        def table(mode: int) -> CostTable:
             return self.tables.values(
-                cut, held, wants, Use(again[mode], *self._kept_for(user, tensor.name, mode), share)
+                cut, held, wants, ValueUse(again[mode], *self._kept_for(user, tensor.name, mode), share)
             )
 
         self._add_pairs(place, self.place["op", user.name], user, table)
@@ -70,17 +70,17 @@ class Values(Building):
         only = only and not self._enters(self.kept.roots[name], maker, its)
         return (user.name, name) in self.kept.operands, only
 
-    def _produced(self, maker: int, position: int) -> tuple[Layout, ...]:
+    def _produced(self, maker: int, position: int) -> tuple[Sharding, ...]:
         options = self.variables[maker].states
         key = "produced", id(options), position
         if key not in self.known:
             self.known[key] = tuple(option.produced[position] for option in options)
-        found: tuple[Layout, ...] = self.known[key]
+        found: tuple[Sharding, ...] = self.known[key]
         return found
 
     def _homes(
-        self, tensor: NamedTensor, produced: tuple[Layout, ...], wants: Sequence[tuple[Wants, ...]]
-    ) -> tuple[Layout, ...]:
+        self, tensor: NamedTensor, produced: tuple[Sharding, ...], wants: Sequence[tuple[Wants, ...]]
+    ) -> tuple[Sharding, ...]:
         handed, token = tuple(self.handed.get(tensor.name, ())), self.demands.stored_token(tensor)
         key = "homes", self._cut(tensor), id(produced), tuple(map(id, wants)), handed, token
         if key not in self.known:
@@ -95,17 +95,17 @@ class Values(Building):
                 atoms = atoms_of(tensor)
                 kept = [home for home in kept if can_be_held(home, atoms, self.setting.axes)]
             self.known[key] = tuple(kept)
-        homes: tuple[Layout, ...] = self.known[key]
+        homes: tuple[Sharding, ...] = self.known[key]
         return homes
 
-    def _into(self, homes: tuple[Layout, ...]) -> tuple[Wants, ...]:
+    def _into(self, homes: tuple[Sharding, ...]) -> tuple[Wants, ...]:
         key = "into", id(homes)
         if key not in self.known:
             self.known[key] = tuple((home,) for home in homes)
         found: tuple[Wants, ...] = self.known[key]
         return found
 
-    def _has_home(self, tensor: NamedTensor, node: NamedNode, demands: Demands) -> bool:
+    def _has_home(self, tensor: NamedTensor, node: NamedNode, demands: SearchLayout) -> bool:
         """Whether a value can be kept as another layout demands, however it is taken."""
         position = node.outputs.index(tensor.name)
         options = options_of(self.setting, demands, node)
@@ -117,7 +117,7 @@ class Values(Building):
             for home in found
         )
 
-    def _home_parts(self, tensor: NamedTensor, homes: tuple[Layout, ...], users: int, mode: int) -> Parts:
+    def _home_parts(self, tensor: NamedTensor, homes: tuple[Sharding, ...], users: int, mode: int) -> Parts:
         kept = self._lives(tensor.name, self.makers[tensor.name][0], mode) or self._only_handed_out(tensor.name)
         key = "home", self._cut(tensor), id(homes), users, tuple(self.handed.get(tensor.name, ())), kept
         if key not in self.known:
@@ -136,9 +136,9 @@ class Values(Building):
         return name in self.handed and self.kept.roots[name] not in self.kept.keepers
 
 
-def _resolved(layout: Layout) -> list[Layout]:
+def _resolved(layout: Sharding) -> list[Sharding]:
     """What a sum may be brought into: whole, or split along one of its dims."""
-    found = [Layout(layout.splits)]
+    found = [Sharding(layout.splits)]
     for axis in sorted(layout.partial):
         found = [
             made for one in found for made in (one, *(_with(one, place, axis) for place in range(len(layout.splits))))
@@ -146,5 +146,5 @@ def _resolved(layout: Layout) -> list[Layout]:
     return found
 
 
-def _with(layout: Layout, place: int, axis: str) -> Layout:
-    return Layout(tuple((*axes, axis) if i == place else axes for i, axes in enumerate(layout.splits)))
+def _with(layout: Sharding, place: int, axis: str) -> Sharding:
+    return Sharding(tuple((*axes, axis) if i == place else axes for i, axes in enumerate(layout.splits)))

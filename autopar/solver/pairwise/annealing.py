@@ -21,7 +21,7 @@ from autopar.solver.pairwise.dual import loads_at
 from autopar.solver.pairwise.flat_arrays import Arrays, priced_costs
 from autopar.solver.pairwise.forest_moves import conditional_costs, forest_moves, scratch_for, state_of
 
-__all__ = ["Found", "Plan", "anneal", "cost_in", "descend", "repair", "search"]
+__all__ = ["AnnealingPlan", "AnnealingResult", "anneal", "cost_in", "descend", "repair", "search"]
 
 # The largest region of one move, in nodes.
 LARGEST = 300
@@ -39,7 +39,7 @@ CHAINS = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class AnnealingResult:
     """A solution of the flat problem."""
 
     cost: float
@@ -47,7 +47,7 @@ class Found:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class AnnealingPlan:
     """How one chain runs: so many moves, cooling from one temperature to another."""
 
     seed: int
@@ -69,7 +69,9 @@ def noise_table() -> Floats:
     return np.asarray(-np.random.default_rng(0).gumbel(size=1 << 14))
 
 
-def anneal(arrays: Arrays, start: Found, plan: Plan, deadline: float) -> tuple[Found, float]:
+def anneal(
+    arrays: Arrays, start: AnnealingResult, plan: AnnealingPlan, deadline: float
+) -> tuple[AnnealingResult, float]:
     """One chain; returns the best solution seen and where the chain ended."""
     strategies = start.strategies.copy()
     best = start.strategies.copy()
@@ -88,22 +90,22 @@ def anneal(arrays: Arrays, start: Found, plan: Plan, deadline: float) -> tuple[F
             arrays, state, scratch, noise, seed, moves, LARGEST, temperature, total, best_cost, best
         )
         done += moves
-    return Found(cost_in(arrays, best), best), total
+    return AnnealingResult(cost_in(arrays, best), best), total
 
 
-def descend(arrays: Arrays, start: Found, moves: int, seed: int, deadline: float) -> Found:
+def descend(arrays: Arrays, start: AnnealingResult, moves: int, seed: int, deadline: float) -> AnnealingResult:
     """Only better and better solutions."""
-    return anneal(arrays, start, Plan(seed, moves, 0.0, 0.0), deadline)[0]
+    return anneal(arrays, start, AnnealingPlan(seed, moves, 0.0, 0.0), deadline)[0]
 
 
 def search(
     arrays: Arrays,
-    start: Found,
+    start: AnnealingResult,
     spread: float,
     seed: int,
     deadline: float,
-    report: Callable[[Found], bool],
-) -> Found:
+    report: Callable[[AnnealingResult], bool],
+) -> AnnealingResult:
     """Cycles until the deadline, or until `report`, told of every cycle's best, says that it is enough.
 
     spread: what a node may cost above its optimum on average; temperatures are multiples of it.
@@ -121,7 +123,7 @@ def search(
                 planned = max(BATCH, int(pace * left * 0.97))  # the last cycle takes what is left
             multiples = [multiple * 10**chain for chain in range(CHAINS)]
             plans = [
-                Plan(seed + cycle * CHAINS + chain, planned, spread * hot, spread * hot / COOLING)
+                AnnealingPlan(seed + cycle * CHAINS + chain, planned, spread * hot, spread * hot / COOLING)
                 for chain, hot in enumerate(multiples)
             ]
             began = time.monotonic()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from autopar.solver.arrays import Floats, Ints
-from autopar.solver.pairwise.elimination import Elimination
+from autopar.solver.pairwise.elimination import PairwiseElimination
 from autopar.solver.pairwise.flat_arrays import Arrays, priced_costs
 from autopar.solver.pairwise.limit_tree import tree_of, try_move
 from autopar.solver.pairwise.trws import decode, reduced_costs, sweep
@@ -124,7 +124,7 @@ class MessageDual(Dual):
 class NarrowDual(Dual):
     """Exact answers at given prices, by elimination."""
 
-    def __init__(self, arrays: Arrays, plan: Elimination) -> None:
+    def __init__(self, arrays: Arrays, plan: PairwiseElimination) -> None:
         super().__init__(arrays)
         self.plan = plan
         # With a single limit: cost and excess of the solutions last found below and above it.

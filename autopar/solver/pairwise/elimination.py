@@ -18,7 +18,7 @@ import numpy as np
 from autopar.solver.arrays import Floats
 from autopar.solver.pairwise.problem import Problem
 
-__all__ = ["Elimination", "eliminate", "plan_elimination"]
+__all__ = ["PairwiseElimination", "eliminate", "plan_elimination"]
 
 LARGEST_TABLE = 1 << 21
 # Tables with more axes are not made, however small: arrays have no more.
@@ -26,7 +26,7 @@ MOST_NEIGHBOURS = 30
 
 
 @dataclass(frozen=True, eq=False)
-class Bucket:
+class EliminationStep:
     """One step: `node` goes, its best response depends on `others`.
 
     fixed: the sum of the edges that are added here, one axis for each of `others` and a last one for the node;
@@ -40,11 +40,11 @@ class Bucket:
 
 
 @dataclass(frozen=True, eq=False)
-class Elimination:
+class PairwiseElimination:
     """The steps for one set of edges."""
 
     sizes: tuple[int, ...]
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[EliminationStep, ...]
 
     def tables(self, costs: Sequence[Floats]) -> list[Floats]:
         """Per step, the least cost of all that is gone with it, by the strategies of the others and of the node."""
@@ -103,7 +103,7 @@ def eliminate(problem: Problem, largest_table: int = LARGEST_TABLE) -> list[int]
 
 def plan_elimination(
     problem: Problem, largest_table: int, largest_sum: float = np.inf, ceiling: float = np.inf
-) -> Elimination | None:
+) -> PairwiseElimination | None:
     """The steps; None when a table, or all tables together, would pass the sizes. Edges cost `ceiling` at most."""
     sizes = problem.strategy_counts
     order = _order(problem, sizes, largest_table, largest_sum)
@@ -115,7 +115,7 @@ def plan_elimination(
     buckets = []
     for node, others in order:
         fixed = np.zeros([sizes[other] for other in (*others, node)])
-        buckets.append(Bucket(node, others, fixed))
+        buckets.append(EliminationStep(node, others, fixed))
     for edge in problem.edges:
         first_goes = rank[edge.first] < rank[edge.second]
         node, other = (edge.first, edge.second) if first_goes else (edge.second, edge.first)
@@ -127,10 +127,10 @@ def plan_elimination(
             receiver = buckets[min(rank[other] for other in bucket.others)]
             # Axes stand in the order in which their nodes go, the last first, so a result fits by its shape alone.
             receiver.received.append((step, _shape(receiver, bucket.others, sizes)))
-    return Elimination(tuple(sizes), tuple(buckets))
+    return PairwiseElimination(tuple(sizes), tuple(buckets))
 
 
-def _shape(bucket: Bucket, nodes: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+def _shape(bucket: EliminationStep, nodes: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
     """The shape in which a table over these nodes is added to a bucket's."""
     return tuple(sizes[axis] if axis in nodes else 1 for axis in (*bucket.others, bucket.node))
 

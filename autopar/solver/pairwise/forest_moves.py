@@ -18,10 +18,10 @@ from autopar.solver.pairwise.flat_arrays import Arrays
 from autopar.solver.pairwise.jit import compiled
 from autopar.solver.pairwise.limit_tree import least_left, move, tree_of, try_move
 
-__all__ = ["Scratch", "State", "conditional_costs", "forest_moves", "scratch_for", "state_of"]
+__all__ = ["ForestState", "Scratch", "conditional_costs", "forest_moves", "scratch_for", "state_of"]
 
 
-class State(NamedTuple):
+class ForestState(NamedTuple):
     """A solution and what follows from it.
 
     conditional: per place, what the strategy costs with all neighbours as they are; least, added: the tree of what is
@@ -55,11 +55,11 @@ def scratch_for(arrays: Arrays) -> Scratch:
     return Scratch(region, parents, up_links, inside, touching, waiting, frontier, chosen, totals)
 
 
-def state_of(arrays: Arrays, costs: Floats, strategies: Ints, left: Ints) -> State:
+def state_of(arrays: Arrays, costs: Floats, strategies: Ints, left: Ints) -> ForestState:
     """The state of a solution; `left` is what it leaves of the limits."""
     conditional = costs.copy()
     conditional_costs(arrays, strategies, conditional)
-    return State(strategies, conditional, *tree_of(left))
+    return ForestState(strategies, conditional, *tree_of(left))
 
 
 @compiled
@@ -115,7 +115,7 @@ def grow(arrays: Arrays, scratch: Scratch, start: int, most: int, depth: float) 
 
 
 @compiled
-def forbid_unfit(arrays: Arrays, state: State, node: int, totals: Floats) -> None:
+def forbid_unfit(arrays: Arrays, state: ForestState, node: int, totals: Floats) -> None:
     """Make strategies that use more than is left infinitely dear."""
     first = arrays.offsets[node]
     count = arrays.offsets[node + 1] - first
@@ -129,7 +129,7 @@ def forbid_unfit(arrays: Arrays, state: State, node: int, totals: Floats) -> Non
 
 
 @compiled
-def prepare(arrays: Arrays, state: State, scratch: Scratch, size: int, temperature: float, noise: Floats) -> None:
+def prepare(arrays: Arrays, state: ForestState, scratch: Scratch, size: int, temperature: float, noise: Floats) -> None:
     """The costs of the region's nodes: disturbed, without the edges inside the region, unfit strategies infinite."""
     totals = scratch.totals
     for i in range(size):
@@ -175,7 +175,7 @@ def go_up(arrays: Arrays, scratch: Scratch, size: int) -> None:
 
 
 @compiled
-def go_down(arrays: Arrays, state: State, scratch: Scratch, size: int) -> None:
+def go_down(arrays: Arrays, state: ForestState, scratch: Scratch, size: int) -> None:
     """Give every node the best strategy that fits, below the choices above it; charges the limits."""
     totals = scratch.totals
     for i in range(size):
@@ -205,7 +205,7 @@ def go_down(arrays: Arrays, state: State, scratch: Scratch, size: int) -> None:
 
 
 @compiled
-def switch(arrays: Arrays, state: State, node: int, new: int) -> float:
+def switch(arrays: Arrays, state: ForestState, node: int, new: int) -> float:
     """Change one strategy in the solution, not in the limits; returns what it adds to the cost."""
     old = state.strategies[node]
     first = arrays.offsets[node]
@@ -224,7 +224,7 @@ def switch(arrays: Arrays, state: State, node: int, new: int) -> float:
 @compiled
 def forest_moves(
     arrays: Arrays,
-    state: State,
+    state: ForestState,
     scratch: Scratch,
     noise: Floats,
     seed: int,

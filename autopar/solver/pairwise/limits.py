@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from autopar.solver.arrays import Ints
 
-__all__ = ["Capacities", "Row", "range_minima"]
+__all__ = ["Capacities", "LimitRow", "range_minima"]
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class LimitRow:
     """What the strategies of a node use of the limits `start` .. `end`-1, above the least that any of them uses."""
 
     start: int
@@ -46,8 +46,8 @@ class Capacities:
         if amounts.any():
             self.rows[node][start, end] = amounts
 
-    def rows_of(self, node: int) -> list[Row]:
-        return [Row(start, end, amounts) for (start, end), amounts in self.rows[node].items()]
+    def rows_of(self, node: int) -> list[LimitRow]:
+        return [LimitRow(start, end, amounts) for (start, end), amounts in self.rows[node].items()]
 
     def select(self, node: int, strategies: Ints) -> None:
         rows, self.rows[node] = self.rows[node], {}

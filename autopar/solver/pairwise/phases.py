@@ -8,12 +8,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from autopar.solver.arrays import Floats, Ints
-from autopar.solver.pairwise.annealing import Found, Plan, anneal, cost_in, repair, search
+from autopar.solver.pairwise.annealing import AnnealingPlan, AnnealingResult, anneal, cost_in, repair, search
 from autopar.solver.pairwise.dual import Dual, MessageDual, NarrowDual, loads_at
 from autopar.solver.pairwise.elimination import plan_elimination
 from autopar.solver.pairwise.flat_arrays import Arrays, arrays_of, impossible_price
 from autopar.solver.pairwise.jit import warn_if_slow
-from autopar.solver.pairwise.work import Work
+from autopar.solver.pairwise.work import SharedState
 
 __all__ = ["dual_stage", "search_stage"]
 
@@ -37,15 +37,15 @@ WORTH_INTERRUPTING = 0.25
 WORTH_SHRINKING = 0.02
 
 
-def _dual_of(work: Work, arrays: Arrays) -> Dual:
+def _dual_of(work: SharedState, arrays: Arrays) -> Dual:
     plan = plan_elimination(work.core, NARROW_TABLE, NARROW_SUM, impossible_price(work.core))
     return MessageDual(arrays) if plan is None else NarrowDual(arrays, plan)
 
 
-class _Block:
+class _Core:
     """The core as arrays, its dual, and the best solution in the core's terms."""
 
-    def __init__(self, work: Work, prices: Floats | None) -> None:
+    def __init__(self, work: SharedState, prices: Floats | None) -> None:
         self.work = work
         self.arrays = arrays_of(work.core)
         self.impossible = impossible_price(work.core)
@@ -53,11 +53,11 @@ class _Block:
         if prices is not None:
             self.dual.prices = prices
             self.dual.step = 0.3
-        self.best: Found | None = None
+        self.best: AnnealingResult | None = None
         lowered = work.lowered()
         if lowered is not None:
             strategies = np.array(lowered, dtype=np.int64)
-            self.best = Found(cost_in(self.arrays, strategies), strategies)
+            self.best = AnnealingResult(cost_in(self.arrays, strategies), strategies)
         self.offer(self.dual.base)
 
     def offer(self, strategies: Ints) -> None:
@@ -65,7 +65,7 @@ class _Block:
         if cost < self.impossible and (self.best is None or cost < self.best.cost):
             left = self.arrays.limits - loads_at(self.arrays, strategies)
             if not len(left) or left.min() >= 0:
-                self.best = Found(cost, strategies.copy())
+                self.best = AnnealingResult(cost, strategies.copy())
 
     def rounds(self, deadline: float) -> None:
         """A block of rounds of the dual."""
@@ -102,18 +102,18 @@ class _Block:
         self.work.tell("dual")
 
 
-def dual_stage(work: Work) -> bool:
+def dual_stage(work: SharedState) -> bool:
     """Bound and first solutions; shrinks the core as the bound rules strategies out. False when that solves the
     problem."""
     warn_if_slow()
-    block = _Block(work, None)
+    block = _Core(work, None)
     block.report()
     deadline = time.monotonic() + DUAL_PART * work.seconds_left
     history: list[float] = []
     seed = work.seed
     with ThreadPoolExecutor(1) as pool:
         while True:
-            beside: Future[tuple[Found, float]] | None = None
+            beside: Future[tuple[AnnealingResult, float]] | None = None
             if block.best is not None and history:
                 beside = pool.submit(_search_beside, block.arrays, block.best, block.dual.bound, seed, deadline)
             block.rounds(deadline)
@@ -138,7 +138,7 @@ def dual_stage(work: Work) -> bool:
     return work.finished or _shrunk_again(work, block, WORTH_SHRINKING) is not None
 
 
-def relative_distance(work: Work) -> float:
+def relative_distance(work: SharedState) -> float:
     return work.cost - work.bound if np.isfinite(work.cost) else np.inf
 
 
@@ -148,13 +148,15 @@ def stopped(history: list[float]) -> bool:
     return history[-1] > (1 - NEWS) * history[-1 - STILL_BLOCKS]
 
 
-def _search_beside(arrays: Arrays, best: Found, bound: float, seed: int, deadline: float) -> tuple[Found, float]:
+def _search_beside(
+    arrays: Arrays, best: AnnealingResult, bound: float, seed: int, deadline: float
+) -> tuple[AnnealingResult, float]:
     nodes = len(arrays.offsets) - 1
     hot = max(0.0, best.cost - bound) / nodes
-    return anneal(arrays, best, Plan(seed, MOVES_BESIDE * nodes, hot, hot / 100), deadline)
+    return anneal(arrays, best, AnnealingPlan(seed, MOVES_BESIDE * nodes, hot, hot / 100), deadline)
 
 
-def _shrunk_again(work: Work, block: _Block, worth: float) -> _Block | None:
+def _shrunk_again(work: SharedState, block: _Core, worth: float) -> _Core | None:
     """A block for the core without what the bound rules out; the same block when that is little, None when it is
     all."""
     if block.best is None or not np.isfinite(work.cost):
@@ -176,26 +178,26 @@ def _shrunk_again(work: Work, block: _Block, worth: float) -> _Block | None:
         # The price of a limit that another one stands for goes to the nearest that is left.
         nearest = np.clip(np.searchsorted(kept, np.arange(len(prices))), 0, len(kept) - 1)
         np.add.at(moved, nearest, prices)
-    return _Block(work, moved)
+    return _Core(work, moved)
 
 
-def _repair(work: Work, block: _Block) -> None:
+def _repair(work: SharedState, block: _Core) -> None:
     repaired = repair(block.arrays, block.dual.heeding(block.dual.base), block.impossible, work.seed, work.deadline)
     if repaired is not None:
         work.offer_core(repaired.tolist())
     work.tell("repair")
 
 
-def search_stage(work: Work) -> None:
+def search_stage(work: SharedState) -> None:
     """Local search from the best solution until the time is up or the gap is closed."""
     arrays = arrays_of(work.core)
     lowered = work.lowered()
     if lowered is None:
         return
     strategies = np.array(lowered, dtype=np.int64)
-    start = Found(cost_in(arrays, strategies), strategies)
+    start = AnnealingResult(cost_in(arrays, strategies), strategies)
 
-    def report(found: Found) -> bool:
+    def report(found: AnnealingResult) -> bool:
         work.offer_core(found.strategies.tolist())
         work.tell("search")
         return work.finished

@@ -22,7 +22,7 @@ import numpy as np
 
 from autopar.solver.arrays import Floats, Ints
 from autopar.solver.pairwise.edge_matrix import Matrices, Matrix
-from autopar.solver.pairwise.limits import Capacities, Row
+from autopar.solver.pairwise.limits import Capacities, LimitRow
 from autopar.solver.pairwise.problem import Edge, Problem, Usage
 
 __all__ = ["Infeasible", "Shrunk", "shrink"]
@@ -89,12 +89,12 @@ class Shrunk:
 def shrink(problem: Problem, deadline: float | None = None) -> Shrunk:
     """Reduce until nothing applies or the clock (`time.monotonic`) passes the deadline; raises `Infeasible` when
     proved."""
-    work = _Work(problem, deadline)
+    work = _ShrinkingProblem(problem, deadline)
     work.run()
     return work.result()
 
 
-class _Work:
+class _ShrinkingProblem:
     """The problem while it shrinks: nodes leave, edges merge."""
 
     def __init__(self, problem: Problem, deadline: float | None) -> None:
@@ -304,7 +304,7 @@ class _Work:
         return True
 
     @staticmethod
-    def best_in_all(costs: Floats, rows: Sequence[Row]) -> Ints | None:
+    def best_in_all(costs: Floats, rows: Sequence[LimitRow]) -> Ints | None:
         """Per column, the cheapest row, provided it is also among those that use least; None when it is not."""
         cheapest = costs.min(axis=0)
         if not np.all(np.isfinite(cheapest)):

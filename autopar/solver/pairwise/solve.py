@@ -22,7 +22,7 @@ from autopar.solver.pairwise.cp_sat import model_size, solve_exactly
 from autopar.solver.pairwise.elimination import eliminate
 from autopar.solver.pairwise.problem import Problem
 from autopar.solver.pairwise.reductions import Infeasible
-from autopar.solver.pairwise.work import Work
+from autopar.solver.pairwise.work import SharedState
 from autopar.solver.progress import Progress, relative_gap
 
 __all__ = ["Progress", "Solution", "solve"]
@@ -62,7 +62,7 @@ def solve(
     gap: float = 0.0,
 ) -> Solution:
     """Search until the gap is at most `gap` or the time is up; `start` is a solution to begin from, if one is known."""
-    work = Work(problem, max(0.0, time_limit) * (1 - RESERVE), seed, progress, gap)
+    work = SharedState(problem, max(0.0, time_limit) * (1 - RESERVE), seed, progress, gap)
     if start is not None:
         work.offer(start)
     try:
@@ -76,7 +76,7 @@ def solve(
     return Solution(tuple(work.strategies), work.cost, min(work.bound, work.cost), False, seconds)
 
 
-def _solve_core(work: Work) -> None:
+def _solve_core(work: SharedState) -> None:
     if not len(work.core.limits):
         strategies = eliminate(work.core)
         if strategies is not None:
@@ -98,7 +98,7 @@ def _solve_core(work: Work) -> None:
     search_stage(work)
 
 
-def _exact(work: Work, time_limit: float) -> bool:
+def _exact(work: SharedState, time_limit: float) -> bool:
     """CP-SAT on the core; whether it ended with a proof."""
     answer = solve_exactly(work.core, time_limit, work.seed, work.lowered())
     if answer.infeasible:

@@ -14,7 +14,7 @@ from autopar.solver.pairwise.problem import Problem, cost_of, excess_of
 from autopar.solver.pairwise.reductions import Shrunk, shrink
 from autopar.solver.progress import PROVED, Progress, relative_gap
 
-__all__ = ["Work"]
+__all__ = ["SharedState"]
 
 # Shrinking may take this part of the time; a problem that is not shrunk to the end is still the same problem.
 SHRINK_PART = 0.5
@@ -26,7 +26,7 @@ def _all_whole(problem: Problem) -> bool:
     return all(bool(np.all((costs == np.floor(costs)) | np.isinf(costs))) for costs in arrays.values())
 
 
-class Work:
+class SharedState:
     """What the stages share. The core is the problem after all reductions so far."""
 
     def __init__(

@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar.solver.arrays import Floats
 
-__all__ = ["Folded", "TooWide", "folded"]
+__all__ = ["SharedTableElimination", "TooWide", "folded"]
 
 LARGEST_TABLE = 2**24
 
@@ -29,7 +29,7 @@ class TooWide(Exception):
     """No order of elimination was found whose tables are small enough."""
 
 
-class _Bucket(NamedTuple):
+class _EliminationStep(NamedTuple):
     """A node that goes, the nodes that its table is over, and which tables it takes in: given ones, and made ones."""
 
     node: int
@@ -39,11 +39,11 @@ class _Bucket(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Folded:
+class SharedTableElimination:
     """The order in which nodes go."""
 
     sizes: tuple[int, ...]
-    buckets: tuple[_Bucket, ...]
+    buckets: tuple[_EliminationStep, ...]
     shapes: tuple[tuple[int, ...], ...] = ()
     """Of the tables, without the nodes that have one strategy."""
     firsts: dict[object, list[int]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Folded:
         results: list[Floats] = []
         total = 0.0
 
-        def parts(bucket: _Bucket) -> list[_Part]:
+        def parts(bucket: _EliminationStep) -> list[_Part]:
             found = [(tables[i], places) for i, places in bucket.given]
             return found + [(results[i], places) for i, places in bucket.made]
 
@@ -129,7 +129,9 @@ def _best(own: Floats, parts: Sequence[_Part], at: tuple[int, ...]) -> int:
     return int(total.argmin())
 
 
-def folded(sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], largest: int = LARGEST_TABLE) -> Folded:
+def folded(
+    sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], largest: int = LARGEST_TABLE
+) -> SharedTableElimination:
     """An order in which the smallest table is made next."""
     neighbours: list[set[int]] = [set() for _ in sizes]
     # Who has one strategy is nobody's neighbour: arrays have few axes, and a shared value may have many users.
@@ -153,14 +155,16 @@ def folded(sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], largest: int
     for place, (node, _) in enumerate(order):
         at = {other: axis for axis, other in enumerate((node, *arranged[place]))}
         buckets.append(
-            _Bucket(
+            _EliminationStep(
                 node,
                 arranged[place],
                 tuple((i, tuple(at[other] for other in scopes[i])) for i in given[place]),
                 tuple((i, tuple(at[other] for other in arranged[i])) for i in made[place]),
             )
         )
-    return Folded(tuple(sizes), tuple(buckets), tuple(tuple(sizes[node] for node in scope) for scope in scopes))
+    return SharedTableElimination(
+        tuple(sizes), tuple(buckets), tuple(tuple(sizes[node] for node in scope) for scope in scopes)
+    )
 
 
 def _order(sizes: Sequence[int], neighbours: list[set[int]], largest: int) -> list[tuple[int, set[int]]]:

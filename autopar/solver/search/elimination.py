@@ -13,7 +13,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.solver.arrays import Floats
 from autopar.solver.model.cost_tables import weigh
 from autopar.solver.model.model import Model
-from autopar.solver.search.bucket_elimination import Folded, TooWide, fixed, folded
+from autopar.solver.search.bucket_elimination import SharedTableElimination, TooWide, fixed, folded
 
 __all__ = ["Elimination"]
 
@@ -23,7 +23,7 @@ LARGEST_UNCUT = 2**24
 MOST_SETTLING = 4
 
 
-class Least(NamedTuple):
+class WeightedMinimum(NamedTuple):
     """The least at some weights: a lower bound on the weighted sum of all assignments; what has it, and its sums."""
 
     value: float
@@ -39,8 +39,8 @@ class Elimination:
     model: Model
     scopes: tuple[tuple[int, ...], ...]
     cut: tuple[int, ...]
-    plan: Folded
-    inner: _Inner | None = None
+    plan: SharedTableElimination
+    inner: _CutVariables | None = None
     """What is cut, and all that has no gradient: settled together where that is narrow."""
 
     @staticmethod
@@ -64,27 +64,27 @@ class Elimination:
         for cut, largest in (*tries, *(((*light, *heavy[:count]), LARGEST_TABLE) for count in counts)):
             try:
                 plan = _folded(model, scopes, cut, largest)
-                return Elimination(model, scopes, cut, plan, _Inner.of(model, scopes, cut))
+                return Elimination(model, scopes, cut, plan, _CutVariables.of(model, scopes, cut))
             except TooWide:
                 continue
         raise AssertionError("with everything cut, nothing is wide")
 
-    def least(self, weights: Floats) -> Least:
+    def least(self, weights: Floats) -> WeightedMinimum:
         """A lower bound on the weighted sum of all assignments."""
-        weighed = _Weighed(self.model, weights, self.scopes)
+        weighed = _WeightedModel(self.model, weights, self.scopes)
         value, chosen = self._solved(weighed, dict.fromkeys(self.cut))
         sums = weighed.relaxed_sums(chosen, self.cut, self.touched) if self.cut else self.model.sums(chosen)
-        return Least(value, sums, chosen)
+        return WeightedMinimum(value, sums, chosen)
 
     def weighed(self, weights: Floats) -> tuple[list[Floats], list[Floats]]:
         """The costs of all states and pairs, where nothing is cut."""
         assert not self.cut, "what is cut has no costs of its own"
-        found = _Weighed(self.model, weights, self.scopes)
+        found = _WeightedModel(self.model, weights, self.scopes)
         return found.costs, found.tables
 
     def candidate(self, weights: Floats, near: Sequence[int] | None = None) -> list[int]:
         """An assignment whose weighed sum is most likely low; `near`: what was the least at weights like these."""
-        weighed = _Weighed(self.model, weights, self.scopes)
+        weighed = _WeightedModel(self.model, weights, self.scopes)
         chosen = list(near) if near and self.cut else self._solved(weighed, dict.fromkeys(self.cut))[1]
         states: dict[int, int | None] | None = None
         for _ in range(MOST_SETTLING if self.cut else 0):
@@ -105,7 +105,7 @@ class Elimination:
         found = ((i, tuple(node for node in scope if node in cut)) for i, scope in enumerate(self.scopes))
         return tuple((i, gone) for i, gone in found if gone)
 
-    def _solved(self, weighed: _Weighed, cut: Mapping[int, int | None]) -> tuple[float, list[int]]:
+    def _solved(self, weighed: _WeightedModel, cut: Mapping[int, int | None]) -> tuple[float, list[int]]:
         costs, tables, constant = weighed.without(cut, self.touched)
         value, chosen = self.plan.solve(costs, tables, pattern=tuple(cut.items()))
         for node, state in cut.items():
@@ -114,16 +114,16 @@ class Elimination:
 
 
 @dataclass(frozen=True, eq=False)
-class _Inner:
+class _CutVariables:
     """The variables that are cut, and all that has no gradient: the least of them, the others fixed."""
 
     cut: tuple[int, ...]
     nodes: tuple[int, ...]
     factors: tuple[int, ...]
-    plan: Folded
+    plan: SharedTableElimination
 
     @staticmethod
-    def of(model: Model, scopes: Sequence[tuple[int, ...]], cut: Sequence[int]) -> _Inner | None:
+    def of(model: Model, scopes: Sequence[tuple[int, ...]], cut: Sequence[int]) -> _CutVariables | None:
         graph = model.setting.graph
         ops = {node.name for node in graph.nodes if not any(_trained(graph, name) for name in node.outputs)}
         light = (
@@ -140,9 +140,9 @@ class _Inner:
             plan = folded([len(model.variables[node].states) for node in nodes], inside, LARGEST_TABLE)
         except TooWide:
             return None
-        return _Inner(tuple(cut), nodes, factors, plan)
+        return _CutVariables(tuple(cut), nodes, factors, plan)
 
-    def settled(self, weighed: _Weighed, chosen: Sequence[int]) -> dict[int, int]:
+    def settled(self, weighed: _WeightedModel, chosen: Sequence[int]) -> dict[int, int]:
         """The states of what is cut, where the others are as chosen."""
         own = set(self.nodes)
         tables = []
@@ -158,14 +158,16 @@ def _trained(graph: NamedGraph, name: str | None) -> bool:
     return name is not None and graph.tensors[name].requires_grad
 
 
-def _folded(model: Model, scopes: Sequence[tuple[int, ...]], cut: Sequence[int], largest: int) -> Folded:
+def _folded(
+    model: Model, scopes: Sequence[tuple[int, ...]], cut: Sequence[int], largest: int
+) -> SharedTableElimination:
     gone = set(cut)
     sizes = [1 if node in gone else len(variable.states) for node, variable in enumerate(model.variables)]
     left = [tuple(node for node in scope if node not in gone) for scope in scopes]
     return folded(sizes, [scope for scope in left if scope], largest)
 
 
-class _Weighed:
+class _WeightedModel:
     """Equal costs and tables are one object."""
 
     def __init__(self, model: Model, weights: Floats, scopes: Sequence[tuple[int, ...]]) -> None:

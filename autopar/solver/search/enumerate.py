@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 
 from autopar.ir.values import NamedTensor
-from autopar.sharding.sharding import Layout
+from autopar.sharding.sharding import Sharding
 from autopar.solver.arrays import Floats
-from autopar.solver.model.cost_tables import Tables, Use
+from autopar.solver.model.cost_tables import CostTables, ValueUse
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import MEMORY, Hinges, Sum, every_peak_gib
 
-__all__ = ["Listed", "listed"]
+__all__ = ["EnumeratedModel", "listed"]
 
 MOST_LISTED = 2**17
 """Assignments: some 10 MB."""
 
 
 @dataclass(frozen=True)
-class Listed:
+class EnumeratedModel:
     """Of every assignment of a model, in the order of their states."""
 
     counts: tuple[int, ...]
@@ -40,13 +40,13 @@ class Listed:
             yield float(keys[place]), [int(state) for state in np.unravel_index(place, self.counts)]
 
 
-def listed(model: Model, hinges: Hinges) -> Listed | None:
+def listed(model: Model, hinges: Hinges) -> EnumeratedModel | None:
     """None where there are too many."""
     counts = tuple(len(variable.states) for variable in model.variables)
     if prod(counts) > MOST_LISTED:
         return None
     every = _sums(model, counts).reshape(-1, len(Sum))
-    return Listed(counts, hinges.every_seconds(every), every_peak_gib(every))
+    return EnumeratedModel(counts, hinges.every_seconds(every), every_peak_gib(every))
 
 
 def _sums(model: Model, counts: tuple[int, ...]) -> Floats:
@@ -66,13 +66,13 @@ def _sums(model: Model, counts: tuple[int, ...]) -> Floats:
 
 def _take_off_what_is_shared(model: Model, counts: tuple[int, ...], total: Floats) -> None:
     """Of every op but one that takes a tensor in one layout, what its conversion takes, at most."""
-    tables = Tables(model.setting)
+    tables = CostTables(model.setting)
     for tensor in model.setting.graph.tensors.values():
         users = model.setting.users.get(tensor.name, ())
         place = model.place.get(("value" if tensor.kind == "activation" else "held", tensor.name))
         if place is None or len(users) < 2:
             continue
-        taken: dict[Layout, list[tuple[int, Floats]]] = {}
+        taken: dict[Sharding, list[tuple[int, Floats]]] = {}
         for user in users:
             node = model.place["op", user.name]
             positions = [i for i, name in enumerate(user.operands) if name == tensor.name]
@@ -86,7 +86,7 @@ def _take_off_what_is_shared(model: Model, counts: tuple[int, ...], total: Float
                 total -= np.maximum(0.0, times - 1) * _spread(price, (place,), len(counts))
 
 
-def _price(tables: Tables, tensor: NamedTensor, held: Any, want: Layout) -> Floats:
+def _price(tables: CostTables, tensor: NamedTensor, held: Any, want: Sharding) -> Floats:
     """The sums of one conversion; no memory, which proves nothing."""
     cut = tables.cut(tensor)
     if tensor.kind == "param":
@@ -95,7 +95,7 @@ def _price(tables: Tables, tensor: NamedTensor, held: Any, want: Layout) -> Floa
         price = np.array([found[key][0] if key in found else 0.0 for key in Sum])
     else:
         source = held if tensor.kind == "activation" else held.layout
-        use = Use(again=True, share=tables.setting.prices.share(tensor.name))
+        use = ValueUse(again=True, share=tables.setting.prices.share(tensor.name))
         price = tables.values(cut, [source], [(want,)], use).at(0, 0)
     price[list(MEMORY)] = 0.0
     return price

@@ -10,30 +10,30 @@ from autopar.cost.compute.rates import peak_of
 from autopar.cost.costs import Costs
 from autopar.cost.evaluate import evaluate
 from autopar.errors import AutoparWarning, LayoutError
-from autopar.sharding.assignment import Plan
+from autopar.sharding.assignment import StepPlan
 from autopar.sharding.contracts import check_contracts
-from autopar.sharding.demands import Demands
+from autopar.sharding.demands import SearchLayout
 from autopar.sharding.layout.syntax import Guard, Limit, Same
 from autopar.sharding.reshard_insertion import conversions
 from autopar.solver.progress import Progress
-from autopar.solver.setting import Setting
+from autopar.solver.setting import PlanningProblem
 
-__all__ = ["Race"]
+__all__ = ["Incumbent"]
 
 CONTRACTS = (Guard, Limit, Same)
 """Statements about the whole of a plan: they are checked on each that would be the best."""
 
 
-class Race:
+class Incumbent:
     """The best plan so far that keeps the limit and the layout's contracts, by `evaluate`."""
 
     def __init__(
         self,
-        setting: Setting,
+        setting: PlanningProblem,
         limit: float,
         began: float,
         progress: Callable[[Progress], None] | None,
-        demands: Demands,
+        demands: SearchLayout,
     ) -> None:
         self.setting = setting
         self.limit = limit
@@ -44,7 +44,7 @@ class Race:
         """The contract that the last plan broke which would have been the best."""
         self.is_broken = False
         """Whether the last plan broke one."""
-        self.plan: Plan | None = None
+        self.plan: StepPlan | None = None
         self.costs: Costs | None = None
         self.origin = ""
         self.seconds = float("inf")
@@ -61,7 +61,7 @@ class Race:
         rates = [peak_of(device, dtype) for dtype in {each.dtype for each in tensors if each.dtype.is_floating_point}]
         return self.costs.flops / self.setting.ranks / max(rates) if rates else 0.0
 
-    def offer(self, origin: str, plan: Plan) -> Costs:
+    def offer(self, origin: str, plan: StepPlan) -> Costs:
         """Price a plan, and keep it if it is the best that fits."""
         self.is_broken = False
         costs = evaluate(self.setting.graph, plan, self.setting.cluster)
@@ -75,7 +75,7 @@ class Race:
                 self.plan, self.costs, self.seconds, self.origin = plan, costs, costs.step_seconds, origin
         return costs
 
-    def keeps_contracts(self, plan: Plan) -> bool:
+    def keeps_contracts(self, plan: StepPlan) -> bool:
         """Whether a plan does what the layout says of the whole; if not, `broken` says what it breaks."""
         layout = self.demands.given
         if not any(isinstance(statement, CONTRACTS) for statement in layout):

@@ -14,25 +14,25 @@ from math import prod
 from typing import Any
 
 from autopar.ir.values import NamedNode
-from autopar.sharding.assignment import OpDecision, Plan
+from autopar.sharding.assignment import OpAssignment, StepPlan
 from autopar.sharding.choices import Choice, Passing, Site
-from autopar.sharding.sharding import Layout
-from autopar.solver.setting import Setting
+from autopar.sharding.sharding import Sharding
+from autopar.solver.setting import PlanningProblem
 
-__all__ = ["MOST_AXES", "Joined", "Ways", "joined_meshes", "kind_of", "ways_of"]
+__all__ = ["MOST_AXES", "AxisRoles", "JoinedAxes", "joined_meshes", "kind_of", "ways_of"]
 
 MOST_AXES = 2
 """As many are searched at once with all their choices."""
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedAxes:
     """A mesh some of whose neighbouring axes are taken as one: by its name, the axes that it stands for."""
 
-    setting: Setting
+    setting: PlanningProblem
     axes: Mapping[str, tuple[str, ...]]
 
-    def spread(self, plan: Plan) -> Plan:
+    def spread(self, plan: StepPlan) -> StepPlan:
         """The same plan on the mesh as it is."""
         decisions = plan.decisions
         made = replace(
@@ -44,8 +44,8 @@ class Joined:
         )
         return replace(plan, decisions=made).with_options(self.setting.options)
 
-    def _op(self, decision: OpDecision) -> OpDecision:
-        return OpDecision(
+    def _op(self, decision: OpAssignment) -> OpAssignment:
+        return OpAssignment(
             Choice(
                 tuple((site, self._each(axes)) for site, axes in decision.choice.splits),
                 tuple((axis, passing) for joined, passing in decision.choice.passes for axis in self._each((joined,))),
@@ -55,11 +55,11 @@ class Joined:
             tuple(map(self._layout_or_none, decision.results)),
         )
 
-    def _layout_or_none(self, layout: Layout | None) -> Layout | None:
+    def _layout_or_none(self, layout: Sharding | None) -> Sharding | None:
         return None if layout is None else self._layout(layout)
 
-    def _layout(self, layout: Layout) -> Layout:
-        return Layout(
+    def _layout(self, layout: Sharding) -> Sharding:
+        return Sharding(
             tuple(map(self._each, layout.splits)),
             frozenset(self._each(layout.partial)),
             frozenset(self._each(layout.broadcast)),
@@ -69,7 +69,7 @@ class Joined:
         return tuple(own for axis in axes for own in self.axes[axis])
 
 
-def joined_meshes(setting: Setting) -> Iterator[tuple[Joined, Setting]]:
+def joined_meshes(setting: PlanningProblem) -> Iterator[tuple[JoinedAxes, PlanningProblem]]:
     """The mesh as one of two axes, in every way; axes that were put on different links are not joined."""
     names = list(setting.axes)
     used = [names.index(axis) for axis in setting.used]
@@ -82,11 +82,11 @@ def joined_meshes(setting: Setting) -> Iterator[tuple[Joined, Setting]]:
         sizes = {name: prod(setting.axes[axis] for axis in group) for name, group in axes.items()}
         put = {name: link for name, found in zip(axes, links, strict=True) for link in found if link is not None}
         options = replace(setting.options, links=put)
-        yield Joined(setting, axes), Setting.of(setting.graph, sizes, setting.cluster, options)
+        yield JoinedAxes(setting, axes), PlanningProblem.of(setting.graph, sizes, setting.cluster, options)
 
 
 @dataclass(frozen=True)
-class Ways:
+class AxisRoles:
     """By ops that are alike and by axis: what plans do with the axis."""
 
     sites: Mapping[Any, Mapping[str, tuple[Site, ...]]] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def kind_of(node: NamedNode) -> Any:
     return node.op, str(node.rule), tuple(node.atoms.items())
 
 
-def ways_of(setting: Setting, plans: Sequence[Plan]) -> Ways:
+def ways_of(setting: PlanningProblem, plans: Sequence[StepPlan]) -> AxisRoles:
     sites: dict[Any, dict[str, dict[Site, None]]] = {}
     passes: dict[Any, dict[str, dict[Passing, None]]] = {}
     for node in setting.graph.nodes:
@@ -111,7 +111,7 @@ def ways_of(setting: Setting, plans: Sequence[Plan]) -> Ways:
                     of_sites.setdefault(axis, {})[site] = None
             for axis, passing in choice.passes:
                 of_passes.setdefault(axis, {})[passing] = None
-    return Ways(
+    return AxisRoles(
         {kind: {axis: tuple(found) for axis, found in each.items()} for kind, each in sites.items()},
         {kind: {axis: tuple(found) for axis, found in each.items()} for kind, each in passes.items()},
     )

@@ -29,11 +29,11 @@ from autopar.solver.model.model import Model
 from autopar.solver.model.objective import FORBIDDEN_SECONDS, MOMENTS, Hinges, Sum, peak_gib
 from autopar.solver.search.branch_and_bound import close
 from autopar.solver.search.cutting_plane import highest
-from autopar.solver.search.elimination import Elimination, Least
-from autopar.solver.search.enumerate import Listed, listed
-from autopar.solver.search.splice import Mixtures, places_of
+from autopar.solver.search.elimination import Elimination, WeightedMinimum
+from autopar.solver.search.enumerate import EnumeratedModel, listed
+from autopar.solver.search.splice import Splices, places_of
 
-__all__ = ["Found", "Search"]
+__all__ = ["Candidate", "LagrangianSearch"]
 
 MOST_ROUNDS = 25
 FEW, MANY = 600, 2500
@@ -68,7 +68,7 @@ HIGHEST_PRICE = 1e3
 
 
 @dataclass(frozen=True)
-class Found:
+class Candidate:
     """An assignment, its sums, and what `evaluate` says of its plan."""
 
     chosen: list[int]
@@ -83,7 +83,7 @@ class Found:
 
 
 @dataclass
-class Search:
+class LagrangianSearch:
     """One model; `report` is told of every assignment and answers the seconds and the peak (GiB) of its plan."""
 
     model: Model
@@ -96,10 +96,10 @@ class Search:
     answers: list[tuple[float, Floats]] = field(default_factory=list)
     """What was proved: at these prices the least is so much, the limits not taken off."""
     proved: float = 0.0
-    found: dict[tuple[int, ...], Found] = field(default_factory=dict)
-    passed: list[Found] = field(default_factory=list)
+    found: dict[tuple[int, ...], Candidate] = field(default_factory=dict)
+    passed: list[Candidate] = field(default_factory=list)
     """What was not priced, as it surely fits, or does not: its seconds and memory are those of its sums."""
-    looked: list[Least] = field(default_factory=list)
+    looked: list[WeightedMinimum] = field(default_factory=list)
     """What was the least at prices that were looked at."""
     hint: Floats | None = None
     """Prices of the hinges that were good without limits."""
@@ -221,12 +221,12 @@ class Search:
         near = min(self.looked, key=lambda least: float(weights @ least.sums))
         return self.elimination.candidate(weights, near.chosen)
 
-    def _believed(self, chosen: list[int]) -> Found | None:
+    def _believed(self, chosen: list[int]) -> Candidate | None:
         """A plan that is not priced, as it surely fits: with others it makes a faster one."""
         sums = self.model.sums(chosen)
         if len(self.model.variables) <= FEW or peak_gib(sums) > BELIEVED * self.limit_gib:
             return None
-        self.passed.append(Found(chosen, sums, self.hinges.seconds(sums), peak_gib(sums)))
+        self.passed.append(Candidate(chosen, sums, self.hinges.seconds(sums), peak_gib(sums)))
         return self.passed[-1]
 
     def end(self) -> None:
@@ -238,7 +238,7 @@ class Search:
     def _pass_by(self, chosen: list[int]) -> None:
         """What is fast and takes too much: with others it may make something that fits."""
         sums = self.model.sums(chosen)
-        self.passed.append(Found(chosen, sums, self.hinges.seconds(sums), peak_gib(sums) + self._least_missed))
+        self.passed.append(Candidate(chosen, sums, self.hinges.seconds(sums), peak_gib(sums) + self._least_missed))
 
     def _improve(self) -> None:
         """Without a limit: what is least at the best prices is priced in every round."""
@@ -262,7 +262,7 @@ class Search:
         self.planes.append(least.sums)
         self.looked.append(least)
 
-    def try_out(self, chosen: list[int], hopeless: bool = True) -> Found:
+    def try_out(self, chosen: list[int], hopeless: bool = True) -> Candidate:
         """Price a candidate; heed what it says about memory."""
         key = tuple(chosen)
         known = self.found.get(key)
@@ -270,9 +270,9 @@ class Search:
             sums = self.model.sums(chosen)
             guess = self.hinges.seconds(sums)
             if hopeless and not self.is_limited and guess > HOPELESS * self.best:
-                return Found(chosen, sums, guess, 0.0)
+                return Candidate(chosen, sums, guess, 0.0)
             seconds, peak = self.report(chosen)
-            known = self.found[key] = Found(chosen, sums, seconds, peak)
+            known = self.found[key] = Candidate(chosen, sums, seconds, peak)
             if peak <= self.limit_gib:
                 self.best = min(self.best, seconds)
         return known
@@ -321,7 +321,7 @@ class Search:
                 self._close(prices, most // 4)
         self.proved = max(self.proved, self._close(self._highest(np.inf), most))
 
-    def _close_listed(self, everything: Listed) -> None:
+    def _close_listed(self, everything: EnumeratedModel) -> None:
         """The same, where all assignments can be listed; at some prices of memory, as none is known to be right."""
         seconds = everything.seconds
         gib = np.where(seconds < FORBIDDEN_SECONDS, everything.gib, np.inf)
@@ -383,7 +383,7 @@ class Search:
 
     # -- memory
 
-    def least_memory(self) -> Found:
+    def least_memory(self) -> Candidate:
         """The plan that takes least, of a few weights of the moments of a step; priced unless it surely fits."""
         tried = []
         for shares in LEAST:
@@ -450,25 +450,25 @@ class Search:
             is_no_better = self.best >= best * (1 - self.gap)
             in_vain += found.peak_gib <= self.limit_gib and (is_large or is_no_better)
 
-    def _mixed(self, first: Found, then: Found) -> Mixtures:
-        mixtures = Mixtures.of(self.model, self.hinges, self.places, first.chosen, then.chosen)
+    def _mixed(self, first: Candidate, then: Candidate) -> Splices:
+        mixtures = Splices.of(self.model, self.hinges, self.places, first.chosen, then.chosen)
         for place, one in ((0, then), (len(mixtures.sums) - 1, first)):
             if tuple(one.chosen) in self.found:
                 mixtures.tell(place, one.missed_gib)
         return mixtures
 
 
-def _by_seconds(one: Found) -> float:
+def _by_seconds(one: Candidate) -> float:
     return one.seconds
 
 
-def _by_memory(one: Found) -> float:
+def _by_memory(one: Candidate) -> float:
     return one.peak_gib
 
 
-def _unlike(every: Sequence[Found], most: int) -> list[Found]:
+def _unlike(every: Sequence[Candidate], most: int) -> list[Candidate]:
     """The first of some, but none whose sums say nearly the same of time and memory as those of one before."""
-    found: dict[tuple[int, ...], Found] = {}
+    found: dict[tuple[int, ...], Candidate] = {}
     for one in every:
         counted = one.peak_gib - one.missed_gib
         key = tuple(round(math.log(max(amount, 1e-12)) / ALIKE) for amount in (one.seconds, counted))

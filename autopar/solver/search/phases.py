@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.cost.costs import Costs
-from autopar.sharding.assignment import Plan
-from autopar.sharding.demands import Demands
+from autopar.sharding.assignment import StepPlan
+from autopar.sharding.demands import SearchLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import Recompute
 from autopar.sharding.recompute import computed_again, regions_of
@@ -18,17 +18,17 @@ from autopar.solver.arrays import Floats
 from autopar.solver.decode import plan_of
 from autopar.solver.infeasible.errors import OutOfTime
 from autopar.solver.model.build import build
-from autopar.solver.model.cost_tables import Tables
+from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.model.guard_factors import promised
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import HOST
 from autopar.solver.model.recompute_variables import STATES, layers_of
-from autopar.solver.search.incumbent import Race
-from autopar.solver.search.joined_axes import Joined, Ways, joined_meshes, ways_of
-from autopar.solver.search.lagrangian import Search
-from autopar.solver.setting import Setting
+from autopar.solver.search.incumbent import Incumbent
+from autopar.solver.search.joined_axes import AxisRoles, JoinedAxes, joined_meshes, ways_of
+from autopar.solver.search.lagrangian import LagrangianSearch
+from autopar.solver.setting import PlanningProblem
 
-__all__ = ["Ended", "Work", "least_memory", "settle", "worthwhile"]
+__all__ = ["SearchPhases", "SearchResult", "least_memory", "settle", "worthwhile"]
 
 MOST_FOLLOWED = 2
 """Plans of a mesh with joined axes whose choices are followed."""
@@ -37,20 +37,20 @@ FREE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Work:
+class SearchPhases:
     """A mesh to search, perhaps with axes joined, and the race that its plans run in."""
 
-    setting: Setting
-    demands: Demands
-    race: Race
-    tables: Tables
+    setting: PlanningProblem
+    demands: SearchLayout
+    race: Incumbent
+    tables: CostTables
     deadline: float
     gives_up: float = np.inf
     """When no search is begun any more, but for one that is to go on `until_one_fits`."""
     until_one_fits: bool = True
-    ways: Ways | None = None
-    joined: Joined | None = None
-    spread: list[tuple[Plan, Costs]] = field(default_factory=list, init=False)
+    ways: AxisRoles | None = None
+    joined: JoinedAxes | None = None
+    spread: list[tuple[StepPlan, Costs]] = field(default_factory=list, init=False)
     """Of joined axes: all plans that were offered, on the mesh as it is."""
 
     @property
@@ -87,7 +87,7 @@ class Work:
         made = build(self.setting, self.demands, self.tables, is_limited, again, self.ways, is_open, self.ends, lasting)
         return promised(made, self.demands, self.tables)
 
-    def offer(self, plan: Plan) -> Costs:
+    def offer(self, plan: StepPlan) -> Costs:
         if self.joined is None:
             return self.race.offer("search", plan)
         plan = self.joined.spread(plan)
@@ -95,18 +95,18 @@ class Work:
         self.spread.append((plan, costs))
         return costs
 
-    def search(self, model: Model, limit_gib: float, deadline: float, hint: Floats | None = None) -> Search:
+    def search(self, model: Model, limit_gib: float, deadline: float, hint: Floats | None = None) -> LagrangianSearch:
         """A search that tells the race of all that it finds."""
 
         def report(chosen: Sequence[int]) -> tuple[float, float]:
             costs = self.offer(plan_of(model, chosen))
             return (np.inf if self.race.is_broken else costs.step_seconds), costs.memory.peak_bytes / 2**30
 
-        search = Search(model, report, deadline, limit_gib, hint=hint)
+        search = LagrangianSearch(model, report, deadline, limit_gib, hint=hint)
         search.best = self.race.seconds
         return search
 
-    def searched(self, model: Model, limit_gib: float, deadline: float, hint: Floats | None = None) -> Search:
+    def searched(self, model: Model, limit_gib: float, deadline: float, hint: Floats | None = None) -> LagrangianSearch:
         search = self.search(model, limit_gib, deadline, hint)
         if search.is_limited and search.least_memory().peak_gib > limit_gib and self.race.plan is None:
             least_memory(self)
@@ -126,7 +126,7 @@ class Work:
 
     def lasting_too(
         self, limit_gib: float, deadline: float, hint: Floats | None = None, lasting: bool = False
-    ) -> Search:
+    ) -> LagrangianSearch:
         """Where the host has a price, parameters may also stay gathered until the optimizer steps.
 
         That saves nothing else, so it is left out of the first search; of small models it is tried in any case.
@@ -147,10 +147,10 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Ended:
+class SearchResult:
     """The last search, if there was time for one, and what is proved of all plans."""
 
-    search: Search | None
+    search: LagrangianSearch | None
     bound: float
     is_part: bool = False
     """Whether not all choices were searched."""
@@ -158,7 +158,7 @@ class Ended:
     """Whether there was no time to begin a search that was due."""
 
 
-def settle(work: Work, beat_seconds: float = np.inf) -> Ended:
+def settle(work: SearchPhases, beat_seconds: float = np.inf) -> SearchResult:
     """Search without a limit first, if anything can fit that saves no memory; where the best does not, with it.
 
     However little time there is, each kind of search is begun until one plan fits, unless that is left to others. It
@@ -178,11 +178,11 @@ def settle(work: Work, beat_seconds: float = np.inf) -> Ended:
                 search = work.lasting_too(race.limit / 2**30, work.deadline)
             bound = max(bound, search.bound)
     except OutOfTime:
-        return Ended(search, bound, is_cut=True)
-    return Ended(search, bound)
+        return SearchResult(search, bound, is_cut=True)
+    return SearchResult(search, bound)
 
 
-def least_memory(work: Work, only_one: bool = False) -> None:
+def least_memory(work: SearchPhases, only_one: bool = False) -> None:
     """Only what takes least of it, with all layers computed again in one way: the race is told.
 
     `only_one`: until one plan fits.
@@ -194,21 +194,23 @@ def least_memory(work: Work, only_one: bool = False) -> None:
         work.search(model, work.race.limit / 2**30, np.inf).least_memory()
 
 
-def worthwhile(work: Work) -> Ways:
+def worthwhile(work: SearchPhases) -> AxisRoles:
     """Of a mesh with many axes, the choices of the best plans with neighbouring axes as one."""
     setting, race = work.setting, work.race
     plans = [] if race.plan is None else [race.plan]
     if not work.demands.is_empty:  # what is found does not heed them, and so is not for this race
-        nothing = Demands(setting.graph, setting.axes, Layout(()), free=True)
-        race = Race(setting, race.limit, race.began, None, nothing)
+        nothing = SearchLayout(setting.graph, setting.axes, Layout(()), free=True)
+        race = Incumbent(setting, race.limit, race.began, None, nothing)
     meshes = list(joined_meshes(setting))
     for number, (joined, merged) in enumerate(meshes):
         now = time.monotonic()
         if plans and now > work.ends:
             break
         until = now + (work.deadline - now) / (len(meshes) - number + 1)
-        free = Demands(merged.graph, merged.axes, Layout(()), free=True)
-        coarse = Work(merged, free, race, Tables(merged), until, work.gives_up, work.until_one_fits, joined=joined)
+        free = SearchLayout(merged.graph, merged.axes, Layout(()), free=True)
+        coarse = SearchPhases(
+            merged, free, race, CostTables(merged), until, work.gives_up, work.until_one_fits, joined=joined
+        )
         settle(coarse)
         best = sorted(coarse.spread, key=lambda one: (one[1].memory.peak_bytes > race.limit, one[1].step_seconds))
         plans += [plan for plan, _ in best[:MOST_FOLLOWED]]

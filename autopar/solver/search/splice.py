@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from autopar.solver.arrays import Floats, Ints
-from autopar.solver.model.model import Alike, Group, Model, distinct_rows
+from autopar.solver.model.model import EqualTerms, Model, TermGroup, distinct_rows
 from autopar.solver.model.objective import Hinges, Sum, every_peak_gib
 
-__all__ = ["Mixtures", "places_of"]
+__all__ = ["Splices", "places_of"]
 
 
 @dataclass
-class Mixtures:
+class Splices:
     """All of one pair, with their sums and their seconds, and what is believed that is missed of their memory.
 
     What is missed is known of those that are priced; between two of them it is taken to change evenly. Before one is
@@ -39,13 +39,13 @@ class Mixtures:
     """At a limit, until more is told."""
 
     @staticmethod
-    def of(model: Model, hinges: Hinges, places: Ints, first: Sequence[int], then: Sequence[int]) -> Mixtures:
+    def of(model: Model, hinges: Hinges, places: Ints, first: Sequence[int], then: Sequence[int]) -> Splices:
         sums = _every_sums(model, places, first, then)
         seconds = hinges.every_seconds(sums)
         changes = places[np.asarray(first) != np.asarray(then)] + 1
         worth = np.full(len(seconds), np.inf)
         worth[changes] = seconds[changes]
-        return Mixtures(first, then, places, sums, seconds, worth)
+        return Splices(first, then, places, sums, seconds, worth)
 
     def at(self, place: int) -> list[int]:
         return np.where(self.places < place, self.first, self.then).tolist()  # type: ignore[no-any-return]
@@ -81,7 +81,7 @@ def _every_sums(model: Model, places: Ints, first: Sequence[int], then: Sequence
     return changes.cumsum(axis=0)
 
 
-def _add_changes(changes: Floats, alike: Alike, group: Group, places: Ints, first: Ints, then: Ints) -> None:
+def _add_changes(changes: Floats, alike: EqualTerms, group: TermGroup, places: Ints, first: Ints, then: Ints) -> None:
     """Of terms over so many variables: each changes with one of them after the other."""
     before, after = then[group.scopes], first[group.scopes]
     differs = (before != after).any(axis=1)

@@ -21,10 +21,10 @@ from autopar.rules.bind_call import factor_sizes, fresh_names
 from autopar.rules.call import Call, arguments_by_name, describe_call, flat_results, operands_of
 from autopar.rules.missing import no_rule_message
 from autopar.rules.notation import Operand, Rule, Term
-from autopar.rules.table import Table
+from autopar.rules.table import RuleTable
 from autopar.tracing.naming.dim_classes import DimSpace
 
-__all__ = ["Binding", "BoundNode", "Tie", "bind_graph", "replicated_rule"]
+__all__ = ["BoundGraph", "BoundNode", "DimTie", "bind_graph", "replicated_rule"]
 
 ValueKey = str
 """The name of the fx node that holds a value: of the `getitem` for ops with several outputs."""
@@ -49,7 +49,7 @@ class BoundNode:
 
 
 @dataclass(frozen=True)
-class Tie:
+class DimTie:
     """Two classes that a rule relates but that stay two: their extents differ, or one tensor carries both."""
 
     first: int
@@ -59,14 +59,14 @@ class Tie:
 
 
 @dataclass
-class Binding:
+class BoundGraph:
     """The bound graph: classes of dims, the dims of each value, the nodes with their rules."""
 
     space: DimSpace = field(default_factory=DimSpace)
     dims: dict[ValueKey, tuple[int, ...]] = field(default_factory=dict)
     numbers: dict[int, ValueKey] = field(default_factory=dict)
     nodes: list[BoundNode] = field(default_factory=list)
-    ties: list[Tie] = field(default_factory=list)
+    ties: list[DimTie] = field(default_factory=list)
     stored: set[ValueKey] = field(default_factory=set)
     """Parameters, buffers, constants, and what is computed from them alone (a cast or transposed weight)."""
 
@@ -81,16 +81,16 @@ class Binding:
         for dim in dims:
             if not self.space.attach(dim, number):
                 apart = self.space.new(self.space.size(dim))
-                self.ties.append(Tie(dim, apart, "apart", key))
+                self.ties.append(DimTie(dim, apart, "apart", key))
                 self.space.attach(apart, number)
                 dim = apart
             own.append(dim)
         self.dims[key] = tuple(own)
 
 
-def bind_graph(exported: Exported, table: Table, discover: Discover | None = None) -> Binding:
+def bind_graph(exported: Exported, table: RuleTable, discover: Discover | None = None) -> BoundGraph:
     """Bind every op of the graph to its rule, and tie the dims."""
-    binding = Binding()
+    binding = BoundGraph()
     placeholders = {node.name: node for node in exported.graph_module.graph.find_nodes(op="placeholder")}
     for placeholder in exported.placeholders:
         node = placeholders[placeholder.node]
@@ -108,9 +108,9 @@ def bind_graph(exported: Exported, table: Table, discover: Discover | None = Non
 
 
 def _bind_node(
-    binding: Binding,
+    binding: BoundGraph,
     node: Node,
-    table: Table,
+    table: RuleTable,
     discover: Discover | None,
     rules: dict[Call, tuple[Rule, Source, str]],
 ) -> None:
@@ -142,7 +142,7 @@ def _rule_of(
     op: torch._ops.OpOverload,
     call: Call,
     labels: tuple[tuple[int, ...] | None, ...],
-    table: Table,
+    table: RuleTable,
     discover: Discover | None,
 ) -> tuple[Rule, Source, str]:
     reason = f"the table has no rule for {op}"
@@ -183,7 +183,7 @@ def _output_keys(node: Node, count: int) -> Iterator[ValueKey | None]:
 # -- ties -------------------------------------------------------------------------------------------------------------
 
 
-def _tie_activations(binding: Binding, bound: BoundNode) -> None:
+def _tie_activations(binding: BoundGraph, bound: BoundNode) -> None:
     """Tie the operands that are activations by their common factors, then give the outputs their dims."""
     space = binding.space
     compounds: list[tuple[int, Term]] = []
@@ -201,7 +201,7 @@ def _tie_activations(binding: Binding, bound: BoundNode) -> None:
     for dim, term in compounds:
         if not space.merge(dim, space.compound(bound.factors[name] for name in term)):
             binding.ties.append(
-                Tie(dim, space.compound(bound.factors[name] for name in term), "apart", bound.node.name)
+                DimTie(dim, space.compound(bound.factors[name] for name in term), "apart", bound.node.name)
             )
     for i, (operand, spec) in enumerate(zip(bound.rule.outputs, bound.call.outputs, strict=True)):
         key = bound.outputs[i]
@@ -212,20 +212,20 @@ def _tie_activations(binding: Binding, bound: BoundNode) -> None:
             dim = space.compound(bound.factors[name] for name in term) if term else space.new(size)
             if space.size(dim) != size:  # a halo factor whose extent changes
                 outside = space.new(size)
-                binding.ties.append(Tie(dim, outside, "halo", bound.node.name))
+                binding.ties.append(DimTie(dim, outside, "halo", bound.node.name))
                 dim = outside
             dims.append(dim)
         binding.set_dims(key, dims)
 
 
-def _tie(binding: Binding, bound: BoundNode, factor: str, dim: int) -> None:
+def _tie(binding: BoundGraph, bound: BoundNode, factor: str, dim: int) -> None:
     known = bound.factors.setdefault(factor, dim)
     if not binding.space.merge(known, dim):
         same_size = binding.space.size(known) == binding.space.size(dim)
-        binding.ties.append(Tie(known, dim, "apart" if same_size else "halo", bound.node.name))
+        binding.ties.append(DimTie(known, dim, "apart" if same_size else "halo", bound.node.name))
 
 
-def _tie_stored(binding: Binding, bound: BoundNode) -> None:
+def _tie_stored(binding: BoundGraph, bound: BoundNode) -> None:
     """Tie the dims of parameters and buffers to the factors they are used with."""
     space = binding.space
     for operand, key in zip(bound.rule.operands, bound.operands, strict=False):
@@ -237,4 +237,4 @@ def _tie_stored(binding: Binding, bound: BoundNode) -> None:
             elif term:
                 compound = space.compound(bound.factors[name] for name in term)
                 if not space.merge(dim, compound):
-                    binding.ties.append(Tie(compound, dim, "apart", bound.node.name))
+                    binding.ties.append(DimTie(compound, dim, "apart", bound.node.name))

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from autopar.ir.analysis.repeated_layers import Repeat
+from autopar.ir.analysis.repeated_layers import RepeatedLayers
 from autopar.ir.exported import Exported
-from autopar.tracing.naming.bind_graph import Binding, ValueKey
+from autopar.tracing.naming.bind_graph import BoundGraph, ValueKey
 from autopar.tracing.naming.roles import standard_names
 from autopar.tracing.naming.user_names import given_names
 
-__all__ = ["Naming", "name_dims"]
+__all__ = ["DimNames", "name_dims"]
 
 
 @dataclass(frozen=True)
-class Naming:
+class DimNames:
     """The names of all classes, and where each comes from."""
 
-    binding: Binding
+    binding: BoundGraph
     names: Mapping[int, str]
     sources: Mapping[int, str]
 
@@ -37,10 +37,10 @@ class Naming:
 def name_dims(
     model: nn.Module,
     exported: Exported,
-    binding: Binding,
+    binding: BoundGraph,
     dims: Mapping[str, str] | None,
-    repeats: tuple[Repeat, ...],
-) -> Naming:
+    repeats: tuple[RepeatedLayers, ...],
+) -> DimNames:
     """Name every class of dims of a bound graph."""
     given = given_names(model, exported, binding, dims)
     find = binding.space.find
@@ -52,17 +52,19 @@ def name_dims(
         names[dim] = name
         sources[dim] = "generated"
     ordered = sorted(_in_order(binding), key=lambda dim: sources.get(dim) in ("structure", "generated"))
-    return Naming(binding, _told_apart(binding, names, ordered), sources)
+    return DimNames(binding, _told_apart(binding, names, ordered), sources)
 
 
-def _in_order(binding: Binding) -> list[int]:
+def _in_order(binding: BoundGraph) -> list[int]:
     """All classes by first appearance: activations first, so that the stream keeps the plain name."""
     activations = [key for key in binding.dims if key not in binding.stored]
     keys = [*activations, *(key for key in binding.dims if key in binding.stored)]
     return list(dict.fromkeys(part for key in keys for dim in binding.dims[key] for part in binding.space.within(dim)))
 
 
-def _generated(binding: Binding, names: Mapping[int, str], repeats: tuple[Repeat, ...]) -> Iterator[tuple[int, str]]:
+def _generated(
+    binding: BoundGraph, names: Mapping[int, str], repeats: tuple[RepeatedLayers, ...]
+) -> Iterator[tuple[int, str]]:
     """`d0`, `d1` ... for the rest; corresponding dims of repeated layers share a name."""
     roles: dict[tuple[str, int, int], str] = {}
     first_of = _first_of_repeat(binding, repeats)
@@ -81,7 +83,7 @@ def _generated(binding: Binding, names: Mapping[int, str], repeats: tuple[Repeat
                 yield part, roles[role]
 
 
-def _first_of_repeat(binding: Binding, repeats: tuple[Repeat, ...]) -> dict[ValueKey, ValueKey]:
+def _first_of_repeat(binding: BoundGraph, repeats: tuple[RepeatedLayers, ...]) -> dict[ValueKey, ValueKey]:
     """Each value of a repeated layer -> the value at the same place of the first such layer, weights included."""
     nodes = {bound.node.name: bound for bound in binding.nodes}
     first: dict[ValueKey, ValueKey] = {}
@@ -97,7 +99,7 @@ def _first_of_repeat(binding: Binding, repeats: tuple[Repeat, ...]) -> dict[Valu
     return first
 
 
-def _told_apart(binding: Binding, names: Mapping[int, str], ordered: list[int]) -> dict[int, str]:
+def _told_apart(binding: BoundGraph, names: Mapping[int, str], ordered: list[int]) -> dict[int, str]:
     """Where two classes of one name meet on a tensor, the later one is `name.1`, then `name.2` ..."""
     rank = {dim: i for i, dim in enumerate(ordered)}
     neighbours: dict[int, set[int]] = defaultdict(set)

@@ -13,9 +13,9 @@ from torch import nn
 
 from autopar.errors import DimsError
 from autopar.ir.exported import Exported
-from autopar.tracing.naming.bind_graph import Binding, ValueKey
+from autopar.tracing.naming.bind_graph import BoundGraph, ValueKey
 
-__all__ = ["Given", "given_names"]
+__all__ = ["UserName", "given_names"]
 
 Spec = tuple[tuple[str, ...] | None, ...]
 """One entry per dim: its names, major first (several for a compound), or None where nothing is said."""
@@ -24,7 +24,7 @@ _TOKEN = re.compile(r"\s*(?:(\.\.\.)|([A-Za-z_][A-Za-z0-9_]*(?:\.[0-9]+)?)|([0-9
 
 
 @dataclass(frozen=True)
-class Given:
+class UserName:
     """One name that the user gave, and where."""
 
     name: str
@@ -60,16 +60,16 @@ def _pointed(text: str, column: int, place: str, message: str) -> str:
 
 
 def given_names(
-    model: nn.Module, exported: Exported, binding: Binding, dims: Mapping[str, str] | None
-) -> dict[int, Given]:
+    model: nn.Module, exported: Exported, binding: BoundGraph, dims: Mapping[str, str] | None
+) -> dict[int, UserName]:
     """Class of dims -> the name that the user gave it; `dims=` before `named` before annotations."""
-    names: dict[int, Given] = {}
-    own: dict[int, Given] = {}
+    names: dict[int, UserName] = {}
+    own: dict[int, UserName] = {}
     for key, text, place in _by_argument(exported, dims or {}):
         _assign(binding, own, key, text, place)
     names.update(own)
     for source in (_by_annotation_op(exported), _by_jaxtyping(model, exported)):
-        found: dict[int, Given] = {}
+        found: dict[int, UserName] = {}
         for key, text, place in source:
             _assign(binding, found, key, text, place)
         for dim, given in found.items():
@@ -139,7 +139,7 @@ def _plain_jaxtyping(text: str, rank: int) -> str | None:
     return " ".join(word if re.fullmatch(r"[A-Za-z_]\w*", word) else "_" for word in plain)
 
 
-def _assign(binding: Binding, names: dict[int, Given], key: ValueKey, text: str, place: str) -> None:
+def _assign(binding: BoundGraph, names: dict[int, UserName], key: ValueKey, text: str, place: str) -> None:
     spec = parse_spec(text, place)
     dims = binding.dims[key]
     if spec and spec[0] == ():
@@ -154,11 +154,11 @@ def _assign(binding: Binding, names: dict[int, Given], key: ValueKey, text: str,
     for dim, entry in zip(dims, spec, strict=True):
         if entry is not None:
             for part, name in zip(_parts(binding, dim, entry, text, place, names), entry, strict=True):
-                _name(binding, names, part, Given(name, place))
+                _name(binding, names, part, UserName(name, place))
 
 
 def _parts(
-    binding: Binding, dim: int, entry: tuple[str, ...], text: str, place: str, names: Mapping[int, Given]
+    binding: BoundGraph, dim: int, entry: tuple[str, ...], text: str, place: str, names: Mapping[int, UserName]
 ) -> tuple[int, ...]:
     """The classes that a compound such as `(heads head_dim)` names."""
     space = binding.space
@@ -182,7 +182,7 @@ def _parts(
     return space.parts(dim)
 
 
-def _name(binding: Binding, names: dict[int, Given], dim: int, given: Given) -> None:
+def _name(binding: BoundGraph, names: dict[int, UserName], dim: int, given: UserName) -> None:
     known = names.get(binding.space.find(dim))
     if known is not None and known.name != given.name:
         raise DimsError(

@@ -46,7 +46,7 @@ def pair_aligned(graph: Graph) -> None:
                 graph.erase_node(node)
 
 
-def _pairing(node: Node) -> _Pairing | None:
+def _pairing(node: Node) -> _PairedIndexPass | None:
     x, indices = node.args[:2]
     assert isinstance(x, Node), node
     assert isinstance(indices, list | tuple), node
@@ -64,11 +64,13 @@ def _pairing(node: Node) -> _Pairing | None:
             aligned[beside] = dim
     if not aligned or len(lookups) > 1:
         return None
-    return _Pairing(node, x, tuple(shape), aligned, lookups[0] if lookups else None, tuple(dim for dim, _ in present))
+    return _PairedIndexPass(
+        node, x, tuple(shape), aligned, lookups[0] if lookups else None, tuple(dim for dim, _ in present)
+    )
 
 
 @dataclass(frozen=True)
-class _Pairing:
+class _PairedIndexPass:
     node: Node
     x: Node
     shape: tuple[int, ...]

@@ -37,10 +37,10 @@ def undo_sorting(graph: Graph) -> None:
     """Compute in the original order what is put back into it, in place."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in (*SORTS, *ARGSORTS) and node.args[0].meta["val"].dim() == 1:
-            _Sorting(node).undo()
+            _SortedRows(node).undo()
 
 
-class _Sorting:
+class _SortedRows:
     """One sort of numbers in a row, with the values that stand in its order."""
 
     def __init__(self, sort: Node) -> None:

@@ -15,7 +15,7 @@ import pytest
 import autopar
 from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import load_cluster
-from autopar.plans.report.contents import Rival, contents
+from autopar.plans.report.contents import ComparedPlan, contents
 from autopar.plans.report.page import page
 from autopar.sharding.layout.load import load_strategy
 from autopar.sharding.propagation import completed
@@ -42,7 +42,7 @@ def found() -> dict[str, Any]:
     model, inputs = gpt(batch=8, heads=4)
     graph = autopar.trace(model, inputs)
     plan = completed(graph, load_strategy("megatron"), AXES)
-    rival = Rival("</script><b>ddp", 1.0, 2.0, fits=False)
+    rival = ComparedPlan("</script><b>ddp", 1.0, 2.0, fits=False)
     cluster = load_cluster("h100")
     made = contents(graph, plan, cluster, title="GPT <&> co", memory_bytes=2**30, gap=0.01, rivals=(rival,))
     made["expected"] = evaluate(graph, plan, cluster)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import LayoutError
-from autopar.sharding.layout.check import Words, check_layout
+from autopar.sharding.layout.check import LayoutWords, check_layout
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.load import load_strategy
 
 AXES = {"dp": 2, "tp": 4}
-WORDS = Words(
+WORDS = LayoutWords(
     frozenset(("batch", "heads", "d_ff")),
     {
         "param": frozenset(("up.weight",)),

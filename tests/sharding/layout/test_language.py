@@ -14,14 +14,14 @@ from autopar.errors import LayoutError
 from autopar.mesh import Mesh, MeshAxis
 from autopar.names import RESERVED
 from autopar.sharding.layout.language import Layout, parse_layout, parse_rules, parse_strategy_call, print_layout
-from autopar.sharding.layout.source import Span
+from autopar.sharding.layout.source import SourceSpan
 from autopar.sharding.layout.syntax import (
     COLLECTIVES,
     KINDS,
     Block,
     DimRule,
+    GatherStatement,
     Guard,
-    Hold,
     Hole,
     Let,
     Limit,
@@ -30,17 +30,19 @@ from autopar.sharding.layout.syntax import (
     OpPin,
     Pin,
     PinState,
-    Place,
     Same,
     Scope,
-    Split,
+    SplitTerm,
     Statement,
     StrategyStatement,
+    TensorPattern,
 )
 
 
 def rule(dims: str, *axes: str) -> DimRule:
-    return DimRule(tuple(dims.split()), Place(tuple(Split((axis,)) if axis else NotSplit() for axis in axes)))
+    return DimRule(
+        tuple(dims.split()), TensorPattern(tuple(SplitTerm((axis,)) if axis else NotSplit() for axis in axes))
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,9 +52,9 @@ def rule(dims: str, *axes: str) -> DimRule:
         ("batch: dp", rule("batch", "dp")),
         ("(heads, kv_*, seq.1) -> tp | none", rule("heads kv_* seq.1", "tp", "")),
         ("* -> none", rule("*", "")),
-        ("a -> dp * tp? pad !2", DimRule(("a",), Place((Split(("dp", "tp"), extends=True, pad=True),), 2))),
-        ("a -> ?", DimRule(("a",), Place((Hole(),)))),
-        ("a -> ?{tp, dp*tp} | none", DimRule(("a",), Place((Hole((("tp",), ("dp", "tp"))), NotSplit())))),
+        ("a -> dp * tp? pad !2", DimRule(("a",), TensorPattern((SplitTerm(("dp", "tp"), extends=True, pad=True),), 2))),
+        ("a -> ?", DimRule(("a",), TensorPattern((Hole(),)))),
+        ("a -> ?{tp, dp*tp} | none", DimRule(("a",), TensorPattern((Hole((("tp",), ("dp", "tp"))), NotSplit())))),
         ("strategy fsdp", StrategyStatement("fsdp")),
         (r'strategy fsdp "a \"b\" \\ # c; d"', StrategyStatement("fsdp", r'a "b" \ # c; d')),
         ("mesh dp=2@node, tp=? # two levels", MeshStatement(Mesh("dp=2@node,tp=?"))),
@@ -75,11 +77,11 @@ def rule(dims: str, *axes: str) -> DimRule:
             ),
         ),
         ("op @a/linear[n -> tp, m -> dp*sp]", OpPin("a/linear", (("n", ("tp",)), ("m", ("dp", "sp"))))),
-        ("keep @a.*", Hold("keep", "a.*")),
-        ("regather @a.*", Hold("regather", "a.*")),
-        ("recompute none @a.*", Hold("recompute", "a.*", "none")),
-        ("recompute selective @a.*", Hold("recompute", "a.*", "selective")),
-        ("recompute full @a.*", Hold("recompute", "a.*", "full")),
+        ("keep @a.*", GatherStatement("keep", "a.*")),
+        ("regather @a.*", GatherStatement("regather", "a.*")),
+        ("recompute none @a.*", GatherStatement("recompute", "a.*", "none")),
+        ("recompute selective @a.*", GatherStatement("recompute", "a.*", "selective")),
+        ("recompute full @a.*", GatherStatement("recompute", "a.*", "full")),
         ("same @a @b.*", Same("a", "b.*")),
         ("forbid all_reduce(act[d_model]) over tp", Guard("forbid", "all_reduce", Scope("act", ("d_model",)), ("tp",))),
         ("warn all_to_all(@a.*) over dp*ep", Guard("warn", "all_to_all", Scope(glob="a.*"), ("dp", "ep"))),
@@ -120,17 +122,17 @@ def test_statements_and_rules_know_their_place() -> None:
     layout = parse_layout("batch -> dp\nparam {\n  d_ff -> tp\n}; * -> none", "my.lay")
     first, block, last = layout.statements
     assert isinstance(block, Block)
-    assert first.span == Span("my.lay", 1, 0, "batch -> dp")
-    assert block.span == Span("my.lay", 2, 0, "param {")
-    assert block.rules[0].span == Span("my.lay", 3, 2, "  d_ff -> tp")
-    assert last.span == Span("my.lay", 4, 3, "}; * -> none")
+    assert first.span == SourceSpan("my.lay", 1, 0, "batch -> dp")
+    assert block.span == SourceSpan("my.lay", 2, 0, "param {")
+    assert block.rules[0].span == SourceSpan("my.lay", 3, 2, "  d_ff -> tp")
+    assert last.span == SourceSpan("my.lay", 4, 3, "}; * -> none")
 
 
 def test_a_word_is_found_on_its_line() -> None:
-    span = Span("my.lay", 1, 0, "tpx -> tp.1 | tp; tp -> dp")
+    span = SourceSpan("my.lay", 1, 0, "tpx -> tp.1 | tp; tp -> dp")
     assert span.at("tp").column == 14
     assert span.at("sp") == span
-    assert Span("my.lay", 1, 18, span.text).at("tp").column == 18
+    assert SourceSpan("my.lay", 1, 18, span.text).at("tp").column == 18
 
 
 def test_places_do_not_make_layouts_differ() -> None:
@@ -236,7 +238,7 @@ def test_load(tmp_path: Path) -> None:
     layout = Layout.load(path)
     assert layout == parse_layout("batch -> dp")
     assert layout.name == str(path)
-    assert layout.statements[0].span == Span(str(path), 1, 0, "batch -> dp  # β")
+    assert layout.statements[0].span == SourceSpan(str(path), 1, 0, "batch -> dp  # β")
 
 
 def test_an_error_survives_pickling() -> None:
@@ -257,10 +259,10 @@ globs = st.text(string.ascii_letters + string.digits + "._/*?:=@+(!|-'\"%é", mi
 terms = st.one_of(
     st.just(NotSplit()),
     st.builds(Hole, st.lists(products, max_size=2, unique=True).map(tuple)),
-    st.builds(Split, products, st.booleans(), st.booleans()),
+    st.builds(SplitTerm, products, st.booleans(), st.booleans()),
 )
 places = st.builds(
-    Place, st.lists(terms, min_size=1, max_size=3).map(lambda t: tuple(dict.fromkeys(t))), st.integers(0, 12)
+    TensorPattern, st.lists(terms, min_size=1, max_size=3).map(lambda t: tuple(dict.fromkeys(t))), st.integers(0, 12)
 )
 dim_rules = st.builds(DimRule, st.lists(patterns, min_size=1, max_size=3).map(tuple), places)
 several_rules = st.lists(dim_rules, min_size=1, max_size=4).map(tuple)
@@ -284,8 +286,8 @@ others = st.one_of(
         st.lists(st.builds(PinState, st.sampled_from(["partial", "broadcast"]), products), max_size=2).map(tuple),
     ),
     st.builds(OpPin, globs, st.lists(st.tuples(dims, products), min_size=1, max_size=3).map(tuple)),
-    st.builds(Hold, st.sampled_from(["keep", "regather"]), globs),
-    st.builds(Hold, st.just("recompute"), globs, st.sampled_from(["none", "selective", "full"])),
+    st.builds(GatherStatement, st.sampled_from(["keep", "regather"]), globs),
+    st.builds(GatherStatement, st.just("recompute"), globs, st.sampled_from(["none", "selective", "full"])),
     st.builds(Same, globs, globs),
     st.builds(Guard, st.sampled_from(["forbid", "warn"]), st.sampled_from(COLLECTIVES), scopes, products),
     st.builds(Limit, st.just("memory"), st.integers(1, 10**15)),

@@ -12,7 +12,7 @@ from autopar.errors import LayoutError
 from autopar.names import RESERVED
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.sizes import UNITS
-from autopar.sharding.layout.syntax import COLLECTIVES, KINDS, Block, DimRule, Hold, Pin, Scope, Statement
+from autopar.sharding.layout.syntax import COLLECTIVES, KINDS, Block, DimRule, GatherStatement, Pin, Scope, Statement
 
 PAGE = (Path(__file__).parents[3] / "docs" / "language.md").read_text(encoding="utf-8")
 LAYOUTS = re.findall(r"^```layout\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -35,7 +35,7 @@ def test_every_form_of_a_rule_is_shown() -> None:
     assert any(len(rule.dims) > 1 for rule in rules)
     assert {"x*x", "?", "?{x, x*x}", "x?", "x x", "x | x", "x | x !x"} <= terms
     assert {state.state for s in STATEMENTS if isinstance(s, Pin) for state in s.states} == {"partial", "broadcast"}
-    assert {s.action for s in STATEMENTS if isinstance(s, Hold)} == {"keep", "regather", "recompute"}
+    assert {s.action for s in STATEMENTS if isinstance(s, GatherStatement)} == {"keep", "regather", "recompute"}
     assert any(scope == Scope("act", ("d_model",)) for block in blocks for scope in block.scopes)
 
 

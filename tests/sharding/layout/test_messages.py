@@ -9,7 +9,7 @@ import pytest
 
 from autopar.errors import LayoutError
 from autopar.sharding.layout.language import Layout, parse_layout, parse_rules, parse_strategy_call
-from autopar.sharding.layout.source import Span, layout_error, unknown_name
+from autopar.sharding.layout.source import SourceSpan, layout_error, unknown_name
 
 MESSAGES = [
     (literal_eval(text), message.rstrip("\n"))
@@ -131,6 +131,6 @@ def test_unknown_names_without_a_place() -> None:
     assert str(unknown_name("dim", "hedas", ["heads", "batch"], None)) == (
         "E1: there is no dim 'hedas'; did you mean 'heads'?\nfix: the names are batch, heads"
     )
-    assert str(unknown_name("factor", "x", [], Span("my.lay", 1, 0, "x"))) == (
+    assert str(unknown_name("factor", "x", [], SourceSpan("my.lay", 1, 0, "x"))) == (
         "E1: there is no factor 'x'\n  my.lay:1 | x\n           | ^\nfix: there is no factor at all here"
     )

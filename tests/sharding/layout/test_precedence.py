@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.layout.precedence import Exactness, Level, Specificity, glob_matches, matches, specificity
+from autopar.sharding.layout.precedence import Exactness, Precedence, Specificity, glob_matches, matches, specificity
 from autopar.sharding.layout.syntax import Block, DimRule, Pin, Scope
 
 # From the weakest to the strongest.
@@ -47,8 +47,8 @@ def test_equally_specific(one: str, other: str) -> None:
 
 
 def test_values() -> None:
-    assert specificity(None, "*") == (Level.BARE, Exactness.ANY)
-    assert specificity(Scope("act", ("seq",)), "seq.1") == (Level.DIMS, Exactness.NAME)
+    assert specificity(None, "*") == (Precedence.BARE, Exactness.ANY)
+    assert specificity(Scope("act", ("seq",)), "seq.1") == (Precedence.DIMS, Exactness.NAME)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from autopar.errors import LayoutError
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.parameter_storage import stored_splits
-from autopar.sharding.layout.resolve import Wanted, resolve
+from autopar.sharding.layout.resolve import SplitRequest, resolve
 
 AXES = {"dp": 2, "tp": 4, "one": 1}
 
@@ -48,7 +48,7 @@ def wanted(text: str, tensor: Tensor = X, kind: str = "act") -> str:
     return shown(resolve(parse_layout(text, "my.lay"), tensor, kind, AXES))
 
 
-def shown(found: Wanted) -> str:
+def shown(found: SplitRequest) -> str:
     return " ".join("-" if axes is None else "*".join(axes) or "." for axes in found)
 
 

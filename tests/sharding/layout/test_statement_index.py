@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.layout.statement_index import Parts
+from autopar.sharding.layout.statement_index import StatementIndex
 
 LAYOUT = """
 batch -> dp
@@ -25,12 +25,12 @@ forbid all_gather(act) over dp
 )
 def test_a_part_has_the_statements_that_are_about_a_name(name: str, lines: tuple[int, ...]) -> None:
     layout = parse_layout(LAYOUT)
-    part = Parts(layout).about(name)
+    part = StatementIndex(layout).about(name)
     assert part.statements == tuple(layout.statements[i] for i in lines)
 
 
 def test_names_share_a_part_where_the_same_patterns_match() -> None:
-    parts = Parts(parse_layout("act@a.*, param@b.* { seq -> tp }"))
+    parts = StatementIndex(parse_layout("act@a.*, param@b.* { seq -> tp }"))
     assert parts.about("a.1") is parts.about("a.2")
     assert parts.about("x") is parts.about("y")
     assert parts.about("a.1") is not parts.about("b.1")  # of the same block, but another of its scopes

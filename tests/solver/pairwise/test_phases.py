@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from autopar.solver.pairwise import annealing, phases, reductions, solve, work
-from autopar.solver.pairwise.annealing import Found, Plan, anneal, cost_in, repair
+from autopar.solver.pairwise.annealing import AnnealingPlan, AnnealingResult, anneal, cost_in, repair
 from autopar.solver.pairwise.dual import Dual, MessageDual, NarrowDual, loads_at
 from autopar.solver.pairwise.elimination import plan_elimination
 from autopar.solver.pairwise.flat_arrays import arrays_of, impossible_price, priced_costs
@@ -136,7 +136,12 @@ def test_annealing_keeps_its_books() -> None:
         annealed += 1
         arrays = arrays_of(problem)
         start = max(known)
-        found, _ = anneal(arrays, Found(start[0], np.array(start[1])), Plan(case, 500, 5.0, 0.1), time.monotonic() + 60)
+        found, _ = anneal(
+            arrays,
+            AnnealingResult(start[0], np.array(start[1])),
+            AnnealingPlan(case, 500, 5.0, 0.1),
+            time.monotonic() + 60,
+        )
         assert excess_of(problem, found.strategies.tolist()) == 0
         assert found.cost == cost_of(problem, found.strategies.tolist()) <= start[0]
         assert cost_in(arrays, found.strategies) == found.cost

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from autopar.ir.exported import Exported
-from autopar.tracing.naming.bind_graph import Binding
+from autopar.tracing.naming.bind_graph import BoundGraph
 from autopar.tracing.naming.roles.attention import attention, head_dims, head_parts
 from autopar.tracing.naming.roles.experts import experts
 from autopar.tracing.naming.roles.images import channels, images
@@ -39,7 +39,7 @@ DETECTORS: tuple[Callable[[Structure], Iterator[Proposal]], ...] = (
 )
 
 
-def standard_names(exported: Exported, binding: Binding, names: dict[int, str]) -> dict[int, str]:
+def standard_names(exported: Exported, binding: BoundGraph, names: dict[int, str]) -> dict[int, str]:
     """Add the standard names that the structure shows to `names` (class -> name); given names stay."""
     structure = Structure(exported, binding, dict(names))
     for detector in DETECTORS:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from autopar.ir.exported import Exported
 from autopar.rules.notation import FactorKind
-from autopar.tracing.naming.bind_graph import Binding, BoundNode, ValueKey
+from autopar.tracing.naming.bind_graph import BoundGraph, BoundNode, ValueKey
 
 __all__ = ["LOOKUPS", "Proposal", "Structure", "op_name"]
 
@@ -20,7 +20,7 @@ Proposal = tuple[int, str]
 class Structure:
     """The bound graph, with what the detectors ask of it: who makes a value, who uses it, who is named already."""
 
-    def __init__(self, exported: Exported, binding: Binding, names: dict[int, str]) -> None:
+    def __init__(self, exported: Exported, binding: BoundGraph, names: dict[int, str]) -> None:
         self.binding = binding
         self.space = binding.space
         self.names = names
