@@ -109,7 +109,7 @@ def measure(graph: NamedGraph, plan: StepPlan, rank: int = 0) -> Measured:
     """The second step of one rank, when the optimizer's states are there."""
     with _groups(plan.axes, rank) as groups:
         handling = _parameters(graph, plan)
-        emitted = emit(graph, plan.decisions, groups, plan.outputs, plan.local_inputs, handling, plan.recompute)
+        emitted = emit(graph, plan.assignment, groups, plan.outputs, plan.local_inputs, handling, plan.recompute)
         values, parameters = _values(graph, plan, groups.coordinate)
         if emitted.draws:
             values.append(torch.tensor([1, 0]))  # the number that the draws of a call depend on
@@ -191,7 +191,7 @@ def _values(
         shape = tensor.shape
         if tensor.kind != "input" or plan.local_inputs:
             atoms = atoms_of(tensor)
-            shape = atoms.fold(plan.decisions.stored[tensor.name].local_sizes(atoms, plan.axes, coordinate))
+            shape = atoms.fold(plan.assignment.stored[tensor.name].local_sizes(atoms, plan.axes, coordinate))
         master = plan.master_dtype if tensor.kind == "param" else None
         value = torch.zeros(shape, dtype=master or tensor.dtype)
         if tensor.kind == "param":

@@ -98,22 +98,24 @@ def measured(layers: int, dtype: torch.dtype, mesh: Mesh, asked: PlanRequest) ->
     text = plan.text
     clock.done("text")
     axes = dict(zip(mesh.names, mesh.sizes, strict=True))
-    decisions = PlanFilePlanner(text, "<plan>", axes, None).read(graph, text)
+    assignment = PlanFilePlanner(text, "<plan>", axes, None).read(graph, text)
     clock.done("text")
     with silent_groups(mesh) as groups:
         clock.last = time.process_time()
-        emit(graph, decisions, groups, asked.outputs, asked.local_inputs, parameters_of(graph, decisions))
+        emit(graph, assignment, groups, asked.outputs, asked.local_inputs, parameters_of(graph, assignment))
         clock.done("rewrite")
     return clock.seconds, plan
 
 
-def parameters_of(graph: NamedGraph, decisions: Assignment) -> BucketedParameters:
+def parameters_of(graph: NamedGraph, assignment: Assignment) -> BucketedParameters:
     """As a parallel module handles them that computes in the dtypes in which it stores."""
     none = GatherPolicy(False, False, False)
-    held = {tensor.name: (tensor.dtype, decisions.holdings.get(tensor.name, none)) for tensor in graph.parameters}
+    held = {
+        tensor.name: (tensor.dtype, assignment.gather_policies.get(tensor.name, none)) for tensor in graph.parameters
+    }
     found = {
-        name: ParameterHandling(dtype, dtype, dtype, holding.deferred, holding.again, holding.lasting)
-        for name, (dtype, holding) in held.items()
+        name: ParameterHandling(dtype, dtype, dtype, gather_policy.deferred, gather_policy.again, gather_policy.lasting)
+        for name, (dtype, gather_policy) in held.items()
     }
     return BucketedParameters(found, GradientSync())
 

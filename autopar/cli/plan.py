@@ -50,27 +50,27 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Trace, search, print, write."""
-    telling = ProgressLine()
+    progress = ProgressLine()
     possible = meshes(arguments)
     asked = asked_of(arguments)
-    telling.say(f"tracing {arguments.target}")
+    progress.say(f"tracing {arguments.target}")
     graph = traced(arguments)
     from autopar.plans.find import plan_graph
     from autopar.plans.views.strategies import least_of
     from autopar.solver.infeasible.errors import NoFeasiblePlan
 
     try:
-        plan = plan_graph(graph, possible, arguments.layout, asked, telling)
+        plan = plan_graph(graph, possible, arguments.layout, asked, progress)
     except NoFeasiblePlan as error:
-        telling.done()
+        progress.done()
         # A program that asked for data gets none; what is said of it is for whoever looks.
         print(f"autopar plan: {error}", file=sys.stderr if arguments.json else sys.stdout)
         return 1
     plan = replace(plan, target=target_text(arguments))
-    experts = {} if arguments.no_experts else _experts(plan, telling)
+    experts = {} if arguments.no_experts else _experts(plan, progress)
     if arguments.layout is None:
         plan = least_of(plan, experts)
-    telling.done()
+    progress.done()
     if arguments.output is not None:
         plan.save(arguments.output)
     if arguments.json:
@@ -86,10 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _experts(plan: Plan, telling: ProgressLine) -> dict[str, Plan]:
+def _experts(plan: Plan, progress: ProgressLine) -> dict[str, Plan]:
     from autopar.plans.views.strategies import experts_beside
 
-    telling.say("pricing the strategies of experts")
+    progress.say("pricing the strategies of experts")
     return experts_beside(plan)
 
 

@@ -157,7 +157,7 @@ def add_plan(parser: argparse.ArgumentParser, what: str) -> None:
     add_question(parser, mesh=False)
 
 
-def planned(arguments: argparse.Namespace, telling: ProgressLine | None = None) -> Plan:
+def planned(arguments: argparse.Namespace, progress: ProgressLine | None = None) -> Plan:
     """The plan that a file holds, or that a TARGET has under a layout or by a search."""
     from autopar.plans.find import plan_graph, under
 
@@ -169,7 +169,7 @@ def planned(arguments: argparse.Namespace, telling: ProgressLine | None = None) 
     graph = traced(arguments, arguments.plan)
     if arguments.layout is not None:
         return under(graph, possible[0], arguments.layout, asked, arguments.layout)
-    return plan_graph(graph, possible, None, asked, telling)
+    return plan_graph(graph, possible, None, asked, progress)
 
 
 def header_of(path: str, text: str) -> Any:

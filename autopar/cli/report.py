@@ -39,18 +39,18 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read or plan, gather, write."""
-    telling = ProgressLine()
-    telling.say("reading the plan" if arguments.plan.endswith(".lay") else f"tracing {arguments.plan}")
-    plan = planned(arguments, telling)
+    progress = ProgressLine()
+    progress.say("reading the plan" if arguments.plan.endswith(".lay") else f"tracing {arguments.plan}")
+    plan = planned(arguments, progress)
     experts: dict[str, Plan] = {}
     if not arguments.no_experts:
         from autopar.plans.views.strategies import experts_beside, least_of
 
-        telling.say("pricing the strategies of experts")
+        progress.say("pricing the strategies of experts")
         experts = experts_beside(plan)
         if arguments.layout is None and not is_plan(arguments.plan):
             plan = least_of(plan, experts)
-    telling.done()
+    progress.done()
     from autopar.plans.report.page import report
 
     report(plan, experts).save(arguments.output)

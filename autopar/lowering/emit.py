@@ -44,7 +44,7 @@ from autopar.sharding.lowered_ops import LoweredOpContext, split_of
 from autopar.sharding.lowered_ops.base import Send
 from autopar.sharding.options import Outputs, Recompute
 from autopar.sharding.recompute import computed_again, regions_of
-from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards, wire
+from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards, insert_reshards
 from autopar.sharding.sharding import Sharding, chunk
 
 __all__ = ["Emitted", "emit"]
@@ -130,7 +130,7 @@ class LoweredOpModule(nn.Module):
 
 def emit(
     graph: NamedGraph,
-    decisions: Assignment,
+    assignment: Assignment,
     groups: Groups,
     outputs: Outputs,
     local_inputs: bool,
@@ -143,8 +143,8 @@ def emit(
     `recompute`: what layers compute again in the backward, if it is not what the decisions say.
     `with_ends`: small sums are taken out of the graph where they can be made before or after it.
     """
-    again = decisions.recompute if recompute is None else recompute
-    return _Emitter(graph, decisions, groups, outputs, local_inputs, parameters or BucketedParameters(), again).run(
+    again = assignment.recompute if recompute is None else recompute
+    return _Emitter(graph, assignment, groups, outputs, local_inputs, parameters or BucketedParameters(), again).run(
         with_ends
     )
 
@@ -153,7 +153,7 @@ class _Emitter:
     def __init__(
         self,
         graph: NamedGraph,
-        decisions: Assignment,
+        assignment: Assignment,
         groups: Groups,
         outputs: Outputs,
         local_inputs: bool,
@@ -162,10 +162,10 @@ class _Emitter:
     ) -> None:
         self.graph = graph
         self.parameters = parameters
-        self.decisions = decisions
+        self.assignment = assignment
         self.groups = groups
-        self.axes = decisions.axes
-        self.wiring = wire(graph, decisions, outputs, local_inputs)
+        self.axes = assignment.axes
+        self.reshard_plan = insert_reshards(graph, assignment, outputs, local_inputs)
         self.out = Graph()
         self.modules: dict[str, nn.Module] = {}
         self.held: dict[tuple[str, Sharding], Node] = {}
@@ -189,11 +189,11 @@ class _Emitter:
                     if made is last:
                         break
                     self._mark(made, node, ops[node.name].name)
-        for one in self.wiring.outputs:
+        for one in self.reshard_plan.outputs:
             self._convert(one)
         results = source.output_node().args[0]
         assert isinstance(results, tuple), "the graph returns a flat tuple"
-        pairs = zip(results, self.wiring.results, strict=True)
+        pairs = zip(results, self.reshard_plan.results, strict=True)
         self.out.output(tuple(result if place is None else self._value(*place) for result, place in pairs))
         ends = move_to_ends(self.out, self.modules, self._inputs()) if with_ends else HoistedSums()
         join_totals(self.out, self.modules)
@@ -204,7 +204,7 @@ class _Emitter:
         mutated = len(self.graph.exported.mutations)
         module = with_regions(self.out, self.modules, self.regions)
         draws = tuple(self.drawings.ops)
-        return Emitted(module, self.wiring.inserted(), self.wiring.results[mutated:], draws, ends)
+        return Emitted(module, self.reshard_plan.inserted(), self.reshard_plan.results[mutated:], draws, ends)
 
     def _inputs(self) -> list[str]:
         """The placeholders of inputs that nobody wants a gradient of."""
@@ -224,14 +224,14 @@ class _Emitter:
 
     def _place(self, node: Node) -> None:
         tensor = self.by_node[node.name]
-        whole = self.wiring.inputs.get(tensor.name)
-        given = self.decisions.stored[tensor.name] if whole is None else whole.reshard.source
+        whole = self.reshard_plan.inputs.get(tensor.name)
+        given = self.assignment.stored[tensor.name] if whole is None else whole.reshard.source
         self.held[tensor.name, given] = self.out.placeholder(node.name)
         if whole is not None:
             self._convert(whole)
 
     def _call(self, source: Node, node: NamedNode) -> None:
-        decision, wired = self.decisions.ops[node.name], self.wiring.ops[node.name]
+        op_assignment, wired = self.assignment.ops[node.name], self.reshard_plan.ops[node.name]
         assert isinstance(source.target, torch._ops.OpOverload), source
         for one in wired.before:
             self._convert(one)
@@ -243,11 +243,13 @@ class _Emitter:
                 arguments[name] = None if value is None else [self._operand(item, next(operands)) for item in value]
             else:
                 arguments[name] = self._operand(value, next(operands))
-        if is_idle_copy(source) and decision.operands == decision.produced:
+        if is_idle_copy(source) and op_assignment.operands == op_assignment.produced:
             result = arguments["self"]
         else:
-            result = self._scaled(self._local(source, node, decision, wired, arguments), node, decision.choice)
-        self._keep(source, node, decision, result)
+            result = self._scaled(
+                self._local(source, node, op_assignment, wired, arguments), node, op_assignment.choice
+            )
+        self._keep(source, node, op_assignment, result)
         for one in wired.after:
             self._convert(one)
 
@@ -255,26 +257,26 @@ class _Emitter:
         return converted if isinstance(given, Node) else given
 
     def _local(
-        self, source: Node, node: NamedNode, decision: OpAssignment, wired: OpReshards, arguments: dict[str, Any]
+        self, source: Node, node: NamedNode, op_assignment: OpAssignment, wired: OpReshards, arguments: dict[str, Any]
     ) -> Node:
         """The op on this rank's shards."""
-        split = None if wired.split is None else self._split(node, decision)
-        everything = tuple(self._pieces(node, decision.choice))
+        split = None if wired.split is None else self._split(node, op_assignment)
+        everything = tuple(self._pieces(node, op_assignment.choice))
         pieces = tuple(piece for piece in everything if split is None or piece.factor not in split.factors)
         sizes = dict(node.sizes)
         local_sizes = {**sizes, **{piece.factor: piece.length for piece in pieces}}
         local = LocalCall(source.target, arguments, node.rule, sizes, local_sizes)  # type: ignore[arg-type]
         if pieces:
             local = self._localised(local, pieces)
-        drawing = self._drawing(source, node, decision.choice, local)
+        drawing = self._drawing(source, node, op_assignment.choice, local)
         if drawing is not None:
             return drawing
         if split is not None:
             return self._communicating(split, local, {piece.factor: piece for piece in everything})
         empty = [piece.factor for piece in pieces if not piece.length and piece.total]
         if empty and any(node.operands) and not node.rule.random:
-            if not any(map(node.rule.added_operands, empty)) or not any(self._gives_some(node, decision)):
-                return self._empty(source, node, decision, arguments)
+            if not any(map(node.rule.added_operands, empty)) or not any(self._gives_some(node, op_assignment)):
+                return self._empty(source, node, op_assignment, arguments)
             local = self._filled(local)
         lowered = [piece for piece in pieces if node.rule.lowering(piece.factor)]
         if lowered:
@@ -304,33 +306,37 @@ class _Emitter:
         plain = {name: None if name in names else value for name, value in local.arguments.items()}
         sends = tuple(bind_message(message, self.groups) for message in split.messages())
         module = LoweredOpModule(split, replace(local, arguments=plain), pieces, names, sends)
-        module.notes = tuple(note_of(one, self.graph) for one in self.wiring.ops[split.node.name].inside if one.ways)
+        module.notes = tuple(
+            note_of(one, self.graph) for one in self.reshard_plan.ops[split.node.name].inside if one.ways
+        )
         stem = f"{split.node.name}_split_{'_'.join(split.axes)}"
         return self._module(stem, module, tuple(local.arguments[name] for name in names))
 
-    def _split(self, node: NamedNode, decision: OpAssignment) -> LoweredOpContext | None:
+    def _split(self, node: NamedNode, op_assignment: OpAssignment) -> LoweredOpContext | None:
         """As it is on this rank; the wiring has it as on the busiest."""
         at = self.groups.coordinate
-        return split_of(self.graph, node, decision.choice.splits, decision.operands, self.axes, at)
+        return split_of(self.graph, node, op_assignment.choice.splits, op_assignment.operands, self.axes, at)
 
-    def _results(self, node: NamedNode, decision: OpAssignment) -> Iterator[tuple[tuple[int, ...], torch.dtype] | None]:
+    def _results(
+        self, node: NamedNode, op_assignment: OpAssignment
+    ) -> Iterator[tuple[tuple[int, ...], torch.dtype] | None]:
         """The shapes and dtypes that an op gives on this rank."""
-        for name, layout in zip(node.outputs, decision.produced, strict=True):
+        for name, layout in zip(node.outputs, op_assignment.produced, strict=True):
             if name is None or layout is None:
                 yield None
             else:
                 yield self._local_shape(name, layout), self.graph.tensors[name].dtype
 
-    def _gives_some(self, node: NamedNode, decision: OpAssignment) -> Iterator[bool]:
-        return (result is not None and 0 not in result[0] for result in self._results(node, decision))
+    def _gives_some(self, node: NamedNode, op_assignment: OpAssignment) -> Iterator[bool]:
+        return (result is not None and 0 not in result[0] for result in self._results(node, op_assignment))
 
-    def _empty(self, source: Node, node: NamedNode, decision: OpAssignment, arguments: Mapping[str, Any]) -> Node:
+    def _empty(self, source: Node, node: NamedNode, op_assignment: OpAssignment, arguments: Mapping[str, Any]) -> Node:
         """An op of which this rank has nothing."""
         single = len(node.outputs) == 1 and isinstance(source.meta["val"], Tensor)
         assert isinstance(source.target, torch._ops.OpOverload), source
         given = arguments_by_name(source.target, source.args, source.kwargs)
         found = reached(source.target, given, lambda node: self.by_node[node.name].requires_grad)
-        pairs = zip(self._results(node, decision), found, strict=True)
+        pairs = zip(self._results(node, op_assignment), found, strict=True)
         results = tuple(None if result is None else (*result, reaches) for result, reaches in pairs)
         return self._module(
             f"{node.name}_empty", EmptyShardOp(str(source.target), results, single), nodes_of(arguments)
@@ -401,12 +407,12 @@ class _Emitter:
         op, number = share or (torch.ops.aten.mul.Scalar, length / max(total, 1))
         return self.out.call_function(op, (result, number))
 
-    def _keep(self, source: Node, node: NamedNode, decision: OpAssignment, result: Node) -> None:
+    def _keep(self, source: Node, node: NamedNode, op_assignment: OpAssignment, result: Node) -> None:
         single = len(node.outputs) == 1 and isinstance(source.meta["val"], Tensor)
         for i, name in enumerate(node.outputs):
             if name is None:
                 continue
-            produced = decision.produced[i]
+            produced = op_assignment.produced[i]
             assert produced is not None, node.name
             value = result if single else self.out.call_function(operator.getitem, (result, i))
             value.meta["local_shape"] = self._local_shape(name, produced)

@@ -251,8 +251,8 @@ def _on_mesh(
         raise _with_all_memory(error, cluster.device.memory_bytes) if is_usual else error from None
     decided = canonical(graph, solved.plan)
     if said is not None:
-        sent = conversions(graph, decided.decisions, decided.outputs, decided.local_inputs)
-        check_contracts(said, graph, decided.decisions, sent)
+        sent = conversions(graph, decided.assignment, decided.outputs, decided.local_inputs)
+        check_contracts(said, graph, decided.assignment, sent)
     bound = solved.bound_seconds if solved.gap <= LARGEST_GAP else 0.0
     plan = Plan(graph, decided, mesh, cluster, limit, bound, solved.origin, within_layout=within)
     if asked.cache:
@@ -289,15 +289,15 @@ def _is_limit(statement: object) -> bool:
 
 def canonical(graph: NamedGraph, decided: StepPlan) -> StepPlan:
     """What was searched as a layout says it: parameters are used as axes split them, broadcasts begin at their uses."""
-    decisions = decided.decisions
+    assignment = decided.assignment
     values = {
         name: replace(layout, partial=frozenset(), broadcast=frozenset())
         if name in graph.tensors and graph.tensors[name].kind == "param"
         else layout
-        for name, layout in decisions.values.items()
+        for name, layout in assignment.values.items()
     }
     recompute = {path: mode for path, mode in decided.recompute.items() if mode != "none"}
-    return replace(decided, recompute=recompute, decisions=replace(decisions, values=values, recompute=recompute))
+    return replace(decided, recompute=recompute, assignment=replace(assignment, values=values, recompute=recompute))
 
 
 def under(graph: NamedGraph, mesh: Mesh, layout: str | Path | Layout, asked: PlanRequest, origin: str = "") -> Plan:

@@ -60,11 +60,11 @@ class LayoutPlanner:
     def read(self, graph: NamedGraph, text: str) -> Assignment:
         raise AssertionError("a layout is completed by the first rank")
 
-    def check(self, graph: NamedGraph, decisions: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
-        check_contracts(self.layout, graph, decisions, inserted)
+    def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
+        check_contracts(self.layout, graph, assignment, inserted)
         asked = self.asked
         plan = replace(
-            StepPlan.decided(graph, decisions),
+            StepPlan.decided(graph, assignment),
             outputs=asked.outputs,
             local_inputs=asked.local_inputs,
             master_dtype=asked.master_dtype,
@@ -124,14 +124,14 @@ class PlanFilePlanner:
         check_whole(header, len(layout.statements), self.name)
         if header.graph == graph.fingerprint:
             return complete(graph, layout, self.axes)
-        return lowered(graph, layout, self.axes).decisions
+        return lowered(graph, layout, self.axes).assignment
 
-    def check(self, graph: NamedGraph, decisions: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
+    def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
         """A plan's own guards."""
-        check_contracts(parse_layout(self.text, self.name), graph, decisions, inserted)
+        check_contracts(parse_layout(self.text, self.name), graph, assignment, inserted)
 
     def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
-        layout = lowered(graph, parse_layout(self.text, self.name), self.axes).decisions
+        layout = lowered(graph, parse_layout(self.text, self.name), self.axes).assignment
         found = {}
         for name in graph.inputs:
             shape = list(graph.tensors[name].shape)
@@ -170,9 +170,9 @@ class SearchPlanner:
             self.found = PlanFilePlanner(text, "<plan>", axes, self.dims)
         return self.found.read(graph, text)
 
-    def check(self, graph: NamedGraph, decisions: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
+    def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
         if self.layout is not None:
-            check_contracts(self.layout, graph, decisions, inserted)
+            check_contracts(self.layout, graph, assignment, inserted)
 
     def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
         if self.found is not None:

@@ -87,7 +87,7 @@ class PlanRecord:
         decided = self.decided
         network = Network(self.cluster, decided.axes, decided.links)
         found = []
-        for one in conversions(self.graph, decided.decisions, decided.outputs, decided.local_inputs):
+        for one in conversions(self.graph, decided.assignment, decided.outputs, decided.local_inputs):
             for direction, step in one.collectives():
                 size = step.numel * one.itemsize
                 seconds = network.seconds(step.kind.value, step.axes, float(size))
@@ -96,12 +96,12 @@ class PlanRecord:
 
     def layout_of(self, name: str) -> Sharding:
         """Where a tensor is: a parameter or input as it is stored, a value as its consumers find it."""
-        decisions = self.decided.decisions
-        return decisions.stored.get(name) or decisions.values[name]
+        assignment = self.decided.assignment
+        return assignment.stored.get(name) or assignment.values[name]
 
     @cached_property
     def written(self) -> WrittenLayout:
-        return written(self.graph, self.decided.decisions, self.mesh)
+        return written(self.graph, self.decided.assignment, self.mesh)
 
     @property
     def layout(self) -> Layout:

@@ -63,7 +63,7 @@ class Planner(Protocol):
 
     def read(self, graph: NamedGraph, text: str) -> Assignment: ...
 
-    def check(self, graph: NamedGraph, decisions: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
+    def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
         """Raise where the generated graph does what the user does not allow."""
         ...
 
@@ -91,18 +91,18 @@ class FixedInputs:
     """A graph with its decisions, for calls like the one that it was traced with."""
 
     graph: NamedGraph
-    decisions: Assignment
+    assignment: Assignment
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
         return self.graph
 
     def decide(self, graph: NamedGraph) -> Assignment | str:
-        return self.decisions
+        return self.assignment
 
     def read(self, graph: NamedGraph, text: str) -> Assignment:
         raise AssertionError("it was decided before")
 
-    def check(self, graph: NamedGraph, decisions: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
+    def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
         """Whoever decided has checked it."""
 
     def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
@@ -308,36 +308,36 @@ class CallCache:
         graph = agreement.together(lambda: self._trace(given))
         agreement.same(graph_facts(graph), SAME_GRAPH)
         said = agreement.decided_by_first(lambda: self.planner.decide(graph))
-        decisions = agreement.together(lambda: self.planner.read(graph, said)) if isinstance(said, str) else said
-        held = agreement.together(lambda: self._held(graph, decisions, given))
+        assignment = agreement.together(lambda: self.planner.read(graph, said)) if isinstance(said, str) else said
+        held = agreement.together(lambda: self._held(graph, assignment, given))
         self._check_values(given, held)
         local = self.settings.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
-        emitted = agreement.together(lambda: self._emit(graph, decisions, local, with_ends=agreement.size > 1))
+        emitted = agreement.together(lambda: self._emit(graph, assignment, local, with_ends=agreement.size > 1))
         if len({row[0] for row in agreement.numbers(digest(emitted.ends.outline))}) > 1:  # some ranks have nothing
-            emitted = agreement.together(lambda: self._emit(graph, decisions, local, with_ends=False))
+            emitted = agreement.together(lambda: self._emit(graph, assignment, local, with_ends=False))
         if not self.weights.shells:
             self.weights.build(held)
         plan = CompiledCall(
-            given, graph, decisions, emitted, held, self.shell, self.rank, self.results, self.synchronisation
+            given, graph, assignment, emitted, held, self.shell, self.rank, self.results, self.synchronisation
         )
         plan.digest = max(2, digest("\n".join(f"{name}: {fact}" for name, fact in given.facts().items())))
         self.found.setdefault(given.key, []).append(plan)
         self.latest = plan
         return plan
 
-    def _emit(self, graph: NamedGraph, decisions: Assignment, local: bool, with_ends: bool) -> Emitted:
+    def _emit(self, graph: NamedGraph, assignment: Assignment, local: bool, with_ends: bool) -> Emitted:
         for mutation in graph.exported.mutations:
             if mutation.kind == "input" and local:
                 raise AutoparError(
                     f"the model changes its input {mutation.target} in place, which works for whole inputs only\n"
                     "fix: give plain tensors, and local_inputs=False"
                 )
-        parameters, outputs = self._parameters(graph, decisions), self.settings.outputs
-        emitted = emit(graph, decisions, self.groups, outputs, local, parameters, with_ends=with_ends)
-        self.planner.check(graph, decisions, emitted.inserted)
+        parameters, outputs = self._parameters(graph, assignment), self.settings.outputs
+        emitted = emit(graph, assignment, self.groups, outputs, local, parameters, with_ends=with_ends)
+        self.planner.check(graph, assignment, emitted.inserted)
         return emitted
 
-    def _parameters(self, graph: NamedGraph, decisions: Assignment) -> BucketedParameters:
+    def _parameters(self, graph: NamedGraph, assignment: Assignment) -> BucketedParameters:
         """How the parameters of a graph are handled in it."""
         found = {}
         for tensor in graph.tensors.values():
@@ -345,9 +345,9 @@ class CallCache:
                 continue
             stored = self.weights.dtypes[tensor.name]
             reduced = (self.settings.reduce_dtype if stored.is_floating_point else None) or stored
-            holding = decisions.holdings.get(tensor.name, GatherPolicy(False, False, False))
+            gather_policy = assignment.gather_policies.get(tensor.name, GatherPolicy(False, False, False))
             found[tensor.name] = ParameterHandling(
-                stored, tensor.dtype, reduced, holding.deferred, holding.again, holding.lasting
+                stored, tensor.dtype, reduced, gather_policy.deferred, gather_policy.again, gather_policy.lasting
             )
         return BucketedParameters(found, self.synchronisation, self, awaited=True)
 
@@ -367,8 +367,8 @@ class CallCache:
             graph = self.planner.trace(model, given.example(shapes, dtype))
         return graph
 
-    def _held(self, graph: NamedGraph, decisions: Assignment, given: CallSignature) -> dict[str, LocalShard]:
-        held = held_by(graph, decisions, self.rank)
+    def _held(self, graph: NamedGraph, assignment: Assignment, given: CallSignature) -> dict[str, LocalShard]:
+        held = held_by(graph, assignment, self.rank)
         for name, place in self.weights.stored.items():
             if held[name].layout != place.layout:
                 raise AutoparError(

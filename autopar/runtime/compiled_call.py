@@ -153,7 +153,7 @@ class CompiledCall:
         self,
         given: CallSignature,
         graph: NamedGraph,
-        decisions: Assignment,
+        assignment: Assignment,
         emitted: Emitted,
         held: Mapping[str, LocalShard],
         module: nn.Module,
@@ -164,7 +164,7 @@ class CompiledCall:
         exported = graph.exported
         self.structure = given.structure
         self.graph = graph
-        self.decisions = decisions
+        self.assignment = assignment
         self.emitted = emitted
         self.graph_module = emitted.graph_module
         self.held = held

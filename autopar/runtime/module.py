@@ -55,13 +55,13 @@ class ParallelModule(ClosedModule):
     def planned(
         cls,
         graph: NamedGraph,
-        decisions: Assignment,
+        assignment: Assignment,
         mesh: DeviceMesh,
         outputs: Outputs = "sharded",
         local_inputs: bool = False,
     ) -> ParallelModule:
         """The model of a graph under decisions already made; for calls of that shape and mode alone."""
-        made = cls(graph.model, mesh, FixedInputs(graph, decisions), CallSettings(outputs, local_inputs), None)
+        made = cls(graph.model, mesh, FixedInputs(graph, assignment), CallSettings(outputs, local_inputs), None)
         made._plans.prepare_traced(graph)
         return made
 
@@ -195,9 +195,9 @@ class ParallelModule(ClosedModule):
         return self._plans.current().graph
 
     @property
-    def decisions(self) -> Assignment:
+    def assignment(self) -> Assignment:
         """What was decided about that graph."""
-        return self._plans.current().decisions
+        return self._plans.current().assignment
 
     @property
     def emitted(self) -> Emitted:

@@ -100,11 +100,11 @@ class LocalShard:
         )
 
 
-def held_by(graph: NamedGraph, decisions: Assignment, rank: ShardOwner) -> dict[str, LocalShard]:
+def held_by(graph: NamedGraph, assignment: Assignment, rank: ShardOwner) -> dict[str, LocalShard]:
     """How a rank holds every parameter, and every tensor among the inputs."""
     return {
         name: LocalShard.of(graph.tensors[name], layout, rank)
-        for name, layout in decisions.stored.items()
+        for name, layout in assignment.stored.items()
         if graph.tensors[name].kind in ("param", "input")
     }
 

@@ -38,7 +38,7 @@ class Assignment:
     """By the name of the op."""
     values: Mapping[str, Sharding]
     """Every value as its consumers find it."""
-    holdings: Mapping[str, GatherPolicy] = field(default_factory=dict)
+    gather_policies: Mapping[str, GatherPolicy] = field(default_factory=dict)
     """How parameters are held between uses."""
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
     """What repeated layers compute again in the backward, by their module paths; nothing where it is not said."""
@@ -53,7 +53,7 @@ class StepPlan:
 
     graph: str
     """The fingerprint of the graph that it is for."""
-    decisions: Assignment
+    assignment: Assignment
     outputs: Outputs = "sharded"
     local_inputs: bool = False
     optimizer: str = "adamw"
@@ -77,26 +77,26 @@ class StepPlan:
 
     def __post_init__(self) -> None:
         # Decisions are what is written and what is run: they say the same.
-        if dict(self.recompute) != dict(self.decisions.recompute):
-            object.__setattr__(self, "decisions", replace(self.decisions, recompute=dict(self.recompute)))
+        if dict(self.recompute) != dict(self.assignment.recompute):
+            object.__setattr__(self, "assignment", replace(self.assignment, recompute=dict(self.recompute)))
 
     @property
     def axes(self) -> Mapping[str, int]:
-        return self.decisions.axes
+        return self.assignment.axes
 
     def with_options(self, options: PlanOptions) -> StepPlan:
         """Return a plan of the same decisions with these options."""
         return replace(self, **{each.name: getattr(options, each.name) for each in fields(options)})
 
     @staticmethod
-    def decided(graph: NamedGraph, decisions: Assignment) -> StepPlan:
+    def decided(graph: NamedGraph, assignment: Assignment) -> StepPlan:
         """What decisions come to."""
-        holdings = decisions.holdings
+        gather_policies = assignment.gather_policies
         return StepPlan(
             graph.fingerprint,
-            decisions,
-            regather=frozenset(name for name, holding in holdings.items() if holding.again),
-            resident=frozenset(name for name, holding in holdings.items() if holding.lasting),
-            accumulated=frozenset(name for name, holding in holdings.items() if holding.deferred),
-            recompute=decisions.recompute,
+            assignment,
+            regather=frozenset(name for name, gather_policy in gather_policies.items() if gather_policy.again),
+            resident=frozenset(name for name, gather_policy in gather_policies.items() if gather_policy.lasting),
+            accumulated=frozenset(name for name, gather_policy in gather_policies.items() if gather_policy.deferred),
+            recompute=assignment.recompute,
         )

@@ -91,11 +91,11 @@ class _Member:
     bytes: int
 
 
-def buckets_of(graph: NamedGraph, plan: StepPlan, wiring: ReshardPlan) -> tuple[Bucket, ...]:
+def buckets_of(graph: NamedGraph, plan: StepPlan, reshard_plan: ReshardPlan) -> tuple[Bucket, ...]:
     """The buckets of the generated graph, in the order of their first uses; what it leaves alone is one by itself."""
     alone: list[Bucket] = []
     members: list[_Member] = []
-    for op in wiring.ops.values():
+    for op in reshard_plan.ops.values():
         for one in op.before:
             tensor = graph.tensors[one.tensor]
             if tensor.kind != "param" or not one.ways:
@@ -110,7 +110,7 @@ def buckets_of(graph: NamedGraph, plan: StepPlan, wiring: ReshardPlan) -> tuple[
             kind = steps, tensor.dtype, handled, tensor.requires_grad
             members.append(_Member(one, kind, block[1] if block else "", size))
     grouped = (tuple(member.inserted for member in group) for group in in_buckets(members))
-    place = {name: i for i, name in enumerate(wiring.ops)}
+    place = {name: i for i, name in enumerate(reshard_plan.ops)}
     found = (*alone, *(Bucket(group, group[0].op) for group in grouped))
     return tuple(sorted(found, key=lambda bucket: place[bucket.op]))
 

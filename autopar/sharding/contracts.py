@@ -39,7 +39,7 @@ class _Sent:
 
 
 def check_contracts(
-    layout: Layout, graph: NamedGraph, decisions: Assignment, inserted: Iterable[InsertedReshard]
+    layout: Layout, graph: NamedGraph, assignment: Assignment, inserted: Iterable[InsertedReshard]
 ) -> None:
     """Raise E6 for a guard or a limit that the decisions break, E7 for tensors that were to share one layout."""
     sent = [
@@ -58,9 +58,9 @@ def check_contracts(
         if isinstance(statement, Guard):
             _check_guard(statement, [one for one in sent if _is_about(statement, one, graph)])
         elif isinstance(statement, Same):
-            _check_same(statement, graph, decisions)
+            _check_same(statement, graph, assignment)
         elif isinstance(statement, Limit) and statement.quantity == "halo":
-            _check_halo(statement, graph, decisions)
+            _check_halo(statement, graph, assignment)
 
 
 def _check_guard(guard: Guard, broken: list[_Sent]) -> None:
@@ -103,23 +103,23 @@ def _kinds(tensor: NamedTensor, graph: NamedGraph, direction: str) -> tuple[str,
     return ("buffer",) if kind == "constant" else (kind,)
 
 
-def _check_same(same: Same, graph: NamedGraph, decisions: Assignment) -> None:
+def _check_same(same: Same, graph: NamedGraph, assignment: Assignment) -> None:
     left, right = ([name for name in graph.tensors if glob_matches(glob, name)] for glob in (same.left, same.right))
     first = left[0]
     for name in (*left, *right):
-        if _layouts(name, graph, decisions) != _layouts(first, graph, decisions):
+        if _layouts(name, graph, assignment) != _layouts(first, graph, assignment):
             raise layout_error(
                 "E7",
-                f"{first} and {name} are to share one layout, but {first} is {_layouts(first, graph, decisions)} and "
-                f"{name} is {_layouts(name, graph, decisions)}",
+                f"{first} and {name} are to share one layout, but {first} is {_layouts(first, graph, assignment)} and "
+                f"{name} is {_layouts(name, graph, assignment)}",
                 "give both the same rules, or drop the line",
                 same.span,
             )
 
 
-def _layouts(name: str, graph: NamedGraph, decisions: Assignment) -> str:
+def _layouts(name: str, graph: NamedGraph, assignment: Assignment) -> str:
     """The layout of a tensor by physical dims: tensors of other dims may share it."""
-    layout = decisions.stored.get(name, decisions.values.get(name))
+    layout = assignment.stored.get(name, assignment.values.get(name))
     return "unused" if layout is None else layout_text(graph.tensors[name], layout)
 
 
@@ -130,8 +130,8 @@ def layout_text(tensor: NamedTensor, layout: Sharding) -> str:
     return f"[{', '.join('*'.join(axes) or 'none' for axes in dims)}]"
 
 
-def _check_halo(limit: Limit, graph: NamedGraph, decisions: Assignment) -> None:
-    for op, factor, share in _halo_shares(graph, decisions):
+def _check_halo(limit: Limit, graph: NamedGraph, assignment: Assignment) -> None:
+    for op, factor, share in _halo_shares(graph, assignment):
         assert limit.percent is not None, limit
         if 100 * share > limit.percent:
             raise layout_error(
@@ -143,11 +143,11 @@ def _check_halo(limit: Limit, graph: NamedGraph, decisions: Assignment) -> None:
             )
 
 
-def _halo_shares(graph: NamedGraph, decisions: Assignment) -> Iterator[tuple[str, str, float]]:
+def _halo_shares(graph: NamedGraph, assignment: Assignment) -> Iterator[tuple[str, str, float]]:
     """For each op that slides a window along a split dim: how much of a shard's extent its neighbours send."""
     for node in graph.nodes:
-        decision = decisions.ops[node.name]
-        split = split_of(graph, node, decision.choice.splits, decision.operands, decisions.axes)
+        op_assignment = assignment.ops[node.name]
+        split = split_of(graph, node, op_assignment.choice.splits, op_assignment.operands, assignment.axes)
         if split is not None:
             yield from ((node.name, factor, share) for factor, share in _received(split))
 

@@ -15,7 +15,7 @@ from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.atoms import atoms_of
-from autopar.sharding.layout.gather_policy import GatherPolicy, holding_of, recompute_of
+from autopar.sharding.layout.gather_policy import GatherPolicy, gather_policy_of, recompute_of
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.parameter_storage import stored_splits
 from autopar.sharding.layout.pinned_states import PinnedStates, check_states, states_of
@@ -41,7 +41,7 @@ class StoredTensor:
     value: Sharding
     use: SplitRequest | None = None
     """Of a parameter, what the layout says of its use."""
-    holding: GatherPolicy | None = None
+    gather_policy: GatherPolicy | None = None
 
 
 class BoundLayout:
@@ -154,8 +154,8 @@ class BoundLayout:
         stored = Sharding(stored_splits(part, tensor, self.axes))
         use = resolve(part, tensor, "use", self.axes)
         value = _closed(use)
-        holding = holding_of(part, tensor, value.splits, self.axes)
-        return StoredTensor(stored, replace(value, broadcast=broadcast), use, holding)
+        gather_policy = gather_policy_of(part, tensor, value.splits, self.axes)
+        return StoredTensor(stored, replace(value, broadcast=broadcast), use, gather_policy)
 
     def _wanted(self, part: Layout, tensor: NamedTensor) -> SplitRequest:
         (kind,) = self.kinds(tensor)

@@ -19,21 +19,21 @@ from autopar.sharding.choices import BROADCAST, layouts_of
 __all__ = ["begin_at_parameters"]
 
 
-def begin_at_parameters(graph: NamedGraph, decisions: Assignment, pinned: Collection[str]) -> Assignment:
+def begin_at_parameters(graph: NamedGraph, assignment: Assignment, pinned: Collection[str]) -> Assignment:
     """The same decisions, with broadcasts moved up to the parameters where that sends no more.
 
     `pinned` are the ops that stay as they are.
     """
-    return _Lifting(graph, decisions, pinned).run()
+    return _Lifting(graph, assignment, pinned).run()
 
 
 class _Lifting:
-    def __init__(self, graph: NamedGraph, decisions: Assignment, pinned: Collection[str]) -> None:
+    def __init__(self, graph: NamedGraph, assignment: Assignment, pinned: Collection[str]) -> None:
         self.graph = graph
-        self.decisions = decisions
+        self.assignment = assignment
         self.pinned = pinned
-        self.ops = dict(decisions.ops)
-        self.values = dict(decisions.values)
+        self.ops = dict(assignment.ops)
+        self.values = dict(assignment.values)
         self.makers = {name: node for node in graph.nodes for name in node.outputs if name is not None}
         self.users: dict[str, list[NamedNode]] = {}
         for node in graph.nodes:
@@ -42,10 +42,10 @@ class _Lifting:
                     self.users.setdefault(name, []).append(node)
 
     def run(self) -> Assignment:
-        for axis, size in self.decisions.axes.items():
+        for axis, size in self.assignment.axes.items():
             for node in reversed(self.graph.nodes) if size > 1 else ():
                 self._try(node, axis)
-        return replace(self.decisions, ops=self.ops, values=self.values)
+        return replace(self.assignment, ops=self.ops, values=self.values)
 
     def _try(self, node: NamedNode, axis: str) -> None:
         lifted: dict[str, OpAssignment] = {}
@@ -61,27 +61,31 @@ class _Lifting:
 
     def _lift(self, node: NamedNode, axis: str, lifted: dict[str, OpAssignment], parameters: set[str]) -> bool:
         """Whether an op, and those before it, can take and give broadcasts; what they and their parameters then are."""
-        name, decision = _only(node), self.ops[node.name]
+        name, op_assignment = _only(node), self.ops[node.name]
         if not name or name in self.graph.outputs or node.name in self.pinned:
             return False
         if not self.graph.tensors[name].requires_grad:
             return False
-        layouts = [layout for layout in (*decision.operands, *decision.produced, *decision.results) if layout]
-        if any(axis in layout.axes for layout in layouts) or any(axis == used for used, _ in decision.choice.passes):
+        layouts = [
+            layout for layout in (*op_assignment.operands, *op_assignment.produced, *op_assignment.results) if layout
+        ]
+        if any(axis in layout.axes for layout in layouts) or any(
+            axis == used for used, _ in op_assignment.choice.passes
+        ):
             return False
         if not all(self._takes_broadcast(user, name, axis, lifted) for user in self.users.get(name, ())):
             return False
-        order = list(self.decisions.axes)
-        passes = sorted((*decision.choice.passes, (axis, BROADCAST)), key=lambda one: order.index(one[0]))
-        choice = replace(decision.choice, passes=tuple(passes))
+        order = list(self.assignment.axes)
+        passes = sorted((*op_assignment.choice.passes, (axis, BROADCAST)), key=lambda one: order.index(one[0]))
+        choice = replace(op_assignment.choice, passes=tuple(passes))
         found = layouts_of(self.graph, node, choice)
         if found is None:
             return False
         results = tuple(
             None if result is None else replace(result, broadcast=result.broadcast | {axis})
-            for result in decision.results
+            for result in op_assignment.results
         )
-        lifted[name] = replace(decision, choice=choice, operands=found[0], produced=found[1], results=results)
+        lifted[name] = replace(op_assignment, choice=choice, operands=found[0], produced=found[1], results=results)
         for operand in dict.fromkeys(node.operands):
             if operand is None or not self.graph.tensors[operand].requires_grad:
                 continue

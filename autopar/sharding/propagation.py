@@ -107,7 +107,7 @@ def redecide(
     """
     completion = _Propagation(BoundLayout(graph, layout, known.axes), KnownAssignment())
     completion.stored, completion.values = dict(known.stored), dict(known.values)
-    completion.ops, completion.holdings = dict(known.ops), dict(known.holdings)
+    completion.ops, completion.gather_policies = dict(known.ops), dict(known.gather_policies)
     pinned = {statement.glob for statement in layout if isinstance(statement, Pin)}
     nodes = [node for node in graph.nodes if node.name in ops]
     for name in dict.fromkeys(name for node in nodes for name in (*node.operands, *node.outputs) if name is not None):
@@ -120,7 +120,11 @@ def redecide(
     for node in nodes:
         completion._decide(node)
     found = replace(
-        known, stored=completion.stored, values=completion.values, ops=completion.ops, holdings=completion.holdings
+        known,
+        stored=completion.stored,
+        values=completion.values,
+        ops=completion.ops,
+        gather_policies=completion.gather_policies,
     )
     return begin_at_parameters(graph, found, {node.name for node in graph.nodes if node.name not in ops})
 
@@ -129,9 +133,9 @@ def restored(graph: NamedGraph, layout: Layout, known: Assignment, name: str) ->
     """What is known, with a parameter held as the layout says; its use stays, and so does every op."""
     asking = BoundLayout(graph, layout, known.axes)
     held = asking.held(graph.tensors[name])
-    assert held.holding is not None, f"{name} is a parameter"
-    stored, holdings = {**known.stored, name: held.stored}, {**known.holdings, name: held.holding}
-    return replace(known, stored=stored, holdings=holdings)
+    assert held.gather_policy is not None, f"{name} is a parameter"
+    stored, gather_policies = {**known.stored, name: held.stored}, {**known.gather_policies, name: held.gather_policy}
+    return replace(known, stored=stored, gather_policies=gather_policies)
 
 
 MOST_TRIED = 32
@@ -184,8 +188,8 @@ class _HoleFiller:
             try:
                 asking = BoundLayout(self.graph, filled(self.layout, self.axes, picks), self.axes)
                 completion = _Propagation(asking, self.known)
-                decisions = completion.run()
-                self.tried[picks] = completion.sent_bytes(), decisions
+                assignment = completion.run()
+                self.tried[picks] = completion.sent_bytes(), assignment
             except LayoutError as error:
                 self.tried[picks] = inf, error
         return self.tried[picks][0]
@@ -201,7 +205,7 @@ class _Propagation:
         self.values: dict[str, Sharding] = {}
         self.used: dict[str, SplitRequest] = {}
         self.ops: dict[str, OpAssignment] = {}
-        self.holdings: dict[str, GatherPolicy] = {}
+        self.gather_policies: dict[str, GatherPolicy] = {}
         self.undecided: set[str] = set()
 
     def run(self, decided: Assignment | None = None) -> Assignment:
@@ -217,13 +221,13 @@ class _Propagation:
                     raise
                 self.undecided.add(node.name)
                 self._take(node, decided.ops[node.name])
-        return Assignment(self.axes, self.stored, self.ops, self.values, self.holdings, self.asking.recompute())
+        return Assignment(self.axes, self.stored, self.ops, self.values, self.gather_policies, self.asking.recompute())
 
     def _store(self, tensor: NamedTensor) -> None:
         held = self.asking.held(tensor)
         self.stored[tensor.name], self.values[tensor.name] = held.stored, held.value
-        if held.holding is not None and held.use is not None:
-            self.holdings[tensor.name], self.used[tensor.name] = held.holding, held.use
+        if held.gather_policy is not None and held.use is not None:
+            self.gather_policies[tensor.name], self.used[tensor.name] = held.gather_policy, held.use
 
     def _decide(self, node: NamedNode) -> None:
         """Take a choice for an op: that of an equal one in equal circumstances, or the best."""
@@ -271,19 +275,19 @@ class _Propagation:
                 None if name is None else self._result(name, layout, target)
                 for name, layout, target in zip(node.outputs, produced, targets, strict=True)
             )
-            decision = OpAssignment(choice, operands, produced, results)
-            rank = (-len(choice.axes), sum(self._sent(node, decision).values()))
+            op_assignment = OpAssignment(choice, operands, produced, results)
+            rank = (-len(choice.axes), sum(self._sent(node, op_assignment).values()))
             if best is None or rank < best[0]:
-                best = rank, decision
+                best = rank, op_assignment
         if best is None and pin is not None:
             raise cannot_be_had(pin, node, self.axes, self.graph)
         if best is None:
             raise LayoutError("E5", self._no_choice(node))
         return best[1]
 
-    def _take(self, node: NamedNode, decision: OpAssignment) -> None:
-        self.ops[node.name] = decision
-        for name, result in zip(node.outputs, decision.results, strict=True):
+    def _take(self, node: NamedNode, op_assignment: OpAssignment) -> None:
+        self.ops[node.name] = op_assignment
+        for name, result in zip(node.outputs, op_assignment.results, strict=True):
             if name is not None and result is not None:
                 self.values[name] = result
 
@@ -364,20 +368,22 @@ class _Propagation:
             found.update(self._sent(node, self.ops[node.name]))
         return sum(found.values())
 
-    def _sent(self, node: NamedNode, decision: OpAssignment) -> dict[tuple[str, Sharding | None, Sharding | None], int]:
+    def _sent(
+        self, node: NamedNode, op_assignment: OpAssignment
+    ) -> dict[tuple[str, Sharding | None, Sharding | None], int]:
         """The bytes sent for one op: to convert its operands, by itself, and to convert its results."""
         found: dict[tuple[str, Sharding | None, Sharding | None], int] = {}
-        for name, wanted in zip(node.operands, decision.operands, strict=True):
+        for name, wanted in zip(node.operands, op_assignment.operands, strict=True):
             if name is not None and wanted is not None:
                 source = self.stored.get(name, self.values[name])
                 found[name, source, wanted] = self._bytes(self.graph.tensors[name], source, wanted)
-        split = split_of(self.graph, node, decision.choice.splits, decision.operands, self.axes)
+        split = split_of(self.graph, node, op_assignment.choice.splits, op_assignment.operands, self.axes)
         if split is not None:
             inside = [
                 sent_numel(message.reshard, message.differentiable) * message.itemsize for message in split.messages()
             ]
             found[node.name, None, None] = sum(inside)
-        for name, produced, result in zip(node.outputs, decision.produced, decision.results, strict=True):
+        for name, produced, result in zip(node.outputs, op_assignment.produced, op_assignment.results, strict=True):
             if name is not None and produced is not None and result is not None:
                 found[name, produced, result] = self._bytes(self.graph.tensors[name], produced, result)
         return found

@@ -22,7 +22,7 @@ from autopar.sharding.options import Outputs
 from autopar.sharding.reshard.reshard import Reshard, Step, reshard
 from autopar.sharding.sharding import Sharding
 
-__all__ = ["InsertedReshard", "OpReshards", "ReshardPlan", "StepCollective", "conversions", "wire"]
+__all__ = ["InsertedReshard", "OpReshards", "ReshardPlan", "StepCollective", "conversions", "insert_reshards"]
 
 
 @dataclass(frozen=True)
@@ -98,23 +98,23 @@ class ReshardPlan:
 
 
 def conversions(
-    graph: NamedGraph, decisions: Assignment, outputs: Outputs = "sharded", local_inputs: bool = False
+    graph: NamedGraph, assignment: Assignment, outputs: Outputs = "sharded", local_inputs: bool = False
 ) -> tuple[InsertedReshard, ...]:
     """All that a plan converts and sends, in the order of the graph."""
-    return wire(graph, decisions, outputs, local_inputs).inserted()
+    return insert_reshards(graph, assignment, outputs, local_inputs).inserted()
 
 
-def wire(
-    graph: NamedGraph, decisions: Assignment, outputs: Outputs = "sharded", local_inputs: bool = False
+def insert_reshards(
+    graph: NamedGraph, assignment: Assignment, outputs: Outputs = "sharded", local_inputs: bool = False
 ) -> ReshardPlan:
     """Where which conversion stands."""
-    return _ReshardInserter(graph, decisions, outputs, local_inputs).run()
+    return _ReshardInserter(graph, assignment, outputs, local_inputs).run()
 
 
 class _ReshardInserter:
-    def __init__(self, graph: NamedGraph, decisions: Assignment, outputs: Outputs, local_inputs: bool) -> None:
+    def __init__(self, graph: NamedGraph, assignment: Assignment, outputs: Outputs, local_inputs: bool) -> None:
         self.graph = graph
-        self.decisions = decisions
+        self.assignment = assignment
         self.whole_outputs = outputs == "full"
         self.local_inputs = local_inputs
         self.layouts: dict[str, Sharding] = {}
@@ -126,10 +126,10 @@ class _ReshardInserter:
         for name, tensor in self.graph.tensors.items():
             if tensor.kind == "activation":
                 continue
-            stored = self.layouts[name] = self.decisions.stored[name]
+            stored = self.layouts[name] = self.assignment.stored[name]
             if tensor.kind == "input" and not self.local_inputs:
                 inputs[name] = self._convert(name, Sharding.replicated(atoms_of(tensor)), stored, "the inputs")
-        ops = {node.name: self._op(node, self.decisions.ops[node.name]) for node in self.graph.nodes}
+        ops = {node.name: self._op(node, self.assignment.ops[node.name]) for node in self.graph.nodes}
         handed: list[InsertedReshard] = []
         exported = self.graph.exported
         flat: Any = exported.graph_module.graph.output_node().args[0]
@@ -142,15 +142,15 @@ class _ReshardInserter:
         )
         return ReshardPlan(inputs, ops, tuple(handed), results)
 
-    def _op(self, node: NamedNode, decision: OpAssignment) -> OpReshards:
+    def _op(self, node: NamedNode, op_assignment: OpAssignment) -> OpReshards:
         before: list[InsertedReshard] = []
         operands = tuple(
             None if name is None else (name, self._as(name, layout, node.name, before))
-            for name, layout in zip(node.operands, decision.operands, strict=True)
+            for name, layout in zip(node.operands, op_assignment.operands, strict=True)
         )
-        split = split_of(self.graph, node, decision.choice.splits, decision.operands, self.decisions.axes)
+        split = split_of(self.graph, node, op_assignment.choice.splits, op_assignment.operands, self.assignment.axes)
         after: list[InsertedReshard] = []
-        for name, produced, wanted in zip(node.outputs, decision.produced, decision.results, strict=True):
+        for name, produced, wanted in zip(node.outputs, op_assignment.produced, op_assignment.results, strict=True):
             if name is None:
                 continue
             assert produced is not None, node.name
@@ -186,7 +186,7 @@ class _ReshardInserter:
         key = atoms_of(tensor), have, wanted
         found = self.found.get(key)
         if found is None:
-            found = self.found[key] = reshard(*key, self.decisions.axes)
+            found = self.found[key] = reshard(*key, self.assignment.axes)
         return InsertedReshard(name, op, found, tensor.dtype.itemsize, tensor.requires_grad)
 
 

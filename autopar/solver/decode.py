@@ -34,18 +34,18 @@ def plan_of(model: Model, chosen: Sequence[int]) -> StepPlan:
                 values[name] = home
         ops[node.name] = OpAssignment(option.choice, option.operands, option.produced, tuple(results))
     held: dict[str, StorageOption] = {name: one for (kind, name), one in states.items() if kind == "held"}
-    holdings: dict[str, GatherPolicy] = {}
+    gather_policies: dict[str, GatherPolicy] = {}
     stored: dict[str, Sharding] = {}
     for name, one in held.items():
         stored[name] = values[name] = one.layout
         if setting.graph.tensors[name].kind == "param":
             values[name] = _first_use(model, ops, name) or one.layout
             deferred = one.lasting or values[name].splits == one.layout.splits
-            holdings[name] = GatherPolicy(one.lasting, deferred, one.again)
+            gather_policies[name] = GatherPolicy(one.lasting, deferred, one.again)
     modes = {name: mode for (kind, name), mode in states.items() if kind == "recompute"}
     recompute = {**model.recompute, **{path: mode for path, mode in modes.items() if mode != "none"}}
-    decisions = Assignment(setting.axes, stored, ops, values, holdings, recompute=recompute)
-    return StepPlan.decided(setting.graph, decisions).with_options(setting.options)
+    assignment = Assignment(setting.axes, stored, ops, values, gather_policies, recompute=recompute)
+    return StepPlan.decided(setting.graph, assignment).with_options(setting.options)
 
 
 def _first_use(model: Model, ops: Mapping[str, OpAssignment], name: str) -> Sharding | None:

@@ -24,7 +24,7 @@ from autopar.solver.search.incumbent import Incumbent
 from autopar.solver.search.joined_axes import MOST_AXES
 from autopar.solver.search.phases import SearchPhases, SearchResult, settle, worthwhile
 from autopar.solver.setting import PlanningProblem
-from autopar.solver.strategies import expert_plans, plan_under
+from autopar.solver.strategies import plan_under, strategy_plans
 
 __all__ = ["PlanOptions", "SolvedPlan", "solve_plan"]
 
@@ -79,8 +79,8 @@ def solve_plan(
         setting = PlanningProblem.of(graph, axes, cluster, options or PlanOptions())
         limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
         demands = SearchLayout(graph, axes, layout or Layout(()))
-        race = Incumbent(setting, limit, began, progress, demands)
-        return _solved(race, time_limit, warm, experts, beat_seconds)
+        incumbent = Incumbent(setting, limit, began, progress, demands)
+        return _solved(incumbent, time_limit, warm, experts, beat_seconds)
 
 
 @contextmanager
@@ -97,45 +97,47 @@ def _uncollected() -> Iterator[None]:
 
 
 def _solved(
-    race: Incumbent, time_limit: float, warm: StepPlan | None, experts: bool, beat_seconds: float
+    incumbent: Incumbent, time_limit: float, warm: StepPlan | None, experts: bool, beat_seconds: float
 ) -> SolvedPlan:
-    setting, demands, began, layout = race.setting, race.demands, race.began, race.demands.given
+    setting, demands, began, layout = incumbent.setting, incumbent.demands, incumbent.began, incumbent.demands.given
     if layout.statements:
         plan = plan_under(setting, layout)
         if plan is not None:
-            race.offer("layout", plan.with_options(setting.options))
+            incumbent.offer("layout", plan.with_options(setting.options))
     # A plan that was made for something else may not do what this layout demands.
     asked = setting.graph.fingerprint, dict(setting.axes)
     if warm is not None and demands.is_empty and (warm.graph, dict(warm.axes)) == asked:
-        race.offer("an earlier plan", warm)
+        incumbent.offer("an earlier plan", warm)
     priced = experts and not layout.statements
     searching = began + time_limit * (SEARCH_SHARE if priced else 1.0)
-    work = SearchPhases(setting, demands, race, CostTables(setting), searching, searching, until_one_fits=not priced)
+    work = SearchPhases(
+        setting, demands, incumbent, CostTables(setting), searching, searching, until_one_fits=not priced
+    )
     ended = _searched(work, beat_seconds)
     if ended.bound >= beat_seconds:
         raise NoFeasiblePlan(f"no plan takes less than {beat_seconds:.3g} s")
     work = replace(work, deadline=began + time_limit, gives_up=math.inf, until_one_fits=True)
     if priced:
-        race.tell("search", ended.bound)
-        _with_experts(race, ended.bound, work.deadline)
-        race.tell("experts", ended.bound)
-        if race.plan is None and ended.is_cut:
+        incumbent.tell("search", ended.bound)
+        _with_experts(incumbent, ended.bound, work.deadline)
+        incumbent.tell("experts", ended.bound)
+        if incumbent.plan is None and ended.is_cut:
             ended = _searched(work, beat_seconds)
-    bound, search = max(ended.bound, race.floor), ended.search
+    bound, search = max(ended.bound, incumbent.floor), ended.search
     if search is not None and not ended.is_part:
-        search.best, search.deadline = race.seconds, work.deadline
+        search.best, search.deadline = incumbent.seconds, work.deadline
         search.close()
         bound = search.proved if search.is_listed else max(bound, search.proved)
-    race.tell("search", bound)
-    if race.plan is None or race.costs is None:
+    incumbent.tell("search", bound)
+    if incumbent.plan is None or incumbent.costs is None:
         raise refusal(work)
     variables = () if search is None else search.model.variables
     return SolvedPlan(
-        race.plan,
-        race.costs,
-        min(bound, race.seconds),
+        incumbent.plan,
+        incumbent.costs,
+        min(bound, incumbent.seconds),
         time.monotonic() - began,
-        race.origin,
+        incumbent.origin,
         len(variables),
         sum(len(variable.states) for variable in variables),
     )
@@ -153,15 +155,15 @@ def _searched(work: SearchPhases, beat_seconds: float) -> SearchResult:
     return replace(settle(work), bound=0.0, is_part=True)
 
 
-def _with_experts(race: Incumbent, bound: float, deadline: float) -> None:
+def _with_experts(incumbent: Incumbent, bound: float, deadline: float) -> None:
     """The strategies of experts, as long as one of them could be better and there is time, or nothing that fits."""
     priced = 0
 
     def is_late() -> bool:
-        if relative_gap(race.seconds, bound) == 0.0:
+        if relative_gap(incumbent.seconds, bound) == 0.0:
             return True
-        return race.plan is not None and priced >= LEAST_PRICED and time.monotonic() > deadline
+        return incumbent.plan is not None and priced >= LEAST_PRICED and time.monotonic() > deadline
 
-    for name, plan in expert_plans(race.setting, is_late):
-        race.offer(name, plan)
+    for name, plan in strategy_plans(incumbent.setting, is_late):
+        incumbent.offer(name, plan)
         priced += 1

@@ -12,7 +12,7 @@ from autopar.sharding.layout.load import applies_to, axes_of, load_strategy, rol
 from autopar.sharding.propagation import KnownAssignment, completed
 from autopar.solver.setting import PlanningProblem
 
-__all__ = ["WHOLE", "expert_plans", "splits_nothing"]
+__all__ = ["WHOLE", "splits_nothing", "strategy_plans"]
 
 WHOLE = "a layout that splits nothing"
 """What a plan is called in which every device does everything, by whatever strategy it came about."""
@@ -20,12 +20,12 @@ WHOLE = "a layout that splits nothing"
 
 def splits_nothing(plan: StepPlan) -> bool:
     """Whether every device holds and does everything."""
-    decisions = plan.decisions
-    held = any(any(layout.splits) for layout in decisions.stored.values())
-    return not held and not any(op.choice.splits for op in decisions.ops.values())
+    assignment = plan.assignment
+    held = any(any(layout.splits) for layout in assignment.stored.values())
+    return not held and not any(op.choice.splits for op in assignment.ops.values())
 
 
-def expert_plans(
+def strategy_plans(
     setting: PlanningProblem, is_late: Callable[[], bool] = lambda: False
 ) -> Iterator[tuple[str, StepPlan]]:
     """Every strategy that applies, by what it is called with its axes; those that come to the same once.
@@ -43,7 +43,7 @@ def expert_plans(
                 return
             layout = strategy.on_axes(meaning)
             plan = plan_under(setting, layout, known)
-            if plan is not None and not any(plan.decisions is other.decisions for other in found):
+            if plan is not None and not any(plan.assignment is other.assignment for other in found):
                 found.append(plan)
                 given = ", ".join(f"{axis}={'*'.join(own)}" for axis, own in meaning.items() if own)
                 called = WHOLE if splits_nothing(plan) else f"{name}({given})"

@@ -112,7 +112,7 @@ class Setting:
         run = self.run
         strategy = (run.dp, run.tp, run.pp, run.sharding, run.regathers, run.sequence_parallel, run.recompute)
         several = run.micro_batches > 1
-        return self.decoder, run.cluster, strategy, several, run.micro_batch, run.weighed, run.software
+        return self.decoder, run.cluster, strategy, several, run.micro_batch, run.weighted, run.software
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -133,7 +133,7 @@ def _parts(setting: Setting) -> Parts:
     elements = _elements(graph, plan)
     counts = [sum(_part_of(tensor.name) == i for tensor in graph.parameters) for i in range(3)]
     saved, held, passing = [0.0] * 3, 0.0, 0.0
-    if run.weighed:
+    if run.weighted:
         fill = memory(wired)
         saved = _saved(graph, plan)
         if not run.software.gathers_again and run.recompute == "none":
@@ -235,7 +235,7 @@ def _elements(graph: NamedGraph, plan: StepPlan) -> list[float]:
     """The parameters of each part that one rank stores."""
     counts = [0.0, 0.0, 0.0]
     for tensor in graph.parameters:
-        size = local_bytes(graph, tensor.name, plan.decisions.stored[tensor.name], plan.axes)
+        size = local_bytes(graph, tensor.name, plan.assignment.stored[tensor.name], plan.axes)
         counts[_part_of(tensor.name)] += size / tensor.dtype.itemsize
     return counts
 
@@ -253,8 +253,8 @@ def _saved(graph: NamedGraph, plan: StepPlan) -> list[float]:
     sizes = [0.0, 0.0, 0.0]
     for tensor in graph.saved:
         if tensor.kind == "activation":
-            sizes[place[tensor.name]] += local_bytes(graph, tensor.name, plan.decisions.values[tensor.name], plan.axes)
-    ops = {node.node: plan.decisions.ops[node.name] for node in graph.nodes}
+            sizes[place[tensor.name]] += local_bytes(graph, tensor.name, plan.assignment.values[tensor.name], plan.axes)
+    ops = {node.node: plan.assignment.ops[node.name] for node in graph.nodes}
     for kept in graph.saved_inside:
         ranks = 1
         for axis in ops[kept.node].choice.axes:
@@ -263,7 +263,7 @@ def _saved(graph: NamedGraph, plan: StepPlan) -> list[float]:
     if set(plan.recompute.values()) == {"full"}:
         first = cut[0][-1].outputs[0]
         assert first is not None, "the stream enters the blocks"
-        sizes[1] = BLOCKS * local_bytes(graph, first, plan.decisions.values[first], plan.axes)
+        sizes[1] = BLOCKS * local_bytes(graph, first, plan.assignment.values[first], plan.axes)
     return sizes
 
 

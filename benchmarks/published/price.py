@@ -33,7 +33,7 @@ def _priced(way: Run, run: Run) -> Priced:
         [_stage_costs(one, send, cluster, way) for one in stages], way.micro_batches, way.schedule, way.chunks
     )
     end = max(_end_seconds(one, way, cluster) for one in stages) + _tied_seconds(way)
-    if not way.weighed:
+    if not way.weighted:
         return Priced(run, costs.seconds + end, None, True)
     whole = [
         size + (parts.passing_bytes if stage.last else 0.0)

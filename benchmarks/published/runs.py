@@ -103,7 +103,7 @@ class Run:
     recompute: Recompute = "none"
     schedule: Schedule = "1f1b"
     chunks: int = 1
-    weighed: bool = True
+    weighted: bool = True
     """Its memory is worked out too."""
     one_block: bool = False
     """Only one block of the model was measured."""

@@ -73,7 +73,7 @@ def test_a_plan_is_for_one_graph(graph: NamedGraph) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_priced_is_what_is_emitted(graph: NamedGraph, layout: str) -> None:
     plan = plan_of(graph, layout)
-    listed = conversions(graph, plan.decisions)
+    listed = conversions(graph, plan.assignment)
     sent: dict[tuple[str, tuple[str, ...], str], int] = {}
     for one in listed:
         for direction, step in one.collectives():
@@ -195,7 +195,7 @@ def test_every_parameter_is_in_one_bucket(graph: NamedGraph, layout: str) -> Non
     plan = plan_of(graph, layout)
     buckets = LoweredStep(graph, plan).buckets
     members = [one for bucket in buckets for one in bucket.members]
-    listed = [one for one in conversions(graph, plan.decisions) if graph.tensors[one.tensor].kind == "param"]
+    listed = [one for one in conversions(graph, plan.assignment) if graph.tensors[one.tensor].kind == "param"]
     keys = [(one.tensor, one.reshard) for one in members]
     assert len(set(keys)) == len(keys)
     assert set(keys) == {(one.tensor, one.reshard) for one in listed}

@@ -120,8 +120,8 @@ def found(run: ShardedRun) -> OpWork:
     model = OneCall(run)
     graph = autopar.trace(model, tuple(model.tensors))
     (node,) = [node for node in graph.nodes if node.op == run.call.op]
-    decision = complete(graph, parse_layout("* -> none"), {"a": 2}).ops[node.name]
-    return op_work(graph, node, decision, graph.footprints[node.node], {"a": 2}, ROOFLINE)
+    op_assignment = complete(graph, parse_layout("* -> none"), {"a": 2}).ops[node.name]
+    return op_work(graph, node, op_assignment, graph.footprints[node.node], {"a": 2}, ROOFLINE)
 
 
 def multiplies(name: str) -> bool:

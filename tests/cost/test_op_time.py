@@ -25,9 +25,9 @@ ROOFLINE = Device("roofline", 1e9, 1e12, 0.0, MappingProxyType({"float32": 1e12}
 
 
 def works(graph: NamedGraph, layout: str, axes: dict[str, int], device: Device = ROOFLINE) -> dict[str, OpWork]:
-    decisions = complete(graph, parse_layout(layout), axes)
+    assignment = complete(graph, parse_layout(layout), axes)
     return {
-        node.name: op_work(graph, node, decisions.ops[node.name], graph.footprints[node.node], axes, device)
+        node.name: op_work(graph, node, assignment.ops[node.name], graph.footprints[node.node], axes, device)
         for node in graph.nodes
     }
 

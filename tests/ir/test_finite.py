@@ -78,13 +78,13 @@ def last(graph: NamedGraph) -> str:
     return name
 
 
-def results(graph: NamedGraph, decisions: Assignment, inputs: list[Tensor]) -> list[Tensor]:
+def results(graph: NamedGraph, assignment: Assignment, inputs: list[Tensor]) -> list[Tensor]:
     names = dict(graph.model.named_parameters())
     values = {p.name: names.get(p.name) for p in graph.exported.placeholders}
 
     def run(groups: SimulatedGroups) -> Tensor:
         given = iter(inputs)
-        module = emit(graph, decisions, groups, "full", False).graph_module
+        module = emit(graph, assignment, groups, "full", False).graph_module
         at = groups.coordinate["tp"]
         parts = {
             "up.weight": graph.model.up.weight.chunk(2)[at],  # type: ignore[union-attr]
@@ -101,19 +101,19 @@ def results(graph: NamedGraph, decisions: Assignment, inputs: list[Tensor]) -> l
 @pytest.mark.parametrize("name", INFINITE)
 def test_a_sum_is_made_before_what_may_be_infinite(name: str) -> None:
     graph, inputs = graph_of(INFINITE[name])
-    decisions = complete(graph, parse_layout(PINS + f"@{last(graph)}[* -> none] + partial(tp)"), TP)
-    assert not any(way for _, way in decisions.ops[last(graph)].choice.passes)
+    assignment = complete(graph, parse_layout(PINS + f"@{last(graph)}[* -> none] + partial(tp)"), TP)
+    assert not any(way for _, way in assignment.ops[last(graph)].choice.passes)
     expected = graph.model(*inputs).detach()
-    for found in results(graph, decisions, inputs):
+    for found in results(graph, assignment, inputs):
         torch.testing.assert_close(found, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", FINITE)
 def test_a_sum_is_held_back_through_what_is_finite(name: str) -> None:
     graph, inputs = graph_of(FINITE[name])
-    decisions = complete(graph, parse_layout(PINS + f"@{last(graph)}[* -> none] + partial(tp)"), TP)
-    assert str(decisions.ops[last(graph)].choice) == "0 partial(tp)"
-    for found in results(graph, decisions, inputs):
+    assignment = complete(graph, parse_layout(PINS + f"@{last(graph)}[* -> none] + partial(tp)"), TP)
+    assert str(assignment.ops[last(graph)].choice) == "0 partial(tp)"
+    for found in results(graph, assignment, inputs):
         torch.testing.assert_close(found, graph.model(*inputs).detach())
 
 

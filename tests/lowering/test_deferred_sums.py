@@ -80,10 +80,10 @@ def test_a_sum_is_made_where_it_arises_unless_it_is_pinned(branches: tuple[Named
 def test_a_sum_passes_through_what_is_linear_in_it(branches: tuple[NamedGraph, Tensor]) -> None:
     graph, x = branches
     through = "; ".join(f"@{name}[* -> none] + partial(tp)" for name in ("left/linear", "right/linear", "/add", "/mul"))
-    decisions = complete(graph, parse_layout(f"{MLP}; {through}"), TP)
-    assert str(decisions.ops["/add"].choice) == "0+1 partial(tp)"
-    assert str(decisions.ops["/mul"].choice) == "0 partial(tp)"
-    operands = decisions.ops["/mul"].operands
+    assignment = complete(graph, parse_layout(f"{MLP}; {through}"), TP)
+    assert str(assignment.ops["/add"].choice) == "0+1 partial(tp)"
+    assert str(assignment.ops["/mul"].choice) == "0 partial(tp)"
+    operands = assignment.ops["/mul"].operands
     assert operands[1] is not None
     assert operands[1].broadcast == {"tp"}, "each rank's product has a part of the scale's gradient"
     found = sent(graph, f"{MLP}; {through}", TP, params=True)
@@ -95,8 +95,8 @@ def test_a_sum_passes_through_what_is_linear_in_it(branches: tuple[NamedGraph, T
 def test_a_whole_value_can_be_pinned_to_be_a_sum(branches: tuple[NamedGraph, Tensor]) -> None:
     graph, x = branches
     text = "* -> none; @up/linear[* -> none] + partial(tp); @norm/layer_norm[* -> none] + partial(tp)"
-    decisions = complete(graph, parse_layout(text), TP)
-    assert decisions.values["up/linear"].partial == {"tp"}
+    assignment = complete(graph, parse_layout(text), TP)
+    assert assignment.values["up/linear"].partial == {"tp"}
     assert difference(graph, text, TP, [x]) < 1e-12, "a result that is pinned is handed out whole all the same"
 
 
@@ -167,8 +167,8 @@ def test_a_split_that_may_extend(branches: tuple[NamedGraph, Tensor]) -> None:
 def test_candidates_that_cannot_be_had_are_passed_over(branches: tuple[NamedGraph, Tensor]) -> None:
     graph, _ = branches
     axes = {"dp": 8, "tp": 2}
-    decisions = complete(graph, parse_layout("d_ff -> ?{dp, tp}; * -> none"), axes)
-    assert decisions.stored["up.weight"].splits[0] == ("tp",), "8 does not divide 12"
+    assignment = complete(graph, parse_layout("d_ff -> ?{dp, tp}; * -> none"), axes)
+    assert assignment.stored["up.weight"].splits[0] == ("tp",), "8 does not divide 12"
     with pytest.raises(LayoutError, match=r"E4: the dim 'd_ff' of up\.weight"):
         complete(graph, parse_layout("d_ff -> ?{dp, dp*tp}; * -> none"), axes)
 
@@ -217,9 +217,9 @@ def test_same_takes_over_what_is_said_about_one() -> None:
 def test_what_an_op_sends_itself_counts() -> None:
     """A softmax along rows that are split, whose result is wanted split by columns: the rows are exchanged first."""
     graph = trace(nn.Softmax(dim=0).double(), (torch.randn(8, 8, dtype=torch.float64),), dims={"input": "n d"})
-    decisions = complete(graph, parse_layout("input { n -> tp, d -> none }; output { d -> tp, n -> none }"), TP)
+    assignment = complete(graph, parse_layout("input { n -> tp, d -> none }; output { d -> tp, n -> none }"), TP)
     (node,) = graph.nodes
-    (((factor, _), _),) = decisions.ops[node.name].choice.splits
+    (((factor, _), _),) = assignment.ops[node.name].choice.splits
     assert graph.dims[node.factors[factor]].name == "d"
 
 
@@ -245,8 +245,8 @@ def test_masked_attention_with_queries_split_over_the_sequence(seq: int, ranks: 
     layout = "seq -> tp pad; * -> none"
     assert difference(graph, layout, {"tp": ranks}, [x, mask]) < 1e-12
     node = next(node for node in graph.nodes if "attention" in node.op)
-    decision = complete(graph, parse_layout(layout), {"tp": ranks}).ops[node.name]
-    assert decision.choice.axes == ("tp",)
-    taken = decision.operands[3]
+    op_assignment = complete(graph, parse_layout(layout), {"tp": ranks}).ops[node.name]
+    assert op_assignment.choice.axes == ("tp",)
+    taken = op_assignment.operands[3]
     assert taken is not None
     assert taken.splits[-2:] == (("tp",), ()), "each rank has the rows of the mask that its queries need"

@@ -126,9 +126,9 @@ def test_the_op_itself_works_on_uneven_shards(name: str) -> None:
     function, shape, dims, others = OPS[name]
     graph, _ = traced(function, shape, dims, others)
     (split,) = (dim for dim in graph.dims if 5 in graph.dims[dim].sizes)
-    decisions = complete(graph, parse_layout(f"{split} -> a pad; * -> none"), {"a": 2})
+    assignment = complete(graph, parse_layout(f"{split} -> a pad; * -> none"), {"a": 2})
     assert all(
-        decisions.ops[node.name].choice.axes == ("a",)
+        assignment.ops[node.name].choice.axes == ("a",)
         for node in graph.nodes
         if any(5 in graph.tensors[tensor].shape for tensor in node.operands if tensor)
     )

@@ -32,31 +32,31 @@ def plan(request: pytest.FixtureRequest, graph: NamedGraph) -> Plan:
 
 
 def test_each_is_a_plan_with_that_change_and_no_other(plan: Plan) -> None:
-    graph, known = plan.graph, plan.decided.decisions
+    graph, known = plan.graph, plan.decided.assignment
     for name in NAMES:
         found = alternatives(plan, name)
         assert found, name
         for one in found:
             assert one.plan is not None, one
-            decisions = one.plan.decided.decisions
+            assignment = one.plan.decided.assignment
             assert one.plan.decided != plan.decided
             (line,) = parse_layout(one.change)
             touched = {node.name for node in graph.nodes if name in (node.name, *node.operands, *node.outputs)}
             others = [other for other in graph.tensors if other != name and other in known.values]
             if isinstance(line, OpPin):
                 node = next(node for node in graph.nodes if node.name == name)
-                assert choice_words(node, decisions.ops[name].choice, MESH.axes)[0] == line.choice  # type: ignore[arg-type]
+                assert choice_words(node, assignment.ops[name].choice, MESH.axes)[0] == line.choice  # type: ignore[arg-type]
                 others = [other for other in graph.tensors if other in known.values]
             elif isinstance(line, Pin):
                 splits = resolve(Layout((line,)), graph.tensors[name], "use", plan.decided.axes)
-                assert decisions.values[name].splits == splits
+                assert assignment.values[name].splits == splits
                 assert one.plan.layout_of(name).splits == splits
             else:
                 assert isinstance(line, Block)
-                assert decisions.values[name] == known.values[name], "its use stays"
-                assert decisions.ops == known.ops
-            assert all(decisions.values[other].splits == known.values[other].splits for other in others)
-            assert all(decisions.ops[op] == known.ops[op] for op in known.ops if op not in touched)
+                assert assignment.values[name] == known.values[name], "its use stays"
+                assert assignment.ops == known.ops
+            assert all(assignment.values[other].splits == known.values[other].splits for other in others)
+            assert all(assignment.ops[op] == known.ops[op] for op in known.ops if op not in touched)
 
 
 def test_each_can_be_written_and_read(graph: NamedGraph) -> None:

@@ -79,7 +79,7 @@ def test_what_another_planner_found_is_not_found_again(
     monkeypatch.setattr(find, "solve_plan", lambda *args, **given: warm.append(given["warm"]) or solved(*args, **given))
     monkeypatch.setattr(cache, "planner_version", lambda: "another")
     find.plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> none", asked)
-    assert [one.decisions.stored for one in warm] == [first.decided.decisions.stored], "it is begun from"
+    assert [one.assignment.stored for one in warm] == [first.decided.assignment.stored], "it is begun from"
 
 
 def test_any_line_of_the_code_makes_another_planner(tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_other_sizes(megatron: Plan) -> None:
     for batch in (4, 5):
         graph = autopar.trace(*gpt(batch=batch))
         plan = Plan.read(megatron.text, graph)
-        assert plan.decided.decisions.stored["blocks.0.up.weight"].splits == (("tp",), ())
-        assert plan.decided.decisions.values["blocks.0/add"].splits[0] == ("dp",)
+        assert plan.decided.assignment.stored["blocks.0.up.weight"].splits == (("tp",), ())
+        assert plan.decided.assignment.values["blocks.0/add"].splits[0] == ("dp",)
 
 
 def test_another_model(megatron: Plan) -> None:
@@ -295,6 +295,6 @@ def test_layers_that_are_computed_again_are_written() -> None:
     plan = autopar.plan(model, "dp=2,tp=2", inputs, cluster="h100", memory="300MiB", time_limit=60, cache=False)
     assert plan.fits
     assert plan.decided.recompute
-    assert plan.decided.decisions.recompute == plan.decided.recompute, "what is priced is what runs"
+    assert plan.decided.assignment.recompute == plan.decided.recompute, "what is priced is what runs"
     assert "recompute full @blocks" in plan.text
     assert Plan.read(plan.text, plan.graph).decided == plan.decided

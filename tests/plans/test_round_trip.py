@@ -35,15 +35,15 @@ SMALL_MESHES: tuple[Mapping[str, int], ...] = (
 )  # fmt: skip
 
 
-def check(graph: NamedGraph, decisions: Assignment) -> str:
+def check(graph: NamedGraph, assignment: Assignment) -> str:
     """The text of decisions, which says all of them."""
-    text = print_layout(written(graph, decisions).layout)
+    text = print_layout(written(graph, assignment).layout)
     layout = parse_layout(text)
     assert not any(isinstance(value, Hole) for value in _terms(layout)), "a plan has no holes"
-    again = complete(graph, layout, decisions.axes)
-    assert (again.stored, again.ops, again.values) == (decisions.stored, decisions.ops, decisions.values), text
-    if decisions.holdings:
-        assert again == decisions, text
+    again = complete(graph, layout, assignment.axes)
+    assert (again.stored, again.ops, again.values) == (assignment.stored, assignment.ops, assignment.values), text
+    if assignment.gather_policies:
+        assert again == assignment, text
     return text
 
 
@@ -67,10 +67,10 @@ def test_what_experts_wrote(model: str) -> None:
         for order in dict.fromkeys((roles, roles[::-1])):
             meaning = {role: tuple(axes)[place : place + 1] for place, role in enumerate(order)}
             try:
-                decisions = complete(graph, strategy.on_axes(meaning), axes)
+                assignment = complete(graph, strategy.on_axes(meaning), axes)
             except LayoutError:
                 continue
-            check(graph, decisions)
+            check(graph, assignment)
             tried += 1
     assert tried > 8
 
@@ -113,8 +113,8 @@ def test_repeated_layers_are_one_line() -> None:
     lines = []
     for layers in (2, 12):
         graph = trace(*hf("llama", batch=4, num_hidden_layers=layers))
-        decisions = complete(graph, choose_layout("megatron_sp", axes), axes)
-        lines.append(len(check(graph, decisions).splitlines()))
+        assignment = complete(graph, choose_layout("megatron_sp", axes), axes)
+        lines.append(len(check(graph, assignment).splitlines()))
     assert lines[1] <= lines[0] + 4
 
 
@@ -122,8 +122,8 @@ def test_a_layer_that_is_unlike_the_others_has_its_own_lines() -> None:
     graph = trace(*gpt(layers=4))
     axes = {"tp": 2}
     text = "* -> none; @blocks.2.up.weight[d_ff -> tp]; @blocks.2.up.bias[d_ff -> tp]"
-    decisions = complete(graph, parse_layout(text), axes)
-    assert "blocks.2" in check(graph, decisions)
+    assignment = complete(graph, parse_layout(text), axes)
+    assert "blocks.2" in check(graph, assignment)
 
 
 def test_holdings_are_compared() -> None:
@@ -131,6 +131,6 @@ def test_holdings_are_compared() -> None:
     graph = trace(*gpt())
     axes = {"fsdp": 2}
     one = complete(graph, choose_layout("fsdp", axes), axes)
-    name = next(name for name, holding in one.holdings.items() if not holding.again)
-    other = replace(one, holdings={**one.holdings, name: replace(one.holdings[name], again=True)})
+    name = next(name for name, gather_policy in one.gather_policies.items() if not gather_policy.again)
+    other = replace(one, gather_policies={**one.gather_policies, name: replace(one.gather_policies[name], again=True)})
     assert written(graph, one) != written(graph, other)

@@ -14,7 +14,7 @@ from autopar.plans.views.strategies import experts_beside
 from autopar.sharding.layout.load import applies_to, load_strategy, usable_axes
 from autopar.sharding.options import PlanOptions
 from autopar.solver.setting import PlanningProblem
-from autopar.solver.strategies import expert_plans
+from autopar.solver.strategies import strategy_plans
 from examples.gpt import gpt
 from examples.moe import moe
 
@@ -67,8 +67,8 @@ def test_strategies_without_their_dims_are_not_listed(model: object, has_experts
     graph = autopar.trace(*(gpt() if model is gpt else moe()))
     setting = PlanningProblem.of(graph, {"dp": 2, "tp": 2}, load_cluster("local-cpu"), PlanOptions())
     plan = under(graph, Mesh("dp=2,tp=2"), "batch -> dp; * -> none", PlanRequest("local-cpu"))
-    for names in ([name for name, _ in expert_plans(setting)], list(experts_beside(plan))):
+    for names in ([name for name, _ in strategy_plans(setting)], list(experts_beside(plan))):
         assert not any(name.startswith("spatial") for name in names)
         assert any(name.startswith("gshard_moe") for name in names) == has_experts
         assert any(name.startswith("megatron(") for name in names)
-    assert "ddp(dp=dp)" in [name for name, _ in expert_plans(setting)], "an axis of the mesh may be idle"
+    assert "ddp(dp=dp)" in [name for name, _ in strategy_plans(setting)], "an axis of the mesh may be idle"

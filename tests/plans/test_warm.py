@@ -26,12 +26,12 @@ def test_a_changed_model_begins_from_the_old_plan(tmp_path: Path, monkeypatch: p
     """With a layer more, and with another batch: what the old plan says of tensors that are still there is kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     mesh, asked = (Mesh("dp=2"),), PlanRequest(cluster=load_cluster("h100"), time_limit=60)
-    old = plan_graph(traced(layers=1, batch=4), mesh, None, asked).decided.decisions.stored
+    old = plan_graph(traced(layers=1, batch=4), mesh, None, asked).decided.assignment.stored
     offered: list[tuple[str, StepPlan, float]] = []
     offer = Incumbent.offer
 
-    def told(race: Incumbent, origin: str, plan: StepPlan) -> Costs:
-        costs = offer(race, origin, plan)
+    def told(incumbent: Incumbent, origin: str, plan: StepPlan) -> Costs:
+        costs = offer(incumbent, origin, plan)
         offered.append((origin, plan, costs.step_seconds))
         return costs
 
@@ -41,5 +41,5 @@ def test_a_changed_model_begins_from_the_old_plan(tmp_path: Path, monkeypatch: p
         found = plan_graph(traced(layers, batch), mesh, None, asked)
         origin, first, seconds = offered[0]
         assert origin == "an earlier plan"
-        assert {name: first.decisions.stored[name] for name in old} == old
+        assert {name: first.assignment.stored[name] for name in old} == old
         assert found.step_seconds <= seconds

@@ -138,9 +138,9 @@ def run(case: int) -> Outcome:
                 return Outcome(case, "refused", _reason(traced.graph), what)
             one = drawn(case, traced.graph)
             what += f"\n  {one.what}"
-            decisions = one.decide(traced.graph)
+            assignment = one.decide(traced.graph)
             with_ends = random.Random(case).random() < 0.5
-            off = difference_of(traced.graph, decisions, traced.inputs, traced.expected, with_ends)
+            off = difference_of(traced.graph, assignment, traced.inputs, traced.expected, with_ends)
     except AutoparError as error:
         return Outcome(case, "refused", _reason(error), what)
     except AssertionError as error:

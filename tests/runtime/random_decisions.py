@@ -44,8 +44,8 @@ def random_decisions(draw: random.Random, graph: NamedGraph, axes: Mapping[str, 
     values = dict(stored)
     ops = {}
     for node in graph.nodes:
-        decision = ops[node.name] = _decided(draw, graph, node, axes)
-        for name, result in zip(node.outputs, decision.results, strict=True):
+        op_assignment = ops[node.name] = _decided(draw, graph, node, axes)
+        for name, result in zip(node.outputs, op_assignment.results, strict=True):
             if name is not None and result is not None:
                 values[name] = result
     return Assignment(axes, stored, ops, values)

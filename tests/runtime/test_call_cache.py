@@ -60,7 +60,7 @@ def searched() -> dict[str, Any]:
             model.eval(), parallel.eval()
             found[f"{name}, eval"] = number((parallel(**inputs) - model(**inputs)).abs())
         model.train()
-    stored = parallel.decisions.stored["tokens.weight"]
+    stored = parallel.assignment.stored["tokens.weight"]
     return {**found, "stored": str(stored)}
 
 
@@ -80,7 +80,7 @@ def given(folder: str) -> dict[str, Any]:
     for name, layout in (("object", plan), ("file", path)):
         parallel = autopar.parallelize(model, "tp=2", inputs, layout=layout)
         found[name] = worst(parallel, model, inputs)
-        found[f"{name}, decisions"] = parallel.decisions == plan.decided.decisions
+        found[f"{name}, decisions"] = parallel.assignment == plan.decided.assignment
     found["another model"] = error_of(lambda: autopar.parallelize(other, "tp=2", other_inputs, layout=path))
     found["another mesh"] = error_of(lambda: autopar.parallelize(model, "dp=2", inputs, layout=path))
     return found

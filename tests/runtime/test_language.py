@@ -77,7 +77,7 @@ def forward(module: ParallelModule) -> list[str]:
 
 
 def splits(module: ParallelModule, tensor: str) -> tuple[tuple[str, ...], ...]:
-    return module.decisions.values[tensor].splits
+    return module.assignment.values[tensor].splits
 
 
 # -- contracts --------------------------------------------------------------------------------------------------------

@@ -107,8 +107,8 @@ def test_strategies_keep_their_promises(architecture: str) -> None:
     for strategy in STRATEGIES:
         axes = {"a": 2, "b": 2}
         layout = choose_layout(strategy_call(strategy, 2), axes)
-        decisions = complete(graph, layout, axes)
-        check_contracts(layout, graph, decisions, conversions(graph, decisions))
+        assignment = complete(graph, layout, axes)
+        check_contracts(layout, graph, assignment, conversions(graph, assignment))
 
 
 def test_dropout_drops_what_one_process_drops() -> None:
@@ -158,7 +158,7 @@ def count_collectives(strategy: str, mesh: str) -> tuple[Counts, int]:
     """The collectives of a Llama by direction and kind, and how many of its parameters are split."""
     model, inputs = zoo_model("llama", train=False)
     parallel = autopar.parallelize(model, mesh, inputs, layout=strategy)
-    split = sum(bool(parallel.decisions.stored[tensor.name].axes) for tensor in parallel.graph.parameters)
+    split = sum(bool(parallel.assignment.stored[tensor.name].axes) for tensor in parallel.graph.parameters)
     return dict(Counter((c.direction, c.kind) for c in parallel.collectives())), split
 
 

@@ -22,10 +22,10 @@ from examples.hf import hf
 def answer(layer: nn.Module, limit: str, ranks: int) -> str:
     graph = autopar.trace(layer, (torch.randn(2, 3, 16, 8),), dims={"input": "batch channels height width"})
     layout = parse_layout(f"height -> sy; * -> none\nlimit halo {limit}", "my.lay")
-    decisions = complete(graph, layout, {"sy": ranks})
-    assert decisions.ops["/conv2d" if isinstance(layer, nn.Conv2d) else "/max_pool2d"].choice.axes == ("sy",)
+    assignment = complete(graph, layout, {"sy": ranks})
+    assert assignment.ops["/conv2d" if isinstance(layer, nn.Conv2d) else "/max_pool2d"].choice.axes == ("sy",)
     try:
-        check_contracts(layout, graph, decisions, ())
+        check_contracts(layout, graph, assignment, ())
     except LayoutError as error:
         return str(error)
     return "fine"
@@ -120,9 +120,9 @@ class Pairs(nn.Module):
 def test_fsdp_says_what_it_gathers_of_activations() -> None:
     graph = autopar.trace(Pairs(), (torch.randn(4, 12),))
     layout = choose_layout("fsdp", {"fsdp": 2})
-    decisions = complete(graph, layout, {"fsdp": 2})
+    assignment = complete(graph, layout, {"fsdp": 2})
     with pytest.warns(autopar.AutoparWarning, match="warn all_gather over fsdp is broken by the all_gather"):
-        check_contracts(layout, graph, decisions, conversions(graph, decisions, "sharded"))
+        check_contracts(layout, graph, assignment, conversions(graph, assignment, "sharded"))
 
 
 SPLIT = {
@@ -138,7 +138,7 @@ SPLIT = {
 def test_no_two_dims_of_a_weight_claim_the_axis_of_a_strategy(architecture: str, strategy: str) -> None:
     """Beside a low-rank dim, one head of keys, and the dim of a narrow table there is what is split."""
     graph = autopar.trace(*hf(architecture))
-    decisions = complete(graph, choose_layout(strategy, {"tp": 2}), {"tp": 2})
+    assignment = complete(graph, choose_layout(strategy, {"tp": 2}), {"tp": 2})
     name, dim = SPLIT[architecture]
     (place,) = (i for i, atom in enumerate(graph.tensors[name].atoms) if dim in atom.names)
-    assert decisions.stored[name].splits[place] == ("tp",)
+    assert assignment.stored[name].splits[place] == ("tp",)

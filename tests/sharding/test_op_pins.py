@@ -53,10 +53,10 @@ def test_what_an_op_does_not_allow(graph: autopar.NamedGraph, pin: str, factor: 
 
 def test_an_op_can_be_pinned_to_one_of_its_factors(graph: autopar.NamedGraph) -> None:
     layout = parse_layout("* -> none; op @2/linear[k -> dp, n -> tp]")
-    decision = complete(graph, layout, {"dp": 4, "tp": 2}).ops["2/linear"]
-    assert str(decision.choice) == "k -> dp, n -> tp"
-    assert decision.produced[0] is not None
-    assert decision.produced[0].partial == {"dp"}
+    op_assignment = complete(graph, layout, {"dp": 4, "tp": 2}).ops["2/linear"]
+    assert str(op_assignment.choice) == "k -> dp, n -> tp"
+    assert op_assignment.produced[0] is not None
+    assert op_assignment.produced[0].partial == {"dp"}
 
 
 def test_unknown_factor(graph: autopar.NamedGraph) -> None:

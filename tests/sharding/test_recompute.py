@@ -113,6 +113,6 @@ def test_a_checkpoint_of_the_model_within_a_layer_is_part_of_it() -> None:
 def test_a_plan_and_its_decisions_say_the_same() -> None:
     graph = traced()
     plan = completed(graph, parse_layout("* -> none; recompute full @blocks.0"), {"dp": 2})
-    assert plan.recompute == plan.decisions.recompute == {"blocks.0": "full"}
+    assert plan.recompute == plan.assignment.recompute == {"blocks.0": "full"}
     other = replace(plan, recompute={"blocks.1": "selective"})
-    assert other.decisions.recompute == {"blocks.1": "selective"}
+    assert other.assignment.recompute == {"blocks.1": "selective"}

@@ -25,7 +25,7 @@ from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.options import Outputs
 from autopar.sharding.propagation import complete
 from autopar.sharding.reshard.reshard import Reshard
-from autopar.sharding.reshard_insertion import conversions, wire
+from autopar.sharding.reshard_insertion import conversions, insert_reshards
 from autopar.tracing.trace import trace
 from examples.gpt import gpt
 from examples.mlp import mlp
@@ -70,9 +70,9 @@ def sizes(mesh: str) -> dict[str, int]:
 
 def check(graph: NamedGraph, layout: Any, axes: dict[str, int], outputs: Outputs, local_inputs: bool) -> int:
     """How many conversions there are; each of them stands in the generated graph, and no other does."""
-    decisions = complete(graph, layout, axes)
-    listed = conversions(graph, decisions, outputs, local_inputs)
-    emitted = emit(graph, decisions, FirstRank(axes), outputs, local_inputs)  # type: ignore[arg-type]
+    assignment = complete(graph, layout, axes)
+    listed = conversions(graph, assignment, outputs, local_inputs)
+    emitted = emit(graph, assignment, FirstRank(axes), outputs, local_inputs)  # type: ignore[arg-type]
     assert emitted.inserted == listed
     generated: Counter[Reshard] = Counter()
     for node in emitted.graph_module.graph.nodes:
@@ -119,8 +119,8 @@ def test_listed_is_emitted_under_random_layouts(seed: int) -> None:
 def test_once_per_layout_and_again_at_the_outputs() -> None:
     model, inputs = gpt(batch=4, seq=8, vocab=104, loss=False)
     graph = trace(model, inputs)
-    decisions = complete(graph, choose_layout("megatron_sp", {"dp": 2, "tp": 2}), {"dp": 2, "tp": 2})
-    sharded, full = (conversions(graph, decisions, outputs) for outputs in ("sharded", "full"))
+    assignment = complete(graph, choose_layout("megatron_sp", {"dp": 2, "tp": 2}), {"dp": 2, "tp": 2})
+    sharded, full = (conversions(graph, assignment, outputs) for outputs in ("sharded", "full"))
     assert full[: len(sharded)] == sharded
     (gathered,) = full[len(sharded) :]
     assert gathered.op == "the outputs"
@@ -133,15 +133,15 @@ def test_once_per_layout_and_again_at_the_outputs() -> None:
 def test_buckets_are_those_of_the_generated_graph(layout: str, mesh: str) -> None:
     graph = trace(*gpt(layers=3, d_model=192, batch=4, seq=8, vocab=1024))
     axes = sizes(mesh)
-    decisions = complete(graph, choose_layout(layout, axes), axes)
-    emitted = emit(graph, decisions, FirstRank(axes), "sharded", False)  # type: ignore[arg-type]
+    assignment = complete(graph, choose_layout(layout, axes), axes)
+    emitted = emit(graph, assignment, FirstRank(axes), "sharded", False)  # type: ignore[arg-type]
     modules: Any = emitted.graph_module.children()
     ends = [module.running.bucket for module in modules if isinstance(module, BucketEnd)]
     generated = Counter(tuple(one.reshard for one in bucket.conversions) for bucket in ends)
-    plan = StepPlan(graph.fingerprint, decisions)
+    plan = StepPlan(graph.fingerprint, assignment)
     ways = {
         bucket: [tuple(step.kind for step in way) for way in ways_of(bucket.members[0])]
-        for bucket in buckets_of(graph, plan, wire(graph, decisions))
+        for bucket in buckets_of(graph, plan, insert_reshards(graph, assignment))
     }
     priced = [bucket for bucket, kinds in ways.items() if goes_in_bucket(*kinds)]
     assert generated == Counter(tuple(one.reshard for one in bucket.members) for bucket in priced)

@@ -14,7 +14,7 @@ from autopar.sharding.options import PlanOptions
 from autopar.solver.search.joined_axes import joined_meshes
 from autopar.solver.setting import PlanningProblem
 from autopar.solver.solve import solve_plan
-from autopar.solver.strategies import expert_plans
+from autopar.solver.strategies import strategy_plans
 from examples.gpt import gpt
 from tests.ranks import difference_of
 
@@ -33,7 +33,7 @@ def test_a_plan_of_joined_axes_is_the_same_plan_on_the_mesh_itself(graph: NamedG
     seen = []
     for joined, merged in joined_meshes(setting):
         seen.append(dict(merged.axes))
-        for _, plan in expert_plans(merged):
+        for _, plan in strategy_plans(merged):
             before, after = evaluate(graph, plan, CLUSTER), evaluate(graph, joined.spread(plan), CLUSTER)
             assert after.compute == before.compute
             assert after.memory == before.memory
@@ -67,9 +67,9 @@ def test_a_plan_is_found_however_short_the_time(graph: NamedGraph) -> None:
 def test_what_a_layout_demands_holds_on_three_axes(graph: NamedGraph) -> None:
     layout = parse_layout("act@blocks.* { batch -> pod*dp }\nparam@blocks.*.up.weight { d_ff -> tp }", "test")
     found = solve_plan(graph, AXES, CLUSTER, layout=layout, time_limit=3600)
-    decisions = found.plan.decisions
-    assert str(decisions.stored["blocks.0.up.weight"]) == "[0 -> tp]"
-    assert decisions.values["blocks.1.up/linear"].splits[0] == ("pod", "dp")
+    assignment = found.plan.assignment
+    assert str(assignment.stored["blocks.0.up.weight"]) == "[0 -> tp]"
+    assert assignment.values["blocks.1.up/linear"].splits[0] == ("pod", "dp")
 
 
 def test_a_plan_of_three_axes_computes_what_one_process_does() -> None:
@@ -77,4 +77,4 @@ def test_a_plan_of_three_axes_computes_what_one_process_does() -> None:
     model, inputs = gpt(layers=1, d_model=16, heads=4, vocab=32, seq=8, batch=8)
     graph, exact = autopar.trace(model, inputs), autopar.trace(model.double(), inputs)
     plan = solve_plan(graph, AXES, CLUSTER, experts=False, time_limit=3600).plan
-    assert difference_of(exact, plan.decisions, list(inputs.values())) < 1e-9
+    assert difference_of(exact, plan.assignment, list(inputs.values())) < 1e-9

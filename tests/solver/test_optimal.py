@@ -138,9 +138,9 @@ def keeping(problem: Drawn, oracle: Oracle) -> Callable[[Sequence[int]], Costs]:
 
     def found(chosen: Sequence[int]) -> Costs:
         plan, costs = oracle.plan(chosen), price(chosen)
-        sent = conversions(problem.graph, plan.decisions, plan.outputs, plan.local_inputs)
+        sent = conversions(problem.graph, plan.assignment, plan.outputs, plan.local_inputs)
         try:
-            check_contracts(problem.layout, problem.graph, plan.decisions, sent)
+            check_contracts(problem.layout, problem.graph, plan.assignment, sent)
         except autopar.AutoparError:
             return replace(costs, memory=replace(costs.memory, peak_bytes=np.inf))
         return costs

@@ -35,7 +35,7 @@ def traced() -> Traced:
 
 def test_a_solved_plan_computes_what_one_process_does(traced: Traced) -> None:
     graph, exact, inputs = traced
-    assert difference_of(exact, solve_plan(graph, AXES, CLUSTER, time_limit=3600).plan.decisions, inputs) < 1e-9
+    assert difference_of(exact, solve_plan(graph, AXES, CLUSTER, time_limit=3600).plan.assignment, inputs) < 1e-9
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -45,4 +45,4 @@ def test_whatever_may_be_decided_computes_the_same(traced: Traced, seed: int) ->
     model = build(setting, SearchLayout(graph, AXES, Layout(())), regather=True)
     draw = random.Random(seed)
     chosen = [draw.randrange(len(variable.states)) for variable in model.variables]
-    assert difference_of(exact, plan_of(model, chosen).decisions, inputs) < 1e-9
+    assert difference_of(exact, plan_of(model, chosen).assignment, inputs) < 1e-9

@@ -28,7 +28,7 @@ from autopar.solver.model.build import build
 from autopar.solver.model.objective import Hinges, Sum
 from autopar.solver.setting import PlanningProblem
 from autopar.solver.solve import SolvedPlan, solve_plan
-from autopar.solver.strategies import expert_plans
+from autopar.solver.strategies import strategy_plans
 from examples.gpt import gpt
 
 CLUSTER = load_cluster("h100")
@@ -83,7 +83,7 @@ def test_what_the_planner_believes_is_what_evaluate_adds_up(graph: NamedGraph, c
 def test_hinges_are_the_seconds_of_evaluate(graph: NamedGraph) -> None:
     options = PlanOptions(micro_batches=3)
     setting = PlanningProblem.of(graph, AXES, CLUSTER, options)
-    plans = list(expert_plans(setting))[:6]
+    plans = list(strategy_plans(setting))[:6]
     assert len(plans) == 6
     for _, plan in plans:
         found = profile(LoweredStep(graph, plan), CLUSTER)
@@ -99,7 +99,7 @@ def test_no_strategy_is_better(graph: NamedGraph) -> None:
     assert solved.costs == evaluate(graph, solved.plan, CLUSTER), "what is claimed is what evaluate says"
     assert solved.bound_seconds <= solved.costs.step_seconds
     setting = PlanningProblem.of(graph, AXES, CLUSTER, PlanOptions())
-    for name, plan in expert_plans(setting):
+    for name, plan in strategy_plans(setting):
         assert solved.costs.step_seconds <= evaluate(graph, plan, CLUSTER).step_seconds * (1 + 1e-9), name
 
 
@@ -116,7 +116,7 @@ def test_an_earlier_plan_is_not_taken_for_what_a_layout_demands() -> None:
     graph = small()
     free = solve_plan(graph, {"dp": 2}, CLUSTER, time_limit=3600)
     found = asked(graph, "batch -> dp", warm=free.plan)
-    inputs = [found.plan.decisions.stored[name].splits for name in graph.inputs]
+    inputs = [found.plan.assignment.stored[name].splits for name in graph.inputs]
     assert inputs == [(("dp",), ())] * len(inputs)
     again = solve_plan(graph, {"dp": 2}, CLUSTER, warm=free.plan, time_limit=3600)
     assert again.costs.step_seconds <= free.costs.step_seconds
@@ -131,7 +131,7 @@ def test_guards_steer() -> None:
     assert [bool([one for one in each if one.of == "parameters"]) for each in sums] == [True, False]
     assert kept.costs.step_seconds >= free.costs.step_seconds
     held = asked(graph, "batch -> dp; forbid all_gather(act) over dp")
-    assert held.plan.decisions.stored[graph.inputs[0]].splits[0] == ("dp",)
+    assert held.plan.assignment.stored[graph.inputs[0]].splits[0] == ("dp",)
 
 
 def test_lines_that_conflict_are_told_and_no_others() -> None:
@@ -170,15 +170,15 @@ def test_holes_with_candidates_take_one_of_them() -> None:
     ):
         found = solve_plan(graph, AXES, CLUSTER, layout=parse_layout(text), experts=False, time_limit=3600)
         places = [(graph.tensors[name].dims.index("batch"), name) for name in graph.inputs]
-        assert {found.plan.decisions.stored[name].splits[place] for place, name in places} <= allowed, text
+        assert {found.plan.assignment.stored[name].splits[place] for place, name in places} <= allowed, text
 
 
 def test_holds_are_kept() -> None:
     graph = small()
     text = "param { * -> dp | none }; batch -> dp; regather @*"
     found = asked(graph, text)
-    assert any(found.plan.decisions.stored[name].axes for name in found.plan.regather)
-    split = {tensor.name for tensor in graph.parameters if found.plan.decisions.stored[tensor.name].axes}
+    assert any(found.plan.assignment.stored[name].axes for name in found.plan.regather)
+    split = {tensor.name for tensor in graph.parameters if found.plan.assignment.stored[tensor.name].axes}
     assert found.plan.regather == split
     assert not asked(graph, "param { * -> dp | none }; batch -> dp; keep @*").plan.regather
 
@@ -199,7 +199,7 @@ def test_tensors_that_are_to_share_a_layout_do() -> None:
     found = solve_plan(
         graph, AXES, CLUSTER, layout=parse_layout(f"batch -> dp; same @{one} @{other}"), experts=False, time_limit=3600
     )
-    stored = found.plan.decisions.stored
+    stored = found.plan.assignment.stored
     texts = [layout_text(graph.tensors[name], stored[name]) for name in (one, other)]
     assert texts[0] == texts[1]
 
@@ -209,7 +209,7 @@ def test_where_the_host_is_slow_what_is_gathered_may_stay() -> None:
     model, inputs = gpt(layers=2, d_model=64, heads=4, vocab=128, seq=32, batch=8, device="meta")
     graph, axes = autopar.trace(model, inputs), {"dp": 8}
     setting = PlanningProblem.of(graph, axes, CLUSTER, PlanOptions())
-    experts = [evaluate(graph, plan, CLUSTER) for _, plan in expert_plans(setting)]
+    experts = [evaluate(graph, plan, CLUSTER) for _, plan in strategy_plans(setting)]
     for limit in sorted({costs.memory.peak_bytes for costs in experts}):
         found = solve_plan(graph, axes, CLUSTER, memory_bytes=limit, experts=False, time_limit=3600)
         fits = [costs.step_seconds for costs in experts if costs.memory.peak_bytes <= limit]
@@ -239,9 +239,9 @@ def test_strategies_are_not_tried_when_it_is_late(graph: NamedGraph, monkeypatch
 
     monkeypatch.setattr(strategies, "plan_under", none)
     setting = PlanningProblem.of(graph, {"pod": 2, "dp": 2, "tp": 2}, CLUSTER, PlanOptions())
-    assert list(expert_plans(setting, lambda: len(tried) >= 4)) == []
+    assert list(strategy_plans(setting, lambda: len(tried) >= 4)) == []
     assert len(tried) == 4
-    assert list(expert_plans(setting)) == []
+    assert list(strategy_plans(setting)) == []
     assert len(tried) > 20
 
 
@@ -264,4 +264,4 @@ def test_without_time_and_without_experts_that_may_be_taken_a_plan_is_found(grap
     found = solve_plan(graph, AXES, CLUSTER, memory_bytes=least, experts=False, time_limit=1e-3)
     assert found.costs.memory.peak_bytes <= least
     said = parse_layout("batch -> ?; forbid all_gather(act) over dp")
-    assert solve_plan(graph, AXES, CLUSTER, layout=said, time_limit=1e-3).plan.decisions.axes == AXES
+    assert solve_plan(graph, AXES, CLUSTER, layout=said, time_limit=1e-3).plan.assignment.axes == AXES

@@ -30,7 +30,7 @@ def solved(
 def axes_of(found: SolvedPlan, op: str) -> dict[str, tuple[str, ...]]:
     """The axes that split each factor of an op."""
     splits: dict[str, tuple[str, ...]] = {}
-    for (factor, _), axes in found.plan.decisions.ops[op].choice.splits:
+    for (factor, _), axes in found.plan.assignment.ops[op].choice.splits:
         splits[factor] = (*splits.get(factor, ()), *axes)
     return splits
 
@@ -48,7 +48,7 @@ def test_parameters_are_split_when_memory_binds() -> None:
     _, bound = solved(model, inputs, {"dp": 8}, memory_bytes=0.75 * free.costs.memory.peak_bytes, experts=False)
     assert bound.costs.memory.peak_bytes <= 0.75 * free.costs.memory.peak_bytes
     large = [tensor.name for tensor in graph.parameters if len(tensor.shape) == 2]
-    assert all(any(bound.plan.decisions.stored[name].splits) for name in large)
+    assert all(any(bound.plan.assignment.stored[name].splits) for name in large)
     assert bound.costs.step_seconds >= free.costs.step_seconds
 
 
@@ -78,7 +78,7 @@ def test_tensor_parallelism_stays_within_the_nodes() -> None:
     with torch.device("meta"):
         model, ids = LlamaForCausalLM(config), torch.randint(config.vocab_size, (2, 4096))
     _, found = solved(model, {"input_ids": ids}, {"dp": 2, "tp": 8}, experts=False)
-    layer = {op.split(".")[-1]: axes_of(found, op) for op in found.plan.decisions.ops if op.endswith("_proj/linear")}
+    layer = {op.split(".")[-1]: axes_of(found, op) for op in found.plan.assignment.ops if op.endswith("_proj/linear")}
     columns, rows = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("down_proj",)
     assert all(layer[f"{name}/linear"] == {"a": ("dp",), "n": ("tp",)} for name in columns)
     assert all(layer[f"{name}/linear"] == {"a": ("dp",), "k": ("tp",)} for name in rows)
@@ -107,7 +107,7 @@ def test_a_large_vocabulary_is_split() -> None:
         model, ids = Tables(), torch.empty(8, 16, dtype=torch.long)
     graph, found = solved(model, (ids,), {"tp": 8})
     (table,) = (tensor.name for tensor in graph.parameters)
-    assert any(found.plan.decisions.stored[table].splits), "the table is not on every rank"
+    assert any(found.plan.assignment.stored[table].splits), "the table is not on every rank"
     sent = [one for one in found.costs.communication if one.of == "parameters"]
     assert not sent, "and it is not gathered"
 
@@ -118,4 +118,4 @@ def test_experts_stay_where_they_are() -> None:
     stacks = [tensor for tensor in graph.parameters if {"expert", "d_ff"} <= set(tensor.dims)]
     assert len(stacks) == 4, "an up and a down projection in each of two layers"
     for tensor in stacks:
-        assert found.plan.decisions.stored[tensor.name].splits[tensor.dims.index("expert")] == ("ep",)
+        assert found.plan.assignment.stored[tensor.name].splits[tensor.dims.index("expert")] == ("ep",)

@@ -133,8 +133,8 @@ def test_under_data_parallelism_tokens_stay_with_their_rank() -> None:
     """Warnings are errors: `fsdp` says what it gathers of activations."""
     graph = autopar.trace(*hf("mixtral", batch=4))
     layout = choose_layout("fsdp", {"fsdp": 2})
-    decisions = complete(graph, layout, {"fsdp": 2})
-    inserted = conversions(graph, decisions, "sharded")
-    check_contracts(layout, graph, decisions, inserted)
+    assignment = complete(graph, layout, {"fsdp": 2})
+    inserted = conversions(graph, assignment, "sharded")
+    check_contracts(layout, graph, assignment, inserted)
     sent = {graph.tensors[one.tensor].kind for one in inserted for way, _ in one.collectives() if way == "forward"}
     assert sent == {"param"}

@@ -136,7 +136,7 @@ def _counted(name: str, model: nn.Module, x: torch.Tensor) -> tuple[float, float
     plan = completed(graph, choose_layout("", {}), {})
     node = next(node for node in graph.nodes if plain_name(node.op) == name)
     bare = Device("any", 1.0, 1.0, 0.0, {"float32": 1.0})
-    work = op_work(graph, node, plan.decisions.ops[node.name], graph.footprints[node.node], {}, bare)
+    work = op_work(graph, node, plan.assignment.ops[node.name], graph.footprints[node.node], {}, bare)
     return work.forward.bytes, work.backward.bytes
 
 

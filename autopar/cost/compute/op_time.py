@@ -81,13 +81,13 @@ class OpWork:
 def op_work(
     graph: NamedGraph,
     node: NamedNode,
-    decision: OpAssignment,
+    op_assignment: OpAssignment,
     footprint: Footprint,
     axes: Mapping[str, int],
     device: Device,
 ) -> OpWork:
     """What an op computes under a choice, on the rank that has most to do."""
-    return _OpTimer(graph, node, decision, footprint, axes, device).work()
+    return _OpTimer(graph, node, op_assignment, footprint, axes, device).work()
 
 
 def local_bytes(graph: NamedGraph, name: str, layout: Sharding, axes: Mapping[str, int]) -> int:
@@ -112,7 +112,7 @@ def plain_name(op: str) -> str:
 class _OpTimer:
     graph: NamedGraph
     node: NamedNode
-    decision: OpAssignment
+    op_assignment: OpAssignment
     footprint: Footprint
     axes: Mapping[str, int]
     device: Device
@@ -142,10 +142,12 @@ class _OpTimer:
 
     def _sizes(self) -> dict[str, int]:
         """The local extent of each factor."""
-        return {factor: _local_extent(self.node, factor, self.decision.choice, self.axes) for factor in self.node.sizes}
+        return {
+            factor: _local_extent(self.node, factor, self.op_assignment.choice, self.axes) for factor in self.node.sizes
+        }
 
     def _operand_bytes(self, position: int) -> int:
-        name, layout = self.node.operands[position], self.decision.operands[position]
+        name, layout = self.node.operands[position], self.op_assignment.operands[position]
         if name is None:
             return 0
         if layout is None:
@@ -153,12 +155,12 @@ class _OpTimer:
         return local_bytes(self.graph, name, layout, self.axes)
 
     def _output_bytes(self, position: int) -> int:
-        name, layout = self.node.outputs[position], self.decision.produced[position]
+        name, layout = self.node.outputs[position], self.op_assignment.produced[position]
         return 0 if name is None or layout is None else local_bytes(self.graph, name, layout, self.axes)
 
     def _share(self) -> float:
         """The share of what an op keeps inside that one rank keeps."""
-        return 1 / prod(self.axes[axis] for axis in self.decision.choice.axes)
+        return 1 / prod(self.axes[axis] for axis in self.op_assignment.choice.axes)
 
     def _dtype(self, position: int) -> torch.dtype:
         name = self.node.operands[position]
@@ -244,7 +246,7 @@ class _OpTimer:
         if (factor,) not in operand.terms:
             return self.node.sizes[factor]
         whole = self.graph.tensors[name].shape[operand.terms.index((factor,))]
-        count = prod(self.axes[axis] for axis in self.decision.choice.of((factor, 0)))
+        count = prod(self.axes[axis] for axis in self.op_assignment.choice.of((factor, 0)))
         return -(-whole // count)
 
     def _products(self, steps: Sequence[tuple[MatmulShape, Contraction]]) -> OpWork:

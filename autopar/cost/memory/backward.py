@@ -33,9 +33,9 @@ class StepMemory(ForwardMemory):
     def backward(self) -> None:
         if self.later:
             self._earlier_gradients()
-        for version in results_of(self.graph, self.wiring):
+        for version in results_of(self.graph, self.reshard_plan):
             self.gradients[version] = self.storages.new(self._bytes(version))
-        for one in reversed(self.wiring.outputs):
+        for one in reversed(self.reshard_plan.outputs):
             self._convert_back(one)
         inside = 0
         for node in reversed(self.graph.nodes):
@@ -55,15 +55,15 @@ class StepMemory(ForwardMemory):
         return sum(self.storages.sizes[one] for (name, _), one in self.gradients.items() if name in names)
 
     def _op_backward(self, node: NamedNode) -> None:
-        wired, footprint = self.wiring.ops[node.name], self.local.of(node)
+        wired, footprint = self.reshard_plan.ops[node.name], self.local.of(node)
         for bucket in self.schedule.again.get(node.name, ()):
             self._refill(bucket)
         for one in reversed(wired.after):
             self._convert_back(one)
-        decision = self.plan.decisions.ops[node.name]
+        op_assignment = self.plan.assignment.ops[node.name]
         outputs = [
             (name, layout)
-            for name, layout in zip(node.outputs, decision.produced, strict=True)
+            for name, layout in zip(node.outputs, op_assignment.produced, strict=True)
             if name is not None and layout is not None
         ]
         given = [self.gradients.pop(version) for version in outputs if version in self.gradients]
@@ -158,8 +158,8 @@ class StepMemory(ForwardMemory):
     def _earlier_gradients(self) -> None:
         for tensor in self.graph.parameters:
             if tensor.requires_grad:
-                stored = tensor.name, self.plan.decisions.stored[tensor.name]
-                whole = tensor.name, self.plan.decisions.values[tensor.name]
+                stored = tensor.name, self.plan.assignment.stored[tensor.name]
+                whole = tensor.name, self.plan.assignment.values[tensor.name]
                 dtype = self.plan.gradient_dtype or self.plan.master_dtype or tensor.dtype
                 size = self._bytes(whole if self._waits(tensor.name) else stored) / tensor.dtype.itemsize
                 self.gradients[stored] = self.storages.new(size * dtype.itemsize)

@@ -27,7 +27,7 @@ class ForwardMemory(LiveState):
         for place, node in enumerate(self.graph.nodes):
             self.storages.now = f"the forward of {node.name}"
             self._op_forward(node, place)
-        for one in self.wiring.outputs:
+        for one in self.reshard_plan.outputs:
             self._convert(one)
 
     def _place_inputs(self) -> None:
@@ -35,8 +35,8 @@ class ForwardMemory(LiveState):
         for name, tensor in self.graph.tensors.items():
             if tensor.kind == "activation":
                 continue
-            whole = self.wiring.inputs.get(name)
-            given = name, self.plan.decisions.stored[name] if whole is None else whole.reshard.source
+            whole = self.reshard_plan.inputs.get(name)
+            given = name, self.plan.assignment.stored[name] if whole is None else whole.reshard.source
             self.values[given] = self.storages.new(self._stored_bytes(given))
             self.given[given] = self.storages.take(self.values[given])
             if whole is not None:
@@ -47,7 +47,7 @@ class ForwardMemory(LiveState):
         for tensor in self.graph.parameters:
             stays = tensor.name in self.plan.resident and self.plan.micro_batches > 1
             if stays or self._has_master(tensor.dtype):
-                values, stored = self.plan.decisions.values[tensor.name], self.plan.decisions.stored[tensor.name]
+                values, stored = self.plan.assignment.values[tensor.name], self.plan.assignment.stored[tensor.name]
                 self.copied[tensor.name] = self.storages.new(self._bytes((tensor.name, values if stays else stored)))
 
     def _place_sums(self) -> None:
@@ -69,7 +69,7 @@ class ForwardMemory(LiveState):
         return size / tensor.dtype.itemsize * self.plan.master_dtype.itemsize
 
     def _op_forward(self, node: NamedNode, place: int) -> None:
-        wired = self.wiring.ops[node.name]
+        wired = self.reshard_plan.ops[node.name]
         footprint = self.local.of(node)
         for bucket in self.schedule.of_op.get(node.name, ()):
             self._gather(bucket)
@@ -79,7 +79,7 @@ class ForwardMemory(LiveState):
         own = self._own_copies(wired)
         outputs: list[Version | None] = []
         for name, produced, alias in zip(
-            node.outputs, self.plan.decisions.ops[node.name].produced, footprint.aliases, strict=False
+            node.outputs, self.plan.assignment.ops[node.name].produced, footprint.aliases, strict=False
         ):
             if name is None or produced is None:
                 outputs.append(None)
@@ -158,7 +158,7 @@ class ForwardMemory(LiveState):
     def _let_go(self, node: NamedNode, wired: OpReshards, place: int) -> None:
         """What is used for the last time here, and what is made for nobody."""
         made = [(one.tensor, one.reshard.target) for one in (*wired.before, *wired.after)]
-        pairs = zip(node.outputs, self.plan.decisions.ops[node.name].produced, strict=True)
+        pairs = zip(node.outputs, self.plan.assignment.ops[node.name].produced, strict=True)
         made += [(name, layout) for name, layout in pairs if name is not None and layout is not None]
         for version in (*self.ends.get(place, ()), *(version for version in made if version not in self.last)):
             if version in self.values:

@@ -14,27 +14,27 @@ Version = tuple[str, Sharding]
 """A value in one of its layouts."""
 
 
-def last_uses(graph: NamedGraph, wiring: ReshardPlan) -> dict[Version, float]:
+def last_uses(graph: NamedGraph, reshard_plan: ReshardPlan) -> dict[Version, float]:
     """The place of the op that uses a version last; what is handed out stays."""
     found: dict[Version, float] = {}
     for place, node in enumerate(graph.nodes):
-        wired = wiring.ops[node.name]
+        wired = reshard_plan.ops[node.name]
         for version in wired.operands:
             if version is not None:
                 found[version] = place
         for one in (*wired.before, *wired.after):
             found[one.tensor, one.reshard.source] = place
-    for one in wiring.outputs:
+    for one in reshard_plan.outputs:
         found[one.tensor, one.reshard.source] = inf
-    for result in wiring.results:
+    for result in reshard_plan.results:
         if result is not None:
             found[result] = inf
     return found
 
 
-def results_of(graph: NamedGraph, wiring: ReshardPlan) -> list[Version]:
+def results_of(graph: NamedGraph, reshard_plan: ReshardPlan) -> list[Version]:
     """The results that have a gradient: the loss, where there is one."""
-    found = [place for place in wiring.results if place is not None]
+    found = [place for place in reshard_plan.results if place is not None]
     found = [version for version in found if graph.tensors[version[0]].requires_grad]
     scalars = [version for version in found if not graph.tensors[version[0]].shape]
     return scalars or found

@@ -23,13 +23,13 @@ class LiveState:
     """One micro-batch."""
 
     def __init__(self, wired: LoweredStep) -> None:
-        self.graph, self.plan, self.wiring = wired.graph, wired.plan, wired.wiring
+        self.graph, self.plan, self.reshard_plan = wired.graph, wired.plan, wired.reshard_plan
         self.axes = self.plan.axes
         self.again = wired.again
         self.later = self.plan.micro_batches > 1 or self.plan.gradient_dtype is not None
         """Whether gradients are added to what other micro-batches, or another dtype, have made room for."""
         self.local = LocalFootprints(wired)
-        self.last = last_uses(self.graph, self.wiring)
+        self.last = last_uses(self.graph, self.reshard_plan)
         self.ends: dict[float, list[Version]] = {}
         """By the place of an op: what it is the last to use."""
         for version, place in self.last.items():

@@ -36,32 +36,36 @@ class LocalFootprints:
     """The footprints of the ops of a plan, each worked out once."""
 
     def __init__(self, wired: LoweredStep) -> None:
-        self.graph, self.plan, self.wiring = wired.graph, wired.plan, wired.wiring
+        self.graph, self.plan, self.reshard_plan = wired.graph, wired.plan, wired.reshard_plan
         self.found: dict[str, Footprint] = {}
         self.known: dict[Any, Footprint] = {}
 
     def of(self, node: NamedNode) -> Footprint:
         found = self.found.get(node.name)
         if found is None:
-            decision = self.plan.decisions.ops[node.name]
+            op_assignment = self.plan.assignment.ops[node.name]
             whole = self.graph.footprints[node.node]
-            key = id(whole), decision.choice, decision.operands
-            found = self.known.get(key) or self._made(node, decision)
+            key = id(whole), op_assignment.choice, op_assignment.operands
+            found = self.known.get(key) or self._made(node, op_assignment)
             self.found[node.name] = self.known[key] = found
         return found
 
-    def _made(self, node: NamedNode, decision: OpAssignment) -> Footprint:
-        return local_footprint(self.graph, node, decision, self.wiring.ops[node.name].split, self.plan.axes)
+    def _made(self, node: NamedNode, op_assignment: OpAssignment) -> Footprint:
+        return local_footprint(self.graph, node, op_assignment, self.reshard_plan.ops[node.name].split, self.plan.axes)
 
 
 def local_footprint(
-    graph: NamedGraph, node: NamedNode, decision: OpAssignment, split: LoweredOpContext | None, axes: Mapping[str, int]
+    graph: NamedGraph,
+    node: NamedNode,
+    op_assignment: OpAssignment,
+    split: LoweredOpContext | None,
+    axes: Mapping[str, int],
 ) -> Footprint:
     """Of one rank."""
     if split is not None and not exchanges_edges(split):
-        return lowered_footprint(graph, node, decision, split, axes)
+        return lowered_footprint(graph, node, op_assignment, split, axes)
     whole = graph.footprints[node.node]
-    share = 1 / prod(axes[axis] for axis in decision.choice.axes)
+    share = 1 / prod(axes[axis] for axis in op_assignment.choice.axes)
     return replace(
         whole,
         internal_bytes=round(whole.internal_bytes * share),
@@ -76,14 +80,15 @@ def exchanges_edges(split: LoweredOpContext) -> bool:
 
 
 def lowered_footprint(
-    graph: NamedGraph, node: NamedNode, decision: OpAssignment, split: LoweredOpContext, axes: Mapping[str, int]
+    graph: NamedGraph, node: NamedNode, op_assignment: OpAssignment, split: LoweredOpContext, axes: Mapping[str, int]
 ) -> Footprint:
     """Of one rank, in bytes of that rank."""
     source = next(found for found in graph.exported.graph_module.graph.nodes if found.name == node.node)
     target: Any = source.target
     with FakeTensorMode(allow_non_fake_inputs=True):
         operands = [
-            None if name is None else _operand(graph, name, decision, i, axes) for i, name in enumerate(node.operands)
+            None if name is None else _operand(graph, name, op_assignment, i, axes)
+            for i, name in enumerate(node.operands)
         ]
         left = iter(operands)
         arguments = arguments_by_name(target, source.args, source.kwargs)
@@ -93,15 +98,17 @@ def lowered_footprint(
                 arguments[name] = None if value is None else [_taken(item, next(left)) for item in value]
             else:
                 arguments[name] = _taken(value, next(left))
-        pieces = {factor: _piece(node, decision, factor, axes) for factor in node.sizes}
+        pieces = {factor: _piece(node, op_assignment, factor, axes) for factor in node.sizes}
         sizes = {factor: pieces[factor].length for factor in node.sizes if factor not in split.factors}
         local = LocalCall(target, arguments, node.rule, dict(node.sizes), {**node.sizes, **sizes})
         sends = tuple(map(_sent, split.messages()))
         return measure(operands, lambda: split.lowering.run(split, local, pieces, sends))
 
 
-def _operand(graph: NamedGraph, name: str, decision: OpAssignment, position: int, axes: Mapping[str, int]) -> Tensor:
-    tensor, layout = graph.tensors[name], decision.operands[position]
+def _operand(
+    graph: NamedGraph, name: str, op_assignment: OpAssignment, position: int, axes: Mapping[str, int]
+) -> Tensor:
+    tensor, layout = graph.tensors[name], op_assignment.operands[position]
     atoms = atoms_of(tensor)
     shape = tensor.shape if layout is None else atoms.fold(layout.largest_sizes(atoms, axes))
     return fake_input(shape, tensor.dtype, tensor.requires_grad)
@@ -111,10 +118,10 @@ def _taken(given: Any, made: Tensor | None) -> Any:
     return made if isinstance(given, Node) else given
 
 
-def _piece(node: NamedNode, decision: OpAssignment, factor: str, axes: Mapping[str, int]) -> FactorSlice:
+def _piece(node: NamedNode, op_assignment: OpAssignment, factor: str, axes: Mapping[str, int]) -> FactorSlice:
     """What the first rank has of a factor."""
     length = node.sizes[factor]
-    for (name, _), used in decision.choice.splits:
+    for (name, _), used in op_assignment.choice.splits:
         if name == factor:
             length = -(-length // prod(axes[axis] for axis in used))
     return FactorSlice(factor, 0, 0, length, node.sizes[factor])

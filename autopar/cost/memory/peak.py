@@ -109,7 +109,7 @@ def _optimizer_bytes(graph: NamedGraph, plan: StepPlan, optimizer: Optimizer) ->
 
 
 def _local_shape(tensor: NamedTensor, plan: StepPlan) -> tuple[int, ...]:
-    atoms, stored = atoms_of(tensor), plan.decisions.stored[tensor.name]
+    atoms, stored = atoms_of(tensor), plan.assignment.stored[tensor.name]
     return atoms.fold(stored.largest_sizes(atoms, plan.axes))
 
 

@@ -33,9 +33,9 @@ class BucketSchedule:
 
 
 def schedule_of(wired: LoweredStep) -> BucketSchedule:
-    buckets, plan, wiring = wired.buckets, wired.plan, wired.wiring
+    buckets, plan, reshard_plan = wired.buckets, wired.plan, wired.reshard_plan
     layers = {op: layer for op, (layer, _) in wired.layers.items()} if wired.again else {}
-    readers = _readers(wiring) if plan.regather else {}
+    readers = _readers(reshard_plan) if plan.regather else {}
     inside = {bucket: layer for bucket in buckets if (layer := _only_reader(bucket, plan, readers, layers))}
     of_op: dict[str, list[Bucket]] = {}
     ahead: dict[str, list[Bucket]] = {}
@@ -45,15 +45,15 @@ def schedule_of(wired: LoweredStep) -> BucketSchedule:
         if bucket.gathers and len(bucket.members) > 1 and bucket not in inside:
             ahead.setdefault((previous or bucket).op, []).append(bucket)
             previous = bucket
-    again, next_again = _again([bucket for found in of_op.values() for bucket in found], plan, wiring, inside)
+    again, next_again = _again([bucket for found in of_op.values() for bucket in found], plan, reshard_plan, inside)
     versions = frozenset((one.tensor, one.reshard.target) for bucket in buckets for one in bucket.members)
     return BucketSchedule(of_op, ahead, versions, inside, again, next_again)
 
 
-def _readers(wiring: ReshardPlan) -> dict[Version, list[str]]:
+def _readers(reshard_plan: ReshardPlan) -> dict[Version, list[str]]:
     """By what they take: the ops."""
     found: dict[Version, list[str]] = {}
-    for op, wired in wiring.ops.items():
+    for op, wired in reshard_plan.ops.items():
         for version in wired.operands:
             if version is not None:
                 found.setdefault(version, []).append(op)
@@ -72,11 +72,11 @@ def _only_reader(
 
 
 def _again(
-    buckets: Sequence[Bucket], plan: StepPlan, wiring: ReshardPlan, inside: Mapping[Bucket, int]
+    buckets: Sequence[Bucket], plan: StepPlan, reshard_plan: ReshardPlan, inside: Mapping[Bucket, int]
 ) -> tuple[dict[str, list[Bucket]], dict[Bucket, Bucket]]:
     """By op: the buckets that its backward is the first to read; by bucket: the one that comes next in it."""
-    last = {version: op for op, wired in wiring.ops.items() for version in wired.operands if version}
-    place = {name: i for i, name in enumerate(wiring.ops)}
+    last = {version: op for op, wired in reshard_plan.ops.items() for version in wired.operands if version}
+    place = {name: i for i, name in enumerate(reshard_plan.ops)}
     first_read: dict[str, list[Bucket]] = {}
     following: dict[Bucket, Bucket] = {}
     previous: Bucket | None = None

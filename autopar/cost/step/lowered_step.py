@@ -11,7 +11,7 @@ from autopar.sharding.assignment import StepPlan
 from autopar.sharding.buckets import Bucket, buckets_of
 from autopar.sharding.options import Recompute
 from autopar.sharding.recompute import RecomputeRegion, computed_again, layered, regions_of
-from autopar.sharding.reshard_insertion import ReshardPlan, wire
+from autopar.sharding.reshard_insertion import ReshardPlan, insert_reshards
 
 __all__ = ["LoweredStep"]
 
@@ -24,12 +24,12 @@ class LoweredStep:
     plan: StepPlan
 
     @cached_property
-    def wiring(self) -> ReshardPlan:
-        return wire(self.graph, self.plan.decisions, self.plan.outputs, self.plan.local_inputs)
+    def reshard_plan(self) -> ReshardPlan:
+        return insert_reshards(self.graph, self.plan.assignment, self.plan.outputs, self.plan.local_inputs)
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        return buckets_of(self.graph, self.plan, self.wiring)
+        return buckets_of(self.graph, self.plan, self.reshard_plan)
 
     @cached_property
     def layers(self) -> Mapping[str, tuple[int, Recompute]]:

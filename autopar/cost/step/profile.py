@@ -50,7 +50,7 @@ class _Profiler:
 
     def __post_init__(self) -> None:
         plan = self.plan = self.wired.plan
-        self.graph, self.wiring = self.wired.graph, self.wired.wiring
+        self.graph, self.reshard_plan = self.wired.graph, self.wired.reshard_plan
         self.axes = plan.axes
         self.prices = TaskBuilder(self.graph, self.cluster, self.axes, plan.links, plan.compiled, plan.gradient_dtype)
         self.buckets: dict[str, list[Bucket]] = {}
@@ -68,12 +68,12 @@ class _Profiler:
         if self.plan.compiled:
             works = fused(self.graph, works, self.cluster.device)
         forward: list[Task] = [
-            task for one in self.wiring.inputs.values() for task in self.prices.conversion(one, "forward")
+            task for one in self.reshard_plan.inputs.values() for task in self.prices.conversion(one, "forward")
         ]
         for node in nodes:
             forward += self._forward(node, works[node.name], "forward", parameters=True)
-        forward += [task for one in self.wiring.outputs for task in self.prices.conversion(one, "forward")]
-        backward = [task for one in self.wiring.outputs for task in self.prices.conversion(one, "backward")]
+        forward += [task for one in self.reshard_plan.outputs for task in self.prices.conversion(one, "forward")]
+        backward = [task for one in self.reshard_plan.outputs for task in self.prices.conversion(one, "backward")]
         layers: dict[int, list[NamedNode]] = {}
         for node in nodes:
             if node.name in self.wired.again:
@@ -91,10 +91,10 @@ class _Profiler:
     # -- ops
 
     def _work(self, node: NamedNode) -> OpWork:
-        return self.prices.work(node, self.plan.decisions.ops[node.name])
+        return self.prices.work(node, self.plan.assignment.ops[node.name])
 
     def _forward(self, node: NamedNode, work: OpWork, direction: Direction, parameters: bool) -> Iterator[Task]:
-        wired = self.wiring.ops[node.name]
+        wired = self.reshard_plan.ops[node.name]
         for bucket in self.buckets.get(node.name, ()):
             if parameters:
                 yield from self._bucket(bucket, "forward")
@@ -107,7 +107,7 @@ class _Profiler:
             yield from self.prices.conversion(one, "forward", direction)
 
     def _backward(self, node: NamedNode, work: OpWork) -> Iterator[Task]:
-        wired = self.wiring.ops[node.name]
+        wired = self.reshard_plan.ops[node.name]
         for one in reversed(wired.after):
             yield from self.prices.conversion(one, "backward")
         for bucket in self.buckets.get(node.name, ()):
@@ -131,7 +131,7 @@ class _Profiler:
         """A gradient that is added to that of another use of the same value; the last use in the graph comes first."""
         if name is None or not self.graph.tensors[name].requires_grad or self.last_use[name] == node.name:
             return
-        yield self.prices.added(name, self.plan.decisions.values[name])
+        yield self.prices.added(name, self.plan.assignment.values[name])
 
     def _accumulated(self, name: str | None, node: NamedNode) -> Iterator[Task]:
         """The gradient of a parameter is added to that of the micro-batches before, once it is complete."""
@@ -140,7 +140,7 @@ class _Profiler:
             return
         tensor = self.graph.tensors[name]
         if tensor.kind == "param" and (plan.micro_batches > 1 or plan.gradient_dtype is not None):
-            layout = plan.decisions.values[name] if name in plan.accumulated else plan.decisions.stored[name]
+            layout = plan.assignment.values[name] if name in plan.accumulated else plan.assignment.stored[name]
             yield self.prices.accumulated(name, layout, plan.master_dtype)
 
     def _bucket(self, bucket: Bucket, way: Literal["forward", "backward"]) -> Iterator[Task]:
@@ -156,7 +156,7 @@ class _Profiler:
         plan = self.plan
         total = sum(
             self.prices.optimizer_bytes(
-                tensor.name, plan.decisions.stored[tensor.name], plan.optimizer, plan.master_dtype
+                tensor.name, plan.assignment.stored[tensor.name], plan.optimizer, plan.master_dtype
             )
             for tensor in self.graph.parameters
             if tensor.requires_grad
@@ -170,7 +170,7 @@ class _Profiler:
         for node in self.graph.nodes:
             footprint = self.graph.footprints[node.node]
             if id(footprint) not in found:
-                whole = replace(self.plan.decisions.ops[node.name], choice=Choice())
+                whole = replace(self.plan.assignment.ops[node.name], choice=Choice())
                 work = op_work(self.graph, node, whole, footprint, self.axes, self.cluster.device)
                 found[id(footprint)] = work.forward.flops + work.backward.flops
             total += found[id(footprint)]

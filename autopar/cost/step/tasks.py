@@ -68,13 +68,13 @@ class TaskBuilder:
 
     # -- ops
 
-    def work(self, node: NamedNode, decision: OpAssignment) -> OpWork:
+    def work(self, node: NamedNode, op_assignment: OpAssignment) -> OpWork:
         """What an op computes under a decision."""
         footprint = self.graph.footprints[node.node]
-        key = id(footprint), node.op, decision.choice, decision.operands, decision.produced
+        key = id(footprint), node.op, op_assignment.choice, op_assignment.operands, op_assignment.produced
         found = self.works.get(key)
         if found is None:
-            found = self.works[key] = op_work(self.graph, node, decision, footprint, self.axes, self.device)
+            found = self.works[key] = op_work(self.graph, node, op_assignment, footprint, self.axes, self.device)
         return found
 
     def op(self, name: str, direction: Direction, work: DirectionWork) -> Iterator[Task]:

@@ -1,9 +1,9 @@
 """The steps of a reshard as one rank runs them: what it lays into the buffer, and what it makes of what comes back.
 
 A `LocalStep` is a step bound to a rank's coordinate. It holds nothing but numbers, so `torch.compile` traces through
-it. All tensors here have the rank's local atoms as their dims. A collective works on a flat buffer, with the parts for (or of)
-its members one after the other: `prepare` fills it, the transport exchanges it, `finish` reads it. Pieces that differ
-in length are padded to the longest one where a collective needs them equal; an all-to-all takes them as they are.
+it. All tensors here have the rank's local atoms as their dims. A collective works on a flat buffer, with the parts for
+(or of) its members one after the other: `prepare` fills it, the transport exchanges it, `finish` reads it. Pieces that
+differ in length are padded to the longest one where a collective needs them equal; an all-to-all does not.
 """
 
 from __future__ import annotations

@@ -177,22 +177,22 @@ def _sections(graph: NamedGraph, plan: StepPlan, tensors: _Tensors, sending: _Op
 
 
 def _op(node: NamedNode, plan: StepPlan, tensors: _Tensors, sent: list[dict[str, Any]]) -> dict[str, Any]:
-    decision = plan.decisions.ops[node.name]
+    op_assignment = plan.assignment.ops[node.name]
     operands = [
         tensors.place(name, layout)
-        for name, layout in zip(node.operands, decision.operands, strict=True)
+        for name, layout in zip(node.operands, op_assignment.operands, strict=True)
         if name is not None and layout is not None
     ]
     results = [
         tensors.place(name, layout)
-        for name, layout in zip(node.outputs, decision.results, strict=True)
+        for name, layout in zip(node.outputs, op_assignment.results, strict=True)
         if name is not None and layout is not None
     ]
     return {
         "name": node.name,
         "op": node.op,
         "rule": str(node.rule),
-        "choice": str(decision.choice) or "each rank does all of it",
+        "choice": str(op_assignment.choice) or "each rank does all of it",
         "operands": operands,
         "results": results,
         "sends": sent,
@@ -208,14 +208,14 @@ class _OpTraffic:
     def __init__(self, wired: LoweredStep, cluster: Cluster) -> None:
         self.graph, plan = wired.graph, wired.plan
         self.prices = TaskBuilder(self.graph, cluster, plan.axes, plan.links, plan.compiled, plan.gradient_dtype)
-        self.wiring = wired.wiring
+        self.reshard_plan = wired.reshard_plan
         self.buckets: dict[str, list[Bucket]] = {}
         for bucket in wired.buckets:
             for op in dict.fromkeys(one.op for one in bucket.members):
                 self.buckets.setdefault(op, []).append(bucket)
 
     def of(self, op: str) -> list[dict[str, Any]]:
-        wired = self.wiring.ops[op]
+        wired = self.reshard_plan.ops[op]
         values = [one for one in wired.before if self.graph.tensors[one.tensor].kind != "param"]
         found: list[dict[str, Any]] = []
         for way in WAYS:
@@ -245,7 +245,7 @@ def _sent(task: Task, tensor: str, together: int) -> dict[str, Any]:
 def _dims(graph: NamedGraph, plan: StepPlan) -> list[dict[str, Any]]:
     """Each named dim, and how many of its tensors have it split over which axes; those that are split come first."""
     counts: dict[str, dict[str, int]] = {}
-    layouts = {**plan.decisions.values, **plan.decisions.stored}
+    layouts = {**plan.assignment.values, **plan.assignment.stored}
     for name, layout in layouts.items():
         tensor = graph.tensors[name]
         for atom, axes in zip(tensor.atoms, layout.splits, strict=True):

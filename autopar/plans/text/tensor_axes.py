@@ -68,33 +68,33 @@ def _closed(layout: Layout, tensor: NamedTensor, role: str, axes: Mapping[str, i
     return tuple(split or () for split in resolve(layout, tensor, role, axes))
 
 
-def wishes_of(graph: NamedGraph, decisions: Assignment) -> dict[str, TensorAxes]:
+def wishes_of(graph: NamedGraph, assignment: Assignment) -> dict[str, TensorAxes]:
     """Of every tensor that a layout can speak of."""
-    return {tensor.name: wish for tensor in graph.tensors.values() for wish in _wish(graph, tensor, decisions)}
+    return {tensor.name: wish for tensor in graph.tensors.values() for wish in _wish(graph, tensor, assignment)}
 
 
-def _wish(graph: NamedGraph, tensor: NamedTensor, decisions: Assignment) -> Iterator[TensorAxes]:
+def _wish(graph: NamedGraph, tensor: NamedTensor, assignment: Assignment) -> Iterator[TensorAxes]:
     name = tensor.name
     if tensor.kind == "param":
-        stored, value = decisions.stored[name].splits, decisions.values[name]
-        held = _storage(name, stored, value.splits, decisions.holdings.get(name))
-        yield TensorAxes(tensor, (*held, ("use", value.splits)), broadcast=_in_order(value.broadcast, decisions))
+        stored, value = assignment.stored[name].splits, assignment.values[name]
+        held = _storage(name, stored, value.splits, assignment.gather_policies.get(name))
+        yield TensorAxes(tensor, (*held, ("use", value.splits)), broadcast=_in_order(value.broadcast, assignment))
     elif tensor.kind == "input":
-        yield TensorAxes(tensor, (("input", decisions.stored[name].splits),))
-    elif tensor.kind == "activation" and name in decisions.values:
-        value = decisions.values[name]
+        yield TensorAxes(tensor, (("input", assignment.stored[name].splits),))
+    elif tensor.kind == "activation" and name in assignment.values:
+        value = assignment.values[name]
         role = "output" if name in graph.outputs else "act"
-        states = _in_order(value.partial, decisions), _in_order(value.broadcast, decisions)
+        states = _in_order(value.partial, assignment), _in_order(value.broadcast, assignment)
         yield TensorAxes(tensor, ((role, value.splits),), *states)
 
 
-def _in_order(axes: frozenset[str], decisions: Assignment) -> tuple[str, ...]:
-    return tuple(axis for axis in decisions.axes if axis in axes)
+def _in_order(axes: frozenset[str], assignment: Assignment) -> tuple[str, ...]:
+    return tuple(axis for axis in assignment.axes if axis in axes)
 
 
-def _storage(name: str, opt: Splits, used: Splits, holding: GatherPolicy | None) -> Iterator[tuple[str, Splits]]:
+def _storage(name: str, opt: Splits, used: Splits, gather_policy: GatherPolicy | None) -> Iterator[tuple[str, Splits]]:
     """What `param`, `grad` and `opt` say of a parameter that is registered as `opt` and used and held like this."""
-    held = holding or GatherPolicy(lasting=False, deferred=opt == used, again=False)
+    held = gather_policy or GatherPolicy(lasting=False, deferred=opt == used, again=False)
     whole = all(part[: len(axes)] == axes for axes, part in zip(used, opt, strict=True))
     less = used if whole and used != opt else ((),) * len(opt)
     param = opt

@@ -61,15 +61,15 @@ class WrittenLayout:
         return Layout((*self.mesh, *self.rules, *self.tensors, *self.ops, *self.holds), "<plan>")
 
 
-def written(graph: NamedGraph, decisions: Assignment, mesh: Mesh | None = None) -> WrittenLayout:
+def written(graph: NamedGraph, assignment: Assignment, mesh: Mesh | None = None) -> WrittenLayout:
     """The layout of which `complete` makes these decisions."""
-    return _LayoutWriter(graph, decisions, mesh or Mesh(**decisions.axes)).run()
+    return _LayoutWriter(graph, assignment, mesh or Mesh(**assignment.axes)).run()
 
 
 @dataclass
 class _LayoutWriter:
     graph: NamedGraph
-    decisions: Assignment
+    assignment: Assignment
     mesh: Mesh
     pinned: set[str] = field(default_factory=set)
     """Ops."""
@@ -78,8 +78,8 @@ class _LayoutWriter:
     known: KnownAssignment = field(default_factory=KnownAssignment)
 
     def __post_init__(self) -> None:
-        self.axes = self.decisions.axes
-        self.wishes = wishes_of(self.graph, self.decisions)
+        self.axes = self.assignment.axes
+        self.wishes = wishes_of(self.graph, self.assignment)
         self.names = list(self.graph.tensors)
         self.stated |= {name for name, wish in self.wishes.items() if wish.partial}
 
@@ -111,10 +111,10 @@ class _LayoutWriter:
 
     def _pin_what_differs(self, layout: Layout) -> bool:
         """Whether the completion decides otherwise; what it does is pinned from now on."""
-        found, undecided = recomplete(self.graph, layout, self.axes, self.decisions, self.known)
+        found, undecided = recomplete(self.graph, layout, self.axes, self.assignment, self.known)
         differs = False
         for node in self.graph.nodes:
-            wanted, got = self.decisions.ops[node.name], found.ops[node.name]
+            wanted, got = self.assignment.ops[node.name], found.ops[node.name]
             if got == wanted and node.name not in undecided:
                 continue
             differs = True
@@ -123,8 +123,8 @@ class _LayoutWriter:
             if got.choice != wanted.choice or node.name in undecided:
                 self.pinned.add(node.name)
         for name, wish in self.wishes.items():
-            if found.values[name] != self.decisions.values[name] and name not in self.stated:
-                assert wish.broadcast, f"{name} is {found.values[name]}, not {self.decisions.values[name]}"
+            if found.values[name] != self.assignment.values[name] and name not in self.stated:
+                assert wish.broadcast, f"{name} is {found.values[name]}, not {self.assignment.values[name]}"
                 self.stated.add(name)
                 differs = True
         return differs
@@ -192,7 +192,7 @@ class _LayoutWriter:
 
     def _ops(self) -> Iterator[Statement]:
         nodes = {node.name: node for node in self.graph.nodes}
-        texts = {name: choice_words(nodes[name], self.decisions.ops[name].choice, self.axes) for name in nodes}
+        texts = {name: choice_words(nodes[name], self.assignment.ops[name].choice, self.axes) for name in nodes}
         groups: dict[_Choice, list[str]] = {}
         for name in nodes:
             if name in self.pinned:
@@ -203,17 +203,17 @@ class _LayoutWriter:
     # -- holds
 
     def _holds(self) -> Iterator[Statement]:
-        holdings = self.decisions.holdings
-        again = [name for name, holding in holdings.items() if holding.again]
-        if again and len(again) == len(holdings):
+        gather_policies = self.assignment.gather_policies
+        again = [name for name, gather_policy in gather_policies.items() if gather_policy.again]
+        if again and len(again) == len(gather_policies):
             yield GatherStatement("regather", "*")
         else:
-            yield from (GatherStatement("regather", glob) for glob in cover(again, again, list(holdings)))
+            yield from (GatherStatement("regather", glob) for glob in cover(again, again, list(gather_policies)))
         yield from self._recomputed()
 
     def _recomputed(self) -> Iterator[Statement]:
         modes: dict[str, list[str]] = {}
-        for path, mode in getattr(self.decisions, "recompute", {}).items():
+        for path, mode in getattr(self.assignment, "recompute", {}).items():
             if mode != "none":
                 modes.setdefault(mode, []).append(path)
         paths = [path for repeat in self.graph.repeats for path in repeat.module_paths]

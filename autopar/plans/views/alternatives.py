@@ -123,11 +123,11 @@ def forced(plan: PlanRecord, line: Pin | Block | OpPin) -> Alternative:
     return Alternative(change, min(plans, key=lambda one: one.step_seconds))
 
 
-def _with(plan: PlanRecord, decisions: Assignment, origin: str) -> PlanRecord:
-    made = StepPlan.decided(plan.graph, decisions)
+def _with(plan: PlanRecord, assignment: Assignment, origin: str) -> PlanRecord:
+    made = StepPlan.decided(plan.graph, assignment)
     decided = replace(
         plan.decided,
-        decisions=decisions,
+        assignment=assignment,
         regather=made.regather,
         resident=made.resident,
         accumulated=made.accumulated,
@@ -137,7 +137,7 @@ def _with(plan: PlanRecord, decisions: Assignment, origin: str) -> PlanRecord:
 
 def _ways(plan: PlanRecord, line: Pin | Block | OpPin) -> Iterator[Callable[[], Assignment]]:
     """The ops that it touches do as they did; they do what sends least, and take parameters as they did; or freely."""
-    graph, known, axes = plan.graph, plan.decided.decisions, plan.decided.axes
+    graph, known, axes = plan.graph, plan.decided.assignment, plan.decided.axes
     if isinstance(line, Block):
         (name,) = {scope.glob for scope in line.scopes if scope.glob is not None}
         use = Block((Scope("use", glob=name),), rules_for(graph.tensors[name], known.values[name].splits, axes))
@@ -161,7 +161,7 @@ def _ways(plan: PlanRecord, line: Pin | Block | OpPin) -> Iterator[Callable[[], 
 def _results(plan: PlanRecord, ops: Collection[str], but: str) -> Iterator[Pin]:
     """What the plan says about the results of some ops."""
     axes = plan.decided.axes
-    values = plan.decided.decisions.values
+    values = plan.decided.assignment.values
     for node in plan.graph.nodes:
         for name in node.outputs if node.name in ops else ():
             if name is None or name == but or name not in values:
@@ -181,14 +181,14 @@ def _in_order(held: Collection[str], axes: Collection[str]) -> Axes:
 
 def _storages(plan: PlanRecord, tensor: NamedTensor) -> Iterator[Splits]:
     """Of a parameter that is used as it is: held with one axis elsewhere."""
-    if tensor.kind == "param" and tensor.name in plan.decided.decisions.values:
+    if tensor.kind == "param" and tensor.name in plan.decided.assignment.values:
         now = plan.layout_of(tensor.name).splits
         yield from (splits for splits in dict.fromkeys(_moved(tensor, now, plan)) if splits != now)
 
 
 def _layouts(plan: PlanRecord, tensor: NamedTensor) -> Iterator[Splits]:
     """One axis elsewhere; a parameter held as it is used, or used as it is held; a sum that is made; whole."""
-    values = plan.decided.decisions.values
+    values = plan.decided.assignment.values
     if tensor.kind in ("buffer", "constant") or tensor.name not in values:
         return
     now, value = plan.layout_of(tensor.name).splits, values[tensor.name]
@@ -221,7 +221,7 @@ def _moved(tensor: NamedTensor, now: Splits, plan: PlanRecord) -> Iterator[Split
 def _choices(plan: PlanRecord, node: NamedNode) -> Iterator[Choice]:
     """One axis splits another factor, or none."""
     axes = plan.decided.axes
-    now = plan.decided.decisions.ops[node.name].choice
+    now = plan.decided.assignment.ops[node.name].choice
     sites = [(factor, atom) for factor in node.atoms for atom in range(len(node.atoms[factor]))]
     for axis in (name for name, size in axes.items() if size > 1):
         splits = {site: tuple(one for one in used if one != axis) for site, used in now.splits}

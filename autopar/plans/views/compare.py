@@ -72,7 +72,7 @@ def differences(one: PlanRecord, other: PlanRecord) -> dict[str, tuple[str, str]
     if not shared:
         raise AutoparError("the plans are for models that have no tensor in common\nfix: compare plans of one model")
     for name in shared:
-        if not all(name in plan.decided.decisions.values for plan in (one, other)):
+        if not all(name in plan.decided.assignment.values for plan in (one, other)):
             continue
         tensor = one.graph.tensors[name]
         texts = tuple(_text(plan, name) for plan in (one, other))
@@ -85,6 +85,6 @@ def _text(plan: PlanRecord, name: str) -> str:
     tensor = plan.graph.tensors[name]
     text = layout_text(tensor, plan.layout_of(name))
     if tensor.kind == "param":
-        used = layout_text(tensor, plan.decided.decisions.values[name])
+        used = layout_text(tensor, plan.decided.assignment.values[name])
         return text if used == text else f"{text} (used: {used})"
     return text

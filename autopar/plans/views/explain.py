@@ -82,15 +82,15 @@ def explained(plan: PlanRecord, name: str) -> Explanation:
 
 
 def _tensor(plan: PlanRecord, tensor: NamedTensor) -> TensorFacts:
-    decisions = plan.decided.decisions
+    assignment = plan.decided.assignment
     layout = layout_text(tensor, plan.layout_of(tensor.name))
     used = held = None
     if tensor.kind == "param":
-        used = layout_text(tensor, decisions.values[tensor.name])
-        holding = decisions.holdings.get(tensor.name)
-        if holding is not None and holding.again:
+        used = layout_text(tensor, assignment.values[tensor.name])
+        gather_policy = assignment.gather_policies.get(tensor.name)
+        if gather_policy is not None and gather_policy.again:
             held = "gathered again for the backward"
-        elif holding is not None and holding.lasting:
+        elif gather_policy is not None and gather_policy.lasting:
             held = "gathered once in a step"
     return TensorFacts(tensor, layout, used, held, tuple(_lines(plan, tensor)))
 
@@ -150,7 +150,7 @@ def _scope_fits(scope: Scope, tensor: NamedTensor, kinds: set[str], dims: set[st
 
 def _users(plan: PlanRecord, tensor: NamedTensor) -> Iterator[tuple[str, str]]:
     for node in plan.graph.nodes:
-        for name, layout in zip(node.operands, plan.decided.decisions.ops[node.name].operands, strict=True):
+        for name, layout in zip(node.operands, plan.decided.assignment.ops[node.name].operands, strict=True):
             if name == tensor.name and layout is not None:
                 yield node.name, layout_text(tensor, layout)
 
@@ -159,12 +159,12 @@ def _users(plan: PlanRecord, tensor: NamedTensor) -> Iterator[tuple[str, str]]:
 
 
 def _op(plan: PlanRecord, node: NamedNode) -> OpFacts:
-    decision = plan.decided.decisions.ops[node.name]
+    op_assignment = plan.decided.assignment.ops[node.name]
     pins = (pin for pin in parse_layout(plan.text, "<plan>") if isinstance(pin, OpPin))
-    operands = zip(node.operands, decision.operands, strict=True)
+    operands = zip(node.operands, op_assignment.operands, strict=True)
     return OpFacts(
         node,
-        str(decision.choice),
+        str(op_assignment.choice),
         tuple((pin.span.line, pin.span.text) for pin in pins if pin.span and glob_matches(pin.glob, node.name)),
         tuple((name, layout_text(plan.graph.tensors[name], layout)) for name, layout in operands if name and layout),
         tuple(one for one in plan.collectives if one.op == node.name),

@@ -59,7 +59,7 @@ def dims_by_place(plan: PlanRecord) -> dict[str, list[str]]:
     """Axes -> the dims that they split somewhere, those that they split in most tensors first."""
     counts: dict[tuple[str, str], int] = {}
     for tensor in plan.graph.tensors.values():
-        if tensor.name not in plan.decided.decisions.values:
+        if tensor.name not in plan.decided.assignment.values:
             continue
         for atom, axes in zip(tensor.atoms, plan.layout_of(tensor.name).splits, strict=True):
             if axes and atom.names:

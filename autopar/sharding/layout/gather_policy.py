@@ -14,7 +14,7 @@ from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Axes, GatherStatement
 from autopar.sharding.options import Recompute
 
-__all__ = ["GatherPolicy", "held_as", "holding_of", "recompute_of", "recompute_said"]
+__all__ = ["GatherPolicy", "gather_policy_of", "held_as", "recompute_of", "recompute_said"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class GatherPolicy:
     """What is gathered of it is given up after the forward and gathered again."""
 
 
-def holding_of(layout: Layout, tensor: HasAtoms, used: tuple[Axes, ...], axes: Mapping[str, int]) -> GatherPolicy:
+def gather_policy_of(layout: Layout, tensor: HasAtoms, used: tuple[Axes, ...], axes: Mapping[str, int]) -> GatherPolicy:
     """Of a parameter that the forward takes as `used` splits it."""
     param, grad, opt = storage_of(layout, tensor, axes)
     again = held_as(layout, tensor) == "regather"

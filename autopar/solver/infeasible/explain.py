@@ -23,17 +23,17 @@ __all__ = ["refusal"]
 
 def refusal(work: SearchPhases) -> AutoparError:
     """What to raise where nothing was found. The lines to blame are sought as long as there is time."""
-    race = work.race
-    broken = None if race.broken is None else _broken(work, race.demands)
+    incumbent = work.incumbent
+    broken = None if incumbent.broken is None else _broken(work, incumbent.demands)
     if broken is not None:
         return _conflict(work, broken)
     lines: list[str] = []
-    said = "" if race.demands.is_empty else _without_the_layout(work, lines)
+    said = "" if incumbent.demands.is_empty else _without_the_layout(work, lines)
     what = (
-        f"no plan was found that fits in {size_text(race.limit)} on each device: the least that was found takes "
-        f"{size_text(race.least_bytes)}{said}"
+        f"no plan was found that fits in {size_text(incumbent.limit)} on each device: the least that was found takes "
+        f"{size_text(incumbent.least_bytes)}{said}"
     )
-    return NoFeasiblePlan(what, race.least_bytes, lines, "fix: more devices, a smaller batch, or more memory")
+    return NoFeasiblePlan(what, incumbent.least_bytes, lines, "fix: more devices, a smaller batch, or more memory")
 
 
 def _conflict(work: SearchPhases, broken: LayoutError) -> LayoutError:
@@ -46,7 +46,7 @@ def _conflict(work: SearchPhases, broken: LayoutError) -> LayoutError:
         last = found or last
         return found is None
 
-    lines, is_smallest = conflicting(work.race.demands, can_be_had, work.deadline)
+    lines, is_smallest = conflicting(work.incumbent.demands, can_be_had, work.deadline)
     if len(lines) < 2:
         return last
     what = "these lines cannot all be had; without any one of them, the others can"
@@ -67,19 +67,21 @@ def _broken(work: SearchPhases, demands: SearchLayout) -> LayoutError | None:
     model = other.model()
     weights = 1e-9 * Hinges.of(work.setting).base
     weights[Sum.FORBIDDEN] = FORBIDDEN_SECONDS
-    other.race.keeps_contracts(plan_of(model, Elimination.of(model).candidate(weights)))
-    return other.race.broken
+    other.incumbent.keeps_contracts(plan_of(model, Elimination.of(model).candidate(weights)))
+    return other.incumbent.broken
 
 
 def _without_the_layout(work: SearchPhases, shown: list[str]) -> str:
     """Whether memory is short because of what the layout says; the lines that are to blame are added to `shown`."""
-    race = work.race
-    least_bytes = _least(work, SearchLayout(race.setting.graph, race.setting.axes, Layout(()))).least_bytes
-    if least_bytes >= race.least_bytes:
+    incumbent = work.incumbent
+    least_bytes = _least(work, SearchLayout(incumbent.setting.graph, incumbent.setting.axes, Layout(()))).least_bytes
+    if least_bytes >= incumbent.least_bytes:
         return "; without the layout it is no less"
-    if least_bytes > race.limit:
+    if least_bytes > incumbent.limit:
         return f"; without the layout it is {size_text(least_bytes)}, which is too much as well"
-    lines, is_smallest = conflicting(race.demands, lambda other: _least(work, other).plan is not None, work.deadline)
+    lines, is_smallest = conflicting(
+        incumbent.demands, lambda other: _least(work, other).plan is not None, work.deadline
+    )
     told = "its lines are to blame"
     if is_smallest and lines:
         shown += excerpts(*spans_of(lines))
@@ -93,12 +95,12 @@ def _least(work: SearchPhases, demands: SearchLayout) -> Incumbent:
     """The race of plans that take least memory, of those that do what other lines say."""
     other = _other(work, demands)
     least_memory(other, only_one=True)
-    if other.race.plan is None:
+    if other.incumbent.plan is None:
         other.lessen()
-    return other.race
+    return other.incumbent
 
 
 def _other(work: SearchPhases, demands: SearchLayout) -> SearchPhases:
     """The same mesh to search, with other demands: what it finds is not for the race of this one."""
-    race = Incumbent(work.setting, work.race.limit, work.race.began, None, demands)
-    return replace(work, demands=demands, race=race, gives_up=math.inf)
+    incumbent = Incumbent(work.setting, work.incumbent.limit, work.incumbent.began, None, demands)
+    return replace(work, demands=demands, incumbent=incumbent, gives_up=math.inf)

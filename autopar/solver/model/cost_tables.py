@@ -36,7 +36,7 @@ class CostTable:
     rows: Ints
     columns: Ints
 
-    def weighed(self, weights: Floats) -> Floats:
+    def weighted(self, weights: Floats) -> Floats:
         return np.asarray(weigh(self.parts, weights)[np.ix_(self.rows, self.columns)])
 
     def at(self, row: int, column: int) -> Floats:

@@ -71,8 +71,8 @@ class FactorByMode:
 
     each: tuple[CostTable, ...]
 
-    def weighed(self, weights: Floats) -> Floats:
-        return np.stack([table.weighed(weights) for table in self.each])
+    def weighted(self, weights: Floats) -> Floats:
+        return np.stack([table.weighted(weights) for table in self.each])
 
     def at(self, mode: int, row: int, column: int) -> Floats:
         return self.each[mode].at(row, column)

@@ -70,8 +70,8 @@ class OpVariables(ModelBuilder):
         return found
 
     def _work(self, node: NamedNode, option: OpSharding) -> OpWork:
-        decision = OpAssignment(option.choice, option.operands, option.produced, option.produced)
-        return self.setting.prices.work(node, decision)
+        op_assignment = OpAssignment(option.choice, option.operands, option.produced, option.produced)
+        return self.setting.prices.work(node, op_assignment)
 
     def _op_parts(self, node: NamedNode, options: tuple[OpSharding, ...], mode: int) -> Parts:
         fused = self.shares.get(node.name)
@@ -134,10 +134,10 @@ class OpVariables(ModelBuilder):
 
     def _footprint(self, node: NamedNode, option: OpSharding) -> Footprint:
         """What an op holds on one rank."""
-        decision = OpAssignment(option.choice, option.operands, option.produced, option.produced)
+        op_assignment = OpAssignment(option.choice, option.operands, option.produced, option.produced)
         axes = self.setting.axes
         split = split_of(self.graph, node, option.choice.splits, option.operands, axes)
-        return local_footprint(self.graph, node, decision, split, axes)
+        return local_footprint(self.graph, node, op_assignment, split, axes)
 
     def _gradients_gib(self, node: NamedNode, option: OpSharding, footprint: Footprint) -> float:
         """What the backward of an op takes: the gradients of what it gives and takes, and what it holds in between."""

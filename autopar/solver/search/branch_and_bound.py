@@ -45,7 +45,7 @@ def close(
 
     `price` prices an assignment and answers what is to be gone below; `best` is that at the beginning.
     """
-    costs, tables = elimination.weighed(weights)
+    costs, tables = elimination.weighted(weights)
     order = count()
     parts: list[tuple[float, int, _Part]] = []
 

@@ -71,12 +71,12 @@ class Elimination:
 
     def least(self, weights: Floats) -> WeightedMinimum:
         """A lower bound on the weighted sum of all assignments."""
-        weighed = _WeightedModel(self.model, weights, self.scopes)
-        value, chosen = self._solved(weighed, dict.fromkeys(self.cut))
-        sums = weighed.relaxed_sums(chosen, self.cut, self.touched) if self.cut else self.model.sums(chosen)
+        weighted = _WeightedModel(self.model, weights, self.scopes)
+        value, chosen = self._solved(weighted, dict.fromkeys(self.cut))
+        sums = weighted.relaxed_sums(chosen, self.cut, self.touched) if self.cut else self.model.sums(chosen)
         return WeightedMinimum(value, sums, chosen)
 
-    def weighed(self, weights: Floats) -> tuple[list[Floats], list[Floats]]:
+    def weighted(self, weights: Floats) -> tuple[list[Floats], list[Floats]]:
         """The costs of all states and pairs, where nothing is cut."""
         assert not self.cut, "what is cut has no costs of its own"
         found = _WeightedModel(self.model, weights, self.scopes)
@@ -84,18 +84,18 @@ class Elimination:
 
     def candidate(self, weights: Floats, near: Sequence[int] | None = None) -> list[int]:
         """An assignment whose weighed sum is most likely low; `near`: what was the least at weights like these."""
-        weighed = _WeightedModel(self.model, weights, self.scopes)
-        chosen = list(near) if near and self.cut else self._solved(weighed, dict.fromkeys(self.cut))[1]
+        weighted = _WeightedModel(self.model, weights, self.scopes)
+        chosen = list(near) if near and self.cut else self._solved(weighted, dict.fromkeys(self.cut))[1]
         states: dict[int, int | None] | None = None
         for _ in range(MOST_SETTLING if self.cut else 0):
             last = states
             if self.inner is not None:
-                states = dict(self.inner.settled(weighed, chosen))
+                states = dict(self.inner.settled(weighted, chosen))
             else:
-                states = {node: weighed.best_state(node, chosen) for node in self.cut}
+                states = {node: weighted.best_state(node, chosen) for node in self.cut}
             if states == last:
                 break
-            _, chosen = self._solved(weighed, states)
+            _, chosen = self._solved(weighted, states)
         return chosen
 
     @cached_property
@@ -105,8 +105,8 @@ class Elimination:
         found = ((i, tuple(node for node in scope if node in cut)) for i, scope in enumerate(self.scopes))
         return tuple((i, gone) for i, gone in found if gone)
 
-    def _solved(self, weighed: _WeightedModel, cut: Mapping[int, int | None]) -> tuple[float, list[int]]:
-        costs, tables, constant = weighed.without(cut, self.touched)
+    def _solved(self, weighted: _WeightedModel, cut: Mapping[int, int | None]) -> tuple[float, list[int]]:
+        costs, tables, constant = weighted.without(cut, self.touched)
         value, chosen = self.plan.solve(costs, tables, pattern=tuple(cut.items()))
         for node, state in cut.items():
             chosen[node] = 0 if state is None else state
@@ -142,14 +142,14 @@ class _CutVariables:
             return None
         return _CutVariables(tuple(cut), nodes, factors, plan)
 
-    def settled(self, weighed: _WeightedModel, chosen: Sequence[int]) -> dict[int, int]:
+    def settled(self, weighted: _WeightedModel, chosen: Sequence[int]) -> dict[int, int]:
         """The states of what is cut, where the others are as chosen."""
         own = set(self.nodes)
         tables = []
         for i in self.factors:
-            scope = weighed.scopes[i]
-            tables.append(fixed(weighed.tables[i], scope, {node: chosen[node] for node in scope if node not in own}))
-        _, states = self.plan.solve([weighed.costs[node] for node in self.nodes], tables)
+            scope = weighted.scopes[i]
+            tables.append(fixed(weighted.tables[i], scope, {node: chosen[node] for node in scope if node not in own}))
+        _, states = self.plan.solve([weighted.costs[node] for node in self.nodes], tables)
         found = dict(zip(self.nodes, states, strict=True))
         return {node: found[node] for node in self.cut}
 
@@ -175,7 +175,7 @@ class _WeightedModel:
         self.scopes = scopes
         own = [sum((weigh(parts, weights) for parts in variable.parts), np.zeros(1)) for variable in model.costs.terms]
         self.costs: list[Floats] = [own[kind] for kind in model.costs.kinds]
-        both = [table.weighed(weights) for table in model.tables.terms]
+        both = [table.weighted(weights) for table in model.tables.terms]
         self.tables: list[Floats] = [both[kind] for kind in model.tables.kinds]
         self.sliced: dict[Any, Floats] = {}
 

@@ -80,11 +80,11 @@ class Incumbent:
         layout = self.demands.given
         if not any(isinstance(statement, CONTRACTS) for statement in layout):
             return True
-        sent = conversions(self.setting.graph, plan.decisions, plan.outputs, plan.local_inputs)
+        sent = conversions(self.setting.graph, plan.assignment, plan.outputs, plan.local_inputs)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", AutoparWarning)  # whoever takes the plan is warned
             try:
-                check_contracts(layout, self.setting.graph, plan.decisions, sent)
+                check_contracts(layout, self.setting.graph, plan.assignment, sent)
             except LayoutError as error:
                 self.broken, self.is_broken = error, True
                 return False

@@ -34,25 +34,27 @@ class JoinedAxes:
 
     def spread(self, plan: StepPlan) -> StepPlan:
         """The same plan on the mesh as it is."""
-        decisions = plan.decisions
+        assignment = plan.assignment
         made = replace(
-            decisions,
+            assignment,
             axes=self.setting.axes,
-            stored={name: self._layout(layout) for name, layout in decisions.stored.items()},
-            values={name: self._layout(layout) for name, layout in decisions.values.items()},
-            ops={name: self._op(decision) for name, decision in decisions.ops.items()},
+            stored={name: self._layout(layout) for name, layout in assignment.stored.items()},
+            values={name: self._layout(layout) for name, layout in assignment.values.items()},
+            ops={name: self._op(op_assignment) for name, op_assignment in assignment.ops.items()},
         )
-        return replace(plan, decisions=made).with_options(self.setting.options)
+        return replace(plan, assignment=made).with_options(self.setting.options)
 
-    def _op(self, decision: OpAssignment) -> OpAssignment:
+    def _op(self, op_assignment: OpAssignment) -> OpAssignment:
         return OpAssignment(
             Choice(
-                tuple((site, self._each(axes)) for site, axes in decision.choice.splits),
-                tuple((axis, passing) for joined, passing in decision.choice.passes for axis in self._each((joined,))),
+                tuple((site, self._each(axes)) for site, axes in op_assignment.choice.splits),
+                tuple(
+                    (axis, passing) for joined, passing in op_assignment.choice.passes for axis in self._each((joined,))
+                ),
             ),
-            tuple(map(self._layout_or_none, decision.operands)),
-            tuple(map(self._layout_or_none, decision.produced)),
-            tuple(map(self._layout_or_none, decision.results)),
+            tuple(map(self._layout_or_none, op_assignment.operands)),
+            tuple(map(self._layout_or_none, op_assignment.produced)),
+            tuple(map(self._layout_or_none, op_assignment.results)),
         )
 
     def _layout_or_none(self, layout: Sharding | None) -> Sharding | None:
@@ -105,7 +107,7 @@ def ways_of(setting: PlanningProblem, plans: Sequence[StepPlan]) -> AxisRoles:
         kind = kind_of(node)
         of_sites, of_passes = sites.setdefault(kind, {}), passes.setdefault(kind, {})
         for plan in plans:
-            choice = plan.decisions.ops[node.name].choice
+            choice = plan.assignment.ops[node.name].choice
             for site, axes in choice.splits:
                 for axis in axes:
                     of_sites.setdefault(axis, {})[site] = None

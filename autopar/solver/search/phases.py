@@ -42,7 +42,7 @@ class SearchPhases:
 
     setting: PlanningProblem
     demands: SearchLayout
-    race: Incumbent
+    incumbent: Incumbent
     tables: CostTables
     deadline: float
     gives_up: float = np.inf
@@ -69,7 +69,7 @@ class SearchPhases:
     @property
     def ends(self) -> float:
         """When it is too late to make a model."""
-        return np.inf if self.until_one_fits and self.race.plan is None else self.gives_up
+        return np.inf if self.until_one_fits and self.incumbent.plan is None else self.gives_up
 
     def model(
         self,
@@ -89,9 +89,9 @@ class SearchPhases:
 
     def offer(self, plan: StepPlan) -> Costs:
         if self.joined is None:
-            return self.race.offer("search", plan)
+            return self.incumbent.offer("search", plan)
         plan = self.joined.spread(plan)
-        costs = self.race.offer("search", plan)
+        costs = self.incumbent.offer("search", plan)
         self.spread.append((plan, costs))
         return costs
 
@@ -100,21 +100,21 @@ class SearchPhases:
 
         def report(chosen: Sequence[int]) -> tuple[float, float]:
             costs = self.offer(plan_of(model, chosen))
-            return (np.inf if self.race.is_broken else costs.step_seconds), costs.memory.peak_bytes / 2**30
+            return (np.inf if self.incumbent.is_broken else costs.step_seconds), costs.memory.peak_bytes / 2**30
 
         search = LagrangianSearch(model, report, deadline, limit_gib, hint=hint)
-        search.best = self.race.seconds
+        search.best = self.incumbent.seconds
         return search
 
     def searched(self, model: Model, limit_gib: float, deadline: float, hint: Floats | None = None) -> LagrangianSearch:
         search = self.search(model, limit_gib, deadline, hint)
-        if search.is_limited and search.least_memory().peak_gib > limit_gib and self.race.plan is None:
+        if search.is_limited and search.least_memory().peak_gib > limit_gib and self.incumbent.plan is None:
             least_memory(self)
-            if self.race.plan is None:
+            if self.incumbent.plan is None:
                 search.lessen(limit_gib)
-            if self.race.plan is None:
+            if self.incumbent.plan is None:
                 return search
-            search.best = self.race.seconds
+            search.best = self.incumbent.seconds
         search.run()
         if self.joined is None:  # of joined axes, only the choices are followed
             search.mix()
@@ -141,7 +141,7 @@ class SearchPhases:
 
     def lessen(self) -> None:
         """Less and less memory, until one plan fits."""
-        search = self.search(self.model(is_limited=True), self.race.limit / 2**30, self.deadline)
+        search = self.search(self.model(is_limited=True), self.incumbent.limit / 2**30, self.deadline)
         search.least_memory()
         search.lessen(search.limit_gib)
 
@@ -164,18 +164,18 @@ def settle(work: SearchPhases, beat_seconds: float = np.inf) -> SearchResult:
     However little time there is, each kind of search is begun until one plan fits, unless that is left to others. It
     ends where no plan is below `beat_seconds`.
     """
-    race, search, bound, hint = work.race, None, 0.0, None
+    incumbent, search, bound, hint = work.incumbent, None, 0.0, None
     try:
-        if work.least_bytes <= race.limit:
+        if work.least_bytes <= incumbent.limit:
             now = time.monotonic()
             search = work.lasting_too(np.inf, now + (work.deadline - now) * FREE_SHARE)
             bound, hint = search.bound, search.prices_of_hinges()
-        is_free = race.plan is not None and race.seconds <= race.passed_seconds
+        is_free = incumbent.plan is not None and incumbent.seconds <= incumbent.passed_seconds
         if not is_free and bound < beat_seconds:
             lasting = hint is not None and bool(hint[HOST] > 0)
-            search = work.lasting_too(race.limit / 2**30, work.deadline, hint, lasting)
-            if race.plan is None and hint is not None:  # as the least that would do is found
-                search = work.lasting_too(race.limit / 2**30, work.deadline)
+            search = work.lasting_too(incumbent.limit / 2**30, work.deadline, hint, lasting)
+            if incumbent.plan is None and hint is not None:  # as the least that would do is found
+                search = work.lasting_too(incumbent.limit / 2**30, work.deadline)
             bound = max(bound, search.bound)
     except OutOfTime:
         return SearchResult(search, bound, is_cut=True)
@@ -188,19 +188,19 @@ def least_memory(work: SearchPhases, only_one: bool = False) -> None:
     `only_one`: until one plan fits.
     """
     for mode in reversed(STATES if work.layers else STATES[:1]):
-        if only_one and work.race.plan is not None:
+        if only_one and work.incumbent.plan is not None:
             return
         model = work.model(is_limited=True, recompute=dict.fromkeys(work.layers, mode))
-        work.search(model, work.race.limit / 2**30, np.inf).least_memory()
+        work.search(model, work.incumbent.limit / 2**30, np.inf).least_memory()
 
 
 def worthwhile(work: SearchPhases) -> AxisRoles:
     """Of a mesh with many axes, the choices of the best plans with neighbouring axes as one."""
-    setting, race = work.setting, work.race
-    plans = [] if race.plan is None else [race.plan]
+    setting, incumbent = work.setting, work.incumbent
+    plans = [] if incumbent.plan is None else [incumbent.plan]
     if not work.demands.is_empty:  # what is found does not heed them, and so is not for this race
         nothing = SearchLayout(setting.graph, setting.axes, Layout(()), free=True)
-        race = Incumbent(setting, race.limit, race.began, None, nothing)
+        incumbent = Incumbent(setting, incumbent.limit, incumbent.began, None, nothing)
     meshes = list(joined_meshes(setting))
     for number, (joined, merged) in enumerate(meshes):
         now = time.monotonic()
@@ -209,10 +209,10 @@ def worthwhile(work: SearchPhases) -> AxisRoles:
         until = now + (work.deadline - now) / (len(meshes) - number + 1)
         free = SearchLayout(merged.graph, merged.axes, Layout(()), free=True)
         coarse = SearchPhases(
-            merged, free, race, CostTables(merged), until, work.gives_up, work.until_one_fits, joined=joined
+            merged, free, incumbent, CostTables(merged), until, work.gives_up, work.until_one_fits, joined=joined
         )
         settle(coarse)
-        best = sorted(coarse.spread, key=lambda one: (one[1].memory.peak_bytes > race.limit, one[1].step_seconds))
+        best = sorted(coarse.spread, key=lambda one: (one[1].memory.peak_bytes > incumbent.limit, one[1].step_seconds))
         plans += [plan for plan, _ in best[:MOST_FOLLOWED]]
     if not plans:
         raise OutOfTime

@@ -63,5 +63,5 @@ def _run(row: Row) -> Run:
         regathers=REGATHERS[row.text("sharding")],
         recompute="full" if row.text("act_ckpt") == "True" else "none",
         tags=frozenset({row.text("gpu")}),
-        weighed=False,
+        weighted=False,
     )

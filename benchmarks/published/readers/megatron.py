@@ -93,7 +93,7 @@ def _iteration(row: Row) -> Run:
         recompute=_recompute(row, "act_ckpt"),
         schedule="interleaved" if chunks > 1 else "1f1b",
         chunks=chunks,
-        weighed=False,
+        weighted=False,
     )
 
 
@@ -121,7 +121,7 @@ def _layer(row: Row) -> Run:
         software=SOFTWARE,
         sequence_parallel=_yes(row, "sequence_parallel"),
         recompute=_recompute(row, "recompute"),
-        weighed=False,
+        weighted=False,
         one_block=True,
     )
 

@@ -56,5 +56,5 @@ def _run(row: Row) -> Run:
         measured=Measured(row.number("iteration_time_ms") / 1e3),
         software=SOFTWARE,
         recompute="full",
-        weighed=False,
+        weighted=False,
     )
