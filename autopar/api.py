@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.cost.hardware.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.lowering.collectives.process_groups import device_mesh, device_type_of
-from autopar.mesh import Mesh
+from autopar.mesh import Mesh, SubMesh
 from autopar.plans.find import PlanRequest, check_outputs, meshes_of, plan_graph
 from autopar.plans.header import read_header
 from autopar.plans.plan import Plan
@@ -99,7 +99,7 @@ def parallelize(
             raise AutoparError(f"{argument}={dtype!r} is no floating point dtype\nfix: {argument}=torch.bfloat16, say")
     named_axes = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     devices = device_mesh(named_axes, device_type_of(model, inputs)) if isinstance(mesh, str | Mesh) else mesh
-    axes = dict(zip(named_axes.names, named_axes.sizes, strict=True))
+    axes = named_axes.whole
     settings = CallSettings(outputs, local_inputs, compute_dtype, reduce_dtype)
     stored = next((parameter.dtype for parameter in model.parameters()), None) if compute_dtype is not None else None
     options = PlanRequest(cluster, memory, optimizer, outputs, local_inputs, time_limit, True, stored, reduce_dtype)
@@ -113,7 +113,7 @@ def parallelize(
 def _planner(
     layout: str | Path | Layout | Plan | None,
     mesh: Mesh,
-    axes: Mapping[str, int],
+    axes: SubMesh,
     dims: Mapping[str, str] | None,
     options: PlanRequest,
     device_type: str,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from autopar.errors import MeshError
 from autopar.names import INTEGER, MAX_DIGITS, NAME, RESERVED, did_you_mean
@@ -16,7 +16,7 @@ from autopar.names import INTEGER, MAX_DIGITS, NAME, RESERVED, did_you_mean
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Mesh", "MeshAxis", "parse_axes"]
+__all__ = ["Mesh", "MeshAxis", "SubMesh", "parse_axes"]
 
 Fail = Callable[[int, str, str], NoReturn]
 """Raises the error for a column of the text: what is wrong, and the fix."""
@@ -35,6 +35,74 @@ class MeshAxis:
     def __str__(self) -> str:
         size = "?" if self.size is None else str(self.size)
         return f"{self.name}={size}" + (f"@{self.link}" if self.link else "")
+
+
+class SubMesh(dict[str, int]):
+    """The part of a device mesh that runs one SPMD program: axis name -> size, major first, and its ranks.
+
+    The whole mesh is the sub-mesh of all ranks; a stage of a pipeline runs on a smaller one. A sub-mesh is a value: it
+    is hashed and compared by axes, in their order, and ranks.
+
+    >>> stage = SubMesh({"dp": 2, "tp": 4}, ranks=range(8, 16))
+    >>> stage["tp"], stage.size, stage.rank({"dp": 1, "tp": 0})
+    (4, 8, 12)
+    """
+
+    # A dict and no dataclass: the search reads sizes in its innermost loops.
+    __slots__ = ("_hash", "ranks")
+
+    def __init__(self, axes: Mapping[str, int], ranks: Sequence[int] | None = None) -> None:
+        super().__init__(axes)
+        self.ranks = _as_range(range(self.size) if ranks is None else ranks)
+        self._hash = hash((tuple(self.items()), self.ranks))
+        assert len(self.ranks) == self.size, f"{len(self.ranks)} ranks for the sub-mesh {dict(self)}"
+
+    @staticmethod
+    def of(axes: Mapping[str, int]) -> SubMesh:
+        """Return the axes as a sub-mesh, which they may be already."""
+        return axes if isinstance(axes, SubMesh) else SubMesh(axes)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(self.values())
+
+    @property
+    def used(self) -> SubMesh:
+        """Axes with more than one rank: along the others nothing is split or sent."""
+        return SubMesh({name: size for name, size in self.items() if size > 1}, self.ranks)
+
+    def rank(self, coordinate: Mapping[str, int]) -> int:
+        """Return the rank at these positions along all axes."""
+        index = 0
+        for name, size in self.items():
+            index = index * size + coordinate[name]
+        return self.ranks[index]
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SubMesh):
+            return super().__eq__(other)
+        return tuple(self.items()) == tuple(other.items()) and self.ranks == other.ranks
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __setitem__(self, name: str, size: int) -> NoReturn:
+        raise TypeError("a SubMesh is a value and does not change")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SubMesh, (dict(self), self.ranks)
+
+
+def _as_range(ranks: Sequence[int]) -> Sequence[int]:
+    # Equal ranks have one form, so that sub-meshes compare and hash without a walk over thousands of them.
+    if isinstance(ranks, range):
+        return ranks
+    consecutive = range(ranks[0], ranks[0] + len(ranks))
+    return consecutive if list(ranks) == list(consecutive) else tuple(ranks)
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -90,6 +158,11 @@ class Mesh:
     def size(self) -> int:
         """The number of devices."""
         return math.prod(self.sizes)
+
+    @property
+    def whole(self) -> SubMesh:
+        """All devices as one sub-mesh; an error while a size is to be searched."""
+        return SubMesh(dict(zip(self.names, self.sizes, strict=True)))
 
     def extent(self, *axes: str) -> int:
         """The size of one axis, or of the product of several."""

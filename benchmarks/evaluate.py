@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--cluster", default="h100")
     options = parser.parse_args()
     mesh, cluster = Mesh(options.mesh), load_cluster(options.cluster)
-    axes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    axes = mesh.whole
     torch.set_default_dtype(torch.bfloat16)
     model, inputs = llama3_8b(layers=options.layers, loss=True)
     torch.set_default_dtype(torch.float32)

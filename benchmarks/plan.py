@@ -97,7 +97,7 @@ def measured(layers: int, dtype: torch.dtype, mesh: Mesh, asked: PlanRequest) ->
     clock.done("search")
     text = plan.text
     clock.done("text")
-    axes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    axes = mesh.whole
     assignment = PlanFilePlanner(text, "<plan>", axes, None).read(graph, text)
     clock.done("text")
     with silent_groups(mesh) as groups:

@@ -81,7 +81,7 @@ def main() -> None:
         _ = graph.footprints
         for text in given.mesh or ["dp=8,tp=8"]:
             mesh = Mesh(text)
-            axes = dict(zip(mesh.names, mesh.sizes, strict=True))
+            axes = mesh.whole
             begin = time.process_time()
             try:
                 found = solve_plan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 import subprocess
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError
-from autopar.mesh import Mesh, MeshAxis
+from autopar.mesh import Mesh, MeshAxis, SubMesh
 
 FIX = "fix: write the axes as in 'dp=2,tp=4' or 'dp=2@node,tp=4@nvlink'; '?' is a size to be searched"
 
@@ -194,3 +195,28 @@ def test_bad_questions() -> None:
 def test_needs_no_torch() -> None:
     code = "import sys, autopar; autopar.Mesh('dp=2').groups('dp'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_sub_mesh_is_a_value() -> None:
+    stage = SubMesh({"dp": 2, "tp": 4}, ranks=range(8, 16))
+    assert (stage["tp"], stage.size, stage.rank({"dp": 1, "tp": 0})) == (4, 8, 12)
+    assert stage == {"dp": 2, "tp": 4}
+    assert stage == SubMesh({"dp": 2, "tp": 4}, ranks=list(range(8, 16)))
+    assert hash(stage) == hash(SubMesh({"dp": 2, "tp": 4}, ranks=list(range(8, 16))))
+    assert stage != SubMesh({"dp": 2, "tp": 4}), "other ranks"
+    assert SubMesh({"dp": 2, "tp": 4}) != SubMesh({"tp": 4, "dp": 2}), "another order of axes numbers ranks otherwise"
+    for copied in (copy.deepcopy(stage), pickle.loads(pickle.dumps(stage))):
+        assert copied == stage
+        assert copied.ranks == stage.ranks
+    with pytest.raises(TypeError, match="does not change"):
+        stage["dp"] = 3
+    with pytest.raises(AssertionError, match="3 ranks for the sub-mesh"):
+        SubMesh({"dp": 2}, ranks=(0, 1, 2))
+
+
+def test_the_whole_mesh_and_the_axes_in_use() -> None:
+    whole = Mesh("dp=2,pp=1,tp=4").whole
+    assert whole == {"dp": 2, "pp": 1, "tp": 4}
+    assert whole.used == SubMesh({"dp": 2, "tp": 4})
+    assert [whole.rank({"dp": 1, "pp": 0, "tp": tp}) for tp in range(4)] == [4, 5, 6, 7]
+    assert SubMesh.of(whole) is whole

@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     progress = ProgressLine()
     mesh = _mesh(arguments)
     asked = asked_of(arguments)
-    layout = choose_layout(arguments.layout, dict(zip(mesh.names, mesh.sizes, strict=True)))
+    layout = choose_layout(arguments.layout, mesh.whole)
     progress.say(f"tracing {arguments.target}")
     graph = traced(arguments)
     progress.say("checking")
@@ -163,7 +163,7 @@ def _data(
     return {
         "target": arguments.target,
         "layout": arguments.layout,
-        "mesh": dict(zip(mesh.names, mesh.sizes, strict=True)),
+        "mesh": mesh.whole,
         "cluster": cluster,
         "holds": all(one.holds or one.kind == "warn" for one in contracts),
         "contracts": [

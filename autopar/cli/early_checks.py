@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from math import inf
 
 from autopar.cli.plan_arguments import is_plan
@@ -12,7 +11,7 @@ from autopar.cost.compute.optimizers import optimizer_of
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.errors import AutoparError
 from autopar.files import check_writable
-from autopar.mesh import Mesh
+from autopar.mesh import Mesh, SubMesh
 from autopar.sharding.layout.language import parse_memory
 from autopar.sharding.layout.load import choose_layout
 
@@ -57,9 +56,9 @@ def check_words(arguments: argparse.Namespace) -> None:
             check_writable(said[name], f"--{name}")
 
 
-def _axes(mesh: str | None) -> Mapping[str, int] | None:
+def _axes(mesh: str | None) -> SubMesh | None:
     """Those of a mesh whose sizes are all known."""
     if mesh is None or mesh == "?":
         return None
     found = Mesh(mesh)
-    return None if found.is_open else dict(zip(found.names, found.sizes, strict=True))
+    return None if found.is_open else found.whole

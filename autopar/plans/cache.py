@@ -95,7 +95,7 @@ def last(graph: NamedGraph, mesh: Mesh) -> StepPlan | None:
         return None
     for path in reversed(paths[-1:]):
         try:
-            axes = dict(zip(mesh.names, mesh.sizes, strict=True))
+            axes = mesh.whole
             return lowered(graph, parse_layout(read_text(path), str(path)), axes)
         except AutoparError:
             continue

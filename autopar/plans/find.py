@@ -218,7 +218,7 @@ def _on_mesh(
     seconds: float,
     beat_seconds: float,
 ) -> Plan:
-    axes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    axes = mesh.whole
     cluster = asked.where()
     given = None if layout is None else choose_layout(layout, axes)
     limit = asked.limit_bytes(cluster, given)
@@ -302,7 +302,7 @@ def canonical(graph: NamedGraph, decided: StepPlan) -> StepPlan:
 
 def under(graph: NamedGraph, mesh: Mesh, layout: str | Path | Layout, asked: PlanRequest, origin: str = "") -> Plan:
     """What a layout comes to without a search."""
-    axes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    axes = mesh.whole
     cluster = asked.where()
     said = choose_layout(layout, axes)
     limit = asked.limit_bytes(cluster, said)

@@ -70,7 +70,7 @@ class Plan(PlanRecord):
         if layout.mesh is None or layout.mesh.is_open:
             raise AutoparError(f"{name} does not say its mesh\nfix: write it as in 'mesh dp=2, tp=4'")
         check_whole(header, len(layout.statements), name)
-        axes = dict(zip(layout.mesh.names, layout.mesh.sizes, strict=True))
+        axes = layout.mesh.whole
         same = header.graph == graph.fingerprint
         decided = replace(
             completed(graph, layout, axes) if same else lowered(graph, layout, axes),

@@ -14,7 +14,7 @@ from autopar.cost.memory_limit import check_memory
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
-from autopar.mesh import Mesh
+from autopar.mesh import Mesh, SubMesh
 from autopar.plans.find import PlanRequest, plan_graph
 from autopar.plans.header import check_model, check_whole, read_header
 from autopar.plans.retarget import lowered
@@ -46,7 +46,7 @@ class LayoutPlanner:
     """A call's graph and decisions, under a layout."""
 
     layout: Layout
-    axes: Mapping[str, int]
+    axes: SubMesh
     dims: Mapping[str, str] | None
     asked: PlanRequest
     device_type: str
@@ -106,7 +106,7 @@ class PlanFilePlanner:
 
     text: str
     name: str
-    axes: Mapping[str, int]
+    axes: SubMesh
     dims: Mapping[str, str] | None
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
@@ -166,7 +166,7 @@ class SearchPlanner:
 
     def read(self, graph: NamedGraph, text: str) -> Assignment:
         if self.found is None:
-            axes = dict(zip(self.mesh.names, self.mesh.sizes, strict=True))
+            axes = self.mesh.whole
             self.found = PlanFilePlanner(text, "<plan>", axes, self.dims)
         return self.found.read(graph, text)
 

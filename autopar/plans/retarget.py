@@ -6,11 +6,12 @@ pins cannot be had at the new sizes, its rules alone hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
+from autopar.mesh import SubMesh
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.check import LayoutWords
 from autopar.sharding.layout.language import Layout
@@ -32,7 +33,7 @@ from autopar.sharding.propagation import completed
 __all__ = ["lowered"]
 
 
-def lowered(graph: NamedGraph, layout: Layout, axes: Mapping[str, int]) -> StepPlan:
+def lowered(graph: NamedGraph, layout: Layout, axes: SubMesh) -> StepPlan:
     """What a plan's layout comes to for another graph of its model."""
     words = words_of(graph)
     known = [kept for statement in layout for kept in _known(statement, words)]

@@ -23,6 +23,7 @@ from autopar.lowering.emit import Emitted, emit
 from autopar.lowering.modules.bucket import ParameterHandling
 from autopar.lowering.modules.bucket_state import GradientSync
 from autopar.lowering.passes.bucket_parameters import BucketedParameters
+from autopar.mesh import SubMesh
 from autopar.runtime.compiled_call import CallResults, CallSignature, CompiledCall
 from autopar.runtime.random_keys import RandomKeys, kept_generators
 from autopar.runtime.ranks.agreement import Agreement, PendingCheck
@@ -128,7 +129,7 @@ class CallCache:
         self.results = CallResults(settings.outputs, settings.local_inputs, settings.compute_dtype)
         self.groups = Groups(mesh)
         self.agreement = Agreement(mesh)
-        axes = dict(zip(self.groups.names, mesh.shape, strict=True))
+        axes = SubMesh(dict(zip(self.groups.names, mesh.shape, strict=True)))
         self.rank = ShardOwner(mesh, axes, self.groups.coordinate)
         self.device = torch.device(mesh.device_type)
         if self.device.type != "cpu":

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
+from autopar.mesh import SubMesh
 from autopar.runtime.module_shell import canonical_names, mirror, owner_of
 from autopar.runtime.strided_dtensor import support
 from autopar.sharding.assignment import Assignment
@@ -42,7 +43,7 @@ class ShardOwner:
     """A process of the mesh."""
 
     mesh: DeviceMesh
-    axes: Mapping[str, int]
+    axes: SubMesh
     at: Mapping[str, int]
     """Its coordinates."""
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 
 from autopar.ir.graph import NamedGraph
+from autopar.mesh import SubMesh
 from autopar.sharding.choices import Choice
 from autopar.sharding.layout.gather_policy import GatherPolicy
 from autopar.sharding.options import Outputs, PlanOptions, Recompute
@@ -31,7 +32,7 @@ class OpAssignment:
 class Assignment:
     """A layout without holes: where every tensor is, and how every op runs."""
 
-    axes: Mapping[str, int]
+    axes: SubMesh
     stored: Mapping[str, Sharding]
     """Inputs, parameters and buffers as they are held."""
     ops: Mapping[str, OpAssignment]
@@ -81,7 +82,7 @@ class StepPlan:
             object.__setattr__(self, "assignment", replace(self.assignment, recompute=dict(self.recompute)))
 
     @property
-    def axes(self) -> Mapping[str, int]:
+    def axes(self) -> SubMesh:
         return self.assignment.axes
 
     def with_options(self, options: PlanOptions) -> StepPlan:

@@ -122,7 +122,7 @@ def ways_of(one: InsertedReshard) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
 
 def shape_of(one: InsertedReshard, layout: Any) -> tuple[int, ...]:
     """The local atoms of the rank with the largest shard."""
-    sizes: tuple[int, ...] = layout.largest_sizes(one.reshard.atoms, dict(one.reshard.axes))
+    sizes: tuple[int, ...] = layout.largest_sizes(one.reshard.atoms, one.reshard.axes)
     return sizes
 
 

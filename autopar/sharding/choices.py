@@ -22,6 +22,7 @@ import torch
 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
+from autopar.mesh import SubMesh
 from autopar.rules.notation import FactorKind, Operand
 from autopar.sharding.atoms import atoms_of
 from autopar.sharding.lowered_ops import communicating
@@ -105,7 +106,7 @@ def _matched(own: list[int], found: list[tuple[Site, int]]) -> list[Site | None]
 def choices(
     node: NamedNode,
     candidates: Mapping[str, Iterable[Site]],
-    axes: Mapping[str, int],
+    axes: SubMesh,
     uneven: Uneven = (),
     passing: Mapping[str, Iterable[Passing]] | None = None,
 ) -> Iterator[Choice]:
@@ -131,9 +132,7 @@ def choices(
                 yield choice
 
 
-def can_split(
-    node: NamedNode, site: Site, used: tuple[str, ...], axes: Mapping[str, int], uneven: bool = False
-) -> bool:
+def can_split(node: NamedNode, site: Site, used: tuple[str, ...], axes: SubMesh, uneven: bool = False) -> bool:
     """Whether an op allows these axes, together, to split an atom of a factor; in `uneven` pieces too, or not.
 
     What was found out about an op by trying it holds for even pieces alone.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -12,6 +12,7 @@ from typing import Any
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
+from autopar.mesh import SubMesh
 from autopar.sharding.layout.check import check_layout
 from autopar.sharding.layout.gather_policy import recompute_said
 from autopar.sharding.layout.holes import filled, options_of
@@ -44,7 +45,7 @@ class SearchLayout:
     """A layout, asked about one graph on one mesh."""
 
     graph: NamedGraph
-    axes: Mapping[str, int]
+    axes: SubMesh
     given: Layout
     free: bool = False
     """Whether what the model itself says does not count."""

@@ -7,7 +7,7 @@ is a `_StridedShard`, which exists for even pieces only. `autopar.runtime.stride
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import permutations, product
 from math import prod
 
@@ -15,15 +15,14 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.errors import LayoutError
+from autopar.mesh import SubMesh
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.sharding import Sharding
 
 __all__ = ["from_placements", "to_placements"]
 
 
-def to_placements(
-    layout: Sharding, atoms: Atoms, axes: Mapping[str, int], tensor: str = "the tensor"
-) -> tuple[Placement, ...]:
+def to_placements(layout: Sharding, atoms: Atoms, axes: SubMesh, tensor: str = "the tensor") -> tuple[Placement, ...]:
     """One placement per axis of the mesh; what a DTensor cannot hold is refused by name. B is replicated."""
     layout.check(atoms, axes)
     dims = {atom: dim for dim, members in enumerate(atoms.members) for atom in members}
@@ -39,7 +38,7 @@ def to_placements(
     return tuple(placements)
 
 
-def _stride(layout: Sharding, atoms: Atoms, axes: Mapping[str, int], axis: str, dim: int) -> int:
+def _stride(layout: Sharding, atoms: Atoms, axes: SubMesh, axis: str, dim: int) -> int:
     """In how many blocks of the physical dim the axis takes its piece, when the axes before it have taken theirs."""
     order = list(axes)
     earlier = set(order[: order.index(axis)])
@@ -52,7 +51,7 @@ def _stride(layout: Sharding, atoms: Atoms, axes: Mapping[str, int], axis: str, 
     raise AssertionError(f"axis '{axis}' does not split dim {dim} in {layout}")
 
 
-def _check_even(layout: Sharding, atoms: Atoms, axes: Mapping[str, int], dim: int, tensor: str) -> None:
+def _check_even(layout: Sharding, atoms: Atoms, axes: SubMesh, dim: int, tensor: str) -> None:
     members = atoms.members[dim]
     places = {axis: place for place, axis in enumerate(axes)}
     simple = len(members) == 1 and sorted(layout.splits[members[0]], key=places.__getitem__) == [
@@ -75,7 +74,7 @@ def _check_even(layout: Sharding, atoms: Atoms, axes: Mapping[str, int], dim: in
             )
 
 
-def from_placements(placements: Sequence[Placement], atoms: Atoms, axes: Mapping[str, int]) -> Sharding:
+def from_placements(placements: Sequence[Placement], atoms: Atoms, axes: SubMesh) -> Sharding:
     """The layout that a DTensor has; an error where its pieces are not those of any layout of these atoms."""
     if len(placements) != len(axes):
         raise ValueError(f"{len(placements)} placements for a mesh with the axes {', '.join(axes)}")
@@ -90,7 +89,7 @@ def from_placements(placements: Sequence[Placement], atoms: Atoms, axes: Mapping
     )
 
 
-def _candidates(placements: tuple[Placement, ...], atoms: Atoms, axes: Mapping[str, int]) -> Iterator[Sharding]:
+def _candidates(placements: tuple[Placement, ...], atoms: Atoms, axes: SubMesh) -> Iterator[Sharding]:
     """All layouts that split the right physical dims; those in the order of the mesh first."""
     partial: set[str] = set()
     cut: list[tuple[str, int]] = []
@@ -109,7 +108,7 @@ def _candidates(placements: tuple[Placement, ...], atoms: Atoms, axes: Mapping[s
             yield Sharding(tuple(map(tuple, held)), frozenset(partial))
 
 
-def _holds(layout: Sharding, wanted: tuple[Placement, ...], atoms: Atoms, axes: Mapping[str, int]) -> bool:
+def _holds(layout: Sharding, wanted: tuple[Placement, ...], atoms: Atoms, axes: SubMesh) -> bool:
     try:
         return to_placements(layout, atoms, axes) == _normal(wanted, len(atoms.dims))
     except LayoutError:

@@ -5,7 +5,7 @@ Tensors that are cut alike, and of which the same statements speak, are asked th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ import torch
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
+from autopar.mesh import SubMesh
 from autopar.sharding.atoms import atoms_of
 from autopar.sharding.layout.gather_policy import GatherPolicy, gather_policy_of, recompute_of
 from autopar.sharding.layout.language import Layout
@@ -47,7 +48,7 @@ class StoredTensor:
 class BoundLayout:
     """One layout, asked about the tensors and ops of one graph on one mesh."""
 
-    def __init__(self, graph: NamedGraph, layout: Layout, axes: Mapping[str, int]) -> None:
+    def __init__(self, graph: NamedGraph, layout: Layout, axes: SubMesh) -> None:
         self.graph = graph
         self.axes = axes
         self.groups: tuple[tuple[str, ...], ...] = ()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
+from autopar.mesh import SubMesh
 from autopar.sharding.choices import BROADCAST, Choice, Passing, Site
 from autopar.sharding.layout.check import LayoutWords
 from autopar.sharding.layout.language import Layout, parse_rules
@@ -96,7 +95,7 @@ def allows(pin: OpPin, choice: Choice, node: NamedNode) -> bool:
     )
 
 
-def cannot_be_had(pin: OpPin, node: NamedNode, axes: Mapping[str, int], graph: NamedGraph) -> LayoutError:
+def cannot_be_had(pin: OpPin, node: NamedNode, axes: SubMesh, graph: NamedGraph) -> LayoutError:
     """E5: the op does not allow what the pin says."""
     reasons = []
     for word, over in pin.choice:
@@ -140,7 +139,7 @@ def words_of(graph: NamedGraph) -> LayoutWords:
     )
 
 
-def with_constraints(layout: Layout, graph: NamedGraph, axes: Mapping[str, int]) -> Layout:
+def with_constraints(layout: Layout, graph: NamedGraph, axes: SubMesh) -> Layout:
     """The layout with what the model says by `autopar.constrain`, each as a pin of that value."""
     sources = {node.name: node for node in graph.exported.graph_module.graph.nodes}
     pins: list[Pin] = []

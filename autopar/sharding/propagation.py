@@ -11,7 +11,7 @@ Where the layout leaves something to choose (`?{tp, dp*tp}`, `tp?`), that is cho
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf, prod
@@ -19,6 +19,7 @@ from math import inf, prod
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
+from autopar.mesh import SubMesh
 from autopar.sharding.assignment import Assignment, OpAssignment, StepPlan
 from autopar.sharding.atoms import Atoms, atoms_of
 from autopar.sharding.choices import Passing, Site, can_split, choices, layouts_of, passings_of, sites_of
@@ -61,9 +62,7 @@ class KnownAssignment:
         self.sent_numel: dict[tuple[Atoms, bool, Sharding, Sharding], int] = {}
 
 
-def complete(
-    graph: NamedGraph, layout: Layout, axes: Mapping[str, int], known: KnownAssignment | None = None
-) -> Assignment:
+def complete(graph: NamedGraph, layout: Layout, axes: SubMesh, known: KnownAssignment | None = None) -> Assignment:
     """Decide everything about a graph under a layout; `known` is what was decided under others."""
     whole = with_constraints(layout, graph, axes)
     check_layout(whole, words_of(graph), axes)
@@ -83,7 +82,7 @@ def complete(
 def recomplete(
     graph: NamedGraph,
     layout: Layout,
-    axes: Mapping[str, int],
+    axes: SubMesh,
     decided: Assignment,
     known: KnownAssignment | None = None,
 ) -> tuple[Assignment, frozenset[str]]:
@@ -149,7 +148,7 @@ class _HoleFiller:
         self,
         graph: NamedGraph,
         layout: Layout,
-        axes: Mapping[str, int],
+        axes: SubMesh,
         options: list[tuple[Axes, ...]],
         known: KnownAssignment,
     ) -> None:
@@ -442,8 +441,6 @@ def sent_numel(conversion: Reshard, differentiable: bool) -> int:
     return sum(step.sent_numel for step in ways)
 
 
-def completed(
-    graph: NamedGraph, layout: Layout, axes: Mapping[str, int], known: KnownAssignment | None = None
-) -> StepPlan:
+def completed(graph: NamedGraph, layout: Layout, axes: SubMesh, known: KnownAssignment | None = None) -> StepPlan:
     """Return the plan of a layout without holes; `dataclasses.replace` sets its options."""
     return StepPlan.decided(graph, complete(graph, layout, axes, known))

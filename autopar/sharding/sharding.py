@@ -19,6 +19,7 @@ from itertools import product
 from typing import Any
 
 from autopar.errors import LayoutError
+from autopar.mesh import SubMesh
 from autopar.sharding.atoms import Atoms
 
 __all__ = [
@@ -107,7 +108,7 @@ class Sharding:
         splits = tuple(tuple(axis for axis in split if axis not in gone) for split in self.splits)
         return Sharding(splits, self.partial - gone, self.broadcast - gone)
 
-    def check(self, atoms: Atoms, axes: Mapping[str, int]) -> None:
+    def check(self, atoms: Atoms, axes: SubMesh) -> None:
         """Raise if this is no layout of such a tensor on such a mesh."""
         if len(self.splits) != len(atoms.sizes):
             raise ValueError(f"the layout {self} is for {len(self.splits)} atoms, the tensor has {len(atoms.sizes)}")
@@ -115,20 +116,20 @@ class Sharding:
             if axis not in axes:
                 raise LayoutError("E1", f"the layout {self} names axis '{axis}', but the mesh has {', '.join(axes)}")
 
-    def pieces(self, atoms: Atoms, axes: Mapping[str, int], coordinate: Mapping[str, int]) -> tuple[Piece, ...]:
+    def pieces(self, atoms: Atoms, axes: SubMesh, coordinate: Mapping[str, int]) -> tuple[Piece, ...]:
         """Which part of every atom the rank at this coordinate holds."""
         return tuple(
             nested(size, [(axes[axis], coordinate[axis]) for axis in split])
             for size, split in zip(atoms.sizes, self.splits, strict=True)
         )
 
-    def local_sizes(self, atoms: Atoms, axes: Mapping[str, int], coordinate: Mapping[str, int]) -> tuple[int, ...]:
+    def local_sizes(self, atoms: Atoms, axes: SubMesh, coordinate: Mapping[str, int]) -> tuple[int, ...]:
         """The sizes of the local atoms; `atoms.fold` makes the local shape of them."""
         return tuple(length for _, length in self.pieces(atoms, axes, coordinate))
 
-    def largest_sizes(self, atoms: Atoms, axes: Mapping[str, int]) -> tuple[int, ...]:
+    def largest_sizes(self, atoms: Atoms, axes: SubMesh) -> tuple[int, ...]:
         """Those of the first rank, which has the largest shard."""
-        return _largest_sizes(atoms.sizes, self.splits, tuple(axes.items()))
+        return _largest_sizes(atoms.sizes, self.splits, SubMesh.of(axes))
 
     def __str__(self) -> str:
         rules = ", ".join(f"{atom} -> {'*'.join(axes)}" for atom, axes in enumerate(self.splits) if axes)
@@ -137,11 +138,8 @@ class Sharding:
 
 
 @lru_cache(maxsize=65536)
-def _largest_sizes(
-    sizes: tuple[int, ...], splits: tuple[tuple[str, ...], ...], axes: tuple[tuple[str, int], ...]
-) -> tuple[int, ...]:
-    counts = dict(axes)
-    return tuple(longest(size, split, counts) for size, split in zip(sizes, splits, strict=True))
+def _largest_sizes(sizes: tuple[int, ...], splits: tuple[tuple[str, ...], ...], axes: SubMesh) -> tuple[int, ...]:
+    return tuple(longest(size, split, axes) for size, split in zip(sizes, splits, strict=True))
 
 
 def chunk(extent: int, count: int, index: int) -> Piece:
@@ -160,7 +158,7 @@ def nested(extent: int, cuts: Iterable[tuple[int, int]]) -> Piece:
     return start, extent
 
 
-def longest(extent: int, split: Iterable[str], axes: Mapping[str, int]) -> int:
+def longest(extent: int, split: Iterable[str], axes: SubMesh) -> int:
     """The longest piece of an extent that axes split."""
     for axis in split:
         extent = -(-extent // axes[axis])
@@ -175,7 +173,7 @@ def common_axes(one: tuple[str, ...], other: tuple[str, ...]) -> int:
     return count
 
 
-def coordinates(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+def coordinates(axes: SubMesh) -> Iterator[dict[str, int]]:
     """The coordinates of all ranks, row-major: the last axis runs fastest."""
     for indices in product(*map(range, axes.values())):
         yield dict(zip(axes, indices, strict=True))

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from autopar.errors import LayoutError
 from autopar.ir.values import NamedNode, NamedTensor
+from autopar.mesh import SubMesh
 from autopar.sharding.atoms import Atoms, atoms_of
 from autopar.sharding.choices import Choice, Passing, Site, choices, layouts_of, passings_of
 from autopar.sharding.demands import SearchLayout, matches
@@ -53,7 +54,7 @@ class StorageOption:
 class _NearlyEven:
     """The sites that axes cut in pieces of nearly one length, and those that a pin allows to be uneven."""
 
-    def __init__(self, node: NamedNode, axes: Mapping[str, int], pinned: Collection[object]) -> None:
+    def __init__(self, node: NamedNode, axes: SubMesh, pinned: Collection[object]) -> None:
         self.node = node
         self.axes = axes
         self.pinned = pinned
@@ -195,7 +196,7 @@ def _first_split(setting: PlanningProblem, atoms: Atoms, base: Sharding, added: 
     return None
 
 
-def can_be_held(layout: Sharding, atoms: Atoms, axes: Mapping[str, int]) -> bool:
+def can_be_held(layout: Sharding, atoms: Atoms, axes: SubMesh) -> bool:
     """Whether a DTensor can be laid out so."""
     try:
         to_placements(Sharding(layout.splits), atoms, axes)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.step.tasks import TaskBuilder
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
+from autopar.mesh import SubMesh
 from autopar.sharding.options import PlanOptions
 from autopar.solver.model.saved_values import SavedValues
 
@@ -22,28 +22,27 @@ class PlanningProblem:
     """One graph on one mesh of one cluster."""
 
     graph: NamedGraph
-    axes: Mapping[str, int]
+    axes: SubMesh
     cluster: Cluster
     options: PlanOptions
     prices: TaskBuilder
     trains: bool
-    used: Mapping[str, int]
+    used: SubMesh
     """The axes with more than one rank."""
     users: Mapping[str, tuple[NamedNode, ...]]
     """The ops that take each tensor, in order, each once."""
 
     @staticmethod
-    def of(graph: NamedGraph, axes: Mapping[str, int], cluster: Cluster, options: PlanOptions) -> PlanningProblem:
+    def of(graph: NamedGraph, axes: SubMesh, cluster: Cluster, options: PlanOptions) -> PlanningProblem:
         prices = TaskBuilder(graph, cluster, axes, options.links, options.compiled, options.gradient_dtype)
         users: dict[str, list[NamedNode]] = {}
         for node in graph.nodes:
             for name in dict.fromkeys(node.operands):
                 if name is not None:
                     users.setdefault(name, []).append(node)
-        used = {axis: size for axis, size in axes.items() if size > 1}
         trains = graph.exported.grad_enabled
         everyone = {name: tuple(nodes) for name, nodes in users.items()}
-        return PlanningProblem(graph, axes, cluster, options, prices, trains, used, everyone)
+        return PlanningProblem(graph, axes, cluster, options, prices, trains, axes.used, everyone)
 
     @cached_property
     def kept(self) -> SavedValues:
@@ -51,4 +50,4 @@ class PlanningProblem:
 
     @property
     def ranks(self) -> int:
-        return prod(self.axes.values())
+        return self.axes.size

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from autopar.cost.costs import Costs
 from autopar.cost.hardware.cluster import Cluster
 from autopar.ir.graph import NamedGraph
+from autopar.mesh import SubMesh
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.demands import SearchLayout
 from autopar.sharding.layout.language import Layout
@@ -56,7 +57,7 @@ class SolvedPlan:
 
 def solve_plan(
     graph: NamedGraph,
-    axes: Mapping[str, int],
+    axes: SubMesh,
     cluster: Cluster,
     *,
     layout: Layout | None = None,

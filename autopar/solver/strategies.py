@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 
 from autopar.errors import LayoutError
+from autopar.mesh import SubMesh
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.load import applies_to, axes_of, load_strategy, roles_of, strategy_names
@@ -58,7 +59,7 @@ def plan_under(setting: PlanningProblem, layout: Layout, known: KnownAssignment 
 
 
 def _assignments(
-    own: tuple[str, ...], roles: tuple[str, ...], axes: Mapping[str, int]
+    own: tuple[str, ...], roles: tuple[str, ...], axes: SubMesh
 ) -> Iterator[Mapping[str, tuple[str, ...]]]:
     """Give each axis of the mesh one of these roles; several may serve one of the strategy's, in the mesh's order."""
     for dealt in product(roles, repeat=len(axes)):

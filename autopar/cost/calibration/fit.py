@@ -26,6 +26,7 @@ from autopar.cost.collectives.network import Curve, Network
 from autopar.cost.compute.matmul_time import MatmulShape, MatmulUnit, product_seconds
 from autopar.cost.hardware.cluster import AttentionRates, Cluster, Device
 from autopar.cost.hardware.topology import TopologyLevel
+from autopar.mesh import SubMesh
 
 __all__ = [
     "CANDIDATES",
@@ -408,6 +409,7 @@ def judge(cluster: Cluster, measurements: Measurements) -> dict[str, tuple[float
 def _network(cluster: Cluster, measurements: Measurements, one: TimedCollective) -> Network:
     """The mesh in which such groups are the axis `group`."""
     if one.level == 0:
-        return Network(cluster, {"others": measurements.ranks // one.ranks, "group": one.ranks})
+        return Network(cluster, SubMesh({"others": measurements.ranks // one.ranks, "group": one.ranks}))
     inside = measurements.ranks_per_node
-    return Network(cluster, {"others": measurements.nodes // one.ranks, "group": one.ranks, "inside": inside})
+    sizes = {"others": measurements.nodes // one.ranks, "group": one.ranks, "inside": inside}
+    return Network(cluster, SubMesh(sizes))

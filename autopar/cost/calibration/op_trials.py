@@ -18,6 +18,7 @@ from torch import nn
 
 from autopar.cost.compute.op_time import BACKWARD_PRODUCTS, op_work, plain_name
 from autopar.cost.hardware.cluster import Device
+from autopar.mesh import SubMesh
 from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.propagation import completed
 from autopar.tracing.trace import named_graph
@@ -133,10 +134,10 @@ def _sizes(trial: OpTrial, numel: int) -> tuple[int, ...]:
 def _counted(name: str, model: nn.Module, x: torch.Tensor) -> tuple[float, float]:
     """What the cost model counts for the op: bytes, forward and backward."""
     graph = named_graph(model, (x,))
-    plan = completed(graph, choose_layout("", {}), {})
+    plan = completed(graph, choose_layout("", SubMesh({})), SubMesh({}))
     node = next(node for node in graph.nodes if plain_name(node.op) == name)
     bare = Device("any", 1.0, 1.0, 0.0, {"float32": 1.0})
-    work = op_work(graph, node, plan.assignment.ops[node.name], graph.footprints[node.node], {}, bare)
+    work = op_work(graph, node, plan.assignment.ops[node.name], graph.footprints[node.node], SubMesh({}), bare)
     return work.forward.bytes, work.backward.bytes
 
 

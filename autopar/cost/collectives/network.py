@@ -20,7 +20,7 @@ from autopar.cost.collectives.algorithms import ALGORITHMS, KINDS, LevelSpan, Ph
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.hardware.topology import Algorithm, TopologyLevel
 from autopar.errors import ClusterError
-from autopar.mesh import Mesh
+from autopar.mesh import Mesh, SubMesh
 from autopar.names import did_you_mean
 from autopar.sharding.reshard.reshard import LinkCost
 
@@ -62,7 +62,7 @@ class Network:
     """
 
     cluster: Cluster
-    axes: Mapping[str, int]
+    axes: SubMesh
     links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     _curves: dict[tuple[str, tuple[str, ...]], tuple[Curve, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -95,7 +95,7 @@ class Network:
     def of(cluster: Cluster, mesh: Mesh) -> Network:
         """The network of a mesh, with the links that its text gives: `dp=2@network,tp=8`."""
         links = {axis.name: axis.link for axis in mesh.declared if axis.link is not None}
-        return Network(cluster, MappingProxyType(dict(zip(mesh.names, mesh.sizes, strict=True))), links)
+        return Network(cluster, mesh.whole, links)
 
     @property
     def size(self) -> int:

@@ -30,6 +30,7 @@ from autopar.ir.analysis.contractions import (
 from autopar.ir.analysis.op_memory import Footprint
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
+from autopar.mesh import SubMesh
 from autopar.sharding.assignment import OpAssignment
 from autopar.sharding.atoms import atoms_of
 from autopar.sharding.choices import Choice
@@ -83,14 +84,14 @@ def op_work(
     node: NamedNode,
     op_assignment: OpAssignment,
     footprint: Footprint,
-    axes: Mapping[str, int],
+    axes: SubMesh,
     device: Device,
 ) -> OpWork:
     """What an op computes under a choice, on the rank that has most to do."""
     return _OpTimer(graph, node, op_assignment, footprint, axes, device).work()
 
 
-def local_bytes(graph: NamedGraph, name: str, layout: Sharding, axes: Mapping[str, int]) -> int:
+def local_bytes(graph: NamedGraph, name: str, layout: Sharding, axes: SubMesh) -> int:
     """What the rank with the largest shard holds of a tensor."""
     tensor = graph.tensors[name]
     return prod(layout.largest_sizes(atoms_of(tensor), axes)) * tensor.dtype.itemsize
@@ -114,7 +115,7 @@ class _OpTimer:
     node: NamedNode
     op_assignment: OpAssignment
     footprint: Footprint
-    axes: Mapping[str, int]
+    axes: SubMesh
     device: Device
 
     def work(self) -> OpWork:
@@ -337,7 +338,7 @@ def _seen(start: int, stop: int, keys: int) -> int:
     return (start + 1 + edge) * (edge - start) // 2 + (stop - edge) * keys
 
 
-def _local_extent(node: NamedNode, factor: str, choice: Choice, axes: Mapping[str, int]) -> int:
+def _local_extent(node: NamedNode, factor: str, choice: Choice, axes: SubMesh) -> int:
     extent = node.sizes[factor]
     for (name, _), used in choice.splits:
         if name == factor:

@@ -9,6 +9,7 @@ from typing import Any
 from autopar.cost.collectives.network import Network
 from autopar.cost.hardware.cluster import Cluster, cluster_path, shared_path
 from autopar.cost.hardware.toml_reader import read_document
+from autopar.mesh import SubMesh
 
 __all__ = ["cluster_data", "cluster_line", "cluster_table", "describe", "links_of", "standalone"]
 
@@ -119,7 +120,7 @@ def _prices(cluster: Cluster) -> list[str]:
     lines = [f"  {'':15} {'ranks':>10}" + "".join(f"{name:>12}" for _, name in SIZES)]
     for kind in COLLECTIVES:
         for ranks, units in meshes:
-            network = Network(cluster, {"outer": units, "inner": ranks})
+            network = Network(cluster, SubMesh({"outer": units, "inner": ranks}))
             times = [network.seconds(kind, ("outer", "inner"), float(size)) for size, _ in SIZES]
             shape = f"{units} x {ranks}" if units > 1 else str(ranks)
             lines.append(f"  {kind:15} {shape:>10}" + "".join(f"{_time(time):>12}" for time in times))

@@ -6,7 +6,6 @@ what these hold is seen by running their lowerings on fake tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -21,6 +20,7 @@ from autopar.ir.analysis.differentiable import fake_input
 from autopar.ir.analysis.op_memory import Footprint, measure
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
+from autopar.mesh import SubMesh
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from autopar.sharding.assignment import OpAssignment
@@ -59,7 +59,7 @@ def local_footprint(
     node: NamedNode,
     op_assignment: OpAssignment,
     split: LoweredOpContext | None,
-    axes: Mapping[str, int],
+    axes: SubMesh,
 ) -> Footprint:
     """Of one rank."""
     if split is not None and not exchanges_edges(split):
@@ -80,7 +80,7 @@ def exchanges_edges(split: LoweredOpContext) -> bool:
 
 
 def lowered_footprint(
-    graph: NamedGraph, node: NamedNode, op_assignment: OpAssignment, split: LoweredOpContext, axes: Mapping[str, int]
+    graph: NamedGraph, node: NamedNode, op_assignment: OpAssignment, split: LoweredOpContext, axes: SubMesh
 ) -> Footprint:
     """Of one rank, in bytes of that rank."""
     source = next(found for found in graph.exported.graph_module.graph.nodes if found.name == node.node)
@@ -105,9 +105,7 @@ def lowered_footprint(
         return measure(operands, lambda: split.lowering.run(split, local, pieces, sends))
 
 
-def _operand(
-    graph: NamedGraph, name: str, op_assignment: OpAssignment, position: int, axes: Mapping[str, int]
-) -> Tensor:
+def _operand(graph: NamedGraph, name: str, op_assignment: OpAssignment, position: int, axes: SubMesh) -> Tensor:
     tensor, layout = graph.tensors[name], op_assignment.operands[position]
     atoms = atoms_of(tensor)
     shape = tensor.shape if layout is None else atoms.fold(layout.largest_sizes(atoms, axes))
@@ -118,7 +116,7 @@ def _taken(given: Any, made: Tensor | None) -> Any:
     return made if isinstance(given, Node) else given
 
 
-def _piece(node: NamedNode, op_assignment: OpAssignment, factor: str, axes: Mapping[str, int]) -> FactorSlice:
+def _piece(node: NamedNode, op_assignment: OpAssignment, factor: str, axes: SubMesh) -> FactorSlice:
     """What the first rank has of a factor."""
     length = node.sizes[factor]
     for (name, _), used in op_assignment.choice.splits:
@@ -130,8 +128,7 @@ def _piece(node: NamedNode, op_assignment: OpAssignment, factor: str, axes: Mapp
 def _sent(message: OpMessage) -> Send:
     """What comes back of a message: of the right shape, with a gradient where the message has one."""
     found = message.reshard
-    axes = dict(found.axes)
-    shape = found.atoms.fold(found.target.largest_sizes(found.atoms, axes))
+    shape = found.atoms.fold(found.target.largest_sizes(found.atoms, found.axes))
 
     def send(x: Tensor) -> Tensor:
         if not message.differentiable:

@@ -19,6 +19,7 @@ from autopar.cost.compute.optimizers import optimizer_of
 from autopar.cost.hardware.cluster import Cluster
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
+from autopar.mesh import SubMesh
 from autopar.sharding.assignment import OpAssignment
 from autopar.sharding.buckets import shape_of
 from autopar.sharding.reshard.reshard import Step, StepKind
@@ -55,7 +56,7 @@ class TaskBuilder:
 
     graph: NamedGraph
     cluster: Cluster
-    axes: Mapping[str, int]
+    axes: SubMesh
     links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     compiled: bool = False
     gradient_dtype: torch.dtype | None = None

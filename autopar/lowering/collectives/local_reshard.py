@@ -37,7 +37,7 @@ class LocalReshard:
     @classmethod
     def bind(cls, reshard: Reshard, groups: Groups) -> LocalReshard:
         """All ranks of the mesh bind the same conversions, in the same order."""
-        axes = dict(reshard.axes)
+        axes = reshard.axes
 
         def bound(step: Step) -> LocalStep:
             if step.local:

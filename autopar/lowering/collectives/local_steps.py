@@ -66,7 +66,7 @@ def bind(
 
     The name of the group is left to whoever knows of process groups.
     """
-    atoms, axes = reshard.atoms, dict(reshard.axes)
+    atoms, axes = reshard.atoms, reshard.axes
     here = {axis: coordinate[axis] for axis in axes}
     before = step.before.pieces(atoms, axes, here)
     after = step.after.pieces(atoms, axes, here)

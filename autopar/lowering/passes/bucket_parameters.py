@@ -159,7 +159,7 @@ def _converted(
         return None
     # All ranks must come to the same buckets, and shards may be uneven: what is asked is what the first rank has.
     reshard = conversion.reshard
-    axes = dict(reshard.axes)
+    axes = reshard.axes
     first = dict.fromkeys(axes, 0)
     largest = [prod(s.before.local_sizes(reshard.atoms, axes, first)) for s in (*reshard.forward, *reshard.backward)]
     if 0 in reshard.atoms.sizes:

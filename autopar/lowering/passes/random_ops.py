@@ -16,6 +16,7 @@ from autopar.ir.fx_nodes import is_random
 from autopar.ir.values import NamedNode
 from autopar.lowering.modules.random_draws import DrawShard, DropoutMask, LocalRegion, OpSample, RreluSlopes
 from autopar.lowering.modules.random_ops import Dropout, DropoutAttention, Gamma, RandomOp, Rrelu, SampledOp
+from autopar.mesh import SubMesh
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.notation import Operand, Term
 from autopar.sharding.atoms import Atoms
@@ -177,7 +178,7 @@ _BY_VALUE = frozenset(
 class RandomOps:
     """The drawing ops of one graph, in order, on one rank of several."""
 
-    def __init__(self, axes: Mapping[str, int], coordinate: Mapping[str, int], device: torch.device) -> None:
+    def __init__(self, axes: SubMesh, coordinate: Mapping[str, int], device: torch.device) -> None:
         self.axes = axes
         self.coordinate = coordinate
         self.device = device
@@ -230,7 +231,7 @@ class RandomOps:
 
 
 def _cut(
-    node: NamedNode, choice: Choice, terms: Iterable[Term], axes: Mapping[str, int], coordinate: Mapping[str, int]
+    node: NamedNode, choice: Choice, terms: Iterable[Term], axes: SubMesh, coordinate: Mapping[str, int]
 ) -> LocalRegion:
     """How a rank's part of a tensor with these dims lies in the whole one."""
     sizes: list[int] = []

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from autopar.mesh import SubMesh
 from autopar.names import RESERVED
 from autopar.plans.text.glob_cover import skeleton
 from autopar.plans.text.tensor_axes import NONE, TensorAxes, is_uneven, rules_for
@@ -56,7 +57,7 @@ class _TensorClass:
     dims: frozenset[str]
 
 
-def bare_rules(wishes: Iterable[TensorAxes], axes: Mapping[str, int]) -> tuple[Statement, ...]:
+def bare_rules(wishes: Iterable[TensorAxes], axes: SubMesh) -> tuple[Statement, ...]:
     """Rules for all tensors; they may be wrong for some."""
     return _RuleFitter(_kinds(wishes), axes).run()
 
@@ -74,7 +75,7 @@ def _kinds(wishes: Iterable[TensorAxes]) -> list[_TensorClass]:
 @dataclass
 class _RuleFitter:
     kinds: list[_TensorClass]
-    axes: Mapping[str, int]
+    axes: SubMesh
     places: dict[str, TensorPattern] = field(default_factory=dict)
     stored: Stored | None = None
     scoped: tuple[Block, ...] = ()

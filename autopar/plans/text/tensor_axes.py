@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
+from autopar.mesh import SubMesh
 from autopar.names import RESERVED
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.gather_policy import GatherPolicy
@@ -46,7 +47,7 @@ class TensorAxes:
         """Equal for tensors of which rules that name no tensor are equally right."""
         return self.tensor.atoms, self.tensor.shape, self.roles
 
-    def right_roles(self, layout: Layout, axes: Mapping[str, int]) -> frozenset[str]:
+    def right_roles(self, layout: Layout, axes: SubMesh) -> frozenset[str]:
         """The roles in which a layout gives the tensor what it should have."""
         try:
             if len(self.roles) == 1:
@@ -64,7 +65,7 @@ class TensorAxes:
         return frozenset(use | ({"param", "grad", "opt"} if same else set()))
 
 
-def _closed(layout: Layout, tensor: NamedTensor, role: str, axes: Mapping[str, int]) -> Splits:
+def _closed(layout: Layout, tensor: NamedTensor, role: str, axes: SubMesh) -> Splits:
     return tuple(split or () for split in resolve(layout, tensor, role, axes))
 
 
@@ -117,7 +118,7 @@ def word_of(tensor: NamedTensor, i: int) -> str:
     return names[-1]
 
 
-def is_uneven(size: int, split: Axes, axes: Mapping[str, int]) -> bool:
+def is_uneven(size: int, split: Axes, axes: SubMesh) -> bool:
     """Whether pieces of an extent have different lengths."""
     for axis in split:
         if size % axes[axis]:
@@ -126,7 +127,7 @@ def is_uneven(size: int, split: Axes, axes: Mapping[str, int]) -> bool:
     return False
 
 
-def rules_for(tensor: NamedTensor, splits: Splits, axes: Mapping[str, int]) -> tuple[DimRule, ...]:
+def rules_for(tensor: NamedTensor, splits: Splits, axes: SubMesh) -> tuple[DimRule, ...]:
     """Rules that leave nothing open: `(heads, d_ff) -> tp, * -> none`."""
     places: dict[SplitTerm, list[str]] = {}
     for i, split in enumerate(splits):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
-from autopar.mesh import Mesh
+from autopar.mesh import Mesh, SubMesh
 from autopar.plans.text.fit_rules import bare_rules
 from autopar.plans.text.glob_cover import cover
 from autopar.plans.text.tensor_axes import TensorAxes, is_uneven, rules_for, wishes_of, word_of
@@ -221,7 +221,7 @@ class _LayoutWriter:
             yield from (GatherStatement("recompute", glob, mode) for glob in cover(own, own, paths))  # type: ignore[arg-type]
 
 
-def choice_words(node: NamedNode, choice: Choice, axes: Mapping[str, int]) -> _Choice:
+def choice_words(node: NamedNode, choice: Choice, axes: SubMesh) -> _Choice:
     """All that an op does along each axis."""
     said: list[tuple[str, Axes]] = []
     uneven: list[str] = []

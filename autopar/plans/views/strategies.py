@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from autopar.errors import AutoparError
+from autopar.mesh import SubMesh
 from autopar.plans.find import asked_as, under
 from autopar.plans.plan import Plan
 from autopar.sharding.layout.load import applies_to, axes_of, load_strategy, roles_of, strategy_names
@@ -18,7 +19,7 @@ __all__ = ["experts_beside", "least_of"]
 def experts_beside(plan: Plan) -> dict[str, Plan]:
     """By what each is called; those that say the same on this mesh once, under the first name; fast ones first."""
     asked = asked_as(plan)
-    used = {axis: size for axis, size in plan.decided.axes.items() if size > 1}
+    used = plan.decided.axes.used
     found: dict[str, Plan] = {}
     for name in strategy_names():
         best: tuple[str, Plan] | None = None
@@ -50,7 +51,7 @@ def _rank(plan: Plan) -> tuple[bool, float]:
     return not plan.fits, plan.step_seconds
 
 
-def _calls(name: str, axes: Mapping[str, int], dims: Iterable[str]) -> Iterator[str]:
+def _calls(name: str, axes: SubMesh, dims: Iterable[str]) -> Iterator[str]:
     """`fsdp(fsdp=dp*tp)`: axes of the same name are matched, all others of the mesh dealt in every way.
 
     An axis of the strategy whose dims the model lacks gets none; where a strategy has one axis, some may be idle.

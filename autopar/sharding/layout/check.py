@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.errors import LayoutError
+from autopar.mesh import SubMesh
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.precedence import POSITION, glob_matches, matches
 from autopar.sharding.layout.source import SourceSpan, layout_error, unknown_name
@@ -46,7 +47,7 @@ class LayoutWords:
         return self.tensors.get("param" if kind in ("use", "grad", "opt") else kind, frozenset())
 
 
-def check_layout(layout: Layout, words: LayoutWords, axes: Mapping[str, int]) -> None:
+def check_layout(layout: Layout, words: LayoutWords, axes: SubMesh) -> None:
     """Raise for the first statement that names what is not there, or asks for what is not done yet.
 
     A strategy may name dims that the model lacks: what it says about them is skipped.
@@ -59,7 +60,7 @@ def check_layout(layout: Layout, words: LayoutWords, axes: Mapping[str, int]) ->
             raise refusal
 
 
-def _check_mesh(statement: Statement, axes: Mapping[str, int]) -> None:
+def _check_mesh(statement: Statement, axes: SubMesh) -> None:
     if not isinstance(statement, MeshStatement):
         return
     written = statement.mesh.axes
@@ -74,7 +75,7 @@ def _check_mesh(statement: Statement, axes: Mapping[str, int]) -> None:
         )
 
 
-def _check_names(statement: Statement, words: LayoutWords, axes: Mapping[str, int], any_dims: bool) -> None:
+def _check_names(statement: Statement, words: LayoutWords, axes: SubMesh, any_dims: bool) -> None:
     span: SourceSpan | None = getattr(statement, "span", None)
     for rule in _rules(statement):
         for pattern in () if any_dims else rule.dims:

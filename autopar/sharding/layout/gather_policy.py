@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from autopar.mesh import SubMesh
 from autopar.sharding.atoms import HasAtoms
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.parameter_storage import storage_of
@@ -29,7 +30,7 @@ class GatherPolicy:
     """What is gathered of it is given up after the forward and gathered again."""
 
 
-def gather_policy_of(layout: Layout, tensor: HasAtoms, used: tuple[Axes, ...], axes: Mapping[str, int]) -> GatherPolicy:
+def gather_policy_of(layout: Layout, tensor: HasAtoms, used: tuple[Axes, ...], axes: SubMesh) -> GatherPolicy:
     """Of a parameter that the forward takes as `used` splits it."""
     param, grad, opt = storage_of(layout, tensor, axes)
     again = held_as(layout, tensor) == "regather"

@@ -5,17 +5,18 @@ Each place where one stands is one decision, for all tensors that its rule is ab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
+from autopar.mesh import SubMesh
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.syntax import Axes, Block, DimRule, Hole, Pin, SplitTerm, Statement, TensorPattern, Term
 
 __all__ = ["filled", "options_of"]
 
 
-def options_of(layout: Layout, axes: Mapping[str, int]) -> list[tuple[Axes, ...]]:
+def options_of(layout: Layout, axes: SubMesh) -> list[tuple[Axes, ...]]:
     """For each decision that a layout leaves, in the order of its text, the axes to choose from."""
     found: list[tuple[Axes, ...]] = []
 
@@ -30,7 +31,7 @@ def options_of(layout: Layout, axes: Mapping[str, int]) -> list[tuple[Axes, ...]
     return found
 
 
-def filled(layout: Layout, axes: Mapping[str, int], picks: Sequence[Axes]) -> Layout:
+def filled(layout: Layout, axes: SubMesh, picks: Sequence[Axes]) -> Layout:
     """The layout with these axes picked, one for each decision."""
     left = iter(picks)
 
@@ -42,7 +43,7 @@ def filled(layout: Layout, axes: Mapping[str, int], picks: Sequence[Axes]) -> La
     return Layout(tuple(_with_terms(statement, fill) for statement in layout), layout.name)
 
 
-def _options(term: Term, axes: Mapping[str, int]) -> tuple[Axes, ...]:
+def _options(term: Term, axes: SubMesh) -> tuple[Axes, ...]:
     if isinstance(term, Hole):
         return term.candidates
     if isinstance(term, SplitTerm) and term.extends:
@@ -50,7 +51,7 @@ def _options(term: Term, axes: Mapping[str, int]) -> tuple[Axes, ...]:
     return ()
 
 
-def _extensions(own: Axes, axes: Mapping[str, int]) -> Iterator[Axes]:
+def _extensions(own: Axes, axes: SubMesh) -> Iterator[Axes]:
     """The axes themselves, then with others of the mesh, in its order, as minor ones."""
     others = [axis for axis, size in axes.items() if axis not in own and size > 1]
     for count in range(len(others) + 1):

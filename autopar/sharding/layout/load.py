@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from autopar.errors import LayoutError
 from autopar.files import data_folder
+from autopar.mesh import SubMesh
 from autopar.sharding.layout.language import Layout, parse_layout, parse_strategy_call
 from autopar.sharding.layout.source import unknown_name
 from autopar.sharding.layout.syntax import Block, DimRule, Guard, Hole, Let, OpPin, Pin, SplitTerm
@@ -25,7 +26,7 @@ __all__ = [
 ]
 
 
-def choose_layout(layout: str | Path | Layout, axes: Mapping[str, int]) -> Layout:
+def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
     """The layout that `layout=` means on a mesh with these axes.
 
     A strategy is for any mesh: its axes that the mesh lacks have size 1, and `fsdp(fsdp=dp*tp)` matches them by hand. A

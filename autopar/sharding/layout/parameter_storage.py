@@ -7,8 +7,7 @@ ZeRO-2 where `param` is whole, ZeRO-3 where it is split as `opt` is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from autopar.mesh import SubMesh
 from autopar.sharding.atoms import HasAtoms
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.precedence import glob_matches
@@ -21,12 +20,12 @@ __all__ = ["storage_of", "stored_splits"]
 Splits = tuple[Axes, ...]
 
 
-def stored_splits(layout: Layout, tensor: HasAtoms, axes: Mapping[str, int]) -> Splits:
+def stored_splits(layout: Layout, tensor: HasAtoms, axes: SubMesh) -> Splits:
     """The axes that split each atom of a parameter as it is registered."""
     return storage_of(layout, tensor, axes)[2]
 
 
-def storage_of(layout: Layout, tensor: HasAtoms, axes: Mapping[str, int]) -> tuple[Splits, Splits, Splits]:
+def storage_of(layout: Layout, tensor: HasAtoms, axes: SubMesh) -> tuple[Splits, Splits, Splits]:
     """What `param`, `grad` and `opt` come to; `opt` and `grad` follow `param` where no block speaks of them."""
     param = _closed(layout, tensor, "param", axes)
     opt = _closed(layout, tensor, "opt", axes) if _block(layout, tensor, "opt") else param
@@ -64,7 +63,7 @@ def _block(layout: Layout, tensor: HasAtoms, kind: str) -> Block | None:
     return None
 
 
-def _closed(layout: Layout, tensor: HasAtoms, kind: str, axes: Mapping[str, int]) -> Splits:
+def _closed(layout: Layout, tensor: HasAtoms, kind: str, axes: SubMesh) -> Splits:
     return tuple(axes_of or () for axes_of in resolve(layout, tensor, kind, axes))
 
 

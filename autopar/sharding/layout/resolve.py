@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.mesh import SubMesh
 from autopar.sharding.atoms import HasAtoms
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.precedence import POSITION, Specificity, glob_matches, matches, specificity
@@ -49,7 +50,7 @@ class _AxisClaim:
         return storage and self.rule.dims == ("*",)
 
 
-def resolve(layout: Layout, tensor: HasAtoms, kind: str, axes: Mapping[str, int]) -> SplitRequest:
+def resolve(layout: Layout, tensor: HasAtoms, kind: str, axes: SubMesh) -> SplitRequest:
     """What the layout wants of a tensor in its role as `kind` (param, use, act, input, output, buffer ...)."""
     claims: list[_AxisClaim] = []
     one_dim: DimRule | None = None
@@ -144,7 +145,7 @@ def _rules_about(layout: Layout, tensor: HasAtoms, kind: str) -> Iterator[_Rule]
 def _grant(
     claim: _AxisClaim,
     tensor: HasAtoms,
-    axes: Mapping[str, int],
+    axes: SubMesh,
     taken: dict[str, _AxisClaim],
     wanted: list[Axes | None],
     is_stored: bool,
@@ -193,9 +194,7 @@ def _grant(
     )
 
 
-def _spread(
-    entry: _RankedRule, wanted: Axes, tensor: HasAtoms, axes: Mapping[str, int], uneven: bool
-) -> dict[int, Axes] | None:
+def _spread(entry: _RankedRule, wanted: Axes, tensor: HasAtoms, axes: SubMesh, uneven: bool) -> dict[int, Axes] | None:
     """Axes dealt to the atoms of a dim, major first; None where one does not divide the atom whose turn it is, unless
     pieces may be uneven."""
     granted: dict[int, Axes] = {}
@@ -212,9 +211,7 @@ def _spread(
     return granted
 
 
-def _why_not(
-    entry: _RankedRule, term: SplitTerm, tensor: HasAtoms, axes: Mapping[str, int], rival: _AxisClaim | None
-) -> str:
+def _why_not(entry: _RankedRule, term: SplitTerm, tensor: HasAtoms, axes: SubMesh, rival: _AxisClaim | None) -> str:
     if rival is not None:
         return f"axis '{'*'.join(term.axes)}' is taken by '{rival.entry.name}'"
     extents = " x ".join(str(tensor.atoms[i].size) for i in entry.atoms)
@@ -229,7 +226,7 @@ def _why_not(
 def _grant_one_dim(
     rule: DimRule,
     tensor: HasAtoms,
-    axes: Mapping[str, int],
+    axes: SubMesh,
     taken: Mapping[str, _AxisClaim],
     spoken: set[int],
     wanted: list[Axes | None],

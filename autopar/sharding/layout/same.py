@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from autopar.mesh import SubMesh
 from autopar.sharding.atoms import HasAtoms, atoms_of
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.precedence import glob_matches
@@ -22,7 +23,7 @@ def groups_of(layout: Layout, names: Sequence[str]) -> list[tuple[str, ...]]:
     ]
 
 
-def shared(layout: Layout, tensors: Mapping[str, tuple[HasAtoms, tuple[str, ...]]], axes: Mapping[str, int]) -> Layout:
+def shared(layout: Layout, tensors: Mapping[str, tuple[HasAtoms, tuple[str, ...]]], axes: SubMesh) -> Layout:
     """The layout with blocks for what tensors take over from each other; `tensors` are they and their roles."""
     added: list[Block] = []
     for group in groups_of(layout, list(tensors)):

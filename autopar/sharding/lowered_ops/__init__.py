@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
+from autopar.mesh import SubMesh
 from autopar.sharding.atoms import atoms_of
 from autopar.sharding.lowered_ops.base import LoweredOp, LoweredOpContext, OpMessage
 from autopar.sharding.lowered_ops.batch_norm import BatchNorm
@@ -55,7 +56,7 @@ def split_of(
     node: NamedNode,
     splits: Iterable[tuple[tuple[str, int], tuple[str, ...]]],
     operands: tuple[Sharding | None, ...],
-    axes: Mapping[str, int],
+    axes: SubMesh,
     at: Mapping[str, int] | None = None,
 ) -> LoweredOpContext | None:
     """What a lowering has to know of a choice (its splits and the layouts it takes); None where none is at work.

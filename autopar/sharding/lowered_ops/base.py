@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir.values import NamedNode
+from autopar.mesh import SubMesh
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.reshard import Reshard, reshard
@@ -54,7 +55,7 @@ class LoweredOpContext:
 
     lowering: LoweredOp
     node: NamedNode
-    mesh: Mapping[str, int]
+    mesh: SubMesh
     at: Mapping[str, int]
     """The coordinates of this rank."""
     factors: Mapping[str, tuple[str, ...]]

@@ -184,5 +184,5 @@ class HaloExchange:
         kind, dim = StepKind.HALO_EXCHANGE, stretch.dim
         step = Step(kind, stretch.axes, dim, layout, layout, numel=line * most, sent_numel=line * most)
         steps = (step,) if most else ()
-        found = Reshard(Atoms.plain(shape), tuple(split.mesh.items()), layout, layout, steps, steps)
+        found = Reshard(Atoms.plain(shape), split.mesh, layout, layout, steps, steps)
         return cls(found, split.dtype.itemsize, split.differentiable, stretch)

@@ -24,9 +24,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.mesh import SubMesh
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.shortest_path import cheapest
-from autopar.sharding.reshard.steps import LOCAL, Axes, LinkCost, Step, StepKind
+from autopar.sharding.reshard.steps import LOCAL, LinkCost, Step, StepKind
 from autopar.sharding.sharding import Sharding
 
 __all__ = ["LOCAL", "LinkCost", "Reshard", "Step", "StepKind", "reshard", "steps"]
@@ -37,7 +38,7 @@ class Reshard:
     """A conversion with both its directions; `gradient` is the conversion that its backward makes."""
 
     atoms: Atoms
-    axes: Axes
+    axes: SubMesh
     source: Sharding
     target: Sharding
     forward: tuple[Step, ...]
@@ -56,13 +57,13 @@ def reshard(
     atoms: Atoms,
     source: Sharding,
     target: Sharding,
-    axes: Mapping[str, int],
+    axes: SubMesh,
     links: Mapping[str, LinkCost] | None = None,
 ) -> Reshard:
     """The cheapest steps from one layout to another and, for the gradient, back."""
     return Reshard(
         atoms,
-        tuple(axes.items()),
+        SubMesh.of(axes),
         source,
         target,
         steps(atoms, source, target, axes, links),
@@ -74,7 +75,7 @@ def steps(
     atoms: Atoms,
     source: Sharding,
     target: Sharding,
-    axes: Mapping[str, int],
+    axes: SubMesh,
     links: Mapping[str, LinkCost] | None = None,
 ) -> tuple[Step, ...]:
     """The cheapest steps from one layout to another, one direction only."""
@@ -87,5 +88,5 @@ def steps(
         return ()
     links = links or {}
     return cheapest(
-        atoms, source, target, tuple(axes.items()), tuple((axis, links.get(axis, LinkCost())) for axis in axes)
+        atoms, source, target, SubMesh.of(axes), tuple((axis, links.get(axis, LinkCost())) for axis in axes)
     )

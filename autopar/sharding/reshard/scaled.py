@@ -7,11 +7,11 @@ few axes serves many large ones, and sizes scale.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
+from autopar.mesh import SubMesh
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.reshard import steps
 from autopar.sharding.sharding import Sharding, common_axes, longest
@@ -54,7 +54,7 @@ class _ShardingChange(NamedTuple):
 class ScaledReshards:
     """The conversions of one mesh."""
 
-    axes: Mapping[str, int]
+    axes: SubMesh
     small: dict[_Key, tuple[StepSize, ...]] = field(default_factory=dict)
     changes: dict[tuple[Sharding, Sharding], _ShardingChange] = field(default_factory=dict)
 

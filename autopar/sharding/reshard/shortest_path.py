@@ -7,9 +7,10 @@ from fractions import Fraction
 from functools import lru_cache
 from math import prod
 
+from autopar.mesh import SubMesh
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.step_graph import StepEdge, StepGraph, StepLimits, step_space
-from autopar.sharding.reshard.steps import Axes, LinkCost, Step, StepKind
+from autopar.sharding.reshard.steps import LinkCost, Step, StepKind
 from autopar.sharding.sharding import Sharding, common_axes
 
 __all__ = ["cheapest"]
@@ -21,7 +22,7 @@ _Key = tuple[tuple[int, ...], ...]
 
 @lru_cache(maxsize=65536)
 def cheapest(
-    atoms: Atoms, source: Sharding, target: Sharding, axes: Axes, links: tuple[tuple[str, LinkCost], ...]
+    atoms: Atoms, source: Sharding, target: Sharding, axes: SubMesh, links: tuple[tuple[str, LinkCost], ...]
 ) -> tuple[Step, ...]:
     space = step_space(atoms, axes)
     limits = _limits(space, source, target)

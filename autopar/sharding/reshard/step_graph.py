@@ -9,8 +9,9 @@ from itertools import combinations, permutations, product
 from math import prod
 from typing import NamedTuple
 
+from autopar.mesh import SubMesh
 from autopar.sharding.atoms import Atoms
-from autopar.sharding.reshard.steps import Axes, Step, StepKind
+from autopar.sharding.reshard.steps import Step, StepKind
 from autopar.sharding.sharding import Piece, Sharding, longest, nested
 
 __all__ = ["StepEdge", "StepGraph", "StepLimits", "step_space"]
@@ -56,14 +57,14 @@ class _OutgoingSteps:
 
 
 @lru_cache(maxsize=256)
-def step_space(atoms: Atoms, axes: Axes) -> StepGraph:
+def step_space(atoms: Atoms, axes: SubMesh) -> StepGraph:
     return StepGraph(atoms, axes)
 
 
 class StepGraph:
-    def __init__(self, atoms: Atoms, axes: Axes) -> None:
+    def __init__(self, atoms: Atoms, axes: SubMesh) -> None:
         self.atoms = atoms
-        self.axes = dict(axes)
+        self.axes = axes
         self.names = tuple(self.axes)
         self.bits = {axis: 1 << i for i, axis in enumerate(self.axes)}
         self.layouts: list[Sharding] = []

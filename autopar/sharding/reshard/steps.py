@@ -7,10 +7,7 @@ from enum import Enum
 
 from autopar.sharding.sharding import Sharding
 
-__all__ = ["LOCAL", "Axes", "LinkCost", "Step", "StepKind"]
-
-Axes = tuple[tuple[str, int], ...]
-"""The axes of a mesh with their sizes."""
+__all__ = ["LOCAL", "LinkCost", "Step", "StepKind"]
 
 
 class StepKind(Enum):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from autopar.errors import AutoparError, LayoutError
 from autopar.ir.values import NamedNode
+from autopar.mesh import SubMesh
 from autopar.sharding.demands import SearchLayout
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.op_pins import cannot_be_had, pin_of
@@ -32,7 +33,7 @@ class OutOfTime(Exception):
 
 
 def no_option(
-    demands: SearchLayout, node: NamedNode, axes: Mapping[str, int], can_be_had: Callable[[SearchLayout], bool]
+    demands: SearchLayout, node: NamedNode, axes: SubMesh, can_be_had: Callable[[SearchLayout], bool]
 ) -> LayoutError:
     """No choice of an op gives and takes what the layout demands; `can_be_had` says whether one does under another."""
     lines, _ = conflicting(demands, can_be_had)

@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 from autopar.ir.values import NamedNode
+from autopar.mesh import SubMesh
 from autopar.sharding.assignment import OpAssignment, StepPlan
 from autopar.sharding.choices import Choice, Passing, Site
 from autopar.sharding.sharding import Sharding
@@ -81,7 +82,7 @@ def joined_meshes(setting: PlanningProblem) -> Iterator[tuple[JoinedAxes, Planni
         if any(len(found) > 1 for found in links):
             continue
         axes = {"*".join(group): group for group in groups}
-        sizes = {name: prod(setting.axes[axis] for axis in group) for name, group in axes.items()}
+        sizes = SubMesh({name: prod(setting.axes[axis] for axis in group) for name, group in axes.items()})
         put = {name: link for name, found in zip(axes, links, strict=True) for link in found if link is not None}
         options = replace(setting.options, links=put)
         yield JoinedAxes(setting, axes), PlanningProblem.of(setting.graph, sizes, setting.cluster, options)
