@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from autopar.errors import LayoutError
+from autopar.mesh import SubMesh
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.reshard import LinkCost, Reshard, Step, StepKind, reshard, steps
 from autopar.sharding.reshard.shortest_path import _RemainingBound, cheapest
-from autopar.sharding.reshard.steps import Axes
 from autopar.sharding.sharding import Sharding
 from tests.simulation import Everywhere, all_layouts, gather, run, scatter
 
@@ -412,7 +412,7 @@ def test_the_bound_of_the_search_leaves_out_nothing(seed: int, monkeypatch: pyte
     assert bounded == [cheapest.__wrapped__(*given) for given in drawn]
 
 
-def _conversion(draw: random.Random) -> tuple[Atoms, Sharding, Sharding, Axes, tuple[tuple[str, LinkCost], ...]]:
+def _conversion(draw: random.Random) -> tuple[Atoms, Sharding, Sharding, SubMesh, tuple[tuple[str, LinkCost], ...]]:
     """Sizes that axes divide or do not, sums in either layout, links of any cost."""
     axes = draw.choice([{"a": 2, "b": 4, "c": 3}, {"p": 2, "d": 8, "t": 8}, {"x": 4, "y": 4}])
     count = draw.randint(0, 3)
@@ -430,4 +430,4 @@ def _conversion(draw: random.Random) -> tuple[Atoms, Sharding, Sharding, Axes, t
         ends.append(Sharding(tuple(map(tuple, splits)), frozenset(partial)))
     costs = [(1.0, 0.0)] if draw.random() < 0.5 else [(1.0, 2.0), (0.5, 0.0), (10.0, 100.0), (0.0, 1.0)]
     links = tuple((axis, LinkCost(*draw.choice(costs))) for axis in axes)
-    return Atoms(sizes, (1,) * count), *ends, tuple(axes.items()), links  # type: ignore[return-value]
+    return Atoms(sizes, (1,) * count), *ends, SubMesh(axes), links  # type: ignore[return-value]

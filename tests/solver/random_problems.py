@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.ir.graph import NamedGraph
+from autopar.mesh import SubMesh
 from autopar.sharding.demands import SearchLayout
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.options import PlanOptions
@@ -82,7 +83,7 @@ class Drawn:
 
     @property
     def setting(self) -> PlanningProblem:
-        return PlanningProblem.of(self.graph, self.axes, self.cluster, self.options)
+        return PlanningProblem.of(self.graph, SubMesh.of(self.axes), self.cluster, self.options)
 
     @property
     def demands(self) -> SearchLayout:

@@ -12,6 +12,7 @@ import autopar
 from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.ir.graph import NamedGraph
+from autopar.mesh import SubMesh
 from autopar.sharding.demands import SearchLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import PlanOptions
@@ -40,7 +41,7 @@ def graph() -> NamedGraph:
 
 @pytest.fixture(scope="module")
 def setting(graph: NamedGraph) -> PlanningProblem:
-    return PlanningProblem.of(graph, AXES, CLUSTER, PlanOptions())
+    return PlanningProblem.of(graph, SubMesh.of(AXES), CLUSTER, PlanOptions())
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import torch
 import autopar
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.ir.graph import NamedGraph
+from autopar.mesh import SubMesh
 from autopar.sharding.demands import SearchLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import PlanOptions
@@ -41,7 +42,7 @@ def test_a_solved_plan_computes_what_one_process_does(traced: Traced) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_may_be_decided_computes_the_same(traced: Traced, seed: int) -> None:
     graph, exact, inputs = traced
-    setting = PlanningProblem.of(graph, AXES, CLUSTER, PlanOptions())
+    setting = PlanningProblem.of(graph, SubMesh.of(AXES), CLUSTER, PlanOptions())
     model = build(setting, SearchLayout(graph, AXES, Layout(())), regather=True)
     draw = random.Random(seed)
     chosen = [draw.randrange(len(variable.states)) for variable in model.variables]
