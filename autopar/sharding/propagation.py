@@ -220,7 +220,9 @@ class _Propagation:
                     raise
                 self.undecided.add(node.name)
                 self._take(node, decided.ops[node.name])
-        return Assignment(self.axes, self.stored, self.ops, self.values, self.gather_policies, self.asking.recompute())
+        return Assignment(
+            SubMesh.of(self.axes), self.stored, self.ops, self.values, self.gather_policies, self.asking.recompute()
+        )
 
     def _store(self, tensor: NamedTensor) -> None:
         held = self.asking.held(tensor)

@@ -77,7 +77,7 @@ def solve_plan(
     """
     began = time.monotonic()
     with _uncollected():
-        setting = PlanningProblem.of(graph, axes, cluster, options or PlanOptions())
+        setting = PlanningProblem.of(graph, SubMesh.of(axes), cluster, options or PlanOptions())
         limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
         demands = SearchLayout(graph, axes, layout or Layout(()))
         incumbent = Incumbent(setting, limit, began, progress, demands)
