@@ -29,6 +29,7 @@ from autopar.runtime.random_keys import RandomKeys, kept_generators
 from autopar.runtime.ranks.agreement import Agreement, PendingCheck
 from autopar.runtime.ranks.graph_facts import graph_facts
 from autopar.runtime.shards import LocalShard, ShardOwner, held_by
+from autopar.runtime.torch_wrappers import check_not_captured
 from autopar.runtime.weights import Weights
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.gather_policy import GatherPolicy
@@ -212,6 +213,8 @@ class CallCache:
         plan = None
         if given is not None:
             plan = next((p for p in self.found.get(given.key, ()) if p.structure == given.structure), None)
+        if plan is None:
+            check_not_captured()
         self.unsaid = None
         summed = self._is_compared(differ) or self.agreement.is_cheap
         compared = summed or self.agreement.is_quick

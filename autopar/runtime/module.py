@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import AutoparError, ModuleAttributeError
 from autopar.ir.graph import NamedGraph
@@ -20,6 +21,13 @@ from autopar.runtime.call_cache import CallCache, CallSettings, Disagreement, Fi
 from autopar.runtime.compiled_call import CallSignature, CompiledCall
 from autopar.runtime.module_shell import ClosedModule, entry_of, tie
 from autopar.runtime.stale_optimizers import watch_replaced
+from autopar.runtime.torch_wrappers import (
+    check_conversion,
+    check_hook,
+    check_not_captured,
+    refuse_capture,
+    watch_wrappers,
+)
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.options import Outputs
 from autopar.sharding.reshard_insertion import StepCollective
@@ -48,6 +56,7 @@ class ParallelModule(ClosedModule):
         object.__setattr__(self, "_plans", CallCache(self, model, mesh, planner, settings))
         self.training = model.training
         watch_replaced(model.parameters())
+        watch_wrappers()
         if inputs is not None:
             self._plans.prepare(inputs)
 
@@ -101,6 +110,7 @@ class ParallelModule(ClosedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             return self._call(args, kwargs)
+        check_not_captured()
         # The two ends cannot be traced by torch.compile; what is between them is one graph.
         plan, given, values = self._begin_untraced(args, kwargs)
         outputs = self._run_exactly(plan, values) if self._plans.randomness.is_exact else plan.graph_module(*values)
@@ -243,6 +253,20 @@ class ParallelModule(ClosedModule):
         )
         object.__setattr__(made, "_plans", self._plans.copied(made, memo))
         return made
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        if check_conversion(fn, self._plans.weights.kinds(), self._plans.device):
+            self._plans.weights.check_there()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
+        check_hook(hook)
+        return super().register_forward_pre_hook(hook, **options)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Raise for torch.jit.script, which asks modules for this first."""
+        refuse_capture()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise AutoparError(

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ModuleAttributeError
+from autopar.runtime.torch_wrappers import FSDP_MARK, refuse
 from autopar.tracing.plain_model import AlreadyParallel
 
 __all__ = ["ClosedModule", "ModuleShell", "canonical_names", "entry_of", "mirror", "owner_of", "tie"]
@@ -24,6 +25,11 @@ HOOK_FIX = "register the hook on the model before it is parallelised, or on the 
 
 class ClosedModule(AlreadyParallel):
     """A module to which nothing can be added, since the graph that runs would not know of it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == FSDP_MARK:
+            refuse("FullyShardedDataParallel")
+        super().__setattr__(name, value)
 
     def add_module(self, name: str, module: nn.Module | None) -> NoReturn:
         self._refuse(f"it cannot take the module {name!r}")

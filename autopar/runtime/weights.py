@@ -81,6 +81,10 @@ class Weights:
                 modes = (self.shell.training,) * len(modes)
         return modes, tuple(map(_requires_grad, parameters)), (*map(_dtype, parameters), *map(_dtype, buffers))
 
+    def kinds(self) -> set[torch.dtype]:
+        """Return the dtypes of all parameters and buffers."""
+        return set(self.state()[2])
+
     def traceable(self, training: Sequence[bool], trained: Sequence[bool], dtypes: Sequence[torch.dtype]) -> nn.Module:
         """The model without its values, in some state."""
         for module, trains in zip(self.skeleton.modules(), training, strict=True):
