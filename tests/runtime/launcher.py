@@ -80,8 +80,8 @@ def _start(
     function: Callable[..., Any], arguments: Any, folder: Path, ranks: int, limit_seconds: float | None
 ) -> list[BaseProcess]:
     context = multiprocessing.get_context("forkserver")
-    # Loaded once, in a process that the ranks are forked from: importing torch takes longer than most tests.
-    context.set_forkserver_preload(["torch.distributed.tensor", "torch._dynamo", "torch._functorch.aot_autograd"])
+    # One server for the whole session: it imports torch and autopar once, and each rank of each launch is a fork of it.
+    context.set_forkserver_preload(["tests.runtime.preload"])
     (folder / "arguments").write_bytes(pickle.dumps(arguments))
     place = (function.__module__, function.__qualname__, str(folder))
     running: list[BaseProcess] = [
