@@ -13,15 +13,16 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format docs matrix matrix-oldest matrix-newest
+.PHONY: help demo test test-all check format docs matrix matrix-oldest matrix-newest
 
 help:
-	@echo "make demo    create .venv, install, plan Llama-3-8B for 64 GPUs, run a plan on 4 processes and compare with one"
-	@echo "make test    create .venv, install, run all checks and all tests"
-	@echo "make check   lint, format and types only"
-	@echo "make matrix  install the oldest and the newest torch into .venv-matrix, and run some tests on each"
-	@echo "make docs    create .venv, install, build the site of the documentation into site/"
-	@echo "make format  mend what lint and format can mend"
+	@echo "make demo      create .venv, install, plan Llama-3-8B for 64 GPUs, run a plan on 4 processes and compare with one"
+	@echo "make test      create .venv, install, run all checks and the tests of every part: at most 10 minutes on 2 cores"
+	@echo "make test-all  run the tests that 'make test' leaves out: the long matrices of cases"
+	@echo "make check     lint, format and types only"
+	@echo "make matrix    install the oldest and the newest torch into .venv-matrix, and run some tests on each"
+	@echo "make docs      create .venv, install, build the site of the documentation into site/"
+	@echo "make format    mend what lint and format can mend"
 
 demo: $(INSTALLED)
 	@echo "== Llama-3-8B on 64 H100, without its weights"
@@ -29,8 +30,13 @@ demo: $(INSTALLED)
 	@echo; echo "== a small GPT on 4 processes of this machine, and on one"
 	$(BIN)/autopar verify examples/gpt.py:gpt --mesh dp=2,tp=2 --layout megatron
 
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(PYTEST) -m "not slow"
+
+test-all: $(INSTALLED)
+	$(PYTEST) -m slow
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

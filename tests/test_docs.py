@@ -92,7 +92,7 @@ def test_layout_blocks_are_layouts(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_make_targets_exist(page: Path) -> None:
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {command[1] for command in commands(page.read_text()) if command[0] == "make"}
     assert named <= targets
 
