@@ -23,6 +23,9 @@ from tests.runtime import random_cases
 from tests.runtime.launcher import launch
 from tests.runtime.random_cases import MESHES, PER_MODULE, Outcome, run
 
+# Modules that the processes of one launch take: their results come together, and a launch has a time limit.
+MODULES_PER_LAUNCH = 5
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -42,7 +45,7 @@ def main() -> int:
     for found in _on_processes(seeds) if asked.processes else _simulated(seeds, asked.jobs):
         for one in found:
             _count(one, kinds, reasons)
-        if sum(kinds.values()) % 400 < PER_MODULE:
+        if asked.processes or sum(kinds.values()) % 400 < PER_MODULE:
             print(f"{_said(kinds)}, {time.monotonic() - begun:.0f} s", flush=True)
     for reason, count in reasons.most_common():
         print(f"{count:6} refused: {reason}")
@@ -59,10 +62,11 @@ def _simulated(seeds: range, jobs: int) -> Iterator[list[Outcome]]:
 
 
 def _on_processes(seeds: range) -> Iterator[list[Outcome]]:
-    for axes in MESHES:
-        mesh = Mesh(**axes)
-        for begin in range(0, len(seeds), 20 * PER_MODULE):
-            chunk = list(seeds[begin : begin + 20 * PER_MODULE])
+    length = MODULES_PER_LAUNCH * PER_MODULE
+    for begin in range(0, len(seeds), length):
+        chunk = list(seeds[begin : begin + length])
+        for axes in MESHES:
+            mesh = Mesh(**axes)
             ranks = launch(random_cases.run_on_processes, str(mesh), chunk, ranks=mesh.size)
             # What is wrong on one rank is wrong.
             yield [max(each, key=lambda one: one.kind in ("wrong", "error")) for each in zip(*ranks, strict=True)]

@@ -155,11 +155,15 @@ def run_on_processes(mesh: str, cases: Sequence[int]) -> list[Outcome]:
     axes = {axis: size for axis, size in Mesh(mesh).axes.items() if size is not None}
     found = []
     for case in cases:
+        if random.Random(f"case {case}").choice(MESHES) != axes:  # as `drawn` begins, without a trace
+            continue
         traced = _traced(case // PER_MODULE)
         if isinstance(traced.graph, AutoparError):
             continue
         one = drawn(case, traced.graph)
-        if one.text is not None and dict(one.axes) == axes:
+        assert dict(one.axes) == axes, "a case draws its mesh first"
+        if one.text is not None:
+            print(f"--seed {case}", flush=True)  # into the log, which is shown if the launch fails
             found.append(_on_processes(case, traced, one, mesh))
     return found
 
