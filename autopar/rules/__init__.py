@@ -1,1 +1,1 @@
-"""How each op treats its factors: the notation, the table, its proof, and discovery of what is not in the table."""
+"""Rules of ops: the notation, the table of all ops, the proof by execution, and discovery of missing rules."""

@@ -1,4 +1,4 @@
-"""Binding a pattern to a call: ellipses become dims, broadcast dims lose their factor, sizes are solved."""
+"""Bind a pattern to a call: name the dims of ellipses, drop factors of broadcast dims, solve sizes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def fresh_names(count: int, taken: set[str]) -> list[str]:
-    """`count` short factor names that are not taken, in alphabetical order."""
+    """Return `count` short factor names that are not taken, in alphabetical order."""
     names = (letter + suffix for suffix in ("", *map(str, range(1, 100))) for letter in _LETTERS)
     free = (name for name in names if name not in taken)
     return [next(free) for _ in range(count)]
 
 
 def bind(pattern: Rule, call: Call) -> Rule:
-    """The pattern as it reads for this call: no ellipsis, no optional operand, `1` where a dim is broadcast."""
+    """Return the pattern as it reads for this call: without ellipses and absent operands, `1` for broadcast dims."""
     if any(spec is not None and spec.rank > 0 for spec in call.operands[len(pattern.operands) :]):
         raise _misfit(
             pattern, call, f"the op has {len(call.operands)} tensor operands, the rule {len(pattern.operands)}"
@@ -42,7 +42,7 @@ def bind(pattern: Rule, call: Call) -> Rule:
 
 
 def _ellipsis_names(pattern: Rule, call: Call) -> list[str]:
-    """Names of the dims that the ellipses stand for; the last is the rightmost."""
+    """Return names of the dims that the ellipses stand for; the last is the rightmost."""
     longest = 0
     for operand, spec in _pairs(pattern, call):
         if operand.has_ellipsis:
@@ -137,7 +137,7 @@ def _without_absent(rule: Rule, call: Call) -> Rule:
 
 
 def _linear_groups(groups: tuple[tuple[int, ...], ...], call: Call) -> tuple[tuple[int, ...], ...]:
-    """Groups of operands in which this call is linear.
+    """Return the groups of operands in which this call is linear.
 
     A number in place of a tensor makes `x + 2` affine, booleans do not add up, a cast from floats to integers rounds.
     """
@@ -155,7 +155,7 @@ def _linear_groups(groups: tuple[tuple[int, ...], ...], call: Call) -> tuple[tup
 
 
 def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:
-    """The extent of each factor; of a halo factor its extent in the output."""
+    """Return the extent of each factor; of a halo factor its extent in the output."""
     sizes = _sizes_in_arguments(rule, call)
     halos = {name for name, _ in rule.halos}
     open_terms: list[tuple[Term, int]] = []
@@ -186,7 +186,7 @@ def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:
 
 
 def _sizes_in_arguments(rule: Rule, call: Call) -> dict[str, int]:
-    """Extents that arguments hold, as the number of groups in `localise num_groups=g`."""
+    """Return extents that arguments give, as the number of groups in `localise num_groups=g`."""
     pairs = [(call.get(word.partition("=")[0]), word.partition("=")[2]) for word in rule.localise if "=" in word]
     return {factor: value for value, factor in pairs if isinstance(value, int)}
 

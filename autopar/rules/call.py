@@ -1,4 +1,4 @@
-"""One call of one op, described by shapes, dtypes and plain arguments: what a rule is bound to."""
+"""Call of an op by shapes, dtypes and plain arguments: the input of a rule."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Call:
-    """`operands` and `outputs` hold all tensors in order, lists flattened; an absent optional tensor is None."""
+    """One call of one op. `operands` and `outputs` are all tensors in order, lists flattened; an absent one is None."""
 
     op: str
     arguments: tuple[tuple[str, Any], ...]
     operands: tuple[TensorSpec | None, ...]
     outputs: tuple[TensorSpec | None, ...]
+    # Operands for which a plain number stands, as in `x + 2`.
     numbers: frozenset[int] = frozenset()
-    """Operands for which a plain number stands, as in `x + 2`."""
 
     def __getitem__(self, name: str) -> Any:
         for key, value in self.arguments:
@@ -68,7 +68,7 @@ class Call:
 
 
 def arguments_by_name(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a call under their schema names, in schema order, defaults filled in."""
+    """Return all arguments of a call under their schema names, in schema order, defaults filled in."""
     named: dict[str, Any] = {}
     for position, argument in enumerate(op._schema.arguments):
         if position < len(args):
@@ -83,7 +83,7 @@ def arguments_by_name(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Ma
 
 
 def takes_tensors(op: torch._ops.OpOverload) -> dict[str, bool]:
-    """The arguments of an op that hold tensors; True for lists of tensors."""
+    """Return the arguments of an op that hold tensors; True for lists of tensors."""
     return dict(_tensor_arguments(op))
 
 
@@ -98,7 +98,7 @@ _tensor_arguments._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def operands_of(op: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> list[Any]:
-    """The tensor operands in order, lists flattened; None where an optional one is absent."""
+    """Return the tensor operands in order, lists flattened; None where an optional one is absent."""
     operands: list[Any] = []
     for name, is_list in takes_tensors(op).items():
         if is_list:
@@ -120,7 +120,7 @@ def describe_call(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mappin
 
 
 def flat_results(result: Any) -> list[Any]:
-    """The tensors an op returned, in order."""
+    """Return the tensors an op returned, in order."""
     if isinstance(result, list | tuple):
         return [tensor for item in result for tensor in flat_results(item)]
     return [result if hasattr(result, "shape") else None]

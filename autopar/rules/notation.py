@@ -40,11 +40,11 @@ __all__ = ["ELLIPSIS", "FactorKind", "Halo", "Operand", "Rule", "Term", "localis
 
 T = TypeVar("T")
 
+# The factors of one physical dim, major first; `()` is a dim of size 1 that has no factor.
 Term = tuple[str, ...]
-"""The factors of one physical dim, major first; `()` is a dim of size 1 that has no factor."""
 
+# Stands for any number of leading dims, aligned to the right between operands.
 ELLIPSIS: Term = ("...",)
-"""Stands for any number of leading dims, aligned to the right between operands."""
 
 
 class FactorKind(Enum):
@@ -120,7 +120,7 @@ class Rule:
         return _kinds_of(self)
 
     def outcome(self, output: int, factor: str) -> FactorKind | None:
-        """What the shards' results of one output are when the factor is split; None: the same in all shards."""
+        """Return how shards' results of one output combine when the factor is split; None: equal in all shards."""
         operand = self.outputs[output]
         kind = self.kinds[factor]
         if operand is None or factor in operand.factors or kind not in (FactorKind.PARALLEL, FactorKind.HALO):
@@ -193,7 +193,7 @@ class Rule:
 
 
 def localised_by(words: tuple[str, ...], known: set[str]) -> tuple[str, ...]:
-    """The words of a localise clause, without those about factors that are not known."""
+    """Return the words of a localise clause, without those about factors that are not known."""
     return tuple(word for word in words if "=" not in word or word.partition("=")[2] in known)
 
 

@@ -14,7 +14,7 @@ __all__ = ["display_name", "find_op", "resolve_op"]
 
 
 def resolve_op(name: str) -> torch._ops.OpOverload:
-    """The op behind a name of the table, such as `aten.add.Tensor`."""
+    """Return the op that has this name in the table, such as `aten.add.Tensor`."""
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
     op = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
@@ -24,7 +24,7 @@ def resolve_op(name: str) -> torch._ops.OpOverload:
 
 
 def find_op(op: Any) -> torch._ops.OpOverload:
-    """The op that a user means: `mylib::op`, `mylib::op.overload`, `mylib.op.default`, or the op itself."""
+    """Return the op that a user means: `mylib::op`, `mylib::op.overload`, `mylib.op.default`, or the op itself."""
     if isinstance(op, torch._ops.OpOverload):
         return op
     if isinstance(op, torch._ops.OpOverloadPacket):
@@ -47,12 +47,12 @@ def find_op(op: Any) -> torch._ops.OpOverload:
 
 
 def display_name(op: torch._ops.OpOverload) -> str:
-    """`mylib::op`, with the overload where it has a name."""
+    """Return `mylib::op`, with the overload where it has a name."""
     return op._schema.name + (f".{op._overloadname}" if op._overloadname != "default" else "")
 
 
 def _overloads(packet: torch._ops.OpOverloadPacket) -> dict[str, torch._ops.OpOverload]:
-    """The overloads that take tensors or make them, by name."""
+    """Return the overloads that take tensors or make them, by name."""
     names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
     found = {name: getattr(packet, name) for name in names}
     return {name: op for name, op in found.items() if "Tensor" in str(op._schema)}

@@ -1,4 +1,4 @@
-"""The whole table, put together from its files, and the rules that users add."""
+"""Registry of all rules: the table's files together, and the rules that users add."""
 
 from __future__ import annotations
 
@@ -14,21 +14,15 @@ from autopar.rules.call import takes_tensors
 from autopar.rules.notation import Rule, parse_rule
 from autopar.rules.op_names import display_name, find_op
 from autopar.rules.ops import (
-    along_dim,
     attention,
-    conv,
+    conv_pool,
     elementwise,
-    embedding_bag,
-    factories,
     index,
     loss,
     matmul,
     misc,
     norm,
-    permute,
-    pool,
     random,
-    recurrent,
     reduce,
     scatter,
     slicing,
@@ -45,20 +39,14 @@ MODULES: tuple[ModuleType, ...] = (
     reduce,
     matmul,
     view,
-    permute,
     slicing,
     index,
-    embedding_bag,
     scatter,
-    along_dim,
     attention,
     norm,
-    conv,
-    pool,
+    conv_pool,
     loss,
     random,
-    recurrent,
-    factories,
     misc,
 )
 
@@ -67,7 +55,7 @@ _registered: dict[str, TableEntry] = {}
 
 @cache
 def topics() -> Mapping[str, tuple[TableEntry, ...]]:
-    """The lines of the table, by the file they stand in."""
+    """Return the lines of the table, by the file they stand in."""
     families: dict[str, OpFamily] = {}
     for module in MODULES:
         clash = families.keys() & module.FAMILIES.keys()
@@ -82,12 +70,12 @@ def _standard_table() -> RuleTable:
 
 
 def rule_table() -> RuleTable:
-    """All rules: the table's, and over them the user's."""
+    """Return all rules: the table's, and over them the user's."""
     return _standard_table().with_entries(_registered.values())
 
 
 def registered(op: Any) -> TableEntry:
-    """The rule of an op, given by name or itself."""
+    """Return the rule of an op, given by name or itself."""
     found = find_op(op)
     entry = rule_table().get(str(found))
     if entry is None:
@@ -98,7 +86,7 @@ def registered(op: Any) -> TableEntry:
 
 
 def register_rule(op: Any, rule: str) -> None:
-    """Say how an op may be split; over the table's rule for it, if there is one.
+    """Register the rule of an op; it takes precedence over the table's.
 
         autopar.register_rule("mylib::op", "b s d -> b s d")
 

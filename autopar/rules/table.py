@@ -1,4 +1,4 @@
-"""The rule table: one line per op. `lookup` gives the rule of a call; adding an op is adding a line.
+"""Rule table: one line per op. `lookup` gives the rule of a call; adding an op is adding a line.
 
     aten.linear.default    ... k, n k, n? -> ... n; linear 0+2 1+2
     aten.mean.dim          reduce mean; linear 0
@@ -46,7 +46,7 @@ class TableEntry:
     tries: Tries
 
     def rule(self, call: Call) -> Rule:
-        """The rule of one call, fully bound."""
+        """Return the rule of one call, fully bound."""
         if self.pattern is not None:
             return bind(self.pattern, call)
         assert self.family is not None, self.line
@@ -54,7 +54,7 @@ class TableEntry:
         return bind(parse_rule(text).with_clauses(self.clauses), call)
 
     def samples(self, op: torch._ops.OpOverload) -> Iterable[Sample]:
-        """Calls to prove the rule with."""
+        """Return sample calls for the proof of the rule."""
         if self.pattern is not None:
             return pattern_samples(op, self.pattern, self.tries)
         assert self.family is not None, self.line
@@ -81,7 +81,7 @@ class RuleTable(Mapping[str, TableEntry]):
         return len(self._entries)
 
     def with_entries(self, entries: Iterable[TableEntry]) -> RuleTable:
-        """This table with more entries, which take the place of those for the same ops."""
+        """Return this table with more entries, which replace those of the same ops."""
         return RuleTable({**self._entries, **{entry.op: entry for entry in entries}}.values())
 
 

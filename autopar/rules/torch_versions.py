@@ -1,4 +1,4 @@
-"""Calls that differ between the releases of torch that autopar takes: 2.11 to 2.15.
+"""Differences between the supported releases of torch, 2.11 to 2.15.
 
 `make matrix` runs the tests on the oldest and the newest. Each call has a line that names the release that changed it.
 """

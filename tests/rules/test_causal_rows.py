@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.rules.notation import parse_rule
 from autopar.rules.shard_call import causal_rows as causal
+from autopar.rules.shard_call.causal_rows import causal_rows
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
-from autopar.rules.shard_call.row_offsets import causal_rows
 from tests.masks import Masks
 
 OP = torch.ops.aten.scaled_dot_product_attention.default

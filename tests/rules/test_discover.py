@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from autopar.rules.call import Call, describe_call
-from autopar.rules.missing import no_rule_message
 from autopar.rules.notation import FactorKind, Rule
 from autopar.rules.op_names import resolve_op
 from autopar.rules.proof import discover as discover_module
-from autopar.rules.proof.discover import Discoveries, Labels, discover
+from autopar.rules.proof.discover import Discoveries, Labels, discover, no_rule_message
 from autopar.rules.proof.run_shards import materialise
 from autopar.rules.registry import rule_table
 

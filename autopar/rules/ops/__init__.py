@@ -1,1 +1,1 @@
-"""Rules by family of ops, one file each."""
+"""Rules of the table by family of ops, one file each."""

@@ -1,4 +1,4 @@
-"""Writing the rule of one call: what the families whose dims depend on arguments share."""
+"""Helpers of families that write the rule of one call: fresh names, axes, the text of operands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Dims = Sequence[str]
 
 
 class Names:
-    """Fresh factor names, one after the other."""
+    """Source of fresh factor names."""
 
     def __init__(self, taken: Iterable[str] = ()) -> None:
         self._names = iter(fresh_names(200, set(taken)))
@@ -29,27 +29,27 @@ class Names:
 
 
 def whole(name: str) -> str:
-    """The factor marked as one that cannot be split."""
+    """Return the factor marked as one that cannot be split."""
     return f"{name}!"
 
 
 def compound(factors: Sequence[str]) -> str:
-    """One dim made of these factors, major first."""
+    """Return one dim made of these factors, major first."""
     return factors[0] if len(factors) == 1 else f"({' '.join(factors)})"
 
 
 def wrap(dim: int, rank: int) -> int:
-    """A dim's number, counted from the left; a scalar counts as one dim."""
+    """Return a dim's number, counted from the left; a scalar counts as one dim."""
     return dim % max(rank, 1)
 
 
 def as_list(value: int | Sequence[int] | None, count: int) -> list[int]:
-    """A size argument that may be one number for all dims, or none at all."""
+    """Return a size argument that may be one number for all dims, or none at all."""
     values = [value] if isinstance(value, int) else list(value or ())
     return values * count if len(values) == 1 else values
 
 
 def text(operands: Sequence[Dims | None], outputs: Sequence[Dims | None], *clauses: str) -> str:
-    """A rule from the dims of its operands and outputs; None is an absent one."""
+    """Return a rule from the dims of its operands and outputs; None is an absent one."""
     left, right = (", ".join("?" if dims is None else dims_text(dims) for dims in side) for side in (operands, outputs))
     return "; ".join([f"{left} -> {right}", *(clause for clause in clauses if clause)])

@@ -16,13 +16,13 @@ __all__ = ["FAMILIES", "TABLE"]
 
 
 def _aligned(shape: Sequence[int], dims: Sequence[str], out: Sequence[int]) -> list[str]:
-    """The dims of a tensor that broadcasts to `out`, aligned to the right."""
+    """Return the dims of a tensor that broadcasts to `out`, aligned to the right."""
     offset = len(out) - len(shape)
     return ["1" if size == 1 != out[offset + i] else dims[offset + i] for i, size in enumerate(shape)]
 
 
 def _leading(call: Call) -> tuple[list[str], list[str], list[int]]:
-    """The leading dims of the queries and of the keys, and the queries' sizes: `(h g)` against `h` where grouped."""
+    """Return the leading dims of queries and of keys, and the queries' sizes; `(h g)` against `h` for grouped heads."""
     query, key = call.operand(0).shape[:-2], call.operand(1).shape[:-2]
     sizes = list(call.output.shape[:-2])
     names = fresh_names(len(sizes), {"h", "g", "s", "t", "e", "v"})
@@ -35,7 +35,7 @@ def _leading(call: Call) -> tuple[list[str], list[str], list[int]]:
 
 
 def _attention(call: Call) -> str:
-    """`b h s e, b h t e, b h t v -> b h s v`; the values alone are linear."""
+    """Write `b h s e, b h t e, b h t v -> b h s v`; the op is linear in the values alone."""
     query_dims, key_dims, sizes = _leading(call)
     key_sizes = [*sizes[:-1], *call.operand(1).shape[-3:-2]] if call.operand(1).rank > 2 else sizes
     queries = [*_aligned(call.operand(0).shape[:-2], query_dims, sizes), "s", "e!"]

@@ -1,4 +1,4 @@
-"""Ops that treat every element alone, with broadcasting."""
+"""Elementwise ops with broadcasting."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["FAMILIES", "TABLE", "aligned_dims", "broadcast_samples", "broadcast_
 
 
 def dims_text(dims: Sequence[str]) -> str:
-    """One operand in the notation; `()` is a scalar."""
+    """Return one operand in the notation; `()` is a scalar."""
     return " ".join(dims) or "()"
 
 
 def aligned_dims(shapes: Iterable[tuple[int, ...]], names: Sequence[str], out: Sequence[int]) -> list[str]:
-    """Dims of operands that broadcast to `out`, whose dims are `names`: `1` where an operand is broadcast."""
+    """Return dims of operands that broadcast to `out`, whose dims are `names`; `1` where one is broadcast."""
     texts = []
     for shape in shapes:
         offset = len(out) - len(shape)
@@ -33,14 +33,14 @@ def aligned_dims(shapes: Iterable[tuple[int, ...]], names: Sequence[str], out: S
 
 
 def broadcast_shape(call: Call) -> tuple[int, ...]:
-    """The shape that all operands broadcast to."""
+    """Return the shape that all operands broadcast to."""
     present = (reversed(spec.shape) for spec in call.operands if spec is not None)
     columns = zip_longest(*present, fillvalue=1)
     return tuple(next((size for size in column if size != 1), 1) for column in columns)[::-1]
 
 
 def pointwise(call: Call, *kinds: str) -> str:
-    """Operands that broadcast to the output; `kinds` are of the samples' operands."""
+    """Return a family whose operands broadcast to the output; `kinds` are those of its samples' operands."""
     out = call.output.shape
     names = fresh_names(len(out), set())
     present = [spec.shape for spec in call.operands if spec is not None]
@@ -50,7 +50,7 @@ def pointwise(call: Call, *kinds: str) -> str:
 
 
 def broadcast_samples(op: torch._ops.OpOverload, tries: Tries, *kinds: str) -> Iterable[Sample]:
-    """All operands of one shape, then each operand in turn broadcast, absent if it may be, or a number."""
+    """Yield all operands of one shape, then each operand in turn broadcast, absent if it may be, or a number."""
     names = list(takes_tensors(op))
     wanted = kinds if len(kinds) == len(names) else (kinds or (tries.kind,)) * len(names)
     optional = {argument.name for argument in op._schema.arguments if str(argument.type).startswith("Optional")}
@@ -65,7 +65,7 @@ def broadcast_samples(op: torch._ops.OpOverload, tries: Tries, *kinds: str) -> I
 
 
 def _number_samples(op: torch._ops.OpOverload, tries: Tries, *kinds: str) -> Iterable[Sample]:
-    """Also a plain number where a tensor may stand, and an integer tensor."""
+    """Yield also calls with a plain number in place of a tensor, and with an integer tensor."""
     yield from broadcast_samples(op, tries, *kinds)
     yield make_sample(op, [Draw((5, 7)), 0.7], {}, tries)
     yield make_sample(op, [Draw((5, 7)), Draw((7,), "count")], {}, tries)
@@ -73,7 +73,7 @@ def _number_samples(op: torch._ops.OpOverload, tries: Tries, *kinds: str) -> Ite
 
 
 def _linear_when(call: Call, argument: str, value: str, other: str, groups: str, *kinds: str) -> str:
-    """Linear only when an argument has this value; `other` is what the samples try besides."""
+    """Return a family that is linear for one value of an argument; samples also use `other`."""
     clause = f"; linear {groups.replace('|', ' ')}" if call[argument] == ast.literal_eval(value) else ""
     return pointwise(call) + clause
 
@@ -91,7 +91,7 @@ def _cast(call: Call) -> str:
 
 
 def _cast_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    """To and from integers; float64 alone among the floats, whose precision the proof needs."""
+    """Yield casts from and to integers; of floats float64 alone, whose precision the proof needs."""
     for kind, dtype in (
         ("normal", torch.float64),
         ("int", torch.float64),
@@ -105,7 +105,7 @@ def _cast_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
 
 
 def _cast_like(call: Call) -> str:
-    """The second operand lends its dtype alone: its shards all give the same, so the largest is right."""
+    """Write the rule: the second operand gives its dtype alone, so shards may take any of its shards."""
     first, other = call.operand(0), call.operand(1)
     names = fresh_names(first.rank + other.rank, set())
     dims = dims_text(names[: first.rank])
@@ -121,7 +121,7 @@ def _cast_like_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Samp
 
 
 def _glu(call: Call) -> str:
-    """The first half of the dim gates the second: two factors, of which the halves stay together."""
+    """Write the rule: the first half of the dim gates the second, so the halves are one factor and stay together."""
     rank = call.operand(0).rank
     names = fresh_names(rank, {"halves"})
     left = list(names)
@@ -135,7 +135,7 @@ def _glu_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
 
 
 def _prelu(call: Call) -> str:
-    """One weight for all, or one per channel, which is dim 1."""
+    """Write the rule: one weight for all channels, or one for each along dim 1."""
     rank = call.operand(0).rank
     names = fresh_names(rank, set())
     shared = rank < 2 or call.operand(1).shape != (call.operand(0).shape[1],)
@@ -149,7 +149,7 @@ def _prelu_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
 
 
 def _filled(call: Call) -> str:
-    """The last operand is one number, as a tensor."""
+    """Write the rule: the last operand is one number as a tensor."""
     *others, value = call.operands
     names = fresh_names(call.output.rank, set())
     texts = aligned_dims([spec.shape for spec in others if spec], names, call.output.shape)
@@ -173,7 +173,7 @@ def _pairs_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
 
 
 def _isin(call: Call) -> str:
-    """Among any of the test elements (or, inverted, among none)."""
+    """Write the rule: a maximum (inverted: a minimum) over the test elements."""
     operands = call.operands if len(call.operands) == 2 else (None, *call.operands)
     out, tested = call.output.rank, operands[1]
     assert tested is not None

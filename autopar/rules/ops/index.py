@@ -1,4 +1,4 @@
-"""Lookups by position: embeddings, indexing, gather, bounds."""
+"""Lookups by position: embeddings, bags of rows, indexing, gather, bounds."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
 import torch
+from torch import Tensor
 
 from autopar.rules.call import Call, TensorSpec
 from autopar.rules.ops._names import Names, text, whole, wrap
 from autopar.rules.ops.elementwise import aligned_dims
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from autopar.rules.table import OpFamily
 
 __all__ = [
     "FAMILIES",
     "INDICES",
     "MASKS",
+    "MAX",
+    "MEAN",
+    "SUM",
     "TABLE",
     "all_whole",
     "broadcast_shape",
@@ -24,12 +29,14 @@ __all__ = [
     "index_place",
     "indexed_dims",
     "is_mask",
+    "own_bags",
+    "own_rows",
     "words",
 ]
 
 
 def _embedding(call: Call) -> str:
-    """Gradients scaled by how often a row is looked up need all lookups at once."""
+    """Write the rule; gradients scaled by the frequency of a row need all lookups at once."""
     names = Names("vd")
     lookups = names.some(call.operand(1).rank)
     if call["scale_grad_by_freq"]:
@@ -54,7 +61,7 @@ def is_mask(spec: TensorSpec | None) -> bool:
 
 
 def indexed_dims(call: Call, indices: Sequence[TensorSpec | None]) -> list[list[int]]:
-    """The dims of the indexed tensor that each index covers; a mask covers as many as it has."""
+    """Return the dims of the indexed tensor that each index covers; a mask covers as many as it has."""
     covered: list[list[int]] = []
     dim = 0
     for spec in indices:
@@ -65,7 +72,7 @@ def indexed_dims(call: Call, indices: Sequence[TensorSpec | None]) -> list[list[
 
 
 def index_place(covered: Sequence[Sequence[int]]) -> int | None:
-    """Where the dims of the indices stand in the result; None: in front, as they are not neighbours."""
+    """Return the place of the indices' dims in the result; None where they come first, being no neighbours."""
     used = [i for i, dims in enumerate(covered) if dims]
     neighbours = used == list(range(used[0], used[-1] + 1))
     return covered[used[0]][0] if neighbours else None
@@ -77,7 +84,7 @@ def broadcast_shape(indices: Sequence[TensorSpec | None]) -> tuple[int, ...]:
 
 
 def _index(call: Call) -> str:
-    """Each indexed dim is looked up; the dims of the indices, broadcast together, are parallel."""
+    """Write the rule: indexed dims are looked up, the broadcast dims of the indices are parallel."""
     shape, indices = call.operand(0).shape, call.operands[1:]
     names = Names()
     left = names.some(len(shape))
@@ -135,7 +142,7 @@ def _index_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
 
 
 def index_draws(shape: tuple[int, ...], indices: Sequence[tuple[int, ...] | None]) -> list[Draw | None]:
-    """Positions in the indexed dims, some counted from the end."""
+    """Return positions in the indexed dims, some counted from the end."""
     return [
         None if index is None else Draw(index, "index", extent, also=(-1,))
         for index, extent in zip(indices, shape, strict=False)
@@ -170,7 +177,7 @@ def _index_select_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[S
 
 
 def _gather(call: Call) -> str:
-    """Other dims go side by side, if they are equally long; the index may reach less far."""
+    """Write the rule: other dims are parallel where their sizes are equal; a shorter index keeps them whole."""
     shape, index = call.operand(0).shape, call.operand(1).shape
     names = Names()
     if len(shape) != len(index) or not shape:
@@ -200,7 +207,7 @@ def _gather_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]
 
 
 def _take_along_dim(call: Call) -> str:
-    """A gather whose other dims broadcast; without a dim, of the flattened tensor by the flattened index."""
+    """Write the rule of a gather whose other dims broadcast; without a dim both tensors are flattened."""
     shape, index, out = call.operand(0).shape, call.operand(1).shape, call.output.shape
     names = Names()
     if call["dim"] is None:
@@ -237,7 +244,7 @@ def _embedding_bag_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[
 
 
 def _one_hot(call: Call) -> str:
-    """The number of classes, if not given, is the largest in the whole tensor."""
+    """Write the rule; a number of classes that is not given is the largest of the whole tensor."""
     names = Names("c")
     if call["num_classes"] == -1:
         dims = [names.whole() for _ in range(call.operand(0).rank)]
@@ -253,7 +260,7 @@ def _one_hot_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample
 
 
 def _buckets(call: Call) -> str:
-    """How many bounds lie below: a count, so a sum over parts of the bounds. A sorter holds positions among all."""
+    """Write the rule: a count of lower bounds is a sum over parts of the bounds; a sorter keeps them whole."""
     names = Names()
     bounds_first = "searchsorted" in call.op
     values, bounds = call.operands[:2][:: -1 if bounds_first else 1]
@@ -280,16 +287,75 @@ def _bucket_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]
         yield make_sample(op, [line.flip(0), Draw((4,), "int"), torch.arange(6, -1, -1)], {})
 
 
-FAMILIES = {
-    "embedding": OpFamily(_embedding, _embedding_samples),
-    "index": OpFamily(_index, _index_samples),
-    "index_select": OpFamily(_index_select, _index_select_samples),
-    "gather": OpFamily(_gather, _gather_samples),
-    "take_along_dim": OpFamily(_take_along_dim, _take_along_dim_samples),
-    "embedding_bag": OpFamily(all_whole, _embedding_bag_samples),
-    "one_hot": OpFamily(_one_hot, _one_hot_samples),
-    "buckets": OpFamily(_buckets, _bucket_samples),
-}
+# -- bags of rows ------------------------------------------------------------------------------------------------------
+
+
+SUM, MEAN, MAX = 0, 1, 2
+
+
+def bags(table: Tensor, ids: Tensor, begins: Tensor, weights: Tensor | None, mode: int, last: bool) -> Tensor:
+    """Return sums or means of rows: table `[v, d]`, ids `[n]`, `begins[b]`, weights; `last`: `begins` has the end."""
+    found: Tensor = torch.embedding_bag(
+        table, ids, begins, mode=mode, per_sample_weights=weights, include_last_offset=last
+    )[0]
+    return found
+
+
+def own_rows(local: LocalCall, piece: FactorSlice) -> LocalCall:
+    """Keep the shard's rows of the table; ids of other rows get weight zero."""
+    ids = local.arguments["ids"] - piece.start
+    inside = (ids >= 0) & (ids < piece.length)
+    return _weighted(local, inside).with_arguments(ids=torch.where(inside, ids, 0))
+
+
+def own_bags(local: LocalCall, piece: FactorSlice) -> LocalCall:
+    """Keep the shard's bags; ids of other bags get weight zero."""
+    ids, begins = local.arguments["ids"], local.arguments["begins"]
+    place = torch.arange(ids.shape[0], device=begins.device, dtype=begins.dtype)
+    inside = place >= begins[piece.start]
+    if piece.stop < begins.shape[0]:
+        inside = inside & (place < begins[piece.stop])
+    own = begins[piece.start : piece.stop].clone()
+    own[:1] = 0
+    return _weighted(local, inside).with_arguments(begins=own, last=False)
+
+
+def _weighted(local: LocalCall, inside: Tensor) -> LocalCall:
+    weights, table = local.arguments["weights"], local.arguments["table"]
+    kept = inside.to(table.dtype)
+    return local.with_arguments(weights=kept if weights is None else weights * kept)
+
+
+def _bags(call: Call) -> str:
+    """Write the rule; only sums take weights."""
+    weighted = call.operands[3] is not None
+    weights = ", n!" if weighted else ", ?"
+    if call["mode"] == SUM:
+        rest = f"; linear 0{' 3' if weighted else ''}; index 1 v; lower v own_rows; lower o own_bags"
+        return f"v d, n!, b!{weights} -> o d{rest}"
+    return f"v! d, n!, b!{weights} -> o! d; index 1 v{'; linear 0' if call['mode'] == MEAN else ''}"
+
+
+def _samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    begins = torch.tensor([0, 0, 4, 6, 6])
+    for mode in (SUM, MEAN, MAX):
+        for last in (False, True):
+            ends = torch.cat([begins, torch.tensor([9])]) if last else begins
+            tensors = [Draw((7, 5)), Draw((9,), "index", 7), ends, None]
+            yield make_sample(op, tensors, {"mode": mode, "last": last}, tries)
+    yield make_sample(
+        op, [Draw((7, 5)), Draw((9,), "index", 7), begins, Draw((9,))], {"mode": SUM, "last": False}, tries
+    )
+
+
+def _define() -> None:
+    """Define the custom op; autograd and shapes come from the op inside."""
+    schema = "(Tensor table, Tensor ids, Tensor begins, Tensor? weights, int mode, bool last) -> Tensor"
+    torch.library.define("autopar::bags", schema)
+    torch.library.impl("autopar::bags", "CompositeImplicitAutograd", bags)
+
+
+_define()
 
 TABLE = """
 aten.embedding.default                               embedding; linear 0
@@ -301,4 +367,17 @@ aten.embedding_bag.{default,padding_idx}             embedding_bag
 aten._embedding_bag.default                          embedding_bag
 aten.one_hot.default                                 one_hot
 aten.{bucketize,searchsorted}.Tensor                 buckets
+autopar.bags.default                                        bags; try @autopar.rules.ops.index
 """
+
+FAMILIES = {
+    "embedding": OpFamily(_embedding, _embedding_samples),
+    "index": OpFamily(_index, _index_samples),
+    "index_select": OpFamily(_index_select, _index_select_samples),
+    "gather": OpFamily(_gather, _gather_samples),
+    "take_along_dim": OpFamily(_take_along_dim, _take_along_dim_samples),
+    "embedding_bag": OpFamily(all_whole, _embedding_bag_samples),
+    "one_hot": OpFamily(_one_hot, _one_hot_samples),
+    "buckets": OpFamily(_buckets, _bucket_samples),
+    "bags": OpFamily(_bags, _samples),
+}

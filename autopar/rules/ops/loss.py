@@ -1,4 +1,4 @@
-"""Losses. A mean over all elements is a mean of the shards' means; one that divides by what is counted is not."""
+"""Losses. A mean over all elements is a mean of the shards' means; one divided by a count is not."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
 
+# The values of the argument `reduction`.
 NONE, MEAN, SUM = range(3)
-"""The values of the argument `reduction`."""
 
 
 def _reduced(dims: Sequence[str], reduction: int) -> tuple[str, str]:
-    """What is left of these dims, and the clause that says how they went."""
+    """Return the dims that a reduction leaves, and the clause of those that it takes."""
     if reduction == NONE:
         return dims_text(dims), ""
     return "()", f"; {'mean' if reduction == MEAN else 'sum'} {' '.join(dims)}" if dims else ""
@@ -34,7 +34,7 @@ def _linear(*groups: str) -> str:
 
 
 def _elementwise(call: Call, *words: str) -> str:
-    """Operands broadcast, then all dims are reduced."""
+    """Write the rule: operands broadcast, then all dims are reduced."""
     shape = broadcast_shape(call)
     names = fresh_names(len(shape), set())
     texts = iter(aligned_dims([spec.shape for spec in call.operands if spec], names, shape))
@@ -44,7 +44,7 @@ def _elementwise(call: Call, *words: str) -> str:
 
 
 def _drawn(shape: tuple[int, ...], kind: str) -> Draw:
-    """`normal*` is one that the loss gives no gradient."""
+    """Return a sample's kind; `normal*` is one without a gradient."""
     return Draw(shape, kind.rstrip("*"), fixed=kind.endswith("*"))
 
 
@@ -68,14 +68,14 @@ def _elementwise_samples(op: torch._ops.OpOverload, tries: Tries, *kinds: str) -
 
 
 def _class_dims(call: Call) -> tuple[list[str], list[str]]:
-    """The dims of the scores, classes second (or alone), and those without the classes."""
+    """Return the dims of the scores, classes second (or alone), and those without the classes."""
     rank = call.operand(0).rank
     names = fresh_names(rank - 1, {"c"})
     return [*names[:1], "c!", *names[1:]], names
 
 
 def _by_class(call: Call) -> str:
-    """Negative log likelihood of a class by its number. The mean divides by the weights of the labels that count."""
+    """Write the rule of a negative log likelihood by class number. Its mean divides by the weights of counted labels."""
     scores, others = _class_dims(call)
     reduction = call["reduction"]
     if reduction == MEAN:
@@ -86,7 +86,7 @@ def _by_class(call: Call) -> str:
 
 
 def _nll_loss(call: Call) -> str:
-    """Linear in the log likelihoods; in the class weights unless it divides by them, as the count it returns is."""
+    """Write the rule: linear in the log likelihoods, and in class weights that the result is not divided by."""
     reduction, counts = call["reduction"], len(call.outputs) > 1
     scores = "0" if not counts or (reduction == NONE and call.operand(0).rank > 1) else ""
     weights = "2" if reduction != MEAN else ""
@@ -94,7 +94,7 @@ def _nll_loss(call: Call) -> str:
 
 
 def _cross_entropy(call: Call) -> str:
-    """Targets are class numbers, or probabilities of the classes, whose mean counts all alike."""
+    """Write the rule; targets are class numbers, or probabilities, whose mean counts all alike."""
     reduction = call["reduction"]
     if not call.operand(1).differentiable:
         return _by_class(call) + _linear("2" if reduction != MEAN else "")
@@ -105,7 +105,7 @@ def _cross_entropy(call: Call) -> str:
 
 
 def _class_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    """Labels that are ignored, inside the range of classes and outside of it."""
+    """Yield calls with ignored labels inside and outside the range of classes."""
     shapes: Sequence[tuple[int, ...]] = ((5, 7), (3, 7, 4), (7,))
     if "2d" in op._schema.name:
         shapes = ((3, 7, 4, 5),)
@@ -143,7 +143,7 @@ def _cross_entropy_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[
 
 
 def _by_row(call: Call, *kinds: str) -> str:
-    """A loss per row of the last dim, which is whole; operands that lack it have one number per row."""
+    """Write the rule of a loss per row of the last dim, which is whole; some operands have one number per row."""
     full = broadcast_shape_of_rows(call)
     names = fresh_names(len(full), {"c"})
     rows = names[: len(full) - 1]
@@ -161,14 +161,14 @@ def _by_row(call: Call, *kinds: str) -> str:
 
 
 def broadcast_shape_of_rows(call: Call) -> tuple[int, ...]:
-    """The shape of the operands with the most dims, broadcast."""
+    """Return the shape of the operands with the most dims, broadcast."""
     rank = max(spec.rank for spec in call.operands if spec)
     shapes = [spec.shape for spec in call.operands if spec and spec.rank == rank]
     return tuple(max(sizes) for sizes in zip(*shapes, strict=True))
 
 
 def _row_samples(op: torch._ops.OpOverload, tries: Tries, *kinds: str) -> Iterable[Sample]:
-    """`kinds`: `row` is a tensor with the last dim, `class` one class number per row, `sign` a sign per row."""
+    """Yield calls; of `kinds`, `row` has the last dim, `class` and `sign` have one number per row."""
     made = {
         "row": lambda rows: Draw((*rows, 7)),
         "classes": lambda rows: Draw((*rows, 7), "index", 7, also=(-1,)),
@@ -187,7 +187,7 @@ def _row_samples(op: torch._ops.OpOverload, tries: Tries, *kinds: str) -> Iterab
 
 
 def _ctc(call: Call) -> str:
-    """Sequences are parallel when each has its own row of targets, and lengths are tensors."""
+    """Write the rule: sequences are parallel where each has its own targets and lengths are tensors."""
     scores, targets = call.operand(0), call.operand(1)
     if scores.rank == 3 and targets.rank == 2 and len(call.operands) == 4:
         output, clause = _reduced(["b"], call["reduction"])

@@ -1,4 +1,4 @@
-"""Products of matrices, and everything that contracts: linear, matmul, einsum, grouped products; linear algebra."""
+"""Contractions: linear, matmul, einsum, grouped products, linear algebra."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _matmul_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]
 
 
 def _linear(call: Call) -> str:
-    """The weight may be one row."""
+    """Write the rule of a linear layer, whose weight may be one row."""
     row = call.operand(1).rank == 1
     bias = call.operands[2]
     added = "?" if bias is None else "()" if row else "n"
@@ -66,7 +66,7 @@ def _linear_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]
 
 
 def _added(call: Call, left: str, right: str, output: str) -> str:
-    """`beta * self + alpha * product`; letters are the factors of the product, and `self` broadcasts to it."""
+    """Write `beta * self + alpha * product`; `letters` are the product's factors, to which `self` broadcasts."""
     (added,) = aligned_dims([call.operand(0).shape], output, call.output.shape)
     groups = "1 2 0+1 0+2" if call.get("beta") == 0 else "0+1 0+2"
     return f"{added}, {' '.join(left)}, {' '.join(right)} -> {' '.join(output)}; linear {groups}"
@@ -128,19 +128,19 @@ def _tensordot_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Samp
 
 
 def _letters(subscripts: str) -> list[str]:
-    """`b...d` as `b`, `...`, `d`."""
+    """Return `b...d` as `b`, `...`, `d`."""
     return ["..." if letter == "." else letter for letter in subscripts.replace("...", ".")]
 
 
 def _implicit_output(operands: Sequence[Sequence[str]]) -> list[str]:
-    """Without an arrow: the dims under the ellipsis, then the letters that stand once, in order."""
+    """Return the output of an equation without an arrow: the ellipsis, then letters that occur once, in order."""
     counts = Counter(letter for operand in operands for letter in operand)
     once = sorted(letter for letter, count in counts.items() if count == 1 and letter != "...")
     return ["..."] * ("..." in counts) + once
 
 
 def _einsum(call: Call) -> str:
-    """The notation is einsum's own; a letter twice in one operand is a diagonal, which stays whole."""
+    """Write the rule in einsum's own notation; a letter twice in one operand is a diagonal, which stays whole."""
     left, arrow, right = call["equation"].replace(" ", "").partition("->")
     operands = [_letters(subscripts) for subscripts in left.split(",")]
     output = _letters(right) if arrow else _implicit_output(operands)
@@ -202,7 +202,7 @@ def _kron_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
 
 
 def _chain(call: Call) -> str:
-    """Matrices one after the other; the first and the last may be vectors."""
+    """Write the rule of a chain of matrices; the first and the last may be vectors."""
     names = fresh_names(len(call.operands) + 1, set())
     dims = [names[i : i + 2] for i in range(len(call.operands))]
     if call.operand(0).rank == 1:
@@ -223,7 +223,7 @@ def _chain_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
 
 
 def _grouped(call: Call) -> str:
-    """Rows sorted by expert; `offs` says where each expert's rows end, counted from the first row of all."""
+    """Write the rule: rows are sorted by expert and `offs` has the end of each expert's rows."""
     first, second = call.operand(0).rank, call.operand(1).rank
     if (first, second) == (2, 3):
         added = ", ?" if len(call.operands) == 4 else ""
@@ -238,7 +238,7 @@ def _grouped(call: Call) -> str:
 
 
 def _grouped_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    """An expert without rows, and rows without an expert; extents that aligned kernels accept, in shards too."""
+    """Yield experts without rows, rows without experts, and extents that aligned kernels accept in shards too."""
     generator = torch.Generator().manual_seed(0)
     dtype = torch.float32 if op._schema.name == "aten::_grouped_mm" else torch.float64
     rows, weights = (torch.randn(shape, generator=generator, dtype=dtype) for shape in ((11, 24), (4, 24, 48)))
@@ -255,7 +255,7 @@ def _grouped_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample
 
 
 def _expert_rows(call: Call) -> str:
-    """Rows in any order, each with its expert."""
+    """Write the rule: rows in any order, each with its expert."""
     return "s k, g k n, s -> s n; linear 0 1; index 2 g; lower g masked_lookup"
 
 
@@ -270,7 +270,7 @@ def _expert_rows_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sa
 
 
 def _cdist(call: Call) -> str:
-    """Distances of all pairs; those of powers 0, 1 and infinity add up, or are the largest."""
+    """Write the rule of all pairs' distances; those of powers 0, 1 and infinity are a sum or a maximum."""
     power = call["p"]
     dims = "... m d, ... n d -> ... m n"
     if power in (0, 1):
@@ -285,7 +285,7 @@ def _cdist_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
 
 
 def _batched(call: Call, *linear: str) -> str:
-    """Every matrix of a batch alone: dims of the batch are parallel, those of the matrices whole."""
+    """Write the rule: dims of the batch are parallel, those of the matrices whole."""
     batch = call.operand(0).rank - 2
     names = fresh_names(batch, set())
     inside = iter(fresh_names(20, set(names)))
@@ -301,7 +301,7 @@ def _batched(call: Call, *linear: str) -> str:
 
 
 def _batched_samples(op: torch._ops.OpOverload, tries: Tries, *linear: str) -> Iterable[Sample]:
-    """Positive definite matrices, which every op accepts."""
+    """Yield positive definite matrices, which every op accepts."""
     for batch in ((), (3,)):
         operands = [Draw((*batch, 4, 4), "definite"), Draw((*batch, 4, 7))]
         yield make_sample(op, operands, {"upper": True, "n": 3} if linear else {"n": 3}, tries)

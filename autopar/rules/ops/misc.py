@@ -1,14 +1,16 @@
-"""Ops of no other family: spectra of frames, grids of coordinates, positions in a flattened tensor, sums of areas."""
+"""Ops of no other family: frames, grids, recurrent layers, tensors made from sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
-from autopar.rules.call import Call
+from autopar.rules.bind_call import fresh_names
+from autopar.rules.call import Call, TensorSpec, takes_tensors
 from autopar.rules.ops._names import Names, text, wrap
-from autopar.rules.ops.elementwise import aligned_dims
+from autopar.rules.ops.elementwise import aligned_dims, dims_text
 from autopar.rules.ops.index import all_whole
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
 from autopar.rules.table import OpFamily
@@ -17,7 +19,7 @@ __all__ = ["FAMILIES", "TABLE"]
 
 
 def _spectrogram(call: Call) -> str:
-    """Signals one by one; frames overlap, so time is whole."""
+    """Write the rule: signals are parallel; frames overlap, so time is whole."""
     names = Names()
     batch = names.some(call.operand(0).rank - 1)
     window = None if call.operands[1] is None else [names.whole()]
@@ -34,7 +36,7 @@ def _spectrogram_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sa
 
 
 def _meshgrid(call: Call) -> str:
-    """Every coordinate is shown along all others; `xy` swaps the first two."""
+    """Write the rule: every coordinate is repeated along all other dims; `xy` swaps the first two."""
     names = Names()
     dims = names.some(len(call.operands))
     lines = [
@@ -54,7 +56,7 @@ def _meshgrid_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sampl
 
 
 def _take(call: Call) -> str:
-    """Positions in the tensor as one row."""
+    """Write the rule of positions in the flattened tensor."""
     names = Names()
     found = names.some(call.operand(1).rank)
     return text([[names.whole() for _ in call.operand(0).shape], found], [found])
@@ -66,7 +68,7 @@ def _take_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
 
 
 def _diagonal_scatter(call: Call) -> str:
-    """Two dims hold the diagonal; the rest is parallel."""
+    """Write the rule: the two dims of the diagonal are whole, the rest is parallel."""
     rank = call.operand(0).rank
     taken = {wrap(call["dim1"], rank), wrap(call["dim2"], rank)}
     names = Names()
@@ -80,7 +82,7 @@ def _diagonal_scatter_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterab
 
 
 def _broadcast(call: Call) -> str:
-    """All operands in the one shape to which they broadcast."""
+    """Write the rule: all operands get the one shape to which they broadcast."""
     names = Names()
     dims = names.some(call.output.rank)
     read = aligned_dims([spec.shape for spec in call.operands if spec is not None], dims, call.output.shape)
@@ -93,7 +95,7 @@ def _broadcast_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Samp
 
 
 def _diagonal_matrix(call: Call) -> str:
-    """A matrix of which this is the diagonal, or the diagonal of a matrix."""
+    """Write the rule of a matrix with this diagonal, or of the diagonal of a matrix."""
     return "a! -> b! c!" if call.operand(0).rank == 1 else "a! b! -> c!"
 
 
@@ -106,15 +108,128 @@ def _blocks_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]
     yield make_sample(op, [[Draw((4, 5)), Draw((3, 7))]], {}, tries)
 
 
-FAMILIES = {
-    "broadcast": OpFamily(_broadcast, _broadcast_samples),
-    "diagonal_matrix": OpFamily(_diagonal_matrix, _diagonal_matrix_samples),
-    "blocks": OpFamily(all_whole, _blocks_samples),
-    "spectrogram": OpFamily(_spectrogram, _spectrogram_samples),
-    "meshgrid": OpFamily(_meshgrid, _meshgrid_samples),
-    "take": OpFamily(_take, _take_samples),
-    "diagonal_scatter": OpFamily(_diagonal_scatter, _diagonal_scatter_samples),
-}
+# -- recurrent cells and layers ----------------------------------------------------------------------------------------
+
+
+# Of the samples. The kernels read beyond their end when few rows of gates are left; here all shards have enough.
+HIDDEN = 6
+
+
+def _recurrent(call: Call, states: str) -> str:
+    """Write the rule: sequences `time batch features`, `states` of `layers batch hidden`, then the parameters."""
+    names = iter(fresh_names(300, {"b"}))
+
+    def dims(spec: TensorSpec | None, batch: int | None) -> str:
+        if spec is None:
+            return "?"
+        return dims_text(["b" if d == batch else f"{next(names)}!" for d in range(spec.rank)])
+
+    sequence = 0 if call.get("batch_first") else 1
+    held = int(states)
+    left = [sequence, *[1] * held, *[None] * (len(call.operands) - 1 - held)]
+    right = [sequence, *[1] * held]
+    sides = [
+        ", ".join(dims(spec, batch) for spec, batch in zip(specs, batches, strict=True))
+        for specs, batches in ((call.operands, left), (call.outputs, right))
+    ]
+    random = call["train"] and call["dropout"] > 0 and call["num_layers"] > 1
+    return f"{sides[0]} -> {sides[1]}{'; random' if random else ''}"
+
+
+def _recurrent_samples(op: torch._ops.OpOverload, tries: Tries, states: str) -> Iterable[Sample]:
+    gates = {"lstm": 4, "gru": 3}.get(op._schema.name.partition("::")[2], 1)
+    calls = ((False, True, 0.0), (True, False, 0.0), (False, False, 0.5))
+    for batch_first, biases, dropout in calls[: 2 if gates == 4 else 3]:  # lstm does not check its count of layers
+        layers = 2 if dropout else 1
+        sequence, state = (5, 3, 4) if batch_first else (3, 5, 4), (layers, 5, HIDDEN)
+        held = [Draw(state)] * int(states)
+        arguments = {"has_biases": biases, "num_layers": layers, "dropout": dropout, "batch_first": batch_first}
+        arguments |= {"train": True, "bidirectional": False}
+        operands = [Draw(sequence), held if len(held) > 1 else held[0], _parameters(gates, layers, biases)]
+        yield make_sample(op, operands, arguments, tries)
+
+
+def _parameters(gates: int, layers: int, biases: bool) -> list[Draw]:
+    rows = gates * HIDDEN
+    added = [Draw((rows,))] * (2 * biases)
+    return [
+        draw for layer in range(layers) for draw in (Draw((rows, HIDDEN if layer else 4)), Draw((rows, HIDDEN)), *added)
+    ]
+
+
+def _cell(call: Call) -> str:
+    """Write the rule of one step: the sequences of a batch are parallel."""
+    names = iter(fresh_names(50, {"b"}))
+
+    def dims(spec: TensorSpec | None, batched: bool) -> str:
+        if spec is None:
+            return "?"
+        return dims_text(["b" if d == 0 and batched else f"{next(names)}!" for d in range(spec.rank)])
+
+    inputs = 1 + len(call.outputs)
+    batched = call.operand(0).rank == 2
+    left = ", ".join(dims(spec, batched and i < inputs) for i, spec in enumerate(call.operands))
+    return f"{left} -> {', '.join(dims(spec, batched) for spec in call.outputs)}"
+
+
+def _cell_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    name = op._schema.name.partition("::")[2]
+    rows = {"lstm_cell": 4, "gru_cell": 3}.get(name, 1) * HIDDEN
+    state: Draw | Sequence[Draw] = [Draw((5, HIDDEN))] * 2 if name == "lstm_cell" else Draw((5, HIDDEN))
+    for biases in ([Draw((rows,))] * 2, [None] * 2):
+        yield make_sample(op, [Draw((5, 4)), state, Draw((rows, 4)), Draw((rows, HIDDEN)), *biases], {}, tries)
+
+
+# -- tensors made from sizes -------------------------------------------------------------------------------------------
+
+
+def _filled(call: Call) -> str:
+    """Write the rule; an operand that gives dtype and device alone may be any of its shards."""
+    names = Names()
+    lent = [[names.one() for _ in spec.shape] for spec in call.operands if spec is not None]
+    read = " ".join(name for dims in lent for name in dims)
+    return text(lent, [names.some(call.output.rank)], f"max {read}" if read else "")
+
+
+def _filled_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    lent = [Draw((4, 3))] if takes_tensors(op) else []
+    for size in ([5, 3], [4], []):
+        for dtype in (torch.float64, torch.int64, torch.bool):
+            yield make_sample(op, lent, {"size": size, "dtype": dtype, "fill_value": 1, **_layout(op, size)}, tries)
+
+
+def _layout(op: torch._ops.OpOverload, size: list[int]) -> dict[str, Any]:
+    return {"physical_layout": list(range(len(size)))} if "permuted" in op._schema.name else {}
+
+
+def _arange(call: Call) -> str:
+    return "-> n; lower n arange_part"
+
+
+RANGES = ((0, 7, 1), (2, 13, 1), (3, 20, 4), (5, -8, -2), (0.5, 3.0, 0.3), (1, 2, 0.1), (0.0, 6.0, 1.0))
+
+
+def _arange_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    names = {argument.name for argument in op._schema.arguments}
+    for start, end, step in RANGES:
+        given = {"start": start, "end": end, "step": step}
+        if all(given[name] == value for name, value in (("start", 0), ("step", 1)) if name not in names):
+            arguments = {name: value for name, value in given.items() if name in names}
+            fractions = any(isinstance(value, float) for value in arguments.values())
+            for dtype in (torch.float64, *((torch.int64, None) if start == int(start) and step == int(step) else ())):
+                if dtype is not None or not fractions:
+                    yield make_sample(op, [], {**arguments, "dtype": dtype})
+
+
+def _triangle(call: Call) -> str:
+    names = Names().some(call.operand(0).rank)
+    return text([names], [names])
+
+
+def _triangle_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for shape, diagonal in (((5, 7), 0), ((5, 4), -2), ((3, 4, 5), 1), ((1, 5), 2)):
+        yield make_sample(op, [Draw(shape)], {"diagonal": diagonal})
+
 
 TABLE = """
 aten.broadcast_tensors.default                       broadcast; linear *
@@ -124,4 +239,37 @@ aten.stft.{default,center}                           spectrogram
 aten.meshgrid.{default,indexing}                     meshgrid; linear *
 aten.take.default                                    take; linear 0
 aten.diagonal_scatter.default                        diagonal_scatter; linear 0+1
+aten.lstm.input                                             recurrent 2
+aten.{gru,rnn_tanh,rnn_relu}.input                          recurrent 1
+aten.{lstm_cell,gru_cell,rnn_tanh_cell,rnn_relu_cell}.default  cell
+aten.{zeros,ones,full}.default                       factory; localise size
+aten.{empty.memory_format,empty_permuted.default}    factory; localise size
+aten.{new_zeros,new_empty}.default                   factory; localise size; linear 0
+aten.{new_ones,new_full}.default                     factory; localise size
+aten.arange.{default,start,start_step}               arange
+aten.scalar_tensor.default                           ->
+aten.linspace.default                                -> n; lower n own_part; try steps=7
+aten.eye.default                                     -> n m; lower n own_part; lower m own_part; try n=5
+aten.eye.m                                           -> n m; lower n own_part; lower m own_part; try n=5 m=4
+aten.{tril,triu}.default                             triangle; linear 0; localise diagonal
+aten.{tril_indices,triu_indices}.default             -> c n; lower c own_part; lower n own_part; try row=4 col=5
+aten.logspace.default                                -> n; lower n own_part; try start=0 end=1 steps=7
+aten.{hann_window,hamming_window,blackman_window,bartlett_window}.default  -> n; lower n own_part; try window_length=7
+aten.{hann_window,hamming_window,blackman_window,bartlett_window}.periodic  -> n; lower n own_part; try window_length=7
+aten.{fft_fftfreq,fft_rfftfreq}.default              -> n; lower n own_part; try n=7
 """
+
+FAMILIES = {
+    "broadcast": OpFamily(_broadcast, _broadcast_samples),
+    "diagonal_matrix": OpFamily(_diagonal_matrix, _diagonal_matrix_samples),
+    "blocks": OpFamily(all_whole, _blocks_samples),
+    "spectrogram": OpFamily(_spectrogram, _spectrogram_samples),
+    "meshgrid": OpFamily(_meshgrid, _meshgrid_samples),
+    "take": OpFamily(_take, _take_samples),
+    "diagonal_scatter": OpFamily(_diagonal_scatter, _diagonal_scatter_samples),
+    "recurrent": OpFamily(_recurrent, _recurrent_samples),
+    "cell": OpFamily(_cell, _cell_samples),
+    "factory": OpFamily(_filled, _filled_samples),
+    "arange": OpFamily(_arange, _arange_samples),
+    "triangle": OpFamily(_triangle, _triangle_samples),
+}

@@ -1,4 +1,4 @@
-"""Normalisations: what the statistics are taken over stays whole, all else is parallel."""
+"""Normalisations: dims of the statistics stay whole, the others are parallel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _line(operands: Sequence[Sequence[str] | None], outputs: Sequence[Sequence[s
 
 
 def _affine(call: Call, weight: int, bias: int) -> str:
-    """`x * weight + bias` is linear in both together; in the weight alone only when there is no bias."""
+    """Return the clause: `x * weight + bias` is linear in both together, in the weight alone without a bias."""
     if call.operands[weight] is None:
         return ""
     return f"linear {weight}" if call.operands[bias] is None else f"linear {weight}+{bias}"
@@ -31,7 +31,7 @@ def _affine(call: Call, weight: int, bias: int) -> str:
 
 
 def _layer_norm(call: Call) -> str:
-    """Statistics over the last dims; weight and bias have just those."""
+    """Write the rule: statistics over the last dims, which weight and bias have."""
     rank, width = call.operand(0).rank, len(call["normalized_shape"])
     names = fresh_names(rank, set())
     dims = [*names[: rank - width], *(f"{name}!" for name in names[rank - width :])]
@@ -60,7 +60,7 @@ def _layer_norm_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sam
 
 
 def _group_norm(call: Call) -> str:
-    """Channels are groups of neighbours: groups are parallel, what is in a group is whole."""
+    """Write the rule: groups of neighbouring channels are parallel, a group's channels whole."""
     rank = call.operand(0).rank
     names = fresh_names(rank, {"b", "g", "c"})
     channels = "(g c!)"
@@ -80,7 +80,7 @@ def _group_norm_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sam
 
 
 def _batch_norm(call: Call, mode: str) -> str:
-    """Statistics over all but the channels in `training`, given ones else; `mode` is the argument, or says which."""
+    """Write the rule: in training, statistics over all dims but the channels; else they are given."""
     training = mode == "training" or (mode == "by_argument" and bool(call["training"]))
     rank = call.operand(0).rank
     names = fresh_names(rank - 1, {"c", "none"})
@@ -130,7 +130,7 @@ def _batch_norm_samples(op: torch._ops.OpOverload, tries: Tries, mode: str) -> I
 
 
 def _instance_norm(call: Call) -> str:
-    """Statistics over space, of each image; with running ones also over the batch, or given ones alone."""
+    """Write the rule: statistics of each image over space; running ones also over the batch."""
     tracked, given = call.operands[3] is not None, not call["use_input_stats"]
     names = fresh_names(call.operand(0).rank - 1, {"c"})
     batch = f"{names[0]}!" if tracked and not given else names[0]
@@ -151,7 +151,7 @@ def _instance_norm_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[
 
 
 def _weight_norm(call: Call) -> str:
-    """`g * v / |v|`, the norm over all dims but one, or over all (`dim=-1`)."""
+    """Write the rule of `g * v / |v|`, with the norm over all dims but one, or over all (`dim=-1`)."""
     rank, dim = call.operand(0).rank, call["dim"]
     names = fresh_names(rank, set())
     kept = names[dim] if dim >= 0 else None
@@ -170,7 +170,7 @@ def _weight_norm_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sa
 
 
 def _renorm(call: Call) -> str:
-    """Each slice along `dim` is scaled by its own norm."""
+    """Write the rule: each slice along `dim` is scaled by its own norm."""
     names = fresh_names(call.operand(0).rank, set())
     kept = names[call["dim"] % len(names)]
     dims = [name if name == kept else f"{name}!" for name in names]

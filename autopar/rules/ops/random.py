@@ -1,4 +1,4 @@
-"""Ops that draw random numbers: dims whose elements are drawn independently are parallel."""
+"""Ops that draw random numbers: independently drawn elements are parallel."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def _draws_masks(call: Call) -> bool:
 
 
 def _dropout(call: Call, kept: str) -> str:
-    """Out of training nothing happens. In training `kept` says whether what remains is scaled alone, or also moved."""
+    """Write the rule. Outside training nothing changes; in training `kept` tells scaled values from shifted ones."""
     random = _draws_masks(call)
     linear = "" if random and kept == "moved" else "; linear 0"
     return f"{pointwise(call)}{linear}{'; random' if random else ''}"
 
 
 def _channel_dropout(call: Call) -> str:
-    """One draw per image and channel, for all of its pixels."""
+    """Write the rule: one draw for each image and channel serves all its pixels."""
     if not _draws_masks(call):
         return _dropout(call, "scaled")
     names = fresh_names(call.operand(0).rank, set())
@@ -42,7 +42,7 @@ def _dropout_samples(op: torch._ops.OpOverload, tries: Tries, *kept: str) -> Ite
 
 
 def _drawn(call: Call) -> str:
-    """Nothing is read; the size follows the shard."""
+    """Write the rule: no operand is read and the size follows the shard."""
     names = fresh_names(call.output.rank, set())
     return f" -> {dims_text(names)}; localise size; random"
 
@@ -55,7 +55,7 @@ def _drawn_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
 
 
 def _rrelu(call: Call) -> str:
-    """Random slopes in training; a leaky relu else."""
+    """Write the rule: random slopes in training, a leaky relu otherwise."""
     return pointwise(call) + ("; random" if call["training"] else "")
 
 

@@ -1,4 +1,4 @@
-"""Ops that reduce dims: sums, means, extremes, norms, variances, and the positions of extremes."""
+"""Reductions, and ops that run along one dim: sums, norms, variances, sorts, scans, transforms."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import torch
 
 from autopar.rules.bind_call import fresh_names
 from autopar.rules.call import Call
+from autopar.rules.ops._names import Names, text, whole, wrap
 from autopar.rules.ops.elementwise import aligned_dims, broadcast_shape, dims_text
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
 from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE", "reduced_dims", "reduction_text"]
 
+
 CONTRACTIONS = ("sum", "mean", "max", "min")
 
 
 def reduced_dims(call: Call, rank: int) -> frozenset[int]:
-    """The dims that a call reduces: those in `dim`, or all."""
+    """Return the dims that a call reduces: those in `dim`, or all."""
     dim = call.get("dim")
     if dim is None:
         return frozenset(range(rank))
@@ -30,7 +32,7 @@ def reduced_dims(call: Call, rank: int) -> frozenset[int]:
 
 
 def reduction_text(call: Call, kind: str, reduced: Iterable[int], names: Sequence[str], operands: str) -> str:
-    """The rule of a reduction; `kind` is a contraction or `whole`."""
+    """Return the rule of a reduction; `kind` is a contraction or `whole`."""
     gone = {names[d] for d in reduced}
     kept = [name for name in names if name not in gone or call.get("keepdim")]
     output = dims_text(["1" if name in gone else name for name in kept])
@@ -47,7 +49,7 @@ def _reduce(call: Call, kind: str, *kinds: str) -> str:
 
 
 def _reduce_samples(op: torch._ops.OpOverload, tries: Tries, word: str, kind: str = "normal") -> Iterable[Sample]:
-    """Each way to name dims that the op knows, with and without `keepdim`."""
+    """Yield each way to name dims that the op knows, with and without `keepdim`."""
     types = {argument.name: str(argument.type) for argument in op._schema.arguments}
     dims: list[object] = [None]
     if "dim" in types:
@@ -64,7 +66,7 @@ def _reduce_samples(op: torch._ops.OpOverload, tries: Tries, word: str, kind: st
 
 
 def _sum_to_size(call: Call) -> str:
-    """Sums the leading dims, and those that the size says are 1."""
+    """Write the rule: leading dims are summed, and those that the size gives as 1."""
     shape, size = call.operand(0).shape, call.output.shape
     names = fresh_names(len(shape), set())
     kept = names[len(shape) - len(size) :]
@@ -79,7 +81,7 @@ def _sum_to_size_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sa
 
 
 def _norm(call: Call, argument: str) -> str:
-    """|x|^p sums over p-th powers; only p of 0 and 1 are sums themselves, and those of infinity extremes."""
+    """Write the rule: norms of power 0 and 1 are sums, of infinity extremes; others need the whole."""
     power = call[argument]
     kinds = {0: "sum", 1: "sum", inf: "max", -inf: "min"}
     return _reduce(call, kinds.get(2 if power is None else power, "whole"))
@@ -93,7 +95,7 @@ def _norm_samples(op: torch._ops.OpOverload, tries: Tries, argument: str) -> Ite
 
 
 def _linalg_norm(call: Call) -> str:
-    """A norm of vectors (one dim, or all of them flattened) or of matrices, of which any split needs the whole."""
+    """Write the rule of a norm of vectors (one dim, or all flattened) or of matrices, which need the whole."""
     dim, rank = call["dim"], call.operand(0).rank
     vectors = isinstance(dim, int) or (len(dim) == 1 if dim is not None else rank == 1)
     return _norm(call, "ord") if vectors else _reduce(call, "whole")
@@ -108,7 +110,7 @@ def _linalg_norm_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sa
 
 
 def _index_of(call: Call) -> str:
-    """The position of an extreme; of a flattened tensor when no dim is named."""
+    """Write the rule of an extreme's position; without a dim the tensor is flattened."""
     return _reduce(call, "whole")
 
 
@@ -117,7 +119,7 @@ def _index_of_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sampl
 
 
 def _between(call: Call, dims: str) -> str:
-    """A measure between two tensors that broadcast: over dim `dim`, the `last`, or `all`."""
+    """Write the rule of a measure of two broadcast tensors over dim `dim`, the `last`, or `all`."""
     shape = broadcast_shape(call)
     names = fresh_names(len(shape), set())
     operands = ", ".join(aligned_dims([spec.shape for spec in call.operands if spec], names, shape))
@@ -154,7 +156,7 @@ def _cross(call: Call) -> str:
 
 
 def _cross_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    """Without a dim it is the first of length 3: shards of 3 rows are cut along the rows here, in 2 and in 3."""
+    """Yield calls without a dim, which cut 3 rows in shards: the op then takes the first dim of length 3."""
     for shape, dim in (((5, 3), -1), ((3, 5), 0), ((5, 3, 4), 1)):
         yield make_sample(op, [Draw(shape), Draw(shape)], {"dim": dim}, tries)
     if op._schema.arguments[2].default_value is None:
@@ -184,18 +186,96 @@ def _moments_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample
         yield from list(_reduce_samples(op, Tries(arguments=(("unbiased", False),)), "whole"))[:2]
 
 
-FAMILIES = {
-    "reduce": OpFamily(_reduce, _reduce_samples),
-    "sum_to_size": OpFamily(_sum_to_size, _sum_to_size_samples),
-    "norm": OpFamily(_norm, _norm_samples),
-    "linalg_norm": OpFamily(_linalg_norm, _linalg_norm_samples),
-    "index_of": OpFamily(_index_of, _index_of_samples),
-    "moments": OpFamily(_moments, _moments_samples),
-    "between": OpFamily(_between, _between_samples),
-    "vecdot": OpFamily(_vecdot, _between_samples),
-    "cross": OpFamily(_cross, _cross_samples),
-    "softmax": OpFamily(_softmax, _softmax_samples),
-}
+# -- ops along one dim -------------------------------------------------------------------------------------------------
+
+
+def _dims(call: Call, argument: str) -> set[int]:
+    """Return the dims of the op: the last ones where it gives sizes, all where it gives nothing."""
+    rank = call.operand(0).rank
+    if argument.lstrip("-").isdigit():
+        return {wrap(int(argument), rank)} if rank else set()
+    given = call[argument]
+    if given is None:
+        sizes = call.get("s")
+        return set(range(rank - len(sizes) if sizes else 0, rank))
+    return {wrap(dim, rank) for dim in ([given] if isinstance(given, int) else given)} if rank else set()
+
+
+def _along(call: Call, argument: str = "dim", *kinds: str) -> str:
+    """Write the rule: the dims of the op are whole; in an output they stay, change their size, or go."""
+    names = Names()
+    shape = call.operand(0).shape
+    dims = _dims(call, argument)
+    left = [whole(name) if i in dims else name for i, name in enumerate(names.some(len(shape)))]
+    operands: list[list[str] | None] = []
+    for spec in call.operands:
+        sizes = () if spec is None else spec.shape
+        read = [_resized(left[i], shape[i], size, i in dims, names) for i, size in enumerate(sizes)]
+        operands.append(None if spec is None else read)
+    outputs = []
+    for spec in call.outputs:
+        assert spec is not None, f"{call.op} has no such output"
+        if spec.rank < len(shape):
+            outputs.append([name for i, name in enumerate(left) if i not in dims])
+        else:
+            outputs.append([_resized(left[i], shape[i], size, i in dims, names) for i, size in enumerate(spec.shape)])
+    return text(operands, outputs)
+
+
+def _resized(name: str, before: int, after: int, along: bool, names: Names) -> str:
+    if not along or before == after:
+        return name
+    return "1" if after == 1 else names.whole()
+
+
+def _along_samples(op: torch._ops.OpOverload, tries: Tries, argument: str = "dim", *kinds: str) -> Iterable[Sample]:
+    names = {each.name: str(each.type) for each in op._schema.arguments}
+    for shape, dim in (((5, 7), 0), ((3, 4, 5), -2), ((7,), 0), ((4, 6), -1)):
+        if argument not in names:
+            yield make_sample(op, [Draw(shape, tries.kind)], {}, tries)
+        elif "List" in names[argument]:
+            yield make_sample(op, [Draw(shape, tries.kind)], {argument: [dim]}, tries)
+        else:
+            yield make_sample(op, [Draw(shape, tries.kind)], {argument: dim}, tries)
+    yield from _special(op, tries, names, argument)
+
+
+def _special(op: torch._ops.OpOverload, tries: Tries, names: dict[str, str], argument: str) -> Iterable[Sample]:
+    """Return the rule's clauses that some of these ops have besides a dim."""
+    source = Draw((4, 6), tries.kind)
+    if "prepend" in names:
+        for n in (1, 2):
+            tensors = [source, Draw((4, 2)), Draw((4, 1))]
+            yield make_sample(op, tensors, {"n": n}, tries)
+            yield make_sample(op, [source, Draw((4, 1)), None], {"n": n, "dim": 1}, tries)
+    if "k" in names:
+        yield make_sample(op, [source], {"k": 3, "dim": 0}, tries)
+    if "n" in names and "norm" in names:
+        for n in (4, 9):
+            yield make_sample(op, [source], {"n": n, argument: 0, "norm": "ortho"}, tries)
+    if "s" in names:
+        yield make_sample(op, [Draw((3, 4, 6), tries.kind)], {"s": [5, 4], argument: [0, 2]}, tries)
+        yield make_sample(op, [Draw((3, 4, 6), tries.kind)], {argument: [1, 2]}, tries)
+        if "Optional" in names[argument]:
+            yield make_sample(op, [Draw((4, 6), tries.kind)], {argument: None}, tries)
+            yield make_sample(op, [Draw((3, 4, 6), tries.kind)], {"s": [5, 4], argument: None}, tries)
+
+
+def _histc(call: Call) -> str:
+    """Write the rule: counts are summed if the range does not come from the tensor."""
+    names = Names()
+    dims = names.some(call.operand(0).rank)
+    if call["min"] == call["max"]:
+        dims = [whole(name) for name in dims]
+    return text([dims], [[names.whole()]])
+
+
+def _histc_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    numbers = torch.arange(20, dtype=torch.float64) % 7
+    for shape in ((20,), (4, 5)):
+        for low, high in ((0, 6), (1, 4), (0, 0)):
+            yield make_sample(op, [numbers.reshape(shape)], {"bins": 7, "min": low, "max": high})
+
 
 TABLE = """
 # sums and means
@@ -238,4 +318,39 @@ aten.pairwise_distance.default                              between last
 aten.dist.default                                           between all
 aten.linalg_vecdot.default                                  vecdot
 aten.{linalg_cross,cross}.default                           cross
+aten.cumsum.default                                         along; linear 0
+aten.{cumprod,logcumsumexp,cummax,cummin}.default           along
+aten.{sort,argsort}.{default,stable}                        along
+aten.topk.default                                           along
+aten.msort.default                                          along 0
+aten.diff.default                                           along; linear 0+1+2
+aten.{trapz,trapezoid,cumulative_trapezoid}.dx              along; linear 0
+aten.gradient.scalarint                                     along; linear 0; try spacing=0.5
+aten.flip.default                                           along dims; linear 0
+aten.fliplr.default                                         a b! ... -> a b! ...; linear 0
+aten.flipud.default                                         along 0; linear 0
+aten.{fft_fft,fft_ifft}.default                             along; linear 0; try complex
+aten.{fft_rfft,fft_ihfft}.default                           along; linear 0
+aten.{fft_irfft,fft_hfft}.default                           along; linear 0; try complex
+aten.{fft_fft2,fft_ifft2,fft_fftn,fft_ifftn}.default        along; linear 0; try complex
+aten.{fft_rfft2,fft_rfftn}.default                          along; linear 0
+aten.{fft_irfft2,fft_irfftn}.default                        along; linear 0; try complex
+aten.{fft_fftshift,fft_ifftshift}.default                   along; linear 0
+aten.histc.default                                          histc
+aten.bincount.default                                       n!, n!? -> k!; try count
 """
+
+FAMILIES = {
+    "reduce": OpFamily(_reduce, _reduce_samples),
+    "sum_to_size": OpFamily(_sum_to_size, _sum_to_size_samples),
+    "norm": OpFamily(_norm, _norm_samples),
+    "linalg_norm": OpFamily(_linalg_norm, _linalg_norm_samples),
+    "index_of": OpFamily(_index_of, _index_of_samples),
+    "moments": OpFamily(_moments, _moments_samples),
+    "between": OpFamily(_between, _between_samples),
+    "vecdot": OpFamily(_vecdot, _between_samples),
+    "cross": OpFamily(_cross, _cross_samples),
+    "softmax": OpFamily(_softmax, _softmax_samples),
+    "along": OpFamily(_along, _along_samples),
+    "histc": OpFamily(_histc, _histc_samples),
+}

@@ -30,7 +30,7 @@ __all__ = ["FAMILIES", "TABLE"]
 
 
 def _index_put(call: Call) -> str:
-    """What is added is a sum over the indices; what is written over may be written twice, in one order."""
+    """Write the rule: added values are summed over the indices; the order of overwrites keeps them whole."""
     shape, indices, values = call.operand(0).shape, call.operands[1:-1], call.operand(len(call.operands) - 1)
     names = Names()
     left = names.some(len(shape))
@@ -59,7 +59,7 @@ def _written(operand: int, name: str) -> tuple[str, str]:
 
 
 def _masked_put(call: Call, left: list[str], covered: list[list[int]], place: int, names: Names) -> str:
-    """A mask alone, with values that do not count its elements, writes every element for itself."""
+    """Write the rule: one mask with values that broadcast writes each element alone."""
     indices, values = call.operands[1:-1], call.operand(len(call.operands) - 1)
     shape = call.operand(0).shape
     taken = [dim for dims in covered for dim in dims]
@@ -107,7 +107,7 @@ def _mask_samples(op: torch._ops.OpOverload) -> Iterable[Sample]:
 
 
 def _scatter(call: Call) -> str:
-    """Positions of `self` are split by dropping what falls elsewhere; the index, only where its writes add up."""
+    """Write the rule: a shard of `self` drops writes outside it; the index splits only where writes add up."""
     shape, index = call.operand(0).shape, call.operand(1).shape
     source = call.operand(2).shape if len(call.operands) > 2 else index
     names = Names()
@@ -133,7 +133,7 @@ def _scatter(call: Call) -> str:
 
 
 def _combined(call: Call) -> str | None:
-    """How writes from several shards are combined; None where they cannot be."""
+    """Return the contraction that joins writes of several shards; None where none does."""
     if "scatter_add" in call.op:
         return "sum"
     ways = {"add": "sum", "sum": "sum", "amax": "max", "amin": "min"}
@@ -141,7 +141,7 @@ def _combined(call: Call) -> str | None:
 
 
 def _scatter_clauses(call: Call) -> list[str]:
-    """In which operands the op is linear."""
+    """Return the clauses of the operands in which the op is linear."""
     way = call.get("reduce", "add")
     if call.get("src") is not None or call.get("source") is not None:
         if way in ("add", "sum") or (way == "mean" and call.operand(0).differentiable):
@@ -174,7 +174,7 @@ def _scatter_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample
 
 
 def _index_write(call: Call) -> str:
-    """Whole slices written at positions of one dim."""
+    """Write the rule of slices written at positions of one dim."""
     names = Names()
     left = names.some(call.operand(0).rank)
     positions = names.some(call.operand(1).rank)

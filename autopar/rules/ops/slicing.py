@@ -1,4 +1,4 @@
-"""Ops that take parts of a dim, put parts in, or put tensors together along a dim.
+"""Parts of dims and their order: slices, splits, concatenation, padding, transposes, diagonals.
 
 Such a dim is whole, but for parts of one length n that lie side by side: then the dim is `(c! n)`, and n can be split
 in all parts alike (the halves of a rotary embedding, a fused projection of queries, keys and values).
@@ -11,14 +11,15 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from autopar.rules.call import Call
-from autopar.rules.ops._names import Names, compound, text, whole, wrap
+from autopar.rules.ops._names import Names, as_list, compound, text, whole, wrap
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
 from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
 
+
+# A slice may be one of many parts by accident (one token of a sequence): beyond this it is not taken for a chunk.
 MOST_CHUNKS = 8
-"""A slice may be one of many parts by accident (one token of a sequence): beyond this it is not taken for a chunk."""
 
 
 # -- slices -----------------------------------------------------------------------------------------------------------
@@ -32,7 +33,7 @@ def _bounds(call: Call, dim: int, extent: int) -> tuple[int, int, int]:
 
 
 def _part(extent: int, start: int, stop: int, step: int, names: Names) -> tuple[str, str, str]:
-    """A sliced dim, the part of it, and clauses."""
+    """Return a sliced dim, its part in the output, and clauses."""
     length = len(range(start, stop, step))
     name = names.one()
     if (start, length) == (0, extent):
@@ -109,7 +110,7 @@ def _select_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]
 
 
 def _split(call: Call) -> str:
-    """All parts of a dim; of one length, they can be split alike."""
+    """Write the rule: all parts of a dim; parts of one length are one factor."""
     shape = call.operand(0).shape
     dim = wrap(call.get("dim", min(1, len(shape) - 1)), len(shape))
     lengths = [spec.shape[dim] for spec in call.outputs if spec is not None]
@@ -162,7 +163,7 @@ def _unbind_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]
 
 
 def _cat(call: Call, across: str = "dim") -> str:
-    """Equal parts make a dim `(c! n)`. Operands of fewer dims are single rows, or empty."""
+    """Write the rule: equal parts make a dim `(c! n)`. Operands of fewer dims are single rows, or empty."""
     rank = call.output.rank
     dim = {"rows": 0, "columns": min(1, rank - 1)}.get(across, 0)
     dim = wrap(call["dim"], rank) if across == "dim" else dim
@@ -222,7 +223,7 @@ def _stack_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
 
 
 def _pad(call: Call, argument: str, mode: str = "") -> str:
-    """Padded dims are whole; padding with zeros, or with what is there, is linear."""
+    """Write the rule: padded dims are whole; padding with zeros, or with the tensor's edge, is linear."""
     amounts = call[argument]
     pairs = [amounts[i : i + 2] for i in range(0, len(amounts), 2)][::-1]
     names = Names()
@@ -253,7 +254,7 @@ def _pad_samples(op: torch._ops.OpOverload, tries: Tries, argument: str, mode: s
 
 
 def _roll(call: Call) -> str:
-    """Without dims the tensor is rolled as one row."""
+    """Write the rule; without dims the flattened tensor is rolled."""
     shape = call.operand(0).shape
     names = Names()
     dims = {wrap(dim, len(shape)): shift for dim, shift in zip(call["dims"], call["shifts"], strict=False)}
@@ -267,17 +268,109 @@ def _roll_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
         yield make_sample(op, [Draw((5, 4, 3))], {"shifts": shifts, "dims": dims})
 
 
-FAMILIES = {
-    "slice": OpFamily(_slice, _slice_samples),
-    "slice_scatter": OpFamily(_slice_scatter, _slice_scatter_samples),
-    "select": OpFamily(_select, _select_samples),
-    "split": OpFamily(_split, _split_samples),
-    "unbind": OpFamily(_unbind, _unbind_samples),
-    "cat": OpFamily(_cat, _cat_samples),
-    "stack": OpFamily(_stack, _stack_samples),
-    "pad": OpFamily(_pad, _pad_samples),
-    "roll": OpFamily(_roll, _roll_samples),
-}
+# -- transposes and diagonals ------------------------------------------------------------------------------------------
+
+
+def _order(call: Call, way: str) -> list[int]:
+    """Return the input dim of each output dim."""
+    rank = call.operand(0).rank
+    order = list(range(rank))
+    if way == "dims":
+        return [wrap(dim, rank) for dim in call["dims"]]
+    if way == "reversed" or rank < 2:
+        return order[::-1]
+    if way == "matrix":
+        return [*order[:-2], order[-1], order[-2]]
+    first, second = call.arguments[1][1], call.arguments[2][1]
+    if way == "swap":
+        first, second = wrap(first, rank), wrap(second, rank)
+        order[first], order[second] = order[second], order[first]
+        return order
+    sources = [wrap(dim, rank) for dim in as_list(first, 1)]
+    targets = [wrap(dim, rank) for dim in as_list(second, 1)]
+    rest = (dim for dim in range(rank) if dim not in sources)
+    return [sources[targets.index(i)] if i in targets else next(rest) for i in range(rank)]
+
+
+def _permute(call: Call, way: str) -> str:
+    names = Names().some(call.operand(0).rank)
+    return text([names], [[names[dim] for dim in _order(call, way)]])
+
+
+def _permute_samples(op: torch._ops.OpOverload, tries: Tries, way: str) -> Iterable[Sample]:
+    plain: list[tuple[Sequence[int], Sequence[object]]] = [((4, 5), []), ((3, 4, 5), [])]
+    cases: dict[str, list[tuple[Sequence[int], Sequence[object]]]] = {
+        "dims": [((3, 4, 5), [[2, 0, 1]]), ((3, 4, 5), [[0, -1, -2]]), ((), [[]])],
+        "swap": [((3, 4, 5), [0, 2]), ((3, 4, 5), [-1, 1]), ((5, 3), [1, 1]), ((), [0, -1])],
+        "move": [((3, 4, 5), [0, 2]), ((3, 4, 5), [-1, 0])],
+        "moves": [((3, 4, 5, 2), [[0, 1], [-1, 0]]), ((3, 4, 5), [[2], [0]])],
+        "matrix": [*plain, ((3, 1, 4, 5), [])],
+        "reversed": plain[:1] if "numpy" in str(op) else [plain[0], ((5,), []), ((), [])],
+    }
+    for shape, values in cases[way]:
+        names = [argument.name for argument in op._schema.arguments[1:]]
+        yield make_sample(op, [Draw(tuple(shape))], dict(zip(names, values, strict=False)), tries)
+
+
+def _diagonal(call: Call) -> str:
+    """Write the rule: the diagonal of two dims comes last."""
+    rank = call.operand(0).rank
+    taken = {wrap(call["dim1"], rank), wrap(call["dim2"], rank)}
+    names = Names()
+    left = [names.whole() if dim in taken else names.one() for dim in range(rank)]
+    return text([left], [[*(name for dim, name in enumerate(left) if dim not in taken), names.whole()]])
+
+
+def _diagonal_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for shape, offset, dim1, dim2 in (((5, 5), 0, 0, 1), ((3, 4, 5), 1, 0, -1), ((3, 7, 5), -1, 2, 1)):
+        yield make_sample(op, [Draw(shape)], {"offset": offset, "dim1": dim1, "dim2": dim2}, tries)
+
+
+def _diag_embed(call: Call) -> str:
+    """Write the rule: the last dim becomes the diagonal of two dims."""
+    rank = call.output.rank
+    placed = {wrap(call["dim1"], rank), wrap(call["dim2"], rank)}
+    names = Names()
+    left = names.some(call.operand(0).rank - 1)
+    rest = iter(left)
+    right = [names.whole() if dim in placed else next(rest) for dim in range(rank)]
+    return text([[*left, names.whole()]], [right])
+
+
+def _diag_embed_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for shape, offset, dim1, dim2 in (((5,), 0, -2, -1), ((3, 5), 1, 0, -1), ((3, 4), -1, 2, 1)):
+        yield make_sample(op, [Draw(shape)], {"offset": offset, "dim1": dim1, "dim2": dim2}, tries)
+
+
+def _rot90(call: Call) -> str:
+    """Write the rule: a quarter turn swaps two dims and reverses one of them, which is whole."""
+    rank, turns = call.operand(0).rank, call["k"] % 4
+    first, second = (wrap(dim, rank) for dim in call["dims"])
+    names = Names()
+    left = names.some(rank)
+    for dim, reversed_by in ((first, (2, 3)), (second, (1, 2))):
+        if turns in reversed_by:
+            left[dim] += "!"
+    right = list(left)
+    if turns % 2:
+        right[first], right[second] = left[second], left[first]
+    return text([left], [right])
+
+
+def _rot90_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for turns in (0, 1, 2, -1):
+        yield make_sample(op, [Draw((3, 4, 5))], {"k": turns, "dims": [0, 2]}, tries)
+
+
+def _as_strided(call: Call) -> str:
+    names = Names()
+    return text([[names.whole() for _ in call.operand(0).shape]], [[names.whole() for _ in call.output.shape]])
+
+
+def _as_strided_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    for shape, size, stride, offset in (((5, 3), [3, 4], [3, 2], 1), ((4, 5), [5, 4], [1, 5], 0)):
+        yield make_sample(op, [Draw(shape)], {"size": size, "stride": stride, "storage_offset": offset}, tries)
+
 
 TABLE = """
 aten.{slice,slice_copy}.Tensor                              slice; linear 0
@@ -301,4 +394,33 @@ aten.constant_pad_nd.default                                pad pad constant
 aten.{reflection_pad1d,reflection_pad2d,reflection_pad3d}.default  pad padding edge
 aten.{replication_pad1d,replication_pad2d,replication_pad3d}.default  pad padding edge
 aten.roll.default                                           roll; linear 0
+aten.{permute,permute_copy}.default                  permute dims; linear 0
+aten.{transpose,transpose_copy}.int                  permute swap; linear 0
+aten.{swapaxes,swapdims}.default                     permute swap; linear 0
+aten.{movedim,moveaxis}.int                          permute move; linear 0
+aten.{movedim,moveaxis}.intlist                      permute moves; linear 0
+aten.{t,t_copy,numpy_T}.default                      permute reversed; linear 0
+aten.{mT,adjoint}.default                            permute matrix; linear 0
+aten.{diagonal,diagonal_copy}.default                diagonal; linear 0
+aten.linalg_diagonal.default                         diagonal; linear 0
+aten.diag_embed.default                              diag_embed; linear 0
+aten.rot90.default                                   rot90; linear 0
+aten.{as_strided,as_strided_copy}.default            as_strided; linear 0
 """
+
+FAMILIES = {
+    "slice": OpFamily(_slice, _slice_samples),
+    "slice_scatter": OpFamily(_slice_scatter, _slice_scatter_samples),
+    "select": OpFamily(_select, _select_samples),
+    "split": OpFamily(_split, _split_samples),
+    "unbind": OpFamily(_unbind, _unbind_samples),
+    "cat": OpFamily(_cat, _cat_samples),
+    "stack": OpFamily(_stack, _stack_samples),
+    "pad": OpFamily(_pad, _pad_samples),
+    "roll": OpFamily(_roll, _roll_samples),
+    "permute": OpFamily(_permute, _permute_samples),
+    "diagonal": OpFamily(_diagonal, _diagonal_samples),
+    "diag_embed": OpFamily(_diag_embed, _diag_embed_samples),
+    "rot90": OpFamily(_rot90, _rot90_samples),
+    "as_strided": OpFamily(_as_strided, _as_strided_samples),
+}

@@ -1,4 +1,4 @@
-"""Ops that show the same elements in other shapes: dims merged and split, repeated, windowed."""
+"""Views: the same elements with dims merged, split, repeated or windowed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Sizes = Sequence[int]
 
 
 def refine(left: Sizes, right: Sizes) -> tuple[list[str], list[str]]:
-    """The dims of one tensor seen in two shapes, written with the factors that both have in common.
+    """Return the dims of one tensor seen in two shapes, written with the factors that both have in common.
 
     Dims end where prefix products say. Two neighbouring ends, of either shape, enclose a factor if one divides the
     other; where some do not, the smallest run of dims with equal products is whole on both sides.
@@ -45,7 +45,7 @@ def refine(left: Sizes, right: Sizes) -> tuple[list[str], list[str]]:
 
 
 def _runs(left: Sizes, right: Sizes) -> Iterable[tuple[list[int], list[int]]]:
-    """The smallest runs of dims, of sizes other than 1, that multiply to the same on both sides."""
+    """Yield the smallest runs of dims, of sizes other than 1, that multiply to the same on both sides."""
     lefts, rights = ([i for i, size in enumerate(shape) if size != 1] for shape in (left, right))
     i = j = 0
     while i < len(lefts):
@@ -77,7 +77,7 @@ def _refine_run(left: Sizes, right: Sizes, names: Names) -> tuple[list[str], lis
 
 
 def _matching_ones(left: Sizes, right: Sizes) -> Iterable[tuple[int, int]]:
-    """Dims of size 1 at the same place between the same other dims; left out where their numbers differ there."""
+    """Yield dims of size 1 between the same other dims on both sides, where their numbers agree."""
 
     def places(shape: Sizes) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
@@ -93,7 +93,7 @@ def _matching_ones(left: Sizes, right: Sizes) -> Iterable[tuple[int, int]]:
 
 
 def _refine_empty(left: Sizes, right: Sizes, names: Names) -> tuple[list[str], list[str]]:
-    """Shapes without elements: equal leading dims and equal trailing dims keep their factors, the rest is whole."""
+    """Return dims of shapes without elements: equal leading and trailing dims keep their factors."""
     before = sum(1 for _ in takewhile(bool, map(eq, left, right)))
     after = sum(1 for _ in takewhile(bool, map(eq, left[before:][::-1], right[before:][::-1])))
     first, last = names.some(before), names.some(after)
@@ -188,7 +188,7 @@ def _unsqueeze_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Samp
 
 
 def _expand(call: Call) -> str:
-    """Dims of size 1, and new ones, become dims of any size: factors that are born."""
+    """Write the rule: dims of size 1, and new ones, become factors that only the output has."""
     names = Names().some(call.output.rank)
     dims = aligned_dims([call.operand(0).shape], names, call.output.shape)[0].split()
     operands = [[] if dims == ["()"] else dims, *([names] if len(call.operands) > 1 else [])]
@@ -214,7 +214,7 @@ def _expand_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]
 
 
 def _repeat(call: Call) -> str:
-    """The copies are the major factor of each dim."""
+    """Write the rule: copies are the major factor of each dim."""
     shape, out = call.operand(0).shape, call.output.shape
     new = len(out) - len(shape)
     names = Names()
@@ -228,7 +228,7 @@ def _repeat(call: Call) -> str:
 
 
 def _copied(size: int, extent: int, names: Names, *, major: bool) -> tuple[str, str]:
-    """One dim and what it becomes when its elements, or all of it, are repeated."""
+    """Return one dim and its form after a repetition of elements, or of the whole dim."""
     own = names.one()
     if size == extent:
         return own, own
@@ -246,7 +246,7 @@ def _repeat_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]
 
 
 def _repeat_interleave(call: Call) -> str:
-    """Copies stand next to each other: the minor factor. Without a dim, all dims are merged first."""
+    """Write the rule: copies are the minor factor. Without a dim, all dims are merged first."""
     shape, out, dim = call.operand(0).shape, call.output.shape, call["dim"]
     names = Names()
     if dim is not None and shape:
@@ -279,7 +279,7 @@ def _repeat_interleave_samples(op: torch._ops.OpOverload, tries: Tries) -> Itera
 
 
 def _unfold(call: Call) -> str:
-    """Windows along one dim: side by side they are a split of the dim, else each shard needs its neighbours' edge."""
+    """Write the rule: windows side by side split the dim, overlapping ones need the neighbours' edge."""
     shape = call.operand(0).shape
     size, step = call["size"], call["step"]
     if not shape:
@@ -300,7 +300,7 @@ def _unfold_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]
 
 
 def _pixel_shuffle(call: Call, direction: str) -> str:
-    """Channels `(c p q)` become pixels `(y p) (x q)`, or the other way round."""
+    """Write the rule: channels `(c p q)` become pixels `(y p) (x q)`, or the reverse."""
     names = Names("cpqyx")
     leading = names.some(call.operand(0).rank - 3)
     deep, flat = [*leading, "(c p! q!)", "y", "x"], [*leading, "c", "(y p!)", "(x q!)"]

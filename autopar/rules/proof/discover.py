@@ -1,4 +1,4 @@
-"""Rules of ops that are not in the table, found by running them in shards.
+"""Discover rules of ops that are not in the table, by running them in shards.
 
 The caller says which dims of the operands are one dim (same label), so there is one trial per dim, not per combination:
 all operand dims of that label are split together, and the outputs tell what became of it. Trials run on small tensors
@@ -20,29 +20,31 @@ from autopar.errors import RuleError
 from autopar.rules.bind_call import factor_sizes, fresh_names
 from autopar.rules.call import Call, TensorSpec, flat_results, takes_tensors
 from autopar.rules.notation import CONTRACTIONS, FactorKind, Operand, Rule, Term
+from autopar.rules.op_names import display_name
 from autopar.rules.proof.random_ops import DrawnRuns, draws_of, is_random, recombines
 from autopar.rules.proof.run_shards import RUN_ERRORS, ShardedRun, additivity, materialise, pieces_of, reference
 from autopar.rules.proof.samples import Draw, Sample
 from autopar.rules.shard_call.dispatch import LOCALISERS, local_call
 from autopar.rules.torch_versions import without_op_warnings
 
-__all__ = ["Discoveries", "Labels", "discover"]
+__all__ = ["Discoveries", "Labels", "discover", "no_rule_message"]
 
+
+# For each tensor operand the label of each dim; None for an absent operand.
 Labels = Sequence[Sequence[Hashable] | None]
-"""For each tensor operand the label of each dim; None for an absent operand."""
 
+# Two extents for each label, coprime, so that no dim is taken for another, and large enough for three shards.
 SMALL = ((5, 7, 4, 9, 11, 13), (7, 4, 9, 5, 13, 11))
-"""Two extents for each label, coprime, so that no dim is taken for another, and large enough for three shards."""
 MOST_ELEMENTS = 1_000_000
+# On tensors of the call's own sizes all even splits up to this are tried: the op may insist on blocks.
 MOST_SHARDS = 8
-"""On tensors of the call's own sizes all even splits up to this are tried: the op may insist on blocks."""
 MOST_FOLLOWERS = 8
 MOST_ORDERS = 24
 
 
 @dataclass
 class Discoveries:
-    """What was discovered, by op, ranks, dtypes, labels and plain arguments; called, it looks up or discovers."""
+    """Cache of discovered rules, by op, ranks, dtypes, labels and plain arguments; a call looks up or discovers."""
 
     rules: dict[Hashable, Rule | None] = field(default_factory=dict)
 
@@ -60,7 +62,7 @@ class Discoveries:
 
 
 def discover(op: torch._ops.OpOverload, call: Call, labels: Labels) -> Rule | None:
-    """The rule of one call, or None where the op cannot be run or nothing can be split."""
+    """Return the rule of one call, or None where the op cannot be run or nothing can be split."""
     request = _request(op, call, labels)
     return None if request is None else _discover(request)[0]
 
@@ -70,14 +72,14 @@ def discover(op: torch._ops.OpOverload, call: Call, labels: Labels) -> Rule | No
 
 @dataclass(frozen=True)
 class _Request:
-    """One call, its labels as factor names, and the plain arguments that could be the extent of a factor."""
+    """One call, its labels as factor names, and the plain arguments that may be the extent of a factor."""
 
     op: torch._ops.OpOverload
     call: Call
     operands: tuple[Operand | None, ...]
     extents: Mapping[str, int]
+    # Argument -> the factors whose extent it has.
     followers: Mapping[str, tuple[str, ...]]
-    """Argument -> the factors whose extent it has."""
 
     @property
     def key(self) -> Hashable:
@@ -94,7 +96,7 @@ def _shapeless(value: Any) -> Any:
 
 
 def _request(op: torch._ops.OpOverload, call: Call, labels: Labels) -> _Request | None:
-    """None where there is nothing to try: an op that mutates, or without dims."""
+    """Return the request; None for an op that mutates, or has no dims."""
     if op._schema.is_mutable or not any(spec and spec.rank for spec in call.operands):
         return None
     extents: dict[Hashable, int] = {}
@@ -144,7 +146,7 @@ class _Trial:
 
 
 def _discover(request: _Request) -> tuple[Rule | None, bool]:
-    """The best rule found, and whether it was found on small tensors."""
+    """Return the best rule found, and whether it was found on small tensors."""
     with torch.random.fork_rng(devices=[]), without_op_warnings():
         for small in (True, False):
             rules = [rule for trial in _trials(request, small) for rule in _rules(trial)]
@@ -171,7 +173,7 @@ def _fits(rule: Rule, call: Call) -> bool:
 
 
 def _trials(request: _Request, small: bool) -> Iterator[_Trial]:
-    """Trials that run; the first without arguments that follow a size, which claims the least."""
+    """Yield trials that run; the first, without arguments that follow a size, claims the least."""
     if not small and sum(prod(spec.shape) for spec in (*request.call.operands, *request.call.outputs) if spec) > (
         MOST_ELEMENTS
     ):
@@ -188,7 +190,7 @@ def _trials(request: _Request, small: bool) -> Iterator[_Trial]:
 
 
 def _small_sizes(request: _Request, sizes: tuple[int, ...], ones: bool) -> dict[str, int]:
-    """Small extents; `ones` keeps those that are 1, for ops that insist on it."""
+    """Return small extents; `ones` keeps those that are 1, for ops that insist on it."""
     more = [*sizes, *range(17, 17 + 2 * len(request.extents), 2)]
     return {
         name: 1 if ones and extent == 1 else size
@@ -255,7 +257,7 @@ def _sample(
 
 
 def _unknown_rule(request: _Request, call: Call, localise: tuple[str, ...]) -> Rule:
-    """All whole, the outputs unknown; arguments that repeat an output's shape have their localiser."""
+    """Return the rule that leaves all whole; arguments that repeat an output's shape have their localiser."""
     taken = set(request.extents)
     outputs: list[Operand | None] = []
     for spec in call.outputs:
@@ -269,7 +271,7 @@ def _unknown_rule(request: _Request, call: Call, localise: tuple[str, ...]) -> R
 
 
 def _rules(trial: _Trial) -> Iterator[Rule]:
-    """The rules that a trial shows, one for each order of the factors in merged output dims."""
+    """Yield the rules that a trial shows, one for each order of the factors in merged output dims."""
     first = trial.runs[0]
     terms = _output_terms(trial, first)
     orders = [permutations(term) for output in terms if output for term in output]
@@ -286,7 +288,7 @@ def _rules(trial: _Trial) -> Iterator[Rule]:
 
 
 def _localised(trial: _Trial, names: Iterable[str]) -> tuple[str, ...]:
-    """The words of the localise clause: arguments that follow a factor, and those that repeat the output's shape."""
+    """Return the words of the localise clause: arguments that follow a factor or repeat the output's shape."""
     output = trial.request.call.outputs[0] if trial.request.call.outputs else None
     shapes = [
         name
@@ -297,7 +299,7 @@ def _localised(trial: _Trial, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _output_terms(trial: _Trial, run: ShardedRun) -> list[list[Term] | None]:
-    """The factors of each output dim: those whose split makes it smaller in proportion, then what is left of it."""
+    """Return the factors of each output dim, in the order in which their split makes it smaller in proportion."""
     taken = set(trial.request.extents)
     shrunk = {factor: _shrunk(run, factor, size) for factor, size in run.sizes.items() if factor in taken and size > 1}
     terms: list[list[Term] | None] = []
@@ -324,7 +326,7 @@ def _output_terms(trial: _Trial, run: ShardedRun) -> list[list[Term] | None]:
 
 
 def _shrunk(run: ShardedRun, factor: str, size: int) -> frozenset[tuple[int, int]] | None:
-    """The output dims (output, dim) that the first of two shards has in proportion; None where it does not run."""
+    """Return the output dims (output, dim) that a shard has in proportion; None where the shard does not run."""
     piece = pieces_of(factor, size, 2)[1]
     try:
         outputs = flat_results(local_call(run.op, run.arguments, run.rule, run.sizes, piece, FactorKind.SUM).run())
@@ -341,7 +343,7 @@ def _shrunk(run: ShardedRun, factor: str, size: int) -> frozenset[tuple[int, int
 
 
 def _with_kinds(trial: _Trial, runs: Sequence[ShardedRun], rule: Rule) -> Rule:
-    """The rule with the linearity and the kinds of factors that hold in all runs."""
+    """Return the rule with the linearity and the kinds of factors that hold in all runs."""
     rule = replace(rule, random=any(trial.draws))
     runs = [replace(run, rule=rule) for run in runs]
     rule = replace(rule, linear=tuple(_linear_groups(runs)))
@@ -385,7 +387,7 @@ def _holds(trial: _Trial, runs: Sequence[ShardedRun], factor: str, kind: FactorK
 
 
 def _linear_groups(runs: Sequence[ShardedRun]) -> Iterator[tuple[int, ...]]:
-    """Groups of operands in which the op is linear, in all runs."""
+    """Return the groups of operands in which the op is linear in all runs."""
     specs = runs[0].call.operands
     floats = [i for i, spec in enumerate(specs) if spec is not None and spec.differentiable]
     outputs = [output for output in runs[0].outputs if output is not None]
@@ -397,3 +399,39 @@ def _linear_groups(runs: Sequence[ShardedRun]) -> Iterator[tuple[int, ...]]:
         for group in combinations(floats, width):
             if all(additivity(run, group, 2) is None for run in runs):
                 yield group
+
+
+def no_rule_message(op: torch._ops.OpOverload, call: Call, labels: Labels) -> str:
+    """Return the message about an op that will run replicated, with a rule to start from."""
+    names: dict[Hashable, str] = {}
+    operands = []
+    for spec, dims in zip(call.operands, labels, strict=True):
+        if spec is None or dims is None:
+            operands.append("?")
+            continue
+        for label in dims:
+            if label not in names:
+                names[label] = fresh_names(1, set(names.values()))[0]
+        operands.append(" ".join(names[label] for label in dims) or "()")
+    pairs = [(spec, dims) for spec, dims in zip(call.operands, labels, strict=True) if spec and dims]
+    extents = {names[label]: size for spec, dims in pairs for label, size in zip(dims, spec.shape, strict=True)}
+    outputs = [_suggested_dims(spec, extents) for spec in call.outputs]
+    shown = str(call).replace(str(op), display_name(op), 1)
+    suggestion = f"{', '.join(operands)} -> {', '.join(outputs)}".strip()
+    return (
+        f"no rule for {shown}, and none found by running it in shards; it will run replicated on every device.\n"
+        f"If it can be split, add a rule, for instance (its dims here are guessed from their extents):\n"
+        f'  autopar.register_rule("{display_name(op)}", "{suggestion}")'
+    )
+
+
+def _suggested_dims(spec: TensorSpec | None, extents: Mapping[str, int]) -> str:
+    if spec is None:
+        return "?"
+    dims: list[str] = []
+    taken = set(extents)
+    for size in spec.shape:
+        same = next((name for name, extent in extents.items() if extent == size and name not in dims), None)
+        dims.append(same or ("1" if size == 1 else fresh_names(1, taken)[0]))
+        taken.add(dims[-1])
+    return " ".join(dims)

@@ -1,4 +1,4 @@
-"""Rules are proved by execution: split, run the shards, recombine, compare outputs and gradients.
+"""Prove rules by execution: split, run the shards, recombine, compare outputs and gradients.
 
 Every call that a line of the table gives to prove it with is run with several seeds, every factor is split in 2 and 3:
 
@@ -48,8 +48,8 @@ __all__ = ["SEEDS", "Case", "Failure", "Proof", "prove_entry", "prove_rule", "pr
 SHARDS = (2, 3)
 SEEDS = (0, 1)
 MORE_SEEDS = range(2, 12)
+# Beyond it not every subset of operands is tried for undeclared linearity, only each operand and all together.
 MOST_OPERANDS = 4
-"""Beyond it not every subset of operands is tried for undeclared linearity, only each operand and all together."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was proved of one line, or of several."""
+    """Proved cases and failures of one line of the table, or of several."""
 
     cases: frozenset[Case]
     failures: tuple[Failure, ...]
+    # Calls that the op itself refused to run.
     refused: tuple[str, ...] = ()
-    """Calls that the op itself refused to run."""
 
     @property
     def holds(self) -> bool:
@@ -122,7 +122,7 @@ def prove_entry(entry: TableEntry, seeds: Sequence[int] = SEEDS, samples: Iterab
 
 
 def prove_rule(op: Any, samples: Iterable[Sequence[Any]] | None = None) -> Proof:
-    """Prove the rule of an op by running it whole and in shards; `RuleError` says how the rule is wrong.
+    """Prove the rule of an op: run it whole and in shards, and compare outputs and gradients.
 
     Each sample holds positional arguments for one call, with real tensors, best in float64. Without samples the
     tensors of a rule in the notation are made up from it.
@@ -139,7 +139,7 @@ def prove_rule(op: Any, samples: Iterable[Sequence[Any]] | None = None) -> Proof
 
 @dataclass(frozen=True)
 class _NegativeClaim:
-    """A negative claim: that the shards of this case do not give the whole answer."""
+    """Claim that the shards of this case do not give the whole answer."""
 
     case: Case
     factor: str | None
@@ -149,17 +149,17 @@ class _NegativeClaim:
 
 @dataclass
 class _Walk:
-    """The proof of one line, as it grows."""
+    """Proof of one line in progress."""
 
     entry: TableEntry
     op: torch._ops.OpOverload
     proved: dict[Case, None] = field(default_factory=dict)
     failures: dict[tuple[str, str], Failure] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
+    # Negative claims that no call has refuted yet, with the calls that might.
     pending: dict[Case, tuple[_NegativeClaim, dict[int, Sample]]] = field(default_factory=dict)
-    """Negative claims that no call has refuted yet, with the calls that might."""
+    # The first call whose rule says that it draws random numbers.
     said_random: str = ""
-    """The first call whose rule says that it draws random numbers."""
     drew: bool = False
     kinds: set[FactorKind] = field(default_factory=set)
     proved_kinds: set[FactorKind] = field(default_factory=set)
@@ -265,7 +265,7 @@ class _Walk:
 
 
 def _unusable(run: ShardedRun) -> str | None:
-    """Why a call proves nothing."""
+    """Return the reason why a call proves nothing; None if it can."""
     floats = [output for output in run.outputs if output is not None and output.is_floating_point()]
     if floats and all(output.numel() and bool(output.isnan().all()) for output in floats):
         return "all outputs are NaN; a 'try' clause gives the operands that the op is made for"
@@ -298,7 +298,7 @@ def _claims(op: str, run: ShardedRun) -> Iterator[_NegativeClaim]:
 
 
 def _suspects(run: ShardedRun) -> Iterator[tuple[int, ...]]:
-    """Groups of operands in which the op might be linear without the rule saying so."""
+    """Yield groups of operands in which the op may be linear though the rule does not say so."""
     operands = operands_of(run.op, run.arguments)
     floats = [i for i, t in enumerate(operands) if isinstance(t, torch.Tensor) and t.requires_grad]
     if not floats or any(output is not None and not output.requires_grad for output in run.outputs):
@@ -313,7 +313,7 @@ def _declared(rule: Rule, group: tuple[int, ...]) -> bool:
 
 
 def _refuted(run: ShardedRun, draws: DrawnRuns | None, claim: _NegativeClaim) -> bool:
-    """Whether this call shows that the shards do not give the whole answer."""
+    """Return True if this call shows that the shards do not give the whole answer."""
     if claim.factor is None:
         return additivity(run, claim.group, claim.case.shards) is not None
     pieces = pieces_of(claim.factor, run.sizes[claim.factor], claim.case.shards)
@@ -322,7 +322,7 @@ def _refuted(run: ShardedRun, draws: DrawnRuns | None, claim: _NegativeClaim) ->
 
 
 def _attempts(rule: Rule, factor: str) -> Iterator[tuple[FactorKind, FactorKind | None]]:
-    """All that a factor which is marked whole could be instead."""
+    """Yield the kinds that a factor marked whole could have instead."""
     having = [operand is not None and factor in operand.factors for operand in rule.outputs]
     contractions = list(CONTRACTIONS.values())
     if not any(having):

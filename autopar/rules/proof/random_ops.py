@@ -1,4 +1,4 @@
-"""Recombination of random calls: values cannot be compared, what they are drawn from can.
+"""Compare random calls by the distribution of their results.
 
 Over many draws, each element of the recombined outputs and gradients must have the mean and the second moment that it
 has in the whole call, and take no value that it does not take there (dropout: 0 or `x / (1 - p)`).
@@ -29,8 +29,8 @@ from autopar.rules.shard_call.local_call import FactorSlice
 __all__ = ["DrawnRuns", "draws_of", "is_random", "recombines"]
 
 DRAWS = 128
+# Of thousands of elements, none is this far off by chance.
 SIGMAS = 6.0
-"""Of thousands of elements, none is this far off by chance."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class DrawnRuns:
 
 
 def is_random(run: ShardedRun) -> bool:
-    """Whether this call, with these arguments, draws anything: dropout with p=0 does not."""
+    """Return True if this call draws random numbers; dropout with p=0 does not."""
     return any(difference(run, execute(run.op, run.arguments)) is not None for _ in range(8))
 
 
 def draws_of(run: ShardedRun) -> DrawnRuns:
-    """Many draws of the whole call."""
+    """Return many draws of the whole call."""
     return _draw_many(run, lambda: execute(run.op, run.arguments))
 
 
@@ -70,7 +70,7 @@ def _random_recombination(
     pieces: Sequence[FactorSlice],
     others: FactorKind | None = None,
 ) -> str | None:
-    """Why the shards' draws, recombined, are not drawn as those of the whole call; None when they are."""
+    """Return the reason why the shards' draws differ in distribution from the whole call's; None if equal."""
     torch.manual_seed(run.seed + 1)
     try:
         if _repeats(run, kind, pieces):
@@ -92,14 +92,14 @@ def recombines(
     pieces: Sequence[FactorSlice],
     others: FactorKind | None = None,
 ) -> str | None:
-    """Why the shards do not give the whole answer, or its distribution where the call is random (`draws`)."""
+    """Return the reason why shards do not give the whole answer, or its distribution; None if they do."""
     if draws is None:
         return recombination(run, kind, pieces, others)
     return _random_recombination(run, draws, kind, pieces, others)
 
 
 def _repeats(run: ShardedRun, kind: FactorKind, pieces: Sequence[FactorSlice]) -> bool:
-    """Whether the first two shards have drawn the same, every time."""
+    """Return True if the first two shards drew the same numbers in every run."""
     split = [i for i, operand in enumerate(run.rule.outputs) if operand and pieces[0].factor in operand.factors]
     for _ in range(8):
         first, second = run_shards(run, kind, pieces)[:2]
@@ -134,7 +134,7 @@ def _compare(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor], wh
 
 
 def _same_sums(run: ShardedRun, expected: DrawnRuns, found: DrawnRuns, factor: str) -> str | None:
-    """Elements that are drawn together (a channel that is dropped) have sums that take few values."""
+    """Return True if sums over jointly drawn elements (a dropped channel) take equally few values."""
     operands = [operand for operand, output in zip(run.rule.outputs, run.outputs, strict=True) if output is not None]
     for i, (operand, whole, parts) in enumerate(zip(operands, expected.outputs, found.outputs, strict=True)):
         dims = [d + 1 for d, term in enumerate(operand.terms if operand else ()) if factor in term]
@@ -145,7 +145,7 @@ def _same_sums(run: ShardedRun, expected: DrawnRuns, found: DrawnRuns, factor: s
 
 
 def _support(draws: torch.Tensor) -> frozenset[float] | None:
-    """The values that the elements take relative to their largest, where that is two at most (0 and 1, mostly)."""
+    """Return the elements' values relative to the largest, where they are at most two (mostly 0 and 1)."""
     relative = draws.double() / draws.double().abs().amax(0).clamp(min=1e-12)
     values = frozenset(torch.unique(relative.round(decimals=6)).abs().tolist())
     return values if len(values) <= 2 else None

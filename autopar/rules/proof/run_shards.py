@@ -1,4 +1,4 @@
-"""One call on real tensors, whole and in shards, and how the two differ: what proof and discovery stand on.
+"""Run one call on real tensors, whole and in shards, and compare the two.
 
 The shards slice the whole tensors, so the recombined result is differentiable: its gradients are compared with those
 of the whole call without any rule for a backward op.
@@ -36,19 +36,19 @@ __all__ = [
     "weighted_gradients",
 ]
 
+# What an op raises that cannot run on the tensors it is given.
 RUN_ERRORS = (
     RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError, AttributeError, OSError,
 )  # fmt: skip
-"""What an op raises that cannot run on the tensors it is given."""
 
 Outputs = tuple[torch.Tensor | None, ...]
 
+# Ops whose values mean nothing: only shapes and dtypes can be compared.
 _UNINITIALISED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
-"""Ops whose values mean nothing: only shapes and dtypes can be compared."""
 
 
+# What torch says of an op, built in or custom, that has no backward.
 _NO_DERIVATIVE = ("derivative", "automatic differentiation", "autograd", "does not require grad")
-"""What torch says of an op, built in or custom, that has no backward."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ class ShardedRun:
     seed: int
     leaves: tuple[torch.Tensor, ...]
     outputs: Outputs
+    # What each differentiable output is multiplied with before all are summed and differentiated.
     weights: Outputs
-    """What each differentiable output is multiplied with before all are summed and differentiated."""
     gradients: tuple[torch.Tensor, ...]
 
 
 def materialise(op: torch._ops.OpOverload, sample: Sample, seed: int) -> dict[str, Any]:
-    """The arguments of a sample by name, its tensors drawn."""
+    """Return the arguments of a sample by name, its tensors drawn."""
     generator = torch.Generator().manual_seed(seed)
 
     def real(value: Any) -> Any:
@@ -83,7 +83,7 @@ def materialise(op: torch._ops.OpOverload, sample: Sample, seed: int) -> dict[st
 
 
 def _shuffled(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The same numbers elsewhere; integers may mean positions, they stay."""
+    """Return the same numbers in another order; integers stay, since they may be positions."""
     if not tensor.is_floating_point():
         return tensor.clone()
     return tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].reshape(tensor.shape)
@@ -94,7 +94,7 @@ def _leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def execute(op: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> Outputs:
-    """The outputs of a call."""
+    """Return the outputs of a call."""
     return _comparable(op, call_by_name(op, arguments))
 
 
@@ -108,7 +108,7 @@ def _comparable(op: torch._ops.OpOverload, result: Any) -> Outputs:
 def reference(
     op: torch._ops.OpOverload, arguments: Mapping[str, Any], rule_of: Callable[[Call], Rule], seed: int
 ) -> ShardedRun:
-    """The whole call, and its rule. An op without a derivative is compared by its outputs alone."""
+    """Return the whole call with its rule. An op without a derivative is compared by its outputs alone."""
     try:
         return _reference(op, arguments, rule_of, seed)
     except RuntimeError as error:
@@ -144,7 +144,7 @@ def _weight(output: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def weighted_gradients(leaves: Sequence[torch.Tensor], outputs: Outputs, weights: Outputs) -> tuple[torch.Tensor, ...]:
-    """The gradients of the weighted sum of all outputs; zeros where an operand has no part in it."""
+    """Return the gradients of the weighted sum of all outputs; zeros where an operand has no part in it."""
     pairs = [
         (output, weight)
         for output, weight in zip(outputs, weights, strict=True)
@@ -164,13 +164,13 @@ def weighted_gradients(leaves: Sequence[torch.Tensor], outputs: Outputs, weights
 
 
 def pieces_of(factor: str, total: int, shards: int) -> list[FactorSlice]:
-    """Nearly equal pieces; uneven where the shards do not divide the factor."""
+    """Return nearly equal pieces of a factor."""
     bounds = [total * i // shards for i in range(shards + 1)]
     return [FactorSlice(factor, i, bounds[i], bounds[i + 1], total) for i in range(shards)]
 
 
 def run_shards(run: ShardedRun, kind: FactorKind, pieces: Sequence[FactorSlice]) -> list[Outputs]:
-    """The outputs of each shard."""
+    """Return the outputs of each shard."""
     return [
         _comparable(run.op, local_call(run.op, run.arguments, run.rule, run.sizes, piece, kind).run())
         for piece in pieces
@@ -180,7 +180,7 @@ def run_shards(run: ShardedRun, kind: FactorKind, pieces: Sequence[FactorSlice])
 def recombination(
     run: ShardedRun, kind: FactorKind, pieces: Sequence[FactorSlice], others: FactorKind | None = None
 ) -> str | None:
-    """Why the shards' results do not give the whole answer; None when they do.
+    """Return the reason why the shards' results do not give the whole answer; None if they do.
 
     `others` says what becomes of outputs that lack a factor which another output has, where the rule does not.
     """
@@ -203,7 +203,7 @@ def recombine(
     results: Sequence[Outputs],
     others: FactorKind | None = None,
 ) -> Outputs:
-    """The whole outputs, from those of the shards."""
+    """Return the whole outputs, from those of the shards."""
     if any(len(result) != len(run.outputs) for result in results):
         raise ValueError(f"a shard has {len(results[0])} outputs, the whole call {len(run.outputs)}")
     return tuple(_recombine_one(run, i, kind, pieces, [r[i] for r in results], others) for i in range(len(run.outputs)))
@@ -263,7 +263,7 @@ def _concatenate(
 
 
 def additivity(run: ShardedRun, group: Sequence[int], shards: int) -> str | None:
-    """Why the op on parts of these operands, summed, is not the op on the sums; None when it is."""
+    """Return the reason why the op is not linear in these operands; None if it is."""
     generator = torch.Generator().manual_seed(shards)
     operands = operands_of(run.op, run.arguments)
     parts: dict[int, list[torch.Tensor]] = {}
@@ -310,7 +310,7 @@ def _with_operands(run: ShardedRun, replaced: Mapping[int, torch.Tensor]) -> dic
 
 
 def difference(run: ShardedRun, whole: Iterable[torch.Tensor | None]) -> str | None:
-    """How recombined outputs, or their gradients, differ from the whole call's; None when they do not."""
+    """Return the difference of recombined outputs or gradients from the whole call's; None if there is none."""
     found_outputs = tuple(whole)
     tolerance = _tolerance([x.dtype for x in (*operands_of(run.op, run.arguments), *run.outputs) if _is_tensor(x)])
     for i, (expected, found) in enumerate(zip(run.outputs, found_outputs, strict=True)):
@@ -337,12 +337,12 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+# Of dtypes that are less exact than float64; those not named are coarser still.
 TOLERANCES = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.float16: 1e-2, torch.complex32: 1e-2}
-"""Of dtypes that are less exact than float64; those not named are coarser still."""
 
 
 def _tolerance(dtypes: Iterable[torch.dtype]) -> float:
-    """What the least exact of these dtypes can tell apart."""
+    """Return the tolerance of the least exact of these dtypes."""
     exact = (torch.float64, torch.complex128)
     inexact = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
     return max((1e-9 if dtype in exact else TOLERANCES.get(dtype, 5e-2) for dtype in inexact), default=1e-9)

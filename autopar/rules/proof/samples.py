@@ -1,4 +1,4 @@
-"""Calls to prove a rule with: tensors are described, drawn later from a seed."""
+"""Sample calls for the proof of a rule: tensors are described here and drawn later from a seed."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from autopar.rules.notation import ELLIPSIS, Operand, Rule
 
 __all__ = ["Draw", "Sample", "Tries", "draw", "integer_twin", "make_sample", "pattern_samples"]
 
+# Extents of factors: coprime, so that no dim is taken for another, and at least 3 so that all can be split in 3.
 SIZES = (5, 7, 4, 9, 11, 13)
-"""Extents of factors: coprime, so that no dim is taken for another, and at least 3 so that all can be split in 3."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A random tensor: signed normal numbers unless said otherwise."""
+    """Random tensor of a sample: signed normal numbers by default."""
 
     shape: tuple[int, ...]
+    # normal, wide (normal, 8 times as large), positive, unit (in (-1, 1)), probability (in (0, 1)), above_one, sign (-1
+    # or 1), holes (normal, with some NaN), definite (a positive definite matrix), complex, bool, one_true and one_false
+    # (all others are the opposite), int, count (an int in [1, 5)), or index (in [0, below)).
     kind: str = "normal"
-    """normal, wide (normal, 8 times as large), positive, unit (in (-1, 1)), probability (in (0, 1)), above_one,
-    sign (-1 or 1), holes (normal, with some NaN), definite (a positive definite matrix), complex, bool, one_true and
-    one_false (all others are the opposite), int, count (an int in [1, 5)), or index (in [0, below))."""
     below: int = 0
+    # Values that about a third of an index's elements take instead, such as an `ignore_index` outside the range.
     also: tuple[int, ...] = ()
-    """Values that about a third of an index's elements take instead, such as an `ignore_index` outside the range."""
+    # No gradient is asked for: a buffer.
     fixed: bool = False
-    """No gradient is asked for: a buffer."""
+    # Where it matters; else the widest: float64, complex128, int64.
     dtype: torch.dtype | None = None
-    """Where it matters; else the widest: float64, complex128, int64."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Arguments for one call of an op; each `Draw` in them stands for a tensor. Real tensors are taken as they are."""
+    """Arguments for one call of an op; each `Draw` stands for a tensor, real tensors are taken as they are."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -46,16 +46,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class Tries:
-    """What `try` clauses say: the kind of the operands, and values for arguments."""
+    """Words of `try` clauses: the kind of the operands, and values for arguments."""
 
     kind: str = "normal"
     arguments: tuple[tuple[str, Any], ...] = ()
+    # The module that defines the op, where torch does not; without it the line is not proved.
     needs: str = ""
-    """The module that defines the op, where torch does not; without it the line is not proved."""
 
 
 def draw(request: Draw, generator: torch.Generator) -> torch.Tensor:
-    """The tensor that a `Draw` stands for."""
+    """Return the tensor that a `Draw` stands for."""
     tensor = _draw(request, generator)
     return tensor if request.dtype is None else tensor.to(request.dtype)
 
@@ -100,7 +100,7 @@ def _draw(request: Draw, generator: torch.Generator) -> torch.Tensor:
 def make_sample(
     op: torch._ops.OpOverload, tensors: Sequence[Any], arguments: Mapping[str, Any], tries: Tries = Tries()
 ) -> Sample:
-    """A call with these tensors in the op's tensor arguments in order; others by name, by `try`, or default."""
+    """Return a call with these tensors in order; other arguments by name, by `try`, or by default."""
     given = {**dict(zip(takes_tensors(op), tensors, strict=False)), **dict(tries.arguments), **arguments}
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -124,7 +124,7 @@ def _plain_value(kind: str) -> Any:
 
 
 def pattern_samples(op: torch._ops.OpOverload, pattern: Rule, tries: Tries) -> Iterable[Sample]:
-    """Calls that fit a pattern: ellipses of 0 to 2 dims, some broadcast, optional operands given and not given."""
+    """Yield calls that fit a pattern: ellipses of 0 to 2 dims, broadcast dims, optional operands present and absent."""
     ellipses = [position for position, operand in enumerate(pattern.operands) if operand and operand.has_ellipsis]
     optional = any(operand and operand.optional for operand in pattern.operands)
     sizes = dict(zip(pattern.factors, _endless_sizes(), strict=False))
@@ -145,7 +145,7 @@ def pattern_samples(op: torch._ops.OpOverload, pattern: Rule, tries: Tries) -> I
 
 
 def integer_twin(sample: Sample) -> Sample | None:
-    """The same call on integers, or None where its operands are not plain real numbers."""
+    """Return the same call on integers, or None where its operands are not plain real numbers."""
 
     def draws(value: Any) -> Iterable[Draw]:
         if isinstance(value, Draw):

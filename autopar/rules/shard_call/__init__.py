@@ -1,1 +1,1 @@
-"""One shard of a call: local arguments, and the ops that need more than a smaller shape."""
+"""One shard of a call: local arguments, and functions for ops that need more than a smaller shape."""

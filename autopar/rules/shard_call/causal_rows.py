@@ -1,4 +1,4 @@
-"""Causal attention of some of the queries: without a mask, and with the memory of fused attention.
+"""Ops whose rows depend on their position in the whole: causal attention, grouped products.
 
 The last query sees all keys, each one before it sees one key less. Fused kernels of GPUs know this form. That of CPUs
 does not: it works on the keys before the first query and on the square of the rest, and the two are merged by the
@@ -8,6 +8,7 @@ logarithms of the sums of their weights. Where there is no fused kernel, blocks 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import prod, sqrt
 from typing import Any
 
@@ -15,18 +16,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["attend_last_rows"]
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
+
+__all__ = ["attend_last_rows", "causal_rows", "grouped_experts", "grouped_rows"]
+
 
 aten = torch.ops.aten
 
+# Fused kernels of GPUs take heads of a multiple of so many dims.
 GPU_ALIGNMENT = 8
-"""Fused kernels of GPUs take heads of a multiple of so many dims."""
+# The widest head that FlashAttention takes.
 GPU_WIDEST = 256
-"""The widest head that FlashAttention takes."""
+# `custom_mask_type` of the memory-efficient kernel: the last query sees all keys.
 LOWER_RIGHT = 2
-"""`custom_mask_type` of the memory-efficient kernel: the last query sees all keys."""
+# Queries that are written out at a time: enough to keep a device busy, and few of the scores live at once.
 BLOCK_ROWS = 256
-"""Queries that are written out at a time: enough to keep a device busy, and few of the scores live at once."""
 
 
 def attend_last_rows(query: Tensor, key: Tensor, value: Tensor, scale: float | None, grouped: bool) -> Tensor:
@@ -66,7 +70,7 @@ def _broadcast(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def _with_heads(query: Tensor, key: Tensor, value: Tensor, grouped: bool, shares: bool) -> list[Tensor]:
-    """All as `batch heads rows width`; `shares`: a kernel lets several heads of queries share one of the keys."""
+    """Return all as `batch heads rows width`; `shares`: query heads may share a head of keys in the kernel."""
     tensors = [query, key, value]
     leads = [x.shape[:-2] for x in tensors]
     heads = [lead[-1] if lead else 1 for lead in leads]
@@ -89,7 +93,7 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 
 def _kernel(device_type: str, index: int | None, dtype: torch.dtype, width: int) -> str:
-    """The fused kernel for such tensors: `flash`, `efficient`, `cpu`, or none."""
+    """Return the fused kernel for such tensors: `flash`, `efficient`, `cpu`, or none."""
     if device_type == "cpu":
         return "cpu" if torch._C._get_flash_sdp_enabled() else "none"
     if device_type != "cuda":
@@ -133,7 +137,7 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 class _Merged(torch.autograd.Function):
-    """The backward of each part takes the merged result and sums, so that its gradients are those of the whole."""
+    """Merge of two parts of attention; each part's backward takes the merged result, so gradients are the whole's."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -180,7 +184,7 @@ def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[T
 
 
 class _Written(torch.autograd.Function):
-    """Blocks of queries in turn; the backward makes their weights again."""
+    """Attention in blocks of queries; the backward computes their weights again."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -207,13 +211,13 @@ class _Written(torch.autograd.Function):
 
 
 def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int]]:
-    """Where each block of queries starts, and how many keys its last one sees."""
+    """Yield the start of each block of queries, and the number of keys that its last one sees."""
     rows, keys = q.shape[-2], k.shape[-2]
     return [(start, keys - rows + min(start + BLOCK_ROWS, rows)) for start in range(0, rows, BLOCK_ROWS)]
 
 
 def _weights(q: Tensor, k: Tensor, start: int, scale: float) -> Tensor:
-    """What a block of queries makes of the keys that it sees."""
+    """Return the attention weights of a block of queries over the keys that it sees."""
     own = _to_sum(q[..., start : start + BLOCK_ROWS, :])
     rows = own.shape[-2]
     seen = k.shape[-2] - q.shape[-2] + start + rows
@@ -224,10 +228,85 @@ def _weights(q: Tensor, k: Tensor, start: int, scale: float) -> Tensor:
 
 
 def _to_sum(x: Tensor) -> Tensor:
-    """In the dtype that sums are made in."""
+    """Return the tensor in the dtype that sums are made in."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _once() -> None:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("fused causal attention has no second derivative")
+
+
+# -- rows that know their position -------------------------------------------------------------------------------------
+
+
+def causal_rows(local: LocalCall, piece: FactorSlice) -> LocalCall:
+    """Run queries `start` to `stop` of causal attention: query `i` sees keys `0` to `i`."""
+    given = local.arguments
+    if not given["is_causal"]:
+        return local
+    keys = given["key"].shape[-2]
+    if given["dropout_p"] > 0:
+        return _masked(local, piece)
+    if piece.start >= keys or not piece.length:  # each sees all of them
+        return local.with_arguments(is_causal=False)
+    seen = min(piece.stop, keys)
+    if piece.start == 0 and seen == piece.stop:
+        return local.with_arguments(**_first(local, seen))
+    return replace(local, op=_rows, arguments={**given, "start": piece.start})
+
+
+def _first(local: LocalCall, seen: int) -> dict[str, torch.Tensor]:
+    """Return the first keys and values, which are those seen."""
+    return {name: local.arguments[name].narrow(-2, 0, seen) for name in ("key", "value")}
+
+
+def _masked(local: LocalCall, piece: FactorSlice) -> LocalCall:
+    """Return attention with an explicit mask; with dropout no kernel gives the weights' sums for a merge."""
+    seen = min(piece.stop, local.arguments["key"].shape[-2])
+    device = local.arguments["query"].device
+    mask = torch.ones(piece.length, seen, dtype=torch.bool, device=device).tril(piece.start)
+    return local.with_arguments(**_first(local, seen), attn_mask=mask, is_causal=False)
+
+
+def _rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    enable_gqa: bool,
+    start: int,
+    **rest: object,
+) -> torch.Tensor:
+    """Return queries from `start` on; those after the last key see all keys."""
+    keys = key.shape[-2]
+    masked = min(query.shape[-2], keys - start)
+    seen = start + masked
+    first = query.narrow(-2, 0, masked)
+    found = attend_last_rows(first, key.narrow(-2, 0, seen), value.narrow(-2, 0, seen), scale, enable_gqa)
+    if masked == query.shape[-2]:
+        return found
+    others = query.narrow(-2, masked, query.shape[-2] - masked)
+    later = torch.ops.aten.scaled_dot_product_attention.default(others, key, value, scale=scale, enable_gqa=enable_gqa)
+    return torch.cat([found, later], -2)
+
+
+def grouped_rows(local: LocalCall, piece: FactorSlice) -> LocalCall:
+    """Run some of the rows: groups keep their ends, counted from the first of these rows."""
+    return local.with_arguments(offs=(local.arguments["offs"] - piece.start).clamp(0, piece.length))
+
+
+def grouped_experts(local: LocalCall, piece: FactorSlice) -> LocalCall:
+    """Run some of the experts: rows of the others become zero rows, whose product is zero.
+
+    So every size is known beforehand, and neither rows nor weights are copied into another order.
+    """
+    rows, ends = next(iter(local.arguments)), local.arguments["offs"]
+    total = local.arguments[rows]
+    position = torch.arange(total.shape[0], device=ends.device)
+    own = position < ends[piece.stop - 1]
+    if piece.start:
+        own = own & (position >= ends[piece.start - 1])
+    kept = ends[piece.start : piece.stop].clone()
+    kept[-1] = total.shape[0]
+    return replace(local, arguments={**local.arguments, rows: torch.where(own[:, None], total, 0), "offs": kept})

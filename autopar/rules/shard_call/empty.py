@@ -15,7 +15,7 @@ __all__ = ["amounts", "kept", "nothing", "zeros_of"]
 
 
 def nothing(shape: Sequence[int], dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
-    """Zeros of some shape that are a function of the tensors, with zeros for their gradients."""
+    """Return zeros of some shape as a function of the tensors, which get zeros for gradients."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         made: Tensor = _Nothing.apply(tuple(shape), dtype, *tensors)  # type: ignore[no-untyped-call]
         return made
@@ -38,7 +38,7 @@ class _Nothing(torch.autograd.Function):
 
 
 def amounts(operand: Operand, local_sizes: Mapping[str, int]) -> list[int]:
-    """What `constant_pad_nd` adds to an operand's shard so that each of its empty factors has one position."""
+    """Return the padding that gives each empty factor of an operand's shard one position, for `constant_pad_nd`."""
     found: list[int] = []
     for term in reversed(operand.terms):
         length = prod(local_sizes[factor] for factor in term)
@@ -47,7 +47,7 @@ def amounts(operand: Operand, local_sizes: Mapping[str, int]) -> list[int]:
 
 
 def zeros_of(shape: Sequence[int], dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
-    """Zeros that depend on some tensors, also for the compiler."""
+    """Return zeros that depend on some tensors, also for the compiler."""
     if not torch.compiler.is_compiling():
         return tensors[0].new_zeros(tuple(shape), dtype=dtype)
     first, *others = (kept(x, tuple(shape), False).to(dtype) for x in tensors)
@@ -57,7 +57,7 @@ def zeros_of(shape: Sequence[int], dtype: torch.dtype, tensors: Sequence[Tensor]
 
 
 def kept(x: Tensor, shape: Sequence[int], keep: bool) -> Tensor:
-    """A copy of a tensor, or zeros of some shape.
+    """Return a copy of a tensor, or zeros of some shape.
 
     The compiler would see that zeros depend on nothing: a rank that holds only zeros would then drop the collectives
     before them or move those after them from the backward to the forward, while the other ranks do not, and all of them

@@ -1,4 +1,4 @@
-"""`expert_rows`: each row times the matrix of its expert, with the rows in any order.
+"""Op `expert_rows`: multiply each row by the matrix of its expert, with the rows in any order.
 
 What models do is sort their rows by expert, multiply group by group, and put the rows back. Sorted, a row may stand
 anywhere, so nothing of that can be split by batch. As one op with rows that stay where they are, it can; inside, each
@@ -12,12 +12,12 @@ from torch import Tensor
 
 __all__ = ["GROUPED", "expert_rows"]
 
+# Products of sorted rows, called with rows, a matrix for each expert, and where the rows of each expert end.
 GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
-"""Products of sorted rows, called with rows, a matrix for each expert, and where the rows of each expert end."""
 
 
 def expert_rows(rows: Tensor, matrices: Tensor, experts: Tensor, product: str) -> Tensor:
-    """Rows `[n, k]`, matrices `[e, k, m]`, for each row its expert, and which of GROUPED multiplies."""
+    """Multiply rows `[n, k]` by matrices `[e, k, m]`; each row has an expert, and GROUPED names the kernel."""
     namespace, name, overload = product.split(".")
     multiply = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     ordered, order = experts.sort(stable=True)
@@ -28,7 +28,7 @@ def expert_rows(rows: Tensor, matrices: Tensor, experts: Tensor, product: str) -
 
 
 def _define() -> None:
-    """Autograd and shapes come from the ops inside."""
+    """Define the custom op; autograd and shapes come from the ops inside."""
     schema = "(Tensor rows, Tensor matrices, Tensor experts, str product) -> Tensor"
     torch.library.define("autopar::expert_rows", schema)
     torch.library.impl("autopar::expert_rows", "CompositeImplicitAutograd", expert_rows)

@@ -1,4 +1,4 @@
-"""Attention with a mask and with several heads of queries for one of keys, where fast kernels take one or the other.
+"""Attention with a mask and grouped heads, for kernels that take one or the other.
 
 On CUDA the kernel that takes a mask wants as many heads of keys as of queries; with fewer, torch computes all scores by
 plain products and keeps them. There the heads are repeated just before the kernel; the CPU's kernel takes both.
@@ -20,7 +20,7 @@ SDPA = aten.scaled_dot_product_attention.default
 
 
 def with_all_heads(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of attention with keys and values repeated to the heads of the queries."""
+    """Return the arguments of attention with keys and values repeated to the queries' heads."""
     if not arguments["enable_gqa"]:
         return dict(arguments)
     heads = arguments["query"].shape[-3]
@@ -42,7 +42,7 @@ def attention_with_all_heads(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`scaled_dot_product_attention` of as many heads of keys as of queries."""
+    """Run `scaled_dot_product_attention` with as many heads of keys as of queries."""
     given = with_all_heads({"query": query, "key": key, "value": value, "enable_gqa": enable_gqa})
     operands = given["query"], given["key"], given["value"]
     result: Tensor = SDPA(*operands, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=given["enable_gqa"])
@@ -57,7 +57,7 @@ def repeat_masked_heads(graph: Graph, device_type: str) -> None:
 
 
 def with_most_memory(node: Node) -> Any:
-    """The target of a node as it runs where it needs most memory: with all heads, beside a mask."""
+    """Return the target of a node in its form of most memory: with all heads, beside a mask."""
     if node.target is not SDPA or not node.kwargs.get("enable_gqa"):
         return node.target
     mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")

@@ -1,4 +1,4 @@
-"""Running one shard of a call: which slice of each tensor it takes, and what becomes of its arguments.
+"""Run one shard of a call: the slice of each tensor that it takes, and its changed arguments.
 
 Nothing here communicates: what a shard needs from the others is named by the rule (a partial sum, a halo), and
 whoever runs the shards supplies it.
@@ -20,7 +20,7 @@ __all__ = ["FactorSlice", "LocalCall", "factor_position", "join_dims", "narrow",
 
 @dataclass(frozen=True)
 class FactorSlice:
-    """One shard's part of a factor: positions `start` to `stop` of `total`."""
+    """Slice of a factor on one shard: positions `start` to `stop` of `total`."""
 
     factor: str
     index: int
@@ -35,15 +35,15 @@ class FactorSlice:
 
 @dataclass(frozen=True)
 class LocalCall:
-    """One shard of a call: what to run, on what, and what to do with the result."""
+    """Call of one shard: the op, its arguments, and functions that finish the result."""
 
     op: Callable[..., Any]
     arguments: Mapping[str, Any]
     rule: Rule
+    # Extent of each factor in the whole call.
     sizes: Mapping[str, int]
-    """Extent of each factor in the whole call."""
+    # Extent of each factor in this shard.
     local_sizes: Mapping[str, int]
-    """Extent of each factor in this shard."""
     finish: tuple[Callable[[Any], Any], ...] = ()
 
     def with_arguments(self, /, **changes: Any) -> LocalCall:
@@ -80,7 +80,7 @@ _keyword_only._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def split_dims(tensor: torch.Tensor, terms: tuple[Term, ...], sizes: Mapping[str, int]) -> torch.Tensor:
-    """One physical dim per factor; a dim without a factor stays a dim of size 1."""
+    """Return the tensor with one physical dim per factor; a dim without a factor stays a dim of size 1."""
     shape = [sizes[name] for term in terms for name in term or ("1",)] if all(terms) else _factor_shape(terms, sizes)
     return tensor.reshape(shape)
 
@@ -90,7 +90,7 @@ def _factor_shape(terms: tuple[Term, ...], sizes: Mapping[str, int]) -> list[int
 
 
 def join_dims(tensor: torch.Tensor, terms: tuple[Term, ...]) -> torch.Tensor:
-    """The inverse of `split_dims`: the factors of one term become one dim again."""
+    """Return the inverse of `split_dims`: the factors of one term become one dim again."""
     shape: list[int] = []
     position = 0
     for term in terms:
@@ -101,13 +101,13 @@ def join_dims(tensor: torch.Tensor, terms: tuple[Term, ...]) -> torch.Tensor:
 
 
 def factor_position(terms: tuple[Term, ...], factor: str) -> int:
-    """Where a factor stands after `split_dims`."""
+    """Return the position of a factor after `split_dims`."""
     names = [name for term in terms for name in (term or ("1",))]
     return names.index(factor)
 
 
 def narrow(tensor: torch.Tensor, terms: tuple[Term, ...], sizes: Mapping[str, int], piece: FactorSlice) -> torch.Tensor:
-    """The slice of a tensor that belongs to a piece; the tensor itself where the factor does not stand in it."""
+    """Return the slice of a tensor along a factor; the tensor itself where it lacks the factor."""
     dim = next((i for i, term in enumerate(terms) if piece.factor in term), None)
     if dim is None:
         return tensor

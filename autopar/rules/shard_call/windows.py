@@ -1,4 +1,4 @@
-"""Parts of an output computed from the part of the input that they need.
+"""Compute parts of an output from the parts of the input that they read.
 
 A window op (convolution, pooling) reads, for a piece of its output, a piece of its input with edges that belong to the
 neighbours. The piece is cut out here, padded where it leaves the input, and the op itself pads that dim no more: any
@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class WindowReach:
-    """What a piece of an output reads along a dim: positions `first` to `last`, and padding on both sides of them."""
+    """Positions `first` to `last` of the input that a slice of the output reads, and padding on both sides."""
 
     first: int
     last: int
@@ -42,7 +42,7 @@ class WindowReach:
 
 
 def reach(halo: Halo, start: int, stop: int, extent: int) -> WindowReach:
-    """What the output positions `start` to `stop` read of an input with this extent."""
+    """Return the input positions that output positions `start` to `stop` read, for an input of this extent."""
     begin = start * halo.stride - halo.padding
     end = (stop - 1) * halo.stride - halo.padding + (halo.kernel - 1) * halo.dilation + 1
     first, last = (min(max(position, 0), extent) for position in (begin, end))
@@ -65,7 +65,7 @@ def window(local: LocalCall, piece: FactorSlice) -> LocalCall:
 
 
 def unpadded(local: LocalCall, dims: Collection[int]) -> LocalCall:
-    """The call with no padding of its own in these dims of its input."""
+    """Return the call with no padding of its own in these dims of its input."""
     if "padding" not in local.arguments:
         return local
     count = _spatial_dims(local)
@@ -87,7 +87,7 @@ def window_mean(local: LocalCall, piece: FactorSlice) -> LocalCall:
 
 
 def padded(local: LocalCall, tensor: torch.Tensor, dim: int, before: int, after: int) -> torch.Tensor:
-    """With what the op takes for padding: zeros, or less than anything for a maximum."""
+    """Return the tensor with the op's own padding: zeros, or less than any number for a maximum."""
     if not before and not after:
         return tensor
     value: float = 0
@@ -106,7 +106,7 @@ def _spatial_dims(local: LocalCall) -> int:
 
 
 def numeric_padding(local: LocalCall, split: Collection[int]) -> LocalCall:
-    """Padding that is said by a word, with numbers: the dims that are not split are padded here."""
+    """Return padding words as numbers; dims that are not split are padded here."""
     word = local.arguments.get("padding")
     if not isinstance(word, str):
         return local
@@ -138,7 +138,7 @@ def own_part(local: LocalCall, piece: FactorSlice) -> LocalCall:
 
 
 def arange_part(local: LocalCall, piece: FactorSlice) -> LocalCall:
-    """The numbers of this shard: an `arange` that starts further on."""
+    """Run an `arange` that starts at this shard's first number."""
     given = local.arguments
     start, end, step = given.get("start", 0), given["end"], given.get("step", 1)
     integral = _is_integral(given.get("dtype"), (start, end, step))

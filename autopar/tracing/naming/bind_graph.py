@@ -19,8 +19,8 @@ from autopar.ir.exported import Exported
 from autopar.ir.values import Source
 from autopar.rules.bind_call import factor_sizes, fresh_names
 from autopar.rules.call import Call, arguments_by_name, describe_call, flat_results, operands_of
-from autopar.rules.missing import no_rule_message
 from autopar.rules.notation import Operand, Rule, Term
+from autopar.rules.proof.discover import no_rule_message
 from autopar.rules.table import RuleTable
 from autopar.tracing.naming.dim_classes import DimSpace
 

@@ -1,9 +1,9 @@
-"""Pooling, resizing and sampling of images: space by windows where a window says what is read, else whole."""
+"""Windows over space: convolutions, pooling, resizing and sampling of images."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,126 @@ from autopar.rules.table import OpFamily
 __all__ = ["FAMILIES", "TABLE"]
 
 
+# -- convolutions ------------------------------------------------------------------------------------------------------
+
+
+def _convolution(call: Call) -> str:
+    """Write the rule: input channels are summed, output channels and groups parallel, space read by windows."""
+    if call.get("transposed"):
+        return _transposed(call)
+    outputs, inputs = call.operand(1).shape[:2]
+    names = Names("bgio")
+    space, halos = [], []
+    for halo in _geometry(call):
+        space.append(names.one())
+        if not halo.pointwise:
+            halos.append(f"halo {space[-1]} {halo}")
+    own, summed = _channel("o", outputs // call["groups"]), _channel("i", inputs)
+    weight = [_grouped(call, own), *(summed or ["1"]), *(whole(name) for name in names.some(len(space)))]
+    return _written(call, weight, [_grouped(call, summed), *space], [_grouped(call, own), *space], *halos)
+
+
+def _transposed(call: Call) -> str:
+    """Write the rule: each input makes a patch of outputs; space splits only between patches that do not overlap."""
+    inputs, outputs = call.operand(1).shape[:2]
+    added = as_list(call["output_padding"], call.operand(1).rank - 2)
+    names = Names("bgio")
+    taps, read, made = [], [], []
+    for halo, extra in zip(_geometry(call), added, strict=True):
+        name, tap = names.one(), names.whole()
+        taps.append(tap)
+        if halo.stride == halo.kernel and halo.padding == extra == 0 and 1 in (halo.dilation, halo.kernel):
+            read.append(name)
+            made.append(compound([name, tap]) if halo.kernel > 1 else name)
+        else:
+            read.append(whole(name))
+            made.append(names.whole())
+    own, summed = _channel("o", outputs), _channel("i", inputs // call["groups"])
+    weight = [_grouped(call, summed), *(own or ["1"]), *taps]
+    return _written(call, weight, [_grouped(call, summed), *read], [_grouped(call, own), *made])
+
+
+def _geometry(call: Call) -> list[Halo]:
+    kernel = call.operand(1).shape[2:]
+    stride, dilation = as_list(call["stride"], len(kernel)), as_list(call["dilation"], len(kernel))
+    if call["padding"] == "same":
+        padding = [spread * (size - 1) // 2 for spread, size in zip(dilation, kernel, strict=True)]
+    else:
+        padding = [0] * len(kernel) if call["padding"] == "valid" else as_list(call["padding"], len(kernel))
+    return [Halo(*one) for one in zip(kernel, stride, padding, dilation, strict=True)]
+
+
+def _channel(name: str, count: int) -> list[str]:
+    """Return the channels of one group; none where a group has a single one."""
+    return [name] if count > 1 else []
+
+
+def _grouped(call: Call, channel: list[str]) -> str:
+    factors = ["g", *channel] if call["groups"] > 1 else channel
+    return compound(factors) if factors else "1"
+
+
+def _written(call: Call, weight: list[str], read: list[str], made: list[str], *clauses: str) -> str:
+    batch = ["b"] if call.operand(0).rank == call.operand(1).rank else []
+    bias = None if call.operands[2] is None else made[:1]
+    groups = "localise groups=g" if call["groups"] > 1 else ""
+    return text([[*batch, *read], weight, bias], [[*batch, *made]], "linear 0+2 1+2", groups, *clauses)
+
+
+# -- samples ----------------------------------------------------------------------------------------------------------
+
+# Kernel, stride, padding, dilation of the last dim; the dim before it has those of the line before.
+GEOMETRIES = (
+    (1, 1, 0, 1),
+    (3, 1, 1, 1),
+    (3, 2, 1, 1),
+    (2, 1, 1, 3),
+    (3, 3, 0, 1),
+    (1, 2, 0, 1),
+    (2, 3, 0, 1),
+)
+
+# Channels in, channels out, groups.
+CHANNELS = ((4, 5, 1), (6, 6, 3), (3, 3, 3), (3, 6, 3))
+
+
+def _samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+    found = re.search(r"(\d)d", op._schema.name)
+    for count in (int(found.group(1)),) if found else (1, 2):
+        numbers = {1: range(len(GEOMETRIES)), 2: range(1, 4), 3: range(2, 3)}[count]
+        for number in numbers:
+            dims = [GEOMETRIES[number - 1], *[GEOMETRIES[number]] * 2][-count:]
+            for channels in CHANNELS if number == 2 else CHANNELS[:1]:
+                yield from _calls(op, count, dims, channels)
+
+
+def _calls(
+    op: torch._ops.OpOverload, count: int, dims: Sequence[tuple[int, int, int, int]], channels: tuple[int, int, int]
+) -> Iterable[Sample]:
+    """Yield calls with and without bias and batch; both directions where an argument names one."""
+    inputs, outputs, groups = channels
+    kernel, stride, padding, dilation = (list(values) for values in zip(*dims, strict=True))
+    names = {argument.name: str(argument.type) for argument in op._schema.arguments}
+    space = (10, 7, 4)[:count]
+
+    def sample(batch: tuple[int, ...], bias: bool, transposed: bool, **arguments: object) -> Sample:
+        weight = (inputs, outputs // groups) if transposed else (outputs, inputs // groups)
+        given = {"stride": stride, "dilation": dilation, "groups": groups, "transposed": transposed}
+        given |= {"output_padding": [0] * count, **arguments}
+        tensors = [Draw((*batch, inputs, *space)), Draw((*weight, *kernel)), Draw((outputs,)) if bias else None]
+        return make_sample(op, tensors, {name: value for name, value in given.items() if name in names})
+
+    for transposed in (False, True) if "transposed" in names else ("transpose" in op._schema.name,):
+        words = ["valid", *(["same"] if set(stride) == {1} else [])]
+        for amount in words if names["padding"] == "str" else [padding]:
+            yield sample((2,), True, transposed, padding=amount)
+            yield sample((2,) if "transposed" in names else (), False, transposed, padding=amount)
+    if "output_padding" in names and max(stride) > 1:
+        yield sample((2,), False, True, padding=padding, output_padding=[step - 1 for step in stride])
+
+
 def _spatial(name: str) -> int:
-    """How many dims an op slides over: its name says it."""
+    """Return the number of spatial dims, which the op's name states."""
     found = re.search(r"(\d)d", name)
     assert found is not None, f"{name} does not say how many dims it pools"
     return int(found.group(1))
@@ -28,13 +146,13 @@ def _spatial(name: str) -> int:
 
 
 def _pool(call: Call) -> str:
-    """Leading dims are parallel; positions of maxima count in the whole image, so with them space is whole."""
+    """Write the rule: leading dims are parallel. Positions of maxima keep space whole."""
     count = _spatial(call.op)
     names = Names()
     left = names.some(call.operand(0).rank)
     right = list(left)
     clauses = []
-    for i, halo in enumerate(_geometry(call, count), len(left) - count):
+    for i, halo in enumerate(_pool_geometry(call, count), len(left) - count):
         if halo.pointwise and len(call.outputs) == 1:
             continue
         lowering = _lowering(call, halo, call.operand(0).shape[i], call.output.shape[i])
@@ -45,12 +163,14 @@ def _pool(call: Call) -> str:
             clauses += [f"lower {left[i]} {lowering}"] if lowering != "window" else []
     mean = "avg_pool" in call.op and call.operand(0).differentiable  # of integers it is rounded
     alone = (
-        "max_pool" in call.op and len(call.outputs) == 1 and all(halo.kernel == 1 for halo in _geometry(call, count))
+        "max_pool" in call.op
+        and len(call.outputs) == 1
+        and all(halo.kernel == 1 for halo in _pool_geometry(call, count))
     )
     return text([left], [right] * len(call.outputs), "linear 0" if mean or alone else "", *clauses)
 
 
-def _geometry(call: Call, count: int) -> list[Halo]:
+def _pool_geometry(call: Call, count: int) -> list[Halo]:
     kernel = as_list(call["kernel_size"], count)
     stride = as_list(call["stride"], count) or kernel
     dilation = as_list(call.get("dilation", 1), count)
@@ -58,7 +178,7 @@ def _geometry(call: Call, count: int) -> list[Halo]:
 
 
 def _lowering(call: Call, halo: Halo, extent: int, made: int) -> str | None:
-    """How a mean over a window at the edge is divided decides whether a window can be cut out."""
+    """Return the function that runs a part of a window; None where the divisor of a mean at the edge forbids it."""
     if "avg_pool" not in call.op or call.get("divisor_override"):
         return "window"
     overhangs = (made - 1) * halo.stride - halo.padding + halo.kernel > extent + halo.padding
@@ -69,8 +189,8 @@ def _lowering(call: Call, halo: Halo, extent: int, made: int) -> str | None:
     return "window_mean" if call.operand(0).differentiable else None
 
 
+# Kernel, stride, padding, dilation.
 WINDOWS = ((3, 2, 1, 1), (2, 2, 0, 1), (3, 1, 1, 1), (2, 3, 1, 2), (1, 1, 0, 1))
-"""Kernel, stride, padding, dilation."""
 
 
 def _pool_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
@@ -99,7 +219,7 @@ def _ways(names: set[str], average: bool) -> list[dict[str, Any]]:
 
 
 def _adaptive(call: Call) -> str:
-    """To one: a mean over the dim; to a divisor: over parts of it; else the parts overlap, or positions are asked."""
+    """Write the rule: a mean over a dim, or over its equal parts; overlapping parts keep the dim whole."""
     count = _spatial(call.op)
     shape, out = call.operand(0).shape, call.output.shape
     names = Names()
@@ -131,7 +251,7 @@ def _adaptive_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sampl
 
 
 def _resize(call: Call) -> str:
-    """A dim that keeps its size is parallel, and so are copies: of the nearest neighbour, or of a single pixel."""
+    """Write the rule: dims of unchanged size are parallel, and so are copies of a pixel."""
     count = _spatial(call.op)
     shape, out = call.operand(0).shape, call.output.shape
     start = len(shape) - count
@@ -154,7 +274,7 @@ def _resize(call: Call) -> str:
 
 
 def _copied(call: Call, size: int, made: int) -> bool:
-    """Whether each pixel of a dim is repeated alike, or stays alone."""
+    """Return True if each pixel of a dim is repeated equally often, or is the only one."""
     return made == size if "nearest" not in call.op else made % size == 0
 
 
@@ -179,7 +299,7 @@ def _resize_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]
 
 
 def _patches(call: Call, direction: str) -> str:
-    """Overlapping patches of an image, `(c k)` by their number, or an image summed from them."""
+    """Write the rule of overlapping patches, `(c k)` by their number, or of the image that they sum to."""
     names = Names("cykxl")
     rank = call.operand(0).rank - (3 if direction == "out" else 2)
     batch = names.some(rank)
@@ -201,7 +321,7 @@ def _patches_samples(op: torch._ops.OpOverload, tries: Tries, direction: str) ->
 
 
 def _grid(call: Call) -> str:
-    """An image read at the positions of a grid, each for itself."""
+    """Write the rule: output positions are parallel, the image that they read stays whole."""
     names = Names("bc")
     rank = call.operand(0).rank
     image = [names.whole() for _ in range(rank - 2)]
@@ -219,7 +339,7 @@ def _grid_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
 
 
 def _unpool(call: Call) -> str:
-    """Positions count in the whole image that is made."""
+    """Write the rule: positions count in the whole output, so space is whole."""
     names = Names()
     leading = names.some(call.operand(0).rank - _spatial(call.op))
     space = call.operand(0).shape[len(leading) :]
@@ -233,15 +353,6 @@ def _unpool_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]
         drawn = [Draw((*leading, *(2,) * (count - 1), 4)), Draw((*leading, *(2,) * (count - 1), 4), "index", 4)]
         yield make_sample(op, drawn, {"output_size": [4] * (count - 1) + [8]}, tries)
 
-
-FAMILIES = {
-    "unpool": OpFamily(_unpool, _unpool_samples),
-    "pool": OpFamily(_pool, _pool_samples),
-    "adaptive": OpFamily(_adaptive, _adaptive_samples),
-    "resize": OpFamily(_resize, _resize_samples),
-    "patches": OpFamily(_patches, _patches_samples),
-    "grid": OpFamily(_grid, _grid_samples),
-}
 
 TABLE = """
 aten.{max_pool1d,max_pool2d,max_pool3d}.default             pool
@@ -258,4 +369,19 @@ aten.{_upsample_bilinear2d_aa,_upsample_bicubic2d_aa}.{default,vec}  resize; lin
 aten.im2col.default                                         patches out; linear 0
 aten.col2im.default                                         patches in; linear 0
 aten.{grid_sampler,grid_sampler_2d,grid_sampler_3d}.default  grid; linear 0
+aten.{conv1d,conv2d,conv3d}.{default,padding}               convolution
+aten.conv_transpose1d.default                               transposed
+aten.{conv_transpose2d,conv_transpose3d}.input              transposed
+aten.convolution.default                                    convolution
 """
+
+FAMILIES = {
+    "unpool": OpFamily(_unpool, _unpool_samples),
+    "pool": OpFamily(_pool, _pool_samples),
+    "adaptive": OpFamily(_adaptive, _adaptive_samples),
+    "resize": OpFamily(_resize, _resize_samples),
+    "patches": OpFamily(_patches, _patches_samples),
+    "grid": OpFamily(_grid, _grid_samples),
+    "convolution": OpFamily(_convolution, _samples),
+    "transposed": OpFamily(_transposed, _samples),
+}
