@@ -75,7 +75,7 @@ def _class_dims(call: Call) -> tuple[list[str], list[str]]:
 
 
 def _by_class(call: Call) -> str:
-    """Write the rule of a negative log likelihood by class number. Its mean divides by the weights of counted labels."""
+    """Write the rule of a log likelihood by class number. The mean divides by the weights of counted ones."""
     scores, others = _class_dims(call)
     reduction = call["reduction"]
     if reduction == MEAN:
