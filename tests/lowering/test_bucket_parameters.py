@@ -116,11 +116,16 @@ def sent_alone(layout: str, mesh: str, alone_bytes: int) -> tuple[float, dict[st
 
 ZERO3 = "batch -> dp\n* -> none\nparam, grad, opt { * -> dp | none }"
 
-CASES = [("ddp", "dp=2"), ("fsdp", "fsdp=2"), ("megatron", "dp=2,tp=2"), ("fsdp_tp", "fsdp=2,tp=2")]
+CASES = [
+    ("ddp", "dp=2"),
+    ("fsdp", "fsdp=2"),
+    pytest.param("megatron", "dp=2,tp=2", marks=pytest.mark.slow),
+    ("fsdp_tp", "fsdp=2,tp=2"),
+]
 
 
 @pytest.mark.parametrize(("layout", "mesh"), CASES)
-@pytest.mark.parametrize("limit_bytes", [10_000, 25 * 2**20])
+@pytest.mark.parametrize("limit_bytes", [10_000, pytest.param(25 * 2**20, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_single_conversions(layout: str, mesh: str, limit_bytes: int) -> None:
     for unlike_single, unlike_model, single, bucketed in launch(
         backward, layout, mesh, limit_bytes, ranks=Mesh(mesh).size
@@ -132,10 +137,14 @@ def test_gradients_are_those_of_single_conversions(layout: str, mesh: str, limit
 
 @pytest.mark.parametrize(
     ("layout", "mesh"),
-    [("zero1", "dp=2"), ("fsdp", "fsdp=2"), (f"{ZERO3}\nregather @*", "dp=2"), ("fsdp_tp", "fsdp=2,tp=2")],
-    ids=["zero1", "fsdp", "gathered again", "fsdp_tp"],
+    [
+        pytest.param("zero1", "dp=2", id="zero1"),
+        pytest.param("fsdp", "fsdp=2", id="fsdp"),
+        pytest.param(f"{ZERO3}\nregather @*", "dp=2", id="gathered again"),
+        pytest.param("fsdp_tp", "fsdp=2,tp=2", id="fsdp_tp", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("alone_bytes", [1, 4000])
+@pytest.mark.parametrize("alone_bytes", [4000, pytest.param(1, marks=pytest.mark.slow)])
 def test_large_tensors_are_sent_from_where_they_lie(layout: str, mesh: str, alone_bytes: int) -> None:
     for error, sent in launch(sent_alone, layout, mesh, alone_bytes, ranks=Mesh(mesh).size):
         assert error < 1e-12

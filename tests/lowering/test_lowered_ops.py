@@ -79,6 +79,17 @@ def check_all(cases: Sequence[str]) -> list[tuple[float, dict[tuple[str, str], i
     return [check(CASES[name]) for name in cases]
 
 
+COVERED = pytest.mark.parametrize(
+    "covered", [pytest.param(True, id="one of a kind"), pytest.param(False, id="the others", marks=pytest.mark.slow)]
+)
+
+
+def chosen(cases: Mapping[str, Case], some: Sequence[str], covered: bool) -> dict[str, Case]:
+    """Return the named cases, or all others."""
+    assert cases.keys() >= set(some)
+    return {name: case for name, case in cases.items() if (name in some) == covered}
+
+
 def run(cases: Mapping[str, Case], most: float) -> None:
     """`most`: the largest message, as a share of the tensor."""
     found = launch(check_all, list(cases), ranks=Mesh(next(iter(cases.values())).mesh).size)
@@ -114,8 +125,9 @@ LOSSES = {
 }
 
 
-def test_cross_entropy_over_split_classes_sends_numbers_per_target() -> None:
-    run(LOSSES, 2 / 8)
+@COVERED
+def test_cross_entropy_over_split_classes_sends_numbers_per_target(covered: bool) -> None:
+    run(chosen(LOSSES, ("two axes", "smoothed", "pixels"), covered), 2 / 8)
 
 
 def lose_a_target() -> str:
@@ -161,8 +173,9 @@ NORMS = {
 }
 
 
-def test_normalisations_over_split_dims_send_their_statistics() -> None:
-    run(NORMS, 2 / 8)
+@COVERED
+def test_normalisations_over_split_dims_send_their_statistics(covered: bool) -> None:
+    run(chosen(NORMS, ("layer", "rms", "softmax", "log softmax", "variance"), covered), 2 / 8)
 
 
 # -- windows ----------------------------------------------------------------------------------------------------------
@@ -204,8 +217,9 @@ WINDOWS = {
 }
 
 
-def test_windows_over_split_dims_send_halos() -> None:
-    run(WINDOWS, 1.0)
+@COVERED
+def test_windows_over_split_dims_send_halos(covered: bool) -> None:
+    run(chosen(WINDOWS, ("3", "7, stride 2, line", "groups", "max", "mean of what is there"), covered), 1.0)
 
 
 def test_a_halo_has_just_the_rows_that_are_missing() -> None:

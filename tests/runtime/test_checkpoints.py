@@ -62,35 +62,39 @@ def same_folder() -> str:
     return place[0]
 
 
-def load_under_other_layouts() -> dict[str, float]:
-    """Saved under each layout at a step, loaded under each other one; the later losses beside those of one process."""
+SAVED = {
+    "ddp": ("ddp", "dp=4"),
+    "megatron": ("megatron", "dp=2,tp=2"),
+    "fsdp_tp": ("fsdp_tp", "fsdp=2,tp=2"),
+    "parts": (PARTS, "dp=2,tp=2"),
+}
+LOADED = {
+    "ddp to megatron": ("megatron", "dp=2,tp=2"),
+    "ddp to fsdp_tp": ("fsdp_tp", "fsdp=2,tp=2"),
+    "megatron to fsdp": ("fsdp", "fsdp=4"),
+    "fsdp_tp to megatron4": ("megatron", "tp=4"),
+    "fsdp_tp to zero1": ("zero1", "dp=4"),
+    "parts to heads": (HEADS, "dp=2,tp=2"),
+}
+FAST_LOADED = ("fsdp_tp to zero1", "parts to heads")
+
+
+def load_under_other_layouts(cases: tuple[str, ...]) -> dict[str, float]:
+    """Saved under one layout at a step, loaded under another; the later losses beside those of one process."""
     model, inputs = model_and_inputs()
     data = batches(inputs, BEFORE + AFTER)
     alone = copy.deepcopy(model)
     expected = losses(alone, data, adamw(alone))[BEFORE:]
-    saved = {
-        name: save(model, inputs, data[:BEFORE], layout, mesh)
-        for name, layout, mesh in (
-            ("ddp", "ddp", "dp=4"),
-            ("megatron", "megatron", "dp=2,tp=2"),
-            ("fsdp_tp", "fsdp_tp", "fsdp=2,tp=2"),
-            ("parts", PARTS, "dp=2,tp=2"),
-        )
-    }
+    sources = dict.fromkeys(case.split()[0] for case in cases)
+    saved = {source: save(model, inputs, data[:BEFORE], *SAVED[source]) for source in sources}
     found: dict[str, float] = {}
-    for source, target, layout, mesh in (
-        ("ddp", "megatron", "megatron", "dp=2,tp=2"),
-        ("ddp", "fsdp_tp", "fsdp_tp", "fsdp=2,tp=2"),
-        ("megatron", "fsdp", "fsdp", "fsdp=4"),
-        ("fsdp_tp", "megatron4", "megatron", "tp=4"),
-        ("fsdp_tp", "zero1", "zero1", "dp=4"),
-        ("parts", "heads", HEADS, "dp=2,tp=2"),
-    ):
+    for case in cases:
+        source, (layout, mesh) = case.split()[0], LOADED[case]
         for way in ("get and set", "plain"):
             parallel = autopar.parallelize(other_weights(model), mesh, inputs, layout=layout)
             optimizer = adamw(parallel)
             load(parallel, optimizer, saved[source], way)
-            found[f"{source} to {target}, {way}"] = curve_gap(losses(parallel, data[BEFORE:], optimizer), expected)
+            found[f"{case}, {way}"] = curve_gap(losses(parallel, data[BEFORE:], optimizer), expected)
     return found
 
 
@@ -120,7 +124,17 @@ def load(parallel: ParallelModule, optimizer: torch.optim.Optimizer, folder: str
     optimizer.load_state_dict(state["optimizer"])
 
 
-def exchange_with_the_model() -> dict[str, Any]:
+EXCHANGED = (
+    ("megatron", "dp=2,tp=2"),
+    ("fsdp_tp", "fsdp=2,tp=2"),
+    ("fsdp", "fsdp=4"),
+    (HEADS, "dp=2,tp=2"),
+    (PARTS, "dp=2,tp=2"),
+)
+FAST_EXCHANGED = EXCHANGED[1:2]
+
+
+def exchange_with_the_model(layouts: tuple[tuple[str, str], ...]) -> dict[str, Any]:
     """Whole state dicts, from the original model and back to it, under layouts of every kind."""
     model, inputs = model_and_inputs()
     data = batches(inputs, BEFORE + AFTER)
@@ -132,13 +146,7 @@ def exchange_with_the_model() -> dict[str, Any]:
     expected = losses(alone, data[BEFORE:], optimizer_alone)
     whole_options = StateDictOptions(full_state_dict=True)
     found: dict[str, Any] = {}
-    for layout, mesh in (
-        ("megatron", "dp=2,tp=2"),
-        ("fsdp_tp", "fsdp=2,tp=2"),
-        ("fsdp", "fsdp=4"),
-        (HEADS, "dp=2,tp=2"),
-        (PARTS, "dp=2,tp=2"),
-    ):
+    for layout, mesh in layouts:
         for way in ("every rank", "the first rank"):
             parallel = autopar.parallelize(other_weights(model), mesh, inputs, layout=layout)
             optimizer = adamw(parallel)
@@ -206,24 +214,49 @@ def keep_and_load() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def on_four() -> list[dict[str, Any]]:
-    functions = (load_under_other_layouts, exchange_with_the_model, keep_and_load)
-    return launch(in_turn, *((function, ()) for function in functions), ranks=4)
+    given = (load_under_other_layouts, (FAST_LOADED,)), (exchange_with_the_model, (FAST_EXCHANGED,))
+    return launch(in_turn, *given, (keep_and_load, ()), ranks=4)
 
 
-def test_a_checkpoint_under_one_layout_continues_under_another(on_four: list[dict[str, Any]]) -> None:
-    for found in on_four:
-        print(found)
+@pytest.fixture(scope="module")
+def all_on_four() -> list[dict[str, Any]]:
+    loaded = tuple(case for case in LOADED if case not in FAST_LOADED)
+    exchanged = tuple(case for case in EXCHANGED if case not in FAST_EXCHANGED)
+    return launch(in_turn, (load_under_other_layouts, (loaded,)), (exchange_with_the_model, (exchanged,)), ranks=4)
+
+
+def check_curves(everyone: list[dict[str, Any]], cases: int) -> None:
+    for found in everyone:
         curves = found["load_under_other_layouts"]
-        assert len(curves) == 12
+        assert len(curves) == cases
         assert {case: worst for case, worst in curves.items() if not worst < 1e-9} == {}
 
 
-def test_whole_state_dicts_are_those_of_the_model(on_four: list[dict[str, Any]]) -> None:
-    for found in on_four:
+def check_exchanges(everyone: list[dict[str, Any]], layouts: int) -> None:
+    for found in everyone:
         cases = found["exchange_with_the_model"]
+        assert len(cases) == layouts * (2 * 4 + 2)
         assert all(value is True for case, value in cases.items() if case.endswith("names"))
         gaps = {case: value for case, value in cases.items() if not case.endswith("names")}
         assert {case: worst for case, worst in gaps.items() if not worst < 1e-9} == {}
+
+
+def test_a_checkpoint_under_one_layout_continues_under_another(on_four: list[dict[str, Any]]) -> None:
+    check_curves(on_four, 2 * len(FAST_LOADED))
+
+
+@pytest.mark.slow
+def test_checkpoints_continue_under_more_layouts(all_on_four: list[dict[str, Any]]) -> None:
+    check_curves(all_on_four, 2 * (len(LOADED) - len(FAST_LOADED)))
+
+
+def test_whole_state_dicts_are_those_of_the_model(on_four: list[dict[str, Any]]) -> None:
+    check_exchanges(on_four, len(FAST_EXCHANGED))
+
+
+@pytest.mark.slow
+def test_whole_state_dicts_under_more_layouts(all_on_four: list[dict[str, Any]]) -> None:
+    check_exchanges(all_on_four, len(EXCHANGED) - len(FAST_EXCHANGED))
 
 
 def test_state_is_kept_and_loaded(on_four: list[dict[str, Any]]) -> None:

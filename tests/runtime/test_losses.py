@@ -126,7 +126,7 @@ def everything() -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_one_process(ranks: int) -> None:
     for found in launch(everything, ranks=ranks):
         for gaps in found.values():

@@ -60,9 +60,9 @@ def compare_gpt(layout: str, mesh: str) -> tuple[float, tuple[StepCollective, ..
     ("layout", "mesh", "train"),
     [
         (TILES, "dp=1,sy=2,sx=2", True),
-        (TILES, "dp=2,sy=2,sx=1", True),
+        pytest.param(TILES, "dp=2,sy=2,sx=1", True, marks=pytest.mark.slow),
         (TILES, "dp=1,sy=2,sx=1", False),
-        ("ddp", "dp=2", True),
+        pytest.param("ddp", "dp=2", True, marks=pytest.mark.slow),
         ("ddp", "dp=2", False),
     ],
 )
@@ -82,7 +82,7 @@ def test_resnet_in_tiles_sends_halos_and_statistics(layout: str, mesh: str, trai
         assert len(statistics) == (4 * 12 if train else 0), "two a layer, forward and backward"
 
 
-@pytest.mark.parametrize("mesh", ["dp=1,ep=2", "dp=2,ep=2"])
+@pytest.mark.parametrize("mesh", ["dp=1,ep=2", pytest.param("dp=2,ep=2", marks=pytest.mark.slow)])
 def test_gshard_sends_two_all_to_alls_a_layer_and_direction(mesh: str) -> None:
     layers = 2
     for worst, sent in launch(compare_moe, mesh, ranks=Mesh(mesh).size):

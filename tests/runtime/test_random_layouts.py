@@ -26,8 +26,9 @@ from tests.runtime.launcher import launch
 from tests.runtime.random_cases import PER_MODULE, failed, run, run_on_processes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first_seed", range(100_000, 110_000, 1000))
+@pytest.mark.parametrize(
+    "first_seed", [100_000, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(101_000, 110_000, 1000))]
+)
 def test_random_modules_on_simulated_ranks(first_seed: int) -> None:
     """Fifty cases each: five hundred in all. A seed that fails: `python -m benchmarks.random --seed N`."""
     found = [run(seed) for seed in range(first_seed, first_seed + 50)]

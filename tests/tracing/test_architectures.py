@@ -13,7 +13,7 @@ from tests.equivalence import assert_equivalent
 NO_INPUT_GRADIENTS = [("wav2vec2", "train")]
 
 
-@pytest.mark.parametrize("mode", ["eval", "train"])
+@pytest.mark.parametrize("mode", ["eval", pytest.param("train", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("architecture", STANDARD)
 def test_outputs_and_gradients_equal_the_models(architecture: str, mode: str) -> None:
     torch.manual_seed(0)
