@@ -163,6 +163,7 @@ def test_trace(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, 0, "trace", f"{ROOT}/examples/custom_op.py:custom_op")["coverage"]["replicated"] == 0
 
 
+@pytest.mark.slow
 def test_verify(capsys: pytest.CaptureFixture[str]) -> None:
     data = printed(capsys, 0, "verify", MLP, "--mesh", "dp=2", "--layout", "d_ff -> dp; * -> none")
     assert data["agree"]

@@ -21,6 +21,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     return code, out, err
 
 
+@pytest.mark.slow
 def test_a_right_plan_agrees(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, GPT, "--mesh", "dp=2", "--layout", "ddp", "--tolerance", "1e-10")
     assert (code, err) == (0, "")
@@ -57,6 +58,7 @@ def test_what_differs_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert falling == sorted(falling, reverse=True)
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_run_in_float64(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "narrow.py"
     path.write_text(
@@ -154,6 +156,7 @@ def test_examples_agree_with_one_process(capsys: pytest.CaptureFixture[str], tar
     assert told["differences"][0]["relative"] < 1e-10
 
 
+@pytest.mark.slow
 def test_files_of_the_current_folder_stand_for_no_module(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +193,7 @@ def gated():
 """
 
 
+@pytest.mark.slow
 def test_zeros_are_told_and_by_default_there_are_none(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

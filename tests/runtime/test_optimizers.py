@@ -190,20 +190,16 @@ def run(model: nn.Module, data: list[Inputs], make: Callable[[torch.optim.Optimi
     return found
 
 
-@pytest.fixture(scope="module")
-def on_four() -> list[dict[str, Any]]:
-    return launch(in_turn, (clip, ()), (hold, ()), ranks=4)
-
-
-def test_norms_are_those_of_one_process(on_four: list[dict[str, Any]]) -> None:
-    for found in on_four:
+def test_norms_are_those_of_one_process() -> None:
+    for found in launch(in_turn, (clip, ()), ranks=4):
         gaps = {case: value for case, value in found["clip"].items() if not isinstance(value, bool)}
         assert len(gaps) == 4 * len(LAYOUTS)
         assert {case: worst for case, worst in gaps.items() if not worst < 1e-12} == {}
         assert [case for case, said in found["clip"].items() if said is False] == []
 
 
-def test_each_rank_holds_its_share(on_four: list[dict[str, Any]]) -> None:
+@pytest.mark.slow
+def test_each_rank_holds_its_share() -> None:
     model, _ = model_and_inputs()
     sizes = {name: parameter.numel() * 8 for name, parameter in model.named_parameters()}
     total = sum(sizes.values())
@@ -221,7 +217,7 @@ def test_each_rank_holds_its_share(on_four: list[dict[str, Any]]) -> None:
         "fsdp_tp": (by_tp - biases) // 4 + biases // 2 + (total - by_tp) // 2,
         "megatron": by_tp // 4 + (total - by_tp),
     }
-    for found in on_four:
+    for found in launch(in_turn, (hold, ()), ranks=4):
         assert found["hold"] == {layout: (held, held, 2 * held) for layout, held in expected.items()}
 
 
