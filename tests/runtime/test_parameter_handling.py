@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.lowering.modules.bucket_ends import RegatherRelease
 from examples.gpt import gpt
 from tests.runtime.launcher import in_turn, launch
 from tests.runtime.sent import Counted
@@ -80,7 +81,7 @@ def again() -> tuple[float, float, int, dict[str, int], bool]:
     inputs = batches(1)[0]
     model(**inputs).backward()
     loss = parallel(**inputs)
-    release = [m for m in parallel.emitted.graph_module.modules() if type(m).__name__ == "Release"]
+    release = [m for m in parallel.emitted.graph_module.modules() if isinstance(m, RegatherRelease)]
     whole = [tensor for m in release for tensor in m.running.again.whole]
     empty = bool(whole) and all(tensor.untyped_storage().size() == 0 for tensor in whole)
     with Counted() as backward:
