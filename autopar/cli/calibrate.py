@@ -182,7 +182,7 @@ def _write(
 ) -> None:
     import torch
 
-    from autopar.cost.calibration.fit import fit_collectives, fit_products, judge
+    from autopar.cost.calibration.fit import fit_collectives, fit_products, prediction_errors
     from autopar.cost.calibration.write_cluster import cluster_text, times_table
     from autopar.cost.hardware.cluster import load_cluster
     from autopar.cost.hardware.shipped import shipped_for
@@ -202,13 +202,13 @@ def _write(
     write_text(arguments.output, text)
     if arguments.times is not None:
         write_text(arguments.times, times_table(found.collectives))
-    judged = judge(load_cluster(arguments.output), found)
+    errors_by_kind = prediction_errors(load_cluster(arguments.output), found)
     if shipped is not None:
         print(f"what cannot be measured is as in {shipped.name}: [inherited] in the file")
     print(f"wrote {arguments.output}\n\nmedian |error| of the file's prices")
     print(f"  {'':16} {'fitted':>8} {'not fitted':>11}")
     print(f"  {'products':16} {products.error:>8.0%} {'':>11}")
-    for kind, (inside, outside) in judged.items():
+    for kind, (inside, outside) in errors_by_kind.items():
         shown = ["" if error is None else f"{error:.0%}" for error in (inside, outside)]
         print(f"  {kind:16} {shown[0]:>8} {shown[1]:>11}")
     sys.stdout.flush()

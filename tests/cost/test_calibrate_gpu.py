@@ -21,8 +21,8 @@ from autopar.cost.calibration.fit import (
     fit_collectives,
     fit_products,
 )
+from autopar.cost.calibration.measure import MeasuringBudget, RankPlace
 from autopar.cost.calibration.op_trials import TRIALS, TimedAttention, TimedOp, attention_trials
-from autopar.cost.calibration.timing import MeasuringBudget, RankPlace
 from autopar.cost.calibration.write_cluster import cluster_text
 from autopar.cost.compute.matmul_time import MatmulShape, product_seconds
 from autopar.cost.compute.op_time import BACKWARD_PRODUCTS

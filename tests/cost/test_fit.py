@@ -23,9 +23,9 @@ from autopar.cost.calibration.fit import (
     fit_ops,
     fit_products,
     fit_sustained,
-    judge,
+    prediction_errors,
 )
-from autopar.cost.calibration.op_trials import TRIALS, OpTrial, TimedAttention, TimedOp, tried
+from autopar.cost.calibration.op_trials import TRIALS, OpTrial, TimedAttention, TimedOp, time_op
 from autopar.cost.calibration.write_cluster import cluster_text, times_table
 from autopar.cost.collectives.network import Network
 from autopar.cost.compute.op_time import BACKWARD_PRODUCTS
@@ -93,7 +93,7 @@ def test_one_node_is_found_again_and_written(tmp_path: Path, pipelined: bool) ->
     path.write_text(cluster_text("mine", "Mine", found, fit_products(found.products), fits, "2026-01-31", "a test"))
     cluster = load_cluster(path)
     assert cluster.uncited == ()
-    for kind, errors in judge(cluster, found).items():
+    for kind, errors in prediction_errors(cluster, found).items():
         assert errors == pytest.approx((0, 0), abs=0.02), kind
     assert cluster.level[0].backplane_bytes_per_second is None
     # Two ranks that were twice as fast alone as all four are: what four send together is shared.
@@ -123,7 +123,7 @@ def test_nodes_have_two_levels(tmp_path: Path, sizes: tuple[int, ...]) -> None:
     node, network = cluster.level
     assert (node.name, node.units, network.name, network.units) == ("node", count, "network", None)
     assert network.rate_bytes_per_second == pytest.approx(count * 5e9, rel=0.02), "all ranks of a node at once"
-    assert judge(cluster, found)["all_reduce"] == pytest.approx((0, 0), abs=0.02)
+    assert prediction_errors(cluster, found)["all_reduce"] == pytest.approx((0, 0), abs=0.02)
 
 
 def test_the_algorithm_is_the_one_that_fits() -> None:
@@ -201,7 +201,7 @@ def test_a_machine_that_needs_no_more_says_nothing_of_it() -> None:
 @pytest.mark.parametrize("trial", TRIALS, ids=lambda trial: trial.name)
 def test_what_is_tried_is_what_models_call(trial: OpTrial) -> None:
     """The op is found in the graph by its name, and the cost model counts its bytes."""
-    found = tried(trial, 4096, torch.device("cpu"), lambda run: float(run() is not None))
+    found = time_op(trial, 4096, torch.device("cpu"), lambda run: float(run() is not None))
     assert (found.name, found.forward_seconds, found.backward_seconds) == (trial.name, 1.0, 1.0)
     assert found.forward_bytes >= 2 * 4096
     assert found.backward_bytes >= 2 * 4096 or trial.name == "clone"

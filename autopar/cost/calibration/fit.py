@@ -1,11 +1,10 @@
-"""From measurements to a cluster: the constants that fit them best, and how well these hold on what was left out.
+"""Fit the constants of a cluster to measurements, and report the errors on measurements left out of the fit.
 
     a product       start + flops (reduction + fill) / reduction / peak
     a collective    base + hops(ranks) hop + traffic(ranks) bytes / rate, with or without a pipeline that fills
 
-What an algorithm's hops and traffic are is known (autopar/cost/collectives/algorithms.py); which algorithm a library
-runs is not: of those that it may run, the one that fits best is taken. Errors count relative to the time; no number is
-negative.
+The hops and traffic of each algorithm are known (autopar/cost/collectives/algorithms.py). The algorithm that a library
+runs is unknown: the candidate with the least error is taken. Errors are relative to the time; no constant is negative.
 """
 
 from __future__ import annotations
@@ -28,23 +27,7 @@ from autopar.cost.hardware.cluster import AttentionRates, Cluster, Device
 from autopar.cost.hardware.topology import TopologyLevel
 from autopar.mesh import SubMesh
 
-__all__ = [
-    "CANDIDATES",
-    "CollectiveFit",
-    "Measurements",
-    "MultiplyFit",
-    "TimedChain",
-    "TimedCollective",
-    "TimedProduct",
-    "fit_attention",
-    "fit_collectives",
-    "fit_kind",
-    "fit_ops",
-    "fit_products",
-    "fit_sustained",
-    "judge",
-]
-
+# Algorithms that a library may run for each collective; the first is taken where measurements cannot tell.
 CANDIDATES: Mapping[str, tuple[str, ...]] = {
     "all_reduce": ("ring", "halving_doubling", "double_binary_tree"),
     "all_gather": ("ring", "halving_doubling"),
@@ -56,12 +39,11 @@ CANDIDATES: Mapping[str, tuple[str, ...]] = {
     "scatter": ("direct",),
     "send": ("direct",),
 }
-"""What a library may run; in doubt the first."""
 
 
 @dataclass(frozen=True)
 class TimedProduct:
-    """A product of matrices [rows, reduction] and [reduction, columns], and its time."""
+    """Measured seconds of one matrix product, [rows, reduction] by [reduction, columns]."""
 
     dtype: str
     rows: int
@@ -76,7 +58,7 @@ class TimedProduct:
 
 @dataclass(frozen=True)
 class TimedChain:
-    """So many products of [rows, width] and [width, width] in a training step, one after the other, and its time."""
+    """Measured seconds of `count` dependent products [rows, width] by [width, width] in a training step."""
 
     count: int
     rows: int
@@ -87,20 +69,20 @@ class TimedChain:
 
 @dataclass(frozen=True)
 class TimedCollective:
-    """A collective in groups of so many ranks, all groups at once, and its time; level 0 is inside a node."""
+    """Measured seconds of a collective, run by all groups of `ranks` at once; level 0 is inside a node."""
 
     kind: str
     level: int
     ranks: int
     buffer_bytes: float
     seconds: float
+    # Excluded from the fit: `prediction_errors` reports the error on these apart.
     left_out: bool = False
-    """Not fitted: to judge with."""
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """All that was measured of a machine."""
+    """Measured numbers of one machine, before any constant is fitted."""
 
     device: str
     memory_bytes: float
@@ -110,16 +92,16 @@ class Measurements:
     collectives: tuple[TimedCollective, ...]
     nodes: int
     ranks_per_node: int
+    # Bandwidth between two ranks while all others are idle.
     lone_bytes_per_second: float | None = None
-    """What two ranks send while the others rest."""
+    # True where ranks compute on all cores, so that no core is left for overlapped communication.
     busy_cores: bool = False
-    """Whether ranks compute on all cores, so that none is left for what is sent beside."""
+    # Time of a small op in a training step: on the device if `own_host`, else on the host beside it.
     overhead_seconds: float = 0.0
-    """What a small op takes of a training step: of the device that is its own host, or of the host beside it."""
+    # True where the device launches its own ops, as a core of a CPU does.
     own_host: bool = True
-    """Whether the device starts its ops itself, as a core of a CPU does."""
+    # Processors of the device; a library of collectives occupies some of them.
     processors: int = 1
-    """Of the device: a library of collectives takes some of them."""
     ops: tuple[TimedOp, ...] = ()
     attentions: tuple[TimedAttention, ...] = ()
     chain: TimedChain | None = None
@@ -134,17 +116,19 @@ class Measurements:
 
 @dataclass(frozen=True)
 class MultiplyFit:
+    """Constants of matrix products on one device, with their median relative error."""
+
     start_seconds: float
     fill: int
     peak_flops: Mapping[str, float]
+    # Median of |predicted - measured| / measured.
     error: float
-    """The median of |predicted - measured| / measured."""
+    # Tiles and processors of a shipped device, used where they fit better than the plain formula.
     matrix: MatmulUnit | None = None
-    """The tiles and processors of a device that autopar ships, if with them the error is less."""
     stream_bytes_per_second: float = inf
 
     def seconds(self, dtype: str, rows: int, reduction: int, columns: int) -> float:
-        """What a product takes by the fit."""
+        """Return the predicted seconds of one product."""
         if self.matrix is None:
             flops = 2.0 * rows * reduction * columns
             return self.start_seconds + flops * (reduction + self.fill) / reduction / self.peak_flops[dtype]
@@ -156,7 +140,7 @@ class MultiplyFit:
 def fit_products(
     products: Sequence[TimedProduct], shipped: Device | None = None, stream_bytes_per_second: float = inf
 ) -> MultiplyFit:
-    """Fit what a product takes, with the tiles of a shipped device of this kind where these fit better."""
+    """Fit the time of matrix products, with the tiles of a shipped device where these fit better."""
     plain = _fit_plain(products)
     if shipped is None or shipped.matrix is None:
         return plain
@@ -167,7 +151,7 @@ def fit_products(
 def _fit_tiled(
     products: Sequence[TimedProduct], plain: MultiplyFit, shipped: Device, matrix: MatmulUnit, stream: float
 ) -> MultiplyFit:
-    """The peaks with which the tiles of a device give the measured times."""
+    """Fit the peak of each dtype, with the tiles and overheads of a shipped device."""
     peaks = {}
     for dtype, plain_peak in plain.peak_flops.items():
         peak = shipped.peak_flops.get(dtype, plain_peak)
@@ -188,7 +172,7 @@ def _error_of(fit: MultiplyFit, products: Sequence[TimedProduct]) -> float:
 
 
 def _fit_plain(products: Sequence[TimedProduct]) -> MultiplyFit:
-    """What a product takes beyond its operations, by the dtype with most measurements; the peak of each dtype."""
+    """Fit start and fill to the dtype with most measurements, then a peak to each dtype."""
     dtypes = sorted({one.dtype for one in products}, key=lambda name: -sum(one.dtype == name for one in products))
     first = [one for one in products if one.dtype == dtypes[0]]
     seconds = np.array([one.seconds for one in first])
@@ -198,7 +182,7 @@ def _fit_plain(products: Sequence[TimedProduct]) -> MultiplyFit:
         _array(one.flops / one.reduction for one in first),
     ]
     start, per_flop, per_step = _least_squares(columns, seconds)
-    # Where nothing but the start was found, or no start, the products were too few; the fastest then tells the peak.
+    # Too few products can leave no per-flop term, or no start: the fastest product then gives the peak.
     per_flop = per_flop or min(one.seconds / one.flops for one in first)
     fill = max(1, round(per_step / per_flop))
     peaks = {}
@@ -212,7 +196,7 @@ def _fit_plain(products: Sequence[TimedProduct]) -> MultiplyFit:
 
 
 def fit_sustained(fit: MultiplyFit, chain: TimedChain | None) -> float:
-    """The share of the rate of products that a training step reaches."""
+    """Return the share of the product rate that a training step reaches."""
     if chain is None or chain.dtype not in fit.peak_flops:
         return 1.0
     return min(1.0, chain.count * fit.seconds(chain.dtype, chain.rows, chain.width, chain.width) / chain.seconds)
@@ -221,19 +205,20 @@ def fit_sustained(fit: MultiplyFit, chain: TimedChain | None) -> float:
 def fit_attention(
     attentions: Sequence[TimedAttention], peak_flops: Mapping[str, float], shipped: AttentionRates | None = None
 ) -> AttentionRates | None:
-    """The shares of the peak that fused attention reaches. How many queries a processor takes shows in no time."""
+    """Fit the share of the peak that fused attention reaches; `rows` comes from the shipped device."""
     if not attentions:
         return None
 
     def share(causal: bool, backward: bool, head_dim: int | None = None) -> float:
         mine = [one for one in attentions if one.causal == causal and head_dim in (None, one.head_dim)]
-        return median(one.reached(backward) / peak_flops[one.dtype] for one in mine)
+        return median(one.flops_per_second(backward) / peak_flops[one.dtype] for one in mine)
 
     dims = sorted({one.head_dim for one in attentions})
     times = {head_dim: 1 / share(False, False, head_dim) for head_dim in dims}
     softmax = 0 if shipped is None else shipped.softmax
     if len(dims) > 1:
-        few, many = dims[0], dims[-1]  # share = forward / (1 + softmax / head_dim)
+        few, many = dims[0], dims[-1]
+        # share(head_dim) = forward / (1 + softmax / head_dim), so 1 / share is linear in 1 / head_dim.
         slope = max(0.0, (times[few] - times[many]) / (1 / few - 1 / many))
         limit = times[many] - slope / many
         softmax = round(slope / limit) if limit > 0 else softmax
@@ -249,9 +234,9 @@ def fit_attention(
 
 
 def fit_ops(measurements: Measurements) -> tuple[dict[str, float], dict[str, float]]:
-    """Bytes per second of the ops that do not get all that the memory gives: forward, backward."""
+    """Return bytes per second of ops slower than the memory stream, by name: forward, backward."""
     found: tuple[dict[str, float], dict[str, float]] = ({}, {})
-    # A host runs ahead of its device while that has something to do.
+    # A host beside the device runs ahead, so its overhead is not part of the op's time.
     overhead = measurements.overhead_seconds if measurements.own_host else 0.0
     for op in measurements.ops:
         ways = ((op.forward_bytes, op.forward_seconds), (op.backward_bytes, op.backward_seconds))
@@ -267,12 +252,12 @@ def fit_ops(measurements: Measurements) -> tuple[dict[str, float], dict[str, flo
 
 @dataclass(frozen=True)
 class CollectiveFit:
-    """One collective over the links of one level."""
+    """Constants of one collective over the links of one level."""
 
     kind: str
     level: int
+    # Group sizes of the measurements that were fitted.
     ranks: tuple[int, ...]
-    """The sizes of the groups that it was fitted to."""
     algorithm: str
     base_seconds: float
     hop_seconds: float
@@ -282,9 +267,9 @@ class CollectiveFit:
 
 
 def fit_collectives(collectives: Iterable[TimedCollective]) -> list[CollectiveFit]:
-    """A fit for each collective at each level. What runs inside nodes is taken to run across them.
+    """Fit each collective at each level; the algorithm found inside nodes is also taken across nodes.
 
-    On one node, each size of a group has its own fit: where ranks share cores, waiting grows faster than hops do.
+    On one node each group size has its own fit: ranks that share cores wait longer than the hop count predicts.
     """
     fits: list[CollectiveFit] = []
     fitted = [one for one in collectives if not one.left_out]
@@ -303,7 +288,7 @@ def fit_collectives(collectives: Iterable[TimedCollective]) -> list[CollectiveFi
 
 
 def fit_kind(measured: Sequence[TimedCollective], algorithms: Sequence[str]) -> CollectiveFit:
-    """The best of the algorithms, for measurements of one collective at one level."""
+    """Fit every algorithm to the measurements of one collective at one level, and return the best fit."""
     kind, level = measured[0].kind, measured[0].level
     fits = [
         fit
@@ -317,23 +302,24 @@ def fit_kind(measured: Sequence[TimedCollective], algorithms: Sequence[str]) -> 
 def _fit(
     kind: str, level: int, algorithm: str, pipelined: bool, measured: Sequence[TimedCollective]
 ) -> CollectiveFit | None:
-    shapes = {ranks: _shape(algorithm, kind, ranks) for ranks in {one.ranks for one in measured}}
+    shapes = {ranks: _hops_and_traffic(algorithm, kind, ranks) for ranks in {one.ranks for one in measured}}
     known = {ranks: shape for ranks, shape in shapes.items() if shape is not None}
     if len(known) < len(shapes):
         return None
     hops = _array(known[one.ranks][0] for one in measured)
     traffic = _array(known[one.ranks][1] * one.buffer_bytes for one in measured)
     seconds = _array(one.seconds for one in measured)
+    # Base and hop time cannot be separated with one group size: the base is then left at zero.
+    steady = np.ones(len(measured)) if len(shapes) > 1 else np.zeros(len(measured))
     extra = np.zeros(len(measured))
     base = hop = per_byte = 0.0
-    for _ in range(ROUNDS if pipelined else 1):
-        # The time to fill the pipeline depends on the rest: found again and again, and halfway each time.
-        steady = np.ones(len(measured)) if len(shapes) > 1 else np.zeros(len(measured))
+    for _ in range(FILL_ROUNDS if pipelined else 1):
+        # The fill time depends on the other constants: iterate, with steps damped by half.
         base, hop, per_byte = _least_squares([steady, hops, traffic], seconds - extra, seconds)
         if pipelined:
             extra = (extra + np.sqrt((base + hop * hops) * traffic * per_byte)) / 2
     if per_byte <= 0:
-        # Too small or too noisy to tell: bytes then cost what they did at best.
+        # Too few or too noisy measurements: take the best bandwidth that was seen.
         per_byte = float((seconds / traffic).min())
     fill = float("inf") if pipelined else 0.0
     curves = [
@@ -346,14 +332,17 @@ def _fit(
     return CollectiveFit(kind, level, tuple(sorted(shapes)), algorithm, base, hop, 1 / per_byte, pipelined, error)
 
 
-ROUNDS = 30
+# Steps of the fixed-point iteration; each halves the distance, so 30 reach 1e-9.
+FILL_ROUNDS = 30
 
 
-def _shape(algorithm: str, kind: str, ranks: int) -> tuple[float, float] | None:
-    """Hops and traffic on one level."""
+def _hops_and_traffic(algorithm: str, kind: str, ranks: int) -> tuple[float, float] | None:
+    """Return hops and traffic of an algorithm on one level, None if it cannot run the collective."""
     span = LevelSpan(TopologyLevel("level", "link", 1, 1.0), ranks, 1, 1.0, 1.0)
-    way = ALGORITHMS[algorithm](kind, (span,))
-    return None if way is None else (sum(phase.hops[0] for phase in way), sum(phase.traffic[0] for phase in way))
+    phases = ALGORITHMS[algorithm](kind, (span,))
+    if phases is None:
+        return None
+    return sum(phase.hops[0] for phase in phases), sum(phase.traffic[0] for phase in phases)
 
 
 # -- least squares ----------------------------------------------------------------------------------------------------
@@ -362,7 +351,10 @@ def _shape(algorithm: str, kind: str, ranks: int) -> tuple[float, float] | None:
 def _least_squares(
     columns: Sequence[NDArray[np.float64]], target: NDArray[np.float64], scale: NDArray[np.float64] | None = None
 ) -> list[float]:
-    """Coefficients, none negative, of the least sum of squares of relative errors. Few columns: all sets are tried."""
+    """Return the non-negative coefficients with the least sum of squared relative errors.
+
+    Every subset of columns is solved without the sign constraint: with three columns that is exact and cheap.
+    """
     weights = 1 / (target if scale is None else scale)
     matrix, goal = np.stack(columns, axis=1) * weights[:, None], target * weights
     best: tuple[float, list[float]] = (float("inf"), [0.0] * len(columns))
@@ -390,24 +382,24 @@ def _median_error(ratios: Iterable[float]) -> float:
     return median(abs(ratio - 1) for ratio in ratios)
 
 
-# -- the judgement ----------------------------------------------------------------------------------------------------
+# -- prediction errors ------------------------------------------------------------------------------------------------
 
 
-def judge(cluster: Cluster, measurements: Measurements) -> dict[str, tuple[float | None, float | None]]:
-    """By collective: the median error on what was fitted, and on what was left out, as the written cluster has it."""
+def prediction_errors(cluster: Cluster, measurements: Measurements) -> dict[str, tuple[float | None, float | None]]:
+    """Return the median relative error of each collective: on fitted measurements, on those left out."""
     found: dict[str, tuple[float | None, float | None]] = {}
     for kind in dict.fromkeys(one.kind for one in measurements.collectives):
         errors: dict[bool, list[float]] = {False: [], True: []}
         for one in measurements.collectives:
             if one.kind == kind:
-                guess = _network(cluster, measurements, one).seconds(kind, ("group",), one.buffer_bytes)
+                guess = _network_of(cluster, measurements, one).seconds(kind, ("group",), one.buffer_bytes)
                 errors[one.left_out].append(abs(guess / one.seconds - 1))
         found[kind] = (median(errors[False]) if errors[False] else None, median(errors[True]) if errors[True] else None)
     return found
 
 
-def _network(cluster: Cluster, measurements: Measurements, one: TimedCollective) -> Network:
-    """The mesh in which such groups are the axis `group`."""
+def _network_of(cluster: Cluster, measurements: Measurements, one: TimedCollective) -> Network:
+    """Return the network of a mesh whose axis `group` spans the ranks of a measurement."""
     if one.level == 0:
         return Network(cluster, SubMesh({"others": measurements.ranks // one.ranks, "group": one.ranks}))
     inside = measurements.ranks_per_node

@@ -1,11 +1,17 @@
-"""Measurements on the machine at hand: products, memory, the start of an op, collectives on the real process group."""
+"""Measure a machine: matrix products, memory, ops, and collectives on the real process group.
+
+All ranks measure at once, as they work at once in training, so that shared cores and links are shared here too. Every
+time is a median: of the faster half of the repetitions, since other load only adds time, and then over the ranks.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from statistics import mean, median
 
 import torch
 import torch.distributed as dist
@@ -13,85 +19,123 @@ from torch import nn
 
 from autopar.cost.calibration.fit import CANDIDATES, Measurements, TimedChain, TimedCollective, TimedProduct
 from autopar.cost.calibration.op_trials import (
+    NUMEL_CPU,
+    NUMEL_GPU,
     TRIALS,
-    TimedAttention,
-    TimedOp,
-    attended,
     attention_trials,
     overhead_seconds,
-    tried,
-)
-from autopar.cost.calibration.timing import (
-    MeasuringBudget,
-    RankPlace,
-    own_seconds,
-    place_here,
-    ranks_per_core,
-    seconds_of,
-    waited_seconds,
+    time_attention,
+    time_op,
 )
 from autopar.rules.torch_versions import all_gather_single, reduce_scatter_single
 
-__all__ = ["MeasuringBudget", "measure", "steps_of"]
-
+# Called before every measurement, with its name.
 Tick = Callable[[str], None]
-"""Called after every measurement, with what comes next."""
 
 SMALLEST_BYTES = 1024
 ITEM_BYTES = 4
+# Compute time of a core between two collectives, as in small models trained on a few CPU processes.
+COMPUTE_SECONDS = 2e-3
+# Repetitions of that compute by which crowding of the cores is measured: 0.4 s in all.
+CROWDING_REPEATS = 200
+
+
+@dataclass(frozen=True)
+class MeasuringBudget:
+    """Limits of a calibration: collective buffer bytes, product extent, seconds per measurement."""
+
+    largest_bytes: int
+    largest_product: int
+    seconds_each: float
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Place of this process: its device, its rank, and the ranks beside it."""
+
+    device: torch.device
+    rank: int
+    ranks: int
+    ranks_per_node: int
+    # Wall seconds of a rank per second of its own computing, while all ranks compute.
+    crowding: float = 1.0
+
+    @property
+    def nodes(self) -> int:
+        return self.ranks // self.ranks_per_node
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+
+# -- all measurements -------------------------------------------------------------------------------------------------
 
 
 def measure(budget: MeasuringBudget, tick: Tick) -> Measurements:
-    """All of it; with a process group, every rank must call this, and gets the same."""
+    """Measure everything; with a process group every rank must call this, and all get the same result."""
     place = place_here()
-    name, memory = _described(place)
+    if place.on_gpu:
+        properties = torch.cuda.get_device_properties(place.device)
+        name, memory, processors = properties.name, float(properties.total_memory), properties.multi_processor_count
+    else:
+        name, processors = f"CPU process, {torch.get_num_threads()} thread", 1
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / place.ranks_per_node
     tick("the start of an op")
     launch = _launch(place, budget)
     tick("memory")
     stream = _stream(place, budget)
     products = []
-    for dtype in _dtypes(place):
-        for rows, reduction, columns in _products(budget.largest_product):
-            tick(f"product {rows} x {reduction} x {columns} in {str(dtype).removeprefix('torch.')}")
-            products.append(_product(place, budget, dtype, rows, reduction, columns))
-    found = Measurements(name, memory, launch, stream, tuple(products), (), place.nodes, place.ranks_per_node)
-    found = replace(found, busy_cores=ranks_per_core(place) >= 1)
-    found = replace(found, own_host=place.device.type == "cpu", processors=_processors(place))
-    found = _tried(place, budget, tick, found)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16 if place.on_gpu else torch.float64):
+        for rows, reduction, columns in _product_sizes(budget.largest_product):
+            tick(f"product {rows} x {reduction} x {columns} in {_name(dtype)}")
+            # Random values: constant bits draw less power, and a GPU at its power limit would run faster on them.
+            left = torch.randn(rows, reduction, device=place.device).to(dtype)
+            right = torch.randn(reduction, columns, device=place.device).to(dtype)
+            seconds = own_seconds(place, budget, partial(torch.matmul, left, right))
+            products.append(TimedProduct(_name(dtype), rows, reduction, columns, seconds))
+    found = Measurements(
+        name,
+        memory,
+        launch,
+        stream,
+        tuple(products),
+        (),
+        place.nodes,
+        place.ranks_per_node,
+        busy_cores=ranks_per_core(place) >= 1,
+        own_host=place.on_cpu,
+        processors=processors,
+    )
+    found = _add_ops(place, budget, tick, found)
     if place.ranks == 1:
         return found
     collectives = []
     for level, ranks, group in _groups(place):
-        for size, left_out in _sizes(budget.largest_bytes):
+        for size, left_out in _buffer_sizes(budget.largest_bytes):
             tick(f"collectives of {size} bytes by {ranks}")
-            calls = {kind: _call(kind, group, size, place.device) for kind in CANDIDATES}
-            for kind, seconds in waited_seconds(place, budget, calls).items():
+            calls = {kind: _collective_call(kind, group, size, place.device) for kind in CANDIDATES}
+            for kind, seconds in collective_seconds(place, budget, calls).items():
                 collectives.append(TimedCollective(kind, level, ranks, float(size), seconds, left_out))
     tick("two ranks alone")
-    return replace(found, collectives=tuple(collectives), lone_bytes_per_second=_lone(place, budget))
+    lone = _lone_bytes_per_second(place, budget)
+    return replace(found, collectives=tuple(collectives), lone_bytes_per_second=lone)
 
 
 def steps_of(budget: MeasuringBudget, ranks: int, ranks_per_node: int) -> int:
-    """About how many times `tick` is called."""
-    groups = len(_counts(ranks_per_node)) + len(_counts(ranks // ranks_per_node))
-    products = 3 * len(list(_products(budget.largest_product)))
+    """Return about how often `measure` calls `tick`."""
+    groups = len(_group_sizes(ranks_per_node)) + len(_group_sizes(ranks // ranks_per_node))
+    products = 3 * len(list(_product_sizes(budget.largest_product)))
     alone = 5 + len(TRIALS) + len(attention_trials("cuda" if torch.cuda.is_available() else "cpu"))
-    return alone + products + groups * len(list(_sizes(budget.largest_bytes)))
+    return alone + products + groups * len(list(_buffer_sizes(budget.largest_bytes)))
 
 
-def _described(place: RankPlace) -> tuple[str, float]:
-    """The device's name, and the memory that each rank has."""
-    if place.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(place.device)
-        return properties.name, float(properties.total_memory)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / place.ranks_per_node
-    return f"CPU process, {torch.get_num_threads()} thread", memory
-
-
-def _processors(place: RankPlace) -> int:
-    if place.device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(place.device).multi_processor_count)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # -- the device -------------------------------------------------------------------------------------------------------
@@ -109,19 +153,14 @@ def _launch(place: RankPlace, budget: MeasuringBudget) -> float:
 
 
 def _stream(place: RankPlace, budget: MeasuringBudget) -> float:
-    """Two tensors read, one made: larger than the caches of a core."""
-    size = 2**28 if place.device.type == "cuda" else 2**24
+    # Two tensors are read and one is written, each larger than the caches of a core.
+    size = 2**28 if place.on_gpu else 2**24
     one, other = (torch.rand(size // ITEM_BYTES, device=place.device) for _ in range(2))
     return 3 * size / own_seconds(place, budget, lambda: torch.add(one, other))
 
 
-def _dtypes(place: RankPlace) -> tuple[torch.dtype, ...]:
-    on_gpu = (torch.float32, torch.bfloat16, torch.float16)
-    return on_gpu if place.device.type == "cuda" else (torch.float32, torch.bfloat16, torch.float64)
-
-
-def _products(largest: int) -> Iterator[tuple[int, int, int]]:
-    """Square ones, and some with a short or a long side."""
+def _product_sizes(largest: int) -> Iterator[tuple[int, int, int]]:
+    """Yield rows, reduction and columns: square products, and some with one short side."""
     size = 64
     while size <= largest:
         yield size, size, size
@@ -131,44 +170,27 @@ def _products(largest: int) -> Iterator[tuple[int, int, int]]:
         size *= 2
 
 
-def _product(
-    place: RankPlace, budget: MeasuringBudget, dtype: torch.dtype, rows: int, reduction: int, columns: int
-) -> TimedProduct:
-    # Not of one value: bits that do not change take less power, and a GPU at its limit of power runs faster on them.
-    left = torch.randn(rows, reduction, device=place.device).to(dtype)
-    right = torch.randn(reduction, columns, device=place.device).to(dtype)
-    seconds = own_seconds(place, budget, lambda: left @ right)
-    return TimedProduct(str(dtype).removeprefix("torch."), rows, reduction, columns, seconds)
-
-
-def _tried(place: RankPlace, budget: MeasuringBudget, tick: Tick, found: Measurements) -> Measurements:
-    """What a device takes beyond what is multiplied and moved."""
+def _add_ops(place: RankPlace, budget: MeasuringBudget, tick: Tick, found: Measurements) -> Measurements:
+    """Return the measurements with times of single ops, attention and a chain of layers."""
     seconds = partial(own_seconds, place, replace(budget, seconds_each=budget.seconds_each / 4))
     tick("a small op")
     overhead = overhead_seconds(place.device, seconds)
-    ops: list[TimedOp] = []
+    ops = []
     for trial in TRIALS:
         tick(trial.name)
-        ops.append(tried(trial, TRIED_NUMEL if found.own_host else TRIED_NUMEL_GPU, place.device, seconds))
-    attentions: list[TimedAttention] = []
+        ops.append(time_op(trial, NUMEL_CPU if place.on_cpu else NUMEL_GPU, place.device, seconds))
+    attentions = []
     for attention in attention_trials(place.device.type):
         tick("attention")
-        attentions.append(attended(attention, place.device, seconds))
+        attentions.append(time_attention(attention, place.device, seconds))
     tick("layers")
-    return replace(
-        found, overhead_seconds=overhead, ops=tuple(ops), attentions=tuple(attentions), chain=_chain(place, budget)
-    )
-
-
-TRIED_NUMEL = 2**20
-TRIED_NUMEL_GPU = 2**26
-"""Beyond its caches, and far longer than a launch."""
+    chain = _chain(place, budget)
+    return replace(found, overhead_seconds=overhead, ops=tuple(ops), attentions=tuple(attentions), chain=chain)
 
 
 def _chain(place: RankPlace, budget: MeasuringBudget) -> TimedChain:
-    """Forward and backward of some layers, whose operands do not stay in a core's caches."""
-    on_cpu = place.device.type == "cpu"
-    width, rows, dtype = (512, 1024, torch.float32) if on_cpu else (4096, 8192, torch.float16)
+    """Time forward and backward of layers whose operands exceed the caches of a core."""
+    width, rows, dtype = (512, 1024, torch.float32) if place.on_cpu else (4096, 8192, torch.float16)
     layers = 4
     chain = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).to(place.device, dtype)
     x = torch.rand(rows, width, device=place.device).to(dtype)
@@ -177,38 +199,40 @@ def _chain(place: RankPlace, budget: MeasuringBudget) -> TimedChain:
         torch.autograd.grad(chain(x).sum(), list(chain.parameters()))
 
     seconds = own_seconds(place, budget, step)
-    return TimedChain(3 * layers - 1, rows, width, seconds, str(dtype).removeprefix("torch."))
+    # The first layer needs no gradient of its input: one product less than three for each layer.
+    return TimedChain(3 * layers - 1, rows, width, seconds, _name(dtype))
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------
 
 
-def _counts(units: int) -> list[int]:
-    """Powers of two that divide, and the number itself."""
+def _group_sizes(units: int) -> list[int]:
+    """Return the powers of two that divide a number of units, and the number itself."""
     powers = [1 << bit for bit in range(1, units.bit_length()) if units % (1 << bit) == 0]
     return sorted({*powers, *([units] if units > 1 else [])})
 
 
 def _groups(place: RankPlace) -> Iterator[tuple[int, int, dist.ProcessGroup]]:
-    """Level, size and this rank's group: inside nodes, then one rank of each node."""
+    """Yield level, size and this rank's group: ranks inside nodes, then one rank of each node."""
     inside = place.ranks_per_node
-    for count in _counts(inside):
+    for count in _group_sizes(inside):
         starts = range(0, place.ranks, count)
-        yield 0, count, _mine(place, [list(range(start, start + count)) for start in starts])
-    for count in _counts(place.nodes):
+        yield 0, count, _own_group(place, [list(range(start, start + count)) for start in starts])
+    for count in _group_sizes(place.nodes):
         nodes = range(0, place.nodes, count)
         groups = [[(node + i) * inside + one for i in range(count)] for node in nodes for one in range(inside)]
-        yield 1, count, _mine(place, groups)
+        yield 1, count, _own_group(place, groups)
 
 
-def _mine(place: RankPlace, groups: list[list[int]]) -> dist.ProcessGroup:
-    made = [(dist.new_group(ranks), ranks) for ranks in groups]  # every rank makes all of them
-    mine: list[dist.ProcessGroup] = [group for group, ranks in made if place.rank in ranks]
-    return mine[0]
+def _own_group(place: RankPlace, groups: list[list[int]]) -> dist.ProcessGroup:
+    # torch.distributed requires every rank to create every group, in the same order.
+    made = [(dist.new_group(ranks), ranks) for ranks in groups]
+    own: list[dist.ProcessGroup] = [group for group, ranks in made if place.rank in ranks]
+    return own[0]
 
 
-def _sizes(largest: int) -> Iterator[tuple[int, bool]]:
-    """Each twice the last; every other one is left out of the fit."""
+def _buffer_sizes(largest: int) -> Iterator[tuple[int, bool]]:
+    """Yield buffer bytes, doubling; the flag leaves every other size out of the fit."""
     size, left_out = SMALLEST_BYTES, False
     while size <= largest:
         yield size, left_out
@@ -216,8 +240,8 @@ def _sizes(largest: int) -> Iterator[tuple[int, bool]]:
         left_out = not left_out
 
 
-def _call(kind: str, group: dist.ProcessGroup, size: int, device: torch.device) -> Callable[[], object]:
-    """One collective over a buffer of so many bytes, ready to be called."""
+def _collective_call(kind: str, group: dist.ProcessGroup, size: int, device: torch.device) -> Callable[[], object]:
+    """Return a function that runs one collective over a buffer of `size` bytes."""
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     whole = torch.zeros(max(ranks, size // ITEM_BYTES // ranks * ranks), device=device)
     piece = torch.zeros(whole.numel() // ranks, device=device)
@@ -245,12 +269,139 @@ def _call(kind: str, group: dist.ProcessGroup, size: int, device: torch.device) 
     return calls[kind]
 
 
-def _lone(place: RankPlace, budget: MeasuringBudget) -> float | None:
-    """What two neighbours send each other while the others rest; None where there are no others."""
+def _lone_bytes_per_second(place: RankPlace, budget: MeasuringBudget) -> float | None:
+    """Return the rate between two ranks while all others are idle; None with fewer than three ranks."""
     if place.ranks_per_node < 3:
         return None
     group = dist.new_group([0, 1])
     active = place.rank < 2
     size = budget.largest_bytes
-    run = _call("all_gather", group, size, place.device) if active else (lambda: None)
+    run = _collective_call("all_gather", group, size, place.device) if active else (lambda: None)
     return size / 2 / seconds_of(place, budget, run, active)
+
+
+# -- times of calls ---------------------------------------------------------------------------------------------------
+
+
+def place_here() -> RankPlace:
+    distributed = dist.is_initialized()
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if distributed else 1
+    on_gpu = torch.cuda.is_available() and (not distributed or "nccl" in dist.get_backend())
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    place = RankPlace(device, rank, ranks, local if ranks % local == 0 else ranks)
+    return replace(place, crowding=_crowding(place))
+
+
+def own_seconds(place: RankPlace, budget: MeasuringBudget, run: Callable[[], object]) -> float:
+    """Return the seconds of a call that waits for no other rank, on cores that ranks may share."""
+    shared = ranks_per_core(place)
+    if shared <= 1 or torch.get_num_threads() > 1:
+        return max(1.0, shared) * seconds_of(place, budget, run)
+    # With more ranks than cores, wall time depends on the scheduler: scale the processor time instead.
+    return place.crowding * seconds_of(place, budget, run, clock=time.process_time)
+
+
+def _crowding(place: RankPlace) -> float:
+    """Return wall seconds per computed second: at least the ranks of a core, more on throttled machines."""
+    if ranks_per_core(place) <= 1:
+        return 1.0
+    _compute()
+    _barrier(place)
+    start = time.perf_counter()
+    for _ in range(CROWDING_REPEATS):
+        _compute()
+    spent = mean(_gather(place, time.perf_counter() - start))
+    return max(ranks_per_core(place), spent / (CROWDING_REPEATS * COMPUTE_SECONDS))
+
+
+def ranks_per_core(place: RankPlace) -> float:
+    """Return how many threads of ranks share a core; 0 for ranks on GPUs."""
+    if not place.on_cpu:
+        return 0.0
+    return place.ranks_per_node * torch.get_num_threads() / len(os.sched_getaffinity(0))
+
+
+def collective_seconds(
+    place: RankPlace, budget: MeasuringBudget, runs: Mapping[str, Callable[[], object]]
+) -> dict[str, float]:
+    """Return the seconds of calls that wait for other ranks.
+
+    Where ranks share cores, a waiting call delays ranks that still compute. The time is then the mean increase of a
+    compute-and-call over the compute alone: a mean, since a step adds up all delays. The calls take turns, so that
+    drift of the machine affects all alike.
+    """
+    if ranks_per_core(place) <= 1:
+        return {name: seconds_of(place, budget, run) for name, run in runs.items()}
+    _barrier(place)
+    longest = max(_gather(place, sum(_time(place, run, 1, time.perf_counter) for run in runs.values())))
+    room = longest + len(runs) * ranks_per_core(place) * COMPUTE_SECONDS
+    rounds = max(3, min(50, int(len(runs) * budget.seconds_each / room)))
+    totals = dict.fromkeys(runs, 0.0)
+    alone = 0.0
+    _barrier(place)
+    for _ in range(rounds):
+        alone += _time(place, _compute, 1, time.perf_counter)
+        for name, run in runs.items():
+            totals[name] += _time(place, partial(_compute, run), 1, time.perf_counter)
+    found = {}
+    for name, total in totals.items():
+        more = mean(_gather(place, total - alone)) / rounds
+        found[name] = max(more, total / rounds / 100)
+    return found
+
+
+def _compute(then: Callable[[], object] = lambda: None) -> None:
+    """Occupy a core for `COMPUTE_SECONDS`, then call `then`."""
+    square = torch.ones(128, 128)
+    until = time.process_time() + COMPUTE_SECONDS
+    while time.process_time() < until:
+        torch.mm(square, square)
+    then()
+
+
+def seconds_of(
+    place: RankPlace,
+    budget: MeasuringBudget,
+    run: Callable[[], object],
+    active: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return the seconds of a call; ranks that are not active wait for the others."""
+    if active:
+        run()
+    _barrier(place)
+    first = _time(place, run, 1, time.perf_counter) if active else 0.0
+    # All ranks must repeat equally often: the slowest decides. A GPU gets batches of calls, so that it never idles.
+    longest = max(1e-9, *_gather(place, first))
+    batch = max(1, min(20, int(1e-3 / longest))) if place.on_gpu else 1
+    repetitions = max(3, min(50, int(budget.seconds_each / (longest * batch))))
+    _barrier(place)
+    times = sorted(_time(place, run, batch, clock) for _ in range(repetitions)) if active else []
+    fast = median(times[: (len(times) + 1) // 2]) if times else -1.0
+    return median(spent for spent in _gather(place, fast) if spent >= 0)
+
+
+def _time(place: RankPlace, run: Callable[[], object], count: int, clock: Callable[[], float]) -> float:
+    if place.on_gpu:
+        torch.cuda.synchronize(place.device)
+    start = clock()
+    for _ in range(count):
+        run()
+    if place.on_gpu:
+        torch.cuda.synchronize(place.device)
+    return (clock() - start) / count
+
+
+def _barrier(place: RankPlace) -> None:
+    if place.ranks > 1:
+        dist.barrier()
+
+
+def _gather(place: RankPlace, value: float) -> list[float]:
+    """Return the value of every rank."""
+    if place.ranks == 1:
+        return [value]
+    found: list[float] = [0.0] * place.ranks
+    dist.all_gather_object(found, value)
+    return found

@@ -1,8 +1,8 @@
-"""Ops that a machine is tried with: which of them compute more than they move, and what they get of its memory.
+"""Time single ops, to find those that compute longer than they move bytes.
 
-The cost model counts what an op reads and writes. On a GPU that is what most ops take their time for; a core of a CPU
-needs longer for a tanh than for the bytes of its values. Each op is tried alone, forward and backward, and its rate is
-over the very bytes that the cost model counts for it.
+The cost model prices most ops by the bytes that they read and write. A GPU reaches that rate for nearly all ops; a CPU
+core needs longer for a tanh than for the bytes of its values. Each op is timed alone, forward and backward. Its rate
+is taken over the bytes that the cost model counts for it, so that price and measurement share one definition.
 """
 
 from __future__ import annotations
@@ -23,38 +23,28 @@ from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.propagation import completed
 from autopar.tracing.trace import named_graph
 
-__all__ = [
-    "TRIALS",
-    "AttentionTrial",
-    "OpTrial",
-    "TimedAttention",
-    "TimedOp",
-    "attended",
-    "attention_trials",
-    "overhead_seconds",
-    "tried",
-]
-
 Function = Callable[..., torch.Tensor]
-Seconds = Callable[[Callable[[], object]], float]
-"""How long a call takes."""
+# Returns the seconds of one call.
+Timer = Callable[[Callable[[], object]], float]
 CHANNELS = 16
+# Values per op. On a GPU: more than its caches hold, and long beside a kernel launch.
+NUMEL_CPU = 2**20
+NUMEL_GPU = 2**26
 
 
 @dataclass(frozen=True)
 class OpTrial:
-    """One op, and what it is called with."""
+    """An op to time: its name in the graph (`plain_name`) and a function that calls it."""
 
     name: str
-    """As `plain_name` has it of the op in the graph."""
     function: Function
+    # True where the input needs channels, height and width.
     image: bool = False
-    """Whether it wants channels and space."""
 
 
 @dataclass(frozen=True)
 class TimedOp:
-    """What an op took."""
+    """Measured seconds of one op, and the bytes that the cost model counts for it."""
 
     name: str
     forward_bytes: float
@@ -71,6 +61,7 @@ def _normalised(normalise: Function, x: torch.Tensor) -> torch.Tensor:
     return normalise(x, x.shape[-1:])
 
 
+# Ops that models call often; the memory stream prices all other ops.
 TRIALS: tuple[OpTrial, ...] = (
     OpTrial("relu", F.relu),
     OpTrial("gelu", F.gelu),
@@ -100,25 +91,25 @@ TRIALS: tuple[OpTrial, ...] = (
     OpTrial("avg_pool2d", lambda x: F.avg_pool2d(x, 2), image=True),
     OpTrial("upsample_nearest2d", lambda x: F.interpolate(x, scale_factor=2.0), image=True),
 )
-"""What models compute often; an op that is not here counts as one that moves."""
 
 
-class _Alone(nn.Module):
-    """One op as a model."""
+class _SingleOp(nn.Module):
+    """Model of one op."""
 
     def __init__(self, function: Function) -> None:
         super().__init__()
-        self.function = copy.deepcopy(function)  # a module is moved to the device, and the table is of all
+        # Moving a module to a device changes it in place, and TRIALS serves all devices.
+        self.function = copy.deepcopy(function)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(x)
 
 
-def tried(trial: OpTrial, numel: int, device: torch.device, seconds: Seconds) -> TimedOp:
-    """One op on so many values."""
+def time_op(trial: OpTrial, numel: int, device: torch.device, seconds: Timer) -> TimedOp:
+    """Time one op on about `numel` values, forward and backward."""
     x = (torch.rand(*_sizes(trial, numel), device=device) + 0.5).requires_grad_()
-    model = _Alone(trial.function).to(device)
-    forward_bytes, backward_bytes = _counted(trial.name, model, x)
+    model = _SingleOp(trial.function).to(device)
+    forward_bytes, backward_bytes = _modelled_bytes(trial.name, model, x)
     forward = seconds(partial(model, x))
     return TimedOp(trial.name, forward_bytes, forward, backward_bytes, seconds(_backward(model(x), [x])))
 
@@ -131,8 +122,8 @@ def _sizes(trial: OpTrial, numel: int) -> tuple[int, ...]:
     return max(1, numel // columns), columns
 
 
-def _counted(name: str, model: nn.Module, x: torch.Tensor) -> tuple[float, float]:
-    """What the cost model counts for the op: bytes, forward and backward."""
+def _modelled_bytes(name: str, model: nn.Module, x: torch.Tensor) -> tuple[float, float]:
+    """Return the bytes that the cost model counts for an op: forward, backward."""
     graph = named_graph(model, (x,))
     plan = completed(graph, choose_layout("", SubMesh({})), SubMesh({}))
     node = next(node for node in graph.nodes if plain_name(node.op) == name)
@@ -142,17 +133,17 @@ def _counted(name: str, model: nn.Module, x: torch.Tensor) -> tuple[float, float
 
 
 def _backward(result: torch.Tensor, inputs: list[torch.Tensor]) -> Callable[[], object]:
-    """The backward of what was computed, as often as it is called."""
+    """Return a function that runs the backward of a result, any number of times."""
     gradient = torch.ones_like(result)
     return lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)
 
 
-def overhead_seconds(device: torch.device, seconds: Seconds) -> float:
-    """What an op takes of a training step however small it is: the mean of all that are tried, forward and backward.
+def overhead_seconds(device: torch.device, seconds: Timer) -> float:
+    """Return the mean seconds of a tiny op in a training step, over all trials, forward and backward.
 
-    One after the other, as in a model: the same op over and over finds its code in a core's caches.
+    The ops run in turn, as in a model: one op repeated finds its code in the caches of a core.
     """
-    models = [_Alone(trial.function).to(device) for trial in TRIALS]
+    models = [_SingleOp(trial.function).to(device) for trial in TRIALS]
     inputs = [torch.rand(*_sizes(trial, 1), device=device, requires_grad=True) for trial in TRIALS]
     gradients = [torch.ones_like(model(x)) for model, x in zip(models, inputs, strict=True)]
 
@@ -165,18 +156,17 @@ def overhead_seconds(device: torch.device, seconds: Seconds) -> float:
 
 @dataclass(frozen=True)
 class TimedAttention:
-    """What fused attention took."""
+    """Measured seconds of fused attention."""
 
     causal: bool
     forward_seconds: float
     backward_seconds: float
+    # FLOPs of the forward, without masked scores.
     flops: float
-    """Of the forward, as far as the mask leaves any."""
     dtype: str = "float32"
     head_dim: int = 64
 
-    def reached(self, backward: bool) -> float:
-        """FLOPs per second."""
+    def flops_per_second(self, backward: bool) -> float:
         if backward:
             return BACKWARD_PRODUCTS * self.flops / self.backward_seconds
         return self.flops / self.forward_seconds
@@ -184,7 +174,7 @@ class TimedAttention:
 
 @dataclass(frozen=True)
 class AttentionTrial:
-    """Attention over `rows` queries and as many keys."""
+    """Fused attention to time: `rows` queries and as many keys in each head."""
 
     causal: bool
     rows: int
@@ -194,25 +184,23 @@ class AttentionTrial:
 
 
 def attention_trials(device_type: str) -> tuple[AttentionTrial, ...]:
-    """Enough to do for all of a device. Where a softmax takes its time, that shows in heads of two sizes.
+    """Return the attention sizes to time, large enough to occupy a whole device.
 
-    All GPUs that have a fused kernel have one for float16.
+    GPUs get two head dims, from which the time of the softmax is fitted; every fused kernel takes float16.
     """
+    masks = (False, True)
     if device_type == "cpu":
-        return tuple(AttentionTrial(causal, rows, 4, 64, torch.float32) for causal in WAYS for rows in (128, 256, 512))
+        return tuple(AttentionTrial(causal, rows, 4, 64, torch.float32) for causal in masks for rows in (128, 256, 512))
     return tuple(
         AttentionTrial(causal, rows, 32, head_dim, torch.float16)
-        for causal in WAYS
+        for causal in masks
         for head_dim in (64, 128)
         for rows in (1024, 2048, 4096)
     )
 
 
-WAYS = (False, True)
-
-
-def attended(trial: AttentionTrial, device: torch.device, seconds: Seconds) -> TimedAttention:
-    """Run a trial, forward and backward."""
+def time_attention(trial: AttentionTrial, device: torch.device, seconds: Timer) -> TimedAttention:
+    """Time fused attention, forward and backward."""
     rows, width = trial.rows, trial.head_dim
     shape = (1, trial.heads, rows, width)
     q, k, v = (torch.randn(shape, device=device).to(trial.dtype).requires_grad_() for _ in range(3))

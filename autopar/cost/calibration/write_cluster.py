@@ -1,4 +1,4 @@
-"""The text of a cluster file, of what was measured and fitted."""
+"""Write measured and fitted constants as the text of a cluster file, and the measured times as CSV."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from autopar.cost.compute.matmul_time import MatmulUnit
 from autopar.cost.hardware.cluster import AttentionRates, Cluster, Device
 from autopar.cost.hardware.topology import Library
 
-__all__ = ["cluster_text", "times_table"]
-
-FREE = "1 B"
-"""A pipeline that needs no filling."""
+# The fill of an algorithm without a pipeline: one byte, so that filling takes no time.
+NO_FILL = "1 B"
+# Link names of level 0 (inside nodes) and level 1 (across nodes).
 LINKS = ("inside", "across")
 
 
@@ -35,29 +34,35 @@ def cluster_text(
     links: tuple[Sequence[str], Sequence[str]] = ((), ()),
     shipped: Cluster | None = None,
 ) -> str:
-    """A file that `load_cluster` reads. One process measures no links: those of another file, and its sources.
+    """Return a cluster file for `load_cluster`; constants without a measurement come from the shipped cluster.
 
-    What cannot be measured is inherited from the shipped cluster of such devices, and said to be.
+    One process measures no links: `links` are then the lines and sources of another file.
     """
+    inherited = []
+    note = []
+    if shipped is not None:
+        note = [f"# [inherited]: not measured on this machine, but as in the cluster {shipped.name}"]
+        text = f"the cluster {shipped.name} that autopar ships, where its sources are: not measured on this machine"
+        inherited = [f"inherited = {{ text = {_quoted(text)}, date = {date} }}"]
     lines = [
         f"name = {_quoted(name)}",
         f"description = {_quoted(description)}",
         "",
-        *([f"# [inherited]: not measured on this machine, but as in the cluster {shipped.name}"] if shipped else []),
+        *note,
         *_device(measurements, products, None if shipped is None else shipped.device),
         *_levels(measurements, fits),
         *_library(measurements, fits, None if shipped is None else shipped.library),
         *links[0],
         "[sources]",
         *links[1],
-        *([_inherited_source(shipped, date)] if shipped else []),
+        *inherited,
         f"measured = {{ text = {_quoted(how)}, date = {date} }}",
     ]
     return "\n".join(lines) + "\n"
 
 
 def times_table(collectives: Sequence[TimedCollective]) -> str:
-    """All times, as CSV."""
+    """Return all measured times as CSV, with a column for those in the fit."""
     lines = ["kind,level,ranks,buffer_bytes,seconds,fitted"]
     for one in collectives:
         fitted = "no" if one.left_out else "yes"
@@ -69,79 +74,68 @@ def _quoted(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _number(value: float, unit: str) -> str:
+def _measured(value: float, unit: str) -> str:
     return f'"{value:.4g} {unit} [measured]"'
 
 
-def _inherited_source(shipped: Cluster, date: str) -> str:
-    text = f"the cluster {shipped.name} that autopar ships, where its sources are: not measured on this machine"
-    return f"inherited = {{ text = {_quoted(text)}, date = {date} }}"
-
-
-def _kept(value: float, unit: str) -> str:
-    """A number of the shipped cluster."""
+def _inherited(value: float, unit: str) -> str:
     return f'"{value:.6g} {unit} [inherited]"'
 
 
 def _device(measurements: Measurements, products: MultiplyFit, shipped: Device | None) -> list[str]:
     stream = measurements.stream_bytes_per_second / 1e9
-    memory = [f"hbm = {_number(stream, 'GB/s')}"]
+    memory = [f"hbm = {_measured(stream, 'GB/s')}"]
     if shipped is not None:
-        memory = [f"hbm = {_kept(shipped.hbm_bytes_per_second / 1e9, 'GB/s')}", f"stream = {_number(stream, 'GB/s')}"]
+        bandwidth = _inherited(shipped.hbm_bytes_per_second / 1e9, "GB/s")
+        memory = [f"hbm = {bandwidth}", f"stream = {_measured(stream, 'GB/s')}"]
+    shipped_peaks = {} if shipped is None else shipped.peak_flops
+    attention = None if shipped is None else shipped.attention
     return [
         "[device]",
         f"name = {_quoted(measurements.device)}",
-        f"memory = {_number(measurements.memory_bytes / 1e9, 'GB')}",
+        f"memory = {_measured(measurements.memory_bytes / 1e9, 'GB')}",
         *memory,
-        f"launch = {_number(measurements.launch_seconds * 1e6, 'us')}",
+        f"launch = {_measured(measurements.launch_seconds * 1e6, 'us')}",
         *_overhead(measurements),
         *_sustained(fit_sustained(products, measurements.chain), shipped),
         "",
         "[device.peak]",
-        *(f"{dtype} = {_number(peak / 1e9, 'GFLOP/s')}" for dtype, peak in products.peak_flops.items()),
-        *_other_peaks(products, shipped),
+        *(f"{dtype} = {_measured(peak / 1e9, 'GFLOP/s')}" for dtype, peak in products.peak_flops.items()),
+        *(
+            f"{dtype} = {_inherited(peak / 1e9, 'GFLOP/s')}"
+            for dtype, peak in shipped_peaks.items()
+            if dtype not in products.peak_flops
+        ),
         "",
         *(_tiled_matrix(products.matrix) if products.matrix else _plain_matrix(products, measurements.processors)),
         "",
-        *_attention(
-            fit_attention(measurements.attentions, products.peak_flops, None if shipped is None else shipped.attention),
-            shipped is not None,
-        ),
-        *_rates(measurements),
+        *_attention(fit_attention(measurements.attentions, products.peak_flops, attention), shipped is not None),
+        *_op_rates(measurements),
     ]
 
 
 def _overhead(measurements: Measurements) -> list[str]:
-    """What any op takes: of a device that starts its ops itself, or of the host beside it."""
+    """Return the overhead of every op: `op` for a device that launches its own ops, else `host`."""
     if not measurements.own_host:
         spent = measurements.overhead_seconds
-        return [f"host = {_number(spent * 1e6, 'us')}"] if spent > 0 else []
+        return [f"host = {_measured(spent * 1e6, 'us')}"] if spent > 0 else []
     more = measurements.overhead_seconds - measurements.launch_seconds
-    return [f"op = {_number(more * 1e6, 'us')}"] if more > 0 else []
+    return [f"op = {_measured(more * 1e6, 'us')}"] if more > 0 else []
 
 
 def _sustained(measured: float, shipped: Device | None) -> list[str]:
-    """A few seconds of layers do not bring a GPU to its limit of power: the shipped share, if that is less."""
+    # A few seconds of layers do not heat a GPU to its power limit: take the shipped share where it is less.
     if shipped is not None and shipped.sustained_fraction < measured:
-        return [f"sustained = {_kept(100 * shipped.sustained_fraction, '%')}"]
-    return [f"sustained = {_number(100 * measured, '%')}"] if measured < 1 else []
-
-
-def _other_peaks(products: MultiplyFit, shipped: Device | None) -> list[str]:
-    others = {} if shipped is None else dict(shipped.peak_flops)
-    return [
-        f"{dtype} = {_kept(peak / 1e9, 'GFLOP/s')}"
-        for dtype, peak in others.items()
-        if dtype not in products.peak_flops
-    ]
+        return [f"sustained = {_inherited(100 * shipped.sustained_fraction, '%')}"]
+    return [f"sustained = {_measured(100 * measured, '%')}"] if measured < 1 else []
 
 
 def _plain_matrix(products: MultiplyFit, processors: int) -> list[str]:
-    """Tiles of one number, so that no wave of them is noticed."""
+    # Tiles of 1 x 1 make the waves so short that the formula is that of `fit_products` without tiles.
     return [
         "[device.matrix]",
         f'processors = "{processors} [measured]"',
-        f"start = {_number(products.start_seconds * 1e6, 'us')}",
+        f"start = {_measured(products.start_seconds * 1e6, 'us')}",
         f'fill = "{products.fill} [measured]"',
         'split = "0 us [measured]"',
         "aligned = {}",
@@ -154,19 +148,20 @@ def _plain_matrix(products: MultiplyFit, processors: int) -> list[str]:
 
 
 def _tiled_matrix(matrix: MatmulUnit) -> list[str]:
-    """The measured products are in the peaks."""
-    aligned = ", ".join(f"{unit} = {_kept(100 * share, '%')}" for unit, share in matrix.aligned_fraction.items())
+    # Only the peaks are measured: the fit took tiles and overheads of the shipped device as given.
+    aligned = ", ".join(f"{unit} = {_inherited(100 * share, '%')}" for unit, share in matrix.aligned_fraction.items())
     lines = [
         "[device.matrix]",
         f'processors = "{matrix.processors} [inherited]"',
-        f"start = {_kept(matrix.start_seconds * 1e6, 'us')}",
+        f"start = {_inherited(matrix.start_seconds * 1e6, 'us')}",
         f'fill = "{matrix.fill} [inherited]"',
-        f"split = {_kept(matrix.split_seconds * 1e6, 'us')}",
+        f"split = {_inherited(matrix.split_seconds * 1e6, 'us')}",
         f"aligned = {{ {aligned} }}" if aligned else "aligned = {}",
     ]
     for tile in matrix.tile:
+        reached = _inherited(100 * tile.reached_fraction, "%")
         lines += ["", "[[device.matrix.tile]]", f'rows = "{tile.rows} [inherited]"']
-        lines += [f'columns = "{tile.columns} [inherited]"', f"reached = {_kept(100 * tile.reached_fraction, '%')}"]
+        lines += [f'columns = "{tile.columns} [inherited]"', f"reached = {reached}"]
     return lines
 
 
@@ -179,18 +174,18 @@ def _attention(fit: AttentionRates | None, is_shipped: bool) -> list[str]:
         "causal": fit.causal_fraction,
         "causal_backward": fit.causal_backward_fraction,
     }
-    lines = [f"{key} = {_number(100 * share, '%')}" for key, share in shares.items()]
+    lines = [f"{key} = {_measured(100 * share, '%')}" for key, share in shares.items()]
     rows = f'rows = "{fit.rows} [{"inherited" if is_shipped else "measured"}]"'
     softmax = [f'softmax = "{fit.softmax} [measured]"'] if fit.softmax else []
     return ["[device.attention]", rows, *lines, *softmax, ""]
 
 
-def _rates(measurements: Measurements) -> list[str]:
-    """Of the ops that do not get all that the memory gives."""
+def _op_rates(measurements: Measurements) -> list[str]:
+    """Return the tables of ops that are slower than the memory stream."""
     lines: list[str] = []
-    for way, rates in zip(("forward", "backward"), fit_ops(measurements), strict=True):
-        found = [f"{op} = {_number(rate / 1e9, 'GB/s')}" for op, rate in rates.items()]
-        lines += [f"[device.{way}]", *found, ""] if found else []
+    for direction, rates in zip(("forward", "backward"), fit_ops(measurements), strict=True):
+        found = [f"{op} = {_measured(rate / 1e9, 'GB/s')}" for op, rate in rates.items()]
+        lines += [f"[device.{direction}]", *found, ""] if found else []
     return lines
 
 
@@ -202,18 +197,18 @@ def _levels(measurements: Measurements, fits: Sequence[CollectiveFit]) -> list[s
         lines += ["[[level]]", f'name = "{"node" if inside else "network"}"', f'link = "{LINKS[level]}"']
         if inside and measurements.nodes > 1:
             lines.append(f'units = "{measurements.ranks_per_node} [measured]"')
-        # What all ranks of a node send together is theirs to share, where two of them alone are faster.
+        # Two ranks alone can be faster than all together: the port has their rate, the backplane that of all.
         together = rate * measurements.ranks_per_node
-        alone = rate * _faster_alone(measurements, fits) if inside else together
-        lines += ['ports = "1 [measured]"', f"port = {_number(alone / 1e9, 'GB/s')}"]
+        alone = rate * _lone_speedup(measurements, fits) if inside else together
+        lines += ['ports = "1 [measured]"', f"port = {_measured(alone / 1e9, 'GB/s')}"]
         if inside and alone > rate:
-            lines.append(f"backplane = {_number(together / 1e9, 'GB/s')}")
+            lines.append(f"backplane = {_measured(together / 1e9, 'GB/s')}")
         lines.append("")
     return lines
 
 
-def _faster_alone(measurements: Measurements, fits: Sequence[CollectiveFit]) -> float:
-    """How many times faster two ranks gather while the others rest; at least 1."""
+def _lone_speedup(measurements: Measurements, fits: Sequence[CollectiveFit]) -> float:
+    """Return how much faster two ranks gather while all others are idle; at least 1."""
     pairs = [fit for fit in fits if (fit.kind, fit.level) == ("all_gather", 0) and 2 in fit.ranks]
     if measurements.lone_bytes_per_second is None or not pairs:
         return 1.0
@@ -222,56 +217,52 @@ def _faster_alone(measurements: Measurements, fits: Sequence[CollectiveFit]) -> 
 
 def _library(measurements: Measurements, fits: Sequence[CollectiveFit], shipped: Library | None) -> list[str]:
     lines = ["[library]", 'name = "as measured"'] if fits else []
-    if fits and shipped is not None:  # what a collective takes of the host, and of the device beside it
-        host = ", ".join(f"{kind} = {_kept(spent * 1e6, 'us')}" for kind, spent in shipped.host_seconds.items())
+    # One process cannot measure how a collective loads the host and the processors of the device.
+    if fits and shipped is not None:
+        host = ", ".join(f"{kind} = {_inherited(spent * 1e6, 'us')}" for kind, spent in shipped.host_seconds.items())
         lines += [f"host = {{ {host} }}"] if host else []
-        takes = shipped.processors and measurements.processors > 1
-        lines += [f'processors = "{shipped.processors} [inherited]"'] if takes else []
+        if shipped.processors and measurements.processors > 1:
+            lines.append(f'processors = "{shipped.processors} [inherited]"')
     rows: dict[tuple[str, int], dict[int, CollectiveFit]] = {}
     one_node = _used(fits) == [0]
     for fit in fits:
-        # On one node what was fitted to a size of a group is a row of its own; else a row holds all levels.
+        # On one node each group size has a row of its own; on several nodes a row has all levels.
         rows.setdefault((fit.kind, fit.ranks[0] if one_node else 0), {})[fit.level] = fit
     for (kind, ranks), row in rows.items():
-        lines += [*_algorithm(kind, row, fits), *_range(kind, ranks, list(rows)), ""]
+        sizes = sorted(size for other, size in rows if other == kind)
+        lines += [*_algorithm(kind, row, fits), *_group_sizes(ranks, sizes), ""]
     return lines
 
 
 def _algorithm(kind: str, row: dict[int, CollectiveFit], fits: Sequence[CollectiveFit]) -> list[str]:
     inside = row[min(row)]
-    # One algorithm for all levels: that which fits inside nodes. Its base there is its base everywhere.
-    hops = {level: _hop(fit, inside) for level, fit in row.items()}
+    # All levels have the algorithm and the base of the innermost one; across nodes, base beyond that counts as hops.
+    hops = {
+        level: fit.hop_seconds
+        if fit.level == inside.level or fit.hop_seconds
+        else max(0.0, fit.base_seconds - inside.base_seconds)
+        for level, fit in row.items()
+    }
+    shares = {level: 100 * fit.bytes_per_second / _fastest(fits, fit.level) for level, fit in row.items()}
     kinds = [kind, "halo_exchange"] if kind == "send" else [kind]
-    free = {level: f'"{FREE} [measured]"' for level, fit in row.items() if not fit.pipelined}
+    no_fill = {level: f'"{NO_FILL} [measured]"' for level, fit in row.items() if not fit.pipelined}
     return [
         "[[library.algorithm]]",
         f'name = "{inside.algorithm}"',
         f"collectives = [{', '.join(map(_quoted, kinds))}]",
-        f"base = {_number(inside.base_seconds * 1e6, 'us')}",
-        f"hop = {_by_link({level: _number(hop * 1e6, 'us') for level, hop in hops.items()})}",
-        f"bandwidth = {_by_link({level: _share(fit, fits) for level, fit in row.items()})}",
-        *([f"fill = {_by_link(free)}"] if free else []),
+        f"base = {_measured(inside.base_seconds * 1e6, 'us')}",
+        f"hop = {_by_link({level: _measured(hop * 1e6, 'us') for level, hop in hops.items()})}",
+        f"bandwidth = {_by_link({level: _measured(share, '%') for level, share in shares.items()})}",
+        *([f"fill = {_by_link(no_fill)}"] if no_fill else []),
     ]
 
 
-def _range(kind: str, ranks: int, rows: Sequence[tuple[str, int]]) -> list[str]:
-    """Between two sizes that were measured, the larger one counts; beyond the largest, that one."""
-    sizes = sorted(size for other, size in rows if other == kind)
+def _group_sizes(ranks: int, sizes: Sequence[int]) -> list[str]:
+    # A size between two measured ones is priced as the larger, a size above all as the largest.
     place = sizes.index(ranks)
     least = [f'least = "{sizes[place - 1] + 1} [measured]"'] if place else []
     most = [f'most = "{ranks} [measured]"'] if place < len(sizes) - 1 else []
     return [*least, *most]
-
-
-def _hop(fit: CollectiveFit, inside: CollectiveFit) -> float:
-    """Across nodes, what is beyond the base inside counts as hops."""
-    if fit.level == inside.level or fit.hop_seconds:
-        return fit.hop_seconds
-    return max(0.0, fit.base_seconds - inside.base_seconds)
-
-
-def _share(fit: CollectiveFit, fits: Sequence[CollectiveFit]) -> str:
-    return _number(100 * fit.bytes_per_second / _fastest(fits, fit.level), "%")
 
 
 def _by_link(values: dict[int, str]) -> str:
