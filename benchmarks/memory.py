@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autopar
+from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.memory.peak import memory
-from autopar.cost.step.lowered_step import LoweredStep
 from autopar.ir.analysis.op_memory import LiveBytes
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.collectives.process_groups import Groups

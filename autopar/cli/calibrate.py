@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.cli.help import HelpText
 from autopar.cost.hardware.cluster import cluster_path
 from autopar.cost.hardware.describe import links_of
-from autopar.cost.hardware.quantities import measure_of, parse_quantity
+from autopar.cost.hardware.toml_reader import measure_of, parse_quantity
 from autopar.errors import AutoparError
 from autopar.files import write_text
 
@@ -184,8 +184,7 @@ def _write(
 
     from autopar.cost.calibration.fit import fit_collectives, fit_products, prediction_errors
     from autopar.cost.calibration.write_cluster import cluster_text, times_table
-    from autopar.cost.hardware.cluster import load_cluster
-    from autopar.cost.hardware.shipped import shipped_for
+    from autopar.cost.hardware.cluster import load_cluster, shipped_for
 
     shipped = None if found.own_host else shipped_for(found.device, found.memory_bytes)
     device = None if shipped is None else shipped.device

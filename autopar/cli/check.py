@@ -105,7 +105,7 @@ def _promises(layout: Layout) -> Iterator[tuple[str, str, SourceSpan | None]]:
 
 def _contracts(layout: Layout, plan: Plan) -> Iterator[_Contract]:
     """Each by itself, so that one that is broken hides no other."""
-    from autopar.cost.memory_limit import check_memory
+    from autopar.cost.memory.peak import check_memory
     from autopar.plans.format import bytes_text
     from autopar.sharding.contracts import check_contracts
     from autopar.sharding.layout.language import Layout

@@ -1,1 +1,1 @@
-"""What a plan costs: clusters as data, the price of communication, of computation, of memory."""
+"""Cost model: clusters as data, and the time and memory of a step on them."""

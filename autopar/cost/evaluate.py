@@ -1,126 +1,178 @@
-"""The price of a plan, solved or written by hand: `evaluate(graph, plan, cluster)`.
+"""Price of a plan: `evaluate(graph, plan, cluster)` returns time and memory of one step.
 
     step = compute + communication of values + exposed communication of parameters + waiting
-    exposed = max(0, gathers - η forward compute) + max(0, reductions - η backward compute) + κ hidden
+    exposed = max(0, gathers - η forward compute) + max(0, reductions - η backward compute) + κ overlapped
 
-Values are waited for where they are used. Parameters are gathered ahead of their use and their gradients reduced beside
-the backward, but only as much as there is to compute beside: η is the share of it that the library of the cluster can
-use (`overlap_fraction`). What is hidden slows the computing, as it takes some of the device's processors: κ is their
-share. What happens once per step (a gathered copy that stays, a reduction in the last micro-batch) has the forward or
-backward of one micro-batch to hide behind, what happens in every micro-batch has all of them. An eager program launches
-its kernels one by one: where the host takes longer for all of them than the device does to run them, the device waits.
+An op waits for the values that are sent to it. Parameters are gathered ahead of their use and their gradients are
+reduced in parallel with the backward. This overlap is limited by η, the share of the compute time that the library can
+use (`overlap_fraction`). Overlapped communication slows the compute by κ, the share of the processors that it occupies.
+Communication that happens once per step (a gathered copy that stays, a reduction in the last micro-batch) overlaps with
+one micro-batch; communication in every micro-batch overlaps with all. An eager program launches its kernels one by one:
+where the host needs longer for the launches than the device for the kernels, the device waits.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
 
 import torch
 
 from autopar.cost.compute.rates import peak_of
-from autopar.cost.costs import CommunicationCosts, ComputeCosts, Costs
 from autopar.cost.hardware.cluster import Cluster
-from autopar.cost.memory.peak import memory
-from autopar.cost.step.lowered_step import LoweredStep
-from autopar.cost.step.profile import Profile, Task, profile
+from autopar.cost.lowered_step import LoweredStep
+from autopar.cost.memory.peak import MemoryCosts, memory
+from autopar.cost.profile import Profile, Task, profile
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
 
-__all__ = ["beside_seconds", "evaluate"]
+
+@dataclass(frozen=True)
+class ComputeCosts:
+    """Compute seconds of a step, on the busiest rank."""
+
+    forward_seconds: float
+    backward_seconds: float
+    # Includes the communication that is repeated for the recompute.
+    recompute_seconds: float
+    optimizer_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds + self.recompute_seconds + self.optimizer_seconds
+
+
+@dataclass(frozen=True)
+class CommunicationCosts:
+    """All collectives of a step of one kind, over the same axes, in one direction."""
+
+    kind: str
+    axes: tuple[str, ...]
+    direction: str
+    # `values`, which ops wait for, or `parameters`, which overlap with the compute.
+    of: str
+    count: int
+    bytes: float
+    seconds: float
+
+    def __str__(self) -> str:
+        over = "*".join(self.axes)
+        return f"{self.count} {self.kind}({over}) of {self.of}, {self.direction}: {self.seconds * 1e3:.2f} ms"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Time and memory of one step of a plan: all micro-batches and the optimizer."""
+
+    step_seconds: float
+    compute: ComputeCosts
+    communication: tuple[CommunicationCosts, ...]
+    # Communication of parameters that does not overlap with the compute, and the compute that it slows.
+    exposed_seconds: float
+    memory: MemoryCosts
+    # FLOPs of the whole model on all devices, without recomputed ops.
+    flops: float
+    # FLOPs of the busiest device, with recomputed ops.
+    device_flops: float
+    # `flops` per second over the peak of all devices.
+    mfu: float
+    # Time that devices wait for their host to launch kernels.
+    waiting_seconds: float = 0.0
+
+    @property
+    def communication_seconds(self) -> float:
+        """Return the time of all collectives, exposed or overlapped."""
+        return sum(one.seconds for one in self.communication)
+
+    def seconds_of(self, of: str) -> float:
+        """Return the time of all collectives of `values` or of `parameters`."""
+        return sum(one.seconds for one in self.communication if one.of == of)
 
 
 def evaluate(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Costs:
-    """What one step of the plan takes on the cluster, and what its devices hold."""
+    """Return the time and memory of one step of a plan on a cluster."""
     if plan.graph != graph.fingerprint:
         raise AutoparError(
             f"the plan is for another graph than this one ({plan.graph}, not {graph.fingerprint})\n"
             "fix: trace the model with the inputs that the plan was made for, or plan again"
         )
-    wired = LoweredStep(graph, plan)
-    found = profile(wired, cluster)
+    lowered = LoweredStep(graph, plan)
+    found = profile(lowered, cluster)
     count = plan.micro_batches
     compute = ComputeCosts(
-        count * _seconds(found.forward, "forward"),
-        count * _seconds(found.backward, "backward"),
-        count * sum(task.seconds for task in found.backward if task.direction == "recompute" and not task.beside),
+        count * _compute_seconds(found.forward, "forward"),
+        count * _compute_seconds(found.backward, "backward"),
+        count * sum(task.seconds for task in found.backward if task.direction == "recompute" and not task.overlapped),
         sum(task.seconds for task in found.optimizer),
     )
-    values = count * sum(task.seconds for task in (*found.forward, *found.backward) if _of_values(task))
+    values = count * sum(
+        task.seconds
+        for task in (*found.forward, *found.backward)
+        if task.sends and not task.overlapped and task.direction != "recompute"
+    )
     exposed = exposed_seconds(found, plan, cluster)
     waiting = count * waiting_seconds(found)
     step = compute.seconds + values + exposed + waiting
-    device_flops = count * sum(task.flops for task in found)
     flops = count * found.model_flops
-    devices = 1
-    for size in plan.axes.values():
-        devices *= size
-    peak = peak_of(cluster.device, _dtype(graph))
+    # The peak is that of the dtype of most parameters.
+    dtypes = Counter(tensor.dtype for tensor in graph.parameters)
+    peak = peak_of(cluster.device, max(dtypes, key=dtypes.__getitem__, default=torch.float32))
     return Costs(
         step,
         compute,
         _communication(found, count),
         exposed,
-        memory(wired),
+        memory(lowered),
         flops,
-        device_flops,
-        flops / (step * devices * peak) if step else 0.0,
+        count * sum(task.flops for task in found),
+        flops / (step * prod(plan.axes.values()) * peak) if step else 0.0,
         waiting,
     )
 
 
 def exposed_seconds(found: Profile, plan: StepPlan, cluster: Cluster) -> float:
-    """What is sent of parameters and not hidden: once per step beside one micro-batch, else beside each."""
+    """Return the exposed communication of parameters in a step."""
     total = 0.0
     for tasks in (found.forward, found.backward):
         room = sum(task.seconds for task in tasks if task.kind == "compute")
-        each = sum(task.seconds for task in tasks if task.beside and not task.once)
-        once = sum(task.seconds for task in tasks if task.beside and task.once)
-        total += (plan.micro_batches - 1) * beside_seconds(each, room, cluster)
-        total += beside_seconds(each + once, room, cluster)
+        each = sum(task.seconds for task in tasks if task.overlapped and not task.once)
+        once = sum(task.seconds for task in tasks if task.overlapped and task.once)
+        # Communication of the whole step overlaps with the compute of one micro-batch only.
+        total += (plan.micro_batches - 1) * overlap_cost_seconds(each, room, cluster)
+        total += overlap_cost_seconds(each + once, room, cluster)
     return total
 
 
-def beside_seconds(sent_seconds: float, computed_seconds: float, cluster: Cluster) -> float:
-    """How much longer computing takes with this communication beside it: what does not fit, what it takes away."""
-    hidden = min(sent_seconds, cluster.library.overlap_fraction * computed_seconds)
+def overlap_cost_seconds(sent_seconds: float, compute_seconds: float, cluster: Cluster) -> float:
+    """Return how much longer compute takes with communication beside it."""
+    overlapped = min(sent_seconds, cluster.library.overlap_fraction * compute_seconds)
     matrix = cluster.device.matrix
-    taken = cluster.library.processors / matrix.processors if matrix is not None else 0.0
-    return sent_seconds - hidden + taken * hidden
+    occupied = cluster.library.processors / matrix.processors if matrix is not None else 0.0
+    return sent_seconds - overlapped + occupied * overlapped
 
 
 def waiting_seconds(found: Profile) -> float:
-    """What the host takes for one micro-batch beyond what the device does."""
+    """Return how long the device waits for kernel launches in one micro-batch."""
     tasks = (*found.forward, *found.backward)
     host = sum(task.host_seconds for task in tasks if not task.once)
-    return max(0.0, host - sum(task.seconds for task in tasks if not task.beside))
+    return max(0.0, host - sum(task.seconds for task in tasks if not task.overlapped))
 
 
-def _seconds(tasks: Iterable[Task], direction: str) -> float:
-    """Of computing, and of the copies that conversions make."""
-    own = (task for task in tasks if task.direction == direction and not task.beside)
-    return sum(task.seconds for task in own if task.kind in ("compute", "copy"))
-
-
-def _of_values(task: Task) -> bool:
-    return task.kind not in ("compute", "copy") and not task.beside and task.direction != "recompute"
+def _compute_seconds(tasks: Iterable[Task], direction: str) -> float:
+    """Return the seconds of compute, and of the local copies of reshards."""
+    own = (task for task in tasks if task.direction == direction and not task.overlapped)
+    return sum(task.seconds for task in own if not task.sends)
 
 
 def _communication(found: Profile, micro_batches: int) -> tuple[CommunicationCosts, ...]:
     totals: dict[tuple[str, tuple[str, ...], str, str], tuple[int, float, float]] = {}
     for task in found:
-        if task.kind in ("compute", "copy"):
-            continue
-        times = 1 if task.once else micro_batches
-        key = task.kind, task.axes, str(task.direction), "parameters" if task.beside else "values"
-        count, size, seconds = totals.get(key, (0, 0.0, 0.0))
-        totals[key] = count + times, size + times * task.bytes, seconds + times * task.seconds
+        if task.sends:
+            times = 1 if task.once else micro_batches
+            key = task.kind, task.axes, str(task.direction), "parameters" if task.overlapped else "values"
+            count, size, seconds = totals.get(key, (0, 0.0, 0.0))
+            totals[key] = count + times, size + times * task.bytes, seconds + times * task.seconds
     return tuple(CommunicationCosts(*key, *total) for key, total in totals.items())
-
-
-def _dtype(graph: NamedGraph) -> torch.dtype:
-    """The dtype that most parameters have."""
-    counts: dict[torch.dtype, int] = {}
-    for tensor in graph.parameters:
-        counts[tensor.dtype] = counts.get(tensor.dtype, 0) + 1
-    return max(counts, key=lambda dtype: counts[dtype], default=torch.float32)

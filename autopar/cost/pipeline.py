@@ -1,8 +1,7 @@
-"""The time and the memory of a pipeline, from those of its stages: arithmetic for judging plans, nothing runs them yet.
+"""Time and memory of a pipeline, from those of its stages. Pipelines are priced here; no runtime executes them yet.
 
-A schedule is, for every stage, the order of its forwards and backwards. The time of a step follows from the orders: a
-task begins when its stage has ended the one before it and when what it needs has arrived. The memory follows from them
-too: a stage holds the activations of every micro-batch whose forward it has run and whose backward it has not.
+A schedule gives each stage an order of forwards and backwards. A task begins when its stage has ended the task before
+it and its input has arrived. A stage keeps the activations of each micro-batch between its forward and its backward.
 
     gpipe        all forwards, then all backwards                         Huang et al., 2019
     1f1b         as few forwards ahead as keep all stages busy            Narayanan et al., PipeDream-Flush, 2021
@@ -17,8 +16,6 @@ from enum import Enum
 from itertools import accumulate
 from typing import Literal
 
-__all__ = ["PipelineCosts", "Schedule", "StageCosts", "StageTask", "orders", "pipeline"]
-
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 
 
@@ -29,86 +26,90 @@ class TaskKind(Enum):
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What one stage does for one micro-batch, all its chunks together, and what it holds."""
+    """Time of one stage for one micro-batch, all its chunks together, and its memory."""
 
     forward_seconds: float
     backward_seconds: float
+    # Sending activations to the next chunk, or their gradient to the one before.
     send_seconds: float = 0.0
-    """To hand one micro-batch's activations to the next chunk, or their gradient to the one before."""
-    held_bytes: float = 0.0
-    """Whatever the schedule: parameters, gradients, optimizer state, temporaries."""
+    # Independent of the schedule: parameters, gradients, optimizer state, temporaries.
+    resident_bytes: float = 0.0
+    # Saved by the forward of one micro-batch for its backward.
     activation_bytes: float = 0.0
-    """Kept from the forward of one micro-batch to its backward."""
 
 
 @dataclass(frozen=True)
 class StageTask:
-    """A forward or a backward of one chunk for one micro-batch."""
+    """Forward or backward of one chunk for one micro-batch."""
 
-    way: TaskKind
+    kind: TaskKind
     micro_batch: int
     chunk: int = 0
 
 
 @dataclass(frozen=True)
 class PipelineCosts:
-    """One step, up to the last backward; what happens once per step comes on top."""
+    """Time and memory of one step up to the last backward, by stage."""
 
     seconds: float
+    # Compute and sends.
     busy_seconds: tuple[float, ...]
-    """What each stage computes and sends."""
+    # End of the last backward.
     finished_seconds: tuple[float, ...]
-    """When each stage ends its last backward."""
+    # Most micro-batches with activations at once; a chunk counts as its share of the stage.
     in_flight: tuple[float, ...]
-    """The most micro-batches whose activations each stage holds; a chunk counts as its share of the stage."""
     memory_bytes: tuple[float, ...]
 
     @property
     def bubble(self) -> float:
-        """The time that the busiest stage is idle, as a share of the time that it is busy."""
+        """Return idle over busy time of the busiest stage."""
         return self.seconds / max(self.busy_seconds) - 1
 
 
 def pipeline(
     stages: Sequence[StageCosts], micro_batches: int, schedule: Schedule = "1f1b", chunks: int = 1
 ) -> PipelineCosts:
-    """The costs of a step of `micro_batches` through these stages, each of `chunks` equal parts."""
+    """Return the costs of a step of `micro_batches` through the stages, each of `chunks` equal parts."""
     plan = orders(len(stages), micro_batches, schedule, chunks)
-    finished, busy = _run(stages, plan, chunks)
-    in_flight = tuple(_in_flight(order) / chunks for order in plan)
+    finished, busy = _simulate(stages, plan, chunks)
+    changes = ([1 if task.kind is TaskKind.FORWARD else -1 for task in order] for order in plan)
+    in_flight = tuple(max(accumulate(change)) / chunks for change in changes)
     memory = tuple(
-        stage.held_bytes + count * stage.activation_bytes for stage, count in zip(stages, in_flight, strict=True)
+        stage.resident_bytes + count * stage.activation_bytes for stage, count in zip(stages, in_flight, strict=True)
     )
     return PipelineCosts(max(finished), busy, finished, in_flight, memory)
 
 
-# -- the orders -------------------------------------------------------------------------------------------------------
-
-
 def orders(stages: int, micro_batches: int, schedule: Schedule, chunks: int = 1) -> tuple[tuple[StageTask, ...], ...]:
-    """What each stage does, in order."""
+    """Return the tasks of each stage, in order."""
     assert min(stages, micro_batches, chunks) >= 1, f"{stages} stages, {micro_batches} micro-batches, {chunks} chunks"
     assert chunks == 1 or schedule == "interleaved", f"{schedule} has one chunk on each stage, not {chunks}"
     assert chunks == 1 or micro_batches % stages == 0, f"{micro_batches} micro-batches do not interleave on {stages}"
     count = micro_batches * chunks
     forwards = [_task(TaskKind.FORWARD, i, stages, chunks) for i in range(count)]
     backwards = [_task(TaskKind.BACKWARD, i, stages, chunks) for i in range(count)]
-    return tuple(
-        _alternating(forwards, backwards, _ahead(stage, stages, count, schedule, chunks)) for stage in range(stages)
-    )
+    found = []
+    for stage in range(stages):
+        ahead = _forwards_ahead(stage, stages, count, schedule, chunks)
+        order = forwards[:ahead]
+        for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+            order += [forward, backward]
+        found.append((*order, *backwards[count - ahead :]))
+    return tuple(found)
 
 
-def _task(way: TaskKind, position: int, stages: int, chunks: int) -> StageTask:
-    """The task at a position: one chunk for as many micro-batches as there are stages, then the next chunk."""
+def _task(kind: TaskKind, position: int, stages: int, chunks: int) -> StageTask:
+    """Return the task at a position of a stage's forwards or backwards."""
     if chunks == 1:
-        return StageTask(way, position)
+        return StageTask(kind, position)
+    # One chunk runs as many micro-batches as there are stages, then the next chunk.
     turn, within = divmod(position, stages * chunks)
     chunk, offset = divmod(within, stages)
-    return StageTask(way, turn * stages + offset, chunk if way is TaskKind.FORWARD else chunks - 1 - chunk)
+    return StageTask(kind, turn * stages + offset, chunk if kind is TaskKind.FORWARD else chunks - 1 - chunk)
 
 
-def _ahead(stage: int, stages: int, count: int, schedule: Schedule, chunks: int) -> int:
-    """How many forwards a stage runs before it turns to one forward, one backward."""
+def _forwards_ahead(stage: int, stages: int, count: int, schedule: Schedule, chunks: int) -> int:
+    """Return how many forwards a stage runs before it alternates one forward, one backward."""
     if schedule == "gpipe":
         return count
     if chunks == 1:
@@ -116,24 +117,10 @@ def _ahead(stage: int, stages: int, count: int, schedule: Schedule, chunks: int)
     return min(count, 2 * (stages - stage - 1) + (chunks - 1) * stages)
 
 
-def _alternating(forwards: list[StageTask], backwards: list[StageTask], ahead: int) -> tuple[StageTask, ...]:
-    order = forwards[:ahead]
-    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
-        order += [forward, backward]
-    return (*order, *backwards[len(forwards) - ahead :])
-
-
-def _in_flight(order: Sequence[StageTask]) -> int:
-    return max(accumulate(1 if task.way is TaskKind.FORWARD else -1 for task in order))
-
-
-# -- the clock --------------------------------------------------------------------------------------------------------
-
-
-def _run(
+def _simulate(
     stages: Sequence[StageCosts], plan: Sequence[Sequence[StageTask]], chunks: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """When each stage ends, and how long it was busy; a stage goes on as far as what has arrived lets it."""
+    """Return when each stage ends and how long it is busy; each stage runs until an input is missing."""
     arrived: dict[tuple[int, StageTask], float] = {}
     clock, busy = [0.0] * len(stages), [0.0] * len(stages)
     place = [0] * len(stages)
@@ -143,11 +130,13 @@ def _run(
         order = plan[stage]
         while place[stage] < len(order):
             task = order[place[stage]]
-            ready = 0.0 if _is_source(stage, task) else arrived.pop((stage, task), None)
+            # The first chunk of the first stage takes the inputs of the step.
+            from_input = task.kind is TaskKind.FORWARD and stage == 0 and task.chunk == 0
+            ready = 0.0 if from_input else arrived.pop((stage, task), None)
             if ready is None:
                 break
             costs = stages[stage]
-            whole = costs.forward_seconds if task.way is TaskKind.FORWARD else costs.backward_seconds
+            whole = costs.forward_seconds if task.kind is TaskKind.FORWARD else costs.backward_seconds
             follower = _follower(stage, task, len(stages), chunks)
             sends = follower is not None and follower[0] != stage
             seconds = whole / chunks + (costs.send_seconds if sends else 0.0)
@@ -159,18 +148,14 @@ def _run(
                 if sends:
                     waiting.append(follower[0])
     stuck = [stage for stage in range(len(stages)) if place[stage] < len(plan[stage])]
-    assert not stuck, f"the stages {stuck} wait for what never comes"
+    assert not stuck, f"deadlock: stages {stuck} wait for inputs that no task sends"
     return tuple(clock), tuple(busy)
 
 
-def _is_source(stage: int, task: StageTask) -> bool:
-    return task.way is TaskKind.FORWARD and stage == 0 and task.chunk == 0
-
-
 def _follower(stage: int, task: StageTask, stages: int, chunks: int) -> tuple[int, StageTask] | None:
-    """The task that needs the result of this one, and its stage."""
+    """Return the stage and the task that need the result of a task; None for the last backward."""
     part = task.chunk * stages + stage
-    if task.way is TaskKind.FORWARD:
+    if task.kind is TaskKind.FORWARD:
         if part + 1 == stages * chunks:
             return stage, StageTask(TaskKind.BACKWARD, task.micro_batch, task.chunk)
         return (part + 1) % stages, StageTask(TaskKind.FORWARD, task.micro_batch, (part + 1) // stages)

@@ -13,9 +13,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cost.compute.optimizers import optimizer_of
-from autopar.cost.hardware.cluster import Cluster, load_cluster
-from autopar.cost.hardware.shipped import shipped_for
-from autopar.cost.memory_limit import memory_limit, size_text
+from autopar.cost.hardware.cluster import Cluster, load_cluster, shipped_for
+from autopar.cost.memory.peak import memory_limit, size_text
 from autopar.errors import AutoparError, LayoutError, MeshError
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh, MeshAxis

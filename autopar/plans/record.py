@@ -7,8 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from autopar.cost.collectives.network import Network
-from autopar.cost.costs import Costs
-from autopar.cost.evaluate import evaluate
+from autopar.cost.evaluate import Costs, evaluate
 from autopar.cost.hardware.cluster import Cluster
 from autopar.files import write_text
 from autopar.ir.graph import NamedGraph

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.cost.hardware.cluster import Cluster
-from autopar.cost.step.tasks import TaskBuilder
+from autopar.cost.profile import TaskBuilder
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from autopar.cost.costs import Costs
+from autopar.cost.evaluate import Costs
 from autopar.cost.hardware.cluster import Cluster
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import SubMesh

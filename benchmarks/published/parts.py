@@ -18,9 +18,9 @@ import torch
 import autopar
 from autopar.cost.compute.op_time import local_bytes
 from autopar.cost.hardware.cluster import Cluster, load_cluster
+from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.memory.peak import memory
-from autopar.cost.step.lowered_step import LoweredStep
-from autopar.cost.step.profile import Task, profile
+from autopar.cost.profile import Task, profile
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.propagation import completed
@@ -149,15 +149,15 @@ def _parts(setting: Setting) -> Parts:
         share = elements[i] / sum(elements)
         amounts.append(
             Amounts(
-                sum(task.seconds for task in forward[i] if not task.beside) + loss[0],
-                sum(task.seconds for task in backward[i] if not task.beside) + extra_seconds + loss[1],
+                sum(task.seconds for task in forward[i] if not task.overlapped) + loss[0],
+                sum(task.seconds for task in backward[i] if not task.overlapped) + extra_seconds + loss[1],
                 sum(task.host_seconds for task in forward[i] if not task.once) + extra_host[0],
                 sum(task.host_seconds for task in backward[i] if not task.once) + extra_host[1],
-                sum(task.seconds for task in tasks if task.beside and not task.once),
-                sum(task.seconds for task in backward[i] if task.beside and task.once),
-                sum(task.seconds for task in forward[i] if task.beside and task.once),
-                sum(task.bytes for task in forward[i] if task.beside and task.once),
-                sum(task.bytes for task in backward[i] if task.beside and task.once),
+                sum(task.seconds for task in tasks if task.overlapped and not task.once),
+                sum(task.seconds for task in backward[i] if task.overlapped and task.once),
+                sum(task.seconds for task in forward[i] if task.overlapped and task.once),
+                sum(task.bytes for task in forward[i] if task.overlapped and task.once),
+                sum(task.bytes for task in backward[i] if task.overlapped and task.once),
                 counts[i],
                 share * optimizer,
                 share * held,
@@ -213,7 +213,7 @@ def _gathered_bytes(forward: Sequence[Task], tp: int) -> float:
 
 
 def _is_gather(task: Task) -> bool:
-    return task.kind == "all_gather" and not task.beside
+    return task.kind == "all_gather" and not task.overlapped
 
 
 # -- which part -------------------------------------------------------------------------------------------------------

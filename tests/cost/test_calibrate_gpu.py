@@ -26,9 +26,8 @@ from autopar.cost.calibration.op_trials import TRIALS, TimedAttention, TimedOp, 
 from autopar.cost.calibration.write_cluster import cluster_text
 from autopar.cost.compute.matmul_time import MatmulShape, product_seconds
 from autopar.cost.compute.op_time import BACKWARD_PRODUCTS
-from autopar.cost.hardware.cluster import Device, load_cluster, load_device
+from autopar.cost.hardware.cluster import Device, load_cluster, load_device, shipped_for
 from autopar.cost.hardware.describe import links_of
-from autopar.cost.hardware.shipped import shipped_for
 from autopar.errors import AutoparError
 from autopar.plans import find
 

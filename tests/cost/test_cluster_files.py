@@ -9,7 +9,7 @@ import pytest
 
 from autopar.cost.hardware.cluster import Cluster, cluster_names, load_cluster
 from autopar.cost.hardware.describe import standalone
-from autopar.cost.hardware.quantities import COUNT, measure_of, parse_quantity
+from autopar.cost.hardware.toml_reader import COUNT, measure_of, parse_quantity
 from autopar.errors import ClusterError
 
 TWO_LEVELS = Path(__file__).with_name("two_levels.toml")

@@ -15,9 +15,9 @@ import pytest
 import autopar
 from autopar.cost.evaluate import evaluate, exposed_seconds
 from autopar.cost.hardware.cluster import load_cluster
-from autopar.cost.step.lowered_step import LoweredStep
-from autopar.cost.step.profile import Profile, Task, profile
-from autopar.cost.step.timeline import STREAMS, timeline, timeline_of
+from autopar.cost.lowered_step import LoweredStep
+from autopar.cost.profile import Profile, Task, profile
+from autopar.cost.timeline import STREAMS, timeline, timeline_of
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
@@ -157,16 +157,16 @@ def test_a_compiled_module_reads_and_writes_less(graph: NamedGraph) -> None:
 # -- overlap ----------------------------------------------------------------------------------------------------------
 
 
-def task(kind: str, seconds: float, *, beside: bool = False, once: bool = False, backward: bool = False) -> Task:
-    return Task("x", kind, "backward" if backward else "forward", seconds, beside=beside, once=once)
+def task(kind: str, seconds: float, *, overlapped: bool = False, once: bool = False, backward: bool = False) -> Task:
+    return Task("x", kind, "backward" if backward else "forward", seconds, overlapped=overlapped, once=once)
 
 
 @pytest.mark.parametrize(
     ("micro_batches", "overlap", "exposed"), [(1, 1.0, 6.0), (1, 0.5, 8.0), (2, 1.0, 6.0), (2, 0.5, 9.0)]
 )
 def test_overlap_has_a_capacity(graph: NamedGraph, micro_batches: int, overlap: float, exposed: float) -> None:
-    gathers = [task("all_gather", 3.0, beside=True)]
-    reductions = [task("reduce_scatter", 8.0, beside=True, once=True, backward=True)]
+    gathers = [task("all_gather", 3.0, overlapped=True)]
+    reductions = [task("reduce_scatter", 8.0, overlapped=True, once=True, backward=True)]
     found = Profile(
         (*gathers, task("compute", 4.0), task("all_reduce", 9.0)),
         (*reductions, task("compute", 2.0, backward=True)),
@@ -230,14 +230,14 @@ def test_the_timeline_has_every_task_and_no_overlap_within_a_stream(
 
 
 def test_gathers_are_ahead_and_waited_for() -> None:
-    gather, compute = task("all_gather", 2.0, beside=True), task("compute", 5.0)
+    gather, compute = task("all_gather", 2.0, overlapped=True), task("compute", 5.0)
     found = timeline_of(Profile((gather, compute, gather, compute, gather, compute), (), (), 0), 1)
     starts = [(event.task.kind, event.start_seconds) for event in found.events]
     assert starts == [
         *(("all_gather", 0.0), ("compute", 2.0), ("all_gather", 2.0)),
         *(("compute", 7.0), ("all_gather", 7.0), ("compute", 12.0)),
     ]
-    reduce, back = task("all_reduce", 3.0, beside=True, backward=True), task("compute", 1.0, backward=True)
+    reduce, back = task("all_reduce", 3.0, overlapped=True, backward=True), task("compute", 1.0, backward=True)
     found = timeline_of(Profile((), (back, reduce, back, reduce), (task("compute", 1.0),), 0), 1)
     assert [event.start_seconds for event in found.events] == [0.0, 1.0, 1.0, 4.0, 7.0]
 

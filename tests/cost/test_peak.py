@@ -13,10 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.cost.compute.optimizers import OPTIMIZERS, optimizer_of
-from autopar.cost.costs import MemoryCosts
-from autopar.cost.memory.peak import memory
-from autopar.cost.memory.storages import Storages
-from autopar.cost.step.lowered_step import LoweredStep
+from autopar.cost.lowered_step import LoweredStep
+from autopar.cost.memory.live_state import Storages
+from autopar.cost.memory.peak import MemoryCosts, memory
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
@@ -271,7 +270,7 @@ def test_storages() -> None:
     found.drop(one)
     assert found.live == 5
     assert found.alone(two)
-    with pytest.raises(AssertionError, match="is gone"):
+    with pytest.raises(AssertionError, match="is freed"):
         found.drop(one)
 
 

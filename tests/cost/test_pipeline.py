@@ -50,7 +50,7 @@ def test_every_task_runs_once(schedule: str) -> None:
     for order in orders(3, 5, schedule):
         assert len(order) == len(set(order)) == 10
         for micro_batch in range(5):
-            ways = [task.way for task in order if task.micro_batch == micro_batch]
+            ways = [task.kind for task in order if task.micro_batch == micro_batch]
             assert ways == [TaskKind.FORWARD, TaskKind.BACKWARD]
 
 
@@ -74,7 +74,7 @@ def test_sends_take_their_time() -> None:
 
 
 def test_memory_is_what_is_held_and_what_is_in_flight() -> None:
-    stages = equal_stages(4, held_bytes=100.0, activation_bytes=10.0)
+    stages = equal_stages(4, resident_bytes=100.0, activation_bytes=10.0)
     assert pipeline(stages, 8).memory_bytes == (140.0, 130.0, 120.0, 110.0)
     assert pipeline(stages, 8, "gpipe").memory_bytes == (180.0,) * 4
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cost.evaluate import beside_seconds, evaluate
+from autopar.cost.evaluate import evaluate, overlap_cost_seconds
 from autopar.cost.hardware.cluster import cluster_names, load_cluster
-from autopar.cost.step.lowered_step import LoweredStep
-from autopar.cost.step.profile import profile
+from autopar.cost.lowered_step import LoweredStep
+from autopar.cost.profile import profile
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.load import choose_layout
@@ -69,9 +69,9 @@ def test_gradients_of_micro_batches_are_added_up() -> None:
 
 def test_what_is_hidden_takes_processors() -> None:
     share = CLUSTER.library.processors / 132
-    assert beside_seconds(1.0, 4.0, CLUSTER) == pytest.approx(share)
-    assert beside_seconds(3.0, 2.0, CLUSTER) == pytest.approx(1.0 + 2 * share)
-    assert beside_seconds(0.0, 2.0, CLUSTER) == 0
+    assert overlap_cost_seconds(1.0, 4.0, CLUSTER) == pytest.approx(share)
+    assert overlap_cost_seconds(3.0, 2.0, CLUSTER) == pytest.approx(1.0 + 2 * share)
+    assert overlap_cost_seconds(0.0, 2.0, CLUSTER) == 0
 
 
 def test_a_device_that_is_long_busy_is_slower() -> None:

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cost.memory.peak import memory
-from autopar.cost.memory_limit import check_memory
-from autopar.cost.step.lowered_step import LoweredStep
+from autopar.cost.lowered_step import LoweredStep
+from autopar.cost.memory.peak import check_memory, memory
 from autopar.errors import LayoutError
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import parse_layout
@@ -84,7 +83,8 @@ def test_the_limit_on_memory() -> None:
     _, peak = memory_answer("1GiB")
     assert memory_answer(f"{int(peak)}B")[0] == "fine"
     broken, _ = memory_answer(f"{int(peak) - 1}B")
-    assert broken.startswith(f"E6: a step takes {peak / 2**20:.2f} MiB on a device, in ")
+    assert broken.startswith("E6: out of memory: expected at most ")
+    assert f" on a device, got {peak / 2**20:.2f} MiB in " in broken
     assert "the states of adamw 1.01 MiB" in broken
     assert "\n  my.lay:2 | limit memory " in broken
     again_answer, less = memory_answer(f"{int(peak) - 1}B", "recompute full @blocks.*")
@@ -96,9 +96,9 @@ def test_the_limit_on_memory() -> None:
 def test_a_share_of_a_device() -> None:
     _, peak = memory_answer("1GiB")
     assert memory_answer("50%", device_bytes=2 * peak)[0] == "fine"
-    assert memory_answer("49%", device_bytes=2 * peak)[0].startswith("E6: a step takes ")
+    assert memory_answer("49%", device_bytes=2 * peak)[0].startswith("E6: out of memory: ")
     assert memory_answer("90%")[0] == (
-        "E6: 90% of the memory of a device that is not known here\n"
+        "E6: unknown memory of a device in 'limit memory 90%': expected a size in bytes\n"
         "  my.lay:2 | limit memory 90%\n"
         "           | ^\n"
         "fix: write a size, as in 'limit memory 70GiB'"

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from ortools.sat.python import cp_model
 
-from autopar.cost.costs import Costs
-from autopar.cost.evaluate import evaluate
+from autopar.cost.evaluate import Costs, evaluate
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.demands import SearchLayout
 from autopar.sharding.sharding import Sharding

@@ -11,8 +11,8 @@ from torch import nn
 import autopar
 from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import load_cluster
-from autopar.cost.step.lowered_step import LoweredStep
-from autopar.cost.step.profile import Profile, profile
+from autopar.cost.lowered_step import LoweredStep
+from autopar.cost.profile import Profile, profile
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import SubMesh

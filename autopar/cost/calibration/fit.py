@@ -162,13 +162,12 @@ def _fit_tiled(
                 expected = fit.seconds(dtype, one.rows, one.reduction, one.columns) - matrix.start_seconds
                 shares.append(expected / max(one.seconds - matrix.start_seconds, one.seconds / 10))
         peaks[dtype] = peak * median(shares)
-    found = MultiplyFit(matrix.start_seconds, matrix.fill, peaks, 0.0, matrix, stream)
-    return replace(found, error=_error_of(found, products))
+    return _with_error(MultiplyFit(matrix.start_seconds, matrix.fill, peaks, 0.0, matrix, stream), products)
 
 
-def _error_of(fit: MultiplyFit, products: Sequence[TimedProduct]) -> float:
-    guesses = [(fit.seconds(one.dtype, one.rows, one.reduction, one.columns), one.seconds) for one in products]
-    return _median_error(guess / seconds for guess, seconds in guesses)
+def _with_error(fit: MultiplyFit, products: Sequence[TimedProduct]) -> MultiplyFit:
+    guesses = ((fit.seconds(one.dtype, one.rows, one.reduction, one.columns), one.seconds) for one in products)
+    return replace(fit, error=_median_error(guess / seconds for guess, seconds in guesses))
 
 
 def _fit_plain(products: Sequence[TimedProduct]) -> MultiplyFit:
@@ -191,8 +190,7 @@ def _fit_plain(products: Sequence[TimedProduct]) -> MultiplyFit:
         work = [one.flops * (one.reduction + fill) / one.reduction for one in mine]
         spent = [max(one.seconds - start, one.seconds / 10) for one in mine]
         peaks[dtype] = median(done / time for done, time in zip(work, spent, strict=True))
-    found = MultiplyFit(start, fill, peaks, 0.0)
-    return replace(found, error=_error_of(found, products))
+    return _with_error(MultiplyFit(start, fill, peaks, 0.0), products)
 
 
 def fit_sustained(fit: MultiplyFit, chain: TimedChain | None) -> float:
@@ -345,9 +343,6 @@ def _hops_and_traffic(algorithm: str, kind: str, ranks: int) -> tuple[float, flo
     return sum(phase.hops[0] for phase in phases), sum(phase.traffic[0] for phase in phases)
 
 
-# -- least squares ----------------------------------------------------------------------------------------------------
-
-
 def _least_squares(
     columns: Sequence[NDArray[np.float64]], target: NDArray[np.float64], scale: NDArray[np.float64] | None = None
 ) -> list[float]:
@@ -380,9 +375,6 @@ def _array(values: Iterable[float]) -> NDArray[np.float64]:
 
 def _median_error(ratios: Iterable[float]) -> float:
     return median(abs(ratio - 1) for ratio in ratios)
-
-
-# -- prediction errors ------------------------------------------------------------------------------------------------
 
 
 def prediction_errors(cluster: Cluster, measurements: Measurements) -> dict[str, tuple[float | None, float | None]]:

@@ -1,16 +1,16 @@
-"""What an algorithm does on a hierarchy of links: how many hops it takes in a row, and what passes each level.
+"""Collective algorithms on a hierarchy of links: hops in a row, and traffic on each level.
 
-A group of ranks is seen as a tuple of spans, the innermost links first: `units` of the level below are joined over
-`level`. A buffer of 1 byte is reduced, gathered, exchanged; `traffic` is what the busiest unit of each level then sends
-or receives in one direction (whichever is more), and `hops` the messages that must follow one another. What passes two
-levels at a time is pipelined, so the slower level counts; phases of their own add up.
+A group of ranks is a tuple of spans, the innermost links first: `units` of the level below are joined over `level`. For
+a buffer of 1 byte, `traffic` is the most bytes that a unit of a level sends or receives in one direction, and `hops`
+counts the messages that must follow one another. Traffic on two levels of one phase is pipelined, so the slower level
+counts; the times of phases add up. To add an algorithm, write its function and list it in `ALGORITHMS`.
 
     p ranks, one level      hops in a row           traffic
     ring all-reduce         2 (p-1)                 2 (p-1)/p
     ring all-gather         p-1                     (p-1)/p
     double binary tree      2 ceil(log2 p)          2, but 1 for p = 2
     halving and doubling    2 log2 p                2 (p-1)/p, p a power of two
-    NVLS all-reduce         2                       1 + 1/p: every rank's part is read by all, its own result written
+    NVLS all-reduce         2                       1 + 1/p: all read every rank's part, each writes its own result
 
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH" (2005); Sanders,
 Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009); Jia et al., "Highly
@@ -22,12 +22,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, log2, prod
 from types import MappingProxyType
 
 from autopar.cost.hardware.topology import TopologyLevel
-
-__all__ = ["ALGORITHMS", "KINDS", "CollectiveAlgorithm", "LevelSpan", "Phase"]
 
 KINDS = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
@@ -37,19 +36,19 @@ KINDS = (
 
 @dataclass(frozen=True)
 class LevelSpan:
-    """What a group of ranks spans of one level."""
+    """Part of one level that a group of ranks uses."""
 
     level: TopologyLevel
+    # Units of the level below that the group joins; at least 2.
     units: int
-    """Units of the level below that the group joins here; at least 2."""
+    # Ranks of the group in one of these units.
     members: int
-    """The group's ranks in one of these units."""
+    # Bytes per second that one unit sends for this group, beside the other groups.
     rate: float
-    """What one of these units sends for the group, in bytes per second; other groups have their share."""
+    # The same where one rank of each unit sends for all.
     lone_rate: float
-    """The same where one rank of each unit speaks for all."""
+    # True where the units are single devices by the cluster's topology, not nodes.
     innermost: bool = True
-    """Whether its units are single devices by the cluster's topology, and not nodes."""
 
 
 Group = tuple[LevelSpan, ...]
@@ -57,16 +56,15 @@ Group = tuple[LevelSpan, ...]
 
 @dataclass(frozen=True)
 class Phase:
-    """Hops in a row and traffic by level, for a buffer of 1 byte; `lone` where leaders alone use the outer links."""
+    """Hops in a row and traffic by level for a buffer of 1 byte; `lone` if one rank of each unit sends."""
 
     hops: tuple[float, ...]
     traffic: tuple[float, ...]
     lone: bool = False
 
 
+# Phases in order.
 CollectiveAlgorithm = tuple[Phase, ...]
-"""Phases, one after the other."""
-
 Algorithm = Callable[[str, Group], CollectiveAlgorithm | None]
 
 
@@ -82,9 +80,9 @@ def _log(units: int) -> int:
 
 
 def _ring(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """One ring through all ranks, which enters and leaves each unit once."""
+    """One ring through all ranks that enters and leaves each unit once."""
     p = _ranks(group)
-    # The edges of the ring by level: inside units they are chains; the outermost level closes the ring.
+    # Edges of the ring by level: chains inside units; the outermost level closes the ring.
     edges = [(span.units - 1) * _ranks(group[i + 1 :]) for i, span in enumerate(group)]
     edges[-1] += 1
     laps, share = {
@@ -100,10 +98,9 @@ def _ring(kind: str, group: Group) -> CollectiveAlgorithm | None:
 
 
 def _tree_traffic(units: int) -> float:
-    """Of an all-reduce over two trees, each of half the data: a unit inside one tree is a leaf of the other.
-
-    Up and down the busiest unit sends 2 (a link to a parent and to two children); of three units 1.5, of two 1.
-    """
+    """Return the traffic of an all-reduce over two trees, each with half of the data."""
+    # A unit inside one tree is a leaf of the other. The busiest unit sends 2, up to its parent and down to two
+    # children; of three units 1.5, of two 1.
     return min(2.0, units / 2)
 
 
@@ -111,7 +108,7 @@ def _tree(kind: str, group: Group, depth: Callable[[int], int]) -> CollectiveAlg
     *inner, outer = group
     hops = (*(float(depth(span.units)) for span in inner), float(_log(outer.units)))
     if kind == "all_reduce":
-        # Inside, where the trees are chains, both trees pass every rank but the ends: up, then down.
+        # Inside units the trees are chains: both pass every rank except the ends, up and then down.
         traffic = (*(min(2.0, float(span.units - 1)) for span in inner), _tree_traffic(outer.units))
         return (Phase(tuple(2 * count for count in hops), traffic),)
     if kind in ("broadcast", "reduce"):
@@ -119,12 +116,8 @@ def _tree(kind: str, group: Group, depth: Callable[[int], int]) -> CollectiveAlg
     return None
 
 
-def _double_binary_tree(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    return _tree(kind, group, _log)
-
-
 def _tree_of_chains(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """As NCCL has it: a double binary tree over nodes, whose ranks are chains; on one node a chain."""
+    """NCCL's tree: a double binary tree over nodes with a chain of the ranks of each; on one node a chain."""
     if len(group) == 1 and group[0].innermost:
         span = group[0]
         hops = float(span.units - 1)
@@ -135,28 +128,28 @@ def _tree_of_chains(kind: str, group: Group) -> CollectiveAlgorithm | None:
 
 
 def _exchange_of_chains(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """The tree of chains over two nodes: each sends the other what it has, and none is inside a tree."""
+    """Tree of chains over two nodes, which send to each other directly."""
     return _tree_of_chains(kind, group) if not group[-1].innermost and group[-1].units == 2 else None
 
 
 def _blocks(units: int) -> list[int]:
-    """The powers of two that make up a number, the largest first."""
+    """Return the powers of two that add up to a number, the largest first."""
     return [1 << bit for bit in reversed(range(units.bit_length())) if units >> bit & 1]
 
 
 def _one_level(group: Group, i: int, hops: float, traffic: float, lone: bool = False) -> Phase:
-    """A phase on one level only."""
+    """Return a phase on one level only."""
     zeros = [0.0] * len(group)
     return Phase((*zeros[:i], hops, *zeros[i + 1 :]), (*zeros[:i], traffic, *zeros[i + 1 :]), lone)
 
 
 def _halving_doubling(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """Halves over the fast links first, so that little is left for the slow ones; then doubles on the way back.
+    """Halve over the fast links first, so that slow links carry little, then double in reverse order.
 
-    Where the units are no power of two, those too many first give all they have to a partner, and take the result.
+    With units that are no power of two, each surplus unit first sends all its data to a partner and gets the result.
     """
-    ways = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(kind)
-    if ways is None:
+    directions = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(kind)
+    if directions is None:
         return None
     phases = []
     for i, span in enumerate(group):
@@ -164,13 +157,14 @@ def _halving_doubling(kind: str, group: Group) -> CollectiveAlgorithm | None:
         folded = power < span.units
         if folded and kind != "all_reduce":
             return None
-        hops, traffic = ways * log2(power), ways * (power - 1) / power
+        hops, traffic = directions * log2(power), directions * (power - 1) / power
         phases.append(_one_level(group, i, hops + 2 * folded, traffic + 2 * folded))
     return tuple(phases)
 
 
 def _binary_blocks(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """Halving and doubling in blocks of powers of two; each smaller block joins the next larger one."""
+    # Only the first block is counted at full length: the smaller ones run at the same time.
     if kind != "all_reduce":
         return None
     phases = []
@@ -193,7 +187,7 @@ def _hierarchical_ring(kind: str, group: Group) -> CollectiveAlgorithm | None:
 
 
 def _torus(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """Level by level: scatter inside, reduce what each rank then holds across, gather inside."""
+    """Level by level: reduce-scatter inside, reduce the shards across, gather inside."""
     if len(group) < 2:
         return None
     half = [_one_level(group, i, span.units - 1, (span.units - 1) / span.units) for i, span in enumerate(group)]
@@ -205,7 +199,7 @@ def _torus(kind: str, group: Group) -> CollectiveAlgorithm | None:
 
 
 def _nvls(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """The switch adds and multicasts: each rank reads its part of the sum, reading all once, and writes it to all."""
+    """The switch adds and multicasts: each rank reads its part of the sum and writes it to all."""
     if len(group) != 1:
         return None
     p = group[0].units
@@ -219,12 +213,8 @@ def _nvls_outer(
     if len(group) < 2 or kind != "all_reduce":
         return None
     inner, *outer = group
-    return (
-        Phase(
-            (1.0, *(hops(span.units) for span in outer)),
-            (1 + 1 / inner.units, *(traffic(span.units) for span in outer)),
-        ),
-    )
+    outer_traffic = (traffic(span.units) for span in outer)
+    return (Phase((1.0, *(hops(span.units) for span in outer)), (1 + 1 / inner.units, *outer_traffic)),)
 
 
 def _nvls_tree(kind: str, group: Group) -> CollectiveAlgorithm | None:
@@ -233,13 +223,8 @@ def _nvls_tree(kind: str, group: Group) -> CollectiveAlgorithm | None:
 
 
 def _nvls_exchange(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """NVLS inside; two nodes, each of which sends the other what it has."""
+    """NVLS inside; two nodes that send to each other directly."""
     return _nvls_tree(kind, group) if group[-1].units == 2 else None
-
-
-def _sharp(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """NVLS inside, reduction in the switches of the network: all goes up once and comes down once."""
-    return _nvls_outer(kind, group, lambda units: 2.0, lambda units: 1.0)
 
 
 def _direct(kind: str, group: Group) -> CollectiveAlgorithm | None:
@@ -248,19 +233,22 @@ def _direct(kind: str, group: Group) -> CollectiveAlgorithm | None:
     if kind == "all_to_all":
         traffic = tuple(span.members * (p - span.members) / p for span in group)
     elif kind in ("gather", "scatter"):
-        traffic = tuple((p - span.members) / p for span in group)  # of the root's unit
+        # The unit of the root is the busiest.
+        traffic = tuple((p - span.members) / p for span in group)
     elif kind in ("send", "halo_exchange"):
-        traffic = tuple(1.0 for _ in group)  # neighbours in a line: one rank of a unit sends beyond it
+        # Neighbours in a line: one rank of each unit sends to the next unit.
+        traffic = tuple(1.0 for _ in group)
     else:
         return None
     hops = tuple(float(i == len(group) - 1) for i in range(len(group)))
     return (Phase(hops, traffic, lone=kind != "all_to_all"),)
 
 
+# Algorithms by the names of the library's file; each returns None where it cannot run.
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     {
         "ring": _ring,
-        "double_binary_tree": _double_binary_tree,
+        "double_binary_tree": partial(_tree, depth=_log),
         "tree_of_chains": _tree_of_chains,
         "exchange_of_chains": _exchange_of_chains,
         "halving_doubling": _halving_doubling,
@@ -270,7 +258,8 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         "nvls": _nvls,
         "nvls_tree": _nvls_tree,
         "nvls_exchange": _nvls_exchange,
-        "sharp": _sharp,
+        # The network switches reduce: all data goes up once and down once.
+        "sharp": partial(_nvls_outer, hops=lambda units: 2.0, traffic=lambda units: 1.0),
         "direct": _direct,
     }
 )

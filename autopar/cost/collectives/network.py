@@ -1,12 +1,12 @@
-"""The price of communication: what a collective over some axes of a mesh takes on a cluster.
+"""Time of collectives over axes of a mesh on the links of a cluster.
 
-An algorithm of the library (autopar/cost/collectives/algorithms.py) is, on the links that the axes span, three numbers:
-the time of its hops L, the time β of a byte, and the longest time F to fill its pipeline. The message is cut so that
-waiting for hops and sending overlap best, but pieces are no larger than the library's buffers:
+On the links that the axes span, an algorithm of the library (autopar/cost/collectives/algorithms.py) has three numbers:
+the time L of its hops, the time β of a byte, and the longest time F to fill its pipeline. The library cuts a message of
+S bytes into pieces for the best overlap of hops and sends, but no larger than its buffers:
 
     seconds(S) = L + S β + min(sqrt(L S β), F)
 
-The price is the minimum over the algorithms that the library has. Everything but S is worked out once per (kind, axes).
+The price is the minimum over the algorithms of the library. L, β and F are computed once for each kind and axes.
 """
 
 from __future__ import annotations
@@ -24,19 +24,17 @@ from autopar.mesh import Mesh, SubMesh
 from autopar.names import did_you_mean
 from autopar.sharding.reshard.reshard import LinkCost
 
-__all__ = ["KINDS", "Curve", "Network"]
-
+# Collectives of messages between pairs of ranks, each with data of its own.
 PAIRWISE = ("all_to_all", "gather", "scatter", "send", "halo_exchange")
-"""Messages between pairs of ranks, each of its own data."""
+# Steps of a reshard that send nothing.
 LOCAL = ("slice", "keep_one", "pad")
-"""Steps of a reshard that send nothing."""
+# Bytes at which the rate of links is read: large enough that latencies do not count.
 _LARGE = 2.0**30
-"""Bytes at which a link is rated for the search over reshards: latencies do not count there."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The time of one algorithm on given links, by the bytes of the buffer."""
+    """Time of one algorithm on given links as a function of the buffer bytes."""
 
     algorithm: str
     latency_seconds: float
@@ -47,29 +45,32 @@ class Curve:
         sending = buffer_bytes * self.seconds_per_byte
         return self.latency_seconds + sending + min(sqrt(self.latency_seconds * sending), self.fill_seconds)
 
-    def beats(self, other: Curve, ties: bool) -> bool:
-        """Whether it is never slower; with all numbers equal only if `ties` are won."""
-        mine = (self.latency_seconds, self.seconds_per_byte, self.fill_seconds)
-        its = (other.latency_seconds, other.seconds_per_byte, other.fill_seconds)
-        return all(a <= b for a, b in zip(mine, its, strict=True)) and (mine != its or ties)
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        return self.latency_seconds, self.seconds_per_byte, self.fill_seconds
+
+    def dominates(self, other: Curve, ties: bool) -> bool:
+        """Return True for a curve that is never slower; for equal curves return `ties`."""
+        no_slower = all(a <= b for a, b in zip(self.numbers, other.numbers, strict=True))
+        return no_slower and (self.numbers != other.numbers or ties)
+
+
+_CurveCache = dict[tuple[str, tuple[str, ...]], tuple[Curve, ...]]
 
 
 @dataclass(frozen=True)
 class Network:
-    """The links of a cluster as the axes of a mesh, major to minor, use them. Rank 0 is the first of the first node.
+    """Links of a cluster under the axes of a mesh, major to minor; rank 0 is the first of the first node.
 
-    `links` puts an axis on a level of the cluster, whatever the ranks say (`dp=2@network`).
+    `links` puts an axis on a level of the cluster, independent of the ranks (`dp=2@network`).
     """
 
     cluster: Cluster
     axes: SubMesh
     links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    _curves: dict[tuple[str, tuple[str, ...]], tuple[Curve, ...]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _best: dict[tuple[str, tuple[str, ...]], tuple[Curve, ...]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    # Caches: all curves and the undominated ones by kind and axes, and seconds by kind, axes and bytes.
+    _curves: _CurveCache = field(default_factory=dict, init=False, repr=False, compare=False)
+    _best: _CurveCache = field(default_factory=dict, init=False, repr=False, compare=False)
     _seconds: dict[tuple[str, tuple[str, ...], float], float] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -93,7 +94,7 @@ class Network:
 
     @staticmethod
     def of(cluster: Cluster, mesh: Mesh) -> Network:
-        """The network of a mesh, with the links that its text gives: `dp=2@network,tp=8`."""
+        """Return the network of a mesh, with the links in its text: `dp=2@network,tp=8`."""
         links = {axis.name: axis.link for axis in mesh.declared if axis.link is not None}
         return Network(cluster, mesh.whole, links)
 
@@ -104,40 +105,39 @@ class Network:
     # -- prices
 
     def seconds(self, kind: str, axes: tuple[str, ...], buffer_bytes: float) -> float:
-        """What one collective takes; the buffer is what is reduced, gathered or exchanged by each rank."""
+        """Return the time of one collective; the buffer is the reduced, gathered or exchanged tensor of a rank."""
         key = (kind, axes, buffer_bytes)
         found = self._seconds.get(key)
         if found is None:
-            found = min((curve.seconds(buffer_bytes) for curve in self._useful(kind, axes)), default=0.0)
+            found = min((curve.seconds(buffer_bytes) for curve in self._undominated(kind, axes)), default=0.0)
             self._seconds[key] = found if buffer_bytes else 0.0
         return self._seconds[key]
 
     def curves(self, kind: str, axes: tuple[str, ...]) -> tuple[Curve, ...]:
-        """What the library can do, as functions of the size; empty where there is nothing to send."""
+        """Return the curves of all algorithms; none where nothing is sent."""
         key = (kind, axes)
         if key not in self._curves:
             self._curves[key] = self._all_curves(kind, axes)
         return self._curves[key]
 
-    def _useful(self, kind: str, axes: tuple[str, ...]) -> tuple[Curve, ...]:
-        """Those that no other beats at every size."""
+    def _undominated(self, kind: str, axes: tuple[str, ...]) -> tuple[Curve, ...]:
+        """Return the curves that are the fastest at some size."""
         key = (kind, axes)
         if key not in self._best:
-            curves = self.curves(kind, axes)
+            curves = list(enumerate(self.curves(kind, axes)))
+            # Of equal curves the first stays.
             self._best[key] = tuple(
-                one
-                for i, one in enumerate(curves)
-                if not any(other.beats(one, j < i) for j, other in enumerate(curves))
+                one for i, one in curves if not any(other.dominates(one, ties=j < i) for j, other in curves)
             )
         return self._best[key]
 
     def algorithm(self, kind: str, axes: tuple[str, ...], buffer_bytes: float) -> str:
-        """The name of the cheapest algorithm; empty where there is nothing to send."""
+        """Return the name of the fastest algorithm; empty where nothing is sent."""
         curves = self.curves(kind, axes)
         return min(curves, key=lambda curve: curve.seconds(buffer_bytes)).algorithm if curves else ""
 
     def link(self, axes: tuple[str, ...], itemsize: int = 1) -> LinkCost:
-        """Prices in seconds for the search over reshards: per element sent, and per collective."""
+        """Return seconds per element sent and per collective, for the search over reshard steps."""
         ranks = prod(self.axes[axis] for axis in axes)
         if ranks == 1:
             return LinkCost(0.0, 0.0)
@@ -171,15 +171,15 @@ class Network:
     # -- links
 
     def group(self, axes: tuple[str, ...]) -> tuple[LevelSpan, ...]:
-        """The links that a group of ranks along the axes spans, the innermost first."""
+        """Return the links that a group of ranks along the axes spans, the innermost first."""
         spans: list[LevelSpan] = []
-        # Of a unit of the level below: the group's ranks, those of the whole mesh, and as many as there is room for.
+        # Ranks in a unit of the level below: of the group, of the whole mesh, and as many as fit.
         members = active = room = 1
         for level, count, all_units in zip(
             self.cluster.level, self._units(axes), self._units(tuple(self.axes)), strict=True
         ):
             if count > 1:
-                ports = self._wired(level, axes, room) if level.wires else level.ports
+                ports = self._wired_ports(level, axes, room) if level.wires else level.ports
                 rate, lone = _rates(level, ports, members, active, room, all_units)
                 spans.append(LevelSpan(level, count, members, rate, lone, room == 1))
             members *= count
@@ -188,36 +188,33 @@ class Network:
         return tuple(spans)
 
     def _units(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """How many units of each level the largest part of a group joins."""
+        """Return the number of units of each level that the largest part of a group joins."""
         if self.links:
-            placed = self._placed()
+            placed = self._placed_axes()
             return tuple(prod(placed[axis][i] for axis in axes) for i in range(len(self.cluster.level)))
         counts: list[int] = []
         unit = 1
-        places = self._ranks(axes)
+        ranks = self._ranks(axes)
         for level in self.cluster.level:
             upper = unit * (level.units or max(self.size, 1))
             inside: dict[int, set[int]] = {}
-            for rank in places:
+            for rank in ranks:
                 inside.setdefault(rank // upper, set()).add(rank // unit)
             counts.append(max(len(lower) for lower in inside.values()))
             unit = upper
         return tuple(counts)
 
     def _ranks(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The ranks of the first group."""
-        strides = self._strides()
+        """Return the ranks of the first group along the axes."""
+        names = list(self.axes)
         ranks = [0]
         for axis in axes:
-            ranks = [rank + i * strides[axis] for rank in ranks for i in range(self.axes[axis])]
+            stride = prod(self.axes[other] for other in names[names.index(axis) + 1 :])
+            ranks = [rank + i * stride for rank in ranks for i in range(self.axes[axis])]
         return tuple(sorted(ranks))
 
-    def _strides(self) -> dict[str, int]:
-        names = list(self.axes)
-        return {name: prod(self.axes[other] for other in names[i + 1 :]) for i, name in enumerate(names)}
-
-    def _placed(self) -> dict[str, list[int]]:
-        """Axis -> units of each level, where some are put on one: the others fill what is left, minor first."""
+    def _placed_axes(self) -> dict[str, list[int]]:
+        """Return the units of each level for each axis, with some axes put on a level by `links`."""
         levels = self.cluster.level
         names = [level.name for level in levels]
         left = [level.units or 10**18 for level in levels]
@@ -226,19 +223,21 @@ class Network:
             i = names.index(link)
             placed[axis][i] = self.axes[axis]
             left[i] = max(1, left[i] // self.axes[axis])
+        # The other axes fill the free units, minor axes the innermost.
         for axis in reversed(list(self.axes)):
             if axis in self.links:
                 continue
             rest = self.axes[axis]
             for i in range(len(levels)):
-                take = rest if i == len(levels) - 1 else _largest_divisor(rest, left[i])
+                fitting = (divisor for divisor in range(min(rest, left[i]), 0, -1) if rest % divisor == 0)
+                take = rest if i == len(levels) - 1 else next(fitting)
                 placed[axis][i] = take
                 left[i] = max(1, left[i] // take)
                 rest //= take
         return placed
 
-    def _wired(self, level: TopologyLevel, axes: tuple[str, ...], unit_size: int) -> int:
-        """Where units are wired in pairs: the links that the least connected one has to the others of the group."""
+    def _wired_ports(self, level: TopologyLevel, axes: tuple[str, ...], unit_size: int) -> int:
+        """Return the links of the least connected unit to other units of the group, all wired in pairs."""
         assert level.units is not None, "wires are checked against units"
         node = unit_size * level.units
         here = sorted({rank % node // unit_size for rank in self._ranks(axes) if rank // node == 0})
@@ -246,10 +245,10 @@ class Network:
 
 
 def _rates(level: TopologyLevel, ports: int, members: int, active: int, room: int, units: int) -> tuple[float, float]:
-    """What the group's `members` of a unit send over a level, and what one of them alone does.
+    """Return bytes per second that the `members` of a group in one unit send over a level, and that one sends alone.
 
-    All `active` ranks of the unit send at once, each group its part. Each of the `room` ranks that it could hold has
-    its own part of the ports, no less than one.
+    All `active` ranks of the unit send at once, in several groups. Each of the `room` ranks that fit into the unit has
+    an equal part of its ports, at least one.
     """
     groups = max(1, ceil(active / members))
     own = max(1.0, ports / room)
@@ -261,24 +260,20 @@ def _rates(level: TopologyLevel, ports: int, members: int, active: int, room: in
     return together, lone
 
 
-def _largest_divisor(number: int, most: int) -> int:
-    return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
-
-
 def _curve(kind: str, algorithm: Algorithm, group: tuple[LevelSpan, ...]) -> Curve | None:
-    """An algorithm on the links of a group."""
-    if not _offered(algorithm, group):
-        return None
+    """Return the curve of an algorithm on the links of a group; None if it cannot run there."""
+    # NVLS is a reduction in the innermost switches, SHARP one in all switches above.
+    switches = [(need, span) for need in algorithm.needs for span in (group[:1] if need == "nvls" else group[1:])]
     ranks = prod(span.units for span in group)
     if not algorithm.least <= ranks <= (algorithm.most or ranks):
         return None
-    way = ALGORITHMS[algorithm.name](kind, group)
-    if way is None:
+    phases = ALGORITHMS[algorithm.name](kind, group)
+    if phases is None or not all(need in span.level.offers for need, span in switches):
         return None
     latency = algorithm.base_seconds
     per_byte = 0.0
     fill = 0.0
-    for phase in way:
+    for phase in phases:
         for span, hops in zip(group, phase.hops, strict=True):
             latency += hops * algorithm.hop(span.level)
         times = [
@@ -292,17 +287,8 @@ def _curve(kind: str, algorithm: Algorithm, group: tuple[LevelSpan, ...]) -> Cur
     return Curve(algorithm.names[0], latency, per_byte, fill)
 
 
-def _offered(algorithm: Algorithm, group: tuple[LevelSpan, ...]) -> bool:
-    """Whether the switches can do what the algorithm needs."""
-    for need in algorithm.needs:
-        spans = group[:1] if need == "nvls" else group[1:]
-        if not all(need in span.level.offers for span in spans):
-            return False
-    return True
-
-
 def _seconds_per_byte(kind: str, algorithm: Algorithm, span: LevelSpan, phase: Phase) -> float:
-    """Of what passes the links of one unit."""
+    """Return the time of a byte of traffic on the links of one unit."""
     link = span.level.link
     rate = span.lone_rate if phase.lone else span.rate
     rate *= algorithm.bandwidth_fraction.get(link, 1.0)

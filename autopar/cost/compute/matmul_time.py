@@ -1,10 +1,9 @@
-"""The time of a matrix product: tiles of the result, dealt to the processors of a device in waves.
+"""Time of a matrix product: tiles of the result, run by the processors of a device in waves.
 
-A library cuts the result into tiles and gives each processor one at a time; the last wave is often not full, and tiles
-hang over the edges. Where there are too few tiles, it cuts the reduction too, and adds up the parts. It takes the
-kernel that is fastest. Rows that do not begin at multiples of 16 bytes are read in smaller pieces, which costs a share
-of the rate. The constants are those of a device (`[matrix]` in its file), fitted to measured products by
-`benchmarks.gemm`.
+A library cuts the result into tiles and gives each processor one at a time. The last wave is often not full, and tiles
+overlap the edges of the result. With too few tiles the library also splits the reduction and adds up the parts. The
+fastest kernel is taken. Rows that are not aligned to 16 bytes are read in smaller pieces, at a lower rate. The
+constants belong to a device (`[matrix]` in its file) and are fitted to measured products by `benchmarks.gemm`.
 """
 
 from __future__ import annotations
@@ -14,48 +13,47 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
-__all__ = ["MatmulShape", "MatmulUnit", "Tile", "product_seconds"]
+# Parts into which libraries split a reduction, and the least length of a part.
+REDUCTION_PARTS = (1, 2, 4, 8, 16)
+SHORTEST_PART = 256
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A kernel, by the piece of the result that one processor makes at a time; either way round."""
+    """A kernel: the part of the result that one processor computes at a time, in either orientation."""
 
     rows: int
     columns: int
+    # Share of the peak of a processor that is busy.
     reached_fraction: float
-    """Of the peak, while it is at work."""
-
-    @property
-    def ways(self) -> tuple[tuple[int, int], ...]:
-        return ((self.rows, self.columns), (self.columns, self.rows))
 
 
 @dataclass(frozen=True)
 class MatmulUnit:
-    """How a device multiplies matrices."""
+    """Constants of matrix products on one device."""
 
+    # Each processor computes one tile at a time; together they have the peak rate.
     processors: int
-    """Each of them makes one tile at a time; together they have the peak rate."""
+    # Overhead of a product.
     start_seconds: float
-    """What a product takes beyond its tiles."""
+    # Reduction steps that a tile takes before it runs at full rate.
     fill: int
-    """Steps of the reduction that a tile loses at its start."""
+    # Overhead of adding up the parts of a split reduction.
     split_seconds: float
-    """What it takes to add up the parts of a reduction that is cut."""
+    # Share of the rate for rows aligned to 2, 4 or 8 bytes only.
     aligned_fraction: Mapping[str, float]
-    """The share of the rate for rows that begin at multiples of 2, 4 and 8 bytes only."""
     tile: tuple[Tile, ...]
 
+    # `product_seconds` is cached by its arguments, and a mapping has no hash.
     def __hash__(self) -> int:
         return hash((self.processors, self.start_seconds, self.fill, self.split_seconds, self.tile))
 
 
 @dataclass(frozen=True)
 class MatmulShape:
-    """`batch` products of [rows, reduction] by [reduction, columns].
+    """Sizes of `batch` products of [rows, reduction] by [reduction, columns].
 
-    Of a mixture of experts the rows, or in its gradient the reduction, are those of an average expert: a fraction.
+    Sizes can be fractions: a mixture of experts has the rows, or in its gradient the reduction, of an average expert.
     """
 
     batch: int
@@ -76,47 +74,47 @@ class MatmulShape:
 def product_seconds(
     product: MatmulShape, itemsize: int, matrix: MatmulUnit | None, peak_flops: float, bytes_per_second: float
 ) -> float:
-    """What the fastest kernel takes; without a description of the device, the roofline alone."""
+    """Return the seconds of the fastest kernel; by the roofline for a device without tiles."""
     streaming = product.bytes(itemsize) / bytes_per_second
     if matrix is None:
         return max(product.flops / peak_flops, streaming)
-    rate = peak_flops / matrix.processors * _aligned(matrix, product, itemsize)
-    sizes = {(rows, columns): tile.reached_fraction for tile in matrix.tile for rows, columns in tile.ways}
+    rate = peak_flops / matrix.processors * _aligned_fraction(matrix, product, itemsize)
+    reached = {
+        size: tile.reached_fraction
+        for tile in matrix.tile
+        for size in ((tile.rows, tile.columns), (tile.columns, tile.rows))
+    }
     best = min(
-        _tiled(product, size, parts, matrix, rate * reached, bytes_per_second)
-        for size, reached in sizes.items()
-        for parts in PARTS
+        _tile_seconds(product, size, parts, matrix, rate * share, bytes_per_second)
+        for size, share in reached.items()
+        for parts in REDUCTION_PARTS
     )
     return matrix.start_seconds + max(best, streaming)
 
 
-PARTS = (1, 2, 4, 8, 16)
-"""Into how many parts libraries cut a reduction."""
-_SHORTEST = 256
-"""A part of a reduction is no shorter."""
-
-
-def _tiled(
+def _tile_seconds(
     product: MatmulShape, size: tuple[int, int], parts: int, matrix: MatmulUnit, rate: float, bytes_per_second: float
 ) -> float:
     part = product.reduction / parts
-    if parts > 1 and part < _SHORTEST:
+    if parts > 1 and part < SHORTEST_PART:
         return float("inf")
     rows, columns = size
     tiles = product.batch * ceil(product.rows / rows) * ceil(product.columns / columns) * parts
     waves = -(-tiles // matrix.processors)
     seconds = waves * 2 * rows * columns * (part + matrix.fill) / rate
-    if parts > 1:  # the parts are sums in 4 bytes, written and read again
+    if parts > 1:
+        # Each part is a sum in float32, written and read once more.
         summed = product.batch * product.rows * product.columns * parts * 4
         seconds += matrix.split_seconds + 2 * summed / bytes_per_second
     return seconds
 
 
-def _aligned(matrix: MatmulUnit, product: MatmulShape, itemsize: int) -> float:
-    """Rows of a matrix are as long as the reduction or as the columns."""
+def _aligned_fraction(matrix: MatmulUnit, product: MatmulShape, itemsize: int) -> float:
+    """Return the share of the rate that the alignment of the rows allows."""
+    # The rows of the three matrices are as long as the reduction or as the columns.
+    rows = (product.reduction * itemsize, product.columns * itemsize)
     for count in (2, 4, 8):
         unit = str(count)
-        rows = (product.reduction * itemsize, product.columns * itemsize)
         if unit in matrix.aligned_fraction and any(row % (2 * count) for row in rows):
             return matrix.aligned_fraction[unit]
     return 1.0

@@ -1,10 +1,10 @@
-"""The time that ops compute, from the local shapes of a choice: products, attention, and the rest by bytes.
+"""Compute time of ops from the local shapes of a choice: products, attention, and all others by bytes.
 
-What an op multiplies follows from its rule: a factor that two operands share and the result lacks is summed over, those
-of one operand and the result are rows or columns, those of both are a batch. So a convolution is a product over its
-channels and kernel, and splitting any factor makes any of its sizes smaller. The backward of a product is a product for
-each operand that has a gradient. All other ops are limited by the bytes that they read and write; what an op keeps for
-its backward and which gradients it passes on as they are is seen by running it (`autopar/ir/analysis/op_memory.py`).
+The rule of an op gives the sizes of its product. A factor that two operands share and the result lacks is summed; a
+factor of one operand and the result is a row or a column; a factor of all three is a batch. A convolution is a product
+over its channels and kernel, and splitting a factor reduces one of the sizes. The backward of a product has a product
+for each operand with a gradient. All other ops are limited by the bytes that they read and write. Saved operands and
+gradients that an op passes on unchanged are found by running it (`autopar/ir/analysis/op_memory.py`).
 """
 
 from __future__ import annotations
@@ -33,31 +33,27 @@ from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import OpAssignment
 from autopar.sharding.atoms import atoms_of
-from autopar.sharding.choices import Choice
 from autopar.sharding.sharding import Sharding
 
-__all__ = ["NOTHING", "DirectionWork", "OpWork", "local_bytes", "op_work", "plain_name", "seconds_of_bytes"]
-
+# Backward over forward FLOPs of fused attention: five products, one of which recomputes the scores, over two.
 BACKWARD_PRODUCTS = 2.5
-"""FLOPs of the backward of fused attention over its forward's: five products, of which one makes the scores again."""
 
 
 @dataclass(frozen=True)
 class DirectionWork:
-    """One direction of one op on one device."""
+    """Work of one direction of one op on one device."""
 
     flops: float = 0.0
     bytes: float = 0.0
     seconds: float = 0.0
+    # FLOPs at the peak rate of the dtype; 0 for an op that is limited by bytes.
     multiplying_seconds: float = 0.0
-    """What the FLOPs take at the peak rate of the dtype; none where only what is read and written counts."""
-
+    # Kernels that the host launches.
     launches: int = 0
-    """Kernels that the host launches for it."""
 
     @property
     def limited_by_bytes(self) -> bool:
-        """Whether `torch.compile` may join it with its neighbours."""
+        """Return True for an op that `torch.compile` may fuse with its neighbours."""
         return not self.multiplying_seconds
 
     def __add__(self, other: DirectionWork) -> DirectionWork:
@@ -70,11 +66,13 @@ class DirectionWork:
         )
 
 
-NOTHING = DirectionWork()
+NO_WORK = DirectionWork()
 
 
 @dataclass(frozen=True)
 class OpWork:
+    """Work of an op on one device: forward and backward."""
+
     forward: DirectionWork
     backward: DirectionWork
 
@@ -87,30 +85,32 @@ def op_work(
     axes: SubMesh,
     device: Device,
 ) -> OpWork:
-    """What an op computes under a choice, on the rank that has most to do."""
+    """Return the work of an op under an assignment, on the busiest rank."""
     return _OpTimer(graph, node, op_assignment, footprint, axes, device).work()
 
 
 def local_bytes(graph: NamedGraph, name: str, layout: Sharding, axes: SubMesh) -> int:
-    """What the rank with the largest shard holds of a tensor."""
+    """Return the bytes of the largest shard of a tensor."""
     tensor = graph.tensors[name]
     return prod(layout.largest_sizes(atoms_of(tensor), axes)) * tensor.dtype.itemsize
 
 
 def seconds_of_bytes(count: float, device: Device, bytes_per_second: float | None = None) -> float:
-    """An op that reads and writes so many bytes; one that does nothing takes no time."""
+    """Return the seconds of an op that reads and writes `count` bytes; 0 without bytes."""
     if not count:
         return 0.0
     return device.op_seconds + max(device.launch_seconds, count / (bytes_per_second or device.stream))
 
 
 def plain_name(op: str) -> str:
-    """`gelu` of `aten.gelu.default`, and of the `gelu_` that writes in place: as devices call it."""
+    """Return the name of an op in device files: `gelu` for `aten.gelu.default` and for the in-place `gelu_`."""
     return op.split(".")[1].strip("_") if "." in op else op
 
 
 @dataclass(frozen=True)
 class _OpTimer:
+    """One op under one assignment, with methods for the ways in which ops are priced."""
+
     graph: NamedGraph
     node: NamedNode
     op_assignment: OpAssignment
@@ -120,9 +120,9 @@ class _OpTimer:
 
     def work(self) -> OpWork:
         if all(alias is not None for alias in self.footprint.aliases) and self.node.outputs:
-            return OpWork(
-                self._view(), self._by_bytes(self._backward_bytes()) if self._backward_bytes() else self._view()
-            )
+            # A view reads nothing; a device that is its own host still spends the overhead of an op.
+            view = DirectionWork(seconds=self.device.op_seconds) if self.device.op_seconds else NO_WORK
+            return OpWork(view, self._by_bytes(self._backward_bytes()) if self._backward_bytes() else view)
         if self.node.op == ATTENTION:
             return self._attention()
         steps = [(self._product(step), step) for step in contractions(self.node)]
@@ -134,18 +134,21 @@ class _OpTimer:
         if self.node.op in RECURRENT:
             return OpWork(*map(add, (forward, backward), self._recurrent()))
         if steps and is_linear_in_both(self.node.rule, *(side[0] for side in steps[0][1].operands)):
-            flops = sum(product.flops for product, _ in steps)  # by vectors: limited by what is read
-            taken = sum(product.flops * len(self._made(step)) for product, step in steps)
-            return OpWork(forward + DirectionWork(flops), backward + DirectionWork(taken))
+            # Products by vectors have FLOPs, but their time is that of the bytes.
+            flops = sum(product.flops for product, _ in steps)
+            backward_flops = sum(product.flops * len(self._trained_sides(step)) for product, step in steps)
+            return OpWork(forward + DirectionWork(flops), backward + DirectionWork(backward_flops))
         return OpWork(forward, backward)
 
     # -- sizes
 
     def _sizes(self) -> dict[str, int]:
-        """The local extent of each factor."""
-        return {
-            factor: _local_extent(self.node, factor, self.op_assignment.choice, self.axes) for factor in self.node.sizes
-        }
+        """Return the local extent of each factor."""
+        sizes = dict(self.node.sizes)
+        for (factor, _), used in self.op_assignment.choice.splits:
+            if factor in sizes:
+                sizes[factor] = -(-sizes[factor] // prod(self.axes[axis] for axis in used))
+        return sizes
 
     def _operand_bytes(self, position: int) -> int:
         name, layout = self.node.operands[position], self.op_assignment.operands[position]
@@ -160,7 +163,7 @@ class _OpTimer:
         return 0 if name is None or layout is None else local_bytes(self.graph, name, layout, self.axes)
 
     def _share(self) -> float:
-        """The share of what an op keeps inside that one rank keeps."""
+        """Return one rank's share of the tensors that an op allocates inside."""
         return 1 / prod(self.axes[axis] for axis in self.op_assignment.choice.axes)
 
     def _dtype(self, position: int) -> torch.dtype:
@@ -169,20 +172,23 @@ class _OpTimer:
         return self.graph.tensors[name].dtype
 
     def _trained(self) -> tuple[int, ...]:
-        """The operands that get a gradient."""
-        made = any(name is not None and self.graph.tensors[name].requires_grad for name in self.node.outputs)
-        names = self.node.operands if made else ()
-        return tuple(i for i, name in enumerate(names) if name is not None and self.graph.tensors[name].requires_grad)
+        """Return the operands that get a gradient."""
+        names = self.node.operands if any(map(self._has_gradient, self.node.outputs)) else ()
+        return tuple(i for i, name in enumerate(names) if self._has_gradient(name))
+
+    def _has_gradient(self, name: str | None) -> bool:
+        return name is not None and self.graph.tensors[name].requires_grad
 
     # -- by bytes
 
     def _forward_bytes(self) -> float:
         written = sum(self._output_bytes(i) for i, alias in enumerate(self.footprint.aliases) if alias is None)
+        # Temporaries are written once and read once.
         inside = (self.footprint.internal_bytes + 2 * self.footprint.forward_bytes) * self._share()
-        return self._read(written) + written + inside
+        return self._bytes_read(written) + written + inside
 
-    def _read(self, written: float) -> float:
-        """What is looked up by position is read as far as it is written."""
+    def _bytes_read(self, written: float) -> float:
+        # A lookup by index reads the rows that it writes, not the whole table.
         looked_up = {factor for _, factor in self.node.rule.indices}
         total = 0.0
         for i, operand in enumerate(self.node.rule.operands[: len(self.node.operands)]):
@@ -201,46 +207,38 @@ class _OpTimer:
         inside = (self.footprint.internal_bytes + 2 * self.footprint.backward_bytes) * self._share()
         total = given + kept + inside + sum(map(self._operand_bytes, made))
         summed = any(self._operand_bytes(i) < given for i in made) and not self.node.rule.indices
-        # What is smaller than the result (the weight of a norm) is summed over the rest in a pass of its own.
+        # A gradient smaller than the result's (the weight of a norm) is a sum over the rest, in a second pass.
         return total + given + kept if summed else total
 
-    def _has_gradient(self, name: str | None) -> bool:
-        return name is not None and self.graph.tensors[name].requires_grad
-
     def _by_bytes(self, count: float, bytes_per_second: float | None = None) -> DirectionWork:
-        return DirectionWork(
-            0.0, count, seconds_of_bytes(count, self.device, bytes_per_second), launches=int(count > 0)
-        )
-
-    def _view(self) -> DirectionWork:
-        """Nothing is read; a device that is its own host takes its time all the same."""
-        return DirectionWork(seconds=self.device.op_seconds) if self.device.op_seconds else NOTHING
+        seconds = seconds_of_bytes(count, self.device, bytes_per_second)
+        return DirectionWork(0.0, count, seconds, launches=int(count > 0))
 
     # -- products
 
     def _product(self, step: Contraction) -> MatmulShape:
-        """The local sizes of one product."""
+        """Return the local sizes of one product."""
         sizes = self._sizes()
         for factor, _ in self.node.rule.halos:
-            # Windows that grow an image do their work where they read, others where they write.
+            # A window op works on the smaller image: its input where it enlarges the image, else its result.
             if factor in sizes:
                 sizes[factor] = min(sizes[factor], self._extent_read(step.operands[0][0], factor))
 
         def size(factors: frozenset[str]) -> int:
             return prod(sizes[factor] for factor in factors)
 
-        # All rows are multiplied wherever the experts lie: a rank takes those of others as zeros of its own.
+        # Splitting the experts leaves the rows: a rank multiplies the rows of other experts as zeros.
         experts = min(size(step.chosen), size(step.rows)) if step.chosen else 1
         rows = size(step.rows) / experts if experts > 1 else size(step.rows)
         return MatmulShape(size(step.batch) * experts, rows, size(step.columns), size(step.summed))
 
-    def _made(self, step: Contraction) -> list[int]:
-        """The sides of a product of which some operand gets a gradient."""
+    def _trained_sides(self, step: Contraction) -> list[int]:
+        """Return the sides of a product with an operand that gets a gradient."""
         trained = set(self._trained())
         return [side for side in (0, 1) if trained & set(step.operands[side])]
 
     def _extent_read(self, position: int, factor: str) -> int:
-        """The local extent of a dim of an operand, where the factor's own is that of the result."""
+        """Return the local extent of an operand's dim; the factor has the extent of the result's dim."""
         name, operand = self.node.operands[position], self.node.rule.operands[position]
         assert name is not None, self.node.name
         assert operand is not None, self.node.name
@@ -261,22 +259,23 @@ class _OpTimer:
             size = product.bytes(dtype.itemsize)
             return DirectionWork(product.flops, size, max(seconds, self.device.launch_seconds), product.flops / peak, 1)
 
-        forward = backward = NOTHING
+        forward = backward = NO_WORK
         for product, step in steps:
             forward += work(product)
             m, n, k = product.rows, product.columns, product.reduction
             gradients = (MatmulShape(product.batch, m, k, n), MatmulShape(product.batch, k, n, m))
-            backward = sum((work(gradients[side]) for side in self._made(step)), backward)
+            backward = sum((work(gradients[side]) for side in self._trained_sides(step)), backward)
         rest = [i for i in self._trained() if i not in multiplied and i not in self.footprint.passes]
-        if rest:  # a bias: the gradient of the result is read once more
+        if rest:
+            # The gradient of a bias is a sum that reads the gradient of the result once more.
             size = self._output_bytes(0) + sum(map(self._operand_bytes, rest))
             backward += self._by_bytes(size)
         return OpWork(forward, backward)
 
-    # -- ops that do more than their rules say
+    # -- ops with more work than their rules show
 
     def _attention(self) -> OpWork:
-        """Fused attention: the scores are never written. Where a mask is given all of them are computed."""
+        """Return the work of fused attention, which never writes the scores."""
         sizes, rule = self._sizes(), self.node.rule
         query, value = (factors_of(operand) for operand in (rule.operands[0], rule.operands[2]))
         output = factors_of(rule.outputs[0])
@@ -284,6 +283,7 @@ class _OpTimer:
         keys = prod(sizes[factor] for factor in value - output - {"v"})
         width = sum(sizes[factor] for factor in (query | value) - (output & query) - (value - output))
         heads = max(1, rows // sizes.get("s", 1))
+        # The kernel skips masked scores for is_causal=True; with an explicit mask it computes all.
         share = self._causal_share(sizes) if "s" in dict(rule.lowerings) else 1.0
         flops = 2.0 * rows * keys * width * share
         moved = sum(map(self._operand_bytes, range(len(self.node.operands)))) + self._output_bytes(0)
@@ -294,24 +294,26 @@ class _OpTimer:
         forward *= width / (width + 2 * rates.softmax)
         backward = rates.backward_fraction * (rates.causal_backward_fraction if share < 1 else 1.0)
         for times, reached in ((1.0, forward), (BACKWARD_PRODUCTS, backward)):
-            rate = peak * reached * self.device.sustained_fraction * self._filled(rates, heads, sizes.get("s", 1))
+            busy = self._busy_fraction(rates, heads, sizes.get("s", 1))
+            rate = peak * reached * self.device.sustained_fraction * busy
             size = moved * times
             seconds = max(times * flops / rate, seconds_of_bytes(size, self.device))
             works.append(DirectionWork(times * flops, size, seconds, times * flops / peak, 1))
-        return OpWork(works[0], works[1] if self._trained() else NOTHING)
+        return OpWork(works[0], works[1] if self._trained() else NO_WORK)
 
     def _causal_share(self, sizes: Mapping[str, int]) -> float:
-        """Of the scores of the busiest shard: query `i` sees keys `0` to `i`, of those that there are."""
+        """Return the share of unmasked scores in the busiest shard: query `i` attends to keys `0` to `i`."""
         rows, total = sizes["s"], self.node.sizes["s"]
         keys = self.node.sizes.get("t", total)
         if not rows or not keys:
             return 1.0
-        stop = total // rows * rows  # what is left over is a shorter shard
-        seen = max(_seen(stop - rows, stop, keys), _seen(stop, total, keys))
-        return seen / (rows * keys)
+        # Later shards have more unmasked scores; the last shard may be shorter than the one before it.
+        stop = total // rows * rows
+        scores = max(_causal_scores(stop - rows, stop, keys), _causal_scores(stop, total, keys))
+        return scores / (rows * keys)
 
-    def _filled(self, rates: AttentionRates, heads: int, rows: int) -> float:
-        """The share of the processors that have something to do."""
+    def _busy_fraction(self, rates: AttentionRates, heads: int, rows: int) -> float:
+        """Return the share of busy processors; 1 from the second wave of blocks on."""
         if self.device.matrix is None:
             return 1.0
         blocks = heads * -(-rows // rates.rows)
@@ -319,7 +321,7 @@ class _OpTimer:
         return blocks / (waves * self.device.matrix.processors) if waves == 1 else 1.0
 
     def _recurrent(self) -> tuple[DirectionWork, DirectionWork]:
-        """Every weight matrix once for each token, and twice in the backward."""
+        """Return the work of the weight matrices: once for each token, and twice in the backward."""
         output = self.graph.tensors[self.node.outputs[0] or ""]
         tokens = self._output_bytes(0) / output.dtype.itemsize / output.shape[-1]
         weights = [self.graph.tensors[name].shape for name in self.node.operands[RECURRENT[self.node.op] :] if name]
@@ -332,15 +334,56 @@ class _OpTimer:
         return forward, backward
 
 
-def _seen(start: int, stop: int, keys: int) -> int:
-    """How many pairs of a query from `start` to `stop` and a key it sees there are."""
-    edge = max(start, min(stop, keys))  # from here on each sees all keys
+def _causal_scores(start: int, stop: int, keys: int) -> int:
+    """Return the unmasked scores of the queries from `start` to `stop`."""
+    # Queries from `edge` on attend to all keys.
+    edge = max(start, min(stop, keys))
     return (start + 1 + edge) * (edge - start) // 2 + (stop - edge) * keys
 
 
-def _local_extent(node: NamedNode, factor: str, choice: Choice, axes: SubMesh) -> int:
-    extent = node.sizes[factor]
-    for (name, _), used in choice.splits:
-        if name == factor:
-            extent = -(-extent // prod(axes[axis] for axis in used))
-    return extent
+# -- fusion -----------------------------------------------------------------------------------------------------------
+# `torch.compile` fuses ops that only read and write; values between fused ops stay in registers. A value is written if
+# an op outside the fusion reads it, if it is saved for the backward or returned; it is read if it was written. An op
+# that then reads and writes nothing takes no time.
+
+
+def fused(graph: NamedGraph, works: Mapping[str, OpWork], device: Device) -> dict[str, OpWork]:
+    """Return the work of every op in a compiled module."""
+    found = dict(works)
+    for name, share in unfused_shares(graph, works).items():
+        found[name] = OpWork(scaled(works[name].forward, share, device), scaled(works[name].backward, share, device))
+    return found
+
+
+def unfused_shares(graph: NamedGraph, works: Mapping[str, OpWork]) -> dict[str, float]:
+    """Return the share of its bytes that each fused op still reads and writes."""
+
+    def size(names: Sequence[str]) -> float:
+        return float(sum(prod(graph.tensors[name].shape) * graph.tensors[name].dtype.itemsize for name in names))
+
+    # A lookup by index reads rows from anywhere and is not part of a fusion.
+    joined = {
+        node.name
+        for node in graph.nodes
+        if works[node.name].forward.limited_by_bytes and works[node.name].backward.limited_by_bytes
+        if not node.rule.indices
+    }
+    makers = {name: node.name for node in graph.nodes for name in node.outputs if name is not None}
+    outside = {name for node in graph.nodes if node.name not in joined for name in node.operands}
+    written = outside | set(graph.outputs) | {tensor.name for tensor in graph.saved}
+    found: dict[str, float] = {}
+    for node in graph.nodes:
+        if node.name in joined:
+            made = [name for name in node.outputs if name is not None]
+            read = [name for name in node.operands if name is not None]
+            inside = [name for name in made if name not in written]
+            inside += [name for name in read if makers.get(name) in joined and name not in written]
+            found[node.name] = 1 - size(inside) / max(size([*made, *read]), 1)
+    return found
+
+
+def scaled(work: DirectionWork, share: float, device: Device) -> DirectionWork:
+    """Return the work of an op that reads and writes a share of its bytes."""
+    count = work.bytes * share
+    seconds = max(device.launch_seconds, share * work.seconds) if count else 0.0
+    return DirectionWork(work.flops, count, seconds, launches=work.launches if count else 0)

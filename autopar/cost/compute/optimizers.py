@@ -1,4 +1,4 @@
-"""What optimizers hold and touch, by the names of `torch.optim`."""
+"""States and memory traffic of optimizers, by their names in `torch.optim`."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from dataclasses import dataclass
 from autopar.errors import AutoparError
 from autopar.names import did_you_mean
 
-__all__ = ["OPTIMIZERS", "Optimizer", "optimizer_of"]
-
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Per parameter: tensors of its shape that are kept, and how many it holds for a moment while it steps."""
+    """Tensors of a parameter's shape: states between steps, temporaries during a step."""
 
     states: int
     temporaries: int = 1
+    # True where a state has one number for each row and column of the last two dims, not the whole shape.
     factored: bool = False
-    """Of the last two dims, a number for each row and each column is kept, and nothing of the whole shape."""
 
     @property
     def passes(self) -> int:
-        """How often an element is read or written in one fused step: parameter and states both, the gradient once."""
+        """Return the accesses per element of a fused step."""
+        # Parameter and states are read and written, the gradient is read.
         return 2 * (1 + self.states) + 1
 
 
@@ -45,7 +44,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
 
 
 def optimizer_of(name: str) -> Optimizer:
-    """The optimizer of this name; `momentum` is SGD with momentum."""
+    """Return the optimizer of a name; `momentum` is SGD with momentum."""
     found = OPTIMIZERS.get(name.lower())
     if found is None:
         hint = did_you_mean(name.lower(), OPTIMIZERS)

@@ -1,13 +1,12 @@
-"""The rate at which a device multiplies numbers of a dtype, and what stands in where its file has none.
+"""Peak FLOP/s of a device for each dtype, with substitutes for dtypes that its file lacks.
 
-A rate that is missing is taken from the dtype nearest in width: of a wider one as it is, as narrow numbers are no
-slower; of a narrower one half for each doubling of the width. Integers and truths count as float32: matrix units are
-for floats. A product of complex numbers is four of real ones.
+A missing rate comes from the dtype nearest in width. The rate of a wider dtype is taken unchanged, since narrow numbers
+are no slower; that of a narrower dtype is halved for each doubling of the width. Integers and booleans have the rate of
+float32, since matrix units are for floats. A product of complex numbers counts as four real products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,21 +16,19 @@ from autopar.errors import ClusterError
 from autopar.ir.analysis.contractions import ATTENTION, RECURRENT, contractions
 from autopar.ir.graph import NamedGraph
 
-__all__ = ["Rate", "peak_of", "rate_notes", "rate_of"]
-
 COMPLEX = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+# Bytes of the floats in device files; all formats of `float8` share one rate.
 FLOATS = {"float64": 8.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0, "float4": 0.5}
-"""Floats that files give rates of, and their bytes; each kind of `float8` has the rate of all."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Products and sums per second, and the dtype whose rate it is made of."""
+    """FLOP/s of a dtype, and the dtype of the file from which it is derived."""
 
     flops_per_second: float
     dtype: str
+    # Equal to `dtype` where the file of the device has it.
     taken_from: str
-    """The same dtype, where the device has a rate for it."""
 
     @property
     def is_known(self) -> bool:
@@ -42,11 +39,12 @@ class Rate:
 
 
 def rate_of(device: Device, dtype: torch.dtype) -> Rate:
-    """The rate of a dtype on a device: its own, or one made of the nearest."""
+    """Return the rate of a dtype on a device: its own, or one derived from the nearest dtype."""
     if dtype in COMPLEX:
         real = rate_of(device, COMPLEX[dtype])
         return Rate(real.flops_per_second / 4, real.dtype, real.taken_from)
-    name = _name(dtype)
+    name = str(dtype).removeprefix("torch.")
+    name = next((short for short in ("float8", "float4") if name.startswith(short)), name)
     if name in device.peak_flops:
         return Rate(device.peak_flops[name], name, name)
     known = [other for other in FLOATS if other in device.peak_flops]
@@ -63,23 +61,13 @@ def rate_of(device: Device, dtype: torch.dtype) -> Rate:
 
 
 def peak_of(device: Device, dtype: torch.dtype) -> float:
-    """Products and sums of numbers of a dtype per second."""
+    """Return the FLOP/s of a dtype on a device."""
     return rate_of(device, dtype).flops_per_second
 
 
 def rate_notes(graph: NamedGraph, device: Device) -> tuple[str, ...]:
-    """The rates that products of a graph are priced at and that the device's file does not have."""
-    rates = (rate_of(device, dtype) for dtype in _multiplied_dtypes(graph))
+    """Return a note for each substituted rate that prices a product of the graph."""
+    multiplying = (node for node in graph.nodes if node.op == ATTENTION or node.op in RECURRENT or contractions(node))
+    first_operands = (next(name for name in node.operands if name is not None) for node in multiplying)
+    rates = (rate_of(device, graph.tensors[name].dtype) for name in first_operands)
     return tuple(dict.fromkeys(str(rate) for rate in rates if not rate.is_known))
-
-
-def _multiplied_dtypes(graph: NamedGraph) -> Iterable[torch.dtype]:
-    for node in graph.nodes:
-        if node.op == ATTENTION or node.op in RECURRENT or contractions(node):
-            names = [name for name in node.operands if name is not None]
-            yield graph.tensors[names[0]].dtype
-
-
-def _name(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    return next((short for short in ("float8", "float4") if name.startswith(short)), name)

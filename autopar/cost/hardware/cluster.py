@@ -1,12 +1,13 @@
-"""Clusters as data: devices, the links between them, the library that uses the links; read from TOML.
+"""Clusters as data: devices, the links between them and the library that uses the links; read from TOML.
 
-A cluster is a file of `cost_models/` or of the user. Devices and libraries may be written in it or be named: those that
-several clusters share lie in `cost_models/devices` and `cost_models/libraries`. Field names carry the units; the keys
-of the files leave them to the values (autopar/cost/hardware/quantities.py).
+A cluster is a file of `cost_models/` or of the user. It contains its device and its library, or names shared ones from
+`cost_models/devices` and `cost_models/libraries`. Field names end in their unit; in the files the unit is part of the
+value (autopar/cost/hardware/toml_reader.py).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,32 +23,28 @@ from autopar.errors import ClusterError
 from autopar.files import data_folder
 from autopar.names import did_you_mean
 
-__all__ = [
-    "AttentionRates",
-    "Cluster",
-    "Device",
-    "cluster_names",
-    "cluster_path",
-    "load_cluster",
-    "load_device",
-]
+# Relative difference of memory sizes up to which a device counts as of one kind: a driver reports a few percent more or
+# less than the datasheet; another kind has at least a fifth more, or half.
+MEMORY_TOLERANCE = 0.15
+# Folders of the shared files, and the keys of a cluster's own file.
+FOLDERS = {"device": "devices", "library": "libraries"}
+KEYS = ("name", "description", "device", "library", "level", "sources")
 
 
 @dataclass(frozen=True)
 class AttentionRates:
-    """How fast a device runs fused attention."""
+    """Speed of fused attention on a device, as shares of its peak."""
 
+    # Queries that one processor works on at a time.
     rows: int
-    """Queries that one processor works on at a time."""
+    # Share of the peak for wide heads without a mask.
     forward_fraction: float
-    """Of the peak, by heads of many dims and without a mask."""
     backward_fraction: float
+    # Share of the forward rate, and of the backward rate, that is left with a causal mask.
     causal_fraction: float = 1.0
-    """The share of the forward's rate that is left where later keys are masked."""
     causal_backward_fraction: float = 1.0
-    """The same of the backward's."""
+    # Time of the softmax of a score in the forward, in head dims: as long as the products of so many more dims.
     softmax: int = 0
-    """What the softmax of a score takes in the forward: as long as the products of so many more dims of a head."""
 
 
 @dataclass(frozen=True)
@@ -56,27 +53,26 @@ class Device:
 
     name: str
     memory_bytes: float
+    # Memory bandwidth from the datasheet.
     hbm_bytes_per_second: float
-    """What its memory can read and write, by the datasheet."""
+    # Shortest time between two ops of an eager program, however small they are.
     launch_seconds: float
-    """The shortest time from one op of an eager program to the next, however small it is."""
+    # Keys are dtypes as torch spells them (`bfloat16`), and `tf32` for float32 products in TensorFloat-32.
     peak_flops: Mapping[str, float]
-    """By the name of the dtype, as torch writes it: `bfloat16`; `tf32` for matrices of float32 in TensorFloat-32."""
+    # Memory bandwidth that large elementwise ops reach; None: that of the datasheet.
     stream_bytes_per_second: float | None = None
-    """What ops that read and write a lot get of its memory; by default all of it."""
+    # Tiles and waves of matrix products; None: the roofline of peak and memory.
     matrix: MatmulUnit | None = None
-    """How it multiplies matrices; by default as fast as its peak and its memory allow."""
     attention: AttentionRates = AttentionRates(1, 1.0, 1.0)
+    # Bandwidth of ops that compute longer than they move, by name (`gelu`), forward and backward.
     forward_bytes_per_second: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    """What ops that compute more than they move get of its memory, by name (`gelu`); all others get the stream."""
     backward_bytes_per_second: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    """The same of their backward."""
+    # Overhead of any op on a device that is its own host: a process of a CPU.
     op_seconds: float = 0.0
-    """What any op takes beyond what it reads and writes, of a device that is its own host: a process of a CPU."""
+    # Time of the host to launch one kernel. The host runs ahead of the device, so only the sum over a step counts.
     host_seconds: float = 0.0
-    """What the host takes to launch one kernel of an eager program; it runs ahead, so the sum of all counts."""
+    # Share of the product rate that is left under continuous load.
     sustained_fraction: float = 1.0
-    """The share of the rate of products that is left to a device that has been busy for long."""
 
     @property
     def stream(self) -> float:
@@ -85,7 +81,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hardware: devices, links from the innermost to the outermost, a library."""
+    """Devices, the levels of links from the innermost to the outermost, and a library."""
 
     name: str
     description: str
@@ -93,12 +89,12 @@ class Cluster:
     level: tuple[TopologyLevel, ...]
     library: Library
     sources: Mapping[str, Source] = field(default_factory=dict, metadata={"key": False})
+    # Quantities of the files that name no source.
     uncited: tuple[str, ...] = field(default=(), metadata={"key": False})
-    """The quantities that are given without a source."""
 
     @property
     def ranks_per_node(self) -> int | None:
-        """How many devices the innermost links join; None: any number."""
+        """Return the number of devices that the innermost links join; None: any number."""
         return self.level[0].units
 
 
@@ -106,12 +102,12 @@ class Cluster:
 
 
 def cluster_names() -> tuple[str, ...]:
-    """The clusters that autopar ships, in alphabetical order."""
+    """Return the names of the clusters that autopar ships, in alphabetical order."""
     return tuple(sorted(path.stem for path in data_folder("cost_models").glob("*.toml")))
 
 
 def cluster_path(name_or_path: str | Path) -> Path:
-    """The file of a cluster that autopar ships, or the file itself."""
+    """Return the file of a cluster: a shipped one by name, or the given path."""
     path = Path(name_or_path)
     if path.suffix == ".toml" or path.is_file():
         return path
@@ -125,22 +121,34 @@ def cluster_path(name_or_path: str | Path) -> Path:
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
-    """A cluster by name, or from a file."""
+    """Load a cluster by name or from a file."""
     path = cluster_path(name_or_path)
     stamp = path.stat().st_mtime_ns if path.is_file() else 0
     return _load(path, stamp)
 
 
+def shipped_for(device: str, memory_bytes: float) -> Cluster | None:
+    """Return the plainest shipped cluster of a device, None if there is none.
+
+    An `NVIDIA A100-SXM4-80GB` is in `a100-80`. The first part of a cluster's name must be a word of the driver's name
+    for the device: a GH200 is no H200.
+    """
+    words = set(re.findall(r"[a-z0-9]+", device.lower()))
+    named = [load_cluster(name) for name in cluster_names() if name.split("-")[0] in words]
+    near = [one for one in named if abs(memory_bytes / one.device.memory_bytes - 1) <= MEMORY_TOLERANCE]
+    return min(near, key=lambda one: (len(one.name), one.name), default=None)
+
+
 def load_device(name: str) -> Device:
-    """A device that autopar ships, by name."""
-    path = data_folder("cost_models") / "devices" / f"{name}.toml"
+    """Load a shipped device by name."""
+    path = shared_path("device", name)
     if not path.is_file():
-        names = _shared_names("devices")
+        names = _shared_names("device")
         raise ClusterError(
             f"there is no device '{name}'{did_you_mean(name, names)}\nfix: take one of {', '.join(names)}"
         )
     document = read_document(path)
-    return document.read(Device, (), {key: value for key, value in document.table.items() if key != "sources"})
+    return document.read(Device, (), _without_sources(document))
 
 
 @lru_cache(maxsize=64)
@@ -148,10 +156,10 @@ def _load(path: Path, stamp: int) -> Cluster:
     document = read_document(path)
     sources = dict(document.sources())
     uncited = list[str]()
-    table = dict(document.table)
-    table.pop("sources", None)
-    device, library = _part(document, "device", Device), _part(document, "library", Library)
-    for key, (_, shared) in (("device", device), ("library", library)):
+    table = _without_sources(document)
+    device, device_file = _shared_part(document, "device", Device)
+    library, library_file = _shared_part(document, "library", Library)
+    for key, shared in (("device", device_file), ("library", library_file)):
         if shared is not document:
             sources |= {f"{key}-{name}": source for name, source in shared.sources().items()}
             uncited += [f"{key}.{name}" for name in shared.uncited]
@@ -160,27 +168,15 @@ def _load(path: Path, stamp: int) -> Cluster:
         if key not in ("name", "description", "level"):
             hint = did_you_mean(key, KEYS)
             document.fail((key,), f"unknown key '{key}'{hint}", f"the keys are {', '.join(KEYS)}")
-    shell = document.read(_Shell, (), table)
-    _check(document, shell.level, library[0])
-    return Cluster(
-        shell.name,
-        shell.description,
-        device[0],
-        shell.level,
-        library[0],
-        MappingProxyType(sources),
-        tuple(uncited + document.uncited),
-    )
-
-
-FOLDERS = {"device": "devices", "library": "libraries"}
-KEYS = ("name", "description", "device", "library", "level", "sources")
-Part = TypeVar("Part", Device, Library)
+    own = document.read(_OwnTables, (), table)
+    _check_levels(document, own.level, library)
+    cited = MappingProxyType(sources)
+    return Cluster(own.name, own.description, device, own.level, library, cited, (*uncited, *document.uncited))
 
 
 @dataclass(frozen=True)
-class _Shell:
-    """What stands in a cluster's own file."""
+class _OwnTables:
+    """Keys that are always in a cluster's own file."""
 
     name: str
     description: str
@@ -188,17 +184,24 @@ class _Shell:
 
 
 def shared_path(key: str, name: str) -> Path:
-    """The file of a device or a library that clusters share."""
+    """Return the file of a device or a library that clusters share."""
     return data_folder("cost_models") / FOLDERS[key] / f"{name}.toml"
 
 
-def _shared_names(folder: str) -> list[str]:
-    return sorted(path.stem for path in (data_folder("cost_models") / folder).glob("*.toml"))
+def _shared_names(key: str) -> list[str]:
+    return sorted(path.stem for path in (data_folder("cost_models") / FOLDERS[key]).glob("*.toml"))
 
 
-def _part(document: Document, key: str, record: type[Part]) -> tuple[Part, Document]:
-    """The device or the library of a cluster, and the file it stands in: this one, or one that clusters share."""
-    names = _shared_names(FOLDERS[key])
+def _without_sources(document: Document) -> dict[str, object]:
+    return {key: value for key, value in document.table.items() if key != "sources"}
+
+
+Part = TypeVar("Part", Device, Library)
+
+
+def _shared_part(document: Document, key: str, record: type[Part]) -> tuple[Part, Document]:
+    """Return the device or library of a cluster, with the file that defines it: this one or a shared one."""
+    names = _shared_names(key)
     if key not in document.table:
         document.fail((), f"the file lacks '{key}'", f"name one of {', '.join(names)}, or write it under [{key}]")
     name = document.table[key]
@@ -208,12 +211,11 @@ def _part(document: Document, key: str, record: type[Part]) -> tuple[Part, Docum
         fix = f"take one of {', '.join(names)}, or write it under [{key}]"
         document.fail((key,), f"there is no {key} '{name}'{did_you_mean(name, names)}", fix)
     shared = read_document(shared_path(key, name))
-    table = {entry: value for entry, value in shared.table.items() if entry != "sources"}
-    return shared.read(record, (), table), shared
+    return shared.read(record, (), _without_sources(shared)), shared
 
 
-def _check(document: Document, levels: tuple[TopologyLevel, ...], library: Library) -> None:
-    """What no single value shows."""
+def _check_levels(document: Document, levels: tuple[TopologyLevel, ...], library: Library) -> None:
+    """Check the rules that involve several values of a file."""
     if not levels:
         document.fail(("level",), "the cluster has no links", "describe them, the innermost first, as [[level]]")
     _check_library(document, library)

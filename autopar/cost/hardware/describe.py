@@ -1,4 +1,4 @@
-"""A cluster in words and numbers for people, and as one file that names no other."""
+"""Show a cluster as text or plain data, and write it as one file without shared parts."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from autopar.cost.hardware.cluster import Cluster, cluster_path, shared_path
 from autopar.cost.hardware.toml_reader import read_document
 from autopar.mesh import SubMesh
 
-__all__ = ["cluster_data", "cluster_line", "cluster_table", "describe", "links_of", "standalone"]
-
+# Buffers, collectives and, where any number of ranks fits, ranks of the example prices.
 SIZES = ((2**16, "64 KiB"), (2**20, "1 MiB"), (2**24, "16 MiB"), (2**28, "256 MiB"))
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+DEFAULT_RANKS = 4
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"))
 
 
 def _number(value: float, unit: str) -> str:
-    """`3.35 TB/s`."""
+    """Return a number with a decimal prefix: `3.35 TB/s`."""
     for size, prefix in _PREFIXES:
         if value >= size:
             return f"{value / size:.4g} {prefix}{unit}"
@@ -33,20 +33,15 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-def cluster_line(cluster: Cluster) -> tuple[str, str, str]:
-    """Name, memory of a device, what it is."""
-    return cluster.name, _number(cluster.device.memory_bytes, "B"), cluster.description
-
-
 def cluster_table(clusters: list[Cluster]) -> str:
-    """A line for each."""
-    lines = [cluster_line(cluster) for cluster in clusters]
+    """Return a line for each cluster: name, memory of a device, description."""
+    lines = [(one.name, _number(one.device.memory_bytes, "B"), one.description) for one in clusters]
     widths = [max((len(line[i]) for line in lines), default=0) for i in range(2)]
     return "\n".join(f"{name:{widths[0]}}  {memory:>{widths[1]}}  {text}".rstrip() for name, memory, text in lines)
 
 
 def cluster_data(cluster: Cluster) -> dict[str, Any]:
-    """The numbers of a cluster as plain data (`autopar clusters --json`); those of algorithms are in its file."""
+    """Return the numbers of a cluster as plain data, without those of its algorithms."""
     device = cluster.device
     return {
         "name": cluster.name,
@@ -76,9 +71,10 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
 
 
 def describe(cluster: Cluster) -> str:
-    """The numbers that prices are made of, and some prices."""
+    """Return the numbers of a cluster and example prices of collectives, as text."""
     device = cluster.device
     memory = _number(device.memory_bytes, "B")
+    algorithms = dict.fromkeys(" ".join(filter(None, (one.name, one.protocol))) for one in cluster.library.algorithm)
     peaks = ", ".join(f"{name} {_number(peak, 'FLOP/s')}" for name, peak in device.peak_flops.items())
     lines = [
         f"{cluster.name}: {cluster.description}",
@@ -86,7 +82,7 @@ def describe(cluster: Cluster) -> str:
         f"            {peaks}",
         f"            an op of an eager program takes {_time(device.launch_seconds)} at least",
         *(f"  {'links' if i == 0 else '':9} {_level(cluster, i)}" for i in range(len(cluster.level))),
-        f"  library   {cluster.library.name}: {', '.join(_algorithms(cluster))}",
+        f"  library   {cluster.library.name}: {', '.join(algorithms)}",
         "",
         *_prices(cluster),
         "",
@@ -106,13 +102,8 @@ def _level(cluster: Cluster, i: int) -> str:
     return f"{level.name}: joins {joined}{wired}; {level.ports} × {rates}, for each {one}{offers}"
 
 
-def _algorithms(cluster: Cluster) -> list[str]:
-    names = [" ".join(filter(None, (entry.name, entry.protocol))) for entry in cluster.library.algorithm]
-    return list(dict.fromkeys(names))
-
-
 def _prices(cluster: Cluster) -> list[str]:
-    """What collectives take inside the innermost links, and beyond."""
+    """Return the seconds of collectives inside a node, over 2 nodes and over 16."""
     inside = cluster.level[0].units or DEFAULT_RANKS
     meshes = [(inside, 1)]
     if len(cluster.level) > 1:
@@ -127,15 +118,8 @@ def _prices(cluster: Cluster) -> list[str]:
     return lines
 
 
-DEFAULT_RANKS = 4
-"""Where any number of ranks can be joined, some must be shown."""
-
-
-# -- one file ---------------------------------------------------------------------------------------------------------
-
-
 def standalone(name_or_path: str | Path) -> str:
-    """The text of a cluster's file, with the device and the library that it names written out in it."""
+    """Return the file of a cluster with its shared device and library written out in it."""
     path = cluster_path(name_or_path)
     document = read_document(path)
     text = path.read_text(encoding="utf-8")
@@ -147,7 +131,8 @@ def standalone(name_or_path: str | Path) -> str:
             shared = shared_path(key, name).read_text(encoding="utf-8")
             body, cited = _split(re.sub(r'\[([\w.-]+)\]"', rf'[{key}-\1]"', shared))
             text = re.sub(rf'^{key}\s*=\s*".*"[^\n]*\n', "", text, count=1, flags=re.MULTILINE)
-            parts.append(f"[{key}]\n{_under(key, body)}")
+            nested = re.sub(r"^(\[\[?)([\w.]+)(\]\]?)", rf"\1{key}.\2\3", body, flags=re.MULTILINE)
+            parts.append(f"[{key}]\n{nested}")
             sources += [f"{key}-{line}" for line in cited]
     head, cited = _split(text)
     tables = [part.strip("\n") + "\n" for part in parts]
@@ -155,9 +140,9 @@ def standalone(name_or_path: str | Path) -> str:
 
 
 def links_of(name_or_path: str | Path) -> tuple[list[str], list[str]]:
-    """The lines of a cluster's links and library, and of its sources: for a file with another device.
+    """Return the lines of a cluster's links and library, and of its sources, for a file with another device.
 
-    Sources are renamed: the other file has its own.
+    The sources get the prefix `links-`, since the other file has sources of its own.
     """
     body, sources = _split(standalone(name_or_path))
     body = re.sub(r'\[([\w.-]+)\]"', r'[links-\1]"', body)
@@ -172,11 +157,6 @@ def links_of(name_or_path: str | Path) -> tuple[list[str], list[str]]:
 
 
 def _split(text: str) -> tuple[str, list[str]]:
-    """What stands before `[sources]`, and the lines in it."""
+    """Return the text before `[sources]`, and the lines of that table."""
     body, _, rest = text.partition("[sources]\n")
     return body, [line for line in rest.splitlines() if line.strip()]
-
-
-def _under(key: str, body: str) -> str:
-    """The tables of a file as tables of a table."""
-    return re.sub(r"^(\[\[?)([\w.]+)(\]\]?)", rf"\1{key}.\2\3", body, flags=re.MULTILINE)

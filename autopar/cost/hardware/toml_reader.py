@@ -1,12 +1,13 @@
-"""TOML files as frozen dataclasses: the fields are the keys, and every mistake is shown with its line.
+"""Read TOML files into frozen dataclasses, with the line of every error.
 
-A field of a quantity ends in its unit (autopar/cost/hardware/quantities.py), its key does not: `memory_bytes` is
-`memory = "80 GiB"`.
+The fields of a dataclass are the keys. A field of a quantity ends in its unit, its key does not: `memory_bytes` reads
+`memory = "80 GiB"`. A quantity is a number, a unit and optionally a source: `"600 GB/s"`, `"80 GiB [datasheet]"`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import tomllib
 import types
@@ -14,22 +15,100 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from autopar.cost.hardware.quantities import COUNT, Measure, measure_of, parse_quantity
 from autopar.errors import ClusterError
 from autopar.names import did_you_mean
 
-__all__ = ["Document", "Source", "read_document"]
-
 Record = TypeVar("Record")
+# Keys and list positions of a value, from the root: `("device", "peak", "bf16")`, `("level", 1, "units")`.
 Place = tuple[str | int, ...]
-"""Where a value stands: `("device", "peak", "bf16")`, `("level", 1, "units")`."""
+
+# -- quantities -------------------------------------------------------------------------------------------------------
+
+_DECIMAL = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A physical quantity: its units with their sizes in base units, and its range of values."""
+
+    what: str
+    suffix: str
+    units: Mapping[str, float]
+    example: str
+    zero: bool = False
+    most: float = math.inf
+
+    @property
+    def bounds(self) -> str:
+        return ("0 or more" if self.zero else "more than 0") + ("" if math.isinf(self.most) else " and at most 100 %")
+
+
+def _with_prefixes(unit: str, prefixes: Mapping[str, float], size: float = 1.0) -> dict[str, float]:
+    return {f"{prefix}{unit}": factor * size for prefix, factor in prefixes.items()}
+
+
+_BYTES = _with_prefixes("B", _DECIMAL) | _with_prefixes("B", _BINARY)
+_RATES = {f"{unit}/s": size for unit, size in (_BYTES | _with_prefixes("b", _DECIMAL, 1 / 8)).items()}
+
+COUNT = Measure("a count", "", MappingProxyType({"": 1.0}), '"8 [datasheet]"')
+_MEASURES = (
+    # `measure_of` takes the first suffix that matches: `_bytes_per_second` must precede `_seconds` and `_bytes`.
+    Measure("a bandwidth", "_bytes_per_second", MappingProxyType(_RATES), '"450 GB/s"'),
+    Measure("a size", "_bytes", MappingProxyType(_BYTES), '"80 GiB"'),
+    Measure("a time", "_seconds", MappingProxyType(_SECONDS), '"2.5 us"', zero=True),
+    Measure("a rate of computing", "_flops", MappingProxyType(_with_prefixes("FLOP/s", _DECIMAL)), '"989 TFLOP/s"'),
+    Measure("a share", "_fraction", MappingProxyType({"%": 0.01}), '"92 %"', most=1.0),
+)
+
+
+def measure_of(name: str) -> tuple[Measure, str] | None:
+    """Return the measure of a field and its key in files; None for a field without a unit."""
+    found = (one for one in _MEASURES if name.endswith(one.suffix))
+    return next(((measure, name.removesuffix(measure.suffix)) for measure in found), None)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Number in base units (bytes, seconds, FLOP/s), with the name of its source."""
+
+    value: float
+    source: str | None = None
+
+
+_FORM = re.compile(
+    r"\s*(?P<number>[-+]?[0-9][0-9_]*(\.[0-9]+)?([eE][-+]?[0-9]+)?)\s*(?P<unit>[^\s\[\]]*)\s*(?P<rest>.*)"
+)
+_SOURCE = re.compile(r"\[\s*(?P<source>[\w.-]+)\s*\]\s*")
+
+
+def parse_quantity(text: str, measure: Measure) -> Quantity | str:
+    """Return the quantity of a text, or the error message."""
+    match = _FORM.fullmatch(text)
+    if match is None:
+        return f"'{text}' is not {measure.what}"
+    unit = match["unit"]
+    if unit not in measure.units:
+        units = ", ".join(unit for unit in measure.units if unit)
+        return f"'{text}' is not {measure.what}: {f'the units are {units}' if units else 'it has no unit'}"
+    source = _SOURCE.fullmatch(match["rest"])
+    if match["rest"] and source is None:
+        return f"'{text}' is not {measure.what}: after the unit stands only the name of a source, in brackets"
+    value = float(match["number"]) * measure.units[unit]
+    if not math.isfinite(value) or value < 0 or (value == 0 and not measure.zero) or value > measure.most:
+        return f"'{text}' is impossible: {measure.what} is {measure.bounds}"
+    return Quantity(value, source["source"] if source else None)
+
+
+# -- documents --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where numbers come from, and when they were read or measured."""
+    """Source of numbers, and the date when they were read or measured."""
 
     text: str
     date: str
@@ -37,25 +116,25 @@ class Source:
 
 @dataclass
 class Document:
-    """A file that was parsed, and where in it everything stands."""
+    """A parsed TOML file, with the line of every key for error messages."""
 
     name: str
     lines: tuple[str, ...]
     table: dict[str, Any]
     places: dict[Place, int]
+    # Quantities without a source; `read` appends to it.
     uncited: list[str] = field(default_factory=list)
-    """The quantities without a source, as they are read."""
 
     # -- errors
 
     def fail(self, path: Place, message: str, fix: str) -> NoReturn:
-        """An error that shows the line of a value."""
+        """Raise an error that shows the line of a value."""
         while path and path not in self.places:
             path = path[:-1]
         self.fail_at(self.places.get(path, 0), message, fix)
 
     def fail_at(self, line: int, message: str, fix: str) -> NoReturn:
-        """Line 0: the file as a whole."""
+        # Line 0 stands for the whole file.
         if 1 <= line <= len(self.lines):
             text = "".join(c if c.isprintable() else " " for c in self.lines[line - 1]).strip()[:160]
             raise ClusterError(f"{message}\n  {self.name}:{line} | {text}\nfix: {fix}")
@@ -64,7 +143,7 @@ class Document:
     # -- reading
 
     def sources(self) -> Mapping[str, Source]:
-        """The table `[sources]`."""
+        """Read the table `[sources]`."""
         found: dict[str, Source] = {}
         for name, entry in self._table(("sources",), self.table.get("sources", {})).items():
             path = ("sources", name)
@@ -75,18 +154,21 @@ class Document:
         return MappingProxyType(found)
 
     def read(self, record: type[Record], path: Place, value: object) -> Record:
-        """A table as the dataclass `record`."""
+        """Read a table into the dataclass `record`."""
         table = self._table(path, value)
-        keys = {_key(name): (name, kind) for name, kind in _fields(record).items()}
+        hints = get_type_hints(record)
+        fields = [entry for entry in dataclasses.fields(cast(Any, record)) if entry.metadata.get("key", True)]
+        keys = {(found[1] if (found := measure_of(entry.name)) else entry.name): entry for entry in fields}
         for key in table:
             if key not in keys:
                 known = ", ".join(keys)
                 self.fail((*path, key), f"unknown key '{key}'{did_you_mean(key, keys)}", f"the keys are {known}")
         values: dict[str, Any] = {}
-        for key, (name, kind) in keys.items():
+        for key, entry in keys.items():
+            name, kind = entry.name, hints[entry.name]
             if key in table:
                 values[name] = self._value(kind, name, (*path, key), table[key])
-            elif not _has_default(record, name):
+            elif entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING:
                 self.fail(path, f"{_title(path)} lacks '{key}'", f"add {key} = {_example(name, kind)}")
         return record(**values)
 
@@ -102,13 +184,11 @@ class Document:
             if not isinstance(value, list):
                 self.fail(path, f"'{path[-1]}' is not a list", "write it in brackets, or as [[tables]]")
             return tuple(self._value(arguments[0], name, (*path, i), item) for i, item in enumerate(value))
-        if get_origin(kind) is not None:  # a mapping
+        if get_origin(kind) is not None:
+            assert issubclass(get_origin(kind), Mapping), f"{name} has an annotation that no TOML value matches"
             table = self._table(path, value)
             items = {key: self._value(arguments[1], name, (*path, key), item) for key, item in table.items()}
             return MappingProxyType(items)
-        return self._scalar(kind, name, path, value)
-
-    def _scalar(self, kind: type, name: str, path: Place, value: object) -> Any:
         if kind in (int, float):
             return self._number(kind, name, path, value)
         if not isinstance(value, kind):
@@ -148,7 +228,7 @@ SOURCE_FORM = 'under [sources], as in datasheet = { text = "...", date = 2026-01
 
 
 def read_document(path: Path) -> Document:
-    """The file, parsed."""
+    """Parse a TOML file."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -165,21 +245,6 @@ def read_document(path: Path) -> Document:
     return document
 
 
-def _key(name: str) -> str:
-    found = measure_of(name)
-    return found[1] if found else name
-
-
-def _fields(record: type[Any]) -> Mapping[str, Any]:
-    hints = get_type_hints(record)
-    return {entry.name: hints[entry.name] for entry in dataclasses.fields(record) if entry.metadata.get("key", True)}
-
-
-def _has_default(record: type[Any], name: str) -> bool:
-    entry = next(entry for entry in dataclasses.fields(record) if entry.name == name)
-    return entry.default is not dataclasses.MISSING or entry.default_factory is not dataclasses.MISSING
-
-
 def _title(path: Place) -> str:
     text = ""
     for part in path:
@@ -188,9 +253,9 @@ def _title(path: Place) -> str:
 
 
 def _example(name: str, kind: Any) -> str:
-    measure: Measure | None = (found[0] if (found := measure_of(name)) else None) if kind is not str else None
-    if measure is not None:
-        return measure.example
+    found = measure_of(name)
+    if found is not None and kind is not str:
+        return found[0].example
     return COUNT.example if kind is int else '"..."'
 
 
@@ -202,7 +267,7 @@ _STRING = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'[^']*'")
 
 
 def _places(lines: tuple[str, ...]) -> dict[Place, int]:
-    """The line of every table and key, for messages: tomllib does not say it."""
+    """Return the line of every table and key, which tomllib does not report."""
     places: dict[Place, int] = {(): 0}
     counts: dict[Place, int] = {}
     table: Place = ()
@@ -225,7 +290,7 @@ def _places(lines: tuple[str, ...]) -> dict[Place, int]:
 
 
 def _header_path(header: re.Match[str], counts: dict[Place, int]) -> Place:
-    """The path of a table; a table of a list is counted, and those inside it belong to the last one."""
+    """Return the path of a table header; `[[level]]` counts up, and `[level.x]` is in the last one."""
     path: Place = ()
     parts = _parts(header[2])
     for part in parts[:-1]:

@@ -1,92 +1,90 @@
-"""The links of a cluster as data: levels of links, and the library of collectives that uses them."""
+"""Topology of a cluster as data: levels of links, and the library of collectives that runs on them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Algorithm", "Library", "TopologyLevel"]
-
 
 @dataclass(frozen=True)
 class TopologyLevel:
-    """The links that join `units` of the level below: ranks to a node, nodes to a cluster."""
+    """Links that join `units` of the level below: ranks to a node, nodes to a cluster."""
 
     name: str
+    # Kind of link (`nvlink`, `network`, `memory`): the library gives the latency of a hop for each kind.
     link: str
-    """The kind of link, by which the library knows the latency of a hop: `nvlink`, `network`, `memory`."""
+    # Links of one unit of the level below: NVLinks of a GPU, NICs of a node.
     ports: int
-    """Links of one unit of the level below: NVLinks of a GPU, NICs of a node."""
+    # Rate of one link in one direction, from the datasheet.
     port_bytes_per_second: float
-    """Of one link in one direction, by the datasheet."""
+    # Rate that a library gets out of one link in one direction; None: the datasheet's.
     achieved_bytes_per_second: float | None = None
-    """What a library gets out of one link in one direction; by default all of it."""
+    # Number of joined units of the level below; None: any number.
     units: int | None = None
-    """How many units of the level below are joined; None: any number."""
+    # Latency of a hop on these links beyond the library's latency for the kind of link. Keys, most specific first:
+    # an algorithm with a protocol (`ring Simple`), an algorithm, a protocol, `any`. Only the first match counts.
     hop_seconds: Mapping[str, float] = field(default_factory=dict)
-    """What a hop over these links takes beyond what the library gives for links of this kind: for an algorithm with a
-    protocol (`"ring Simple"`), for an algorithm, for a protocol, or for `any`; the first of these that is given."""
+    # Rate of all links of one unit of this level together, if less: a blocking switch, a memory bus.
     backplane_bytes_per_second: float | None = None
-    """What all links of one level-wide unit carry together, where that is less: a blocking switch, a memory bus."""
+    # Links between each pair of units that no switch joins: a row per unit, a digit per other unit.
     wires: tuple[str, ...] = ()
-    """Where units are wired in pairs and not by a switch: a row per unit, a digit per unit it leads to."""
+    # Reductions in the switches: `nvls` (reduce and multicast), `sharp` (reduce).
     offers: tuple[str, ...] = ()
-    """What the switches can do: `nvls` (reduce and multicast), `sharp` (reduce)."""
+    # Share of `achieved` left to all-to-all and point-to-point, which send many messages between pairs.
     send_fraction: float = 1.0
-    """The share of `achieved` that many messages between pairs get, of all-to-all and point-to-point."""
 
     @property
     def rate_bytes_per_second(self) -> float:
-        """Of one link in one direction, in practice."""
+        """Return the practical rate of one link in one direction."""
         return self.achieved_bytes_per_second or self.port_bytes_per_second
 
     def wired(self, one: int, other: int) -> int:
-        """How many links lead from one unit to another, where they are wired in pairs."""
+        """Return the number of links between two units that are wired in pairs."""
         return int(self.wires[one][other])
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One way of the library: an algorithm with a protocol. `base` and `hop` are its latencies."""
+    """One algorithm of the library under one protocol, with its latencies and limits by kind of link."""
 
     name: str
     collectives: tuple[str, ...]
     base_seconds: float
+    # This and the next three mappings have kinds of links as keys.
     hop_seconds: Mapping[str, float]
-    """By kind of link, as are the next three."""
+    # Share of the bandwidth that carries data; 1 by default.
     bandwidth_fraction: Mapping[str, float] = field(default_factory=dict)
-    """The share of the bandwidth that carries data; all of it by default."""
+    # Most bytes per second in one direction, however wide the links are.
     limit_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
-    """The most that passes in one direction, however wide the links."""
+    # Most bytes in flight, which bounds the time to fill a pipeline; no bound by default.
     fill_bytes: Mapping[str, float] = field(default_factory=dict)
-    """How much is under way at most, what a pipeline needs to fill; by default no bound."""
     protocol: str = ""
+    # Reductions that switches must offer: `nvls` on the innermost level, `sharp` on the outer ones.
     needs: tuple[str, ...] = ()
-    """What the switches must offer: `nvls` the innermost level, `sharp` the outer ones."""
+    # Smallest and largest group of ranks: the constants of a library may differ by group size.
     least: int = 2
-    """Groups of how many ranks it is for: the constants of a library may differ by the size of the group."""
     most: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a level may call it, the most specific first."""
+        """Return the names by which a level may refer to it, the most specific first."""
         return tuple(name for name in (f"{self.name} {self.protocol}".strip(), self.name, self.protocol) if name)
 
     def hop(self, level: TopologyLevel) -> float:
-        """What a hop takes."""
+        """Return the seconds of one hop over the links of a level."""
         extra = next((level.hop_seconds[name] for name in (*self.names, "any") if name in level.hop_seconds), 0.0)
         return self.hop_seconds.get(level.link, 0.0) + extra
 
 
 @dataclass(frozen=True)
 class Library:
-    """A library of collectives: the algorithms that it chooses among."""
+    """Library of collectives: the algorithms that it chooses among."""
 
     name: str
     algorithm: tuple[Algorithm, ...]
+    # Share of the compute time during which it can move data in parallel.
     overlap_fraction: float = 1.0
-    """The share of the time of computing in which it can move data beside it."""
+    # Time of the host to launch a collective, by kind of collective.
     host_seconds: Mapping[str, float] = field(default_factory=dict)
-    """What the host takes to start a collective, by its kind."""
+    # Processors of a device that it occupies while it moves data.
     processors: int = 0
-    """Of a device, taken from what is computed while it moves data."""

@@ -1,70 +1,110 @@
-"""What lives at a moment of a step, and what everything that happens then does with it."""
+"""State of the memory simulator: the storages alive at the current point of a step."""
 
 from __future__ import annotations
 
-from math import prod
+from math import inf, prod
 
 from autopar.cost.compute.op_time import local_bytes
-from autopar.cost.memory.last_uses import Version, last_uses
+from autopar.cost.lowered_step import LoweredStep, Version, bucket_schedule
 from autopar.cost.memory.local_op_memory import LocalFootprints
-from autopar.cost.memory.storages import Storages
-from autopar.cost.step.bucket_schedule import schedule_of
-from autopar.cost.step.lowered_step import LoweredStep
+from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.sharding.buckets import Bucket, buffers_of, shape_of
 from autopar.sharding.recompute import reading
 from autopar.sharding.reshard.reshard import Step
-from autopar.sharding.reshard_insertion import InsertedReshard
+from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan
 
-__all__ = ["LiveState"]
+
+class Storages:
+    """Bytes of storages with reference counts, now and at the peak; a storage dies with its last reference."""
+
+    def __init__(self) -> None:
+        self.sizes: list[float] = []
+        self.references: list[int] = []
+        self.live = 0.0
+        self.peak = 0.0
+        self.peak_at = ""
+        # Name of the current moment, and the most bytes alive in each moment so far.
+        self.now = ""
+        self.moments: dict[str, float] = {}
+
+    def new(self, size: float) -> int:
+        """Return a storage with one reference."""
+        self.sizes.append(size)
+        self.references.append(1)
+        self.live += size
+        self.touch()
+        return len(self.sizes) - 1
+
+    def touch(self, more: float = 0.0) -> None:
+        """Record the bytes alive now, with `more` for temporaries that die at once."""
+        total = self.live + more
+        self.moments[self.now] = max(total, self.moments.get(self.now, 0.0))
+        if total > self.peak:
+            self.peak, self.peak_at = total, self.now
+
+    def take(self, storage: int) -> int:
+        """Add a reference to a storage and return the storage."""
+        assert self.references[storage] > 0, f"storage {storage} is freed ({self.now})"
+        self.references[storage] += 1
+        return storage
+
+    def drop(self, storage: int) -> None:
+        """Remove a reference."""
+        assert self.references[storage] > 0, f"storage {storage} is freed ({self.now})"
+        self.references[storage] -= 1
+        if not self.references[storage]:
+            self.live -= self.sizes[storage]
+
+    def alone(self, storage: int) -> bool:
+        """Return True for a storage with one reference."""
+        return self.references[storage] == 1
 
 
 class LiveState:
-    """One micro-batch."""
+    """Storages of one micro-batch: values, gradients, saved tensors and buffers of buckets."""
 
-    def __init__(self, wired: LoweredStep) -> None:
-        self.graph, self.plan, self.reshard_plan = wired.graph, wired.plan, wired.reshard_plan
-        self.axes = self.plan.axes
-        self.again = wired.again
-        self.later = self.plan.micro_batches > 1 or self.plan.gradient_dtype is not None
-        """Whether gradients are added to what other micro-batches, or another dtype, have made room for."""
-        self.local = LocalFootprints(wired)
+    def __init__(self, step: LoweredStep) -> None:
+        self.graph, self.plan, self.reshard_plan = step.graph, step.plan, step.reshard_plan
+        self.recomputed = step.recomputed
+        # True where gradients are added to those of earlier micro-batches, or to gradients of another dtype.
+        self.accumulates = self.plan.micro_batches > 1 or self.plan.gradient_dtype is not None
+        self.footprints = LocalFootprints(step)
         self.last = last_uses(self.graph, self.reshard_plan)
+        # Versions whose last use is the op at a place.
         self.ends: dict[float, list[Version]] = {}
-        """By the place of an op: what it is the last to use."""
         for version, place in self.last.items():
             self.ends.setdefault(place, []).append(version)
-        self.layers = wired.layers if wired.again else {}
+        self.layers = step.layers if step.recomputed else {}
+        # Layers under a checkpoint, which keeps its inputs until the backward has left it.
         self.whole = {layer for layer, mode in self.layers.values() if mode == "full"}
-        """These are called through a checkpoint, which holds what enters until the backward has left."""
-        self.reading = reading(self.graph, self.layers, self.again)
-        """Ops that are computed again and whose operands must be there for it."""
-        self.schedule = schedule_of(wired)
+        # Recomputed ops whose operands must be kept for the recompute.
+        self.reading = reading(self.graph, self.layers, self.recomputed)
+        self.schedule = bucket_schedule(step)
         self.sizes: dict[Version, float] = {}
         self.storages = Storages()
         self.values: dict[Version, int] = {}
         self.gradients: dict[Version, int] = {}
-        self.given: dict[Version, int] = {}
-        """Inputs, parameters and buffers."""
+        # Inputs, parameters and buffers of the module.
+        self.inputs: dict[Version, int] = {}
+        # Copies of parameters, and parts of gradient buffers, that live for the whole step.
         self.copied: dict[str, int] = {}
-        """Copies of parameters that live for the whole step."""
         self.sums: dict[str, int] = {}
-        """The parts of the buffers in which gradients are added up."""
+        # Buffers of buckets whose gather has started.
         self.flat: dict[Bucket, int] = {}
-        """The buffers of buckets that have been begun."""
-        self.kept: dict[str, list[int]] = {}
+        self.saved: dict[str, list[int]] = {}
+        # By layer: the op and the storage of saved tensors that the recompute makes again.
         self.lost: dict[int, list[tuple[str, int]]] = {}
-        """By layer: what each of its ops would keep and what is made again."""
+        # By layer: storages kept as its inputs, and storages made by its recomputed ops.
         self.entering: dict[int, set[int]] = {}
         self.made: dict[int, set[int]] = {}
-        """By layer: what enters it from outside; what its ops that are computed again have made."""
+        # By layer: parameters that it regathers itself, with the bytes of the buffer of each.
         self.gathered: dict[int, dict[int, float]] = {}
-        """By layer: parameters that it gathers again itself, and what the buffer for each takes."""
 
     def _bytes(self, version: Version) -> float:
         found = self.sizes.get(version)
         if found is None:
-            found = self.sizes[version] = float(local_bytes(self.graph, *version, self.axes))
+            found = self.sizes[version] = float(local_bytes(self.graph, *version, self.plan.axes))
         return found
 
     def _trains(self, node: NamedNode) -> bool:
@@ -74,13 +114,13 @@ class LiveState:
     def _layer(self, node: NamedNode) -> int:
         return self.layers.get(node.name, (0, "none"))[0]
 
-    def _waits(self, name: str) -> bool:
-        """Whether a gradient is only added up: it is reduced in the last micro-batch."""
+    def _defers_reduction(self, name: str) -> bool:
+        """Return True for a gradient that is reduced in the last micro-batch only."""
         return self.plan.micro_batches > 1 and name in self.plan.accumulated
 
-    def _steps(self, held: int, steps: tuple[Step, ...], one: InsertedReshard) -> int:
-        """What comes out of some steps; the caller keeps what went in."""
-        now = self.storages.take(held)
+    def _steps(self, source: int, steps: tuple[Step, ...], one: InsertedReshard) -> int:
+        """Return the result of reshard steps; the caller keeps its reference to the source."""
+        now = self.storages.take(source)
         for step in steps:
             after = self.storages.new(prod(shape_of(one, step.after)) * one.itemsize)
             self.storages.touch(buffers_of(step, one))
@@ -88,8 +128,25 @@ class LiveState:
             now = after
         return now
 
-    def _start(self, bucket: Bucket) -> int:
-        held = sum(self._bytes((one.tensor, one.reshard.source)) for one in bucket.members)
+    def _start_gather(self, bucket: Bucket) -> int:
+        """Return the buffer of a bucket; the shards are copied into one piece for the gather."""
+        shards = sum(self._bytes((one.tensor, one.reshard.source)) for one in bucket.members)
         flat = self.storages.new(sum(self._bytes((one.tensor, one.reshard.target)) for one in bucket.members))
-        self.storages.touch(held)
+        self.storages.touch(shards)
         return flat
+
+
+def last_uses(graph: NamedGraph, reshard_plan: ReshardPlan) -> dict[Version, float]:
+    """Return the place of the last op that uses each version; results of the module have no end."""
+    found: dict[Version, float] = {}
+    for place, node in enumerate(graph.nodes):
+        reshards = reshard_plan.ops[node.name]
+        for version in reshards.operands:
+            if version is not None:
+                found[version] = place
+        for one in (*reshards.before, *reshards.after):
+            found[one.tensor, one.reshard.source] = place
+    for one in reshard_plan.outputs:
+        found[one.tensor, one.reshard.source] = inf
+    found.update((result, inf) for result in reshard_plan.results if result is not None)
+    return found

@@ -1,7 +1,7 @@
-"""What ops hold on one rank.
+"""Footprint of ops on one rank: saved operands, temporaries, and gradients that are passed on.
 
-Most hold their share of what the whole op holds. Those that run on shards with messages of their own run other ops:
-what these hold is seen by running their lowerings on fake tensors.
+Most ops have a share of the whole op's footprint. A lowered op, with collectives inside, runs other ops: its footprint
+is found by running its lowering on fake tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
-from autopar.cost.step.lowered_step import LoweredStep
+from autopar.cost.lowered_step import LoweredStep
 from autopar.ir.analysis.differentiable import fake_input
 from autopar.ir.analysis.op_memory import Footprint, measure
 from autopar.ir.graph import NamedGraph
@@ -29,41 +29,38 @@ from autopar.sharding.lowered_ops import LoweredOpContext
 from autopar.sharding.lowered_ops.base import OpMessage, Send
 from autopar.sharding.reshard.reshard import StepKind
 
-__all__ = ["LocalFootprints", "local_footprint", "lowered_footprint"]
-
 
 class LocalFootprints:
-    """The footprints of the ops of a plan, each worked out once."""
+    """Footprints of the ops of a plan on one rank; those of equal ops are computed once."""
 
-    def __init__(self, wired: LoweredStep) -> None:
-        self.graph, self.plan, self.reshard_plan = wired.graph, wired.plan, wired.reshard_plan
-        self.found: dict[str, Footprint] = {}
-        self.known: dict[Any, Footprint] = {}
+    def __init__(self, step: LoweredStep) -> None:
+        self.graph, self.plan, self.reshard_plan = step.graph, step.plan, step.reshard_plan
+        self.by_name: dict[str, Footprint] = {}
+        self.by_key: dict[Any, Footprint] = {}
 
     def of(self, node: NamedNode) -> Footprint:
-        found = self.found.get(node.name)
+        found = self.by_name.get(node.name)
         if found is None:
             op_assignment = self.plan.assignment.ops[node.name]
-            whole = self.graph.footprints[node.node]
-            key = id(whole), op_assignment.choice, op_assignment.operands
-            found = self.known.get(key) or self._made(node, op_assignment)
-            self.found[node.name] = self.known[key] = found
+            key = id(self.graph.footprints[node.node]), op_assignment.choice, op_assignment.operands
+            found = self.by_key.get(key)
+            if found is None:
+                lowered_op = self.reshard_plan.ops[node.name].split
+                found = local_footprint(self.graph, node, op_assignment, lowered_op, self.plan.axes)
+            self.by_name[node.name] = self.by_key[key] = found
         return found
-
-    def _made(self, node: NamedNode, op_assignment: OpAssignment) -> Footprint:
-        return local_footprint(self.graph, node, op_assignment, self.reshard_plan.ops[node.name].split, self.plan.axes)
 
 
 def local_footprint(
     graph: NamedGraph,
     node: NamedNode,
     op_assignment: OpAssignment,
-    split: LoweredOpContext | None,
+    lowered_op: LoweredOpContext | None,
     axes: SubMesh,
 ) -> Footprint:
-    """Of one rank."""
-    if split is not None and not exchanges_edges(split):
-        return lowered_footprint(graph, node, op_assignment, split, axes)
+    """Return the footprint of an op on one rank."""
+    if lowered_op is not None and not _exchanges_halos(lowered_op):
+        return _lowered_footprint(graph, node, op_assignment, lowered_op, axes)
     whole = graph.footprints[node.node]
     share = 1 / prod(axes[axis] for axis in op_assignment.choice.axes)
     return replace(
@@ -74,15 +71,16 @@ def local_footprint(
     )
 
 
-def exchanges_edges(split: LoweredOpContext) -> bool:
-    """Whether its messages are the edges of neighbours: then the op itself runs on what is put together."""
-    return any(step.kind is StepKind.HALO_EXCHANGE for message in split.messages() for step in message.reshard.forward)
+def _exchanges_halos(lowered_op: LoweredOpContext) -> bool:
+    """Return True for a window op, which runs unchanged on its shard joined with its neighbours' edges."""
+    steps = (step for message in lowered_op.messages() for step in message.reshard.forward)
+    return any(step.kind is StepKind.HALO_EXCHANGE for step in steps)
 
 
-def lowered_footprint(
-    graph: NamedGraph, node: NamedNode, op_assignment: OpAssignment, split: LoweredOpContext, axes: SubMesh
+def _lowered_footprint(
+    graph: NamedGraph, node: NamedNode, op_assignment: OpAssignment, lowered_op: LoweredOpContext, axes: SubMesh
 ) -> Footprint:
-    """Of one rank, in bytes of that rank."""
+    """Run the lowering of an op on fake tensors of one rank and return its footprint in bytes."""
     source = next(found for found in graph.exported.graph_module.graph.nodes if found.name == node.node)
     target: Any = source.target
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -95,14 +93,14 @@ def lowered_footprint(
         for name, is_list in takes_tensors(target).items():
             value = arguments[name]
             if is_list:
-                arguments[name] = None if value is None else [_taken(item, next(left)) for item in value]
+                arguments[name] = None if value is None else [_argument(item, next(left)) for item in value]
             else:
-                arguments[name] = _taken(value, next(left))
-        pieces = {factor: _piece(node, op_assignment, factor, axes) for factor in node.sizes}
-        sizes = {factor: pieces[factor].length for factor in node.sizes if factor not in split.factors}
+                arguments[name] = _argument(value, next(left))
+        slices = {factor: _first_slice(node, op_assignment, factor, axes) for factor in node.sizes}
+        sizes = {factor: slices[factor].length for factor in node.sizes if factor not in lowered_op.factors}
         local = LocalCall(target, arguments, node.rule, dict(node.sizes), {**node.sizes, **sizes})
-        sends = tuple(map(_sent, split.messages()))
-        return measure(operands, lambda: split.lowering.run(split, local, pieces, sends))
+        sends = tuple(map(_fake_send, lowered_op.messages()))
+        return measure(operands, lambda: lowered_op.lowering.run(lowered_op, local, slices, sends))
 
 
 def _operand(graph: NamedGraph, name: str, op_assignment: OpAssignment, position: int, axes: SubMesh) -> Tensor:
@@ -112,12 +110,12 @@ def _operand(graph: NamedGraph, name: str, op_assignment: OpAssignment, position
     return fake_input(shape, tensor.dtype, tensor.requires_grad)
 
 
-def _taken(given: Any, made: Tensor | None) -> Any:
-    return made if isinstance(given, Node) else given
+def _argument(value: Any, operand: Tensor | None) -> Any:
+    return operand if isinstance(value, Node) else value
 
 
-def _piece(node: NamedNode, op_assignment: OpAssignment, factor: str, axes: SubMesh) -> FactorSlice:
-    """What the first rank has of a factor."""
+def _first_slice(node: NamedNode, op_assignment: OpAssignment, factor: str, axes: SubMesh) -> FactorSlice:
+    """Return the first rank's slice of a factor, which is the largest."""
     length = node.sizes[factor]
     for (name, _), used in op_assignment.choice.splits:
         if name == factor:
@@ -125,8 +123,8 @@ def _piece(node: NamedNode, op_assignment: OpAssignment, factor: str, axes: SubM
     return FactorSlice(factor, 0, 0, length, node.sizes[factor])
 
 
-def _sent(message: OpMessage) -> Send:
-    """What comes back of a message: of the right shape, with a gradient where the message has one."""
+def _fake_send(message: OpMessage) -> Send:
+    """Return a function with the shapes of a message, and its gradient, that sends nothing."""
     found = message.reshard
     shape = found.atoms.fold(found.target.largest_sizes(found.atoms, found.axes))
 

@@ -1,8 +1,8 @@
-"""What one device holds in a step, by what fills it, and the most at any moment.
+"""Memory of one device in a step, by category and at the peak, and the memory limit of a layout.
 
-The forward and the backward are followed op by op (`autopar/cost/memory/backward.py`), for eager mode: a compiled
-module keeps what its partitioner chooses. The optimizer's states are there from the second step on, and so they count
-in every one.
+The simulator follows forward and backward op by op (`autopar/cost/memory/step_memory.py`), in eager mode: a compiled
+module saves the tensors that its partitioner chooses. Optimizer states are allocated in the first step and counted in
+all steps.
 """
 
 from __future__ import annotations
@@ -11,36 +11,56 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.cost.compute.optimizers import Optimizer, optimizer_of
-from autopar.cost.costs import MemoryCosts
-from autopar.cost.memory.backward import StepMemory
-from autopar.cost.step.lowered_step import LoweredStep
+from autopar.cost.lowered_step import LoweredStep
+from autopar.cost.memory.step_memory import StepMemory
 from autopar.ir.graph import NamedGraph
-from autopar.ir.values import NamedNode, NamedTensor
+from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.atoms import atoms_of
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.source import layout_error
+from autopar.sharding.layout.syntax import Limit
 
-__all__ = ["MemoryMoment", "memory", "memory_over_time"]
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+
+
+@dataclass(frozen=True)
+class MemoryCosts:
+    """Bytes of the device that has most, by category."""
+
+    # Parameters and buffers as they are stored, in the dtype that the optimizer updates.
+    parameters_bytes: float
+    # Copies of parameters that live for the whole step: gathered, or in the dtype of the compute.
+    copies_bytes: float
+    # Gradients at the end of the backward.
+    gradients_bytes: float
+    optimizer_bytes: float
+    inputs_bytes: float
+    # Tensors alive between forward and backward of one micro-batch, with gathered parameters and results.
+    saved_bytes: float
+    # Most bytes at any moment of a step, and the name of that moment: `the backward of head/linear`.
+    peak_bytes: float
+    peak_at: str
 
 
 @dataclass(frozen=True)
 class MemoryMoment:
-    """What is held while something is done; what parameters, copies, optimizer and inputs take is the same in all."""
+    """Memory while one op runs; parameters, copies, optimizer states and inputs are constant over a step."""
 
     doing: str
+    # Most bytes of all categories while the op runs.
     bytes: float
-    """The most, of all kinds."""
+    # Gradients of parameters at the end of the op.
     gradients_bytes: float
-    """Of parameters, those that are there when it is done."""
 
 
-def memory(wired: LoweredStep) -> MemoryCosts:
-    """The bytes of one step, on the rank that holds most."""
-    graph, plan = wired.graph, wired.plan
-    trains = graph.exported.grad_enabled
-    run = StepMemory(wired)
+def memory(step: LoweredStep) -> MemoryCosts:
+    """Return the memory of one step, on the rank with most."""
+    graph, plan = step.graph, step.plan
+    run = StepMemory(step)
     run.forward()
     inputs = parameters = 0.0
-    for (name, _), storage in run.given.items():
+    for (name, _), storage in run.inputs.items():
         if graph.tensors[name].kind == "input":
             inputs += run.storages.sizes[storage]
         else:
@@ -48,24 +68,24 @@ def memory(wired: LoweredStep) -> MemoryCosts:
     copies = sum(run.storages.sizes[storage] for storage in run.copied.values())
     buffers = sum(run.storages.sizes[storage] for storage in run.sums.values())
     saved = run.storages.live - inputs - parameters - copies - buffers
-    if not trains:
+    if not graph.exported.grad_enabled:
         return MemoryCosts(parameters, copies, 0.0, 0.0, inputs, 0.0, run.storages.peak, run.storages.peak_at)
     run.backward()
     gradients = run.gradient_bytes()
     states, largest = _optimizer_bytes(graph, plan, optimizer_of(plan.optimizer))
-    held = parameters + copies + inputs + states
+    resident = parameters + copies + inputs + states
     moments = {
         run.storages.peak_at: run.storages.peak + states,
-        "the optimizer": held + gradients + largest,
+        "the optimizer": resident + gradients + largest,
     }
     at = max(moments, key=lambda moment: moments[moment])
     return MemoryCosts(parameters, copies, gradients, states, inputs, saved, moments[at], at)
 
 
-def memory_over_time(wired: LoweredStep) -> tuple[MemoryMoment, ...]:
-    """What is held while each op runs, in the order of the step."""
-    graph, plan = wired.graph, wired.plan
-    run = _GradientWatch(wired)
+def memory_over_time(step: LoweredStep) -> tuple[MemoryMoment, ...]:
+    """Return the memory while each op runs, in the order of the step."""
+    graph, plan = step.graph, step.plan
+    run = _GradientWatch(step)
     run.forward()
     first = sum(run.storages.sizes[storage] for storage in run.sums.values())
     states = 0.0
@@ -74,47 +94,94 @@ def memory_over_time(wired: LoweredStep) -> tuple[MemoryMoment, ...]:
         states, _ = _optimizer_bytes(graph, plan, optimizer_of(plan.optimizer))
     found = {**dict.fromkeys(run.storages.moments, first), **run.gradients_after}
     return tuple(
-        MemoryMoment(doing, held + states, found[doing]) for doing, held in run.storages.moments.items() if doing
+        MemoryMoment(doing, alive + states, found[doing]) for doing, alive in run.storages.moments.items() if doing
     )
 
 
 class _GradientWatch(StepMemory):
-    """Notes which gradients of parameters are there after each op."""
+    """Step simulator that records the gradients of parameters after each op."""
 
-    def __init__(self, wired: LoweredStep) -> None:
-        super().__init__(wired)
+    def __init__(self, step: LoweredStep) -> None:
+        super().__init__(step)
         self.gradients_after: dict[str, float] = {}
-        self.stored = {tensor.name for tensor in self.graph.parameters}
+        self.parameters = {tensor.name for tensor in self.graph.parameters}
 
     def _op_backward(self, node: NamedNode) -> None:
         super()._op_backward(node)
-        there = {storage for (name, _), storage in self.gradients.items() if name in self.stored}
-        there |= set(self.sums.values())
-        self.gradients_after[self.storages.now] = sum(self.storages.sizes[storage] for storage in there)
+        found = {storage for (name, _), storage in self.gradients.items() if name in self.parameters}
+        found |= set(self.sums.values())
+        self.gradients_after[self.storages.now] = sum(self.storages.sizes[storage] for storage in found)
 
 
 def _optimizer_bytes(graph: NamedGraph, plan: StepPlan, optimizer: Optimizer) -> tuple[float, float]:
-    """Its states; and what it holds in between for the largest parameter, which it steps one by one."""
+    """Return the bytes of the states, and of the temporaries for the largest parameter."""
+    # The optimizer updates parameters one by one: only the largest temporaries count.
     states = largest = 0.0
     for tensor in graph.parameters:
         if tensor.requires_grad:
             itemsize = (plan.master_dtype or tensor.dtype).itemsize
-            shape = _local_shape(tensor, plan)
+            atoms, stored = atoms_of(tensor), plan.assignment.stored[tensor.name]
+            shape = atoms.fold(stored.largest_sizes(atoms, plan.axes))
             count = prod(shape)
             states += optimizer.states * count * itemsize
             if optimizer.factored:
-                states += _factored(shape) * itemsize
+                # One number for each row and each column of the last two dims; a vector is stored whole.
+                factors = prod(shape[:-1]) + prod(shape[:-2]) * shape[-1] if len(shape) > 1 else count
+                states += factors * itemsize
             largest = max(largest, optimizer.temporaries * count * itemsize)
     return states, largest
 
 
-def _local_shape(tensor: NamedTensor, plan: StepPlan) -> tuple[int, ...]:
-    atoms, stored = atoms_of(tensor), plan.assignment.stored[tensor.name]
-    return atoms.fold(stored.largest_sizes(atoms, plan.axes))
+def memory_limit(layout: Layout, device_bytes: float | None) -> tuple[Limit, float] | None:
+    """Return the lowest memory limit of a layout, in bytes.
+
+    `device_bytes`, the memory of a device, resolves limits in percent.
+    """
+    found: list[tuple[Limit, float]] = []
+    for statement in layout:
+        if not isinstance(statement, Limit) or statement.quantity != "memory":
+            continue
+        if statement.size_bytes is not None:
+            found.append((statement, float(statement.size_bytes)))
+            continue
+        assert statement.percent is not None, "a limit is a size or a percentage"
+        if device_bytes is None:
+            raise layout_error(
+                "E6",
+                f"unknown memory of a device in 'limit memory {statement.percent:g}%': expected a size in bytes",
+                "write a size, as in 'limit memory 70GiB'",
+                statement.span,
+            )
+        found.append((statement, statement.percent / 100 * device_bytes))
+    return min(found, key=lambda pair: pair[1], default=None)
 
 
-def _factored(shape: tuple[int, ...]) -> int:
-    """A number for each row and one for each column of the last two dims; all of what has one dim."""
-    if len(shape) < 2:
-        return prod(shape)
-    return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]
+def check_memory(layout: Layout, graph: NamedGraph, plan: StepPlan, device_bytes: float | None = None) -> None:
+    """Raise E6 where a step of the plan exceeds the memory limit of the layout."""
+    limit = memory_limit(layout, device_bytes)
+    if limit is None:
+        return
+    statement, most_bytes = limit
+    found = memory(LoweredStep(graph, plan))
+    if found.peak_bytes > most_bytes:
+        parts = {
+            "parameters": found.parameters_bytes + found.copies_bytes,
+            "gradients": found.gradients_bytes,
+            f"the states of {plan.optimizer}": found.optimizer_bytes,
+            "tensors saved for the backward": found.saved_bytes,
+        }
+        listed = ", ".join(f"{name} {size_text(part)}" for name, part in parts.items())
+        raise layout_error(
+            "E6",
+            f"out of memory: expected at most {size_text(most_bytes)} on a device, "
+            f"got {size_text(found.peak_bytes)} in {found.peak_at} ({listed})",
+            "split more, 'recompute full @...' of repeated layers, 'regather @*', fewer examples at a time, "
+            "or a higher limit",
+            statement.span,
+        )
+
+
+def size_text(count: float) -> str:
+    """Return bytes with a binary unit: `1.50 GiB`."""
+    unit = next((unit for unit in ("GiB", "MiB", "KiB") if count >= _UNITS[unit]), "B")
+    return f"{count / _UNITS[unit]:.2f} {unit}"

@@ -11,14 +11,12 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any, Literal
 
-from autopar.cost.costs import Costs
-from autopar.cost.evaluate import evaluate
+from autopar.cost.evaluate import Costs, evaluate
 from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.memory.peak import MemoryMoment, memory_over_time
-from autopar.cost.step.lowered_step import LoweredStep
-from autopar.cost.step.profile import Profile, profile
-from autopar.cost.step.tasks import Task, TaskBuilder
-from autopar.cost.step.timeline import STREAMS, timeline_of
+from autopar.cost.profile import Profile, Task, TaskBuilder, profile
+from autopar.cost.timeline import STREAMS, timeline_of
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.assignment import StepPlan
@@ -220,10 +218,10 @@ class _OpTraffic:
         found: list[dict[str, Any]] = []
         for way in WAYS:
             for one in (*values, *wired.inside, *wired.after):
-                found += [_sent(task, task.name, 1) for task in self.prices.conversion(one, way) if task.kind != "copy"]
+                found += [_sent(task, task.name, 1) for task in self.prices.reshard(one, way) if task.kind != "copy"]
             for bucket in self.buckets.get(op, ()):
                 own = ", ".join(dict.fromkeys(one.tensor for one in bucket.members if one.op == op))
-                tasks = (task for task in self.prices.together(bucket.members, way) if task.kind != "copy")
+                tasks = (task for task in self.prices.bucket(bucket.members, way) if task.kind != "copy")
                 found += [_sent(task, own, len(bucket.members)) for task in tasks]
         return found
 
@@ -237,7 +235,7 @@ def _sent(task: Task, tensor: str, together: int) -> dict[str, Any]:
         "bytes": task.bytes,
         "seconds": task.seconds,
         "direction": task.direction,
-        "beside": task.beside,
+        "beside": task.overlapped,
         "together": together,
     }
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 
-from autopar.cost.costs import Costs
+from autopar.cost.evaluate import Costs
 from autopar.errors import LayoutError
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.plans.format import bytes_text, seconds_text, table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from autopar.cost.memory_limit import size_text
+from autopar.cost.memory.peak import size_text
 from autopar.errors import AutoparError, LayoutError
 from autopar.sharding.demands import SearchLayout
 from autopar.sharding.layout.language import Layout

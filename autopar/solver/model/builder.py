@@ -216,7 +216,7 @@ class ModelBuilder:
     # -- sums that several kinds of variables have
 
     def _added(self, sums: Floats, name: str, layout: Sharding, times: int) -> None:
-        task = self.setting.prices.added(name, layout)
+        task = self.setting.prices.gradient_sum(name, layout)
         sums[Sum.DEVICE] += times * task.seconds
         sums[Sum.BACKWARD_ROOM] += times * task.seconds
         sums[Sum.HOST] += times * task.host_seconds

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost.compute.fusion import scaled, shares_of
-from autopar.cost.compute.op_time import DirectionWork, OpWork
+from autopar.cost.compute.op_time import DirectionWork, OpWork, scaled, unfused_shares
 from autopar.cost.memory.local_op_memory import local_footprint
 from autopar.ir.analysis.op_memory import Footprint
 from autopar.ir.values import NamedNode
@@ -30,7 +29,7 @@ class OpVariables(ModelBuilder):
         options = {node.name: self._options(node) for node in self.graph.nodes}
         if self.setting.options.compiled:
             whole = {name: self._work(self.nodes[name], found[0]) for name, found in options.items()}
-            self.shares = shares_of(self.graph, whole)
+            self.shares = unfused_shares(self.graph, whole)
         for node in self.graph.nodes:
             self._heed_time()
             found = options[node.name]
@@ -177,8 +176,8 @@ class OpVariables(ModelBuilder):
             name = node.operands[0]
             assert name is not None, node.name
             one = InsertedReshard(name, node.name, message.reshard, message.itemsize, message.differentiable)
-            forward = tuple(self.setting.prices.conversion(one, "forward"))
-            backward = tuple(self.setting.prices.conversion(one, "backward") if self.setting.trains else ())
+            forward = tuple(self.setting.prices.reshard(one, "forward"))
+            backward = tuple(self.setting.prices.reshard(one, "backward") if self.setting.trains else ())
             for sums, tasks in ((once, (*forward, *backward)), (more, forward)):
                 for task in tasks:
                     sums[Sum.DEVICE] += task.seconds

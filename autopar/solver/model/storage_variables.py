@@ -139,7 +139,7 @@ class StorageVariables(ModelBuilder):
 
     def _accumulated_bytes(self, tensor: NamedTensor) -> Any:
         prices, master = self.setting.prices, self.setting.options.master_dtype
-        return lambda layout: prices.accumulated(tensor.name, layout, master).bytes
+        return lambda layout: prices.gradient_accumulation(tensor.name, layout, master).bytes
 
     def _add_gradients(self, tensor: NamedTensor, node: NamedNode, wants: Sequence[Wants], times: int) -> None:
         """A parameter's gradients are added up in the layout in which its first user takes it."""

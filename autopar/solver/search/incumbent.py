@@ -7,8 +7,7 @@ import warnings
 from collections.abc import Callable
 
 from autopar.cost.compute.rates import peak_of
-from autopar.cost.costs import Costs
-from autopar.cost.evaluate import evaluate
+from autopar.cost.evaluate import Costs, evaluate
 from autopar.errors import AutoparWarning, LayoutError
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.contracts import check_contracts

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.cost.costs import Costs
+from autopar.cost.evaluate import Costs
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.demands import SearchLayout
 from autopar.sharding.layout.language import Layout

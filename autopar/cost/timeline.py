@@ -1,8 +1,8 @@
-"""One step as events in time, for looking at: what computes, what is sent of values, what is sent of parameters.
+"""Timeline of a step for display: events of compute, communication of values, communication of parameters.
 
-Ops run one after the other and wait for the values that they are sent. Parameters are gathered one bucket ahead of
-their use; their gradients are reduced beside the rest of the backward; the optimizer waits for all of it. The price of
-a plan is `evaluate`'s, which says in one formula what this shows.
+Ops run one after another and wait for the values that are sent to them. Parameters are gathered one bucket ahead of
+their use. Their gradients are reduced in parallel with the rest of the backward, and the optimizer waits for all of
+them. The price of a plan is that of `evaluate`, which has one formula for the same overlap.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost.hardware.cluster import Cluster
-from autopar.cost.step.lowered_step import LoweredStep
-from autopar.cost.step.profile import Profile, Task, profile
+from autopar.cost.lowered_step import LoweredStep
+from autopar.cost.profile import Profile, Task, profile
 from autopar.files import write_text
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
-
-__all__ = ["Event", "Timeline", "timeline"]
 
 STREAMS = ("compute", "communication of values", "communication of parameters")
 
 
 @dataclass(frozen=True)
 class Event:
+    """A task of one micro-batch, with its stream and its start."""
+
     task: Task
     stream: str
     start_seconds: float
@@ -39,6 +39,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
+    """All events of a step, in the order of their start within each stream."""
+
     events: tuple[Event, ...]
 
     @property
@@ -49,19 +51,19 @@ class Timeline:
         return sum(event.task.seconds for event in self.events if event.stream == stream)
 
     def to_json(self) -> dict[str, Any]:
-        """In the trace event format, which chrome://tracing and ui.perfetto.dev open."""
+        """Return the trace event format, which chrome://tracing and ui.perfetto.dev open."""
         named = [
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": stream}}
             for i, stream in enumerate(STREAMS)
         ]
-        return {"traceEvents": [*named, *map(_traced, self.events)], "displayTimeUnit": "ms"}
+        return {"traceEvents": [*named, *map(_trace_event, self.events)], "displayTimeUnit": "ms"}
 
     def save(self, path: str | Path) -> None:
         write_text(path, json.dumps(self.to_json()))
 
 
 def timeline(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Timeline:
-    """When a device does what in one step."""
+    """Return the timeline of one device in one step."""
     return timeline_of(profile(LoweredStep(graph, plan), cluster), plan.micro_batches)
 
 
@@ -76,54 +78,54 @@ def timeline_of(found: Profile, micro_batches: int) -> Timeline:
 
 
 class _Clock:
+    """Clock of the simulated step: the end of the ops so far, and of the parameter communication so far."""
+
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.now = 0.0
-        """When the ops so far are done."""
         self.sent = 0.0
-        """When what has been sent of parameters so far has come."""
 
     def forward(self, tasks: Sequence[Task], micro_batch: int) -> None:
-        """What is gathered may begin when the op begins that uses the bucket before."""
+        # A gather may begin when the op begins that uses the bucket before.
         ahead = self.now
         for task in tasks:
-            if not task.beside:
-                self._in_turn(task, micro_batch)
+            if not task.overlapped:
+                self._run(task, micro_batch)
                 continue
-            arrived = self._beside(task, ahead, micro_batch)
+            arrived = self._send(task, ahead, micro_batch)
             ahead = self.now
             self.now = max(self.now, arrived)
 
     def backward(self, tasks: Sequence[Task], micro_batch: int) -> None:
         for task in tasks:
-            if task.beside:
-                arrived = self._beside(task, self.now, micro_batch)
-                if task.direction == "recompute":  # gathered again: the op waits for it
+            if task.overlapped:
+                arrived = self._send(task, self.now, micro_batch)
+                # An op waits for the regather of its parameters, but not for the reduction of gradients.
+                if task.direction == "recompute":
                     self.now = max(self.now, arrived)
             else:
-                self._in_turn(task, micro_batch)
+                self._run(task, micro_batch)
 
     def finish(self, tasks: Iterable[Task], micro_batch: int) -> None:
         self.now = max(self.now, self.sent)
         for task in tasks:
-            self._in_turn(task, micro_batch)
+            self._run(task, micro_batch)
 
-    def _in_turn(self, task: Task, micro_batch: int) -> None:
-        stream = STREAMS[0] if task.kind in ("compute", "copy") else STREAMS[1]
-        self.events.append(Event(task, stream, self.now, micro_batch))
+    def _run(self, task: Task, micro_batch: int) -> None:
+        self.events.append(Event(task, STREAMS[task.sends], self.now, micro_batch))
         self.now += task.seconds
 
-    def _beside(self, task: Task, earliest: float, micro_batch: int) -> float:
+    def _send(self, task: Task, earliest: float, micro_batch: int) -> float:
         start = max(earliest, self.sent)
         self.events.append(Event(task, STREAMS[2], start, micro_batch))
         self.sent = start + task.seconds
         return self.sent
 
 
-def _traced(event: Event) -> dict[str, Any]:
+def _trace_event(event: Event) -> dict[str, Any]:
     task = event.task
-    told = {"kind": task.kind, "direction": task.direction, "bytes": task.bytes, "flops": task.flops}
-    told |= {"axes": "*".join(task.axes), "micro_batch": event.micro_batch}
+    details = {"kind": task.kind, "direction": task.direction, "bytes": task.bytes, "flops": task.flops}
+    details |= {"axes": "*".join(task.axes), "micro_batch": event.micro_batch}
     name = task.name if task.kind == "compute" else f"{task.kind} {task.name}"
     return {
         "name": name,
@@ -133,5 +135,5 @@ def _traced(event: Event) -> dict[str, Any]:
         "tid": STREAMS.index(event.stream),
         "ts": event.start_seconds * 1e6,
         "dur": task.seconds * 1e6,
-        "args": told,
+        "args": details,
     }

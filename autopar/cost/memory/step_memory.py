@@ -1,0 +1,366 @@
+"""Simulate the storages of a forward and a backward of the generated graph, op by op, on the rank with most memory.
+
+A value is alive until its last use, and until the backward if an op saves it; a view shares the storage of its base.
+Saved operands, temporaries and gradients that an op passes on unchanged are found by running the op
+(`autopar/ir/analysis/op_memory.py`). Reshards allocate the buffers of `autopar/lowering/collectives/local_steps.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.cost.lowered_step import LoweredStep, Version
+from autopar.cost.memory.live_state import LiveState
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode
+from autopar.sharding.buckets import Bucket, copied
+from autopar.sharding.reshard.reshard import StepKind
+from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards, ReshardPlan
+
+
+class ForwardMemory(LiveState):
+    """Forward of the generated graph, op by op."""
+
+    def forward(self) -> None:
+        self._place_inputs()
+        for tensor in self.graph.parameters:
+            stays = tensor.name in self.plan.resident and self.plan.micro_batches > 1
+            # The step keeps a copy of parameters that stay gathered, or that compute in another dtype than stored.
+            if stays or self.plan.master_dtype not in (None, tensor.dtype):
+                values, stored = self.plan.assignment.values[tensor.name], self.plan.assignment.stored[tensor.name]
+                self.copied[tensor.name] = self.storages.new(self._bytes((tensor.name, values if stays else stored)))
+        if self.graph.exported.grad_enabled:
+            # Buffers of summed gradients are allocated once and live from step to step.
+            sums = (one for of_op in self.schedule.of_op.values() for one in of_op if one.is_sum)
+            for bucket in sums:
+                for one in bucket.members if not self._defers_reduction(bucket.members[0].tensor) else ():
+                    self.sums[one.tensor] = self.storages.new(self._bytes((one.tensor, one.reshard.source)))
+        for place, node in enumerate(self.graph.nodes):
+            self.storages.now = f"the forward of {node.name}"
+            self._op_forward(node, place)
+        for one in self.reshard_plan.outputs:
+            self._reshard(one)
+
+    def _place_inputs(self) -> None:
+        """Allocate inputs, parameters and buffers, which the caller of the module keeps alive."""
+        for name, tensor in self.graph.tensors.items():
+            if tensor.kind == "activation":
+                continue
+            reshard = self.reshard_plan.inputs.get(name)
+            version = name, self.plan.assignment.stored[name] if reshard is None else reshard.reshard.source
+            size = self._bytes(version)
+            if tensor.kind == "param" and self.plan.master_dtype is not None:
+                # Parameters are stored in the dtype that the optimizer updates.
+                size = size / tensor.dtype.itemsize * self.plan.master_dtype.itemsize
+            self.values[version] = self.storages.new(size)
+            self.inputs[version] = self.storages.take(self.values[version])
+            if reshard is not None:
+                self._reshard(reshard)
+
+    def _op_forward(self, node: NamedNode, place: int) -> None:
+        reshards = self.reshard_plan.ops[node.name]
+        footprint = self.footprints.of(node)
+        for bucket in self.schedule.of_op.get(node.name, ()):
+            self._gather(bucket)
+        for one in reshards.before:
+            if (one.tensor, one.reshard.target) not in self.schedule.versions:
+                self._reshard(one)
+        halo_copies = self._halo_copies(reshards)
+        outputs: list[Version | None] = []
+        for name, produced, alias in zip(
+            node.outputs, self.plan.assignment.ops[node.name].produced, footprint.aliases, strict=False
+        ):
+            if name is None or produced is None:
+                outputs.append(None)
+                continue
+            source = None if alias is None else reshards.operands[alias]
+            version = name, produced
+            if source is None:
+                self.values[version] = self.storages.new(self._bytes(version))
+                if node.name in self.recomputed:
+                    self.made.setdefault(self._layer(node), set()).add(self.values[version])
+            else:
+                self.values[version] = self.storages.take(self.values[source])
+            outputs.append(version)
+        internal = footprint.internal_bytes
+        self.storages.touch(footprint.forward_bytes + internal)
+        if self._trains(node):
+            self._save(node, reshards, outputs, internal, halo_copies)
+        for copy in halo_copies.values():
+            self.storages.drop(copy)
+        for one in reshards.after:
+            self._reshard(one)
+        self._free(node, reshards, place)
+
+    def _halo_copies(self, reshards: OpReshards) -> dict[int, int]:
+        """Return the copy of the first operand with its neighbours' edges, where the op exchanges halos."""
+        kinds = {step.kind for one in reshards.inside for step in one.reshard.forward}
+        place = reshards.operands[0] if reshards.operands else None
+        if StepKind.HALO_EXCHANGE not in kinds or place is None:
+            return {}
+        edges = sum(step.numel * one.itemsize for one in reshards.inside for step in one.reshard.forward)
+        return {0: self.storages.new(self._bytes(place) + edges)}
+
+    def _save(
+        self,
+        node: NamedNode,
+        reshards: OpReshards,
+        outputs: list[Version | None],
+        internal: float,
+        halo_copies: Mapping[int, int],
+    ) -> None:
+        """Save the tensors that the op keeps for its backward."""
+        footprint = self.footprints.of(node)
+        found: list[int] = []
+        for i in footprint.keeps:
+            version = reshards.operands[i]
+            if i in halo_copies:
+                found.append(halo_copies[i])
+            elif version is not None:
+                regathered = version[0] in self.plan.regather and version in self.schedule.versions
+                if regathered and self.values[version] not in self.made.get(self._layer(node), ()):
+                    continue
+                found.append(self.values[version])
+        found += [self.values[version] for i in footprint.keeps_outputs if (version := outputs[i]) is not None]
+        layer = self._layer(node)
+        inside = self.made.get(layer, set())
+        lost = self.lost.setdefault(layer, [])
+        lost += [(node.name, one) for one in found if one in inside]
+        self.saved[node.name] = [self.storages.take(one) for one in found if one not in inside]
+        if node.name in self.recomputed and internal:
+            made = self.storages.new(internal)
+            lost.append((node.name, made))
+            self.storages.drop(made)
+        elif internal:
+            self.saved[node.name].append(self.storages.new(internal))
+        if node.name in self.reading:
+            entering = self.entering.setdefault(layer, set())
+            for version in reshards.operands:
+                if version is None or not self._is_kept_for_recompute(version, layer):
+                    continue
+                storage = self.values[version]
+                if storage not in inside and storage not in entering:
+                    entering.add(self.storages.take(storage))
+
+    def _is_kept_for_recompute(self, version: Version, layer: int) -> bool:
+        """Return True for an input of a recomputed layer that is kept until its backward."""
+        # Of gathered parameters, only a checkpoint keeps a reference, and not to regathered ones.
+        return version not in self.schedule.versions or (layer in self.whole and version[0] not in self.plan.regather)
+
+    def _free(self, node: NamedNode, reshards: OpReshards, place: int) -> None:
+        """Free versions whose last use is this op, and those it makes that no op uses."""
+        made = [(one.tensor, one.reshard.target) for one in (*reshards.before, *reshards.after)]
+        pairs = zip(node.outputs, self.plan.assignment.ops[node.name].produced, strict=True)
+        made += [(name, sharding) for name, sharding in pairs if name is not None and sharding is not None]
+        for version in (*self.ends.get(place, ()), *(version for version in made if version not in self.last)):
+            if version in self.values:
+                self.storages.drop(self.values.pop(version))
+
+    def _reshard(self, one: InsertedReshard) -> None:
+        """Run a reshard that no bucket joins: a chain of steps with their buffers."""
+        source, made = self.values[one.tensor, one.reshard.source], self._reshard_value(one)
+        if made != source and one.op in self.recomputed:
+            self.made.setdefault(self.layers[one.op][0], set()).add(made)
+
+    def _reshard_value(self, one: InsertedReshard) -> int:
+        source = self.values[one.tensor, one.reshard.source]
+        made = self.values[one.tensor, one.reshard.target] = self._steps(source, one.reshard.forward, one)
+        return made
+
+    def _gather(self, bucket: Bucket) -> None:
+        """Gather a bucket: copy its shards into one buffer, gather ahead, copy the parameters out."""
+        if bucket.is_alone:
+            self._reshard(bucket.members[0])
+        elif len(bucket.members) == 1 or not bucket.members[0].reshard.forward:
+            for one in bucket.members:
+                self._reshard_value(one)
+        else:
+            flat = self.flat.pop(bucket, None)
+            flat = self._start_gather(bucket) if flat is None else flat
+            for one in bucket.members:
+                size = self._bytes((one.tensor, one.reshard.target))
+                self.values[one.tensor, one.reshard.target] = self.storages.new(size)
+            self.storages.drop(flat)
+        if bucket in self.schedule.inside:
+            made = [self.values[one.tensor, one.reshard.target] for one in bucket.members]
+            self.made.setdefault(self.schedule.inside[bucket], set()).update(made)
+            buffered = len(made) > 1
+            sizes = {one: self.storages.sizes[one] if buffered else 0.0 for one in made}
+            self.gathered.setdefault(self.schedule.inside[bucket], {}).update(sizes)
+        for other in self.schedule.ahead.get(bucket.op, ()):
+            if other is not bucket and other not in self.flat:
+                self.flat[other] = self._start_gather(other)
+
+
+class StepMemory(ForwardMemory):
+    """Forward of the generated graph, and the backward after it."""
+
+    def __init__(self, step: LoweredStep) -> None:
+        super().__init__(step)
+        # Gradients of an op's operands before they are added to those of other uses.
+        self.pending: dict[Version, list[int]] = {}
+        self.regathered: dict[Bucket, int] = {}
+        # Buckets whose gradients are reduced when the backward leaves a checkpoint.
+        self.waiting: list[Bucket] = []
+
+    def backward(self) -> None:
+        if self.accumulates:
+            self._place_gradients()
+        for version in differentiable_results(self.graph, self.reshard_plan):
+            self.gradients[version] = self.storages.new(self._bytes(version))
+        for one in reversed(self.reshard_plan.outputs):
+            self._reshard_gradient(one)
+        inside = 0
+        for node in reversed(self.graph.nodes):
+            layer = self._layer(node)
+            if layer != inside:
+                self._leave(inside)
+            self.storages.now = f"the backward of {node.name}"
+            if layer != inside:
+                self._recompute(layer)
+            inside = layer
+            self._op_backward(node)
+        self._leave(inside)
+
+    def gradient_bytes(self) -> float:
+        """Return the bytes of the gradients of parameters after the backward."""
+        names = {tensor.name for tensor in self.graph.parameters}
+        return sum(self.storages.sizes[one] for (name, _), one in self.gradients.items() if name in names)
+
+    def _op_backward(self, node: NamedNode) -> None:
+        reshards, footprint = self.reshard_plan.ops[node.name], self.footprints.of(node)
+        for bucket in self.schedule.regathered.get(node.name, ()):
+            self._regather(bucket)
+        for one in reversed(reshards.after):
+            self._reshard_gradient(one)
+        outputs = zip(node.outputs, self.plan.assignment.ops[node.name].produced, strict=True)
+        versions = [(name, sharding) for name, sharding in outputs if name is not None and sharding is not None]
+        given = [self.gradients.pop(version) for version in versions if version in self.gradients]
+        if given and self._trains(node):
+            # The gradients of operands are alive together; autograd adds them to those of other uses after the op.
+            for i, version in enumerate(reshards.operands):
+                if version is not None and self.graph.tensors[version[0]].requires_grad:
+                    passed = i in footprint.passes
+                    made = self.storages.take(given[0]) if passed else self.storages.new(self._bytes(version))
+                    self.pending.setdefault(version, []).append(made)
+            self.storages.touch(footprint.backward_bytes)
+        for storage in (*given, *self.saved.pop(node.name, ())):
+            self.storages.drop(storage)
+        for version in dict.fromkeys(version for version in reshards.operands if version is not None):
+            for made in self.pending.pop(version, ()):
+                self._accumulate(version, made)
+        for one in reversed(reshards.before):
+            if (one.tensor, one.reshard.target) not in self.schedule.versions:
+                self._reshard_gradient(one)
+        for bucket in self.schedule.of_op.get(node.name, ()):
+            if self._layer(node) in self.whole and bucket not in self.schedule.inside and not bucket.is_alone:
+                self.waiting.append(bucket)
+            else:
+                self._reduce(bucket)
+
+    def _accumulate(self, version: Version, made: int) -> None:
+        """Add a gradient to that of other uses."""
+        before = self.gradients.get(version)
+        if before is None:
+            self.gradients[version] = made
+            return
+        # Autograd adds in place only where nothing else refers to the first gradient.
+        if not self.storages.alone(before):
+            self.gradients[version] = self.storages.new(self.storages.sizes[before])
+            self.storages.drop(before)
+        self.storages.drop(made)
+
+    def _reshard_gradient(self, one: InsertedReshard) -> None:
+        found = self.gradients.pop((one.tensor, one.reshard.target), None)
+        if found is not None:
+            made = self._steps(found, one.reshard.backward, one)
+            self.storages.drop(found)
+            self._accumulate((one.tensor, one.reshard.source), made)
+
+    def _reduce(self, bucket: Bucket) -> None:
+        """Reduce the gradients of a bucket in one buffer; the results are views of a second buffer."""
+        if bucket in self.regathered:
+            self.storages.drop(self.regathered.pop(bucket))
+        members = [one for one in bucket.members if (one.tensor, one.reshard.target) in self.gradients]
+        if not members or not members[0].reshard.backward or self._defers_reduction(members[0].tensor):
+            for one in members:
+                if self._defers_reduction(one.tensor):
+                    whole_gradient = self.gradients.pop((one.tensor, one.reshard.target))
+                    self._accumulate((one.tensor, one.reshard.source), whole_gradient)
+                else:
+                    self._reshard_gradient(one)
+            return
+        if bucket.is_sum and len(members) == len(bucket.members):
+            # Gradients are copied into the buffer that lives for the whole step, and are views of it from then on.
+            for one in bucket.members:
+                self.storages.drop(self.gradients.pop((one.tensor, one.reshard.target)))
+                self._accumulate((one.tensor, one.reshard.source), self.storages.take(self.sums[one.tensor]))
+            return
+        given = [self.gradients.pop((one.tensor, one.reshard.target)) for one in members]
+        whole = sum(self.storages.sizes[storage] for storage in given)
+        prepared = sum(copied(one.reshard.backward[0], one) for one in members)
+        flat = self.storages.new(whole)
+        self.storages.touch(prepared)
+        made = [self.storages.new(self._bytes((one.tensor, one.reshard.source))) for one in members]
+        for storage in (flat, *given):
+            self.storages.drop(storage)
+        for one, storage in zip(members, made, strict=True):
+            self._accumulate((one.tensor, one.reshard.source), storage)
+
+    def _place_gradients(self) -> None:
+        """Allocate the gradients of earlier micro-batches."""
+        for tensor in self.graph.parameters:
+            if tensor.requires_grad:
+                stored = tensor.name, self.plan.assignment.stored[tensor.name]
+                whole = tensor.name, self.plan.assignment.values[tensor.name]
+                dtype = self.plan.gradient_dtype or self.plan.master_dtype or tensor.dtype
+                size = self._bytes(whole if self._defers_reduction(tensor.name) else stored) / tensor.dtype.itemsize
+                self.gradients[stored] = self.storages.new(size * dtype.itemsize)
+
+    def _recompute(self, layer: int) -> None:
+        """Allocate the saved tensors of a recomputed layer; each op keeps its own until its backward."""
+        lost = self.lost.pop(layer, [])
+        made: dict[int, int] = {}
+        gathered = self.gathered.pop(layer, {})
+        # The regather through a buffer precedes the recomputed ops.
+        for one in dict.fromkeys(one for _, one in lost if one in gathered):
+            made[one] = self.storages.new(self.storages.sizes[one])
+        self.storages.touch(sum(gathered.values()))
+        for op, one in lost:
+            if one not in made:
+                made[one] = self.storages.new(self.storages.sizes[one])
+            self.saved.setdefault(op, []).append(self.storages.take(made[one]))
+        if layer and layer not in self.whole:
+            self._free_entering(layer)
+        for one in made.values():
+            self.storages.drop(one)
+
+    def _leave(self, layer: int) -> None:
+        """Free the kept inputs of a layer, then reduce the gradients of parameters gathered outside it."""
+        self._free_entering(layer)
+        for bucket in self.waiting:
+            self._reduce(bucket)
+        self.waiting.clear()
+
+    def _free_entering(self, layer: int) -> None:
+        for storage in self.entering.pop(layer, ()):
+            self.storages.drop(storage)
+
+    def _regather(self, bucket: Bucket) -> None:
+        """Regather a bucket into one buffer, copy its parameters out, and start the next bucket."""
+        flat = self.flat.pop(bucket, None)
+        flat = self._start_gather(bucket) if flat is None else flat
+        following = self.schedule.next_regathered.get(bucket)
+        if following is not None:
+            self.flat[following] = self._start_gather(following)
+        self.regathered[bucket] = self.storages.new(self.storages.sizes[flat])
+        self.storages.touch(self.storages.sizes[flat] if len(bucket.members) > 1 else 0.0)
+        self.storages.drop(flat)
+
+
+def differentiable_results(graph: NamedGraph, reshard_plan: ReshardPlan) -> list[Version]:
+    """Return the results with a gradient: the loss where one is scalar, else all."""
+    found = [version for version in reshard_plan.results if version is not None]
+    found = [version for version in found if graph.tensors[version[0]].requires_grad]
+    scalars = [version for version in found if not graph.tensors[version[0]].shape]
+    return scalars or found

@@ -1,0 +1,313 @@
+"""Tasks of one device in a step, in order: ops, reshards and collectives, each with its time.
+
+The reshards are those of the generated graph (`autopar.sharding.reshard_insertion`), with parameters in the same
+buckets. `TaskBuilder` prices one op, one reshard or one addition of gradients; the search calls it for single choices.
+`profile` puts the tasks of a whole plan in order. Equal work is priced once: ops by their call and shardings,
+collectives by kind, axes and size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from autopar.cost.collectives.network import Network
+from autopar.cost.compute.op_time import NO_WORK, DirectionWork, OpWork, fused, local_bytes, op_work, seconds_of_bytes
+from autopar.cost.compute.optimizers import optimizer_of
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.lowered_step import LoweredStep
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode
+from autopar.mesh import SubMesh
+from autopar.sharding.assignment import OpAssignment
+from autopar.sharding.buckets import Bucket, shape_of
+from autopar.sharding.choices import Choice
+from autopar.sharding.reshard.reshard import Step, StepKind
+from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards
+from autopar.sharding.sharding import Sharding
+
+Direction = Literal["forward", "backward", "recompute", "optimizer"]
+
+
+class Task(NamedTuple):
+    """One kernel, local copy or collective of a device."""
+
+    name: str
+    # `compute`, `copy`, or the kind of a collective.
+    kind: str
+    direction: Direction
+    seconds: float
+    axes: tuple[str, ...] = ()
+    bytes: float = 0.0
+    flops: float = 0.0
+    # True for parameters, which move in parallel with the compute.
+    overlapped: bool = False
+    # True for a task of one micro-batch of the step only.
+    once: bool = False
+    # Time of the host to launch it.
+    host_seconds: float = 0.0
+
+    @property
+    def sends(self) -> bool:
+        return self.kind not in ("compute", "copy")
+
+
+# -- single tasks -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class TaskBuilder:
+    """Tasks of one graph on one mesh of one cluster; the work of equal ops is computed once."""
+
+    graph: NamedGraph
+    cluster: Cluster
+    axes: SubMesh
+    links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    compiled: bool = False
+    gradient_dtype: torch.dtype | None = None
+    works: dict[Any, OpWork] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.device = self.cluster.device
+        self.network = Network(self.cluster, self.axes, self.links)
+        # A compiled module launches its kernels from generated code, without the overhead of Python.
+        self.launch = self.device.launch_seconds if self.compiled else self.device.host_seconds
+
+    # -- ops
+
+    def work(self, node: NamedNode, op_assignment: OpAssignment) -> OpWork:
+        """Return the work of an op under an assignment."""
+        footprint = self.graph.footprints[node.node]
+        key = id(footprint), node.op, op_assignment.choice, op_assignment.operands, op_assignment.produced
+        found = self.works.get(key)
+        if found is None:
+            found = self.works[key] = op_work(self.graph, node, op_assignment, footprint, self.axes, self.device)
+        return found
+
+    def op(self, name: str, direction: Direction, work: DirectionWork) -> Iterator[Task]:
+        if work is not NO_WORK and work.seconds:
+            host = work.launches * self.launch
+            yield Task(name, "compute", direction, work.seconds, bytes=work.bytes, flops=work.flops, host_seconds=host)
+
+    def memory_op(self, name: str, direction: Direction, size: float) -> Task:
+        """Return an op that reads and writes `size` bytes and computes nothing."""
+        seconds = seconds_of_bytes(size, self.device)
+        return Task(name, "compute", direction, seconds, bytes=size, host_seconds=self.launch if size else 0.0)
+
+    def gradient_sum(self, name: str, sharding: Sharding) -> Task:
+        """Return the addition of a value's gradient to that of another use."""
+        return self.memory_op(f"{name} +=", "backward", 3.0 * local_bytes(self.graph, name, sharding, self.axes))
+
+    def gradient_accumulation(self, name: str, sharding: Sharding, master_dtype: torch.dtype | None) -> Task:
+        """Return the addition of a parameter's gradient to that of earlier micro-batches."""
+        dtype = self.graph.tensors[name].dtype
+        count = local_bytes(self.graph, name, sharding, self.axes) / dtype.itemsize
+        added = (self.gradient_dtype or master_dtype or dtype).itemsize
+        return self.memory_op(f"{name}.grad +=", "backward", count * (dtype.itemsize + 2 * added))
+
+    def optimizer_bytes(self, name: str, stored: Sharding, optimizer: str, master_dtype: torch.dtype | None) -> float:
+        """Return the bytes that the optimizer reads and writes for one parameter."""
+        dtype = self.graph.tensors[name].dtype
+        numel = local_bytes(self.graph, name, stored, self.axes) / dtype.itemsize
+        return numel * (master_dtype or dtype).itemsize * optimizer_of(optimizer).passes
+
+    # -- communication
+
+    def reshard(self, one: InsertedReshard, way: str, direction: Direction | None = None) -> Iterator[Task]:
+        """Yield the steps of a value's reshard, forward or backward; ops wait for all of them."""
+        if way == "backward" and not one.differentiable:
+            return
+        for step in one.reshard.forward if way == "forward" else one.reshard.backward:
+            size = float(step.numel * one.itemsize)
+            shown: Direction = direction or ("forward" if way == "forward" else "backward")
+            if step.local:
+                moved = (
+                    2.0 * one.itemsize * max(prod(shape_of(one, sharding)) for sharding in (step.before, step.after))
+                )
+                yield self.memory_op(one.tensor, shown, moved)._replace(kind="copy", axes=step.axes)
+            else:
+                joined = step.kind is StepKind.ALL_REDUCE and way == "forward" and len(one.reshard.forward) == 1
+                share = self.share(one.tensor) if joined else 1.0
+                seconds, host = self.network.seconds(step.kind.value, step.axes, size), self._host_seconds(step)
+                yield Task(
+                    one.tensor, step.kind.value, shown, share * seconds, step.axes, size, host_seconds=share * host
+                )
+
+    def share(self, tensor: str) -> float:
+        """Return a tensor's share of a collective that adds up several small tensors; 1 for all others."""
+        return self.graph.shares.get(tensor, 1.0)
+
+    def bucket(self, members: Sequence[InsertedReshard], way: Literal["forward", "backward"]) -> Iterator[Task]:
+        """Yield the overlapped steps of parameters in one bucket, each step for all members at once."""
+        first = members[0]
+        if way == "backward" and not first.differentiable:
+            return
+        chains = [one.reshard.forward if way == "forward" else one.reshard.backward for one in members]
+        for steps in zip(*chains, strict=True):
+            step = steps[0]
+            pairs = zip(members, steps, strict=True)
+            size = float(sum(each.numel * self.bucket_itemsize(one, way) for one, each in pairs))
+            name = first.tensor if len(members) == 1 else f"{first.tensor} and {len(members) - 1} more"
+            seconds = 0.0 if step.local else self.network.seconds(step.kind.value, step.axes, size)
+            kind = "copy" if step.local else step.kind.value
+            yield Task(name, kind, way, seconds, step.axes, size, 0.0, True, False, self._host_seconds(step))
+
+    def _host_seconds(self, step: Step) -> float:
+        return self.launch if step.local else self.cluster.library.host_seconds.get(step.kind.value, self.launch)
+
+    def bucket_itemsize(self, one: InsertedReshard, way: str) -> int:
+        """Return the bytes of an element in a bucket; gradients may be added up in another dtype."""
+        return one.itemsize if way == "forward" or self.gradient_dtype is None else self.gradient_dtype.itemsize
+
+
+# -- a whole step -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Tasks of one micro-batch in their order, and those of the optimizer."""
+
+    forward: tuple[Task, ...]
+    backward: tuple[Task, ...]
+    optimizer: tuple[Task, ...]
+    # FLOPs of the whole model for one micro-batch, without recomputed ops.
+    model_flops: float
+
+    def __iter__(self) -> Iterator[Task]:
+        yield from (*self.forward, *self.backward, *self.optimizer)
+
+
+def profile(step: LoweredStep, cluster: Cluster) -> Profile:
+    """Return the tasks of the busiest rank."""
+    return _Profiler(step, cluster).run()
+
+
+@dataclass
+class _Profiler:
+    step: LoweredStep
+    cluster: Cluster
+
+    def __post_init__(self) -> None:
+        plan = self.plan = self.step.plan
+        self.graph, self.reshard_plan = self.step.graph, self.step.reshard_plan
+        self.tasks = TaskBuilder(self.graph, self.cluster, plan.axes, plan.links, plan.compiled, plan.gradient_dtype)
+        self.buckets: dict[str, list[Bucket]] = {}
+        for bucket in self.step.buckets:
+            self.buckets.setdefault(bucket.op, []).append(bucket)
+        self.first_use: dict[str, str] = {}
+        for node in self.graph.nodes:
+            for name in node.operands:
+                self.first_use.setdefault(name or "", node.name)
+        self.last_use = {name: node.name for node in self.graph.nodes for name in node.operands if name is not None}
+
+    def run(self) -> Profile:
+        nodes, inputs, outputs = self.graph.nodes, self.reshard_plan.inputs.values(), self.reshard_plan.outputs
+        works = {node.name: self.tasks.work(node, self.plan.assignment.ops[node.name]) for node in nodes}
+        if self.plan.compiled:
+            works = fused(self.graph, works, self.cluster.device)
+        forward: list[Task] = [task for one in inputs for task in self.tasks.reshard(one, "forward")]
+        for node in nodes:
+            forward += self._forward(node, works[node.name], "forward", parameters=True)
+        forward += [task for one in outputs for task in self.tasks.reshard(one, "forward")]
+        backward = [task for one in outputs for task in self.tasks.reshard(one, "backward")]
+        layers: dict[int, list[NamedNode]] = {}
+        for node in nodes:
+            if node.name in self.step.recomputed:
+                layers.setdefault(self.step.layers[node.name][0], []).append(node)
+        inside = 0
+        for node in reversed(nodes if self.graph.exported.grad_enabled else ()):
+            layer, mode = self.step.layers.get(node.name, (0, "none"))
+            if mode != "none" and layer != inside:
+                # The backward enters the layer: the recomputed ops of its forward run first.
+                for one in layers.get(layer, ()):
+                    backward += self._forward(one, works[one.name], "recompute", parameters=False)
+            inside = layer
+            backward += self._backward(node, works[node.name])
+        return Profile(tuple(forward), tuple(backward), self._optimizer(), self._model_flops())
+
+    # -- ops
+
+    def _forward(self, node: NamedNode, work: OpWork, direction: Direction, parameters: bool) -> Iterator[Task]:
+        reshards = self.reshard_plan.ops[node.name]
+        for bucket in self.buckets.get(node.name, ()):
+            if parameters:
+                yield from self._bucket(bucket, "forward")
+            elif bucket.is_alone:
+                yield from (task._replace(direction=direction) for task in self._bucket(bucket, "forward"))
+        for one in self._value_reshards(reshards):
+            yield from self.tasks.reshard(one, "forward", direction)
+        yield from self.tasks.op(node.name, direction, work.forward)
+        for one in reshards.after:
+            yield from self.tasks.reshard(one, "forward", direction)
+
+    def _backward(self, node: NamedNode, work: OpWork) -> Iterator[Task]:
+        reshards = self.reshard_plan.ops[node.name]
+        for one in reversed(reshards.after):
+            yield from self.tasks.reshard(one, "backward")
+        for bucket in self.buckets.get(node.name, ()):
+            if bucket.gathers and any(one.tensor in self.plan.regather for one in bucket.members):
+                yield from (task._replace(direction="recompute") for task in self._bucket(bucket, "forward"))
+        yield from self.tasks.op(node.name, "backward", work.backward)
+        for one in reversed(self._value_reshards(reshards)):
+            yield from self.tasks.reshard(one, "backward")
+        for name in dict.fromkeys(node.operands):
+            if name is not None and self.graph.tensors[name].requires_grad:
+                yield from self._gradient_sums(name, node)
+        for bucket in self.buckets.get(node.name, ()):
+            yield from self._bucket(bucket, "backward")
+
+    def _value_reshards(self, reshards: OpReshards) -> tuple[InsertedReshard, ...]:
+        """Return the reshards of values before an op, and the messages of the op itself."""
+        before = (one for one in reshards.before if self.graph.tensors[one.tensor].kind != "param")
+        return (*before, *reshards.inside)
+
+    def _gradient_sums(self, name: str, node: NamedNode) -> Iterator[Task]:
+        plan = self.plan
+        # The backward runs in reverse: the last use has the first gradient, all others add to it.
+        if self.last_use[name] != node.name:
+            yield self.tasks.gradient_sum(name, plan.assignment.values[name])
+        # At the first use the gradient is complete, and is added to that of earlier micro-batches.
+        is_param = self.graph.tensors[name].kind == "param"
+        if (
+            is_param
+            and self.first_use[name] == node.name
+            and (plan.micro_batches > 1 or plan.gradient_dtype is not None)
+        ):
+            layout = plan.assignment.values[name] if name in plan.accumulated else plan.assignment.stored[name]
+            yield self.tasks.gradient_accumulation(name, layout, plan.master_dtype)
+
+    def _bucket(self, bucket: Bucket, way: Literal["forward", "backward"]) -> Iterator[Task]:
+        once = self.plan.resident if way == "forward" else self.plan.accumulated
+        for task in self.tasks.bucket(bucket.members, way):
+            yield task._replace(once=bucket.members[0].tensor in once)
+
+    # -- the whole model
+
+    def _optimizer(self) -> tuple[Task, ...]:
+        if not self.graph.exported.grad_enabled:
+            return ()
+        plan, stored = self.plan, self.plan.assignment.stored
+        total = sum(
+            self.tasks.optimizer_bytes(tensor.name, stored[tensor.name], plan.optimizer, plan.master_dtype)
+            for tensor in self.graph.parameters
+            if tensor.requires_grad
+        )
+        return (self.tasks.memory_op("optimizer", "optimizer", total),)
+
+    def _model_flops(self) -> float:
+        """Return the FLOPs of the unsharded model, forward and backward."""
+        total = 0.0
+        found: dict[int, float] = {}
+        for node in self.graph.nodes:
+            footprint = self.graph.footprints[node.node]
+            if id(footprint) not in found:
+                whole = replace(self.plan.assignment.ops[node.name], choice=Choice())
+                work = op_work(self.graph, node, whole, footprint, self.plan.axes, self.cluster.device)
+                found[id(footprint)] = work.forward.flops + work.backward.flops
+            total += found[id(footprint)]
+        return total

@@ -1,1 +1,0 @@
-"""All tasks of a step in order, and the time they take together."""
