@@ -16,6 +16,7 @@ from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Guard, Limit, Same, Scope
 from autopar.sharding.lowered_ops import LoweredOpContext, split_of
 from autopar.sharding.lowered_ops.halo import Window, received_share
+from autopar.sharding.op_pins import kinds_of
 from autopar.sharding.reshard_insertion import InsertedReshard
 from autopar.sharding.sharding import Sharding
 
@@ -86,21 +87,14 @@ def is_guarded(guard: Guard, tensor: NamedTensor, graph: NamedGraph, direction: 
     """Whether a guard is about what is sent of a tensor in one direction."""
     scope: Scope = guard.scope
     dims = {name for atom in tensor.atoms for name in atom.names}
+    # A parameter is sent in the backward as its gradient; any other value goes by the name of the value.
+    is_grad = tensor.kind == "param" and direction != "forward"
+    kinds = ("grad",) if is_grad else kinds_of(tensor, graph.outputs)
     return (
-        (scope.kind is None or scope.kind in _kinds(tensor, graph, direction))
+        (scope.kind is None or scope.kind in kinds)
         and (scope.glob is None or glob_matches(scope.glob, tensor.name))
         and set(scope.dims) <= dims
     )
-
-
-def _kinds(tensor: NamedTensor, graph: NamedGraph, direction: str) -> tuple[str, ...]:
-    """What is sent of a parameter in the backward is its gradient; of another value it goes by the value's name."""
-    kind = tensor.kind
-    if kind == "param":
-        return ("param", "use") if direction == "forward" else ("grad",)
-    if kind == "activation":
-        return ("output",) if tensor.name in graph.outputs else ("act",)
-    return ("buffer",) if kind == "constant" else (kind,)
 
 
 def _check_same(same: Same, graph: NamedGraph, assignment: Assignment) -> None:

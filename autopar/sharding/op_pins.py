@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
-from autopar.ir.values import NamedNode
+from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.sharding.choices import BROADCAST, Choice, Passing, Site
 from autopar.sharding.layout.check import LayoutWords
@@ -18,6 +20,7 @@ from autopar.sharding.layout.syntax import OpPin, Pin
 __all__ = [
     "allows",
     "cannot_be_had",
+    "kinds_of",
     "pin_of",
     "pinned_passings",
     "pinned_sites",
@@ -124,13 +127,19 @@ def cannot_be_had(pin: OpPin, node: NamedNode, axes: SubMesh, graph: NamedGraph)
     )
 
 
+def kinds_of(tensor: NamedTensor, returned: Collection[str]) -> tuple[str, ...]:
+    """Return the kinds of scopes that may speak of a tensor; `returned` are the graph's outputs."""
+    if tensor.kind == "activation":
+        return ("output",) if tensor.name in returned else ("act",)
+    return {"param": ("param", "use"), "input": ("input",)}.get(tensor.kind, ("buffer",))
+
+
 def words_of(graph: NamedGraph) -> LayoutWords:
     """What a graph has names for."""
     kinds: dict[str, set[str]] = {}
+    returned = frozenset(graph.outputs)
     for tensor in graph.tensors.values():
-        returned = "output" if tensor.name in graph.outputs else "act"
-        kind = {"activation": returned, "constant": "buffer"}.get(tensor.kind, tensor.kind)
-        kinds.setdefault(kind, set()).add(tensor.name)
+        kinds.setdefault(kinds_of(tensor, returned)[0], set()).add(tensor.name)
     return LayoutWords(
         frozenset(name for tensor in graph.tensors.values() for atom in tensor.atoms for name in atom.names),
         {kind: frozenset(names) for kind, names in kinds.items()},

@@ -22,8 +22,8 @@ from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import Assignment, OpAssignment, StepPlan
 from autopar.sharding.atoms import Atoms, atoms_of
+from autopar.sharding.bound_layout import BoundLayout, close_request, matches
 from autopar.sharding.choices import Passing, Site, can_split, choices, layouts_of, passings_of, sites_of
-from autopar.sharding.layout.check import check_layout
 from autopar.sharding.layout.gather_policy import GatherPolicy
 from autopar.sharding.layout.holes import filled, options_of
 from autopar.sharding.layout.language import Layout
@@ -31,7 +31,6 @@ from autopar.sharding.layout.pinned_states import UNPINNED
 from autopar.sharding.layout.resolve import SplitRequest
 from autopar.sharding.layout.same import filled_from
 from autopar.sharding.layout.syntax import Axes, OpPin, Pin
-from autopar.sharding.layout_query import BoundLayout
 from autopar.sharding.lift_broadcasts import begin_at_parameters
 from autopar.sharding.lowered_ops import split_of
 from autopar.sharding.op_pins import (
@@ -40,8 +39,6 @@ from autopar.sharding.op_pins import (
     pinned_passings,
     pinned_sites,
     uneven_sites,
-    with_constraints,
-    words_of,
 )
 from autopar.sharding.reshard.reshard import Reshard, reshard
 from autopar.sharding.sharding import Sharding
@@ -64,18 +61,16 @@ class KnownAssignment:
 
 def complete(graph: NamedGraph, layout: Layout, axes: SubMesh, known: KnownAssignment | None = None) -> Assignment:
     """Decide everything about a graph under a layout; `known` is what was decided under others."""
-    whole = with_constraints(layout, graph, axes)
-    check_layout(whole, words_of(graph), axes)
+    bound = BoundLayout(graph, layout, axes)
     known = known or KnownAssignment()
-    options = options_of(whole, axes)
-    asking = BoundLayout(graph, whole, axes)
-    everything = None if options else asking.everything()
-    if everything is not None and everything in known.wholes:
-        return known.wholes[everything]
-    found = _HoleFiller(graph, whole, axes, options, known).run() if options else _Propagation(asking, known).run()
-    found = begin_at_parameters(graph, found, asking.pinned())
-    if everything is not None:
-        known.wholes[everything] = found
+    options = options_of(bound.whole, axes)
+    key = None if options else bound.equivalence_key()
+    if key is not None and key in known.wholes:
+        return known.wholes[key]
+    found = _HoleFiller(bound, options, known).run() if options else _Propagation(bound, known).run()
+    found = begin_at_parameters(graph, found, bound.pinned_ops())
+    if key is not None:
+        known.wholes[key] = found
     return found
 
 
@@ -87,13 +82,11 @@ def recomplete(
     known: KnownAssignment | None = None,
 ) -> tuple[Assignment, frozenset[str]]:
     """What a layout without holes comes to, and the ops that it does not decide: these are as is decided."""
-    whole = with_constraints(layout, graph, axes)
-    check_layout(whole, words_of(graph), axes)
-    asking = BoundLayout(graph, whole, axes)
-    completion = _Propagation(asking, known or KnownAssignment())
+    bound = BoundLayout(graph, layout, axes)
+    completion = _Propagation(bound, known or KnownAssignment())
     found = completion.run(decided)
     undecided = frozenset(completion.undecided)
-    return begin_at_parameters(graph, found, asking.pinned() | undecided), undecided
+    return begin_at_parameters(graph, found, bound.pinned_ops() | undecided), undecided
 
 
 def redecide(
@@ -104,14 +97,14 @@ def redecide(
     The layout says where the results of these ops are; all else stays as it is known, also how the ops take what is
     held, unless that need not be.
     """
-    completion = _Propagation(BoundLayout(graph, layout, known.axes), KnownAssignment())
+    completion = _Propagation(BoundLayout(graph, layout, known.axes, constrained=False), KnownAssignment())
     completion.stored, completion.values = dict(known.stored), dict(known.values)
     completion.ops, completion.gather_policies = dict(known.ops), dict(known.gather_policies)
     pinned = {statement.glob for statement in layout if isinstance(statement, Pin)}
     nodes = [node for node in graph.nodes if node.name in ops]
     for name in dict.fromkeys(name for node in nodes for name in (*node.operands, *node.outputs) if name is not None):
         tensor = graph.tensors[name]
-        completion.asking.states(tensor)  # raises for what cannot be pinned
+        completion.bound.states(tensor)  # raises for what cannot be pinned
         if name in pinned and tensor.kind != "activation":
             completion._store(tensor)
         elif tensor.kind == "param" and uses_stay:
@@ -130,8 +123,7 @@ def redecide(
 
 def restored(graph: NamedGraph, layout: Layout, known: Assignment, name: str) -> Assignment:
     """What is known, with a parameter held as the layout says; its use stays, and so does every op."""
-    asking = BoundLayout(graph, layout, known.axes)
-    held = asking.held(graph.tensors[name])
+    held = BoundLayout(graph, layout, known.axes, constrained=False).storage(graph.tensors[name])
     assert held.gather_policy is not None, f"{name} is a parameter"
     stored, gather_policies = {**known.stored, name: held.stored}, {**known.gather_policies, name: held.gather_policy}
     return replace(known, stored=stored, gather_policies=gather_policies)
@@ -144,19 +136,10 @@ MOST_TRIED = 32
 class _HoleFiller:
     """Tries what a layout leaves to choose."""
 
-    def __init__(
-        self,
-        graph: NamedGraph,
-        layout: Layout,
-        axes: SubMesh,
-        options: list[tuple[Axes, ...]],
-        known: KnownAssignment,
-    ) -> None:
-        self.graph = graph
-        self.known = known
-        self.layout = layout
-        self.axes = axes
+    def __init__(self, bound: BoundLayout, options: list[tuple[Axes, ...]], known: KnownAssignment) -> None:
+        self.bound = bound
         self.options = options
+        self.known = known
         self.tried: dict[tuple[Axes, ...], tuple[float, Assignment | LayoutError]] = {}
 
     def run(self) -> Assignment:
@@ -185,8 +168,9 @@ class _HoleFiller:
         """What the whole sends with these; endless where it cannot be had."""
         if picks not in self.tried:
             try:
-                asking = BoundLayout(self.graph, filled(self.layout, self.axes, picks), self.axes)
-                completion = _Propagation(asking, self.known)
+                layout = filled(self.bound.whole, self.bound.axes, picks)
+                bound = BoundLayout(self.bound.graph, layout, self.bound.axes, constrained=False)
+                completion = _Propagation(bound, self.known)
                 assignment = completion.run()
                 self.tried[picks] = completion.sent_bytes(), assignment
             except LayoutError as error:
@@ -195,10 +179,10 @@ class _HoleFiller:
 
 
 class _Propagation:
-    def __init__(self, asking: BoundLayout, known: KnownAssignment) -> None:
-        self.asking = asking
-        self.graph = asking.graph
-        self.axes = asking.axes
+    def __init__(self, bound: BoundLayout, known: KnownAssignment) -> None:
+        self.bound = bound
+        self.graph = bound.graph
+        self.axes = bound.axes
         self.known = known
         self.stored: dict[str, Sharding] = {}
         self.values: dict[str, Sharding] = {}
@@ -209,7 +193,7 @@ class _Propagation:
 
     def run(self, decided: Assignment | None = None) -> Assignment:
         for tensor in self.graph.tensors.values():
-            self.asking.states(tensor)  # raises for what cannot be pinned
+            self.bound.states(tensor)  # raises for what cannot be pinned
             if tensor.kind != "activation":
                 self._store(tensor)
         for node in self.graph.nodes:
@@ -220,12 +204,11 @@ class _Propagation:
                     raise
                 self.undecided.add(node.name)
                 self._take(node, decided.ops[node.name])
-        return Assignment(
-            SubMesh.of(self.axes), self.stored, self.ops, self.values, self.gather_policies, self.asking.recompute()
-        )
+        recompute = {layer: level for layer, level in self.bound.recompute.items() if level != "none"}
+        return Assignment(SubMesh.of(self.axes), self.stored, self.ops, self.values, self.gather_policies, recompute)
 
     def _store(self, tensor: NamedTensor) -> None:
-        held = self.asking.held(tensor)
+        held = self.bound.storage(tensor)
         self.stored[tensor.name], self.values[tensor.name] = held.stored, held.value
         if held.gather_policy is not None and held.use is not None:
             self.gather_policies[tensor.name], self.used[tensor.name] = held.gather_policy, held.use
@@ -233,7 +216,7 @@ class _Propagation:
     def _decide(self, node: NamedNode) -> None:
         """Take a choice for an op: that of an equal one in equal circumstances, or the best."""
         targets = [None if name is None else self._target(self.graph.tensors[name]) for name in node.outputs]
-        pin = self.asking.pin(node)
+        pin = self.bound.pin(node)
         key = self._circumstances(node, targets, pin)
         if key not in self.known.ops:
             self.known.ops[key] = self._best(node, targets, pin)
@@ -244,13 +227,13 @@ class _Propagation:
         operands: list[Hashable] = []
         for name in node.operands:
             if name is not None and name in self.stored:
-                states = self.asking.states(self.graph.tensors[name])
+                states = self.bound.states(self.graph.tensors[name])
                 operands.append((self.values[name], self.stored[name], self.used.get(name), states.broadcast))
             else:
                 operands.append(None if name is None else self.values[name])
         results: list[Hashable] = []
         for name, target in zip(node.outputs, targets, strict=True):
-            states = UNPINNED if name is None else self.asking.states(self.graph.tensors[name])
+            states = UNPINNED if name is None else self.bound.states(self.graph.tensors[name])
             results.append((target, states.partial, states.broadcast))
         pinned = None if pin is None else (pin.choice, pin.uneven)
         return self.graph.forms[node.name], tuple(operands), tuple(results), pinned
@@ -293,8 +276,8 @@ class _Propagation:
                 self.values[name] = result
 
     def _target(self, tensor: NamedTensor) -> SplitRequest:
-        wanted = self.asking.wanted(tensor)
-        for group in self.asking.groups if None in wanted else ():
+        wanted = self.bound.request(tensor)
+        for group in self.bound.groups if None in wanted else ():
             if tensor.name in group:
                 decided = (self.graph.tensors[name] for name in group if name in self.values)
                 for other in decided:
@@ -329,7 +312,7 @@ class _Propagation:
     def _passing(self, node: NamedNode) -> dict[str, tuple[Passing, ...]]:
         """What axes may pass through the op: those along which something of it is a sum, or broadcast, as pinned."""
         tensors = (self.graph.tensors[name] for name in node.outputs if name is not None)
-        axes = {axis for tensor in tensors for axis in self.asking.states(tensor).axes}
+        axes = {axis for tensor in tensors for axis in self.bound.states(tensor).axes}
         for name in node.operands:
             if name is not None:
                 axes |= self.values[name].partial | self.values[name].broadcast
@@ -341,12 +324,11 @@ class _Propagation:
         for name, wanted in zip(node.operands, operands, strict=True):
             if name is None or wanted is None or name not in self.stored:
                 continue
-            if not self.asking.states(self.graph.tensors[name]).broadcast <= wanted.broadcast:
+            if not self.bound.states(self.graph.tensors[name]).broadcast <= wanted.broadcast:
                 return False
             if name not in self.used or broadcasts_only:
                 continue
-            pairs = zip(self.used[name], wanted.splits, strict=True)
-            if any(use is not None and use != split for use, split in pairs):
+            if not matches(self.used[name], wanted.splits):
                 return False
         return True
 
@@ -354,13 +336,7 @@ class _Propagation:
         """The layout that a result is brought into: as wanted; what the layout leaves open stays as it comes."""
         if produced is None or target is None:
             return None
-        states = self.asking.states(self.graph.tensors[name])
-        claimed = {axis for axes in target if axes for axis in axes} | states.axes
-        splits = tuple(
-            tuple(axis for axis in produced.splits[i] if axis not in claimed) if axes is None else axes
-            for i, axes in enumerate(target)
-        )
-        return Sharding(splits, states.partial, states.broadcast)
+        return close_request(target, self.bound.states(self.graph.tensors[name]), produced)
 
     def sent_bytes(self) -> int:
         """What all ops send; what is converted is so once for all ops."""

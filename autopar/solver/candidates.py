@@ -12,8 +12,8 @@ from autopar.errors import LayoutError
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.sharding.atoms import Atoms, atoms_of
+from autopar.sharding.bound_layout import BoundLayout, matches
 from autopar.sharding.choices import Choice, Passing, Site, choices, layouts_of, passings_of
-from autopar.sharding.demands import SearchLayout, matches
 from autopar.sharding.dtensor_placements import to_placements
 from autopar.sharding.layout.gather_policy import held_as
 from autopar.sharding.op_pins import allows, pinned_passings, pinned_sites, uneven_sites
@@ -73,21 +73,21 @@ class _NearlyEven:
 
 
 def options_of(
-    setting: PlanningProblem, demands: SearchLayout, node: NamedNode, ways: AxisRoles | None = None
+    setting: PlanningProblem, bound_layout: BoundLayout, node: NamedNode, ways: AxisRoles | None = None
 ) -> tuple[OpSharding, ...]:
     """All choices of an op that differ in the layouts of its tensors, or, where there is one, all in these `ways`.
 
     The mesh's order of axes comes first.
     """
-    found = () if ways is None else _options(setting, demands, node, ways)
-    return found or _options(setting, demands, node, None)
+    found = () if ways is None else _options(setting, bound_layout, node, ways)
+    return found or _options(setting, bound_layout, node, None)
 
 
 def _options(
-    setting: PlanningProblem, demands: SearchLayout, node: NamedNode, ways: AxisRoles | None
+    setting: PlanningProblem, bound_layout: BoundLayout, node: NamedNode, ways: AxisRoles | None
 ) -> tuple[OpSharding, ...]:
     graph, axes = setting.graph, setting.used
-    pin = demands.pin(node)
+    pin = bound_layout.pin(node)
     sites: Mapping[str, Sequence[Site]] = dict.fromkeys(axes, _sites(node))
     passes: Mapping[str, tuple[Passing, ...]] = dict.fromkeys(axes, passings_of(graph, node))
     if ways is not None:
@@ -104,7 +104,7 @@ def _options(
         layouts = layouts_of(graph, node, choice)
         if layouts is None or layouts in found or (pin is not None and not allows(pin, choice, node)):
             continue
-        if _uses_agree(setting, demands, node, layouts[0]):
+        if _uses_agree(setting, bound_layout, node, layouts[0]):
             found[layouts] = OpSharding(choice, *layouts)
     return tuple(found.values())
 
@@ -117,22 +117,24 @@ def _sites(node: NamedNode) -> list[Site]:
 
 
 def _uses_agree(
-    setting: PlanningProblem, demands: SearchLayout, node: NamedNode, operands: tuple[Sharding | None, ...]
+    setting: PlanningProblem, bound_layout: BoundLayout, node: NamedNode, operands: tuple[Sharding | None, ...]
 ) -> bool:
-    if demands.is_empty:
+    if bound_layout.is_empty:
         return True
     for name, layout in zip(node.operands, operands, strict=True):
         if name is None or layout is None:
             continue
         tensor = setting.graph.tensors[name]
-        if tensor.kind != "activation" and not demands.allows_use(tensor, layout, demands.pin(node) is not None):
+        if tensor.kind != "activation" and not bound_layout.allows_use(
+            tensor, layout, bound_layout.pin(node) is not None
+        ):
             return False
     return True
 
 
 def stored_of(
     setting: PlanningProblem,
-    demands: SearchLayout,
+    bound_layout: BoundLayout,
     tensor: NamedTensor,
     uses: Iterable[Sharding],
     regather: bool = False,
@@ -146,7 +148,7 @@ def stored_of(
     whole = Sharding.replicated(atoms)
     if tensor.kind in ("buffer", "constant"):
         return (StorageOption(whole),)
-    wanted = demands.stored(tensor) if tensor.kind == "param" else demands.wanted(tensor, "input")
+    wanted = bound_layout.stored_requests(tensor) if tensor.kind == "param" else bound_layout.requests(tensor, "input")
     bases = dict.fromkeys([whole, *(Sharding(use.splits) for use in uses)])
     found: dict[Sharding, None] = {}
     for base in bases:
@@ -160,7 +162,7 @@ def stored_of(
     ways = [StorageOption(layout) for layout in kept]
     if tensor.kind == "param" and tensor.requires_grad:
         split = [layout for layout in kept if any(layout.splits)]
-        held = None if demands.is_empty else held_as(demands.layout, tensor)
+        held = None if bound_layout.is_empty else held_as(bound_layout.layout, tensor)
         if held == "regather":
             return tuple(StorageOption(layout, again=any(layout.splits)) for layout in kept)
         ways += [StorageOption(layout, again=True) for layout in split if regather and held is None]

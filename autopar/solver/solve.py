@@ -14,7 +14,7 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import StepPlan
-from autopar.sharding.demands import SearchLayout
+from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import PlanOptions
 from autopar.solver.infeasible.errors import NoFeasiblePlan, OutOfTime
@@ -79,8 +79,8 @@ def solve_plan(
     with _uncollected():
         setting = PlanningProblem.of(graph, SubMesh.of(axes), cluster, options or PlanOptions())
         limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
-        demands = SearchLayout(graph, axes, layout or Layout(()))
-        incumbent = Incumbent(setting, limit, began, progress, demands)
+        bound_layout = BoundLayout(graph, layout or Layout(()), axes)
+        incumbent = Incumbent(setting, limit, began, progress, bound_layout)
         return _solved(incumbent, time_limit, warm, experts, beat_seconds)
 
 
@@ -100,19 +100,24 @@ def _uncollected() -> Iterator[None]:
 def _solved(
     incumbent: Incumbent, time_limit: float, warm: StepPlan | None, experts: bool, beat_seconds: float
 ) -> SolvedPlan:
-    setting, demands, began, layout = incumbent.setting, incumbent.demands, incumbent.began, incumbent.demands.given
+    setting, bound_layout, began, layout = (
+        incumbent.setting,
+        incumbent.bound_layout,
+        incumbent.began,
+        incumbent.bound_layout.given,
+    )
     if layout.statements:
         plan = plan_under(setting, layout)
         if plan is not None:
             incumbent.offer("layout", plan.with_options(setting.options))
-    # A plan that was made for something else may not do what this layout demands.
+    # A plan that was made for something else may break this layout.
     asked = setting.graph.fingerprint, dict(setting.axes)
-    if warm is not None and demands.is_empty and (warm.graph, dict(warm.axes)) == asked:
+    if warm is not None and bound_layout.is_empty and (warm.graph, dict(warm.axes)) == asked:
         incumbent.offer("an earlier plan", warm)
     priced = experts and not layout.statements
     searching = began + time_limit * (SEARCH_SHARE if priced else 1.0)
     work = SearchPhases(
-        setting, demands, incumbent, CostTables(setting), searching, searching, until_one_fits=not priced
+        setting, bound_layout, incumbent, CostTables(setting), searching, searching, until_one_fits=not priced
     )
     ended = _searched(work, beat_seconds)
     if ended.bound >= beat_seconds:

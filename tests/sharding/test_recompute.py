@@ -25,8 +25,8 @@ LAYERS = ("blocks.0", "blocks.1", "blocks.10", "head")
     [
         ("* -> none", {}),
         ("recompute full @blocks.*", {"blocks.0": "full", "blocks.1": "full", "blocks.10": "full"}),
-        ("recompute full @blocks.1*; recompute none @blocks.10", {"blocks.1": "full"}),
-        ("recompute none @head; recompute selective @head*", {}),
+        ("recompute full @blocks.1*; recompute none @blocks.10", {"blocks.1": "full", "blocks.10": "none"}),
+        ("recompute none @head; recompute selective @head*", {"head": "none"}),
         ("recompute selective @blocks.1; keep @blocks.*", {"blocks.1": "selective"}),
     ],
 )

@@ -20,7 +20,7 @@ from ortools.sat.python import cp_model
 
 from autopar.cost.evaluate import Costs, evaluate
 from autopar.sharding.assignment import StepPlan
-from autopar.sharding.demands import SearchLayout
+from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.sharding import Sharding
 from autopar.solver.arrays import Floats
 from autopar.solver.decode import plan_of
@@ -79,12 +79,14 @@ def own_problem(model: Model) -> Oracle:
     return _oracle((model,), ())
 
 
-def whole_problem(setting: PlanningProblem, demands: SearchLayout) -> Oracle:
+def whole_problem(setting: PlanningProblem, bound_layout: BoundLayout) -> Oracle:
     """All that may be decided, with each conversion counted once."""
     tables = CostTables(setting)
     layers = layers_of(setting.graph) if setting.trains else ()
     models = tuple(
-        build(setting, demands, tables, regather=True, recompute=dict(zip(layers, modes, strict=True)), lasting=True)
+        build(
+            setting, bound_layout, tables, regather=True, recompute=dict(zip(layers, modes, strict=True)), lasting=True
+        )
         for modes in product(("none", *MODES), repeat=len(layers))
     )
     barred = [

@@ -14,7 +14,7 @@ import autopar
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import SubMesh
-from autopar.sharding.demands import SearchLayout
+from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.options import PlanOptions
 from autopar.solver.setting import PlanningProblem
@@ -86,8 +86,8 @@ class Drawn:
         return PlanningProblem.of(self.graph, SubMesh.of(self.axes), self.cluster, self.options)
 
     @property
-    def demands(self) -> SearchLayout:
-        return SearchLayout(self.graph, self.axes, self.layout)
+    def bound_layout(self) -> BoundLayout:
+        return BoundLayout(self.graph, self.layout, self.axes)
 
     def solved(self, limit_bytes: float = float("inf")) -> SolvedPlan:
         return solve_plan(

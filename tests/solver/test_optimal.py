@@ -42,7 +42,7 @@ def problems(seed: int, axes: Mapping[str, int], most_layers: int, smallest: int
     for lines in range(2, 34, 2):  # the more a layout says, the less is open
         problem = drawn(graph, axes, draw, lines)
         try:
-            model = build(problem.setting, problem.demands, regather=True, lasting=True)
+            model = build(problem.setting, problem.bound_layout, regather=True, lasting=True)
         except autopar.AutoparError:  # the layout asks for what cannot be had
             continue
         ways = 3 ** len(layers_of(graph))
@@ -86,7 +86,7 @@ def test_what_is_found_is_the_best_of_all(block: int) -> None:
     for seed in range(PROGRAMS * block // 12, PROGRAMS * (block + 1) // 12):
         draw = random.Random(seed)
         for problem in small_problems(seed):
-            oracle = whole_problem(problem.setting, problem.demands)
+            oracle = whole_problem(problem.setting, problem.bound_layout)
             price = priced(oracle)
             free = problem.solved()
             best = best_of_all(oracle, np.inf, price, free.costs.step_seconds, MOST_PRICED)
@@ -118,7 +118,7 @@ def test_what_is_found_under_a_guard_is_the_best_that_keeps_it() -> None:
             scope = "grad" if one.of == "parameters" else "act"
             text = f"{problem.layout}forbid {one.kind}({scope}) over {one.axes[0]}"
             guarded = replace(problem, layout=parse_layout(text))
-            oracle = whole_problem(guarded.setting, guarded.demands)
+            oracle = whole_problem(guarded.setting, guarded.bound_layout)
             price = keeping(guarded, oracle)
             try:
                 found = guarded.solved().costs.step_seconds
@@ -153,7 +153,7 @@ def test_the_complete_model_finds_the_same(block: int) -> None:
     count = 0
     for seed in range(100 + 5 * block, 105 + 5 * block):
         for problem in islice(problems(seed, ONE, 2, MOST_STATES, 2**22), 2):
-            oracle = whole_problem(problem.setting, problem.demands)
+            oracle = whole_problem(problem.setting, problem.bound_layout)
             found = problem.solved()
             bound, best = cheapest(oracle, np.inf, priced(oracle), MOST_PRICED)
             assert found.costs.step_seconds == pytest.approx(best, rel=ROUNDED), seed
@@ -171,7 +171,7 @@ def test_the_search_finds_what_the_complete_model_proves(block: int) -> None:
         draw = random.Random(seed)
         for problem in islice(problems(seed, ONE, 2, 2**8, 2**20), 2):
             modes = {path: draw.choice(("none", *MODES)) for path in layers_of(problem.graph)}
-            model = build(problem.setting, problem.demands, regather=True, recompute=modes, lasting=True)
+            model = build(problem.setting, problem.bound_layout, regather=True, recompute=modes, lasting=True)
             oracle = own_problem(model)
 
             def sums(chosen: Sequence[int], oracle: Oracle = oracle) -> tuple[float, float]:
@@ -195,7 +195,7 @@ def test_the_search_finds_what_the_complete_model_proves(block: int) -> None:
 
 def test_what_cannot_fit_is_refused_with_the_least_that_would_do() -> None:
     problem = next(small_problems(2))
-    oracle = whole_problem(problem.setting, problem.demands)
+    oracle = whole_problem(problem.setting, problem.bound_layout)
     least = min(oracle.costs(chosen).memory.peak_bytes for chosen in product(*map(range, oracle.counts)))
     with pytest.raises(NoFeasiblePlan, match="no plan was found that fits") as refused:
         problem.solved(0.99 * least)

@@ -13,7 +13,7 @@ from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import SubMesh
-from autopar.sharding.demands import SearchLayout
+from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import PlanOptions
 from autopar.solver.decode import plan_of
@@ -46,7 +46,7 @@ def setting(graph: NamedGraph) -> PlanningProblem:
 
 @pytest.fixture(scope="module")
 def model(graph: NamedGraph, setting: PlanningProblem) -> Model:
-    return build(setting, SearchLayout(graph, AXES, Layout(())), regather=True, open_layers=layers_of(graph))
+    return build(setting, BoundLayout(graph, Layout(()), AXES), regather=True, open_layers=layers_of(graph))
 
 
 def drawn(model: Model, draw: random.Random) -> list[int]:
@@ -61,7 +61,7 @@ def test_a_mode_of_a_layer_takes_what_it_takes_where_it_is_settled(
     own = [model.place["recompute", path] for path in layers]
     for modes in product(STATES, repeat=len(layers)):
         recompute = dict(zip(layers, modes, strict=True))
-        settled = build(setting, SearchLayout(graph, AXES, Layout(())), regather=True, recompute=recompute)
+        settled = build(setting, BoundLayout(graph, Layout(()), AXES), regather=True, recompute=recompute)
         for _ in range(3):
             chosen = drawn(model, draw)
             for place, mode in zip(own, modes, strict=True):

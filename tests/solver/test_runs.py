@@ -11,7 +11,7 @@ import autopar
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import SubMesh
-from autopar.sharding.demands import SearchLayout
+from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import PlanOptions
 from autopar.solver.decode import plan_of
@@ -43,7 +43,7 @@ def test_a_solved_plan_computes_what_one_process_does(traced: Traced) -> None:
 def test_whatever_may_be_decided_computes_the_same(traced: Traced, seed: int) -> None:
     graph, exact, inputs = traced
     setting = PlanningProblem.of(graph, SubMesh.of(AXES), CLUSTER, PlanOptions())
-    model = build(setting, SearchLayout(graph, AXES, Layout(())), regather=True)
+    model = build(setting, BoundLayout(graph, Layout(()), AXES), regather=True)
     draw = random.Random(seed)
     chosen = [draw.randrange(len(variable.states)) for variable in model.variables]
     assert difference_of(exact, plan_of(model, chosen).assignment, inputs) < 1e-9

@@ -17,8 +17,8 @@ from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import StepPlan
+from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.contracts import layout_text
-from autopar.sharding.demands import SearchLayout
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.options import PlanOptions
 from autopar.solver import strategies
@@ -66,7 +66,7 @@ def sums_of(found: Profile) -> Floats:
 def test_what_the_planner_believes_is_what_evaluate_adds_up(graph: NamedGraph, compiled: bool) -> None:
     """All but what is shared: conversions that two ops want, and the buckets of parameters."""
     setting = PlanningProblem.of(graph, SubMesh.of(AXES), CLUSTER, PlanOptions(compiled=compiled))
-    model = build(setting, SearchLayout(graph, AXES, Layout(())))
+    model = build(setting, BoundLayout(graph, Layout(()), AXES))
     draw = random.Random(0)
     same = 0
     for _ in range(12):

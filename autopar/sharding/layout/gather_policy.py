@@ -15,7 +15,7 @@ from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Axes, GatherStatement
 from autopar.sharding.options import Recompute
 
-__all__ = ["GatherPolicy", "gather_policy_of", "held_as", "recompute_of", "recompute_said"]
+__all__ = ["GatherPolicy", "gather_policy_of", "held_as", "recompute_of"]
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,7 @@ def held_as(layout: Layout, tensor: HasAtoms) -> Literal["keep", "regather"] | N
 
 
 def recompute_of(layout: Layout, layers: Iterable[str]) -> dict[str, Recompute]:
-    """What each of these layers computes again, where that is anything."""
-    return {layer: level for layer, level in recompute_said(layout, layers).items() if level != "none"}
-
-
-def recompute_said(layout: Layout, layers: Iterable[str]) -> dict[str, Recompute]:
-    """What the layout says of these layers, `none` too."""
+    """Return the levels of the layers that the layout names, `none` included."""
     found: dict[str, Recompute] = {}
     for layer in dict.fromkeys(layers):
         best = _about(layout, layer, ("recompute",))

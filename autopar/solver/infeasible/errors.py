@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from autopar.errors import AutoparError, LayoutError
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
-from autopar.sharding.demands import SearchLayout
+from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.op_pins import cannot_be_had, pin_of
 from autopar.solver.infeasible.minimal_conflict import conflicting, spans_of
@@ -33,13 +33,13 @@ class OutOfTime(Exception):
 
 
 def no_option(
-    demands: SearchLayout, node: NamedNode, axes: SubMesh, can_be_had: Callable[[SearchLayout], bool]
+    bound_layout: BoundLayout, node: NamedNode, axes: SubMesh, can_be_had: Callable[[BoundLayout], bool]
 ) -> LayoutError:
     """No choice of an op gives and takes what the layout demands; `can_be_had` says whether one does under another."""
-    lines, _ = conflicting(demands, can_be_had)
-    pin = pin_of(demands.layout, node)
+    lines, _ = conflicting(bound_layout, can_be_had)
+    pin = pin_of(bound_layout.layout, node)
     if pin is not None and len(lines) < 2:
-        return cannot_be_had(pin, node, axes, demands.graph)
+        return cannot_be_had(pin, node, axes, bound_layout.graph)
     conflict = "\nthese lines cannot all be had; without any one of them, the others can" if len(lines) > 1 else ""
     return layout_error(
         "E7" if len(lines) > 1 else "E5",

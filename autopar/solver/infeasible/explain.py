@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autopar.cost.memory.peak import size_text
 from autopar.errors import AutoparError, LayoutError
-from autopar.sharding.demands import SearchLayout
+from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.source import excerpts, layout_error
 from autopar.solver.decode import plan_of
@@ -24,11 +24,11 @@ __all__ = ["refusal"]
 def refusal(work: SearchPhases) -> AutoparError:
     """What to raise where nothing was found. The lines to blame are sought as long as there is time."""
     incumbent = work.incumbent
-    broken = None if incumbent.broken is None else _broken(work, incumbent.demands)
+    broken = None if incumbent.broken is None else _broken(work, incumbent.bound_layout)
     if broken is not None:
         return _conflict(work, broken)
     lines: list[str] = []
-    said = "" if incumbent.demands.is_empty else _without_the_layout(work, lines)
+    said = "" if incumbent.bound_layout.is_empty else _without_the_layout(work, lines)
     what = (
         f"no plan was found that fits in {size_text(incumbent.limit)} on each device: the least that was found takes "
         f"{size_text(incumbent.least_bytes)}{said}"
@@ -40,13 +40,13 @@ def _conflict(work: SearchPhases, broken: LayoutError) -> LayoutError:
     """Lines that cannot all be had, whatever that takes of time and memory."""
     last = broken
 
-    def can_be_had(demands: SearchLayout) -> bool:
+    def can_be_had(bound_layout: BoundLayout) -> bool:
         nonlocal last
-        found = _broken(work, demands)
+        found = _broken(work, bound_layout)
         last = found or last
         return found is None
 
-    lines, is_smallest = conflicting(work.incumbent.demands, can_be_had, work.deadline)
+    lines, is_smallest = conflicting(work.incumbent.bound_layout, can_be_had, work.deadline)
     if len(lines) < 2:
         return last
     what = "these lines cannot all be had; without any one of them, the others can"
@@ -61,9 +61,9 @@ def _conflict(work: SearchPhases, broken: LayoutError) -> LayoutError:
     )
 
 
-def _broken(work: SearchPhases, demands: SearchLayout) -> LayoutError | None:
+def _broken(work: SearchPhases, bound_layout: BoundLayout) -> LayoutError | None:
     """The contract that the plan breaks which breaks fewest; None if it keeps all."""
-    other = _other(work, demands)
+    other = _other(work, bound_layout)
     model = other.model()
     weights = 1e-9 * Hinges.of(work.setting).base
     weights[Sum.FORBIDDEN] = FORBIDDEN_SECONDS
@@ -74,13 +74,13 @@ def _broken(work: SearchPhases, demands: SearchLayout) -> LayoutError | None:
 def _without_the_layout(work: SearchPhases, shown: list[str]) -> str:
     """Whether memory is short because of what the layout says; the lines that are to blame are added to `shown`."""
     incumbent = work.incumbent
-    least_bytes = _least(work, SearchLayout(incumbent.setting.graph, incumbent.setting.axes, Layout(()))).least_bytes
+    least_bytes = _least(work, BoundLayout(incumbent.setting.graph, Layout(()), incumbent.setting.axes)).least_bytes
     if least_bytes >= incumbent.least_bytes:
         return "; without the layout it is no less"
     if least_bytes > incumbent.limit:
         return f"; without the layout it is {size_text(least_bytes)}, which is too much as well"
     lines, is_smallest = conflicting(
-        incumbent.demands, lambda other: _least(work, other).plan is not None, work.deadline
+        incumbent.bound_layout, lambda other: _least(work, other).plan is not None, work.deadline
     )
     told = "its lines are to blame"
     if is_smallest and lines:
@@ -91,16 +91,16 @@ def _without_the_layout(work: SearchPhases, shown: list[str]) -> str:
     return f"; {told}: without the layout, {size_text(least_bytes)} would do"
 
 
-def _least(work: SearchPhases, demands: SearchLayout) -> Incumbent:
+def _least(work: SearchPhases, bound_layout: BoundLayout) -> Incumbent:
     """The race of plans that take least memory, of those that do what other lines say."""
-    other = _other(work, demands)
+    other = _other(work, bound_layout)
     least_memory(other, only_one=True)
     if other.incumbent.plan is None:
         other.lessen()
     return other.incumbent
 
 
-def _other(work: SearchPhases, demands: SearchLayout) -> SearchPhases:
-    """The same mesh to search, with other demands: what it finds is not for the race of this one."""
-    incumbent = Incumbent(work.setting, work.incumbent.limit, work.incumbent.began, None, demands)
-    return replace(work, demands=demands, incumbent=incumbent, gives_up=math.inf)
+def _other(work: SearchPhases, bound_layout: BoundLayout) -> SearchPhases:
+    """The same mesh to search, with another layout: what it finds is not for the race of this one."""
+    incumbent = Incumbent(work.setting, work.incumbent.limit, work.incumbent.began, None, bound_layout)
+    return replace(work, bound_layout=bound_layout, incumbent=incumbent, gives_up=math.inf)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from autopar.errors import LayoutError
-from autopar.sharding.demands import SearchLayout
+from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.source import SourceSpan
 from autopar.sharding.layout.syntax import Statement
@@ -19,13 +19,13 @@ MOST_LINES = 100
 
 
 def conflicting(
-    demands: SearchLayout, can_be_had: Callable[[SearchLayout], bool], deadline: float = math.inf
+    bound_layout: BoundLayout, can_be_had: Callable[[BoundLayout], bool], deadline: float = math.inf
 ) -> tuple[tuple[Statement, ...], bool]:
     """A smallest set of lines of a layout that cannot be had; and whether it was found in time, or may hold too many.
 
     All lines, then halves, then ever smaller parts are left out for good where the rest still cannot be had.
     """
-    kept = list(demands.given.statements)
+    kept = list(bound_layout.given.statements)
     if len(kept) > MOST_LINES:
         return (), False
     for size in _halved(len(kept)):
@@ -33,7 +33,7 @@ def conflicting(
             if time.monotonic() > deadline:
                 return tuple(kept), False
             rest = [*kept[:start], *kept[start + size :]]
-            others = SearchLayout(demands.graph, demands.axes, Layout(tuple(rest), demands.given.name))
+            others = BoundLayout(bound_layout.graph, Layout(tuple(rest), bound_layout.given.name), bound_layout.axes)
             if not _can_be_had(others, can_be_had):
                 kept = rest
     return tuple(kept), True
@@ -45,9 +45,9 @@ def _halved(size: int) -> Iterator[int]:
         size //= 2
 
 
-def _can_be_had(demands: SearchLayout, can_be_had: Callable[[SearchLayout], bool]) -> bool:
+def _can_be_had(bound_layout: BoundLayout, can_be_had: Callable[[BoundLayout], bool]) -> bool:
     try:
-        return can_be_had(demands)
+        return can_be_had(bound_layout)
     except LayoutError:
         return True  # what was left out is needed for the rest to mean anything
 

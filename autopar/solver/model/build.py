@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from autopar.sharding.demands import SearchLayout
+from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.options import Recompute
 from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.model.model import Model
@@ -21,7 +21,7 @@ __all__ = ["build"]
 
 def build(
     setting: PlanningProblem,
-    demands: SearchLayout,
+    bound_layout: BoundLayout,
     tables: CostTables | None = None,
     regather: bool = False,
     recompute: Mapping[str, Recompute] | None = None,
@@ -39,7 +39,7 @@ def build(
     tables = tables or CostTables(setting)
     settled = dict(recompute or {})
     again = RecomputeModes.of(setting.graph, settled, open_layers if setting.trains else (), setting.trains)
-    return _GraphModelBuilder(setting, demands, tables, regather, again, ways, deadline, lasting).run(settled)
+    return _GraphModelBuilder(setting, bound_layout, tables, regather, again, ways, deadline, lasting).run(settled)
 
 
 class _GraphModelBuilder(OpVariables, StorageVariables, ValueVariables):

@@ -16,7 +16,7 @@ from autopar.cost.compute.optimizers import optimizer_of
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.atoms import atoms_of
-from autopar.sharding.demands import SearchLayout
+from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.sharding import Sharding
 from autopar.solver.arrays import Floats
 from autopar.solver.infeasible.errors import OutOfTime
@@ -40,7 +40,7 @@ class ModelBuilder:
     """
 
     setting: PlanningProblem
-    demands: SearchLayout
+    bound_layout: BoundLayout
     tables: CostTables
     regather: bool
     again: RecomputeModes
@@ -145,7 +145,7 @@ class ModelBuilder:
     def _is_shared(self, name: str) -> bool:
         """Whether a result has a variable of its own."""
         many = len(self.setting.users.get(name, ())) > 1
-        return many or name in self.handed or self.demands.is_bound(self.graph.tensors[name])
+        return many or name in self.handed or self.bound_layout.constrains(self.graph.tensors[name])
 
     def _wants(self, node: NamedNode, name: str) -> tuple[Wants, ...]:
         """For each option of an op the layouts in which it takes a tensor."""

@@ -19,8 +19,8 @@ import numpy as np
 
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.atoms import atoms_of
+from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.contracts import is_guarded, layout_text, passes_halo
-from autopar.sharding.demands import SearchLayout
 from autopar.sharding.layout.precedence import glob_matches
 from autopar.sharding.layout.syntax import Guard, Limit, Same
 from autopar.sharding.lowered_ops import split_of
@@ -37,25 +37,25 @@ Broken = tuple[tuple[str, str, frozenset[str]], ...]
 """What must not be done to a tensor: direction, collective, axes."""
 
 
-def promised(model: Model, demands: SearchLayout, tables: CostTables) -> Model:
+def promised(model: Model, bound_layout: BoundLayout, tables: CostTables) -> Model:
     """The model with what breaks a promise forbidden."""
-    statements = demands.given.statements
+    statements = bound_layout.given.statements
     if not any(isinstance(one, Guard | Same | Limit) for one in statements):
         return model
-    return _Contracts(model, demands, tables).run()
+    return _Contracts(model, bound_layout, tables).run()
 
 
 @dataclass
 class _Contracts:
     model: Model
-    demands: SearchLayout
+    bound_layout: BoundLayout
     tables: CostTables
     known: dict[Hashable, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.setting = self.model.setting
         self.graph = self.setting.graph
-        given = self.demands.given
+        given = self.bound_layout.given
         self.guards = [one for one in given if isinstance(one, Guard) and one.action == "forbid"]
         self.halos = [one for one in given if isinstance(one, Limit) and one.quantity == "halo"]
         self.factors = list(self.model.factors)
@@ -68,7 +68,7 @@ class _Contracts:
             broken = self._broken(tensor)
             if broken:
                 self._converted(tensor, broken)
-        for statement in self.demands.given:
+        for statement in self.bound_layout.given:
             if isinstance(statement, Same):
                 self._same(statement)
         variables = tuple(self._with(place, one) for place, one in enumerate(self.model.variables))

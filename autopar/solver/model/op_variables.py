@@ -47,7 +47,7 @@ class OpVariables(ModelBuilder):
         outputs = tuple(None if name is None else self._cut(self.graph.tensors[name]) for name in node.outputs)
         rule = self._text_of_rule(node)
         own = (node.op, rule, node.source, tuple(node.atoms.items()), tuple(node.sizes.items()), operands, outputs)
-        return own, id(self.graph.footprints[node.node]), self.demands.token(node)
+        return own, id(self.graph.footprints[node.node]), self.bound_layout.op_key(node)
 
     def _text_of_rule(self, node: NamedNode) -> str:
         key = "rule", id(node.rule)
@@ -60,11 +60,11 @@ class OpVariables(ModelBuilder):
         key = "options", self._signature(node)
         if key not in self.known:
             self._heed_time()
-            self.known[key] = options_of(self.setting, self.demands, node, self.ways)
+            self.known[key] = options_of(self.setting, self.bound_layout, node, self.ways)
         found: tuple[OpSharding, ...] = self.known[key]
         if not found:
             raise no_option(
-                self.demands, node, self.setting.axes, lambda other: bool(options_of(self.setting, other, node))
+                self.bound_layout, node, self.setting.axes, lambda other: bool(options_of(self.setting, other, node))
             )
         return found
 

@@ -67,9 +67,9 @@ class StorageVariables(ModelBuilder):
         return uses
 
     def _stored(self, tensor: NamedTensor, uses: tuple[Sharding, ...]) -> tuple[StorageOption, ...]:
-        key = "stored", tensor.kind, self._cut(tensor), id(uses), self.demands.stored_token(tensor)
+        key = "stored", tensor.kind, self._cut(tensor), id(uses), self.bound_layout.stored_key(tensor)
         if key not in self.known:
-            self.known[key] = stored_of(self.setting, self.demands, tensor, uses, self.regather, self.lasting)
+            self.known[key] = stored_of(self.setting, self.bound_layout, tensor, uses, self.regather, self.lasting)
         found: tuple[StorageOption, ...] = self.known[key]
         return found
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.atoms import atoms_of
-from autopar.sharding.demands import SearchLayout
+from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.sharding import Sharding
 from autopar.solver.candidates import can_be_held, options_of
 from autopar.solver.infeasible.errors import no_option
@@ -33,7 +33,9 @@ class ValueVariables(ModelBuilder):
             return
         homes = self._homes(tensor, produced, wants)
         if not homes:
-            raise no_option(self.demands, node, self.setting.axes, lambda other: self._has_home(tensor, node, other))
+            raise no_option(
+                self.bound_layout, node, self.setting.axes, lambda other: self._has_home(tensor, node, other)
+            )
         parts = partial(self._home_parts, tensor, homes, len(users))
         place = self._add_by_mode("value", tensor.name, homes, node, parts)
         into = self._into(homes)
@@ -81,16 +83,18 @@ class ValueVariables(ModelBuilder):
     def _homes(
         self, tensor: NamedTensor, produced: tuple[Sharding, ...], wants: Sequence[tuple[Wants, ...]]
     ) -> tuple[Sharding, ...]:
-        handed, token = tuple(self.handed.get(tensor.name, ())), self.demands.stored_token(tensor)
+        handed, token = tuple(self.handed.get(tensor.name, ())), self.bound_layout.stored_key(tensor)
         key = "homes", self._cut(tensor), id(produced), tuple(map(id, wants)), handed, token
         if key not in self.known:
             found = dict.fromkeys(produced)
             found.update(dict.fromkeys(want for each in wants for one in each for want in one if want is not None))
             is_handed = tensor.name in self.handed
-            if is_handed or self.demands.is_bound(tensor):
+            if is_handed or self.bound_layout.constrains(tensor):
                 found.update(dict.fromkeys(resolved for layout in produced for resolved in _resolved(layout)))
-                found.update(dict.fromkeys(each for layout in produced for each in self.demands.closed(tensor, layout)))
-            kept = [home for home in found if self.demands.value_agrees(tensor, home)]
+                found.update(
+                    dict.fromkeys(each for layout in produced for each in self.bound_layout.close(tensor, layout))
+                )
+            kept = [home for home in found if self.bound_layout.allows_value(tensor, home)]
             if is_handed:
                 atoms = atoms_of(tensor)
                 kept = [home for home in kept if can_be_held(home, atoms, self.setting.axes)]
@@ -105,15 +109,15 @@ class ValueVariables(ModelBuilder):
         found: tuple[Wants, ...] = self.known[key]
         return found
 
-    def _has_home(self, tensor: NamedTensor, node: NamedNode, demands: SearchLayout) -> bool:
-        """Whether a value can be kept as another layout demands, however it is taken."""
+    def _has_home(self, tensor: NamedTensor, node: NamedNode, bound_layout: BoundLayout) -> bool:
+        """Whether a value can be kept as another layout requires, however it is taken."""
         position = node.outputs.index(tensor.name)
-        options = options_of(self.setting, demands, node)
+        options = options_of(self.setting, bound_layout, node)
         found = [layout for option in options if (layout := option.produced[position]) is not None]
-        found += [closed for layout in found for closed in demands.closed(tensor, layout)]
+        found += [closed for layout in found for closed in bound_layout.close(tensor, layout)]
         atoms, is_handed = atoms_of(tensor), tensor.name in self.handed
         return any(
-            demands.value_agrees(tensor, home) and (not is_handed or can_be_held(home, atoms, self.setting.axes))
+            bound_layout.allows_value(tensor, home) and (not is_handed or can_be_held(home, atoms, self.setting.axes))
             for home in found
         )
 

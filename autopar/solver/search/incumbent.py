@@ -10,8 +10,8 @@ from autopar.cost.compute.rates import peak_of
 from autopar.cost.evaluate import Costs, evaluate
 from autopar.errors import AutoparWarning, LayoutError
 from autopar.sharding.assignment import StepPlan
+from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.contracts import check_contracts
-from autopar.sharding.demands import SearchLayout
 from autopar.sharding.layout.syntax import Guard, Limit, Same
 from autopar.sharding.reshard_insertion import conversions
 from autopar.solver.progress import Progress
@@ -32,13 +32,13 @@ class Incumbent:
         limit: float,
         began: float,
         progress: Callable[[Progress], None] | None,
-        demands: SearchLayout,
+        bound_layout: BoundLayout,
     ) -> None:
         self.setting = setting
         self.limit = limit
         self.began = began
         self.progress = progress
-        self.demands = demands
+        self.bound_layout = bound_layout
         self.broken: LayoutError | None = None
         """The contract that the last plan broke which would have been the best."""
         self.is_broken = False
@@ -76,7 +76,7 @@ class Incumbent:
 
     def keeps_contracts(self, plan: StepPlan) -> bool:
         """Whether a plan does what the layout says of the whole; if not, `broken` says what it breaks."""
-        layout = self.demands.given
+        layout = self.bound_layout.given
         if not any(isinstance(statement, CONTRACTS) for statement in layout):
             return True
         sent = conversions(self.setting.graph, plan.assignment, plan.outputs, plan.local_inputs)

@@ -10,7 +10,7 @@ import numpy as np
 
 from autopar.cost.evaluate import Costs
 from autopar.sharding.assignment import StepPlan
-from autopar.sharding.demands import SearchLayout
+from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import Recompute
 from autopar.sharding.recompute import computed_again, regions_of
@@ -41,7 +41,7 @@ class SearchPhases:
     """A mesh to search, perhaps with axes joined, and the race that its plans run in."""
 
     setting: PlanningProblem
-    demands: SearchLayout
+    bound_layout: BoundLayout
     incumbent: Incumbent
     tables: CostTables
     deadline: float
@@ -57,13 +57,13 @@ class SearchPhases:
     def layers(self) -> list[str]:
         """The layers of which it is open whether they are computed again."""
         every = layers_of(self.setting.graph) if self.setting.trains else ()
-        return [path for path in every if path not in self.demands.recompute]
+        return [path for path in every if path not in self.bound_layout.recompute]
 
     @property
     def least_bytes(self) -> float:
         """What a device holds at least, if nothing is computed again but what is settled."""
         graph = self.setting.graph
-        again = computed_again(graph, regions_of(graph, self.demands.recompute))
+        again = computed_again(graph, regions_of(graph, self.bound_layout.recompute))
         return self.setting.kept.least_bytes(graph, again) / self.setting.ranks
 
     @property
@@ -82,10 +82,12 @@ class SearchPhases:
         Where memory is limited, what saves it is open: what is gathered again, and what is computed again, unless it is
         said here.
         """
-        again = {**(recompute or {}), **self.demands.recompute}
+        again = {**(recompute or {}), **self.bound_layout.recompute}
         is_open = self.layers if is_limited and recompute is None else ()
-        made = build(self.setting, self.demands, self.tables, is_limited, again, self.ways, is_open, self.ends, lasting)
-        return promised(made, self.demands, self.tables)
+        made = build(
+            self.setting, self.bound_layout, self.tables, is_limited, again, self.ways, is_open, self.ends, lasting
+        )
+        return promised(made, self.bound_layout, self.tables)
 
     def offer(self, plan: StepPlan) -> Costs:
         if self.joined is None:
@@ -198,8 +200,8 @@ def worthwhile(work: SearchPhases) -> AxisRoles:
     """Of a mesh with many axes, the choices of the best plans with neighbouring axes as one."""
     setting, incumbent = work.setting, work.incumbent
     plans = [] if incumbent.plan is None else [incumbent.plan]
-    if not work.demands.is_empty:  # what is found does not heed them, and so is not for this race
-        nothing = SearchLayout(setting.graph, setting.axes, Layout(()), free=True)
+    if not work.bound_layout.is_empty:  # what is found does not heed them, and so is not for this race
+        nothing = BoundLayout(setting.graph, Layout(()), setting.axes, constrained=False)
         incumbent = Incumbent(setting, incumbent.limit, incumbent.began, None, nothing)
     meshes = list(joined_meshes(setting))
     for number, (joined, merged) in enumerate(meshes):
@@ -207,7 +209,7 @@ def worthwhile(work: SearchPhases) -> AxisRoles:
         if plans and now > work.ends:
             break
         until = now + (work.deadline - now) / (len(meshes) - number + 1)
-        free = SearchLayout(merged.graph, merged.axes, Layout(()), free=True)
+        free = BoundLayout(merged.graph, Layout(()), merged.axes, constrained=False)
         coarse = SearchPhases(
             merged, free, incumbent, CostTables(merged), until, work.gives_up, work.until_one_fits, joined=joined
         )
