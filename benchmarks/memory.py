@@ -144,9 +144,9 @@ def _parameters(graph: NamedGraph, plan: StepPlan) -> BucketedParameters:
                 plan.master_dtype or tensor.dtype,
                 tensor.dtype,
                 plan.gradient_dtype or plan.master_dtype or tensor.dtype,
-                tensor.name in plan.accumulated,
+                tensor.name in plan.defer_reduction,
                 tensor.name in plan.regather,
-                tensor.name in plan.resident,
+                tensor.name in plan.keep_gathered,
             )
             for tensor in graph.parameters
         }
@@ -221,7 +221,7 @@ def main() -> None:
     for name, layout, graph, plan in cases(options.models.split(",")):
         layers = [path for repeat in graph.repeats for path in repeat.module_paths]
         names = frozenset(tensor.name for tensor in graph.parameters if options.regather)
-        plan = replace(plan, recompute=dict.fromkeys(layers, options.recompute), regather=names)
+        plan = replace(plan, recompute=dict.fromkeys(layers, options.recompute)).with_regather(names)
         predicted = memory(LoweredStep(graph, plan))
         measured = measure(graph, plan, options.rank)
         error = predicted.peak_bytes / measured.peak_bytes - 1

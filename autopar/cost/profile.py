@@ -278,11 +278,11 @@ class _Profiler:
             and self.first_use[name] == node.name
             and (plan.micro_batches > 1 or plan.gradient_dtype is not None)
         ):
-            layout = plan.assignment.values[name] if name in plan.accumulated else plan.assignment.stored[name]
+            layout = plan.assignment.values[name] if name in plan.defer_reduction else plan.assignment.stored[name]
             yield self.tasks.gradient_accumulation(name, layout, plan.master_dtype)
 
     def _bucket(self, bucket: Bucket, way: Literal["forward", "backward"]) -> Iterator[Task]:
-        once = self.plan.resident if way == "forward" else self.plan.accumulated
+        once = self.plan.keep_gathered if way == "forward" else self.plan.defer_reduction
         for task in self.tasks.bucket(bucket.members, way):
             yield task._replace(once=bucket.members[0].tensor in once)
 

@@ -349,9 +349,14 @@ class CallCache:
                 continue
             stored = self.weights.dtypes[tensor.name]
             reduced = (self.settings.reduce_dtype if stored.is_floating_point else None) or stored
-            gather_policy = assignment.gather_policies.get(tensor.name, GatherPolicy(False, False, False))
+            policy = assignment.gather_policies.get(tensor.name, GatherPolicy(False, False, False))
             found[tensor.name] = ParameterHandling(
-                stored, tensor.dtype, reduced, gather_policy.deferred, gather_policy.again, gather_policy.lasting
+                stored,
+                tensor.dtype,
+                reduced,
+                policy.defer_reduction,
+                policy.regather,
+                policy.keep_gathered,
             )
         return BucketedParameters(found, self.synchronisation, self, awaited=True)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from types import MappingProxyType
 
 import torch
@@ -61,12 +62,6 @@ class StepPlan:
     micro_batches: int = 1
     recompute: Mapping[str, Recompute] = field(default_factory=lambda: _NONE)
     """By the module path of a repeated layer."""
-    regather: frozenset[str] = frozenset()
-    """Parameters whose gathered copies are let go of after the forward and gathered again in the backward."""
-    resident: frozenset[str] = frozenset()
-    """Parameters whose gathered copies live until the optimizer steps: gathered once, not in every micro-batch."""
-    accumulated: frozenset[str] = frozenset()
-    """Parameters whose gradients add up locally and are reduced in the last micro-batch alone."""
     master_dtype: torch.dtype | None = None
     """What the optimizer updates, where that is not the dtype that the graph computes in."""
     gradient_dtype: torch.dtype | None = None
@@ -85,6 +80,27 @@ class StepPlan:
     def axes(self) -> SubMesh:
         return self.assignment.axes
 
+    @cached_property
+    def keep_gathered(self) -> frozenset[str]:
+        """Parameters that are gathered once per optimizer step, not in every micro-batch."""
+        return frozenset(name for name, policy in self.assignment.gather_policies.items() if policy.keep_gathered)
+
+    @cached_property
+    def defer_reduction(self) -> frozenset[str]:
+        """Parameters whose gradients add up locally and are reduced in the last micro-batch alone."""
+        return frozenset(name for name, policy in self.assignment.gather_policies.items() if policy.defer_reduction)
+
+    @cached_property
+    def regather(self) -> frozenset[str]:
+        """Parameters whose gathered copies are freed after the forward and gathered again in the backward."""
+        return frozenset(name for name, policy in self.assignment.gather_policies.items() if policy.regather)
+
+    def with_regather(self, names: Collection[str]) -> StepPlan:
+        """Return the plan that regathers exactly these parameters."""
+        policies = self.assignment.gather_policies.items()
+        changed = {name: replace(policy, regather=name in names) for name, policy in policies}
+        return replace(self, assignment=replace(self.assignment, gather_policies=changed))
+
     def with_options(self, options: PlanOptions) -> StepPlan:
         """Return a plan of the same decisions with these options."""
         return replace(self, **{each.name: getattr(options, each.name) for each in fields(options)})
@@ -92,12 +108,4 @@ class StepPlan:
     @staticmethod
     def decided(graph: NamedGraph, assignment: Assignment) -> StepPlan:
         """What decisions come to."""
-        gather_policies = assignment.gather_policies
-        return StepPlan(
-            graph.fingerprint,
-            assignment,
-            regather=frozenset(name for name, gather_policy in gather_policies.items() if gather_policy.again),
-            resident=frozenset(name for name, gather_policy in gather_policies.items() if gather_policy.lasting),
-            accumulated=frozenset(name for name, gather_policy in gather_policies.items() if gather_policy.deferred),
-            recompute=assignment.recompute,
-        )
+        return StepPlan(graph.fingerprint, assignment, recompute=assignment.recompute)

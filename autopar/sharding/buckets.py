@@ -106,7 +106,7 @@ def buckets_of(graph: NamedGraph, plan: StepPlan, reshard_plan: ReshardPlan) -> 
                 continue
             block = re.match(r"(.*?\.\d+)\.", tensor.name)
             size = max(prod(shape_of(one, step.before)) for way in ways_of(one) for step in way) * one.itemsize
-            handled = tuple(tensor.name in names for names in (plan.resident, plan.accumulated, plan.regather))
+            handled = tuple(tensor.name in names for names in (plan.keep_gathered, plan.defer_reduction, plan.regather))
             kind = steps, tensor.dtype, handled, tensor.requires_grad
             members.append(_Member(one, kind, block[1] if block else "", size))
     grouped = (tuple(member.inserted for member in group) for group in in_buckets(members))

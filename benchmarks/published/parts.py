@@ -290,13 +290,12 @@ def _plan(graph: NamedGraph, run: Run) -> StepPlan:
     axes: Mapping[str, int] = {"pp": run.pp, "dp": run.dp, "tp": run.tp}
     plan = completed(graph, layout_of(run.sharding, run.sequence_parallel, run.dp, run.tp), axes)
     layers = {path: run.recompute for repeat in graph.repeats for path in repeat.module_paths}
-    parameters = frozenset(tensor.name for tensor in graph.parameters)
+    parameters = [tensor.name for tensor in graph.parameters]
     return replace(
-        plan,
+        plan.with_regather(parameters if run.regathers else ()),
         local_inputs=True,
         micro_batches=run.micro_batches,
         recompute=MappingProxyType(layers),
-        regather=parameters if run.regathers else frozenset(),
         master_dtype=torch.float32,
         gradient_dtype=run.software.gradient_dtype,
         compiled=run.software.compiled,

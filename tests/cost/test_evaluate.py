@@ -55,9 +55,9 @@ def plan_of(graph: NamedGraph, layout: str, **changes: Any) -> StepPlan:
 def test_what_a_layout_says_of_parameters(graph: NamedGraph) -> None:
     names = {tensor.name for tensor in graph.parameters}
     ddp, zero1, fsdp = (plan_of(graph, layout) for layout in ("ddp", "zero1", "fsdp"))
-    assert (ddp.resident, ddp.accumulated) == (frozenset(), names)
-    assert zero1.resident == names, "gathered once, until the optimizer steps"
-    assert fsdp.resident == fsdp.accumulated == frozenset()
+    assert (ddp.keep_gathered, ddp.defer_reduction) == (frozenset(), names)
+    assert zero1.keep_gathered == names, "gathered once, until the optimizer steps"
+    assert fsdp.keep_gathered == fsdp.defer_reduction == frozenset()
 
 
 def test_a_plan_is_for_one_graph(graph: NamedGraph) -> None:
@@ -143,7 +143,7 @@ def test_micro_batches_send_once_what_waits(graph: NamedGraph) -> None:
 def test_gathering_again_costs_time(graph: NamedGraph) -> None:
     kept = evaluate(graph, plan_of(graph, "fsdp"), CLUSTER)
     names = frozenset(tensor.name for tensor in graph.parameters)
-    again = evaluate(graph, plan_of(graph, "fsdp", regather=names), CLUSTER)
+    again = evaluate(graph, plan_of(graph, "fsdp").with_regather(names), CLUSTER)
     assert again.seconds_of("parameters") > 1.3 * kept.seconds_of("parameters")
     assert again.memory.peak_bytes < kept.memory.peak_bytes
 

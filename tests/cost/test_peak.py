@@ -77,7 +77,7 @@ def test_a_resnet_that_gathers_again_is_measured_as_predicted() -> None:
     """Statistics of all ranks come from an op of ours with several results: it does not keep what it has read."""
     model, inputs = resnet(depth=10, width=8, image=64, batch=8, loss=True, train=True)
     graph = autopar.trace(model, inputs)
-    plan = plan_of(graph, "fsdp", {"fsdp": 4}, regather=frozenset(tensor.name for tensor in graph.parameters))
+    plan = plan_of(graph, "fsdp", {"fsdp": 4}).with_regather([tensor.name for tensor in graph.parameters])
     found, real = predicted(graph, plan), measure(graph, plan)
     assert found.saved_bytes == pytest.approx(real.saved_bytes, rel=0.01)
     assert found.peak_bytes == pytest.approx(real.peak_bytes, rel=0.05)
@@ -94,7 +94,7 @@ def test_a_resnet_that_computes_and_gathers_again_is_measured_as_predicted(
     graph = autopar.trace(model, inputs)
     layers = [path for repeat in graph.repeats for path in repeat.module_paths]
     regather = frozenset(tensor.name for tensor in graph.parameters)
-    plan = plan_of(graph, layout, axes, regather=regather, recompute=dict.fromkeys(layers, mode))
+    plan = plan_of(graph, layout, axes, recompute=dict.fromkeys(layers, mode)).with_regather(regather)
     found, real = predicted(graph, plan), measure(graph, plan)
     assert found.saved_bytes == pytest.approx(real.saved_bytes, rel=0.01)
     assert found.peak_bytes == pytest.approx(real.peak_bytes, rel=0.05)
@@ -166,7 +166,7 @@ def test_by_kind(small_gpt: NamedGraph) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_regathered_parameters_are_not_kept(small_gpt: NamedGraph) -> None:
     plan = plan_of(small_gpt, "fsdp", {"fsdp": 4})
-    less = replace(plan, regather=frozenset(tensor.name for tensor in small_gpt.parameters))
+    less = plan.with_regather([tensor.name for tensor in small_gpt.parameters])
     ddp = predicted(small_gpt, plan_of(small_gpt, "ddp", {"dp": 4}))
     kept, regathered = predicted(small_gpt, plan), predicted(small_gpt, less)
     assert regathered.saved_bytes < kept.saved_bytes
@@ -200,7 +200,7 @@ def test_recomputation_is_measured_as_predicted(small_gpt: NamedGraph, layout: s
     layers = [path for repeat in small_gpt.repeats for path in repeat.module_paths]
     name, _, again = layout.partition(", ")
     plan = plan_of(small_gpt, name, GPT_LAYOUTS[name], recompute=dict.fromkeys(layers, mode))
-    plan = replace(plan, regather=frozenset(t.name for t in small_gpt.parameters if again))
+    plan = plan.with_regather([t.name for t in small_gpt.parameters if again])
     found, real = predicted(small_gpt, plan), measure(small_gpt, plan)
     assert found.peak_bytes == pytest.approx(real.peak_bytes, rel=0.05)
     assert found.saved_bytes == pytest.approx(real.saved_bytes, rel=0.01)
@@ -215,7 +215,7 @@ def test_large_parameters_of_layers_computed_again_are_measured_as_predicted(mod
     graph = autopar.trace(*gpt(layers=2, d_model=1280, heads=4, vocab=64, seq=16, batch=4))
     layers = [path for repeat in graph.repeats for path in repeat.module_paths]
     plan = plan_of(graph, "fsdp", {"fsdp": 4}, recompute=dict.fromkeys(layers, mode))
-    plan = replace(plan, regather=frozenset(t.name for t in graph.parameters if regathers))
+    plan = plan.with_regather([t.name for t in graph.parameters if regathers])
     found, real = predicted(graph, plan), measure(graph, plan)
     assert found.saved_bytes == pytest.approx(real.saved_bytes, rel=0.01)
     assert found.peak_bytes == pytest.approx(real.peak_bytes, rel=0.05)

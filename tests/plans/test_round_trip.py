@@ -131,6 +131,6 @@ def test_holdings_are_compared() -> None:
     graph = trace(*gpt())
     axes = {"fsdp": 2}
     one = complete(graph, choose_layout("fsdp", axes), axes)
-    name = next(name for name, gather_policy in one.gather_policies.items() if not gather_policy.again)
-    other = replace(one, gather_policies={**one.gather_policies, name: replace(one.gather_policies[name], again=True)})
+    name, policy = next((name, policy) for name, policy in one.gather_policies.items() if not policy.regather)
+    other = replace(one, gather_policies={**one.gather_policies, name: replace(policy, regather=True)})
     assert written(graph, one) != written(graph, other)

@@ -116,7 +116,7 @@ class LiveState:
 
     def _defers_reduction(self, name: str) -> bool:
         """Return True for a gradient that is reduced in the last micro-batch only."""
-        return self.plan.micro_batches > 1 and name in self.plan.accumulated
+        return self.plan.micro_batches > 1 and name in self.plan.defer_reduction
 
     def _steps(self, source: int, steps: tuple[Step, ...], one: InsertedReshard) -> int:
         """Return the result of reshard steps; the caller keeps its reference to the source."""

@@ -24,7 +24,7 @@ class ForwardMemory(LiveState):
     def forward(self) -> None:
         self._place_inputs()
         for tensor in self.graph.parameters:
-            stays = tensor.name in self.plan.resident and self.plan.micro_batches > 1
+            stays = tensor.name in self.plan.keep_gathered and self.plan.micro_batches > 1
             # The step keeps a copy of parameters that stay gathered, or that compute in another dtype than stored.
             if stays or self.plan.master_dtype not in (None, tensor.dtype):
                 values, stored = self.plan.assignment.values[tensor.name], self.plan.assignment.stored[tensor.name]

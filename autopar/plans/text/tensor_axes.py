@@ -95,14 +95,15 @@ def _in_order(axes: frozenset[str], assignment: Assignment) -> tuple[str, ...]:
 
 def _storage(name: str, opt: Splits, used: Splits, gather_policy: GatherPolicy | None) -> Iterator[tuple[str, Splits]]:
     """What `param`, `grad` and `opt` say of a parameter that is registered as `opt` and used and held like this."""
-    held = gather_policy or GatherPolicy(lasting=False, deferred=opt == used, again=False)
+    policy = gather_policy or GatherPolicy(keep_gathered=False, defer_reduction=opt == used, regather=False)
     whole = all(part[: len(axes)] == axes for axes, part in zip(used, opt, strict=True))
     less = used if whole and used != opt else ((),) * len(opt)
     param = opt
-    if held.lasting or (held.deferred and used != opt) or (not held.deferred and used == opt):
+    if policy.keep_gathered or (policy.defer_reduction and used != opt) or (not policy.defer_reduction and used == opt):
         param = less
-    grad = used if held.deferred else opt if opt != used else param
-    assert (param != opt and not held.again, grad == used) == (held.lasting, held.deferred), (name, held)
+    grad = used if policy.defer_reduction else opt if opt != used else param
+    expected = policy.keep_gathered, policy.defer_reduction
+    assert (param != opt and not policy.regather, grad == used) == expected, (name, policy)
     return iter((("param", param), ("grad", grad), ("opt", opt)))
 
 

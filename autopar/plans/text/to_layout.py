@@ -204,7 +204,7 @@ class _LayoutWriter:
 
     def _holds(self) -> Iterator[Statement]:
         gather_policies = self.assignment.gather_policies
-        again = [name for name, gather_policy in gather_policies.items() if gather_policy.again]
+        again = [name for name, gather_policy in gather_policies.items() if gather_policy.regather]
         if again and len(again) == len(gather_policies):
             yield GatherStatement("regather", "*")
         else:

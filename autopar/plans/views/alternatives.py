@@ -124,15 +124,7 @@ def forced(plan: PlanRecord, line: Pin | Block | OpPin) -> Alternative:
 
 
 def _with(plan: PlanRecord, assignment: Assignment, origin: str) -> PlanRecord:
-    made = StepPlan.decided(plan.graph, assignment)
-    decided = replace(
-        plan.decided,
-        assignment=assignment,
-        regather=made.regather,
-        resident=made.resident,
-        accumulated=made.accumulated,
-    )
-    return replace(plan, decided=decided, bound_seconds=None, origin=origin)
+    return replace(plan, decided=replace(plan.decided, assignment=assignment), bound_seconds=None, origin=origin)
 
 
 def _ways(plan: PlanRecord, line: Pin | Block | OpPin) -> Iterator[Callable[[], Assignment]]:

@@ -88,9 +88,9 @@ def _tensor(plan: PlanRecord, tensor: NamedTensor) -> TensorFacts:
     if tensor.kind == "param":
         used = layout_text(tensor, assignment.values[tensor.name])
         gather_policy = assignment.gather_policies.get(tensor.name)
-        if gather_policy is not None and gather_policy.again:
+        if gather_policy is not None and gather_policy.regather:
             held = "gathered again for the backward"
-        elif gather_policy is not None and gather_policy.lasting:
+        elif gather_policy is not None and gather_policy.keep_gathered:
             held = "gathered once in a step"
     return TensorFacts(tensor, layout, used, held, tuple(_lines(plan, tensor)))
 

@@ -20,21 +20,21 @@ __all__ = ["GatherPolicy", "gather_policy_of", "held_as", "recompute_of"]
 
 @dataclass(frozen=True)
 class GatherPolicy:
-    """What of a parameter lives on, beyond the shard that the optimizer sees."""
+    """Lifetime of the gathered copy of a parameter, and time of the reduction of its gradient."""
 
-    lasting: bool
-    """`param` asks for more than `opt` (ZeRO-1): what is gathered serves all micro-steps under `no_sync()`."""
-    deferred: bool
-    """Its gradient may wait for the last backward before the optimizer's step (DDP, ZeRO-1); else each reduces it."""
-    again: bool
-    """What is gathered of it is given up after the forward and gathered again."""
+    # ZeRO-1: `param` asks for more than `opt`, and one gathered copy serves all micro-batches under `no_sync()`.
+    keep_gathered: bool
+    # DDP and ZeRO-1: only the last backward before the optimizer's step reduces the gradient; else each one does.
+    defer_reduction: bool
+    # The gathered copy is freed after the forward and gathered again in the backward.
+    regather: bool
 
 
 def gather_policy_of(layout: Layout, tensor: HasAtoms, used: tuple[Axes, ...], axes: SubMesh) -> GatherPolicy:
     """Of a parameter that the forward takes as `used` splits it."""
     param, grad, opt = storage_of(layout, tensor, axes)
-    again = held_as(layout, tensor) == "regather"
-    return GatherPolicy(param != opt and not again, grad == used, again)
+    regather = held_as(layout, tensor) == "regather"
+    return GatherPolicy(param != opt and not regather, grad == used, regather)
 
 
 def held_as(layout: Layout, tensor: HasAtoms) -> Literal["keep", "regather"] | None:
