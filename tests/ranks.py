@@ -24,8 +24,8 @@ from autopar.lowering.modules.bucket_state import GradientSync
 from autopar.lowering.passes.bucket_parameters import BucketedParameters
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.atoms import atoms_of
-from autopar.sharding.layout.gather_policy import GatherPolicy
 from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.layout.parameter_storage import GatherPolicy
 from autopar.sharding.propagation import complete
 from autopar.sharding.sharding import coordinates
 from tests.eager import Arguments, Left, arguments_of, eager_step, largest_difference, relative, step_of

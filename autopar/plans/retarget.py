@@ -15,7 +15,7 @@ from autopar.mesh import SubMesh
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.check import LayoutWords
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.precedence import POSITION, glob_matches, matches
+from autopar.sharding.layout.matching import POSITION, glob_matches, matches
 from autopar.sharding.layout.syntax import (
     Block,
     DimRule,

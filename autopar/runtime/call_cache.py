@@ -32,7 +32,7 @@ from autopar.runtime.shards import LocalShard, ShardOwner, held_by
 from autopar.runtime.torch_wrappers import check_not_captured
 from autopar.runtime.weights import Weights
 from autopar.sharding.assignment import Assignment
-from autopar.sharding.layout.gather_policy import GatherPolicy
+from autopar.sharding.layout.parameter_storage import GatherPolicy
 from autopar.sharding.options import Outputs
 from autopar.sharding.reshard_insertion import InsertedReshard
 

@@ -12,11 +12,9 @@ import torch
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import SubMesh
 from autopar.sharding.choices import Choice
-from autopar.sharding.layout.gather_policy import GatherPolicy
+from autopar.sharding.layout.parameter_storage import GatherPolicy
 from autopar.sharding.options import Outputs, PlanOptions, Recompute
 from autopar.sharding.sharding import Sharding
-
-__all__ = ["Assignment", "OpAssignment", "Recompute", "StepPlan"]
 
 
 @dataclass(frozen=True)

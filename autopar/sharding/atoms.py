@@ -8,8 +8,6 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Protocol
 
-__all__ = ["Atoms", "HasAtoms", "NamedAtom", "atoms_of"]
-
 
 class NamedAtom(Protocol):
     @property

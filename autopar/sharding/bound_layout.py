@@ -17,15 +17,12 @@ from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.sharding.atoms import atoms_of
 from autopar.sharding.layout.check import check_layout
-from autopar.sharding.layout.gather_policy import GatherPolicy, gather_policy_of, recompute_of
-from autopar.sharding.layout.holes import filled, options_of
+from autopar.sharding.layout.fill_open import filled, groups_of, options_of, shared
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.parameter_storage import stored_splits
-from autopar.sharding.layout.pinned_states import PinnedStates, check_states, states_of
-from autopar.sharding.layout.resolve import SplitRequest, resolve
-from autopar.sharding.layout.same import groups_of, shared
+from autopar.sharding.layout.matching import StatementIndex
+from autopar.sharding.layout.parameter_storage import GatherPolicy, gather_policy_of, recompute_of, stored_splits
+from autopar.sharding.layout.resolve import PinnedStates, SplitRequest, check_states, resolve, states_of
 from autopar.sharding.layout.source import layout_error
-from autopar.sharding.layout.statement_index import StatementIndex
 from autopar.sharding.layout.syntax import Axes, Block, OpPin
 from autopar.sharding.op_pins import kinds_of, pin_of, with_constraints, words_of
 from autopar.sharding.options import Recompute

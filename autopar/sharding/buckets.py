@@ -13,19 +13,6 @@ from autopar.sharding.assignment import StepPlan
 from autopar.sharding.reshard.reshard import LOCAL, Step, StepKind
 from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan
 
-__all__ = [
-    "BUCKET_BYTES",
-    "Bucket",
-    "buckets_of",
-    "buffers_of",
-    "copied",
-    "goes_in_bucket",
-    "in_buckets",
-    "shape_of",
-    "ways_of",
-]
-
-
 BUCKET_BYTES = 25 * 2**20
 """What DistributedDataParallel has as its default: large enough that starting a collective costs little of it."""
 

@@ -28,19 +28,6 @@ from autopar.sharding.atoms import atoms_of
 from autopar.sharding.lowered_ops import communicating
 from autopar.sharding.sharding import Sharding
 
-__all__ = [
-    "BROADCAST",
-    "Choice",
-    "Passing",
-    "Site",
-    "Uneven",
-    "can_split",
-    "choices",
-    "layouts_of",
-    "passings_of",
-    "sites_of",
-]
-
 SPLITTABLE = (FactorKind.PARALLEL, FactorKind.SUM, FactorKind.MEAN)
 
 Site = tuple[str, int]

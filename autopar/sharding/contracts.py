@@ -11,7 +11,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.precedence import glob_matches
+from autopar.sharding.layout.matching import glob_matches
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Guard, Limit, Same, Scope
 from autopar.sharding.lowered_ops import LoweredOpContext, split_of
@@ -19,8 +19,6 @@ from autopar.sharding.lowered_ops.halo import Window, received_share
 from autopar.sharding.op_pins import kinds_of
 from autopar.sharding.reshard_insertion import InsertedReshard
 from autopar.sharding.sharding import Sharding
-
-__all__ = ["check_contracts", "is_guarded", "layout_text", "passes_halo"]
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,6 @@ from autopar.mesh import SubMesh
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.sharding import Sharding
 
-__all__ = ["from_placements", "to_placements"]
-
 
 def to_placements(layout: Sharding, atoms: Atoms, axes: SubMesh, tensor: str = "the tensor") -> tuple[Placement, ...]:
     """One placement per axis of the mesh; what a DTensor cannot hold is refused by name. B is replicated."""

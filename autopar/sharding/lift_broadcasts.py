@@ -16,8 +16,6 @@ from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.choices import BROADCAST, layouts_of
 
-__all__ = ["begin_at_parameters"]
-
 
 def begin_at_parameters(graph: NamedGraph, assignment: Assignment, pinned: Collection[str]) -> Assignment:
     """The same decisions, with broadcasts moved up to the parameters where that sends no more.

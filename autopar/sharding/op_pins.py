@@ -12,22 +12,10 @@ from autopar.sharding.choices import BROADCAST, Choice, Passing, Site
 from autopar.sharding.layout.check import LayoutWords
 from autopar.sharding.layout.language import Layout, parse_rules
 from autopar.sharding.layout.load import axes_of
-from autopar.sharding.layout.precedence import glob_matches
+from autopar.sharding.layout.matching import glob_matches
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.substitute_axes import replace_axes
 from autopar.sharding.layout.syntax import OpPin, Pin
-
-__all__ = [
-    "allows",
-    "cannot_be_had",
-    "kinds_of",
-    "pin_of",
-    "pinned_passings",
-    "pinned_sites",
-    "uneven_sites",
-    "with_constraints",
-    "words_of",
-]
 
 
 def pin_of(layout: Layout, node: NamedNode) -> OpPin | None:

@@ -9,8 +9,6 @@ from typing import Literal
 
 import torch
 
-__all__ = ["Outputs", "PlanOptions", "Recompute"]
-
 
 @dataclass(frozen=True)
 class PlanOptions:

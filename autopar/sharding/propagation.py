@@ -24,12 +24,10 @@ from autopar.sharding.assignment import Assignment, OpAssignment, StepPlan
 from autopar.sharding.atoms import Atoms, atoms_of
 from autopar.sharding.bound_layout import BoundLayout, close_request, matches
 from autopar.sharding.choices import Passing, Site, can_split, choices, layouts_of, passings_of, sites_of
-from autopar.sharding.layout.gather_policy import GatherPolicy
-from autopar.sharding.layout.holes import filled, options_of
+from autopar.sharding.layout.fill_open import filled, filled_from, options_of
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.pinned_states import UNPINNED
-from autopar.sharding.layout.resolve import SplitRequest
-from autopar.sharding.layout.same import filled_from
+from autopar.sharding.layout.parameter_storage import GatherPolicy
+from autopar.sharding.layout.resolve import UNPINNED, SplitRequest
 from autopar.sharding.layout.syntax import Axes, OpPin, Pin
 from autopar.sharding.lift_broadcasts import begin_at_parameters
 from autopar.sharding.lowered_ops import split_of
@@ -42,8 +40,6 @@ from autopar.sharding.op_pins import (
 )
 from autopar.sharding.reshard.reshard import Reshard, reshard
 from autopar.sharding.sharding import Sharding
-
-__all__ = ["KnownAssignment", "complete", "completed", "recomplete", "redecide", "restored"]
 
 
 class KnownAssignment:

@@ -16,8 +16,6 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.sharding.options import Recompute
 
-__all__ = ["RecomputeRegion", "computed_again", "layered", "reading", "regions_of"]
-
 
 @dataclass(frozen=True)
 class RecomputeRegion:

@@ -22,8 +22,6 @@ from autopar.sharding.options import Outputs
 from autopar.sharding.reshard.reshard import Reshard, Step, reshard
 from autopar.sharding.sharding import Sharding
 
-__all__ = ["InsertedReshard", "OpReshards", "ReshardPlan", "StepCollective", "conversions", "insert_reshards"]
-
 
 @dataclass(frozen=True)
 class StepCollective:

@@ -22,17 +22,6 @@ from autopar.errors import LayoutError
 from autopar.mesh import SubMesh
 from autopar.sharding.atoms import Atoms
 
-__all__ = [
-    "Piece",
-    "Sharding",
-    "State",
-    "chunk",
-    "common_axes",
-    "coordinates",
-    "longest",
-    "nested",
-]
-
 Piece = tuple[int, int]
 """Where a rank's part of one atom starts, and how long it is."""
 

@@ -15,7 +15,7 @@ from autopar.sharding.atoms import Atoms, atoms_of
 from autopar.sharding.bound_layout import BoundLayout, matches
 from autopar.sharding.choices import Choice, Passing, Site, choices, layouts_of, passings_of
 from autopar.sharding.dtensor_placements import to_placements
-from autopar.sharding.layout.gather_policy import held_as
+from autopar.sharding.layout.parameter_storage import held_as
 from autopar.sharding.op_pins import allows, pinned_passings, pinned_sites, uneven_sites
 from autopar.sharding.sharding import Sharding
 from autopar.solver.search.joined_axes import MOST_AXES, AxisRoles, kind_of

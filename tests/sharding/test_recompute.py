@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import autopar
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.layout.gather_policy import recompute_of
 from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.layout.parameter_storage import recompute_of
 from autopar.sharding.propagation import completed
 from autopar.sharding.recompute import computed_again, regions_of
 

@@ -11,10 +11,9 @@ from autopar.ir.values import NamedTensor
 from autopar.mesh import SubMesh
 from autopar.names import RESERVED
 from autopar.sharding.assignment import Assignment
-from autopar.sharding.layout.gather_policy import GatherPolicy
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.parameter_storage import storage_of
-from autopar.sharding.layout.precedence import POSITION
+from autopar.sharding.layout.matching import POSITION
+from autopar.sharding.layout.parameter_storage import GatherPolicy, storage_of
 from autopar.sharding.layout.resolve import resolve
 from autopar.sharding.layout.syntax import Axes, DimRule, NotSplit, SplitTerm, TensorPattern
 

@@ -11,7 +11,7 @@ from autopar.names import did_you_mean, nearest
 from autopar.plans.format import bytes_text, layout_text, seconds_text
 from autopar.plans.record import PlanRecord, PricedCollective
 from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.layout.precedence import Precedence, glob_matches, matches, specificity
+from autopar.sharding.layout.matching import Precedence, glob_matches, matches, specificity
 from autopar.sharding.layout.syntax import Block, DimRule, GatherStatement, OpPin, Pin, Scope
 
 __all__ = ["Explanation", "Line", "OpFacts", "TensorFacts", "explained"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autopar.errors import LayoutError
 from autopar.mesh import SubMesh
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.precedence import POSITION, glob_matches, matches
+from autopar.sharding.layout.matching import POSITION, glob_matches, matches
 from autopar.sharding.layout.source import SourceSpan, layout_error, unknown_name
 from autopar.sharding.layout.syntax import (
     Block,
@@ -24,8 +24,6 @@ from autopar.sharding.layout.syntax import (
     SplitTerm,
     Statement,
 )
-
-__all__ = ["LayoutWords", "check_layout"]
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ from autopar.sharding.layout.source import layout_error, read_text
 from autopar.sharding.layout.substitute_axes import expand_lets, replace_axes
 from autopar.sharding.layout.syntax import Axes, DimRule, Limit, MeshStatement, Statement, StrategyStatement
 
-__all__ = ["Layout", "parse_layout", "parse_memory", "parse_rules", "parse_strategy_call", "print_layout"]
-
 
 @dataclass(frozen=True)
 class Layout:

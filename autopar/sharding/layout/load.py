@@ -13,18 +13,6 @@ from autopar.sharding.layout.language import Layout, parse_layout, parse_strateg
 from autopar.sharding.layout.source import unknown_name
 from autopar.sharding.layout.syntax import Block, DimRule, Guard, Hole, Let, OpPin, Pin, SplitTerm
 
-__all__ = [
-    "applies_to",
-    "axes_of",
-    "choose_layout",
-    "dims_of_axes",
-    "load_strategy",
-    "roles_of",
-    "strategy_names",
-    "strategy_path",
-    "usable_axes",
-]
-
 
 def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
     """The layout that `layout=` means on a mesh with these axes.

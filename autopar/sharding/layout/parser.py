@@ -7,8 +7,6 @@ from typing import Literal, NoReturn, cast
 from autopar.errors import LayoutError
 from autopar.mesh import Mesh, parse_axes
 from autopar.names import did_you_mean
-from autopar.sharding.layout.lexer import Token
-from autopar.sharding.layout.sizes import UNITS, parse_percent, parse_size
 from autopar.sharding.layout.source import SourceSpan, layout_error, unknown_name
 from autopar.sharding.layout.syntax import (
     COLLECTIVES,
@@ -36,9 +34,7 @@ from autopar.sharding.layout.syntax import (
     TensorPattern,
     Term,
 )
-from autopar.sharding.layout.token_reader import TokenReader
-
-__all__ = ["LayoutParser"]
+from autopar.sharding.layout.tokens import UNITS, Token, TokenReader, parse_percent, parse_size
 
 FORMS = {
     "strategy": "write it as in 'strategy fsdp \"what it does\"'",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from autopar.sharding.layout.sizes import format_percent, format_size
 from autopar.sharding.layout.syntax import (
     Axes,
     Block,
@@ -23,8 +22,7 @@ from autopar.sharding.layout.syntax import (
     TensorPattern,
     Term,
 )
-
-__all__ = ["print_axes", "print_place", "print_scope", "print_statement"]
+from autopar.sharding.layout.tokens import format_percent, format_size
 
 WIDTH = 120
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from autopar.errors import LayoutError
 from autopar.names import did_you_mean, nearest, printable
 
-__all__ = ["MAX_CHARACTERS", "SourceSpan", "excerpts", "layout_error", "read_text", "unknown_name"]
-
 WIDTH = 160
 """Longer lines are cut around the caret."""
 

@@ -25,8 +25,6 @@ from autopar.sharding.layout.syntax import (
     Term,
 )
 
-__all__ = ["expand_lets", "replace_axes"]
-
 
 def expand_lets(statements: Sequence[Statement]) -> tuple[Statement, ...]:
     """Every `let` name replaced by what it stands for, wherever it is defined; the `let` lines stay."""

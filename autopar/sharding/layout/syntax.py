@@ -8,33 +8,6 @@ from typing import Literal, get_args
 from autopar.mesh import Mesh
 from autopar.sharding.layout.source import SourceSpan
 
-__all__ = [
-    "COLLECTIVES",
-    "KINDS",
-    "Axes",
-    "Block",
-    "Collective",
-    "DimRule",
-    "GatherStatement",
-    "Guard",
-    "Hole",
-    "Kind",
-    "Let",
-    "Limit",
-    "MeshStatement",
-    "NotSplit",
-    "OpPin",
-    "Pin",
-    "PinState",
-    "Same",
-    "Scope",
-    "SplitTerm",
-    "Statement",
-    "StrategyStatement",
-    "TensorPattern",
-    "Term",
-]
-
 Axes = tuple[str, ...]
 """A product of mesh axes, major to minor."""
 

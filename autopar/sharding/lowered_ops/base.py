@@ -21,20 +21,6 @@ from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.reshard import Reshard, reshard
 from autopar.sharding.sharding import Sharding
 
-__all__ = [
-    "LoweredOp",
-    "LoweredOpContext",
-    "Maximum",
-    "OpMessage",
-    "Send",
-    "Total",
-    "dims_of",
-    "largest_of",
-    "maximum",
-    "total",
-    "widened",
-]
-
 Send = Callable[[Tensor], Tensor]
 
 

@@ -17,8 +17,6 @@ from autopar.rules.notation import FactorKind
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from autopar.sharding.lowered_ops.base import LoweredOpContext, OpMessage, Send, total, widened
 
-__all__ = ["BatchNorm"]
-
 
 class BatchNorm:
     def takes(self, node: NamedNode, factor: str) -> bool:

@@ -25,8 +25,6 @@ from autopar.sharding.lowered_ops.base import (
     widened,
 )
 
-__all__ = ["CrossEntropy"]
-
 NONE, MEAN = 0, 1
 
 

@@ -26,8 +26,6 @@ from autopar.sharding.lowered_ops.base import LoweredOpContext, OpMessage, Send,
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
 from autopar.sharding.sharding import Sharding, nested
 
-__all__ = ["HaloExchange", "HaloStretch", "Window", "received_share"]
-
 
 class Window:
     def takes(self, node: NamedNode, factor: str) -> bool:

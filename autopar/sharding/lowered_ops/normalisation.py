@@ -14,8 +14,6 @@ from autopar.rules.notation import FactorKind
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from autopar.sharding.lowered_ops.base import LoweredOpContext, OpMessage, Send, total, widened
 
-__all__ = ["LayerNorm", "RmsNorm"]
-
 
 def _takes(node: NamedNode, factor: str) -> bool:
     """The normalised dims, where nobody reads the statistics."""

@@ -23,8 +23,6 @@ from autopar.sharding.lowered_ops.base import (
     widened,
 )
 
-__all__ = ["Softmax"]
-
 
 @dataclass(frozen=True)
 class Softmax:

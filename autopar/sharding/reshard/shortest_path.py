@@ -9,11 +9,8 @@ from math import prod
 
 from autopar.mesh import SubMesh
 from autopar.sharding.atoms import Atoms
-from autopar.sharding.reshard.step_graph import StepEdge, StepGraph, StepLimits, step_space
-from autopar.sharding.reshard.steps import LinkCost, Step, StepKind
+from autopar.sharding.reshard.step_graph import LinkCost, Step, StepEdge, StepGraph, StepKind, StepLimits, step_space
 from autopar.sharding.sharding import Sharding, common_axes
-
-__all__ = ["cheapest"]
 
 # Compared from left to right: what is sent, collectives, axes that take part, steps. Then the steps themselves.
 _Cost = tuple[int | Fraction, int, int, int]

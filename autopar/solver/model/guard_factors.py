@@ -21,7 +21,7 @@ from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.atoms import atoms_of
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.contracts import is_guarded, layout_text, passes_halo
-from autopar.sharding.layout.precedence import glob_matches
+from autopar.sharding.layout.matching import glob_matches
 from autopar.sharding.layout.syntax import Guard, Limit, Same
 from autopar.sharding.lowered_ops import split_of
 from autopar.sharding.sharding import Sharding

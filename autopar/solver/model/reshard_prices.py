@@ -9,8 +9,7 @@ from typing import NamedTuple
 from autopar.cost.compute.op_time import seconds_of_bytes
 from autopar.ir.values import NamedTensor
 from autopar.sharding.buckets import BUCKET_BYTES, BUCKETS, LEAST_BYTES, goes_in_bucket
-from autopar.sharding.reshard.reshard import StepKind
-from autopar.sharding.reshard.scaled import ScaledReshards, StepSize
+from autopar.sharding.reshard.reshard import ScaledReshards, StepKind, StepSize
 from autopar.sharding.sharding import Sharding, longest
 from autopar.solver.arrays import Floats
 from autopar.solver.candidates import StorageOption

@@ -10,8 +10,8 @@ import pytest
 
 from autopar.errors import LayoutError
 from autopar.sharding.layout.language import Layout, parse_layout
-from autopar.sharding.layout.lexer import MAX_LINE, MAX_WORD
 from autopar.sharding.layout.source import MAX_CHARACTERS
+from autopar.sharding.layout.tokens import MAX_LINE, MAX_WORD
 
 GIVE = "\nfix: give a layout file"
 

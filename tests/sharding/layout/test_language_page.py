@@ -11,8 +11,8 @@ import pytest
 from autopar.errors import LayoutError
 from autopar.names import RESERVED
 from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.layout.sizes import UNITS
 from autopar.sharding.layout.syntax import COLLECTIVES, KINDS, Block, DimRule, GatherStatement, Pin, Scope, Statement
+from autopar.sharding.layout.tokens import UNITS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "language.md").read_text(encoding="utf-8")
 LAYOUTS = re.findall(r"^```layout\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.layout.precedence import Exactness, Precedence, Specificity, glob_matches, matches, specificity
+from autopar.sharding.layout.matching import Exactness, Precedence, Specificity, glob_matches, matches, specificity
 from autopar.sharding.layout.syntax import Block, DimRule, Pin, Scope
 
 # From the weakest to the strongest.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.layout.statement_index import StatementIndex
+from autopar.sharding.layout.matching import StatementIndex
 
 LAYOUT = """
 batch -> dp

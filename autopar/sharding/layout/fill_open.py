@@ -1,0 +1,135 @@
+"""What a layout leaves to choose: holes with candidates, `?{tp, dp*tp}`, and splits that may extend, `tp?`.
+
+Each place where one stands is one decision, for all tensors that its rule is about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+from autopar.mesh import SubMesh
+from autopar.sharding.atoms import HasAtoms, atoms_of
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.matching import glob_matches
+from autopar.sharding.layout.resolve import SplitRequest, resolve
+from autopar.sharding.layout.syntax import (
+    Axes,
+    Block,
+    DimRule,
+    Hole,
+    NotSplit,
+    Pin,
+    Same,
+    Scope,
+    SplitTerm,
+    Statement,
+    TensorPattern,
+    Term,
+)
+
+
+def options_of(layout: Layout, axes: SubMesh) -> list[tuple[Axes, ...]]:
+    """For each decision that a layout leaves, in the order of its text, the axes to choose from."""
+    found: list[tuple[Axes, ...]] = []
+
+    def look(term: Term) -> Term:
+        options = _options(term, axes)
+        if options:
+            found.append(options)
+        return term
+
+    for statement in layout:
+        _with_terms(statement, look)
+    return found
+
+
+def filled(layout: Layout, axes: SubMesh, picks: Sequence[Axes]) -> Layout:
+    """The layout with these axes picked, one for each decision."""
+    left = iter(picks)
+
+    def fill(term: Term) -> Term:
+        if not _options(term, axes):
+            return term
+        return SplitTerm(next(left), pad=isinstance(term, SplitTerm) and term.pad)
+
+    return Layout(tuple(_with_terms(statement, fill) for statement in layout), layout.name)
+
+
+def _options(term: Term, axes: SubMesh) -> tuple[Axes, ...]:
+    if isinstance(term, Hole):
+        return term.candidates
+    if isinstance(term, SplitTerm) and term.extends:
+        return tuple(_extensions(term.axes, axes))
+    return ()
+
+
+def _extensions(own: Axes, axes: SubMesh) -> Iterator[Axes]:
+    """The axes themselves, then with others of the mesh, in its order, as minor ones."""
+    others = [axis for axis, size in axes.items() if axis not in own and size > 1]
+    for count in range(len(others) + 1):
+        for added in combinations(others, count):
+            yield (*own, *added)
+
+
+def _with_terms(statement: Statement, change: Callable[[Term], Term]) -> Statement:
+    """The statement with every term of its rules changed, in the order of the text."""
+
+    def rule(given: DimRule) -> DimRule:
+        return replace(given, place=TensorPattern(tuple(map(change, given.place.terms)), given.place.priority))
+
+    if isinstance(statement, DimRule):
+        return rule(statement)
+    if isinstance(statement, Block | Pin):
+        return replace(statement, rules=tuple(map(rule, statement.rules)))
+    return statement
+
+
+def groups_of(layout: Layout, names: Sequence[str]) -> list[tuple[str, ...]]:
+    """The tensors of each `same`, in the order of the graph."""
+    return [
+        tuple(name for name in names if glob_matches(same.left, name) or glob_matches(same.right, name))
+        for same in layout
+        if isinstance(same, Same)
+    ]
+
+
+def shared(layout: Layout, tensors: Mapping[str, tuple[HasAtoms, tuple[str, ...]]], axes: SubMesh) -> Layout:
+    """The layout with blocks for what tensors take over from each other; `tensors` are they and their roles."""
+    added: list[Block] = []
+    for group in groups_of(layout, list(tensors)):
+        for name in group:
+            tensor, roles = tensors[name]
+            for role in roles:
+                others = [other for other in group if other != name and role in tensors[other][1]]
+                wanted = resolve(layout, tensor, role, axes)
+                found = wanted
+                for other in others:
+                    found = filled_from(
+                        tensor, found, tensors[other][0], resolve(layout, tensors[other][0], role, axes)
+                    )
+                rules = _rules(tensor, wanted, found)
+                if rules:
+                    added.append(Block((Scope(role, glob=name),), rules, span=rules[0].span))  # type: ignore[arg-type]
+    return Layout((*layout.statements, *added), layout.name)
+
+
+def filled_from(tensor: HasAtoms, wanted: SplitRequest, other: HasAtoms, theirs: SplitRequest) -> SplitRequest:
+    """What is wanted of a tensor; where that is open, what is wanted of another one that is cut alike."""
+    if atoms_of(tensor) != atoms_of(other):
+        return wanted
+    taken = {axis for axes in wanted for axis in axes or ()}
+    return tuple(
+        given if mine is None and given is not None and not taken.intersection(given) else mine
+        for mine, given in zip(wanted, theirs, strict=True)
+    )
+
+
+def _rules(tensor: HasAtoms, wanted: SplitRequest, found: SplitRequest) -> tuple[DimRule, ...]:
+    rules = []
+    for atom, before, after in zip(tensor.atoms, wanted, found, strict=True):
+        if before is None and after is not None and atom.names:
+            term = SplitTerm(after, pad=True) if after else NotSplit()
+            rules.append(DimRule((atom.names[-1],), TensorPattern((term,))))
+    return tuple(rules)
