@@ -25,6 +25,7 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.memory.peak import MemoryCosts, memory
 from autopar.cost.profile import Profile, Task, profile
+from autopar.cost.reshard_costs import OverlapCost
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
@@ -135,23 +136,15 @@ def evaluate(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Costs:
 
 def exposed_seconds(found: Profile, plan: StepPlan, cluster: Cluster) -> float:
     """Return the exposed communication of parameters in a step."""
-    total = 0.0
+    total, overlap = 0.0, OverlapCost.of(cluster)
     for tasks in (found.forward, found.backward):
         room = sum(task.seconds for task in tasks if task.kind == "compute")
         each = sum(task.seconds for task in tasks if task.overlapped and not task.once)
         once = sum(task.seconds for task in tasks if task.overlapped and task.once)
         # Communication of the whole step overlaps with the compute of one micro-batch only.
-        total += (plan.micro_batches - 1) * overlap_cost_seconds(each, room, cluster)
-        total += overlap_cost_seconds(each + once, room, cluster)
+        total += (plan.micro_batches - 1) * overlap.seconds(each, room)
+        total += overlap.seconds(each + once, room)
     return total
-
-
-def overlap_cost_seconds(sent_seconds: float, compute_seconds: float, cluster: Cluster) -> float:
-    """Return how much longer compute takes with communication beside it."""
-    overlapped = min(sent_seconds, cluster.library.overlap_fraction * compute_seconds)
-    matrix = cluster.device.matrix
-    occupied = cluster.library.processors / matrix.processors if matrix is not None else 0.0
-    return sent_seconds - overlapped + occupied * overlapped
 
 
 def waiting_seconds(found: Profile) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -21,13 +20,14 @@ from autopar.cost.compute.op_time import NO_WORK, DirectionWork, OpWork, fused, 
 from autopar.cost.compute.optimizers import optimizer_of
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep
+from autopar.cost.reshard_costs import ReshardCosts
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import OpAssignment
-from autopar.sharding.buckets import Bucket, shape_of
+from autopar.sharding.buckets import Bucket
 from autopar.sharding.choices import Choice
-from autopar.sharding.reshard.reshard import Step, StepKind
+from autopar.sharding.reshard.reshard import StepSize
 from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards
 from autopar.sharding.sharding import Sharding
 
@@ -74,9 +74,9 @@ class TaskBuilder:
 
     def __post_init__(self) -> None:
         self.device = self.cluster.device
-        self.network = Network(self.cluster, self.axes, self.links)
         # A compiled module launches its kernels from generated code, without the overhead of Python.
         self.launch = self.device.launch_seconds if self.compiled else self.device.host_seconds
+        self.reshard_costs = ReshardCosts(Network(self.cluster, self.axes, self.links), self.launch)
 
     # -- ops
 
@@ -122,21 +122,15 @@ class TaskBuilder:
         """Yield the steps of a value's reshard, forward or backward; ops wait for all of them."""
         if way == "backward" and not one.differentiable:
             return
-        for step in one.reshard.forward if way == "forward" else one.reshard.backward:
-            size = float(step.numel * one.itemsize)
-            shown: Direction = direction or ("forward" if way == "forward" else "backward")
-            if step.local:
-                moved = (
-                    2.0 * one.itemsize * max(prod(shape_of(one, sharding)) for sharding in (step.before, step.after))
-                )
-                yield self.memory_op(one.tensor, shown, moved)._replace(kind="copy", axes=step.axes)
-            else:
-                joined = step.kind is StepKind.ALL_REDUCE and way == "forward" and len(one.reshard.forward) == 1
-                share = self.share(one.tensor) if joined else 1.0
-                seconds, host = self.network.seconds(step.kind.value, step.axes, size), self._host_seconds(step)
-                yield Task(
-                    one.tensor, step.kind.value, shown, share * seconds, step.axes, size, host_seconds=share * host
-                )
+        shown: Direction = direction or ("forward" if way == "forward" else "backward")
+        chosen = one.reshard.forward if way == "forward" else one.reshard.backward
+        sizes = [StepSize.of(step, one.reshard.atoms, one.reshard.axes) for step in chosen]
+        share = self.share(one.tensor) if way == "forward" else 1.0
+        for cost in self.reshard_costs.value_steps(sizes, one.itemsize, share):
+            kind = "copy" if cost.step.local else cost.step.kind
+            yield Task(
+                one.tensor, kind, shown, cost.seconds, cost.step.axes, cost.bytes, host_seconds=cost.host_seconds
+            )
 
     def share(self, tensor: str) -> float:
         """Return a tensor's share of a collective that adds up several small tensors; 1 for all others."""
@@ -148,17 +142,14 @@ class TaskBuilder:
         if way == "backward" and not first.differentiable:
             return
         chains = [one.reshard.forward if way == "forward" else one.reshard.backward for one in members]
+        name = first.tensor if len(members) == 1 else f"{first.tensor} and {len(members) - 1} more"
         for steps in zip(*chains, strict=True):
-            step = steps[0]
+            step = StepSize.of(steps[0], first.reshard.atoms, first.reshard.axes)
             pairs = zip(members, steps, strict=True)
             size = float(sum(each.numel * self.bucket_itemsize(one, way) for one, each in pairs))
-            name = first.tensor if len(members) == 1 else f"{first.tensor} and {len(members) - 1} more"
-            seconds = 0.0 if step.local else self.network.seconds(step.kind.value, step.axes, size)
-            kind = "copy" if step.local else step.kind.value
-            yield Task(name, kind, way, seconds, step.axes, size, 0.0, True, False, self._host_seconds(step))
-
-    def _host_seconds(self, step: Step) -> float:
-        return self.launch if step.local else self.cluster.library.host_seconds.get(step.kind.value, self.launch)
+            cost = self.reshard_costs.bucket_step(step, size)
+            kind = "copy" if step.local else step.kind
+            yield Task(name, kind, way, cost.seconds, step.axes, size, 0.0, True, False, cost.host_seconds)
 
     def bucket_itemsize(self, one: InsertedReshard, way: str) -> int:
         """Return the bytes of an element in a bucket; gradients may be added up in another dtype."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from autopar.cost.collectives.network import Network
-from autopar.cost.evaluate import overlap_cost_seconds
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.cost.pipeline import StageCosts, pipeline
+from autopar.cost.reshard_costs import OverlapCost
 from benchmarks.published.parts import Amounts, Parts, parts_of
 from benchmarks.published.runs import Run
 from benchmarks.published.stages import Stage, stages_of
@@ -51,9 +51,10 @@ def _end_seconds(one: Amounts, run: Run, cluster: Cluster) -> float:
         sent += network.seconds("all_gather", ("dp",), one.gathered_bytes)
         taken_out = PIECE_OPS * one.parameters * run.dp * cluster.device.launch_seconds
         return sent + taken_out + one.optimizer_seconds
-    reduced = overlap_cost_seconds(one.once_seconds, one.backward_seconds if software.overlaps else 0.0, cluster)
+    overlap = OverlapCost.of(cluster)
+    reduced = overlap.seconds(one.once_seconds, one.backward_seconds if software.overlaps else 0.0)
     room = one.forward_seconds if software.overlaps and software.gathers_beside else 0.0
-    return reduced + overlap_cost_seconds(one.gathered_seconds, room, cluster) + one.optimizer_seconds
+    return reduced + overlap.seconds(one.gathered_seconds, room) + one.optimizer_seconds
 
 
 def _tied_seconds(run: Run) -> float:
@@ -78,7 +79,7 @@ def _stage_costs(one: Amounts, send_seconds: float, cluster: Cluster, run: Run) 
     forward and backward each wait for it.
     """
     computing = one.forward_seconds + one.backward_seconds
-    hidden = overlap_cost_seconds(one.each_seconds, computing, cluster)
+    hidden = OverlapCost.of(cluster).seconds(one.each_seconds, computing)
     share = hidden / computing if computing else 0.0
     devices = (1 + share) * one.forward_seconds, (1 + share) * one.backward_seconds
     hosts = one.forward_host_seconds, one.backward_host_seconds

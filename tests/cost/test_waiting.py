@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cost.evaluate import evaluate, overlap_cost_seconds
+from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import cluster_names, load_cluster
 from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.profile import profile
+from autopar.cost.reshard_costs import OverlapCost
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.load import choose_layout
@@ -67,11 +68,19 @@ def test_gradients_of_micro_batches_are_added_up() -> None:
     assert not any(".grad +=" in task.name for task in profile(LoweredStep(graph, plan_of(graph)), CLUSTER).backward)
 
 
-def test_what_is_hidden_takes_processors() -> None:
-    share = CLUSTER.library.processors / 132
-    assert overlap_cost_seconds(1.0, 4.0, CLUSTER) == pytest.approx(share)
-    assert overlap_cost_seconds(3.0, 2.0, CLUSTER) == pytest.approx(1.0 + 2 * share)
-    assert overlap_cost_seconds(0.0, 2.0, CLUSTER) == 0
+def test_overlapped_communication_takes_processors() -> None:
+    share, overlap = CLUSTER.library.processors / 132, OverlapCost.of(CLUSTER)
+    assert overlap.seconds(1.0, 4.0) == pytest.approx(share)
+    assert overlap.seconds(3.0, 2.0) == pytest.approx(1.0 + 2 * share)
+    assert overlap.seconds(0.0, 2.0) == 0
+
+
+@pytest.mark.parametrize(("sent", "compute"), [(0.0, 1.0), (0.5, 1.0), (1.0, 1.0), (3.0, 1.0), (2.0, 0.0)])
+def test_the_overlap_is_a_linear_part_and_a_hinge(sent: float, compute: float) -> None:
+    """The solver's objective uses this form."""
+    overlap = OverlapCost(overlap_fraction=0.8, occupied=0.25)
+    hinge = max(0.0, sent - overlap.overlap_fraction * compute)
+    assert overlap.seconds(sent, compute) == pytest.approx(overlap.occupied * sent + (1 - overlap.occupied) * hinge)
 
 
 def test_a_device_that_is_long_busy_is_slower() -> None:

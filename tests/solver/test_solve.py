@@ -52,7 +52,7 @@ def sums_of(found: Profile) -> Floats:
     )
     for tasks, room, each, once in ways:
         for task in tasks:
-            if task.beside:
+            if task.overlapped:
                 sums[once if task.once else each] += task.seconds
                 continue
             sums[Sum.DEVICE] += task.seconds
@@ -90,7 +90,7 @@ def test_hinges_are_the_seconds_of_evaluate(graph: NamedGraph) -> None:
         found = profile(LoweredStep(graph, plan), CLUSTER)
         sums = sums_of(found)
         for tasks in (found.forward, found.backward):
-            sums[Sum.HOST] += sum(task.host_seconds for task in tasks if task.beside and not task.once)
+            sums[Sum.HOST] += sum(task.host_seconds for task in tasks if task.overlapped and not task.once)
         seconds = Hinges.of(setting).seconds(sums)
         assert seconds == pytest.approx(evaluate(graph, plan, CLUSTER).step_seconds, rel=1e-9)
 

@@ -95,14 +95,22 @@ def steps(
 
 
 class StepSize(NamedTuple):
-    """One step: its kind and axes, what the collective works on, what there is before, the more of before and after."""
+    """Size of one step on the rank with the largest shards, in elements."""
 
     kind: str
     axes: tuple[str, ...]
+    # Elements of the buffer that the collective works on.
     numel: float
     local: bool
+    # Elements of the shard before the step.
     before: float
+    # Elements of the larger one of the shards before and after the step.
     larger: float
+
+    @staticmethod
+    def of(step: Step, atoms: Atoms, axes: SubMesh) -> StepSize:
+        before, after = (prod(end.largest_sizes(atoms, axes)) for end in (step.before, step.after))
+        return StepSize(step.kind.value, step.axes, step.numel, step.local, before, max(before, after))
 
 
 _Splits = tuple[tuple[str, ...], ...]
@@ -189,8 +197,5 @@ class ScaledReshards:
         due_after: frozenset[str],
     ) -> tuple[StepSize, ...]:
         atoms = Atoms(sizes, (1,) * len(sizes))
-        legs = []
-        for step in steps(atoms, Sharding(before, due_before), Sharding(after, due_after), self.axes):
-            ends = [prod(end.largest_sizes(atoms, self.axes)) for end in (step.before, step.after)]
-            legs.append(StepSize(step.kind.value, step.axes, step.numel, step.local, ends[0], max(ends)))
-        return tuple(legs)
+        found = steps(atoms, Sharding(before, due_before), Sharding(after, due_after), self.axes)
+        return tuple(StepSize.of(step, atoms, self.axes) for step in found)

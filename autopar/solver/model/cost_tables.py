@@ -16,7 +16,7 @@ from autopar.sharding.sharding import Sharding
 from autopar.solver.arrays import Floats, Ints
 from autopar.solver.candidates import StorageOption
 from autopar.solver.model.objective import Sum
-from autopar.solver.model.reshard_prices import ReshardCosts, TensorCut, block_of
+from autopar.solver.model.reshard_prices import ReshardSums, TensorCut, block_of
 from autopar.solver.setting import PlanningProblem
 
 __all__ = ["CostTable", "CostTables", "ParameterUse", "Parts", "ValueUse", "Wants", "weigh"]
@@ -89,7 +89,7 @@ class CostTables:
 
     def __init__(self, setting: PlanningProblem) -> None:
         self.setting = setting
-        self.ways = ReshardCosts(setting)
+        self.ways = ReshardSums(setting)
         self.known: dict[Any, Any] = {}
 
     def cut(self, tensor: NamedTensor) -> TensorCut:

@@ -13,6 +13,7 @@ from enum import IntEnum
 
 import numpy as np
 
+from autopar.cost.reshard_costs import OverlapCost
 from autopar.solver.arrays import Floats
 from autopar.solver.setting import PlanningProblem
 
@@ -81,8 +82,8 @@ class Hinges:
     @staticmethod
     def of(setting: PlanningProblem) -> Hinges:
         count = setting.options.micro_batches
-        library, device = setting.cluster.library, setting.cluster.device
-        taken = library.processors / device.matrix.processors if device.matrix is not None else 0.0
+        device, overlap = setting.cluster.device, OverlapCost.of(setting.cluster)
+        occupied = overlap.occupied
         base = np.zeros(len(Sum))
         base[Sum.DEVICE], base[Sum.FORBIDDEN] = count, FORBIDDEN_SECONDS
         hinges: list[tuple[dict[Sum, float], float]] = [({Sum.HOST: count, Sum.DEVICE: -count}, 0.0)]
@@ -91,12 +92,12 @@ class Hinges:
             (Sum.BACKWARD_ROOM, Sum.BACKWARD_EACH, Sum.BACKWARD_ONCE),
         )
         for room, each, once in ways:
-            base[each] += taken * count
-            base[once] += taken
-            beside = {each: 1.0, room: -library.overlap_fraction}
+            base[each] += occupied * count
+            base[once] += occupied
+            beside = {each: 1.0, room: -overlap.overlap_fraction}
             if count > 1:
-                hinges.append(({key: (count - 1) * (1 - taken) * value for key, value in beside.items()}, 0.0))
-            hinges.append(({key: (1 - taken) * value for key, value in {**beside, once: 1.0}.items()}, 0.0))
+                hinges.append(({key: (count - 1) * (1 - occupied) * value for key, value in beside.items()}, 0.0))
+            hinges.append(({key: (1 - occupied) * value for key, value in {**beside, once: 1.0}.items()}, 0.0))
         constant = 0.0
         if setting.trains and any(tensor.requires_grad for tensor in setting.graph.parameters):
             constant = device.op_seconds + device.launch_seconds

@@ -16,7 +16,7 @@ from autopar.solver.candidates import StorageOption
 from autopar.solver.model.objective import Sum
 from autopar.solver.setting import PlanningProblem
 
-__all__ = ["ReshardCosts", "TensorCut", "block_of"]
+__all__ = ["ReshardSums", "TensorCut", "block_of"]
 
 _Sent = tuple[StepSize, int]
 """A step, and the bytes of an element."""
@@ -44,11 +44,12 @@ class _BucketShare(NamedTuple):
     gathers: bool
 
 
-class ReshardCosts:
+class ReshardSums:
     """The conversions of one setting, each worked out once."""
 
     def __init__(self, setting: PlanningProblem) -> None:
         self.setting = setting
+        self.costs = setting.prices.reshard_costs
         self.routes = ScaledReshards(setting.axes)
         self.prices: dict[tuple[tuple[int, ...], int, Sharding, Sharding, float], tuple[float, float]] = {}
         self.moved: dict[tuple[TensorCut, Sharding, Sharding, float], _BucketShare] = {}
@@ -69,21 +70,10 @@ class ReshardCosts:
         price = self.prices.get(key)
         if price is None:
             device = host = 0.0
-            legs = self.routes.of(sizes, source, target)
-            for leg in legs:
-                seconds, launched = self._leg(leg, itemsize)
-                times = share if len(legs) == 1 and leg.kind == StepKind.ALL_REDUCE.value else 1.0
-                device, host = device + times * seconds, host + times * launched
+            for cost in self.costs.value_steps(self.routes.of(sizes, source, target), itemsize, share):
+                device, host = device + cost.seconds, host + cost.host_seconds
             price = self.prices[key] = (device, host)
         return price
-
-    def _leg(self, leg: StepSize, itemsize: int) -> tuple[float, float]:
-        prices = self.setting.prices
-        if leg.local:
-            size = 2.0 * itemsize * leg.larger
-            return seconds_of_bytes(size, prices.device), prices.launch if size else 0.0
-        seconds = prices.network.seconds(leg.kind, leg.axes, leg.numel * itemsize)
-        return seconds, prices.cluster.library.host_seconds.get(leg.kind, prices.launch)
 
     def gib(self, sizes: tuple[int, ...], itemsize: int, layout: Sharding) -> float:
         """The largest shard."""
@@ -145,14 +135,10 @@ class ReshardCosts:
 
     def _sent(self, way: tuple[_Sent, ...], share: float) -> tuple[float, float]:
         """What the links and what the host take for a share of a bucket."""
-        prices = self.setting.prices
         seconds = host = 0.0
         for leg, itemsize in way if share else ():
-            if leg.local:
-                host += share * prices.launch
-            else:
-                seconds += share * prices.network.seconds(leg.kind, leg.axes, leg.numel * itemsize / share)
-                host += share * prices.cluster.library.host_seconds.get(leg.kind, prices.launch)
+            cost = self.costs.bucket_step(leg, leg.numel * itemsize / share)
+            seconds, host = seconds + share * cost.seconds, host + share * cost.host_seconds
         return seconds, host
 
     def add_accumulated(self, sums: Floats, size: float) -> None:
