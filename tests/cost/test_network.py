@@ -13,9 +13,7 @@ from autopar.cost.collectives.network import Curve, Network
 from autopar.cost.hardware.cluster import Cluster, cluster_names, load_cluster
 from autopar.errors import ClusterError
 from autopar.mesh import Mesh
-from autopar.sharding.atoms import Atoms
-from autopar.sharding.reshard.reshard import StepKind, steps
-from autopar.sharding.sharding import Sharding
+from autopar.sharding.reshard.reshard import StepKind
 
 TWO_LEVELS = Path(__file__).with_name("two_levels.toml")
 BUS, WIRE = 80e9, 100e9
@@ -183,19 +181,6 @@ def test_every_step_of_a_reshard_has_a_price(cluster: Cluster) -> None:
     for kind in StepKind:
         price = network.seconds(kind.value, ("tp",), 1e6)
         assert (price == 0.0) == (kind.value in ("slice", "keep_one", "pad"))
-
-
-def test_links_tell_the_search_which_axis_is_fast(cluster: Cluster) -> None:
-    network = Network(cluster, {"dp": 2, "tp": 4})
-    slow, fast = network.link(("dp",), 4), network.link(("tp",), 4)
-    assert fast.per_element < slow.per_element
-    assert fast.per_element == pytest.approx(4 / BUS, rel=0.1)
-    assert network.link(("dp",), 8).per_element == pytest.approx(2 * slow.per_element)
-    # A sum over both is scattered over the fast axis first, so that little is left for the slow one.
-    atoms, axes = Atoms.plain((4096, 4096)), {"dp": 2, "tp": 4}
-    partial, same = Sharding(((), ()), frozenset(axes)), Sharding(((), ()), frozenset())
-    way = steps(atoms, partial, same, axes, {axis: network.link((axis,), 4) for axis in axes})
-    assert [str(step) for step in way] == ["reduce_scatter(tp) 0", "all_reduce(dp)", "all_gather(tp) 0"]
 
 
 def test_the_same_question_is_answered_from_memory(cluster: Cluster) -> None:

@@ -15,7 +15,7 @@ import torch
 from autopar.errors import LayoutError
 from autopar.mesh import SubMesh
 from autopar.sharding.atoms import Atoms
-from autopar.sharding.reshard.reshard import LinkCost, Reshard, Step, StepKind, reshard, steps
+from autopar.sharding.reshard.reshard import Reshard, Step, StepKind, reshard, steps
 from autopar.sharding.reshard.shortest_path import _RemainingBound, cheapest
 from autopar.sharding.sharding import Sharding
 from tests.simulation import Everywhere, all_layouts, gather, run, scatter
@@ -69,17 +69,6 @@ def test_every_conversion_gives_the_value_and_the_gradient(atoms: Atoms, axes: M
         pairs = random.Random(len(pairs)).sample(pairs, most)
     for i, (source, target) in enumerate(pairs):
         check(reshard(atoms, source, target, axes), flip=i % 2 == 1)
-
-
-@pytest.mark.parametrize(
-    "links", [{"a": LinkCost(10.0), "b": LinkCost(1.0)}, {"a": LinkCost(1.0), "b": LinkCost(7.0, 100.0)}]
-)
-def test_slow_links_change_the_steps_but_not_the_value(links: dict[str, LinkCost]) -> None:
-    atoms, axes = Atoms.plain((8, 5)), {"a": 2, "b": 3}
-    layouts = list(all_layouts(atoms, axes))
-    rng = random.Random(3)
-    for _ in range(100):
-        check(reshard(atoms, rng.choice(layouts), rng.choice(layouts), axes, links))
 
 
 def gradient_of(
@@ -200,22 +189,6 @@ def test_textbook_steps(source: Sharding, target: Sharding, forward: str, backwa
     assert (text(conversion.forward), text(conversion.backward)) == (forward, backward)
 
 
-def test_a_sum_over_a_slow_and_a_fast_axis_is_hierarchical() -> None:
-    atoms, axes = Atoms.plain((16, 3)), {"slow": 2, "fast": 4}
-    source, target = Sharding(((), ()), frozenset(axes)), Sharding.replicated(atoms)
-    links = {"slow": LinkCost(10.0), "fast": LinkCost(1.0)}
-    ways = [steps(atoms, source, target, axes, given) for given in (links, None)]
-    assert [text(way) for way in ways] == [
-        "reduce_scatter(fast) 0, all_reduce(slow), all_gather(fast) 0",
-        "all_reduce(slow*fast)",
-    ]
-    # The torus algorithm sends as much in all, but little of it over the slow link.
-    assert sum(step.sent_numel for step in ways[0]) == sum(step.sent_numel for step in ways[1]) == 84
-    assert ways[0][1].sent_numel == 12
-    dear = {"slow": LinkCost(10.0, 1e6), "fast": LinkCost(1.0, 1e6)}
-    assert text(steps(atoms, source, target, axes, dear)) == "all_reduce(slow*fast)"
-
-
 def test_the_numbers_of_a_step() -> None:
     atoms, axes = Atoms.plain((5, 6)), {"a": 2}
     numbers = {
@@ -267,11 +240,10 @@ class Exhaustive:
         self,
         sizes: tuple[int, ...],
         axes: Mapping[str, int],
-        price: Mapping[str, float],
         frozen: Sharding,
         wanted: frozenset[str],
     ):
-        self.sizes, self.axes, self.price = sizes, axes, price
+        self.sizes, self.axes = sizes, axes
         self.frozen, self.wanted = frozen, wanted
         self.active = [axis for axis in axes if axis not in frozen.axes]
 
@@ -297,36 +269,36 @@ class Exhaustive:
         def orders(axes: list[str]) -> list[tuple[str, ...]]:
             return list(chain.from_iterable(permutations(axes, count) for count in range(1, len(axes) + 1)))
 
-        def add(sent: float, over: tuple[str, ...], held: list[tuple[str, ...]], partial: frozenset[str]) -> None:
-            found.append((sent * max(self.price[axis] for axis in over), Sharding(tuple(held), partial)))
+        def add(sent: float, held: list[tuple[str, ...]], partial: frozenset[str]) -> None:
+            found.append((sent, Sharding(tuple(held), partial)))
 
         for count in range(1, 4):
             for over in combinations(sums, count):
                 p = self.ranks(over)
-                add(2 * (p - 1) * numel / p, over, list(layout.splits), layout.partial - set(over))
+                add(2 * (p - 1) * numel / p, list(layout.splits), layout.partial - set(over))
             for over in combinations([axis for axis in same if axis in self.wanted], count):
-                add(0, over, list(layout.splits), layout.partial | set(over))
+                add(0, list(layout.splits), layout.partial | set(over))
         for atom, split in enumerate(layout.splits):
             for over in orders(same):
-                add(0, over, self.held(layout, {atom: split + over}), layout.partial)
+                add(0, self.held(layout, {atom: split + over}), layout.partial)
             for over in orders(sums):
                 p = self.ranks(over)
-                add((p - 1) * numel / p, over, self.held(layout, {atom: split + over}), layout.partial - set(over))
+                add((p - 1) * numel / p, self.held(layout, {atom: split + over}), layout.partial - set(over))
             for count in range(1, len(split) - len(self.frozen.splits[atom]) + 1):
                 over, kept = split[-count:], split[:-count]
                 p = self.ranks(over)
-                add((p - 1) * numel, over, self.held(layout, {atom: kept}), layout.partial)
+                add((p - 1) * numel, self.held(layout, {atom: kept}), layout.partial)
                 if self.wanted.issuperset(over):
-                    add(0, over, self.held(layout, {atom: kept}), layout.partial | set(over))
+                    add(0, self.held(layout, {atom: kept}), layout.partial | set(over))
                 for other in range(len(self.sizes)):
                     for order in permutations(over):
                         if other != atom:
                             held = self.held(layout, {atom: kept, other: layout.splits[other] + order})
-                            add((p - 1) * numel / p, over, held, layout.partial)
+                            add((p - 1) * numel / p, held, layout.partial)
                         elif order != over:
                             moved = any(i != j for i, j in self.moves(over, order))
                             held = self.held(layout, {atom: kept + order})
-                            add(numel if moved else 0, over, held, layout.partial)
+                            add(numel if moved else 0, held, layout.partial)
         return found
 
     def held(self, layout: Sharding, changed: Mapping[int, tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -355,28 +327,25 @@ class Exhaustive:
             if layout in best:
                 continue
             best[layout] = cost
-            for price, after in self.edges(layout):
+            for sent, after in self.edges(layout):
                 count += 1
-                heapq.heappush(queue, (cost + price, count, after))
+                heapq.heappush(queue, (cost + sent, count, after))
         return best
 
 
 @pytest.mark.parametrize(
-    ("sizes", "axes", "price"),
+    ("sizes", "axes"),
     [
-        ((12,), {"a": 2, "b": 2}, {"a": 1.0, "b": 1.0}),
-        ((12, 12), {"a": 2, "b": 3}, {"a": 1.0, "b": 1.0}),
-        ((12, 12), {"a": 2, "b": 3}, {"a": 10.0, "b": 1.0}),
-        ((8, 8, 8), {"a": 2, "b": 2}, {"a": 1.0, "b": 3.0}),
-        ((8, 8), {"a": 2, "b": 2, "c": 2}, {"a": 1.0, "b": 1.0, "c": 1.0}),
-        ((8, 8), {"a": 2, "b": 2, "c": 2}, {"a": 9.0, "b": 3.0, "c": 1.0}),
+        ((12,), {"a": 2, "b": 2}),
+        ((12, 12), {"a": 2, "b": 3}),
+        ((8, 8, 8), {"a": 2, "b": 2}),
+        ((8, 8), {"a": 2, "b": 2, "c": 2}),
     ],
     ids=str,
 )
-def test_no_order_of_steps_is_cheaper(sizes: tuple[int, ...], axes: dict[str, int], price: dict[str, float]) -> None:
+def test_no_order_of_steps_sends_less(sizes: tuple[int, ...], axes: dict[str, int]) -> None:
     atoms = Atoms.plain(sizes)
     layouts = [layout for layout in all_layouts(atoms, axes) if not layout.broadcast]
-    links = {axis: LinkCost(each) for axis, each in price.items()}
     rng = random.Random(11)
     sources = layouts if len(layouts) < 50 else rng.sample(layouts, 4)
     for source in sources:
@@ -385,9 +354,9 @@ def test_no_order_of_steps_is_cheaper(sizes: tuple[int, ...], axes: dict[str, in
         for target in targets:
             game = common(source, target), target.partial - source.partial
             if game not in found:
-                found[game] = Exhaustive(sizes, axes, price, *game).distances(source)
-            way = steps(atoms, source, target, axes, links)
-            cost = sum(max(price[axis] for axis in step.axes) * step.sent_numel for step in way)
+                found[game] = Exhaustive(sizes, axes, *game).distances(source)
+            way = steps(atoms, source, target, axes)
+            cost = sum(step.sent_numel for step in way)
             assert cost == pytest.approx(found[game][target]), f"{source} -> {target}: {text(way)}"
 
 
@@ -412,8 +381,8 @@ def test_the_bound_of_the_search_leaves_out_nothing(seed: int, monkeypatch: pyte
     assert bounded == [cheapest.__wrapped__(*given) for given in drawn]
 
 
-def _conversion(draw: random.Random) -> tuple[Atoms, Sharding, Sharding, SubMesh, tuple[tuple[str, LinkCost], ...]]:
-    """Sizes that axes divide or do not, sums in either layout, links of any cost."""
+def _conversion(draw: random.Random) -> tuple[Atoms, Sharding, Sharding, SubMesh]:
+    """Sizes that axes divide or do not, sums in either layout."""
     axes = draw.choice([{"a": 2, "b": 4, "c": 3}, {"p": 2, "d": 8, "t": 8}, {"x": 4, "y": 4}])
     count = draw.randint(0, 3)
     sizes = tuple(draw.choice([prod(axes.values()), 2 * prod(axes.values()), 7, 1, 30, 0]) for _ in range(count))
@@ -428,6 +397,4 @@ def _conversion(draw: random.Random) -> tuple[Atoms, Sharding, Sharding, SubMesh
             elif state == "S" and sizes:
                 draw.choice(splits).append(axis)
         ends.append(Sharding(tuple(map(tuple, splits)), frozenset(partial)))
-    costs = [(1.0, 0.0)] if draw.random() < 0.5 else [(1.0, 2.0), (0.5, 0.0), (10.0, 100.0), (0.0, 1.0)]
-    links = tuple((axis, LinkCost(*draw.choice(costs))) for axis in axes)
-    return Atoms(sizes, (1,) * count), *ends, SubMesh(axes), links  # type: ignore[return-value]
+    return Atoms(sizes, (1,) * count), *ends, SubMesh(axes)  # type: ignore[return-value]

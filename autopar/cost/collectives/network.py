@@ -22,14 +22,11 @@ from autopar.cost.hardware.topology import Algorithm, TopologyLevel
 from autopar.errors import ClusterError
 from autopar.mesh import Mesh, SubMesh
 from autopar.names import did_you_mean
-from autopar.sharding.reshard.reshard import LinkCost
 
 # Collectives of messages between pairs of ranks, each with data of its own.
 PAIRWISE = ("all_to_all", "gather", "scatter", "send", "halo_exchange")
 # Steps of a reshard that send nothing.
 LOCAL = ("slice", "keep_one", "pad")
-# Bytes at which the rate of links is read: large enough that latencies do not count.
-_LARGE = 2.0**30
 
 
 @dataclass(frozen=True)
@@ -135,16 +132,6 @@ class Network:
         """Return the name of the fastest algorithm; empty where nothing is sent."""
         curves = self.curves(kind, axes)
         return min(curves, key=lambda curve: curve.seconds(buffer_bytes)).algorithm if curves else ""
-
-    def link(self, axes: tuple[str, ...], itemsize: int = 1) -> LinkCost:
-        """Return seconds per element sent and per collective, for the search over reshard steps."""
-        ranks = prod(self.axes[axis] for axis in axes)
-        if ranks == 1:
-            return LinkCost(0.0, 0.0)
-        large = self.seconds("all_gather", axes, _LARGE) - self.seconds("all_gather", axes, _LARGE / 2)
-        sent = _LARGE / 2 * (ranks - 1) / ranks
-        small = self.seconds("all_gather", axes, 1.0)
-        return LinkCost(itemsize * large / sent, small)
 
     def _all_curves(self, kind: str, axes: tuple[str, ...]) -> tuple[Curve, ...]:
         if kind in LOCAL:

@@ -14,14 +14,13 @@ table serves both directions, because a gradient is a tensor with a layout of it
 So R -> B sends nothing forward, and its backward, which takes a sum to one value, is an all-reduce. The two directions
 are planned one by one: the backward of S -> R is a slice, whichever way the forward took.
 
-The steps of a direction are the cheapest over all orders: a shortest path, whose nodes are layouts, whose edges are
-steps, over one axis or over several at once. Only axes that the two layouts treat differently take part, so the
-communication stays on the axes that the user sees change.
+The steps of a direction send the fewest elements over all orders, whatever the links: a shortest path, whose nodes are
+layouts, whose edges are steps, over one axis or over several at once. Only axes that the two layouts treat differently
+take part, so the communication stays on the axes that the user sees change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -29,10 +28,10 @@ from typing import NamedTuple
 from autopar.mesh import SubMesh
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.shortest_path import cheapest
-from autopar.sharding.reshard.step_graph import LOCAL, LinkCost, Step, StepKind
+from autopar.sharding.reshard.step_graph import LOCAL, Step, StepKind
 from autopar.sharding.sharding import Sharding, common_axes, longest
 
-__all__ = ["LOCAL", "LinkCost", "Reshard", "ScaledReshards", "Step", "StepKind", "StepSize", "reshard", "steps"]
+__all__ = ["LOCAL", "Reshard", "ScaledReshards", "Step", "StepKind", "StepSize", "reshard", "steps"]
 
 
 @dataclass(frozen=True)
@@ -55,31 +54,19 @@ class Reshard:
         return f"{self.source} -> {self.target}: forward {ways[0]}; backward {ways[1]}"
 
 
-def reshard(
-    atoms: Atoms,
-    source: Sharding,
-    target: Sharding,
-    axes: SubMesh,
-    links: Mapping[str, LinkCost] | None = None,
-) -> Reshard:
+def reshard(atoms: Atoms, source: Sharding, target: Sharding, axes: SubMesh) -> Reshard:
     """The cheapest steps from one layout to another and, for the gradient, back."""
     return Reshard(
         atoms,
         SubMesh.of(axes),
         source,
         target,
-        steps(atoms, source, target, axes, links),
-        steps(atoms, target.gradient, source.gradient, axes, links),
+        steps(atoms, source, target, axes),
+        steps(atoms, target.gradient, source.gradient, axes),
     )
 
 
-def steps(
-    atoms: Atoms,
-    source: Sharding,
-    target: Sharding,
-    axes: SubMesh,
-    links: Mapping[str, LinkCost] | None = None,
-) -> tuple[Step, ...]:
+def steps(atoms: Atoms, source: Sharding, target: Sharding, axes: SubMesh) -> tuple[Step, ...]:
     """The cheapest steps from one layout to another, one direction only."""
     source.check(atoms, axes)
     target.check(atoms, axes)
@@ -88,10 +75,7 @@ def steps(
     source, target = source.value.without(single), target.value.without(single)
     if source == target:
         return ()
-    links = links or {}
-    return cheapest(
-        atoms, source, target, SubMesh.of(axes), tuple((axis, links.get(axis, LinkCost())) for axis in axes)
-    )
+    return cheapest(atoms, source, target, SubMesh.of(axes))
 
 
 class StepSize(NamedTuple):

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import heapq
-from fractions import Fraction
 from functools import lru_cache
 from math import prod
 
 from autopar.mesh import SubMesh
 from autopar.sharding.atoms import Atoms
-from autopar.sharding.reshard.step_graph import LinkCost, Step, StepEdge, StepGraph, StepKind, StepLimits, step_space
+from autopar.sharding.reshard.step_graph import Step, StepEdge, StepGraph, StepKind, StepLimits, step_space
 from autopar.sharding.sharding import Sharding, common_axes
 
 # Compared from left to right: what is sent, collectives, axes that take part, steps. Then the steps themselves.
-_Cost = tuple[int | Fraction, int, int, int]
+_Cost = tuple[int, int, int, int]
 _Key = tuple[tuple[int, ...], ...]
 
 
 @lru_cache(maxsize=65536)
-def cheapest(
-    atoms: Atoms, source: Sharding, target: Sharding, axes: SubMesh, links: tuple[tuple[str, LinkCost], ...]
-) -> tuple[Step, ...]:
+def cheapest(atoms: Atoms, source: Sharding, target: Sharding, axes: SubMesh) -> tuple[Step, ...]:
     space = step_space(atoms, axes)
     limits = _limits(space, source, target)
-    prices = _StepCosts(space, dict(links))
-    bound = _RemainingBound(space, limits, source, target, prices.least(limits.active))
+    bound = _RemainingBound(space, limits, source, target)
     start, end = space.place(source), space.place(target)
     zero: _Cost = (0, 0, 0, 0)
     # In the order of what the whole way will cost at least; of equals, of the steps so far, which are the start of the
@@ -42,8 +38,7 @@ def cheapest(
         done.add(place)
         cost, extent = least[place][0], extents[place]
         for edge in space.steps_from(place, limits):
-            sent = edge.sent if prices.plain else prices.of(edge)
-            total = (cost[0] + sent, cost[1] + edge.collectives, cost[2] + edge.axes, cost[3] + 1)
+            total = (cost[0] + edge.sent, cost[1] + edge.collectives, cost[2] + edge.axes, cost[3] + 1)
             known = least.get(edge.after)
             if known is not None and known[0] < total:
                 continue
@@ -67,34 +62,12 @@ def _limits(space: StepGraph, source: Sharding, target: Sharding) -> StepLimits:
     # send less at times, but takes buffers of the full size.
     summed = frozenset(active) & target.partial
     cut = {atom for atom, ((s, t), count) in enumerate(zip(pairs, fixed, strict=True)) if s[count:] or t[count:]}
-    # An atom that neither layout cuts may serve on the way: to scatter a sum over the fast axis first, or to use an
-    # axis that replicates in order to send less. One is enough: best an even one, best a long one.
+    # An atom that neither layout cuts may serve on the way: an axis that replicates then cuts it in order to send
+    # less. One is enough: best an even one, best a long one.
     sizes, p = space.atoms.sizes, prod(space.axes[axis] for axis in active)
     others = [atom for atom in range(len(sizes)) if atom not in cut]
     cut.update(sorted(others, key=lambda atom: (sizes[atom] % p != 0, -sizes[atom], atom))[:1])
     return StepLimits(space.mask(active), space.mask(summed), fixed, tuple(sorted(cut)))
-
-
-class _StepCosts:
-    """What steps take on links of different cost."""
-
-    def __init__(self, space: StepGraph, links: dict[str, LinkCost]) -> None:
-        self.space = space
-        self.links = links
-        self.plain = all(link == LinkCost() for link in links.values())
-        """Whether all links cost what is sent."""
-
-    def least(self, active: int) -> int | Fraction:
-        """What an element takes on the cheapest of the links that are used."""
-        prices = (_exact(self.links[axis].per_element) for axis, bit in self.space.bits.items() if bit & active)
-        return min(prices, default=0)
-
-    def of(self, edge: StepEdge) -> int | Fraction:
-        if not edge.collectives:
-            return edge.sent
-        links = [self.links[axis] for axis in edge.step.axes]
-        price = _exact(max(link.per_element for link in links)) * edge.sent
-        return price + _exact(max(link.per_collective for link in links))
 
 
 class _RemainingBound:
@@ -106,12 +79,9 @@ class _RemainingBound:
     costs nothing. Extents are pairs: how much a rank holds, in parts of an element; the ranks whose sums are still due.
     """
 
-    def __init__(
-        self, space: StepGraph, limits: StepLimits, source: Sharding, target: Sharding, price: int | Fraction
-    ) -> None:
+    def __init__(self, space: StepGraph, limits: StepLimits, source: Sharding, target: Sharding) -> None:
         self.space = space
         self.limits = limits
-        self.price = price
         self.ranks: dict[int, int] = {}
         self.parts = prod(space.axes.values())
         self.whole = prod(space.atoms.sizes) * self.parts
@@ -144,7 +114,7 @@ class _RemainingBound:
         if not rest:
             return cost
         # Rounded down to whole elements, as all steps send; but whatever is left takes a collective.
-        return cost[0] + self.price * (rest // self.parts), cost[1] + 1, cost[2] + 1, cost[3] + 1
+        return cost[0] + rest // self.parts, cost[1] + 1, cost[2] + 1, cost[3] + 1
 
     def _ranks(self, mask: int) -> int:
         found = self.ranks.get(mask)
@@ -155,8 +125,3 @@ class _RemainingBound:
 
 
 _CHANGES_EXTENT = {StepKind.SLICE, StepKind.ALL_GATHER, StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER}
-
-
-def _exact(number: float) -> int | Fraction:
-    """Sums of these do not depend on their order, so ties are ties. Whole numbers are much the faster ones."""
-    return int(number) if number == int(number) else Fraction(number)

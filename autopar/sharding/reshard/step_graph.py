@@ -33,14 +33,6 @@ LOCAL = frozenset((StepKind.SLICE, StepKind.KEEP_ONE, StepKind.PAD))
 
 
 @dataclass(frozen=True)
-class LinkCost:
-    """What sending costs along an axis, in any unit that all axes share: by default, elements sent."""
-
-    per_element: float = 1.0
-    per_collective: float = 0.0
-
-
-@dataclass(frozen=True)
 class Step:
     """One step of one direction.
 
