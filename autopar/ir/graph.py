@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
+from math import prod
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
-from autopar.ir.analysis.equal_ops import forms
 from autopar.ir.analysis.finite import passable_sums
-from autopar.ir.analysis.joint_scalars import shares_of_totals
 from autopar.ir.analysis.op_memory import Footprint, footprints
 from autopar.ir.analysis.repeated_layers import RepeatedLayers
 from autopar.ir.analysis.saved_tensors import InternalSave, SavedTensors, saved_values
 from autopar.ir.exported import Exported
 from autopar.ir.interpreter import TracedModule
 from autopar.ir.values import AttentionNote, Dim, NamedNode, NamedTensor
-
-__all__ = ["NamedGraph", "render_json", "render_text"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,3 +322,62 @@ def _layer_names(graph: NamedGraph, repeat: RepeatedLayers) -> list[list[str]]:
     """The names of the ops of each layer, equal steps at equal places."""
     names = {node.node: node.name for node in graph.nodes}
     return [[names[name] for name in layer if name in names] for layer in repeat.layers]
+
+
+# -- joint scalars -----------------------------------------------------------------------------------------------------
+
+
+def shares_of_totals(nodes: Sequence[NamedNode], tensors: Mapping[str, NamedTensor]) -> Mapping[str, float]:
+    """By scalar, where several are summed at once: what it counts of their collective."""
+    first_use: dict[str, int] = {}
+    for place, node in enumerate(nodes):
+        for name in node.operands:
+            first_use.setdefault(name or "", place)
+    groups: list[list[str]] = []
+    until = -1
+    for place, node in enumerate(nodes):
+        for name in _scalars(node, tensors):
+            used = first_use.get(name, len(nodes))
+            if until < place:
+                groups.append([])
+                until = used
+            groups[-1].append(name)
+            until = min(until, used)
+    return MappingProxyType({name: 1 / len(group) for group in groups if len(group) > 1 for name in group})
+
+
+def _scalars(node: NamedNode, tensors: Mapping[str, NamedTensor]) -> list[str]:
+    """The results of an op that sums all that it reads: partial as soon as any of it is split."""
+    read = any(operand is not None and operand.factors for operand in node.rule.operands)
+    names = [name for name in node.outputs if name is not None]
+    return [name for name in names if read and prod(tensors[name].shape) == 1]
+
+
+# -- equal ops ---------------------------------------------------------------------------------------------------------
+
+
+def forms(
+    nodes: Iterable[NamedNode], tensors: Mapping[str, NamedTensor], passable: Mapping[str, Hashable]
+) -> Mapping[str, int]:
+    """For each op a number: the same for equal ops with equal rules, on tensors that are cut alike.
+
+    Ops that differ in plain arguments (a number, a dim) have one number where their rules and sizes are the same, and
+    the sums that may pass through them (`passable`).
+    """
+    known: dict[Hashable, int] = {}
+    cuts = {name: _cut(tensor) for name, tensor in tensors.items()}
+
+    def form(node: NamedNode) -> Hashable:
+        operands = tuple(None if name is None else (node.operands.index(name), cuts[name]) for name in node.operands)
+        outputs = tuple(None if name is None else cuts[name] for name in node.outputs)
+        sizes = tuple(node.sizes.items()), tuple(node.atoms.items())
+        band = node.attention and node.attention.band
+        return node.op, node.source, node.rule, sizes, operands, outputs, band, passable[node.name]
+
+    return {node.name: known.setdefault(form(node), len(known)) for node in nodes}
+
+
+def _cut(tensor: NamedTensor) -> Hashable:
+    """What of a tensor matters to the ops that take or give it: all but its name and those of its dims."""
+    atoms = tuple((atom.dim, atom.size) for atom in tensor.atoms)
+    return tensor.kind == "param", tensor.dtype, tensor.requires_grad, tensor.shape, atoms

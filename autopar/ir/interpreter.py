@@ -11,16 +11,11 @@ from torch import nn
 from torch.fx import GraphModule
 
 from autopar.errors import AutoparError
-from autopar.ir.autocast import Autocast, autocast_state, entered
-from autopar.ir.call_arguments import bind_call, flatten_arguments, signature_of, without_defaults
-from autopar.ir.checkpoint_regions import with_checkpoints
-from autopar.ir.exported import Exported
-from autopar.ir.fx_nodes import is_factory
-from autopar.ir.input_overlaps import check_overlaps
+from autopar.ir.call_arguments import bind_call, check_overlaps, flatten_arguments, signature_of, without_defaults
+from autopar.ir.exported import Autocast, Exported, autocast_state, entered
+from autopar.ir.fx_graphs import is_factory, with_checkpoints
 from autopar.ir.pytree import Flattened, Mapped, difference, unflatten
 from autopar.rules.shard_call.grouped_heads import repeat_masked_heads
-
-__all__ = ["TracedCall", "TracedModule"]
 
 
 class TracedModule(nn.Module):

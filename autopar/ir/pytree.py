@@ -19,24 +19,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "Constant",
-    "Flattened",
-    "Items",
-    "Mapped",
-    "Node",
-    "Object",
-    "Original",
-    "Shared",
-    "TensorLeaf",
-    "UnsupportedValueError",
-    "assign",
-    "difference",
-    "flatten",
-    "shallow_state",
-    "unflatten",
-]
-
 
 class UnsupportedValueError(Exception):
     """A value that holds something which cannot be taken apart; `path` says where."""

@@ -11,18 +11,6 @@ import torch
 from autopar.ir.exported import Exported, NodeOrigin
 from autopar.rules.notation import Rule
 
-__all__ = [
-    "Atom",
-    "AttentionNote",
-    "Band",
-    "Dim",
-    "GraphView",
-    "Kind",
-    "NamedNode",
-    "NamedTensor",
-    "Source",
-]
-
 
 @dataclass(frozen=True)
 class Band:

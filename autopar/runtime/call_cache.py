@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
-from autopar.ir.autocast import autocast_state
 from autopar.ir.call_arguments import bind, flatten_arguments, signature_of
+from autopar.ir.exported import autocast_state
 from autopar.ir.graph import NamedGraph
 from autopar.ir.pytree import Flattened
 from autopar.lowering.collectives.checksum import checksum, checksum_of_all, digest, kind_of

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
-from autopar.ir.autocast import Autocast
-from autopar.ir.call_arguments import bind_call, flatten_arguments, plain_call, without_defaults
+from autopar.ir.call_arguments import bind_call, check_overlaps, flatten_arguments, plain_call, without_defaults
+from autopar.ir.exported import Autocast
 from autopar.ir.graph import NamedGraph
-from autopar.ir.input_overlaps import check_overlaps
 from autopar.ir.pytree import Constant, Flattened, Items, Mapped, Node, Original, Shared, TensorLeaf, unflatten
 from autopar.lowering.collectives.checksum import digest, kind_of
 from autopar.lowering.emit import Emitted

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from autopar.ir.analysis.differentiable import differentiable
+from autopar.ir.analysis.op_memory import differentiable
 from autopar.ir.analysis.repeated_layers import RepeatedLayers
 from autopar.ir.exported import Exported, NodeOrigin
 from autopar.ir.graph import NamedGraph

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.errors import AutoparError, TraceError
-from autopar.ir.input_overlaps import overlap
+from autopar.ir.call_arguments import overlap
 from autopar.ir.interpreter import TracedModule
 from autopar.ir.pytree import flatten
 from autopar.runtime.compiled_call import outline

@@ -16,8 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
 from autopar.cost.lowered_step import LoweredStep
-from autopar.ir.analysis.differentiable import fake_input
-from autopar.ir.analysis.op_memory import Footprint, measure
+from autopar.ir.analysis.op_memory import Footprint, fake_input, measure
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh

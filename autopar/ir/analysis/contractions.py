@@ -10,8 +10,6 @@ from autopar.ir.values import NamedNode
 from autopar.rules.notation import Operand, Rule
 from autopar.rules.shard_call.expert_rows import GROUPED
 
-__all__ = ["ATTENTION", "RECURRENT", "Contraction", "contractions", "factors_of", "is_linear_in_both", "multiplied"]
-
 ATTENTION = "aten.scaled_dot_product_attention.default"
 RECURRENT = {
     "aten.lstm.input": 3,

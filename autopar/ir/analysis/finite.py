@@ -19,8 +19,6 @@ from torch.fx import Node
 from autopar.ir.values import GraphView, NamedNode
 from autopar.rules.call import arguments_by_name
 
-__all__ = ["passable_sums"]
-
 
 def _ops(names: str) -> frozenset[str]:
     return frozenset(names.split())

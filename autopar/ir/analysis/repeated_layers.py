@@ -24,8 +24,6 @@ from torch.fx import Node
 
 from autopar.ir.exported import Exported
 
-__all__ = ["RepeatedLayers", "repeated_layers"]
-
 
 @dataclass(frozen=True)
 class RepeatedLayers:

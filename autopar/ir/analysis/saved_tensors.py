@@ -16,11 +16,9 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.ir.analysis.op_memory import untold_failures
-from autopar.ir.checkpoint_regions import checkpoint_regions
 from autopar.ir.exported import Exported
+from autopar.ir.fx_graphs import checkpoint_regions
 from autopar.rules.shard_call.grouped_heads import with_most_memory
-
-__all__ = ["InternalSave", "SavedTensors", "saved_values"]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from autopar.ir.fx_nodes import is_random
+from autopar.ir.fx_graphs import is_random
 from autopar.lowering.modules.random_ops import RandomOp
 
 __all__ = ["SelectiveRecompute"]

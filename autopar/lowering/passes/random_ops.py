@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from autopar.errors import AutoparError
-from autopar.ir.fx_nodes import is_random
+from autopar.ir.fx_graphs import is_random
 from autopar.ir.values import NamedNode
 from autopar.lowering.modules.random_draws import DrawShard, DropoutMask, LocalRegion, OpSample, RreluSlopes
 from autopar.lowering.modules.random_ops import Dropout, DropoutAttention, Gamma, RandomOp, Rrelu, SampledOp

@@ -13,10 +13,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node
 
 from autopar.errors import TraceError
-from autopar.ir.autocast import Autocast, autocast_state, entered
-from autopar.ir.call_arguments import bind, flatten_arguments, plain_call, signature_of
-from autopar.ir.exported import Exported, Mutation, OutputTree, Placeholder
-from autopar.ir.input_overlaps import apart, check_overlaps
+from autopar.ir.call_arguments import apart, bind, check_overlaps, flatten_arguments, plain_call, signature_of
+from autopar.ir.exported import Autocast, Exported, Mutation, OutputTree, Placeholder, autocast_state, entered
 from autopar.ir.pytree import Flattened, Mapped, UnsupportedValueError, flatten, shallow_state, unflatten
 from autopar.tracing.annotations import tracing
 from autopar.tracing.export.intercept import (

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.fx.proxy import TracerBase
 
 from autopar.errors import TraceError
-from autopar.ir.fx_nodes import is_random
+from autopar.ir.fx_graphs import is_random
 from autopar.rules.torch_versions import original_apply
 from autopar.tracing.export.autograd_functions import as_op
 from autopar.tracing.export.refuse import Refusal

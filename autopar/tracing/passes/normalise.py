@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from autopar.ir.fx_nodes import aten, remove_dead
+from autopar.ir.fx_graphs import aten, remove_dead
 from autopar.tracing.annotations import constrain_op, named_op
 from autopar.tracing.passes.bags_to_rows import bags_as_rows
 from autopar.tracing.passes.edit import arguments_of, insert, replaced

@@ -1,15 +1,45 @@
-"""Apply the activation-checkpoint regions of the model again: export leaves only marks on the nodes."""
+"""Queries on the nodes of an fx graph, and the removal of dead ones."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["body_of", "boundary", "call_checkpoint", "checkpoint_regions", "put_call", "with_checkpoints"]
+aten = torch.ops.aten
+
+
+def remove_dead(graph: Graph) -> None:
+    """Erase what nobody uses, except random ops: the next one would draw other numbers."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and not is_random(node):
+            graph.erase_node(node)
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node draws random numbers."""
+    if node.target is aten.scaled_dot_product_attention.default:
+        rate = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return bool(rate != 0.0)
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def is_factory(node: Node) -> bool:
+    """Whether a node makes a tensor out of nothing, on a device it may not name."""
+    schema = getattr(node.target, "_schema", None)
+    return (
+        node.op == "call_function"
+        and schema is not None
+        and not node.all_input_nodes
+        and any(argument.name == "device" for argument in schema.arguments)
+    )
+
+
+# -- checkpoint regions ------------------------------------------------------------------------------------------------
 
 
 def with_checkpoints(graph: Graph) -> GraphModule:
