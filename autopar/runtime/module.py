@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from autopar.runtime.compiled_call import CallSignature, CompiledCall
 from autopar.runtime.module_shell import ClosedModule, entry_of, tie
 from autopar.runtime.stale_optimizers import watch_replaced
 from autopar.runtime.torch_wrappers import (
+    UNTRACED,
     check_conversion,
     check_hook,
     check_not_captured,
@@ -33,6 +34,13 @@ from autopar.sharding.options import Outputs
 from autopar.sharding.reshard_insertion import StepCollective
 
 __all__ = ["CallSettings", "ParallelModule", "Planner"]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _untraced(method: _Method) -> _Method:
+    """Leave a method to Python where Dynamo meets it, in torch.compile and torch.export."""
+    return torch.compiler.disable(method, reason=UNTRACED)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class ParallelModule(ClosedModule):
@@ -116,6 +124,8 @@ class ParallelModule(ClosedModule):
         outputs = self._run_exactly(plan, values) if self._plans.randomness.is_exact else plan.graph_module(*values)
         return self._end_untraced(plan, given, outputs)
 
+    # Where Dynamo gives up `forward`, it would compile the functions below it: their caches must stay out of its reach.
+    @_untraced
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Eagerly: that the ranks make the same call is found out beside the forward, before it sends anything."""
         try:
@@ -140,7 +150,7 @@ class ParallelModule(ClosedModule):
     def _end(self, plan: CompiledCall, given: CallSignature, outputs: tuple[Any, ...]) -> Any:
         return plan.finish(given, plan.emitted.ends.last(outputs, self._plans))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_untraced
     def _begin_untraced(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[CompiledCall, CallSignature, list[Tensor]]:
@@ -154,13 +164,13 @@ class ParallelModule(ClosedModule):
             LateTensor.arrive_all(begun[2])
         return begun
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_untraced
     def _run_exactly(self, plan: CompiledCall, values: list[Tensor]) -> tuple[Any, ...]:
         """Ops that draw from the default generator draw in the order of the graph, which a compiler may change."""
         outputs: tuple[Any, ...] = plan.graph_module(*values)
         return outputs
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_untraced
     def _end_untraced(self, plan: CompiledCall, given: CallSignature, outputs: tuple[Any, ...]) -> Any:
         return self._end(plan, given, outputs)
 

@@ -17,6 +17,7 @@ from autopar.tracing.plain_model import AlreadyParallel
 
 __all__ = [
     "FSDP_MARK",
+    "UNTRACED",
     "check_conversion",
     "check_hook",
     "check_not_captured",
@@ -45,6 +46,11 @@ MOVED = (
 CAPTURED = (
     "a parallel module cannot be exported, scripted or traced: its graph sends through process groups\n"
     "fix: export the model itself, with the whole weights loaded; torch.compile of a parallel module works"
+)
+# Dynamo prints it where it meets the ends of a call: in the log of graph breaks, and as the error of a strict export.
+UNTRACED = (
+    "the two ends of a call of a parallel module run in Python; torch.compile compiles the graph between them, "
+    "torch.export cannot export it: export the model itself"
 )
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -96,7 +102,9 @@ def check_conversion(convert: Callable[[Tensor], Tensor], kinds: set[torch.dtype
 
 def check_not_captured() -> None:
     """Raise within torch.export and torch.jit.trace."""
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+    # In torch 2.11 `is_exporting` is true within torch.compile too. A strict export stops at UNTRACED instead.
+    exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    if exporting or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         refuse_capture()
 
 

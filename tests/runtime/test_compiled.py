@@ -114,6 +114,37 @@ def test_inductor() -> None:
         check(found)
 
 
+def given_up() -> dict[str, Any]:
+    """Give up the frame of `forward` while it is traced, as torch 2.11 did: the call goes on in Python."""
+    model, inputs = small_gpt()
+    parallel = autopar.parallelize(copy.deepcopy(model), "a=2", inputs, layout="fsdp(fsdp=a)")
+    refused: Any = pytest.MonkeyPatch()
+
+    def refuse() -> None:
+        if torch.compiler.is_dynamo_compiling():
+            raise ValueError("nothing is traced")
+
+    refused.setattr("autopar.runtime.module.check_not_captured", refuse)
+    counters.clear()
+    compiled: Any = torch.compile(parallel, backend="aot_eager")
+    found: dict[str, Any] = {}
+    for call in ("first", "again"):
+        model.zero_grad()
+        parallel.zero_grad()
+        value, expected = compiled(**inputs), model(**inputs)
+        value.backward()
+        expected.backward()
+        found[call] = max(gap(value, expected), gradient_gap(model, parallel))
+    refused.undo()
+    found["nothing below it is traced"] = counters["stats"]["unique_graphs"] == 0
+    return found
+
+
+def test_a_call_that_dynamo_gives_up_runs_in_python() -> None:
+    for found in launch(given_up, ranks=2):
+        check(found)
+
+
 class Counting(nn.Module):
     """Parameters, one of which is frozen, and a buffer."""
 

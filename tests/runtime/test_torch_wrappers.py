@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -95,6 +96,13 @@ def refuse(layout: str) -> dict[str, tuple[str, float]]:
     return found
 
 
+def strict_export() -> str:
+    module, x = parallel_of("fsdp(fsdp=dp)")
+    with pytest.raises(Unsupported) as error:
+        torch.export.export(module, (x,), strict=True)
+    return str(error.value)
+
+
 def refuse_without_parameters() -> dict[str, str]:
     """A module that was not traced yet has nothing that could be converted."""
     found = {}
@@ -142,7 +150,7 @@ def convert_after_a_step(layout: str) -> dict[str, float]:
 def on_two(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     given = ((request.param,),)
     calls = [(function, *given) for function in (refuse, work, convert_after_a_step)]
-    return launch(in_turn, *calls, (refuse_without_parameters, ()), ranks=2)
+    return launch(in_turn, *calls, (refuse_without_parameters, ()), (strict_export, ()), ranks=2)
 
 
 def test_wrappers_and_conversions_are_refused_by_name(on_two: list[dict[str, Any]]) -> None:
@@ -156,6 +164,11 @@ def test_wrappers_and_conversions_are_refused_by_name(on_two: list[dict[str, Any
         for name in ("DistributedDataParallel", "FullyShardedDataParallel"):
             assert found[f"{name} around"][0].startswith(f"{name} cannot wrap a parallel module")
         assert "its mesh and process group run on cpu" in found["meta"][0]
+
+
+def test_a_strict_export_names_the_fix(on_two: list[dict[str, Any]]) -> None:
+    for found in on_two:
+        assert "torch.export cannot export it: export the model itself" in found["strict_export"]
 
 
 def test_a_conversion_before_there_are_parameters_is_refused(on_two: list[dict[str, Any]]) -> None:
