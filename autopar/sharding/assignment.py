@@ -1,4 +1,4 @@
-"""A plan: everything that is decided about one graph on one mesh, and nothing that follows from it."""
+"""Assignments: everything that a plan decides about one graph on one mesh, and nothing that follows from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.sharding.sharding import Sharding
 
 @dataclass(frozen=True)
 class OpAssignment:
-    """How one op runs: its choice, the layouts it takes, those it gives, and those its results are brought into."""
+    """Choice of one op, the shardings that it takes and produces, and those that its results are resharded to."""
 
     choice: Choice
     operands: tuple[Sharding | None, ...]
@@ -29,19 +29,17 @@ class OpAssignment:
 
 @dataclass(frozen=True)
 class Assignment:
-    """A layout without holes: where every tensor is, and how every op runs."""
+    """Shardings of all tensors and choices of all ops of a graph, with the recomputation of its layers."""
 
     axes: SubMesh
+    # Inputs, parameters and buffers between steps.
     stored: Mapping[str, Sharding]
-    """Inputs, parameters and buffers as they are held."""
     ops: Mapping[str, OpAssignment]
-    """By the name of the op."""
+    # Tensors as consumers find them: parameters gathered, results after their reshard.
     values: Mapping[str, Sharding]
-    """Every value as its consumers find it."""
     gather_policies: Mapping[str, GatherPolicy] = field(default_factory=dict)
-    """How parameters are held between uses."""
+    # By the module path of a repeated layer; layers that recompute nothing are left out.
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
-    """What repeated layers compute again in the backward, by their module paths; nothing where it is not said."""
 
 
 _NONE: Mapping[str, Recompute] = MappingProxyType({})
@@ -49,28 +47,25 @@ _NONE: Mapping[str, Recompute] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How one graph runs on one mesh; the graph is that of one micro-batch."""
+    """Assignment of the graph of one micro-batch, with the options of the step that runs it."""
 
-    graph: str
-    """The fingerprint of the graph that it is for."""
+    graph: str  # a fingerprint: a plan is never run on another graph
     assignment: Assignment
     outputs: Outputs = "sharded"
     local_inputs: bool = False
     optimizer: str = "adamw"
     micro_batches: int = 1
     recompute: Mapping[str, Recompute] = field(default_factory=lambda: _NONE)
-    """By the module path of a repeated layer."""
+    # None: the optimizer updates parameters in the dtype that the graph computes in.
     master_dtype: torch.dtype | None = None
-    """What the optimizer updates, where that is not the dtype that the graph computes in."""
+    # None: gradients are accumulated in the dtype that the optimizer updates.
     gradient_dtype: torch.dtype | None = None
-    """What gradients are added up in, where that is not the dtype of what the optimizer updates."""
     compiled: bool = False
-    """Whether the module runs under `torch.compile`."""
+    # Cluster levels that the user chose for axes: `{"dp": "network"}`.
     links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """The level of the cluster that an axis was put on by hand: `{"dp": "network"}`."""
 
     def __post_init__(self) -> None:
-        # Decisions are what is written and what is run: they say the same.
+        # The plan file writes the assignment, and the step runs it, so the two must agree.
         if dict(self.recompute) != dict(self.assignment.recompute):
             object.__setattr__(self, "assignment", replace(self.assignment, recompute=dict(self.recompute)))
 
@@ -100,10 +95,10 @@ class StepPlan:
         return replace(self, assignment=replace(self.assignment, gather_policies=changed))
 
     def with_options(self, options: PlanOptions) -> StepPlan:
-        """Return a plan of the same decisions with these options."""
+        """Return a plan of the same assignment with these options."""
         return replace(self, **{each.name: getattr(options, each.name) for each in fields(options)})
 
     @staticmethod
     def decided(graph: NamedGraph, assignment: Assignment) -> StepPlan:
-        """What decisions come to."""
+        """Return the plan of an assignment with default options."""
         return StepPlan(graph.fingerprint, assignment, recompute=assignment.recompute)

@@ -19,7 +19,7 @@ class NamedAtom(Protocol):
 
 
 class HasAtoms(Protocol):
-    """A tensor as the resolver sees it: its name and its atoms, with the names of the dims that they belong to."""
+    """Tensor as the layout language reads it: a name, and atoms with the names of the dims that they belong to."""
 
     @property
     def name(self) -> str: ...
@@ -30,7 +30,7 @@ class HasAtoms(Protocol):
 
 
 def atoms_of(tensor: HasAtoms) -> Atoms:
-    """A tensor's atoms as states know them; the same object for all tensors that are cut alike."""
+    """Return the sizes of the atoms of a tensor; tensors with equal atoms share one object."""
     return _atoms(tensor.atoms, len(tensor.shape))
 
 
@@ -44,7 +44,7 @@ def _atoms(atoms: tuple[NamedAtom, ...], rank: int) -> Atoms:
 
 @dataclass(frozen=True)
 class Atoms:
-    """The global sizes of a tensor's atoms, row-major; `dims[i]` says how many of them make up physical dim i."""
+    """Global sizes of the atoms of a tensor, row-major; `dims[i]` is the number of atoms of physical dim i."""
 
     sizes: tuple[int, ...]
     dims: tuple[int, ...]
@@ -55,7 +55,7 @@ class Atoms:
 
     @classmethod
     def plain(cls, shape: Iterable[int]) -> Atoms:
-        """A tensor in which no dim is compound."""
+        """Return the atoms of a tensor of this shape, one for each dim."""
         sizes = tuple(shape)
         return cls(sizes, (1,) * len(sizes))
 
@@ -64,7 +64,7 @@ class Atoms:
         return self.fold(self.sizes)
 
     def fold(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """The physical shape of a tensor whose atoms have these (local) sizes."""
+        """Return the physical shape of a tensor whose atoms have these (local) sizes."""
         return tuple(prod(sizes[i] for i in members) for members in self.members)
 
     @cached_property

@@ -1,4 +1,7 @@
-"""The conversions of parameters, as they are done together."""
+"""Buckets: reshards of parameters that run as one collective.
+
+Gathers and reductions of many small parameters cost mostly their launches. Each bucket joins reshards of equal steps.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +16,20 @@ from autopar.sharding.assignment import StepPlan
 from autopar.sharding.reshard.reshard import LOCAL, Step, StepKind
 from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan
 
+# Bytes of a full bucket: the default of DistributedDataParallel, at which launching a collective costs little.
 BUCKET_BYTES = 25 * 2**20
-"""What DistributedDataParallel has as its default: large enough that starting a collective costs little of it."""
-
-
+# Bytes of the bucket that the forward uses first: no backward is left to overlap its gradients, which come last.
 SMALL_BYTES = 2**20
-"""Of the bucket that the forward uses first, whose gradients come last: nothing is left to send it beside."""
-
-
+# Bytes below which splitting a bucket costs more launch time than an earlier start saves.
 LEAST_BYTES = 4 * 2**20
-"""Others are not cut smaller: starting a collective then costs more than sending it earlier saves."""
-
-
+# Least number of buckets of one kind, so that most gradients overlap the backward.
 BUCKETS = 4
-"""In so many buckets at least, if they are not small, so that most gradients are sent beside the backward."""
-
 
 _BUCKETED = frozenset((StepKind.ALL_REDUCE, StepKind.ALL_GATHER, StepKind.REDUCE_SCATTER))
 
 
 class BucketedReshards(Protocol):
-    """A parameter's conversion, as far as its bucket depends on it."""
+    """Reshard of a parameter, as far as its bucket depends on it; `kind` holds the steps of both directions."""
 
     @property
     def kind(self) -> tuple[Any, ...]: ...
@@ -48,12 +44,12 @@ Member = TypeVar("Member", bound=BucketedReshards)
 
 @dataclass(frozen=True)
 class Bucket:
-    """Conversions of parameters that are done as one, before the first op that wants one of them."""
+    """Reshards of parameters that run as one, before the first op that reads one of them."""
 
     members: tuple[InsertedReshard, ...]
     op: str
+    # A single reshard that stays with its op, and is repeated where the op is recomputed.
     is_alone: bool = False
-    """Whether it is no bucket: a conversion that stands with its op, and is done again with it."""
 
     @property
     def gathers(self) -> bool:
@@ -61,7 +57,7 @@ class Bucket:
 
     @property
     def is_sum(self) -> bool:
-        """Whether gradients are only added up: in a buffer that stays, of which the gradients are views."""
+        """Return whether the backward only all-reduces: gradients then stay views of one lasting buffer."""
         return all(
             one.differentiable and [step.kind for step in one.reshard.backward] == [StepKind.ALL_REDUCE]
             for one in self.members
@@ -70,7 +66,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class _Member:
-    """A conversion as the generated graph groups them."""
+    """Reshard with the keys by which the generated graph groups it."""
 
     inserted: InsertedReshard
     kind: tuple[Any, ...]
@@ -79,7 +75,10 @@ class _Member:
 
 
 def buckets_of(graph: NamedGraph, plan: StepPlan, reshard_plan: ReshardPlan) -> tuple[Bucket, ...]:
-    """The buckets of the generated graph, in the order of their first uses; what it leaves alone is one by itself."""
+    """Return the buckets of the generated graph, in the order of their first uses.
+
+    A reshard that cannot be joined with others is a bucket by itself.
+    """
     alone: list[Bucket] = []
     members: list[_Member] = []
     for op in reshard_plan.ops.values():
@@ -103,18 +102,18 @@ def buckets_of(graph: NamedGraph, plan: StepPlan, reshard_plan: ReshardPlan) -> 
 
 
 def ways_of(one: InsertedReshard) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """The steps forward and backward; none backward where there is no gradient."""
+    """Return the steps forward and backward; none backward where there is no gradient."""
     return one.reshard.forward, one.reshard.backward if one.differentiable else ()
 
 
 def shape_of(one: InsertedReshard, layout: Any) -> tuple[int, ...]:
-    """The local atoms of the rank with the largest shard."""
+    """Return the sizes of the local atoms on the rank with the largest shard."""
     sizes: tuple[int, ...] = layout.largest_sizes(one.reshard.atoms, one.reshard.axes)
     return sizes
 
 
 def buffers_of(step: Step, one: InsertedReshard) -> float:
-    """What a step holds beside the tensors before and after it."""
+    """Return the bytes that a step allocates beside the tensors before and after it."""
     if step.local or step.kind is StepKind.ALL_REDUCE:
         return 0.0
     before, after = (prod(shape_of(one, layout)) * one.itemsize for layout in (step.before, step.after))
@@ -124,7 +123,7 @@ def buffers_of(step: Step, one: InsertedReshard) -> float:
 
 
 def copied(step: Step, one: InsertedReshard) -> float:
-    """The copy that is made where pieces do not lie in memory one after the other."""
+    """Return the bytes of the copy that a step makes of pieces that are not contiguous in memory."""
     if step.atom is None or step.kind is StepKind.ALL_REDUCE:
         return 0.0
     leading = shape_of(one, step.before)[: step.atom]
@@ -132,21 +131,23 @@ def copied(step: Step, one: InsertedReshard) -> float:
 
 
 def goes_in_bucket(forward: tuple[StepKind, ...], backward: tuple[StepKind, ...]) -> bool:
-    """Whether a conversion of such steps can be done together with others: each way is sent, or done by each rank."""
+    """Return whether a reshard of these steps can share a bucket: each direction only sends, or is only local."""
     ways = [kinds for kinds in (forward, backward) if not LOCAL.issuperset(kinds)]
     return bool(ways) and all(_BUCKETED.issuperset(kinds) for kinds in ways)
 
 
 def in_buckets(found: Iterable[Member], limit_bytes: int = BUCKET_BYTES) -> Iterator[list[Member]]:
-    """Of one kind, in the order of first use, of one block of layers; small blocks that follow each other together.
-
-    Gathers are not joined over blocks: what is gathered early takes memory for longer.
-    """
+    """Yield buckets of reshards of one kind, in the order of first use; reductions join small blocks of layers."""
     found = list(found)
     sizes: dict[tuple[Any, ...], int] = {}
     for one in found:
         sizes[_key(one)] = sizes.get(_key(one), 0) + one.bytes
-    limits = {key: _limits(key[1] is None, size, limit_bytes) for key, size in sizes.items()}
+    # The limits of a kind: bytes of its first bucket, then of the others.
+    small = min(SMALL_BYTES, limit_bytes)
+    limits = {
+        key: [small, min(limit_bytes, max(LEAST_BYTES, size // BUCKETS))] if key[1] is None else [limit_bytes]
+        for key, size in sizes.items()
+    }
     open_buckets: dict[tuple[Any, ...], list[Member]] = {}
     for one in found:
         key = _key(one)
@@ -160,11 +161,6 @@ def in_buckets(found: Iterable[Member], limit_bytes: int = BUCKET_BYTES) -> Iter
 
 
 def _key(one: BucketedReshards) -> tuple[Any, str | None]:
+    # Gathers are not joined over blocks of layers: a copy that is gathered early takes memory for longer.
     gathers = any(step[0] is StepKind.ALL_GATHER for step in one.kind[0][0])
     return one.kind, one.block if gathers else None
-
-
-def _limits(reduces: bool, size: int, limit_bytes: int) -> list[int]:
-    """How large the first bucket of a kind may be, and how large the others."""
-    small = min(SMALL_BYTES, limit_bytes)
-    return [small, min(limit_bytes, max(LEAST_BYTES, size // BUCKETS))] if reduces else [limit_bytes]

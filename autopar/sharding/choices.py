@@ -1,14 +1,13 @@
-"""The legal choices of an op: what it does with each mesh axis, and the layouts that its tensors then have.
+"""The legal choices of an op: its use of each mesh axis, and the shardings of its tensors that follow.
 
-An axis that splits a factor takes the operands that have the factor split, those that lack it broadcast (each shard's
-gradient is a part of theirs), and gives results that are split, or partial where the factor is summed away. A bias that
-is added to such a sum is taken as a partial sum itself: one rank keeps it.
+An axis that splits a factor: operands with the factor are split. Operands without it are broadcast, because each shard
+gives a term of their gradient. Results are split, or partial where the op sums over the factor. A bias that is added to
+such a sum is a partial sum itself: one rank keeps it.
 
-An axis that splits nothing takes and gives replicated tensors; or takes all operands broadcast and gives broadcast
-results, so that the gradients are summed further up; or takes the operands in which the op is linear, together, as
-partial sums and the others broadcast, and gives partial sums, so that the sum is made further down. That is for others
-that cannot be infinite (autopar/ir/analysis/finite.py): terms of unlike sign would give NaN where the sum gives
-infinity.
+An axis that splits nothing: operands and results are replicated. Or all are broadcast, so that gradients are summed
+further up. Or the operands in which the op is linear are partial sums and the others broadcast, so that the sum is made
+further down. The others must be finite (autopar/ir/analysis/finite.py): with infinite ones, terms of unlike sign would
+give NaN where the sum gives infinity.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ from autopar.sharding.sharding import Sharding
 
 SPLITTABLE = (FactorKind.PARALLEL, FactorKind.SUM, FactorKind.MEAN)
 
+# A factor and one of its atoms.
 Site = tuple[str, int]
-"""A factor and one of its atoms."""
 
+# Positions of the operands that are partial sums along an axis that splits nothing; all others are broadcast.
 Passing = frozenset[int]
-"""What an axis that splits nothing passes through: these operands are partial sums, all others are broadcast."""
 
 BROADCAST: Passing = frozenset()
 
+# Sites that these axes, together, may split in pieces of different lengths.
 Uneven = Collection[tuple[Site, tuple[str, ...]]]
-"""The sites that these axes may split in pieces of different lengths."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The axes that split each atom of a factor, major to minor, and what other axes pass through."""
+    """Axes that split each atom of a factor, major to minor, and the passing of axes that split nothing."""
 
     splits: tuple[tuple[Site, tuple[str, ...]], ...] = ()
     passes: tuple[tuple[str, Passing], ...] = ()
@@ -65,7 +64,7 @@ class Choice:
 
 
 def sites_of(node: NamedNode, operand: Operand | None, tensor: NamedTensor) -> tuple[Site | None, ...] | None:
-    """The site of each atom of a tensor that the op takes or gives; None where op and tensor cut a dim differently."""
+    """Return the site of each atom of an operand or a result; None where op and tensor unfold a dim differently."""
     if operand is None:
         return None
     sites: list[Site | None] = []
@@ -80,7 +79,7 @@ def sites_of(node: NamedNode, operand: Operand | None, tensor: NamedTensor) -> t
 
 
 def _matched(own: list[int], found: list[tuple[Site, int]]) -> list[Site | None]:
-    """The sites of atoms of these sizes, where the op's are the same but for those of size 1."""
+    """Return the sites of atoms of these sizes, if the op has the same sizes up to atoms of size 1."""
     if own == [extent for _, extent in found]:
         return [site for site, _ in found]
     long = [(site, extent) for site, extent in found if extent != 1]
@@ -97,9 +96,9 @@ def choices(
     uneven: Uneven = (),
     passing: Mapping[str, Iterable[Passing]] | None = None,
 ) -> Iterator[Choice]:
-    """All choices that give each axis one of its candidate sites, or one of what it may pass through, or nothing.
+    """Yield all choices that give each axis one of its candidate sites, one of its passings, or nothing.
 
-    Axes that split one site do so in every order; the mesh's comes first.
+    Axes that split one site do so in every order; the order of the mesh comes first.
     """
     passing = passing or {}
     names = [axis for axis in axes if axis in candidates or axis in passing]
@@ -120,10 +119,7 @@ def choices(
 
 
 def can_split(node: NamedNode, site: Site, used: tuple[str, ...], axes: SubMesh, uneven: bool = False) -> bool:
-    """Whether an op allows these axes, together, to split an atom of a factor; in `uneven` pieces too, or not.
-
-    What was found out about an op by trying it holds for even pieces alone.
-    """
+    """Return whether an op allows these axes, together, to split an atom of a factor; `uneven`: in unequal pieces."""
     factor, atom = site
     kind = node.rule.kinds.get(factor)
     if atom >= len(node.atoms.get(factor, ())):
@@ -135,21 +131,22 @@ def can_split(node: NamedNode, site: Site, used: tuple[str, ...], axes: SubMesh,
         return False
     by_offset = node.rule.lowering(factor) is not None or "diagonal" in node.rule.localise
     if by_offset and atom != 0:
-        return False  # these count positions from the shard's first one, so a shard must be one stretch
+        return False  # positions are counted from the first one of the shard, so a shard must be contiguous
     count = prod(axes[axis] for axis in used)
     extents = [node.atoms[factor][atom]]
     if kind is FactorKind.HALO:
-        extents.append(node.sizes[factor])  # that of the output
+        extents.append(node.sizes[factor])  # the extent of the output
+    # A discovered rule was tried on even pieces only.
     return all(extent % count == 0 for extent in extents) or (uneven and node.source != "discovered")
 
 
 def passings_of(graph: NamedGraph, node: NamedNode) -> tuple[Passing, ...]:
-    """What an axis that splits nothing of an op can pass through it."""
+    """Return the passings that an op allows an axis that splits nothing of it."""
     tensors = [None if name is None else graph.tensors[name] for name in node.operands]
     found = [BROADCAST] if any(tensor is not None and tensor.requires_grad for tensor in tensors) else []
     results = [graph.tensors[name] for name in node.outputs if name is not None]
     if any(tensor.dtype is torch.bool for tensor in results):
-        return tuple(found)  # truths do not add up
+        return tuple(found)  # booleans have no sum
     for group in node.rule.linear:
         present = [tensors[i] for i in group if i < len(tensors)]
         numbers = all(tensor is not None and tensor.dtype is not torch.bool for tensor in present)
@@ -161,7 +158,7 @@ def passings_of(graph: NamedGraph, node: NamedNode) -> tuple[Passing, ...]:
 def layouts_of(
     graph: NamedGraph, node: NamedNode, choice: Choice
 ) -> tuple[tuple[Sharding | None, ...], tuple[Sharding | None, ...]] | None:
-    """The layouts that a choice wants of the operands and gives to the outputs; None where it cannot be had."""
+    """Return the shardings of operands and results under a choice; None where the op cannot run so."""
     if any(way and way not in graph.passable_sums[node.name] for _, way in choice.passes):
         return None
     operands: list[Sharding | None] = []
@@ -204,11 +201,11 @@ def _layout(
             return None  # the tensor has the factor, but not the atom that is split
         if position is None:
             if communicating(node, factor) is not None:
-                continue  # whatever it adds up inside, all ranks get
+                continue  # its own collectives give the sum to all ranks
             if node.rule.kinds[factor] is FactorKind.PARALLEL:
                 return None
             if tensor.dtype is torch.bool or (len(node.outputs) > 1 and node.rule.kinds[factor] is FactorKind.MEAN):
-                return None  # truths do not add up; a mean beside other results has no share of its own
+                return None  # booleans have no sum; a mean beside other results has no weight of its own
             partial.update(axes)
         elif node.rule.kinds[factor] is FactorKind.SUM and position in node.rule.added_operands(factor):
             partial.update(axes)

@@ -1,9 +1,9 @@
-"""What a layout promises of the whole: `forbid` and `warn`, `same`, limits. Checked on what is about to run."""
+"""Contracts of a layout, checked on the final assignment: `forbid`, `warn`, `same` and `limit halo`."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autopar.errors import AutoparWarning
@@ -13,7 +13,7 @@ from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.matching import glob_matches
 from autopar.sharding.layout.source import layout_error
-from autopar.sharding.layout.syntax import Guard, Limit, Same, Scope
+from autopar.sharding.layout.syntax import Guard, Limit, Same
 from autopar.sharding.lowered_ops import LoweredOpContext, split_of
 from autopar.sharding.lowered_ops.halo import Window, received_share
 from autopar.sharding.op_pins import kinds_of
@@ -23,7 +23,7 @@ from autopar.sharding.sharding import Sharding
 
 @dataclass(frozen=True)
 class _Sent:
-    """One collective: of what, for which op."""
+    """Collective with its tensor and its op, as a message shows it."""
 
     kind: str
     axes: tuple[str, ...]
@@ -40,22 +40,30 @@ class _Sent:
 def check_contracts(
     layout: Layout, graph: NamedGraph, assignment: Assignment, inserted: Iterable[InsertedReshard]
 ) -> None:
-    """Raise E6 for a guard or a limit that the decisions break, E7 for tensors that were to share one layout."""
+    """Raise E6 for a guard or a limit that the assignment breaks, E7 for a `same` whose tensors differ."""
     sent = [
         _Sent(
             step.kind.value,
             step.axes,
             direction,
-            graph.tensors[conversion.tensor],
-            conversion.op,
-            step.numel * conversion.itemsize,
+            graph.tensors[one.tensor],
+            one.op,
+            step.numel * one.itemsize,
         )
-        for conversion in inserted
-        for direction, step in conversion.collectives()
+        for one in inserted
+        for direction, step in one.collectives()
     ]
     for statement in layout:
         if isinstance(statement, Guard):
-            _check_guard(statement, [one for one in sent if _is_about(statement, one, graph)])
+            # A collective over more axes than those of the guard is over these too.
+            broken = [
+                one
+                for one in sent
+                if one.kind == statement.collective
+                and set(statement.axes) <= set(one.axes)
+                and is_guarded(statement, one.tensor, graph, one.direction)
+            ]
+            _check_guard(statement, broken)
         elif isinstance(statement, Same):
             _check_same(statement, graph, assignment)
         elif isinstance(statement, Limit) and statement.quantity == "halo":
@@ -74,17 +82,9 @@ def _check_guard(guard: Guard, broken: list[_Sent]) -> None:
     warnings.warn(str(error), AutoparWarning, stacklevel=4)
 
 
-def _is_about(guard: Guard, one: _Sent, graph: NamedGraph) -> bool:
-    """A collective over more axes than the guard's is over those too."""
-    if one.kind != guard.collective or not set(guard.axes) <= set(one.axes):
-        return False
-    return is_guarded(guard, one.tensor, graph, one.direction)
-
-
 def is_guarded(guard: Guard, tensor: NamedTensor, graph: NamedGraph, direction: str) -> bool:
-    """Whether a guard is about what is sent of a tensor in one direction."""
-    scope: Scope = guard.scope
-    dims = {name for atom in tensor.atoms for name in atom.names}
+    """Return whether the scope of a guard covers collectives on a tensor in one direction."""
+    scope, dims = guard.scope, {name for atom in tensor.atoms for name in atom.names}
     # A parameter is sent in the backward as its gradient; any other value goes by the name of the value.
     is_grad = tensor.kind == "param" and direction != "forward"
     kinds = ("grad",) if is_grad else kinds_of(tensor, graph.outputs)
@@ -97,25 +97,24 @@ def is_guarded(guard: Guard, tensor: NamedTensor, graph: NamedGraph, direction: 
 
 def _check_same(same: Same, graph: NamedGraph, assignment: Assignment) -> None:
     left, right = ([name for name in graph.tensors if glob_matches(glob, name)] for glob in (same.left, same.right))
-    first = left[0]
+    # Compared as text, by physical dims: tensors whose dims have other names may share a sharding.
+    texts: dict[str, str] = {}
     for name in (*left, *right):
-        if _layouts(name, graph, assignment) != _layouts(first, graph, assignment):
+        sharding = assignment.stored.get(name, assignment.values.get(name))
+        texts[name] = "unused" if sharding is None else layout_text(graph.tensors[name], sharding)
+    first = left[0]
+    for name, text in texts.items():
+        if text != texts[first]:
             raise layout_error(
                 "E7",
-                f"{first} and {name} are to share one layout, but {first} is {_layouts(first, graph, assignment)} and "
-                f"{name} is {_layouts(name, graph, assignment)}",
+                f"{first} and {name} are to share one layout, but {first} is {texts[first]} and {name} is {text}",
                 "give both the same rules, or drop the line",
                 same.span,
             )
 
 
-def _layouts(name: str, graph: NamedGraph, assignment: Assignment) -> str:
-    """The layout of a tensor by physical dims: tensors of other dims may share it."""
-    layout = assignment.stored.get(name, assignment.values.get(name))
-    return "unused" if layout is None else layout_text(graph.tensors[name], layout)
-
-
 def layout_text(tensor: NamedTensor, layout: Sharding) -> str:
+    """Return the axes of each physical dim, as `[dp*tp, none]`."""
     dims: list[list[str]] = [[] for _ in tensor.shape]
     for atom, axes in zip(tensor.atoms, layout.splits, strict=True):
         dims[atom.dim].extend(axes)
@@ -123,33 +122,27 @@ def layout_text(tensor: NamedTensor, layout: Sharding) -> str:
 
 
 def _check_halo(limit: Limit, graph: NamedGraph, assignment: Assignment) -> None:
-    for op, factor, share in _halo_shares(graph, assignment):
-        assert limit.percent is not None, limit
-        if 100 * share > limit.percent:
+    for node in graph.nodes:
+        op_assignment = assignment.ops[node.name]
+        split = split_of(graph, node, op_assignment.choice.splits, op_assignment.operands, assignment.axes)
+        for factor, share in () if split is None else _over_halo_limit(limit, split):
             raise layout_error(
                 "E6",
-                f"{op} split by {factor} gets {100 * share:.0f}% of a shard's extent from its neighbours, "
+                f"{node.name} split by {factor} gets {100 * share:.0f}% of a shard's extent from its neighbours, "
                 f"more than {limit.percent:g}%",
                 "split this op over fewer ranks, or by another dim",
                 limit.span,
             )
 
 
-def _halo_shares(graph: NamedGraph, assignment: Assignment) -> Iterator[tuple[str, str, float]]:
-    """For each op that slides a window along a split dim: how much of a shard's extent its neighbours send."""
-    for node in graph.nodes:
-        op_assignment = assignment.ops[node.name]
-        split = split_of(graph, node, op_assignment.choice.splits, op_assignment.operands, assignment.axes)
-        if split is not None:
-            yield from ((node.name, factor, share) for factor, share in _received(split))
-
-
-def _received(split: LoweredOpContext) -> Iterator[tuple[str, float]]:
-    if isinstance(split.lowering, Window):
-        yield from received_share(split).items()
+def _over_halo_limit(limit: Limit, split: LoweredOpContext) -> list[tuple[str, float]]:
+    """Return the factors whose neighbours send more than the limit, as a share of a shard's extent."""
+    assert limit.percent is not None, limit
+    # Only windows that slide along a split dim, as in a convolution, read the edges of the neighbours.
+    shares = received_share(split) if isinstance(split.lowering, Window) else {}
+    return [(factor, share) for factor, share in shares.items() if 100 * share > limit.percent]
 
 
 def passes_halo(limit: Limit, split: LoweredOpContext) -> bool:
-    """Whether an op that runs on shards so gets more from its neighbours than a limit allows."""
-    assert limit.percent is not None, limit
-    return any(100 * share > limit.percent for _, share in _received(split))
+    """Return whether an op on shards reads more from its neighbours than a limit allows."""
+    return bool(_over_halo_limit(limit, split))

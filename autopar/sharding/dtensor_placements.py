@@ -1,8 +1,8 @@
-"""Layouts to DTensor placements and back.
+"""Shardings to DTensor placements and back.
 
-A placement speaks of physical dims, and of mesh dims in the order of the mesh. Where an axis splits an atom that is not
-the major one of its dim, or splits in another order than the mesh's, its pieces lie strided in the dim: the placement
-is a `_StridedShard`, which exists for even pieces only. `autopar.runtime.strided_dtensor` lets DTensor gather them.
+A placement names a physical dim, one per mesh dim in the order of the mesh. An axis may split a minor atom of a dim, or
+split in another order than the mesh's. Its pieces are then strided in the dim, and the placement is a `_StridedShard`,
+which exists for even pieces only. `autopar.runtime.strided_dtensor` lets DTensor gather them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.sharding.sharding import Sharding
 
 
 def to_placements(layout: Sharding, atoms: Atoms, axes: SubMesh, tensor: str = "the tensor") -> tuple[Placement, ...]:
-    """One placement per axis of the mesh; what a DTensor cannot hold is refused by name. B is replicated."""
+    """Return one placement per axis of the mesh, or raise E4 naming `tensor`. Broadcast becomes replicated."""
     layout.check(atoms, axes)
     dims = {atom: dim for dim, members in enumerate(atoms.members) for atom in members}
     placements: list[Placement] = []
@@ -37,7 +37,7 @@ def to_placements(layout: Sharding, atoms: Atoms, axes: SubMesh, tensor: str = "
 
 
 def _stride(layout: Sharding, atoms: Atoms, axes: SubMesh, axis: str, dim: int) -> int:
-    """In how many blocks of the physical dim the axis takes its piece, when the axes before it have taken theirs."""
+    """Return the number of blocks of a dim, after the cuts of earlier mesh axes, in each of which the axis cuts."""
     order = list(axes)
     earlier = set(order[: order.index(axis)])
     stride = 1
@@ -50,6 +50,7 @@ def _stride(layout: Sharding, atoms: Atoms, axes: SubMesh, axis: str, dim: int) 
 
 
 def _check_even(layout: Sharding, atoms: Atoms, axes: SubMesh, dim: int, tensor: str) -> None:
+    # Uneven pieces are contiguous only if one atom is cut by axes in the order of the mesh.
     members = atoms.members[dim]
     places = {axis: place for place, axis in enumerate(axes)}
     simple = len(members) == 1 and sorted(layout.splits[members[0]], key=places.__getitem__) == [
@@ -73,13 +74,16 @@ def _check_even(layout: Sharding, atoms: Atoms, axes: SubMesh, dim: int, tensor:
 
 
 def from_placements(placements: Sequence[Placement], atoms: Atoms, axes: SubMesh) -> Sharding:
-    """The layout that a DTensor has; an error where its pieces are not those of any layout of these atoms."""
+    """Return the sharding of a DTensor; raise E4 where its pieces are not those of any sharding of these atoms."""
     if len(placements) != len(axes):
         raise ValueError(f"{len(placements)} placements for a mesh with the axes {', '.join(axes)}")
     wanted = tuple(placements)
-    for layout in _candidates(wanted, atoms, axes):
-        if _holds(layout, wanted, atoms, axes):
-            return layout
+    for sharding in _candidates(wanted, atoms, axes):
+        try:
+            if to_placements(sharding, atoms, axes) == _normal(wanted, len(atoms.dims)):
+                return sharding
+        except LayoutError:
+            continue  # no DTensor has this sharding
     raise LayoutError(
         "E4",
         f"the placements {wanted} of a tensor of shape {atoms.shape} do not cut it along its named dims, whose sizes "
@@ -88,7 +92,7 @@ def from_placements(placements: Sequence[Placement], atoms: Atoms, axes: SubMesh
 
 
 def _candidates(placements: tuple[Placement, ...], atoms: Atoms, axes: SubMesh) -> Iterator[Sharding]:
-    """All layouts that split the right physical dims; those in the order of the mesh first."""
+    """Yield all shardings that split the right physical dims; those in the order of the mesh first."""
     partial: set[str] = set()
     cut: list[tuple[str, int]] = []
     for axis, placement in zip(axes, placements, strict=True):
@@ -106,14 +110,8 @@ def _candidates(placements: tuple[Placement, ...], atoms: Atoms, axes: SubMesh) 
             yield Sharding(tuple(map(tuple, held)), frozenset(partial))
 
 
-def _holds(layout: Sharding, wanted: tuple[Placement, ...], atoms: Atoms, axes: SubMesh) -> bool:
-    try:
-        return to_placements(layout, atoms, axes) == _normal(wanted, len(atoms.dims))
-    except LayoutError:
-        return False
-
-
 def _normal(placements: tuple[Placement, ...], dims: int) -> tuple[Placement, ...]:
+    """Return the placements with dims counted from 0, and with plain shards where the stride is 1."""
     found: list[Placement] = []
     for placement in placements:
         if isinstance(placement, _StridedShard) and placement.split_factor > 1:

@@ -1,8 +1,8 @@
-"""Where broadcasts of what is made of parameters alone begin: at the parameters, if these are no larger.
+"""Move broadcasts of values made of parameters alone up to the parameters, if these are no larger.
 
-The completion lets a broadcast begin where it is used: the gradient of a table's looked-up rows, say, is added up over
-the batch's shards before it becomes the table's. Made of parameters alone, it may as well be added up as the gradient
-of the parameters: there it goes with those of all others, in a bucket, where nobody waits for it alone.
+Propagation begins a broadcast at its use. The gradient of rows of a table, say, is then summed over the batch shards
+before it becomes the gradient of the table. If the value is made of parameters alone, the sum may move to the gradient
+of the parameters. There it shares a bucket with the others, and no op waits for it alone.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from autopar.sharding.choices import BROADCAST, layouts_of
 
 
 def begin_at_parameters(graph: NamedGraph, assignment: Assignment, pinned: Collection[str]) -> Assignment:
-    """The same decisions, with broadcasts moved up to the parameters where that sends no more.
-
-    `pinned` are the ops that stay as they are.
-    """
+    """Return the assignment with broadcasts moved to the parameters where that sends no more; `pinned` ops stay."""
     return _Lifting(graph, assignment, pinned).run()
 
 
@@ -41,6 +38,7 @@ class _Lifting:
 
     def run(self) -> Assignment:
         for axis, size in self.assignment.axes.items():
+            # From the end of the graph, so that a chain of ops moves as a whole before its parts are tried.
             for node in reversed(self.graph.nodes) if size > 1 else ():
                 self._try(node, axis)
         return replace(self.assignment, ops=self.ops, values=self.values)
@@ -58,7 +56,10 @@ class _Lifting:
             self.values[name] = replace(self.values[name], broadcast=self.values[name].broadcast | {axis})
 
     def _lift(self, node: NamedNode, axis: str, lifted: dict[str, OpAssignment], parameters: set[str]) -> bool:
-        """Whether an op, and those before it, can take and give broadcasts; what they and their parameters then are."""
+        """Return whether an op and its makers can be broadcast along an axis.
+
+        Add their assignments to `lifted` and the parameters that they read to `parameters`.
+        """
         name, op_assignment = _only(node), self.ops[node.name]
         if not name or name in self.graph.outputs or node.name in self.pinned:
             return False
@@ -102,5 +103,5 @@ class _Lifting:
 
 
 def _only(node: NamedNode) -> str:
-    """The name of an op's result, if it has one and no others."""
+    """Return the name of the only result of an op, or ''."""
     return node.outputs[0] or "" if len(node.outputs) == 1 else ""

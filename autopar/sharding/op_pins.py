@@ -1,4 +1,4 @@
-"""What a layout, or the model itself, says about single ops and values: `op @name[n -> tp]`, `autopar.constrain`."""
+"""Pins of single ops and values: `op @name[n -> tp]` in a layout, `autopar.constrain` in a model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from autopar.sharding.layout.language import Layout, parse_rules
 from autopar.sharding.layout.load import axes_of
 from autopar.sharding.layout.matching import glob_matches
 from autopar.sharding.layout.source import layout_error
-from autopar.sharding.layout.substitute_axes import replace_axes
 from autopar.sharding.layout.syntax import OpPin, Pin
 
 
 def pin_of(layout: Layout, node: NamedNode) -> OpPin | None:
-    """The pin of an op's choice."""
+    """Return the pin of an op; raise E2 where two differ."""
     found = [pin for pin in layout if isinstance(pin, OpPin) and glob_matches(pin.glob, node.name)]
     for other in found[1:]:
         if dict(other.choice) != dict(found[0].choice):
@@ -30,17 +29,17 @@ def pin_of(layout: Layout, node: NamedNode) -> OpPin | None:
 
 
 def pinned_sites(pin: OpPin, node: NamedNode) -> dict[str, list[Site]]:
-    """For each axis of a pin the sites that it may split: the atoms of its factor, or the one that it names."""
+    """Return the sites that each axis of a pin may split: the atoms of its factor, or the one that it names."""
     return {axis: _sites(factor, node) for factor, axes in pin.choice if _splits(factor) for axis in axes}
 
 
 def uneven_sites(pin: OpPin, node: NamedNode) -> set[tuple[Site, tuple[str, ...]]]:
-    """The sites that a pin lets its axes cut in pieces of different lengths."""
+    """Return the sites that a pin allows to be cut in pieces of different lengths, with their axes."""
     return {(site, axes) for factor, axes in pin.choice if factor in pin.uneven for site in _sites(factor, node)}
 
 
 def pinned_passings(pin: OpPin, node: NamedNode) -> dict[str, tuple[Passing, ...]]:
-    """For each axis of which a pin says that it splits nothing, what it passes through: one way, or none."""
+    """Return the passings, one or none, of each axis that a pin says splits nothing."""
     found: dict[str, tuple[Passing, ...]] = {}
     for word, axes in pin.choice:
         if not _splits(word):
@@ -57,7 +56,7 @@ def _passings(word: str, node: NamedNode) -> tuple[Passing, ...]:
 
 
 def _splits(word: str) -> bool:
-    """Whether a word on the left of a pin is a factor."""
+    """Return whether a word on the left of a pin is a factor."""
     return word not in ("none", "broadcast") and not word.startswith("partial.")
 
 
@@ -68,7 +67,7 @@ def _sites(word: str, node: NamedNode) -> list[Site]:
 
 
 def allows(pin: OpPin, choice: Choice, node: NamedNode) -> bool:
-    """Whether a choice does what the pin says, all of it and nothing else."""
+    """Return whether a choice equals the pin; the order of axes counts where the pin names one atom."""
     splits = dict(choice.splits)
     for factor, axes in pin.choice:
         if not _splits(factor):
@@ -87,7 +86,7 @@ def allows(pin: OpPin, choice: Choice, node: NamedNode) -> bool:
 
 
 def cannot_be_had(pin: OpPin, node: NamedNode, axes: SubMesh, graph: NamedGraph) -> LayoutError:
-    """E5: the op does not allow what the pin says."""
+    """Return the error E5 for a pin that the op does not allow, with a reason for each word."""
     reasons = []
     for word, over in pin.choice:
         if not _splits(word) and any(
@@ -123,7 +122,7 @@ def kinds_of(tensor: NamedTensor, returned: Collection[str]) -> tuple[str, ...]:
 
 
 def words_of(graph: NamedGraph) -> LayoutWords:
-    """What a graph has names for."""
+    """Return the names of a graph that a layout may use."""
     kinds: dict[str, set[str]] = {}
     returned = frozenset(graph.outputs)
     for tensor in graph.tensors.values():
@@ -137,15 +136,15 @@ def words_of(graph: NamedGraph) -> LayoutWords:
 
 
 def with_constraints(layout: Layout, graph: NamedGraph, axes: SubMesh) -> Layout:
-    """The layout with what the model says by `autopar.constrain`, each as a pin of that value."""
+    """Return the layout with one pin for each value that the model constrains by `autopar.constrain`."""
     sources = {node.name: node for node in graph.exported.graph_module.graph.nodes}
     pins: list[Pin] = []
     for tensor in graph.tensors.values():
         for text in sources[tensor.node].meta.get("constrain", ()):
             rules = parse_rules(text, f"autopar.constrain of {tensor.name}")
             pins.append(Pin(tensor.name, rules, span=rules[0].span))
-    said = Layout(tuple(pins))
-    if layout.strategy is not None:  # a strategy's axes that the mesh lacks have size 1, and so have the model's
-        absent = {axis: () for axis in axes_of(said) if axis not in axes}
-        said = Layout(tuple(kept for kept in (replace_axes(pin, absent) for pin in pins) if kept is not None))
-    return Layout((*layout.statements, *said.statements), layout.name)
+    constraints = Layout(tuple(pins))
+    if layout.strategy is not None:
+        # Axes of a strategy that the mesh lacks have size 1; the model may name them too.
+        constraints = constraints.on_axes({axis: () for axis in axes_of(constraints) if axis not in axes})
+    return Layout((*layout.statements, *constraints.statements), layout.name)

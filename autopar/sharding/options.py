@@ -24,12 +24,10 @@ class PlanOptions:
     links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
+# How results are handed out: as DTensors, gathered, or as plain shards. With shards each rank makes a loss of its own.
+# Gradients are those of the mean of these losses, or of their sum.
 Outputs = Literal["sharded", "full", "local", "local_sum"]
-"""How results are handed out: as DTensors, gathered, or as plain shards.
-
-With shards each rank makes a loss of its own. Gradients are those of the mean of these losses, or of their sum.
-"""
 
 
+# What a repeated layer computes again in the backward: nothing; what is cheap to compute; all of it.
 Recompute = Literal["none", "selective", "full"]
-"""What a repeated layer computes again in the backward: nothing; what is cheap to compute; all of it."""

@@ -1,12 +1,14 @@
-"""What a layout leaves open, decided without a solver: each op in turn takes the choice that sends least.
+"""Propagate a layout through a graph without a solver: each op in turn takes the choice that sends least.
 
-A layout says what is split where; it does not say which choice an op takes, nor where a sum is resolved. Here each op,
-in the order of the graph, takes a choice that uses as many of the axes as split its tensors: what is split is worked on
-in parallel. Of these it takes the one with the fewest bytes sent to bring its operands into the layouts it wants and
-its results into theirs, forward and backward, and by itself; then the first in the order of the rule's factors. Sums
-are resolved where they arise, broadcasts begin where they are used, unless a pin says otherwise.
+A layout splits tensors. It names neither the choice of each op nor the place where a sum is reduced. Propagation visits
+the ops in the order of the graph and ranks the choices of each op by three criteria:
 
-Where the layout leaves something to choose (`?{tp, dp*tp}`, `tp?`), that is chosen with which the whole sends least.
+1. the number of axes that split a factor, so that split tensors are worked on in parallel;
+2. the bytes sent, forward and backward, by reshards of operands and results and by the op itself;
+3. the order of the factors in the rule.
+
+Sums are reduced where they arise and broadcasts begin where they are used, unless a pin says otherwise. Of the picks
+for `?{tp, dp*tp}` and `tp?`, propagation takes those with which the whole graph sends least.
 """
 
 from __future__ import annotations
@@ -43,10 +45,10 @@ from autopar.sharding.sharding import Sharding
 
 
 class KnownAssignment:
-    """What has been decided about one graph on one mesh.
+    """Cache of propagations of one graph on one mesh under several layouts.
 
-    An op that is equal to another but for names, with its tensors in the same layouts and asked the same, is decided as
-    that one; a layout that asks the same of every tensor as another comes to the same.
+    Ops that are equal up to names, with equal shardings and requests, share a choice. Layouts with equal requests for
+    every tensor share an assignment.
     """
 
     def __init__(self) -> None:
@@ -56,7 +58,7 @@ class KnownAssignment:
 
 
 def complete(graph: NamedGraph, layout: Layout, axes: SubMesh, known: KnownAssignment | None = None) -> Assignment:
-    """Decide everything about a graph under a layout; `known` is what was decided under others."""
+    """Return the assignment of a graph under a layout; `known` caches propagations under other layouts."""
     bound = BoundLayout(graph, layout, axes)
     known = known or KnownAssignment()
     options = options_of(bound.whole, axes)
@@ -77,7 +79,10 @@ def recomplete(
     decided: Assignment,
     known: KnownAssignment | None = None,
 ) -> tuple[Assignment, frozenset[str]]:
-    """What a layout without holes comes to, and the ops that it does not decide: these are as is decided."""
+    """Return the assignment of a layout without holes, and the ops that it leaves undecided.
+
+    These keep their assignments in `decided`.
+    """
     bound = BoundLayout(graph, layout, axes)
     completion = _Propagation(bound, known or KnownAssignment())
     found = completion.run(decided)
@@ -88,10 +93,10 @@ def recomplete(
 def redecide(
     graph: NamedGraph, layout: Layout, known: Assignment, ops: Collection[str], uses_stay: bool = True
 ) -> Assignment:
-    """What is known, but for some ops, and for what is held of which the layout has a pin: these are decided anew.
+    """Return an assignment in which some ops, and stored tensors that the layout pins, are decided anew.
 
-    The layout says where the results of these ops are; all else stays as it is known, also how the ops take what is
-    held, unless that need not be.
+    The layout gives the shardings of the results of these ops. All else stays as known; with `uses_stay`, also the
+    shardings in which the ops use parameters.
     """
     completion = _Propagation(BoundLayout(graph, layout, known.axes, constrained=False), KnownAssignment())
     completion.stored, completion.values = dict(known.stored), dict(known.values)
@@ -100,7 +105,7 @@ def redecide(
     nodes = [node for node in graph.nodes if node.name in ops]
     for name in dict.fromkeys(name for node in nodes for name in (*node.operands, *node.outputs) if name is not None):
         tensor = graph.tensors[name]
-        completion.bound.states(tensor)  # raises for what cannot be pinned
+        completion.bound.states(tensor)  # raises for a pin that cannot hold
         if name in pinned and tensor.kind != "activation":
             completion._store(tensor)
         elif tensor.kind == "param" and uses_stay:
@@ -118,19 +123,19 @@ def redecide(
 
 
 def restored(graph: NamedGraph, layout: Layout, known: Assignment, name: str) -> Assignment:
-    """What is known, with a parameter held as the layout says; its use stays, and so does every op."""
+    """Return an assignment with one parameter stored as the layout says; its use and all ops stay."""
     held = BoundLayout(graph, layout, known.axes, constrained=False).storage(graph.tensors[name])
     assert held.gather_policy is not None, f"{name} is a parameter"
     stored, gather_policies = {**known.stored, name: held.stored}, {**known.gather_policies, name: held.gather_policy}
     return replace(known, stored=stored, gather_policies=gather_policies)
 
 
+# Combinations of picks that are all tried, each by a propagation; beyond, places are improved one at a time.
 MOST_TRIED = 32
-"""Where the layout leaves more ways than these to choose, its places are decided in turn, over and over."""
 
 
 class _HoleFiller:
-    """Tries what a layout leaves to choose."""
+    """Search for the picks of a layout with which the whole graph sends least."""
 
     def __init__(self, bound: BoundLayout, options: list[tuple[Axes, ...]], known: KnownAssignment) -> None:
         self.bound = bound
@@ -149,6 +154,7 @@ class _HoleFiller:
         return found
 
     def _in_turn(self) -> tuple[Axes, ...]:
+        """Return picks that no change of a single place improves."""
         best = tuple(options[0] for options in self.options)
         changed = True
         while changed:
@@ -161,7 +167,7 @@ class _HoleFiller:
         return best
 
     def _sent_bytes(self, picks: tuple[Axes, ...]) -> float:
-        """What the whole sends with these; endless where it cannot be had."""
+        """Return the bytes that the graph sends with these picks; infinite where they are infeasible."""
         if picks not in self.tried:
             try:
                 layout = filled(self.bound.whole, self.bound.axes, picks)
@@ -189,7 +195,7 @@ class _Propagation:
 
     def run(self, decided: Assignment | None = None) -> Assignment:
         for tensor in self.graph.tensors.values():
-            self.bound.states(tensor)  # raises for what cannot be pinned
+            self.bound.states(tensor)  # raises for a pin that cannot hold
             if tensor.kind != "activation":
                 self._store(tensor)
         for node in self.graph.nodes:
@@ -210,7 +216,7 @@ class _Propagation:
             self.gather_policies[tensor.name], self.used[tensor.name] = held.gather_policy, held.use
 
     def _decide(self, node: NamedNode) -> None:
-        """Take a choice for an op: that of an equal one in equal circumstances, or the best."""
+        """Assign a choice to an op: the cached one of an op in equal circumstances, or the best."""
         targets = [None if name is None else self._target(self.graph.tensors[name]) for name in node.outputs]
         pin = self.bound.pin(node)
         key = self._circumstances(node, targets, pin)
@@ -219,7 +225,7 @@ class _Propagation:
         self._take(node, self.known.ops[key])
 
     def _circumstances(self, node: NamedNode, targets: Sequence[SplitRequest | None], pin: OpPin | None) -> Hashable:
-        """All that an op is decided by."""
+        """Return all that an op is decided by."""
         operands: list[Hashable] = []
         for name in node.operands:
             if name is not None and name in self.stored:
@@ -235,7 +241,7 @@ class _Propagation:
         return self.graph.forms[node.name], tuple(operands), tuple(results), pinned
 
     def _best(self, node: NamedNode, targets: list[SplitRequest | None], pin: OpPin | None) -> OpAssignment:
-        """Of all choices, one that uses most axes and then sends least."""
+        """Return the choice that splits by most axes, then sends least, then comes first."""
         best: tuple[tuple[int, int], OpAssignment] | None = None
         sites, uneven = self._candidates(node, targets)
         passing = self._passing(node)
@@ -283,9 +289,9 @@ class _Propagation:
     def _candidates(
         self, node: NamedNode, targets: list[SplitRequest | None]
     ) -> tuple[dict[str, list[Site]], set[tuple[Site, Axes]]]:
-        """For each axis the sites that it splits in some operand as it stands, or in some result as it is wanted.
+        """Return the sites that each axis splits in an operand or a requested result, and all sites with their axes.
 
-        And all sites with the axes that split them there: these may be cut in uneven pieces, as that tensor is.
+        The latter may be cut in uneven pieces, as that tensor is.
         """
         found: dict[str, list[Site]] = {axis: [] for axis in self.axes}
         whole: set[tuple[Site, Axes]] = set()
@@ -306,7 +312,7 @@ class _Propagation:
         return {axis: sites for axis, sites in found.items() if sites}, whole
 
     def _passing(self, node: NamedNode) -> dict[str, tuple[Passing, ...]]:
-        """What axes may pass through the op: those along which something of it is a sum, or broadcast, as pinned."""
+        """Return the passings of each axis along which an operand or a pinned result is partial or broadcast."""
         tensors = (self.graph.tensors[name] for name in node.outputs if name is not None)
         axes = {axis for tensor in tensors for axis in self.bound.states(tensor).axes}
         for name in node.operands:
@@ -316,7 +322,7 @@ class _Propagation:
         return {axis: ways for axis in self.axes if axis in axes}
 
     def _uses_agree(self, node: NamedNode, operands: tuple[Sharding | None, ...], broadcasts_only: bool) -> bool:
-        """Whether what is held is taken as the layout wants it where it is used."""
+        """Return whether an op takes stored tensors as the layout wants them used."""
         for name, wanted in zip(node.operands, operands, strict=True):
             if name is None or wanted is None or name not in self.stored:
                 continue
@@ -329,13 +335,13 @@ class _Propagation:
         return True
 
     def _result(self, name: str, produced: Sharding | None, target: SplitRequest | None) -> Sharding | None:
-        """The layout that a result is brought into: as wanted; what the layout leaves open stays as it comes."""
+        """Return the sharding of a result: as requested, with open atoms as the op produces them."""
         if produced is None or target is None:
             return None
         return close_request(target, self.bound.states(self.graph.tensors[name]), produced)
 
     def sent_bytes(self) -> int:
-        """What all ops send; what is converted is so once for all ops."""
+        """Return the bytes that all ops send; ops that want a value in one sharding share its reshard."""
         found: dict[tuple[str, Sharding | None, Sharding | None], int] = {}
         for node in self.graph.nodes:
             found.update(self._sent(node, self.ops[node.name]))
@@ -344,7 +350,7 @@ class _Propagation:
     def _sent(
         self, node: NamedNode, op_assignment: OpAssignment
     ) -> dict[tuple[str, Sharding | None, Sharding | None], int]:
-        """The bytes sent for one op: to convert its operands, by itself, and to convert its results."""
+        """Return the bytes sent for one op: to reshard its operands, by itself, and to reshard its results."""
         found: dict[tuple[str, Sharding | None, Sharding | None], int] = {}
         for name, wanted in zip(node.operands, op_assignment.operands, strict=True):
             if name is not None and wanted is not None:
@@ -370,7 +376,7 @@ class _Propagation:
         return priced[key] * tensor.dtype.itemsize
 
     def _no_choice(self, node: NamedNode) -> str:
-        """Which parameters the op cannot take as the layout wants them used, and which factors are in the way."""
+        """Return the message for an op that cannot take its parameters as the layout wants them used."""
         used: list[str] = []
         reasons: dict[str, None] = {}
         for operand, name in zip(node.rule.operands, node.operands, strict=False):
@@ -410,7 +416,7 @@ class _Propagation:
 
 
 def sent_numel(conversion: Reshard, differentiable: bool) -> int:
-    """The elements that the busiest rank sends, forward and backward."""
+    """Return the number of elements that the busiest rank sends, forward and backward."""
     ways = (*conversion.forward, *conversion.backward) if differentiable else conversion.forward
     return sum(step.sent_numel for step in ways)
 

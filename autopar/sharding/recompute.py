@@ -1,14 +1,14 @@
-"""Which ops are computed again in the backward: layers of which a plan says so, checkpoint regions of the model.
+"""Ops to recompute in the backward: repeated layers that a plan names, and checkpoint regions of the model.
 
-`full`: all ops of a layer. `selective`: those that are cheap beside what they would keep. What costs most is a product
-with a parameter, fused attention, a recurrence, or an op of which only its author knows the cost: their results are
-kept. A product of two values is attention that is written out, whose scores take more memory than all else and little
-time (Korthikanti et al., 2022): it is computed again, like all that reads and writes more than it computes.
+`full`: all ops of a layer. `selective`: those that are cheap beside the memory of their results. Expensive are products
+with a parameter, fused attention, recurrences, and ops from other libraries, whose cost is unknown: their results are
+saved. A product of two values is attention that is written out. Its scores take more memory than all else and little
+time (Korthikanti et al., 2022), so it is recomputed, like all ops bound by memory traffic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.analysis.contractions import ATTENTION, RECURRENT, multiplied
@@ -19,7 +19,7 @@ from autopar.sharding.options import Recompute
 
 @dataclass(frozen=True)
 class RecomputeRegion:
-    """Ops whose results, or some of them, are let go of after the forward and computed again together."""
+    """Ops whose results, all or some, are freed after the forward and recomputed together."""
 
     name: str
     mode: Recompute
@@ -27,9 +27,9 @@ class RecomputeRegion:
 
 
 def regions_of(graph: NamedGraph, recompute: Mapping[str, Recompute]) -> tuple[RecomputeRegion, ...]:
-    """The regions of a graph; `recompute` is by the module path of a repeated layer.
+    """Return the regions of a graph; `recompute` is by the module path of a repeated layer.
 
-    A checkpoint region of the model that has ops in common with such a layer is one region with it.
+    A checkpoint region of the model that shares ops with such a layer is joined with it.
     """
     by_node = {node.node: node for node in graph.nodes}
     found = [
@@ -49,7 +49,7 @@ def regions_of(graph: NamedGraph, recompute: Mapping[str, Recompute]) -> tuple[R
 
 
 def _joined(regions: Iterable[RecomputeRegion], own: RecomputeRegion) -> list[RecomputeRegion]:
-    """The regions with one of the model's own, which becomes part of those that it has ops in common with."""
+    """Return the regions with a checkpoint region added, joined with those that it shares ops with."""
     apart: list[RecomputeRegion] = []
     touched: list[RecomputeRegion] = []
     for region in regions:
@@ -62,43 +62,41 @@ def _joined(regions: Iterable[RecomputeRegion], own: RecomputeRegion) -> list[Re
 
 
 def computed_again(graph: NamedGraph, regions: Iterable[RecomputeRegion]) -> frozenset[str]:
-    """The ops of regions that are computed again: all, or those that are cheap."""
+    """Return the ops of regions that are recomputed: all, or those that are cheap."""
     regions = tuple(regions)
     if not any(region.mode == "selective" for region in regions):
         return frozenset(op for region in regions for op in region.ops)
-    weights = _made_of_parameters(graph)
+    # Parameters, and tensors made of nothing else: a product with a cast or transposed parameter is as expensive.
+    weights = {tensor.name for tensor in graph.tensors.values() if tensor.kind == "param"}
+    for node in graph.nodes:
+        operands = [name for name in node.operands if name is not None]
+        if operands and weights.issuperset(operands):
+            weights.update(name for name in node.outputs if name is not None)
     nodes = {node.name: node for node in graph.nodes}
     return frozenset(
-        op for region in regions for op in region.ops if region.mode == "full" or not _is_dear(nodes[op], weights)
+        op for region in regions for op in region.ops if region.mode == "full" or not _is_expensive(nodes[op], weights)
     )
 
 
-def _is_dear(node: NamedNode, weights: frozenset[str]) -> bool:
+def _is_expensive(node: NamedNode, weights: Collection[str]) -> bool:
     if not node.op.startswith(("aten.", "prims.")) or node.op == ATTENTION or node.op in RECURRENT:
         return True
     pair = multiplied(node)
     return pair is not None and any(node.operands[i] in weights for i in pair)
 
 
-def _made_of_parameters(graph: NamedGraph) -> frozenset[str]:
-    """The parameters, and what is made of nothing else: transposed, cast, put together."""
-    found = {tensor.name for tensor in graph.tensors.values() if tensor.kind == "param"}
-    for node in graph.nodes:
-        operands = [name for name in node.operands if name is not None]
-        if operands and found.issuperset(operands):
-            found.update(name for name in node.outputs if name is not None)
-    return frozenset(found)
-
-
 def layered(regions: Iterable[RecomputeRegion]) -> dict[str, tuple[int, Recompute]]:
-    """For each op of a region, its number and what is computed again of it."""
+    """Return, by op, the number of its region, from 1, and its mode."""
     return {op: (number, region.mode) for number, region in enumerate(regions, start=1) for op in region.ops}
 
 
 def reading(graph: NamedGraph, layers: Mapping[str, tuple[int, Recompute]], again: frozenset[str]) -> frozenset[str]:
-    """The ops that are computed again and need their operands for it: all of a layer that is computed again as a whole,
-    of others those that lead to what some op keeps."""
-    needed: set[tuple[int, str | None]] = set()  # by layer: what leaves one is not made again for the others
+    """Return the recomputed ops whose operands are read for it.
+
+    All ops of a fully recomputed layer; of others, those on the way to a tensor that autograd saves.
+    """
+    # With the layer: a value that leaves a layer is not recomputed for the saved tensors of other layers.
+    needed: set[tuple[int, str | None]] = set()
     found: set[str] = set()
     for node in reversed(graph.nodes if again else ()):
         footprint = graph.footprints[node.node]

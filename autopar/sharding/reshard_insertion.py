@@ -1,8 +1,8 @@
-"""What a plan converts and sends, in the order of the graph: one list, which the prices and the generated graph read.
+"""Insert reshards: one list in the order of the graph, read by the cost model and by code generation.
 
-Wherever a value is wanted in another layout than it has, it is converted: once per value and layout, before the first
-op that wants it so. Results of an op are brought into their layouts right after it. Ops that run on shards with
-messages of their own list these too. Nothing here needs a process group, so a plan can be priced anywhere.
+A value is resharded once per sharding, before the first op that needs it so; later ops with the same need reuse it. The
+results of an op are resharded right after it. Lowered ops list their own messages. Nothing here needs a process group,
+so a plan can be priced on any machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.sharding.sharding import Sharding
 
 @dataclass(frozen=True)
 class StepCollective:
-    """One collective that a step runs: of which tensor, for which op, what it sends."""
+    """Collective of a step with its tensor, its op and the bytes that it sends."""
 
     kind: str
     axes: tuple[str, ...]
@@ -41,7 +41,7 @@ class StepCollective:
 
 @dataclass(frozen=True)
 class InsertedReshard:
-    """One conversion in the generated graph: of which tensor, before which op, and what it sends in each direction."""
+    """Reshard of one tensor in its place, before or after an op."""
 
     tensor: str
     op: str
@@ -51,11 +51,11 @@ class InsertedReshard:
 
     @property
     def ways(self) -> tuple[Step, ...]:
-        """The steps of the directions that are taken; none where a value serves as it is."""
+        """The steps of both directions, of the forward alone without a gradient."""
         return (*self.reshard.forward, *(self.reshard.backward if self.differentiable else ()))
 
     def collectives(self) -> Iterator[tuple[str, Step]]:
-        """The steps that send something, with their direction."""
+        """Yield the steps that send, each with its direction."""
         yield from (("forward", step) for step in self.reshard.forward if not step.local)
         if self.differentiable:
             yield from (("backward", step) for step in self.reshard.backward if not step.local)
@@ -63,32 +63,32 @@ class InsertedReshard:
 
 @dataclass(frozen=True)
 class OpReshards:
-    """What is converted for one op, and in which layouts it finds its operands (None where one is absent)."""
+    """Reshards for one op, and the shardings in which it finds its operands (None for an absent one)."""
 
     operands: tuple[tuple[str, Sharding] | None, ...]
+    # Reshards of operands that no earlier op needed in these shardings.
     before: tuple[InsertedReshard, ...]
-    """Operands that no earlier op wanted in this layout."""
+    # None for an op that needs nothing of other shards.
     split: LoweredOpContext | None
-    """What it needs of the other shards, where it does."""
+    # The messages of `split`, in their order.
     inside: tuple[InsertedReshard, ...]
-    """The messages of `split`, in their order."""
+    # Reshards of results that consumers find in another sharding than the op produces.
     after: tuple[InsertedReshard, ...]
-    """Results that are brought into another layout than the op gives them."""
 
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """Every conversion in its place. Those without steps are listed too: a value then serves as it is."""
+    """All reshards of a graph in their places, also those without steps."""
 
+    # By tensor, from whole inputs; empty where the caller gives shards.
     inputs: Mapping[str, InsertedReshard]
-    """Whole inputs brought into their layouts, by tensor."""
     ops: Mapping[str, OpReshards]
     outputs: tuple[InsertedReshard, ...]
+    # Values that the graph returns, in their returned shardings; None for a value that is no tensor.
     results: tuple[tuple[str, Sharding] | None, ...]
-    """Every value that the graph hands out, as it is handed out; None for one that is no tensor."""
 
     def inserted(self) -> tuple[InsertedReshard, ...]:
-        """All that do something, in the order of the graph."""
+        """Return the reshards that have steps, in the order of the graph."""
         every = [*self.inputs.values()]
         for op in self.ops.values():
             every += (*op.before, *op.inside, *op.after)
@@ -98,14 +98,14 @@ class ReshardPlan:
 def conversions(
     graph: NamedGraph, assignment: Assignment, outputs: Outputs = "sharded", local_inputs: bool = False
 ) -> tuple[InsertedReshard, ...]:
-    """All that a plan converts and sends, in the order of the graph."""
+    """Return all reshards and messages of an assignment, in the order of the graph."""
     return insert_reshards(graph, assignment, outputs, local_inputs).inserted()
 
 
 def insert_reshards(
     graph: NamedGraph, assignment: Assignment, outputs: Outputs = "sharded", local_inputs: bool = False
 ) -> ReshardPlan:
-    """Where which conversion stands."""
+    """Return the reshards of an assignment, each in its place."""
     return _ReshardInserter(graph, assignment, outputs, local_inputs).run()
 
 
@@ -159,18 +159,17 @@ class _ReshardInserter:
         return OpReshards(operands, tuple(before), split, _messages(split), tuple(after))
 
     def _result(self, name: str, whole: bool, handed: list[InsertedReshard]) -> tuple[str, Sharding]:
-        """A result of the graph as it is handed out: scalars and what is written back as a whole."""
+        """Return the sharding of a returned value; scalars and values written back to buffers are whole."""
         tensor = self.graph.tensors[name]
         if whole or self.whole_outputs or not tensor.shape:
             wanted = Sharding.replicated(atoms_of(tensor))
         else:
-            wanted = Sharding(
-                self.layouts[name].splits
-            )  # sums are made, and broadcasts end, where values are handed out
+            # Callers know no partial sums and no broadcasts.
+            wanted = Sharding(self.layouts[name].splits)
         return name, self._as(name, wanted, "the outputs", handed)
 
     def _as(self, name: str, wanted: Sharding | None, op: str, made: list[InsertedReshard]) -> Sharding:
-        """The layout in which a value is used; the conversion to it is made where it is the first of its kind."""
+        """Return the sharding in which a value is used; add its reshard to `made` if no earlier op needed it."""
         have = self.layouts[name]
         if wanted is None or wanted == have:
             return have

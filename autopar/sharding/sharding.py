@@ -22,8 +22,8 @@ from autopar.errors import LayoutError
 from autopar.mesh import SubMesh
 from autopar.sharding.atoms import Atoms
 
+# Where a rank's part of one atom starts, and how long it is.
 Piece = tuple[int, int]
-"""Where a rank's part of one atom starts, and how long it is."""
 
 
 class State(Enum):
@@ -64,7 +64,7 @@ class Sharding:
         return State.REPLICATED if self.atom(axis) is None else State.SPLIT
 
     def atom(self, axis: str) -> int | None:
-        """The atom that the axis splits."""
+        """Return the atom that the axis splits."""
         return next((atom for atom, axes in enumerate(self.splits) if axis in axes), None)
 
     # Searches ask the same layouts for these all the time.
@@ -113,11 +113,11 @@ class Sharding:
         )
 
     def local_sizes(self, atoms: Atoms, axes: SubMesh, coordinate: Mapping[str, int]) -> tuple[int, ...]:
-        """The sizes of the local atoms; `atoms.fold` makes the local shape of them."""
+        """Return the sizes of the local atoms; `atoms.fold` makes the local shape of them."""
         return tuple(length for _, length in self.pieces(atoms, axes, coordinate))
 
     def largest_sizes(self, atoms: Atoms, axes: SubMesh) -> tuple[int, ...]:
-        """Those of the first rank, which has the largest shard."""
+        """Return those of the first rank, which has the largest shard."""
         return _largest_sizes(atoms.sizes, self.splits, SubMesh.of(axes))
 
     def __str__(self) -> str:
@@ -132,14 +132,14 @@ def _largest_sizes(sizes: tuple[int, ...], splits: tuple[tuple[str, ...], ...], 
 
 
 def chunk(extent: int, count: int, index: int) -> Piece:
-    """The pieces of `torch.chunk`, and of DTensor: all of the ceiling size, the last ones shorter or empty."""
+    """Return the pieces of `torch.chunk`, and of DTensor: all of the ceiling size, the last ones shorter or empty."""
     step = -(-extent // count)
     start = min(index * step, extent)
     return start, min(step, extent - start)
 
 
 def nested(extent: int, cuts: Iterable[tuple[int, int]]) -> Piece:
-    """The piece of a piece of ...: how many there are and which one, major to minor."""
+    """Return the piece of a piece of ...: how many there are and which one, major to minor."""
     start = 0
     for count, index in cuts:
         offset, extent = chunk(extent, count, index)
@@ -148,7 +148,7 @@ def nested(extent: int, cuts: Iterable[tuple[int, int]]) -> Piece:
 
 
 def longest(extent: int, split: Iterable[str], axes: SubMesh) -> int:
-    """The longest piece of an extent that axes split."""
+    """Return the longest piece of an extent that axes split."""
     for axis in split:
         extent = -(-extent // axes[axis])
     return extent
@@ -163,6 +163,6 @@ def common_axes(one: tuple[str, ...], other: tuple[str, ...]) -> int:
 
 
 def coordinates(axes: SubMesh) -> Iterator[dict[str, int]]:
-    """The coordinates of all ranks, row-major: the last axis runs fastest."""
+    """Yield the coordinates of all ranks, row-major: the last axis runs fastest."""
     for indices in product(*map(range, axes.values())):
         yield dict(zip(axes, indices, strict=True))

@@ -31,15 +31,15 @@ class LayoutWords:
     """What a model has names for."""
 
     dims: frozenset[str]
+    # The names of its tensors by kind; a value that the model returns is an `output` and no `act`.
     tensors: Mapping[str, frozenset[str]]
-    """The names of its tensors by kind; a value that the model returns is an `output` and no `act`."""
+    # Its ops and the factors of the rule of each.
     ops: Mapping[str, tuple[str, ...]]
-    """Its ops and the factors of the rule of each."""
+    # The module paths of its repeated layers.
     layers: tuple[str, ...] = ()
-    """The module paths of its repeated layers."""
 
     def of_kind(self, kind: str | None) -> frozenset[str]:
-        """The tensors that a scope with this kind is about; `use`, `grad` and `opt` are about parameters."""
+        """Return the tensors that a scope with this kind is about; `use`, `grad` and `opt` are about parameters."""
         if kind is None:
             return frozenset().union(*self.tensors.values())
         return self.tensors.get("param" if kind in ("use", "grad", "opt") else kind, frozenset())
@@ -137,7 +137,7 @@ def _scopes(statement: Statement) -> tuple[Scope, ...]:
 
 
 def _axes(statement: Statement) -> Iterator[tuple[str, SourceSpan | None]]:
-    """The axes that a statement speaks of, and where."""
+    """Yield the axes that a statement speaks of, and where."""
     for rule in _rules(statement):
         for term in rule.place.terms:
             if isinstance(term, SplitTerm):
@@ -156,7 +156,7 @@ def _axes(statement: Statement) -> Iterator[tuple[str, SourceSpan | None]]:
 
 
 def _refusal(statement: Statement, words: LayoutWords) -> LayoutError | None:
-    """The error for what cannot be executed yet: it is refused, never passed over."""
+    """Return the error for what cannot be executed yet: it is refused, never passed over."""
     match statement:
         case GatherStatement(action="regather", glob=glob, span=span):
             if not any(glob_matches(glob, name) for name in words.of_kind("param")):

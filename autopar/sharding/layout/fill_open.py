@@ -46,7 +46,7 @@ def options_of(layout: Layout, axes: SubMesh) -> list[tuple[Axes, ...]]:
 
 
 def filled(layout: Layout, axes: SubMesh, picks: Sequence[Axes]) -> Layout:
-    """The layout with these axes picked, one for each decision."""
+    """Return the layout with these axes picked, one for each decision."""
     left = iter(picks)
 
     def fill(term: Term) -> Term:
@@ -66,7 +66,7 @@ def _options(term: Term, axes: SubMesh) -> tuple[Axes, ...]:
 
 
 def _extensions(own: Axes, axes: SubMesh) -> Iterator[Axes]:
-    """The axes themselves, then with others of the mesh, in its order, as minor ones."""
+    """Yield the axes themselves, then with others of the mesh, in its order, as minor ones."""
     others = [axis for axis, size in axes.items() if axis not in own and size > 1]
     for count in range(len(others) + 1):
         for added in combinations(others, count):
@@ -74,7 +74,7 @@ def _extensions(own: Axes, axes: SubMesh) -> Iterator[Axes]:
 
 
 def _with_terms(statement: Statement, change: Callable[[Term], Term]) -> Statement:
-    """The statement with every term of its rules changed, in the order of the text."""
+    """Return the statement with every term of its rules changed, in the order of the text."""
 
     def rule(given: DimRule) -> DimRule:
         return replace(given, place=TensorPattern(tuple(map(change, given.place.terms)), given.place.priority))
@@ -87,7 +87,7 @@ def _with_terms(statement: Statement, change: Callable[[Term], Term]) -> Stateme
 
 
 def groups_of(layout: Layout, names: Sequence[str]) -> list[tuple[str, ...]]:
-    """The tensors of each `same`, in the order of the graph."""
+    """Return the tensors of each `same`, in the order of the graph."""
     return [
         tuple(name for name in names if glob_matches(same.left, name) or glob_matches(same.right, name))
         for same in layout
@@ -96,7 +96,7 @@ def groups_of(layout: Layout, names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def shared(layout: Layout, tensors: Mapping[str, tuple[HasAtoms, tuple[str, ...]]], axes: SubMesh) -> Layout:
-    """The layout with blocks for what tensors take over from each other; `tensors` are they and their roles."""
+    """Return the layout with blocks for what tensors take over from each other; `tensors` are they and their roles."""
     added: list[Block] = []
     for group in groups_of(layout, list(tensors)):
         for name in group:

@@ -36,7 +36,7 @@ class Layout:
         return next((s.mesh for s in self.statements if isinstance(s, MeshStatement)), None)
 
     def on_axes(self, meaning: Mapping[str, Axes]) -> Layout:
-        """The layout with other axes for some of its own; `()` stands for an axis of size 1."""
+        """Return the layout with other axes for some of its own; `()` stands for an axis of size 1."""
         replaced = (replace_axes(statement, meaning) for statement in self.statements)
         return Layout(tuple(statement for statement in replaced if statement is not None), self.name)
 
@@ -60,7 +60,7 @@ def parse_layout(text: str, name: str = "<layout>") -> Layout:
 
 
 def print_layout(layout: Layout) -> str:
-    """The layout in its normal form; reading it gives an equal layout."""
+    """Return the layout in its normal form; reading it gives an equal layout."""
     return "".join(f"{print_statement(statement)}\n" for statement in layout.statements)
 
 

@@ -15,7 +15,7 @@ from autopar.sharding.layout.syntax import Block, DimRule, Guard, Hole, Let, OpP
 
 
 def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
-    """The layout that `layout=` means on a mesh with these axes.
+    """Return the layout that `layout=` means on a mesh with these axes.
 
     A strategy is for any mesh: its axes that the mesh lacks have size 1, and `fsdp(fsdp=dp*tp)` matches them by hand. A
     strategy of one axis is on the axis of a mesh of one, whatever their names; where none is in common it is an error.
@@ -76,7 +76,7 @@ def dims_of_axes(layout: Layout) -> dict[str, frozenset[str]]:
 
 
 def usable_axes(layout: Layout, dims: Iterable[str]) -> tuple[str, ...]:
-    """The axes of a strategy that a model with these dims has a use for: `ep` of one without experts has none."""
+    """Return the axes of a strategy that a model with these dims has a use for: `ep` of one without experts has none."""
     known = tuple(dims)
     return tuple(
         axis
@@ -98,7 +98,7 @@ def roles_of(layout: Layout, dims: Iterable[str]) -> tuple[str, ...]:
 
 
 def axes_of(layout: Layout) -> tuple[str, ...]:
-    """All mesh axes that a layout speaks of."""
+    """Return all mesh axes that a layout speaks of."""
     found: list[str] = []
 
     def of_rules(rules: tuple[DimRule, ...]) -> None:
@@ -125,12 +125,12 @@ def axes_of(layout: Layout) -> tuple[str, ...]:
 
 
 def strategy_names() -> tuple[str, ...]:
-    """The names of all strategies, in alphabetical order."""
+    """Return the names of all strategies, in alphabetical order."""
     return tuple(sorted(path.stem for path in data_folder("strategies").glob("*.lay")))
 
 
 def strategy_path(name: str) -> Path:
-    """The file of a strategy."""
+    """Return the file of a strategy."""
     known = strategy_names()
     if name not in known:
         raise unknown_name("strategy", name, known)
@@ -138,5 +138,5 @@ def strategy_path(name: str) -> Path:
 
 
 def load_strategy(name: str) -> Layout:
-    """A strategy as a layout, on its own axes; `on_axes` puts it on those of a mesh."""
+    """Return a strategy as a layout, on its own axes; `on_axes` puts it on those of a mesh."""
     return Layout.load(strategy_path(name))

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.syntax import Block, DimRule, GatherStatement, OpPin, Pin, Scope, Statement
 
+# `_.2` is the third of the smallest dims of a tensor, counted from 0, where it has no name that can be written.
 POSITION = "_."
-"""`_.2` is the third of the smallest dims of a tensor, counted from 0, where it has no name that can be written."""
 
 
 class Precedence(IntEnum):
@@ -83,8 +83,8 @@ def _exactness(pattern: str) -> Exactness:
     return Exactness.PREFIX if pattern.endswith("*") else Exactness.NAME
 
 
+# The number of a statement, and the pattern in it that a name matches.
 _Place = tuple[int, str]
-"""The number of a statement, and the pattern in it that a name matches."""
 
 
 class StatementIndex:
@@ -108,7 +108,7 @@ class StatementIndex:
                     kind.setdefault(glob, []).append((number, glob))
 
     def about(self, name: str) -> Layout:
-        """The statements that are about all names, or about this one, in their order."""
+        """Return the statements that are about all names, or about this one, in their order."""
         own = list(self._exact.get(name, ()))
         for glob, places in self._patterns.items():
             if glob_matches(glob, name):
@@ -121,7 +121,7 @@ class StatementIndex:
 
 
 def _globs(statement: Statement) -> Iterator[str | None]:
-    """The names that a statement is about; None for all. One about the whole of a plan is about none."""
+    """Yield the names that a statement is about; None for all. One about the whole of a plan is about none."""
     if isinstance(statement, DimRule):
         yield None
     elif isinstance(statement, Block):

@@ -24,7 +24,7 @@ Splits = tuple[Axes, ...]
 
 
 def stored_splits(layout: Layout, tensor: HasAtoms, axes: SubMesh) -> Splits:
-    """The axes that split each atom of a parameter as it is registered."""
+    """Return the axes that split each atom of a parameter as it is registered."""
     return storage_of(layout, tensor, axes)[2]
 
 
@@ -55,7 +55,7 @@ def storage_of(layout: Layout, tensor: HasAtoms, axes: SubMesh) -> tuple[Splits,
 
 
 def _block(layout: Layout, tensor: HasAtoms, kind: str) -> Block | None:
-    """A block that speaks of this tensor in this role by the name of the role."""
+    """Return a block that speaks of this tensor in this role by the name of the role."""
     dims = {name for atom in tensor.atoms for name in atom.names}
     for statement in layout:
         for scope in statement.scopes if isinstance(statement, Block) else ():
@@ -131,7 +131,7 @@ def recompute_of(layout: Layout, layers: Iterable[str]) -> dict[str, Recompute]:
 
 
 def _about(layout: Layout, name: str, actions: tuple[str, ...]) -> list[GatherStatement]:
-    """The holds about a name: an exact name beats a pattern."""
+    """Return the holds about a name: an exact name beats a pattern."""
     holds = [hold for hold in layout if isinstance(hold, GatherStatement) and hold.action in actions]
     found = [hold for hold in holds if glob_matches(hold.glob, name)]
     return [hold for hold in found if hold.glob == name] or found

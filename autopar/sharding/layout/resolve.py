@@ -17,12 +17,12 @@ from autopar.sharding.layout.matching import POSITION, Specificity, glob_matches
 from autopar.sharding.layout.source import SourceSpan, layout_error
 from autopar.sharding.layout.syntax import Axes, Block, DimRule, Hole, NotSplit, Pin, Scope, SplitTerm
 
+# For each atom the axes that split it; None where the layout leaves it open.
 SplitRequest = tuple[Axes | None, ...]
-"""For each atom the axes that split it; None where the layout leaves it open."""
 
 
+# A rule, and the pin or the scope of the block that it stands in.
 _Rule = tuple[DimRule, Pin | Scope | None]
-"""A rule, and the pin or the scope of the block that it stands in."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _claims(layout: Layout, tensor: HasAtoms, kind: str) -> list[_AxisClaim]:
 
 
 def _claims_of(rules: Sequence[_Rule], tensor: HasAtoms, atoms: tuple[int, ...], level: int) -> list[_AxisClaim]:
-    """The claims of the dims that stand at one level of the names of some atoms."""
+    """Return the claims of the dims that stand at one level of the names of some atoms."""
     groups: dict[str, list[int]] = {}
     for i in atoms:
         names = tensor.atoms[i].names
@@ -99,7 +99,7 @@ def _claims_of(rules: Sequence[_Rule], tensor: HasAtoms, atoms: tuple[int, ...],
 def _rule_for(
     rules: Sequence[_Rule], tensor: HasAtoms, name: str
 ) -> tuple[Specificity, DimRule, Pin | Scope | None] | None:
-    """The most specific rule for a dim, of those about its tensor."""
+    """Return the most specific rule for a dim, of those about its tensor."""
     ranked: list[tuple[Specificity, _Rule]] = []
     for rule, where in rules:
         ranks = [specificity(where, pattern) for pattern in rule.dims if matches(pattern, name)]
@@ -122,7 +122,7 @@ def _rule_for(
 
 
 def _rules_about(layout: Layout, tensor: HasAtoms, kind: str) -> Iterator[_Rule]:
-    """All rules whose place includes this tensor in this role."""
+    """Yield all rules whose place includes this tensor in this role."""
     dims = {name for atom in tensor.atoms for name in atom.names}
     for statement in layout:
         if isinstance(statement, DimRule):
@@ -254,7 +254,7 @@ def _grant_one_dim(
 
 
 def _free_atoms(tensor: HasAtoms, spoken: set[int], strided: bool) -> Iterator[tuple[int, ...]]:
-    """The atoms of each dim that has no rule of its own; then, if `strided`, those that stand within such a dim: shards
+    """Yield the atoms of each dim that has no rule of its own; then, if `strided`, those that stand within such a dim: shards
     of these are no one stretch of it, which DTensors can be along one axis only."""
     dims: dict[int, list[int]] = {}
     for i, atom in enumerate(tensor.atoms):

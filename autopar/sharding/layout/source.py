@@ -12,14 +12,14 @@ from pathlib import Path
 from autopar.errors import LayoutError
 from autopar.names import did_you_mean, nearest, printable
 
+# Longer lines are cut around the caret.
 WIDTH = 160
-"""Longer lines are cut around the caret."""
 
+# So many are listed where a name is unknown; a model has thousands of tensors and ops.
 MAX_NAMES = 20
-"""So many are listed where a name is unknown; a model has thousands of tensors and ops."""
 
+# Room for a plan that pins every tensor of a model of ten thousand ops; a longer file is something else.
 MAX_CHARACTERS = 4 * 2**20
-"""Room for a plan that pins every tensor of a model of ten thousand ops; a longer file is something else."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SourceSpan:
     text: str
 
     def at(self, word: str) -> SourceSpan:
-        """The first place on this line, from here on, where `word` stands by itself; else this place."""
+        """Return the first place on this line, from here on, where `word` stands by itself; else this place."""
         found = re.search(rf"(?<![\w.]){re.escape(word)}(?![\w.])", self.text[self.column :])
         return SourceSpan(self.name, self.line, self.column + found.start(), self.text) if found else self
 
@@ -41,7 +41,7 @@ class SourceSpan:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a layout file. Of what is no such file, or a huge one, little is read."""
+    """Return the text of a layout file. Of what is no such file, or a huge one, little is read."""
     shown = repr(str(path)) if "\0" in str(path) else str(path)
     try:
         mode = os.stat(path).st_mode
@@ -63,12 +63,12 @@ def read_text(path: str | Path) -> str:
 
 
 def layout_error(code: str, message: str, fix: str, *places: SourceSpan | str | None) -> LayoutError:
-    """An error that shows each place with a caret; a text stands for what was not read from a file."""
+    """Return an error that shows each place with a caret; a text stands for what was not read from a file."""
     return LayoutError(code, "\n".join([f"{code}: {message}", *excerpts(*places), f"fix: {fix}"]))
 
 
 def excerpts(*places: SourceSpan | str | None) -> list[str]:
-    """The lines that show places, each once."""
+    """Return the lines that show places, each once."""
     shown = [place for place in dict.fromkeys(places) if place is not None]
     width = max((len(str(place)) for place in shown if isinstance(place, SourceSpan)), default=0)
     lines: list[str] = []

@@ -27,7 +27,7 @@ from autopar.sharding.layout.syntax import (
 
 
 def expand_lets(statements: Sequence[Statement]) -> tuple[Statement, ...]:
-    """Every `let` name replaced by what it stands for, wherever it is defined; the `let` lines stay."""
+    """Return every `let` name replaced by what it stands for, wherever it is defined; the `let` lines stay."""
     lets = _lets(statements)
     users = {name: set(lets).intersection(let.axes) for name, let in lets.items()}
     try:
@@ -45,7 +45,7 @@ def expand_lets(statements: Sequence[Statement]) -> tuple[Statement, ...]:
 
 
 def replace_axes(statement: Statement, meaning: Mapping[str, Axes]) -> Statement | None:
-    """The statement with other axes. `()` is an axis of size 1; None: nothing is left to say.
+    """Return the statement with other axes. `()` is an axis of size 1; None: nothing is left to say.
 
     Without their axes `tp` is `none`, `tp?` is `?`, and guards and pinned states are gone.
     """

@@ -28,8 +28,8 @@ _TOKEN = re.compile(
 )
 
 MAX_LINE = 2**16
+# Longer lines and words, in characters, are of files that are no layouts; messages repeat words.
 MAX_WORD = 1000
-"""Longer lines and words, in characters, are of files that are no layouts; messages repeat words."""
 
 FOREIGN = {
     "\N{RIGHTWARDS ARROW}": "write '->'",
@@ -50,8 +50,8 @@ class Token:
     kind: TokenKind
     text: str
     span: SourceSpan
+    # The column after it.
     end: int
-    """The column after it."""
 
     def __str__(self) -> str:
         match self.kind:
@@ -67,7 +67,7 @@ class Token:
 
 
 def tokenize(text: str, name: str) -> list[Token]:
-    """All words of a layout; lines end with a "line end" token, the layout with "end"."""
+    """Return all words of a layout; lines end with a "line end" token, the layout with "end"."""
     if len(text) > MAX_CHARACTERS:
         message = f"a layout has at most {MAX_CHARACTERS:,} characters, and this text has {len(text):,}"
         raise layout_error("E0", message, "give a layout", name)
@@ -228,7 +228,7 @@ def parse_percent(number: Token) -> float:
 
 
 def format_size(size_bytes: int) -> str:
-    """The shortest way to write it, in whole units."""
+    """Return the shortest way to write it, in whole units."""
     texts = [f"{size_bytes // unit}{name}" for name, unit in UNITS.items() if size_bytes % unit == 0]
     return min(texts, key=len)
 

@@ -98,23 +98,23 @@ class StepSize(NamedTuple):
 
 
 _Splits = tuple[tuple[str, ...], ...]
+# A conversion of a small tensor: its sizes, how it is split and then what it is a sum over, before and after.
 _Key = tuple[tuple[int, ...], _Splits, _Splits, frozenset[str], frozenset[str]]
-"""A conversion of a small tensor: its sizes, how it is split and then what it is a sum over, before and after."""
 
 
 class _ShardingChange(NamedTuple):
     """What two layouts do differently, whatever the sizes."""
 
+    # By atom, how many of its major axes are left out, as nothing becomes of them.
     fixed: tuple[int, ...]
-    """By atom, how many of its major axes are left out, as nothing becomes of them."""
+    # The atoms that are cut differently.
     cut: tuple[int, ...]
-    """The atoms that are cut differently."""
     others: tuple[int, ...]
+    # Of the axes that change.
     ranks: int
-    """Of the axes that change."""
     before: frozenset[str]
+    # The axes whose sum is still due, but for those where it is due in both.
     after: frozenset[str]
-    """The axes whose sum is still due, but for those where it is due in both."""
 
 
 @dataclass
@@ -129,7 +129,7 @@ class ScaledReshards:
         self.ranks = prod(self.axes.values())
 
     def of(self, sizes: tuple[int, ...], source: Sharding, target: Sharding) -> tuple[StepSize, ...]:
-        """The steps from one value layout to another, of a tensor with atoms of these sizes."""
+        """Return the steps from one value layout to another, of a tensor with atoms of these sizes."""
         if source.splits == target.splits and source.partial == target.partial:
             return ()
         change = self.changes.get((source, target))

@@ -107,7 +107,7 @@ class _RemainingBound:
         return (numel if kind is StepKind.ALL_REDUCE else numel // ranks), sums // ranks
 
     def with_rest(self, cost: _Cost, extent: tuple[int, int]) -> _Cost:
-        """The cost of a way so far, and of what is left at least."""
+        """Return the cost of a way so far, and of what is left at least."""
         numel, sums = extent
         # Of sums the same, whatever the layout: what has been cut by then.
         rest = self.least * (sums - 1) + max(0, self.goal - (self.least if sums > 1 else numel))

@@ -25,8 +25,8 @@ class StepKind(Enum):
     REDUCE_SCATTER = "reduce_scatter"
     ALL_GATHER = "all_gather"
     ALL_TO_ALL = "all_to_all"
+    # Of no conversion: windows that slide along a split dim (convolutions) need the edges of the neighbours.
     HALO_EXCHANGE = "halo_exchange"
-    """Of no conversion: windows that slide along a split dim (convolutions) need the edges of the neighbours."""
 
 
 LOCAL = frozenset((StepKind.SLICE, StepKind.KEEP_ONE, StepKind.PAD))
@@ -71,28 +71,28 @@ class StepEdge(NamedTuple):
     """A step as the search sees it. Sets of axes are numbers with a bit for each, layouts the places in a list."""
 
     after: int
+    # Among equally cheap steps.
     rank: tuple[int, ...]
-    """Among equally cheap steps."""
     sent: int
     collectives: int
+    # How many take part.
     axes: int
-    """How many take part."""
+    # Which ones do.
     mask: int
-    """Which ones do."""
     step: Step
 
 
 class StepLimits(NamedTuple):
     """The steps that some conversion may take."""
 
+    # The axes that change.
     active: int
-    """The axes that change."""
+    # Those of them that the target sums over.
     summed: int
-    """Those of them that the target sums over."""
+    # By atom, how many of its major axes stay.
     fixed: tuple[int, ...]
-    """By atom, how many of its major axes stay."""
+    # The atoms that may be cut.
     cut: tuple[int, ...]
-    """The atoms that may be cut."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class StepGraph:
         return found
 
     def steps_from(self, place: int, limits: StepLimits) -> tuple[StepEdge, ...]:
-        """Those that may lead to the target."""
+        """Return those that may lead to the target."""
         key = place, limits
         found = self.allowed.get(key)
         if found is None:
@@ -175,7 +175,7 @@ class StepGraph:
 
 
 def _orders(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """All ordered choices of at least one axis."""
+    """Return all ordered choices of at least one axis."""
     return [order for count in range(1, len(axes) + 1) for order in permutations(axes, count)]
 
 
@@ -216,7 +216,7 @@ class _StepMaker:
         return prod(self.axes[axis] for axis in axes)
 
     def _extent(self, atom: int, split: tuple[str, ...]) -> int:
-        """The longest local extent of an atom."""
+        """Return the longest local extent of an atom."""
         return longest(self.atoms.sizes[atom], split, self.axes)
 
     def _local_numel(self, layout: Sharding, leave_out: tuple[int, ...] = ()) -> int:
@@ -274,7 +274,7 @@ class _StepMaker:
 
 @lru_cache(maxsize=65536)
 def _busiest(extent: int, other: int | None, sizes: tuple[int, ...], order: tuple[int, ...]) -> int:
-    """The most that one rank sends when pieces of one extent are exchanged for pieces of another, or in another order.
+    """Return the most that one rank sends when pieces of one extent are exchanged for pieces of another, or in another order.
 
     Ranks at 0 of all other axes have the longest pieces of what those cut, so only the axes of the exchange count.
     """
