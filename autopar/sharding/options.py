@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What of a plan is not searched for."""
+    """Options of a step that no search decides."""
 
     outputs: Outputs = "sharded"
     local_inputs: bool = False
@@ -24,10 +24,10 @@ class PlanOptions:
     links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
-# How results are handed out: as DTensors, gathered, or as plain shards. With shards each rank makes a loss of its own.
-# Gradients are those of the mean of these losses, or of their sum.
+# Form of the results: DTensors, whole tensors, or plain shards. With shards each rank computes a loss of its own, and
+# gradients are those of the mean of these losses, or of their sum.
 Outputs = Literal["sharded", "full", "local", "local_sum"]
 
 
-# What a repeated layer computes again in the backward: nothing; what is cheap to compute; all of it.
+# Ops of a repeated layer that the backward recomputes: none, the cheap ones, or all.
 Recompute = Literal["none", "selective", "full"]

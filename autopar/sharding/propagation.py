@@ -225,7 +225,7 @@ class _Propagation:
         self._take(node, self.known.ops[key])
 
     def _circumstances(self, node: NamedNode, targets: Sequence[SplitRequest | None], pin: OpPin | None) -> Hashable:
-        """Return all that an op is decided by."""
+        """Return everything that the choice of an op depends on."""
         operands: list[Hashable] = []
         for name in node.operands:
             if name is not None and name in self.stored:

@@ -1,12 +1,12 @@
-"""The four states of a tensor along a mesh axis, and the frozen layout that holds one for every axis.
+"""The sharding of a tensor: one of four states along every mesh axis.
 
     R replicated   the same value on every rank; so is its gradient
     B broadcast    the same value on every rank; the ranks' gradients add up to its gradient
     S split        rank i holds piece i of one dim; its gradient is split the same way
     P partial      the ranks' values add up to the value; its gradient is the same on every rank
 
-A physical dim may be made of several named dims, `(heads head_dim)`, and an axis may split any of them. So a layout
-speaks of a tensor's *atoms*: its sizes as if every compound dim were unfolded.
+A physical dim may be made of several named dims, `(heads head_dim)`, and an axis may split any of them. So a sharding
+splits the *atoms* of a tensor: its dims with every compound one unfolded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.errors import LayoutError
 from autopar.mesh import SubMesh
 from autopar.sharding.atoms import Atoms
 
-# Where a rank's part of one atom starts, and how long it is.
+# Start and length of the part of one atom that a rank has.
 Piece = tuple[int, int]
 
 
@@ -35,7 +35,7 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Sharding:
-    """A tensor's state along every axis: `splits[atom]` are the axes that split it, major to minor; the rest is R."""
+    """State of a tensor along every axis: `splits[atom]` are its axes, major to minor; unnamed axes replicate."""
 
     splits: tuple[tuple[str, ...], ...]
     partial: frozenset[str] = frozenset()
@@ -53,7 +53,7 @@ class Sharding:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """All axes that are mentioned: those that are not, replicate."""
+        """All axes along which the tensor is not replicated."""
         return (*(axis for axes in self.splits for axis in axes), *sorted(self.partial), *sorted(self.broadcast))
 
     def state(self, axis: str) -> State:
@@ -64,10 +64,10 @@ class Sharding:
         return State.REPLICATED if self.atom(axis) is None else State.SPLIT
 
     def atom(self, axis: str) -> int | None:
-        """Return the atom that the axis splits."""
+        """Return the atom that an axis splits, or None."""
         return next((atom for atom, axes in enumerate(self.splits) if axis in axes), None)
 
-    # Searches ask the same layouts for these all the time.
+    # Searches look shardings up in dicts all the time, so the hash is computed once.
 
     @cached_property
     def _hash(self) -> int:
@@ -77,16 +77,20 @@ class Sharding:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Sharding, (self.splits, self.partial, self.broadcast)  # hashes differ between processes
+        return Sharding, (
+            self.splits,
+            self.partial,
+            self.broadcast,
+        )  # without the hash: that of a str differs between processes
 
     @cached_property
     def value(self) -> Sharding:
-        """What the ranks hold, without what becomes of the gradient: R and B are one."""
+        """The sharding of the values alone: B, which differs from R in the gradient only, becomes R."""
         return replace(self, broadcast=frozenset()) if self.broadcast else self
 
     @cached_property
     def gradient(self) -> Sharding:
-        """The layout of the gradient. B and P change places, so the gradient's gradient has the first layout again."""
+        """The sharding of the gradient: B and P change places, so the gradient of the gradient has this one."""
         return Sharding(self.splits, partial=self.broadcast, broadcast=self.partial)
 
     def without(self, axes: Iterable[str]) -> Sharding:
@@ -98,7 +102,7 @@ class Sharding:
         return Sharding(splits, self.partial - gone, self.broadcast - gone)
 
     def check(self, atoms: Atoms, axes: SubMesh) -> None:
-        """Raise if this is no layout of such a tensor on such a mesh."""
+        """Raise unless a tensor with these atoms can have this sharding on this mesh."""
         if len(self.splits) != len(atoms.sizes):
             raise ValueError(f"the layout {self} is for {len(self.splits)} atoms, the tensor has {len(atoms.sizes)}")
         for axis in self.axes:
@@ -106,7 +110,7 @@ class Sharding:
                 raise LayoutError("E1", f"the layout {self} names axis '{axis}', but the mesh has {', '.join(axes)}")
 
     def pieces(self, atoms: Atoms, axes: SubMesh, coordinate: Mapping[str, int]) -> tuple[Piece, ...]:
-        """Which part of every atom the rank at this coordinate holds."""
+        """Return the part of every atom on the rank at this coordinate."""
         return tuple(
             nested(size, [(axes[axis], coordinate[axis]) for axis in split])
             for size, split in zip(atoms.sizes, self.splits, strict=True)
@@ -117,7 +121,7 @@ class Sharding:
         return tuple(length for _, length in self.pieces(atoms, axes, coordinate))
 
     def largest_sizes(self, atoms: Atoms, axes: SubMesh) -> tuple[int, ...]:
-        """Return those of the first rank, which has the largest shard."""
+        """Return the local sizes on the first rank, which has the largest shard."""
         return _largest_sizes(atoms.sizes, self.splits, SubMesh.of(axes))
 
     def __str__(self) -> str:
@@ -132,14 +136,14 @@ def _largest_sizes(sizes: tuple[int, ...], splits: tuple[tuple[str, ...], ...], 
 
 
 def chunk(extent: int, count: int, index: int) -> Piece:
-    """Return the pieces of `torch.chunk`, and of DTensor: all of the ceiling size, the last ones shorter or empty."""
+    """Return one piece of `torch.chunk`, as DTensor cuts: all of the ceiling size, the last ones shorter or empty."""
     step = -(-extent // count)
     start = min(index * step, extent)
     return start, min(step, extent - start)
 
 
 def nested(extent: int, cuts: Iterable[tuple[int, int]]) -> Piece:
-    """Return the piece of a piece of ...: how many there are and which one, major to minor."""
+    """Return the piece after several cuts, major to minor, each of (count, index)."""
     start = 0
     for count, index in cuts:
         offset, extent = chunk(extent, count, index)
@@ -148,14 +152,14 @@ def nested(extent: int, cuts: Iterable[tuple[int, int]]) -> Piece:
 
 
 def longest(extent: int, split: Iterable[str], axes: SubMesh) -> int:
-    """Return the longest piece of an extent that axes split."""
+    """Return the length of the longest piece of an extent that these axes split."""
     for axis in split:
         extent = -(-extent // axes[axis])
     return extent
 
 
 def common_axes(one: tuple[str, ...], other: tuple[str, ...]) -> int:
-    """How many major axes two splits of an atom begin with alike."""
+    """Return the number of leading axes that two splits of an atom share."""
     count = 0
     while count < min(len(one), len(other)) and one[count] == other[count]:
         count += 1
@@ -163,6 +167,6 @@ def common_axes(one: tuple[str, ...], other: tuple[str, ...]) -> int:
 
 
 def coordinates(axes: SubMesh) -> Iterator[dict[str, int]]:
-    """Yield the coordinates of all ranks, row-major: the last axis runs fastest."""
+    """Yield the coordinates of all ranks, row-major: the last axis varies fastest."""
     for indices in product(*map(range, axes.values())):
         yield dict(zip(axes, indices, strict=True))

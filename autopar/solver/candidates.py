@@ -15,7 +15,7 @@ from autopar.sharding.atoms import Atoms, atoms_of
 from autopar.sharding.bound_layout import BoundLayout, matches
 from autopar.sharding.choices import Choice, Passing, Site, choices, layouts_of, passings_of
 from autopar.sharding.dtensor_placements import to_placements
-from autopar.sharding.layout.parameter_storage import held_as
+from autopar.sharding.layout.parameter_storage import gather_action
 from autopar.sharding.op_pins import allows, pinned_passings, pinned_sites, uneven_sites
 from autopar.sharding.sharding import Sharding
 from autopar.solver.search.joined_axes import MOST_AXES, AxisRoles, kind_of
@@ -162,7 +162,7 @@ def stored_of(
     ways = [StorageOption(layout) for layout in kept]
     if tensor.kind == "param" and tensor.requires_grad:
         split = [layout for layout in kept if any(layout.splits)]
-        held = None if bound_layout.is_empty else held_as(bound_layout.layout, tensor)
+        held = None if bound_layout.is_empty else gather_action(bound_layout.layout, tensor)
         if held == "regather":
             return tuple(StorageOption(layout, again=any(layout.splits)) for layout in kept)
         ways += [StorageOption(layout, again=True) for layout in split if regather and held is None]

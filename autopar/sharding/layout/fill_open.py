@@ -1,11 +1,11 @@
-"""What a layout leaves to choose: holes with candidates, `?{tp, dp*tp}`, and splits that may extend, `tp?`.
+"""Fill what a layout leaves open: `?{tp, dp*tp}` and `tp?` by picks, `same @a @b` by the rules of the other tensor.
 
-Each place where one stands is one decision, for all tensors that its rule is about.
+Each place of a `?` in the text is one decision, for all tensors that its rule covers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -31,7 +31,7 @@ from autopar.sharding.layout.syntax import (
 
 
 def options_of(layout: Layout, axes: SubMesh) -> list[tuple[Axes, ...]]:
-    """For each decision that a layout leaves, in the order of its text, the axes to choose from."""
+    """Return the axes to pick from for each decision, in the order of the text."""
     found: list[tuple[Axes, ...]] = []
 
     def look(term: Term) -> Term:
@@ -46,7 +46,7 @@ def options_of(layout: Layout, axes: SubMesh) -> list[tuple[Axes, ...]]:
 
 
 def filled(layout: Layout, axes: SubMesh, picks: Sequence[Axes]) -> Layout:
-    """Return the layout with these axes picked, one for each decision."""
+    """Return the layout with one pick for each decision."""
     left = iter(picks)
 
     def fill(term: Term) -> Term:
@@ -61,20 +61,15 @@ def _options(term: Term, axes: SubMesh) -> tuple[Axes, ...]:
     if isinstance(term, Hole):
         return term.candidates
     if isinstance(term, SplitTerm) and term.extends:
-        return tuple(_extensions(term.axes, axes))
+        # The axes themselves first, then with further axes of the mesh, in its order, as minor ones.
+        others = [axis for axis, size in axes.items() if axis not in term.axes and size > 1]
+        counts = range(len(others) + 1)
+        return tuple((*term.axes, *added) for count in counts for added in combinations(others, count))
     return ()
 
 
-def _extensions(own: Axes, axes: SubMesh) -> Iterator[Axes]:
-    """Yield the axes themselves, then with others of the mesh, in its order, as minor ones."""
-    others = [axis for axis, size in axes.items() if axis not in own and size > 1]
-    for count in range(len(others) + 1):
-        for added in combinations(others, count):
-            yield (*own, *added)
-
-
 def _with_terms(statement: Statement, change: Callable[[Term], Term]) -> Statement:
-    """Return the statement with every term of its rules changed, in the order of the text."""
+    """Return the statement with `change` applied to every term of its rules, in the order of the text."""
 
     def rule(given: DimRule) -> DimRule:
         return replace(given, place=TensorPattern(tuple(map(change, given.place.terms)), given.place.priority))
@@ -96,7 +91,7 @@ def groups_of(layout: Layout, names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def shared(layout: Layout, tensors: Mapping[str, tuple[HasAtoms, tuple[str, ...]]], axes: SubMesh) -> Layout:
-    """Return the layout with blocks for what tensors take over from each other; `tensors` are they and their roles."""
+    """Return the layout with a block for each tensor that takes axes over; `tensors` come with their kinds."""
     added: list[Block] = []
     for group in groups_of(layout, list(tensors)):
         for name in group:
@@ -105,18 +100,16 @@ def shared(layout: Layout, tensors: Mapping[str, tuple[HasAtoms, tuple[str, ...]
                 others = [other for other in group if other != name and role in tensors[other][1]]
                 wanted = resolve(layout, tensor, role, axes)
                 found = wanted
-                for other in others:
-                    found = filled_from(
-                        tensor, found, tensors[other][0], resolve(layout, tensors[other][0], role, axes)
-                    )
-                rules = _rules(tensor, wanted, found)
+                for other, _ in (tensors[other] for other in others):
+                    found = filled_from(tensor, found, other, resolve(layout, other, role, axes))
+                rules = _rules_for(tensor, wanted, found)
                 if rules:
                     added.append(Block((Scope(role, glob=name),), rules, span=rules[0].span))  # type: ignore[arg-type]
     return Layout((*layout.statements, *added), layout.name)
 
 
 def filled_from(tensor: HasAtoms, wanted: SplitRequest, other: HasAtoms, theirs: SplitRequest) -> SplitRequest:
-    """What is wanted of a tensor; where that is open, what is wanted of another one that is cut alike."""
+    """Return a request with its open atoms filled from that of another tensor with equal atoms."""
     if atoms_of(tensor) != atoms_of(other):
         return wanted
     taken = {axis for axes in wanted for axis in axes or ()}
@@ -126,7 +119,7 @@ def filled_from(tensor: HasAtoms, wanted: SplitRequest, other: HasAtoms, theirs:
     )
 
 
-def _rules(tensor: HasAtoms, wanted: SplitRequest, found: SplitRequest) -> tuple[DimRule, ...]:
+def _rules_for(tensor: HasAtoms, wanted: SplitRequest, found: SplitRequest) -> tuple[DimRule, ...]:
     rules = []
     for atom, before, after in zip(tensor.atoms, wanted, found, strict=True):
         if before is None and after is not None and atom.names:

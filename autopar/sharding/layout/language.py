@@ -1,4 +1,4 @@
-"""The layout language: text to layouts and back. docs/language.md tells it to users."""
+"""Read and print layouts. docs/language.md describes the language to users."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.sharding.layout.syntax import Axes, DimRule, Limit, MeshStatement, 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a file says, statement by statement. Equal layouts say the same in the same order."""
+    """Statements of a layout in the order of its text; `name` is the file in messages."""
 
     statements: tuple[Statement, ...]
     name: str = field(default="<layout>", compare=False)
@@ -36,7 +36,7 @@ class Layout:
         return next((s.mesh for s in self.statements if isinstance(s, MeshStatement)), None)
 
     def on_axes(self, meaning: Mapping[str, Axes]) -> Layout:
-        """Return the layout with other axes for some of its own; `()` stands for an axis of size 1."""
+        """Return the layout with its axes replaced; `()` stands for an axis of size 1."""
         replaced = (replace_axes(statement, meaning) for statement in self.statements)
         return Layout(tuple(statement for statement in replaced if statement is not None), self.name)
 
@@ -48,7 +48,7 @@ class Layout:
 
 
 def parse_layout(text: str, name: str = "<layout>") -> Layout:
-    """Read a layout; `name` stands in messages for the file."""
+    """Read a layout; messages call it `name`."""
     statements = LayoutParser(text, name).file()
     for one in (StrategyStatement, MeshStatement):
         found = [statement for statement in statements if isinstance(statement, one)]
@@ -65,12 +65,12 @@ def print_layout(layout: Layout) -> str:
 
 
 def parse_rules(text: str, name: str = "<rules>") -> tuple[DimRule, ...]:
-    """Rules alone, `batch -> dp, seq -> tp`."""
+    """Read rules alone, `batch -> dp, seq -> tp`."""
     return LayoutParser(text, name).rules()
 
 
 def parse_memory(text: str) -> Limit:
-    """`70GiB` or `90%`, what a device may hold where no layout says it."""
+    """Read a limit of device memory, `70GiB` or `90%`."""
     why = ""
     try:
         found = parse_layout(f"limit memory {text}", "memory").statements
@@ -82,5 +82,5 @@ def parse_memory(text: str) -> Limit:
 
 
 def parse_strategy_call(text: str) -> tuple[str, dict[str, Axes]]:
-    """`fsdp(fsdp=dp*tp)`: the strategy, and the axes of the mesh for its axes; `()` where it says `none`."""
+    """Read `fsdp(fsdp=dp*tp)`: the strategy, and the mesh axes for each of its axes, `()` for `none`."""
     return LayoutParser(text, "<strategy>").call()

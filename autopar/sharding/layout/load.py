@@ -1,4 +1,4 @@
-"""Which layout the user means: text, a file, a strategy by name, with its axes matched to those of the mesh."""
+"""Load the layout that a user names: text, a file, or a strategy, with its axes mapped to those of the mesh."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from autopar.sharding.layout.syntax import Block, DimRule, Guard, Hole, Let, OpP
 
 
 def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
-    """Return the layout that `layout=` means on a mesh with these axes.
+    """Return the layout that `layout=` names on a mesh with these axes.
 
-    A strategy is for any mesh: its axes that the mesh lacks have size 1, and `fsdp(fsdp=dp*tp)` matches them by hand. A
-    strategy of one axis is on the axis of a mesh of one, whatever their names; where none is in common it is an error.
+    A strategy fits any mesh: its axes that the mesh lacks have size 1, and `fsdp(fsdp=dp*tp)` maps them by hand. If
+    strategy and mesh have one axis each, these are mapped whatever their names. No axis in common is an error.
     """
     if isinstance(layout, Layout):
         found = layout
@@ -54,14 +54,16 @@ def _no_common_axis(strategy: str, spoken_of: Sequence[str], axes: Sequence[str]
 
 
 def _is_call(text: str) -> bool:
-    """Whether a text is a strategy's name, or a call of one, and not a layout."""
+    """Return whether a text names a strategy, with or without arguments, and is no layout."""
     name = text.partition("(")[0].strip()
     return name in strategy_names() or (name.isidentifier() and "->" not in text and ":" not in text)
 
 
 def dims_of_axes(layout: Layout) -> dict[str, frozenset[str]]:
-    """For each axis of a layout the dims, or patterns of dims, that no other axis splits; what others split as well,
-    the batch for one, does not tell an axis from them."""
+    """Return, by axis of a layout, the dims or patterns of dims that no other axis splits.
+
+    Dims that several axes split, as the batch, do not tell these axes apart.
+    """
     found: dict[str, set[str]] = {axis: set() for axis in axes_of(layout)}
     for statement in layout:
         rules = (statement,) if isinstance(statement, DimRule) else getattr(statement, "rules", ())
@@ -76,7 +78,7 @@ def dims_of_axes(layout: Layout) -> dict[str, frozenset[str]]:
 
 
 def usable_axes(layout: Layout, dims: Iterable[str]) -> tuple[str, ...]:
-    """Return the axes of a strategy that a model with these dims has a use for: `ep` of one without experts has none."""
+    """Return the axes of a strategy that a model with these dims can use: not `ep` without experts."""
     known = tuple(dims)
     return tuple(
         axis

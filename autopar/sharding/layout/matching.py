@@ -1,4 +1,7 @@
-"""Which rule wins: the more specific one, whatever the order of the lines."""
+"""Match the statements of a layout with names, and rank those that match: the more specific one wins.
+
+The order of the lines does not count.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ from typing import NamedTuple
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.syntax import Block, DimRule, GatherStatement, OpPin, Pin, Scope, Statement
 
-# `_.2` is the third of the smallest dims of a tensor, counted from 0, where it has no name that can be written.
+# `_.2` is the third atom of a tensor, for atoms without a name that the language can write.
 POSITION = "_."
 
 
 class Precedence(IntEnum):
-    """How closely the place of a rule says which tensors it is about."""
+    """Rank of the place of a rule, by how closely it selects tensors."""
 
     BARE = 0
     KIND = 1
@@ -27,7 +30,7 @@ class Precedence(IntEnum):
 
 
 class Exactness(IntEnum):
-    """How closely a pattern says which dims it is about."""
+    """Rank of a pattern, by how closely it selects dims."""
 
     ANY = 0
     PREFIX = 1
@@ -35,62 +38,53 @@ class Exactness(IntEnum):
 
 
 class Specificity(NamedTuple):
-    """The greater one wins; rules of equal specificity that disagree are an error (E2)."""
+    """Rank of a rule; the greater one wins, and equal ones that disagree are an error (E2)."""
 
     level: Precedence
     exactness: Exactness
 
 
 def specificity(where: Pin | Scope | None, pattern: str) -> Specificity:
-    """Of the rule for the dims of `pattern` in a pin, in one scope of a block, or by itself (None)."""
-    return Specificity(_level(where), _exactness(pattern))
+    """Return the rank of a rule for `pattern` in a pin, in one scope of a block, or by itself (None)."""
+    exactness = Exactness.PREFIX if pattern.endswith("*") else Exactness.NAME
+    if pattern == "*":
+        exactness = Exactness.ANY
+    if where is None:
+        return Specificity(Precedence.BARE, exactness)
+    if isinstance(where, Pin):
+        return Specificity(Precedence.PIN, exactness)
+    if where.glob is not None:
+        return Specificity(Precedence.GLOB, exactness)
+    return Specificity(Precedence.DIMS if where.dims else Precedence.KIND, exactness)
 
 
 def matches(pattern: str, dim: str) -> bool:
-    """Whether a dim of a rule (`seq`, `seq*`, `*`) is about the dim: `seq*` is about `seq.1`, `seq` is not.
-
-    `_.2`, the place of a dim, is only meant by itself.
-    """
+    """Return whether a dim of a rule (`seq`, `seq*`, `*`) matches a dim: `seq*` matches `seq.1`, `seq` does not."""
+    # A dim without a name is meant only where it is written: `*` does not match it.
     if dim.startswith(POSITION):
         return pattern == dim
     return dim.startswith(pattern[:-1]) if pattern.endswith("*") else dim == pattern
 
 
 def glob_matches(glob: str, name: str) -> bool:
-    """Whether `@glob` is about the tensor: `*` is any text, dots included, `?` any one character."""
+    """Return whether `@glob` matches a name: `*` is any text, dots included, `?` any one character."""
     return _compiled(glob)(name) is not None
 
 
 @lru_cache(maxsize=65536)
 def _compiled(glob: str) -> Callable[[str], re.Match[str] | None]:
-    """`fnmatch` keeps but a few hundred patterns, and a plan may have thousands."""
+    # `fnmatch` caches a few hundred patterns, and a plan may have thousands.
     return re.compile(translate(glob)).match
 
 
-def _level(where: Pin | Scope | None) -> Precedence:
-    if where is None:
-        return Precedence.BARE
-    if isinstance(where, Pin):
-        return Precedence.PIN
-    if where.glob is not None:
-        return Precedence.GLOB
-    return Precedence.DIMS if where.dims else Precedence.KIND
-
-
-def _exactness(pattern: str) -> Exactness:
-    if pattern == "*":
-        return Exactness.ANY
-    return Exactness.PREFIX if pattern.endswith("*") else Exactness.NAME
-
-
-# The number of a statement, and the pattern in it that a name matches.
+# The position of a statement, and the pattern in it that a name matches.
 _Place = tuple[int, str]
 
 
 class StatementIndex:
-    """The parts of a layout: what it says of a tensor or an op is what the part about its name says of it.
+    """Parts of a layout by name: a tensor or an op resolves equally under the layout and under its part.
 
-    Names that match the same patterns of the same statements have one part, the same object.
+    Names that match the same patterns of the same statements have the same object as their part.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -108,7 +102,7 @@ class StatementIndex:
                     kind.setdefault(glob, []).append((number, glob))
 
     def about(self, name: str) -> Layout:
-        """Return the statements that are about all names, or about this one, in their order."""
+        """Return the statements about all names or about this one, in their order."""
         own = list(self._exact.get(name, ()))
         for glob, places in self._patterns.items():
             if glob_matches(glob, name):
@@ -121,7 +115,7 @@ class StatementIndex:
 
 
 def _globs(statement: Statement) -> Iterator[str | None]:
-    """Yield the names that a statement is about; None for all. One about the whole of a plan is about none."""
+    """Yield the patterns of the names that a statement is about, None for all; none for a contract."""
     if isinstance(statement, DimRule):
         yield None
     elif isinstance(statement, Block):

@@ -1,8 +1,8 @@
-"""How a parameter is stored: what `param`, `grad` and `opt` of a layout come to together.
+"""Storage of parameters: the splits of `param`, `grad` and `opt`, the gather policy and the recomputation of layers.
 
-The registered parameter is what the optimizer must see, so it is the shard that `opt` asks for. Where `param` asks for
-more than that shard, the rest is gathered when the model runs, and the gradient comes back reduce-scattered: ZeRO-1 and
-ZeRO-2 where `param` is whole, ZeRO-3 where it is split as `opt` is.
+The optimizer sees the registered parameter, so that is the shard of `opt`. If `param` is larger than that shard, the
+rest is gathered when the model runs, and the gradient is reduce-scattered. A whole `param` gives ZeRO-1 and ZeRO-2, one
+that is split as `opt` gives ZeRO-3.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def stored_splits(layout: Layout, tensor: HasAtoms, axes: SubMesh) -> Splits:
 
 
 def storage_of(layout: Layout, tensor: HasAtoms, axes: SubMesh) -> tuple[Splits, Splits, Splits]:
-    """What `param`, `grad` and `opt` come to; `opt` and `grad` follow `param` where no block speaks of them."""
+    """Return the splits of `param`, `grad` and `opt`; the latter two follow `param` where no block names them."""
     param = _closed(layout, tensor, "param", axes)
     opt = _closed(layout, tensor, "opt", axes) if _block(layout, tensor, "opt") else param
     grad = _closed(layout, tensor, "grad", axes) if _block(layout, tensor, "grad") else param
@@ -55,7 +55,7 @@ def storage_of(layout: Layout, tensor: HasAtoms, axes: SubMesh) -> tuple[Splits,
 
 
 def _block(layout: Layout, tensor: HasAtoms, kind: str) -> Block | None:
-    """Return a block that speaks of this tensor in this role by the name of the role."""
+    """Return the first block with a scope of this kind that covers the tensor."""
     dims = {name for atom in tensor.atoms for name in atom.names}
     for statement in layout:
         for scope in statement.scopes if isinstance(statement, Block) else ():
@@ -83,7 +83,7 @@ def _text(tensor: HasAtoms, splits: Splits) -> str:
 class GatherPolicy:
     """Lifetime of the gathered copy of a parameter, and time of the reduction of its gradient."""
 
-    # ZeRO-1: `param` asks for more than `opt`, and one gathered copy serves all micro-batches under `no_sync()`.
+    # ZeRO-1: `param` is larger than `opt`, and one gathered copy serves all micro-batches under `no_sync()`.
     keep_gathered: bool
     # DDP and ZeRO-1: only the last backward before the optimizer's step reduces the gradient; else each one does.
     defer_reduction: bool
@@ -92,16 +92,16 @@ class GatherPolicy:
 
 
 def gather_policy_of(layout: Layout, tensor: HasAtoms, used: tuple[Axes, ...], axes: SubMesh) -> GatherPolicy:
-    """Of a parameter that the forward takes as `used` splits it."""
+    """Return the policy of a parameter that the forward uses with the splits `used`."""
     param, grad, opt = storage_of(layout, tensor, axes)
-    regather = held_as(layout, tensor) == "regather"
+    regather = gather_action(layout, tensor) == "regather"
     return GatherPolicy(param != opt and not regather, grad == used, regather)
 
 
-def held_as(layout: Layout, tensor: HasAtoms) -> Literal["keep", "regather"] | None:
-    """What becomes of what is gathered of a parameter; None where the layout does not say."""
+def gather_action(layout: Layout, tensor: HasAtoms) -> Literal["keep", "regather"] | None:
+    """Return whether the gathered copy of a parameter is kept or regathered; None where the layout is silent."""
     best = _about(layout, tensor.name, ("keep", "regather"))
-    if len({hold.action for hold in best}) > 1:
+    if len({one.action for one in best}) > 1:
         raise layout_error(
             "E2",
             f"{tensor.name} is to be kept and to be gathered again by equally specific lines",
@@ -116,7 +116,7 @@ def recompute_of(layout: Layout, layers: Iterable[str]) -> dict[str, Recompute]:
     found: dict[str, Recompute] = {}
     for layer in dict.fromkeys(layers):
         best = _about(layout, layer, ("recompute",))
-        levels = {hold.level for hold in best if hold.level is not None}
+        levels = {one.level for one in best if one.level is not None}
         if len(levels) > 1:
             raise layout_error(
                 "E2",
@@ -131,7 +131,10 @@ def recompute_of(layout: Layout, layers: Iterable[str]) -> dict[str, Recompute]:
 
 
 def _about(layout: Layout, name: str, actions: tuple[str, ...]) -> list[GatherStatement]:
-    """Return the holds about a name: an exact name beats a pattern."""
-    holds = [hold for hold in layout if isinstance(hold, GatherStatement) and hold.action in actions]
-    found = [hold for hold in holds if glob_matches(hold.glob, name)]
-    return [hold for hold in found if hold.glob == name] or found
+    """Return the statements about a name: an exact name beats a pattern."""
+    found = [
+        one
+        for one in layout
+        if isinstance(one, GatherStatement) and one.action in actions and glob_matches(one.glob, name)
+    ]
+    return [one for one in found if one.glob == name] or found

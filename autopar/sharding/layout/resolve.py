@@ -1,14 +1,15 @@
-"""What a layout says about one tensor: which axes split which of its atoms.
+"""Resolve a layout for one tensor: the axes that split each of its atoms, and its pinned partial sums and broadcasts.
 
-Every named dim of the tensor asks the layout for its rule; the most specific one wins (`precedence`). Then the dims
-claim their axes, in the order of their priorities; a dim whose axes are taken, or whose extent they do not divide,
-takes the next alternative of its rule.
+Each named dim of the tensor takes the most specific rule about it (`matching`). Then the dims claim their axes in the
+order of their priorities. A dim whose axes are taken, or do not divide its extent, tries the next alternative of its
+rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from autopar.mesh import SubMesh
 from autopar.sharding.atoms import HasAtoms
@@ -17,38 +18,32 @@ from autopar.sharding.layout.matching import POSITION, Specificity, glob_matches
 from autopar.sharding.layout.source import SourceSpan, layout_error
 from autopar.sharding.layout.syntax import Axes, Block, DimRule, Hole, NotSplit, Pin, Scope, SplitTerm
 
-# For each atom the axes that split it; None where the layout leaves it open.
+# The axes that split each atom; None where the layout leaves an atom open.
 SplitRequest = tuple[Axes | None, ...]
 
-
-# A rule, and the pin or the scope of the block that it stands in.
+# A rule with its pin, or the scope of its block.
 _Rule = tuple[DimRule, Pin | Scope | None]
 
 
 @dataclass(frozen=True)
-class _RankedRule:
-    """One named dim of a tensor: its name and the atoms that it covers."""
-
-    name: str
-    atoms: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class _AxisClaim:
-    entry: _RankedRule
+    """Named dim of a tensor, the atoms that it covers, and its most specific rule."""
+
+    dim: str
+    atoms: tuple[int, ...]
     rank: Specificity
     rule: DimRule
     where: Pin | Scope | None
 
     @property
     def means_one_dim(self) -> bool:
-        """In storage, a bare * with axes means one dim: the first that is free and divisible."""
+        # FSDP: in storage `* -> fsdp` splits one dim, the first without a rule of its own that the axes divide.
         storage = isinstance(self.where, Scope) and self.where.kind in ("param", "grad", "opt")
         return storage and self.rule.dims == ("*",)
 
 
 def resolve(layout: Layout, tensor: HasAtoms, kind: str, axes: SubMesh) -> SplitRequest:
-    """What the layout wants of a tensor in its role as `kind` (param, use, act, input, output, buffer ...)."""
+    """Return the request for a tensor in its role as `kind`: param, use, act, input, output, buffer, grad or opt."""
     claims: list[_AxisClaim] = []
     one_dim: DimRule | None = None
     for claim in _claims(layout, tensor, kind):
@@ -61,13 +56,13 @@ def resolve(layout: Layout, tensor: HasAtoms, kind: str, axes: SubMesh) -> Split
     for claim in sorted(claims, key=lambda claim: claim.rule.place.priority):
         _grant(claim, tensor, axes, taken, wanted, is_stored=kind not in ("use", "act"))
     if one_dim is not None:
-        spoken = {tensor.atoms[i].dim for claim in claims for i in claim.entry.atoms}
+        spoken = {tensor.atoms[i].dim for claim in claims for i in claim.atoms}
         _grant_one_dim(one_dim, tensor, axes, taken, spoken, wanted)
     return tuple(() if axes is None and tensor.atoms[i].size == 1 else axes for i, axes in enumerate(wanted))
 
 
 def _claims(layout: Layout, tensor: HasAtoms, kind: str) -> list[_AxisClaim]:
-    """For each dim of a tensor the rule that is about it; where the layout speaks of its parts, for each part."""
+    """Return the claims of the dims of a tensor, or of their parts where a rule about a part is more specific."""
     dims: dict[int, list[int]] = {}
     for i, atom in enumerate(tensor.atoms):
         dims.setdefault(atom.dim, []).append(i)
@@ -92,14 +87,14 @@ def _claims_of(rules: Sequence[_Rule], tensor: HasAtoms, atoms: tuple[int, ...],
         if parts and (own is None or max(part.rank for part in parts) > own[0]):
             claims += parts
         elif own is not None:
-            claims.append(_AxisClaim(_RankedRule(name, tuple(members)), *own))
+            claims.append(_AxisClaim(name, tuple(members), *own))
     return claims
 
 
 def _rule_for(
     rules: Sequence[_Rule], tensor: HasAtoms, name: str
 ) -> tuple[Specificity, DimRule, Pin | Scope | None] | None:
-    """Return the most specific rule for a dim, of those about its tensor."""
+    """Return the most specific of the rules about a dim; raise E2 if two of them differ."""
     ranked: list[tuple[Specificity, _Rule]] = []
     for rule, where in rules:
         ranks = [specificity(where, pattern) for pattern in rule.dims if matches(pattern, name)]
@@ -147,55 +142,51 @@ def _grant(
     wanted: list[Axes | None],
     is_stored: bool,
 ) -> None:
-    """Give a dim the first of its alternatives that can be had.
-
-    Uneven pieces of a dim that is made of others lie strided in it: tensors that are stored cannot have them.
-    """
+    """Give a dim the first alternative of its rule that is free and divides its extent."""
     refused, fix = "", "add one, as in 'tp | none', allow uneven shards with 'pad', or choose a mesh that divides it"
     for term in claim.rule.place.terms:
         if isinstance(term, Hole):
             return
         if isinstance(term, NotSplit):
-            for i in claim.entry.atoms:
+            for i in claim.atoms:
                 wanted[i] = ()
             return
         rival = next((taken[axis] for axis in term.axes if axis in taken), None)
         if rival is not None and rival.rule.place.priority == claim.rule.place.priority:
             raise layout_error(
                 "E3",
-                f"the dims '{rival.entry.name}' and '{claim.entry.name}' of {tensor.name} both claim "
+                f"the dims '{rival.dim}' and '{claim.dim}' of {tensor.name} both claim "
                 f"axis '{'*'.join(term.axes)}'",
                 "let one give way: a lower priority, as in 'seq -> tp | none !1'",
                 rival.rule.span,
                 claim.rule.span,
             )
-        uneven = term.pad and (len(claim.entry.atoms) == 1 or not is_stored)
-        granted = None if rival is not None else _spread(claim.entry, term.axes, tensor, axes, uneven)
+        # Uneven pieces of a compound dim are strided in it, and no DTensor is stored so.
+        uneven = term.pad and (len(claim.atoms) == 1 or not is_stored)
+        granted = None if rival is not None else _spread(claim.atoms, term.axes, tensor, axes, uneven)
         if granted is None:
-            refused = _why_not(claim.entry, term, tensor, axes, rival)
+            refused = _why_not(claim.atoms, term, tensor, axes, rival)
             if term.pad and rival is None:
-                fix = (
-                    "split one of its parts: uneven pieces of a dim that is made of others lie strided, and no tensor "
-                )
-                fix += "is stored so"
+                fix = "split one of its parts: uneven pieces of a compound dim lie strided, and no tensor is stored so"
             continue
-        for i in claim.entry.atoms:
+        for i in claim.atoms:
             wanted[i] = granted.get(i, ())
         taken.update((axis, claim) for axis in term.axes)
         return
     raise layout_error(
         "E4",
-        f"the dim '{claim.entry.name}' of {tensor.name} can take no alternative of its rule: {refused}",
+        f"the dim '{claim.dim}' of {tensor.name} can take no alternative of its rule: {refused}",
         fix,
         claim.rule.span,
     )
 
 
-def _spread(entry: _RankedRule, wanted: Axes, tensor: HasAtoms, axes: SubMesh, uneven: bool) -> dict[int, Axes] | None:
-    """Axes dealt to the atoms of a dim, major first; None where one does not divide the atom whose turn it is, unless
-    pieces may be uneven."""
+def _spread(
+    members: Sequence[int], wanted: Axes, tensor: HasAtoms, axes: SubMesh, uneven: bool
+) -> dict[int, Axes] | None:
+    """Return the axes dealt to the atoms of a dim, major first; None where one does not divide its atom evenly."""
     granted: dict[int, Axes] = {}
-    atoms = list(entry.atoms)
+    atoms = list(members)
     left = {i: tensor.atoms[i].size for i in atoms}
     for axis in wanted:
         while len(atoms) > 1 and left[atoms[0]] == 1:
@@ -208,15 +199,15 @@ def _spread(entry: _RankedRule, wanted: Axes, tensor: HasAtoms, axes: SubMesh, u
     return granted
 
 
-def _why_not(entry: _RankedRule, term: SplitTerm, tensor: HasAtoms, axes: SubMesh, rival: _AxisClaim | None) -> str:
+def _why_not(
+    atoms: Sequence[int], term: SplitTerm, tensor: HasAtoms, axes: SubMesh, rival: _AxisClaim | None
+) -> str:
     if rival is not None:
-        return f"axis '{'*'.join(term.axes)}' is taken by '{rival.entry.name}'"
-    extents = " x ".join(str(tensor.atoms[i].size) for i in entry.atoms)
-    count = 1
-    for axis in term.axes:
-        count *= axes[axis]
-    parts = [tensor.atoms[i].names[-1] for i in entry.atoms if tensor.atoms[i].names]
-    made_of = f", its parts {' x '.join(parts)}" if len(entry.atoms) > 1 else ""
+        return f"axis '{'*'.join(term.axes)}' is taken by '{rival.dim}'"
+    extents = " x ".join(str(tensor.atoms[i].size) for i in atoms)
+    count = prod(axes[axis] for axis in term.axes)
+    parts = [tensor.atoms[i].names[-1] for i in atoms if tensor.atoms[i].names]
+    made_of = f", its parts {' x '.join(parts)}" if len(atoms) > 1 else ""
     return f"{'*'.join(term.axes)} = {count} does not divide {extents}{made_of}"
 
 
@@ -228,7 +219,7 @@ def _grant_one_dim(
     spoken: set[int],
     wanted: list[Axes | None],
 ) -> None:
-    """`param { * -> fsdp }`: one dim of the tensor, the first without a rule of its own that the axes divide."""
+    """Split the first dim without a rule of its own that the axes divide, for `param { * -> fsdp }`."""
     for i, axes_of in enumerate(wanted):
         wanted[i] = () if axes_of is None else axes_of
     for term in rule.place.terms:
@@ -237,10 +228,10 @@ def _grant_one_dim(
         if any(axis in taken for axis in term.axes):
             continue
         free = [(atoms, False) for atoms in _free_atoms(tensor, spoken, strided=len(term.axes) == 1)]
-        if term.pad:  # best one that they divide
+        if term.pad:  # after those that the axes divide
             free += [(atoms, True) for atoms in _free_atoms(tensor, spoken, strided=False) if len(atoms) == 1]
         for atoms, uneven in free:
-            granted = _spread(_RankedRule("*", atoms), term.axes, tensor, axes, uneven)
+            granted = _spread(atoms, term.axes, tensor, axes, uneven)
             if granted is not None:
                 for i, given in granted.items():
                     wanted[i] = given
@@ -254,8 +245,8 @@ def _grant_one_dim(
 
 
 def _free_atoms(tensor: HasAtoms, spoken: set[int], strided: bool) -> Iterator[tuple[int, ...]]:
-    """Yield the atoms of each dim that has no rule of its own; then, if `strided`, those that stand within such a dim: shards
-    of these are no one stretch of it, which DTensors can be along one axis only."""
+    """Yield the atoms of each dim without a rule of its own, then, if `strided`, each minor atom of such a dim."""
+    # Shards of a minor atom are strided in its dim, which a DTensor can be along one axis only.
     dims: dict[int, list[int]] = {}
     for i, atom in enumerate(tensor.atoms):
         if atom.dim not in spoken and atom.size > 1:
@@ -267,7 +258,7 @@ def _free_atoms(tensor: HasAtoms, spoken: set[int], strided: bool) -> Iterator[t
 
 @dataclass(frozen=True)
 class PinnedStates:
-    """The axes along which a tensor is a partial sum, or broadcast; and the line that says so."""
+    """Axes along which a pin makes a tensor partial or broadcast, `+ partial(tp)`, with the place of the pin."""
 
     partial: frozenset[str] = frozenset()
     broadcast: frozenset[str] = frozenset()
@@ -282,7 +273,7 @@ UNPINNED = PinnedStates()
 
 
 def states_of(layout: Layout, name: str) -> PinnedStates:
-    """What the pins of a tensor say; those without a word about states say nothing."""
+    """Return the pinned states of a tensor; raise E2 if two pins differ."""
     found: list[PinnedStates] = []
     for statement in layout:
         if isinstance(statement, Pin) and statement.states and glob_matches(statement.glob, name):
@@ -312,7 +303,7 @@ def _of_pin(pin: Pin) -> PinnedStates:
 
 
 def check_states(states: PinnedStates, name: str, splits: Iterable[tuple[str, Axes]]) -> None:
-    """E3 where an axis is to split a dim of the tensor as well; `splits` are the axes of each of its dims."""
+    """Raise E3 for a pinned axis that splits the tensor too; `splits` are the axes of each of its dims."""
     for dim, axes in splits:
         for axis in axes:
             if axis in states.axes:

@@ -1,4 +1,4 @@
-"""Where a statement of a layout was written, and errors that show it."""
+"""Places in the text of a layout, and errors that show them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from autopar.errors import LayoutError
 from autopar.names import did_you_mean, nearest, printable
 
-# Longer lines are cut around the caret.
+# Characters of a line that messages show; longer lines are cut around the caret.
 WIDTH = 160
 
-# So many are listed where a name is unknown; a model has thousands of tensors and ops.
+# Known names that a message lists; a model has thousands of tensors and ops.
 MAX_NAMES = 20
 
-# Room for a plan that pins every tensor of a model of ten thousand ops; a longer file is something else.
+# Room for a plan that pins every tensor of a model of ten thousand ops; a longer file is no layout.
 MAX_CHARACTERS = 4 * 2**20
 
 
@@ -32,7 +32,7 @@ class SourceSpan:
     text: str
 
     def at(self, word: str) -> SourceSpan:
-        """Return the first place on this line, from here on, where `word` stands by itself; else this place."""
+        """Return the first place of `word` on this line, from here on, or this place."""
         found = re.search(rf"(?<![\w.]){re.escape(word)}(?![\w.])", self.text[self.column :])
         return SourceSpan(self.name, self.line, self.column + found.start(), self.text) if found else self
 
@@ -41,11 +41,11 @@ class SourceSpan:
 
 
 def read_text(path: str | Path) -> str:
-    """Return the text of a layout file. Of what is no such file, or a huge one, little is read."""
+    """Return the text of a layout file; read at most MAX_CHARACTERS of a larger one."""
     shown = repr(str(path)) if "\0" in str(path) else str(path)
     try:
         mode = os.stat(path).st_mode
-        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # to open a pipe would wait for a writer
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a pipe would wait for a writer
             raise LayoutError("E0", f"E0: {shown} is not a regular file\nfix: give a layout file")
         with open(path, "rb") as file:
             data = file.read(MAX_CHARACTERS + 1)
@@ -57,18 +57,18 @@ def read_text(path: str | Path) -> str:
         message = f"E0: {shown} is longer than {MAX_CHARACTERS:,} bytes, which no layout is"
         raise LayoutError("E0", f"{message}\nfix: give a layout file")
     try:
-        return data.decode("utf-8-sig")  # some editors put a mark before the first line
+        return data.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise LayoutError("E0", f"E0: {shown} is no text: {error}\nfix: give a layout file, in UTF-8") from error
 
 
 def layout_error(code: str, message: str, fix: str, *places: SourceSpan | str | None) -> LayoutError:
-    """Return an error that shows each place with a caret; a text stands for what was not read from a file."""
+    """Return an error that shows each place with a caret; a string is a place outside of any file."""
     return LayoutError(code, "\n".join([f"{code}: {message}", *excerpts(*places), f"fix: {fix}"]))
 
 
 def excerpts(*places: SourceSpan | str | None) -> list[str]:
-    """Return the lines that show places, each once."""
+    """Return the lines of a message that show places, each place once."""
     shown = [place for place in dict.fromkeys(places) if place is not None]
     width = max((len(str(place)) for place in shown if isinstance(place, SourceSpan)), default=0)
     lines: list[str] = []
@@ -78,7 +78,7 @@ def excerpts(*places: SourceSpan | str | None) -> list[str]:
 
 
 def unknown_name(what: str, name: str, known: Iterable[str], *places: SourceSpan | str | None) -> LayoutError:
-    """E1: `what` ("dim", "axis") is called `name`, which is none of the known ones."""
+    """Return the error E1 for a name of a `what` ("dim", "axis") that is none of the known ones."""
     names = sorted(known)
     if not names:
         fix = f"there is no {what} at all here"

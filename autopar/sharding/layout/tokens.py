@@ -1,4 +1,4 @@
-"""The words of a layout, with their places."""
+"""Words of a layout with their places, read one after the other, and the sizes that they write."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 
+# Characters of a line and of a word; longer ones stand in files that are no layouts, and messages repeat words.
 MAX_LINE = 2**16
-# Longer lines and words, in characters, are of files that are no layouts; messages repeat words.
 MAX_WORD = 1000
 
 FOREIGN = {
@@ -45,13 +45,12 @@ FOREIGN = {
 
 @dataclass(frozen=True)
 class Token:
-    """A word: its kind, its text (of a string what it says, of a glob what follows the `@`), its place."""
+    """Word with its place; the text of a string is unescaped, that of a glob begins after the `@`."""
 
     kind: TokenKind
     text: str
     span: SourceSpan
-    # The column after it.
-    end: int
+    end: int  # the column after it
 
     def __str__(self) -> str:
         match self.kind:
@@ -67,7 +66,7 @@ class Token:
 
 
 def tokenize(text: str, name: str) -> list[Token]:
-    """Return all words of a layout; lines end with a "line end" token, the layout with "end"."""
+    """Return the words of a layout; every line ends with a "line end" token, the layout with "end"."""
     if len(text) > MAX_CHARACTERS:
         message = f"a layout has at most {MAX_CHARACTERS:,} characters, and this text has {len(text):,}"
         raise layout_error("E0", message, "give a layout", name)
@@ -126,7 +125,7 @@ T = TypeVar("T")
 
 
 class TokenReader:
-    """The words of one text, and how the statement that is being read is written."""
+    """Reader of the words of one text; `form` shows in errors how the current statement is written."""
 
     def __init__(self, text: str, name: str, form: str) -> None:
         self.tokens = tokenize(text, name)
@@ -193,7 +192,7 @@ class TokenReader:
         return int(self.advance().text)
 
     def listed(self, item: Callable[[], T], close: str, what: str) -> tuple[T, ...]:
-        """Items separated by commas, up to the closing bracket."""
+        """Read items separated by commas, up to the closing bracket."""
         items = [item()]
         while self.accept(","):
             items.append(item())
@@ -209,7 +208,7 @@ UNITS = {
 
 
 def parse_size(number: Token, unit: Token) -> int:
-    """`1.5`, `GiB` in bytes."""
+    """Return the bytes of a size, `1.5` `GiB`."""
     if unit.text not in UNITS:
         raise unknown_name("unit", unit.text, UNITS, unit.span)
     size_bytes = Decimal(number.text) * UNITS[unit.text]
@@ -220,7 +219,7 @@ def parse_size(number: Token, unit: Token) -> int:
 
 
 def parse_percent(number: Token) -> float:
-    """`25` of `25%`."""
+    """Return the number of a percentage, 25 for `25%`."""
     percent = float(number.text[:MAX_DIGITS])
     if len(number.text) > MAX_DIGITS or percent > 100:
         raise layout_error("E0", f"'{number.text}%' is no share", "give 0% to 100%", number.span)
@@ -228,11 +227,11 @@ def parse_percent(number: Token) -> float:
 
 
 def format_size(size_bytes: int) -> str:
-    """Return the shortest way to write it, in whole units."""
+    """Return the shortest text of a size in whole units."""
     texts = [f"{size_bytes // unit}{name}" for name, unit in UNITS.items() if size_bytes % unit == 0]
     return min(texts, key=len)
 
 
 def format_percent(percent: float) -> str:
-    """As decimal digits, without an exponent."""
+    """Return a percentage in decimal digits, without an exponent."""
     return f"{Decimal(repr(percent)).normalize():f}%"

@@ -1,7 +1,7 @@
-"""Layout to layout: the steps that turn one into the other, forward and backward, and what each of them sends.
+"""Reshards: the cheapest steps from one sharding to another, forward and backward, with the elements that they send.
 
-Seen as values, a tensor is along each axis either the same on every rank (R and B), in pieces (S), or a sum (P). One
-table serves both directions, because a gradient is a tensor with a layout of its own (`Sharding.gradient`):
+Along each axis the values of a tensor are either the same on every rank (R and B), in pieces (S), or a sum (P). One
+table serves both directions, because a gradient is a tensor with a sharding of its own (`Sharding.gradient`):
 
     same  -> sum    keep_one         the first rank keeps the value, the others hold zeros
     sum   -> same   all_reduce
@@ -36,7 +36,7 @@ __all__ = ["LOCAL", "Reshard", "ScaledReshards", "Step", "StepKind", "StepSize",
 
 @dataclass(frozen=True)
 class Reshard:
-    """A conversion with both its directions; `gradient` is the conversion that its backward makes."""
+    """Steps between two shardings, forward and, for the gradient, backward."""
 
     atoms: Atoms
     axes: SubMesh
@@ -70,7 +70,7 @@ def steps(atoms: Atoms, source: Sharding, target: Sharding, axes: SubMesh) -> tu
     """The cheapest steps from one layout to another, one direction only."""
     source.check(atoms, axes)
     target.check(atoms, axes)
-    # An axis of size 1 does nothing: along it all states are one.
+    # Along an axis of size 1 all states are the same.
     single = [axis for axis, size in axes.items() if size == 1]
     source, target = source.value.without(single), target.value.without(single)
     if source == target:
@@ -98,28 +98,28 @@ class StepSize(NamedTuple):
 
 
 _Splits = tuple[tuple[str, ...], ...]
-# A conversion of a small tensor: its sizes, how it is split and then what it is a sum over, before and after.
+# A reshard of a small tensor: its sizes, then splits and partial axes, each before and after.
 _Key = tuple[tuple[int, ...], _Splits, _Splits, frozenset[str], frozenset[str]]
 
 
 class _ShardingChange(NamedTuple):
-    """What two layouts do differently, whatever the sizes."""
+    """Difference of two shardings, whatever the sizes."""
 
-    # By atom, how many of its major axes are left out, as nothing becomes of them.
+    # By atom, the number of major axes that both shardings share, and that the search leaves out.
     fixed: tuple[int, ...]
-    # The atoms that are cut differently.
+    # Atoms whose splits differ, and all others.
     cut: tuple[int, ...]
     others: tuple[int, ...]
-    # Of the axes that change.
+    # Product of the sizes of the axes that change.
     ranks: int
     before: frozenset[str]
-    # The axes whose sum is still due, but for those where it is due in both.
+    # Partial axes of one sharding that are not partial in the other.
     after: frozenset[str]
 
 
 @dataclass
 class ScaledReshards:
-    """The conversions of one mesh."""
+    """Cache of reshards on one mesh, by their small tensors."""
 
     axes: SubMesh
     small: dict[_Key, tuple[StepSize, ...]] = field(default_factory=dict)
@@ -129,14 +129,14 @@ class ScaledReshards:
         self.ranks = prod(self.axes.values())
 
     def of(self, sizes: tuple[int, ...], source: Sharding, target: Sharding) -> tuple[StepSize, ...]:
-        """Return the steps from one value layout to another, of a tensor with atoms of these sizes."""
+        """Return the steps from one sharding of values to another, of a tensor with atoms of these sizes."""
         if source.splits == target.splits and source.partial == target.partial:
             return ()
         change = self.changes.get((source, target))
         if change is None:
             change = self.changes[source, target] = self._change(source, target)
-        # The atoms that matter: those that the layouts cut differently, and the one that may serve on the way. The
-        # search over conversions picks the same helper.
+        # Only these atoms matter: those whose splits differ, and the one that may be split on the way. The choice of
+        # this helper must equal that of `shortest_path._limits`.
         helper = min(change.others, key=lambda i: (sizes[i] % change.ranks != 0, -sizes[i], i), default=None)
         places = change.cut if helper is None else tuple(sorted((*change.cut, helper)))
         small, before, after = [], [], []

@@ -1,4 +1,4 @@
-"""The cheapest steps from one layout to another: a shortest path, whose nodes are layouts and whose edges are steps."""
+"""Find the cheapest steps from one sharding to another: an A* search over shardings as nodes and steps as edges."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def cheapest(atoms: Atoms, source: Sharding, target: Sharding, axes: SubMesh) ->
     bound = _RemainingBound(space, limits, source, target)
     start, end = space.place(source), space.place(target)
     zero: _Cost = (0, 0, 0, 0)
-    # In the order of what the whole way will cost at least; of equals, of the steps so far, which are the start of the
-    # key of all that comes of them. Two entries with one cost and one key do not occur, so no more is compared.
+    # Ordered by the lower bound of the whole path, then by the ranks of its steps, which start the key of every longer
+    # path. Two entries with equal cost and key do not occur, so no further field is compared.
     queue: list[tuple[_Cost, _Key, int, tuple[Step, ...]]] = [(zero, (), start, ())]
     least: dict[int, tuple[_Cost, _Key]] = {start: (zero, ())}
     extents = {start: bound.extent(source)}
@@ -52,14 +52,14 @@ def cheapest(atoms: Atoms, source: Sharding, target: Sharding, axes: SubMesh) ->
 
 def _limits(space: StepGraph, source: Sharding, target: Sharding) -> StepLimits:
     pairs = list(zip(source.splits, target.splits, strict=True))
-    # The major axes that an atom has in both layouts stay where they are.
+    # Major axes that an atom has in both shardings stay.
     fixed = tuple(common_axes(before, after) for before, after in pairs)
     kept = {axis for (split, _), count in zip(pairs, fixed, strict=True) for axis in split[:count]}
     kept |= source.partial & target.partial
     mentioned = {*source.axes, *target.axes}
     active = tuple(axis for axis in space.axes if axis in mentioned and axis not in kept)
-    # A sum is made only where the target wants one, and then for good. To pad with zeros and reduce them again would
-    # send less at times, but takes buffers of the full size.
+    # A step makes a partial sum only along axes that the target sums over, and keeps it. To pad with zeros and reduce
+    # again would send less at times, but needs buffers of the full size.
     summed = frozenset(active) & target.partial
     cut = {atom for atom, ((s, t), count) in enumerate(zip(pairs, fixed, strict=True)) if s[count:] or t[count:]}
     # An atom that neither layout cuts may serve on the way: an axis that replicates then cuts it in order to send
@@ -71,12 +71,12 @@ def _limits(space: StepGraph, source: Sharding, target: Sharding) -> StepLimits:
 
 
 class _RemainingBound:
-    """What is at least still to be sent from some layout, so that ways that lead nowhere are not followed.
+    """Lower bound of the elements that remain to be sent from a sharding; it prunes the search.
 
-    Gathers send what they make a tensor grow by, or more. Sums are cheapest over the least that a rank can hold: then
-    every axis cuts the tensor. It holds for what all ranks would hold if shards were equally long, which is no more
-    than what the first rank does. A tensor is measured as if all axes that the target sums over cut it, because padding
-    costs nothing. Extents are pairs: how much a rank holds, in parts of an element; the ranks whose sums are still due.
+    A gather sends at least the growth of the local tensor. A reduction sends least on the smallest local tensor, that
+    with every axis splitting it. The bound assumes shards of equal length, which are at most as long as that of the
+    first rank. Axes that the target sums over count as splitting, because padding costs nothing. An extent is a pair:
+    local elements, in fractions 1 / `parts`, and the number of ranks whose sums are not reduced yet.
     """
 
     def __init__(self, space: StepGraph, limits: StepLimits, source: Sharding, target: Sharding) -> None:
@@ -107,9 +107,9 @@ class _RemainingBound:
         return (numel if kind is StepKind.ALL_REDUCE else numel // ranks), sums // ranks
 
     def with_rest(self, cost: _Cost, extent: tuple[int, int]) -> _Cost:
-        """Return the cost of a way so far, and of what is left at least."""
+        """Return the lower bound of a path: its cost so far and that of the rest."""
         numel, sums = extent
-        # Of sums the same, whatever the layout: what has been cut by then.
+        # All sums are reduced on the smallest local tensor, in whatever order.
         rest = self.least * (sums - 1) + max(0, self.goal - (self.least if sums > 1 else numel))
         if not rest:
             return cost

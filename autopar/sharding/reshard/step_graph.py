@@ -1,4 +1,4 @@
-"""The steps that lead from each layout of a tensor to others, made once for all conversions of tensors cut alike."""
+"""Graph of shardings and the steps between them, built once for all reshards of tensors with equal atoms."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from autopar.mesh import SubMesh
 from autopar.sharding.atoms import Atoms
-from autopar.sharding.sharding import Piece, Sharding, longest, nested
+from autopar.sharding.sharding import Sharding, longest, nested
 
 
 class StepKind(Enum):
-    """The order is the order of preference between equally cheap steps."""
+    """Kinds of steps, in the order of preference between equally cheap ones."""
 
     SLICE = "slice"
     KEEP_ONE = "keep_one"
@@ -25,7 +25,7 @@ class StepKind(Enum):
     REDUCE_SCATTER = "reduce_scatter"
     ALL_GATHER = "all_gather"
     ALL_TO_ALL = "all_to_all"
-    # Of no conversion: windows that slide along a split dim (convolutions) need the edges of the neighbours.
+    # In no reshard: windows along a split dim, as in convolutions, read the edges of the neighbours.
     HALO_EXCHANGE = "halo_exchange"
 
 
@@ -36,10 +36,10 @@ LOCAL = frozenset((StepKind.SLICE, StepKind.KEEP_ONE, StepKind.PAD))
 class Step:
     """One step of one direction.
 
-    `axes` are the axes it is over, major to minor as they cut `atom` where it cuts one; an all-to-all cuts `to_atom`
-    by `to_axes` instead (the same axes; the same atom where only their order changes). The numbers hold for the rank
-    that has most to do: `numel` is the size of the buffer that the collective works on (what is reduced, gathered or
-    exchanged, padding included), `sent_numel` what a bandwidth-optimal algorithm sends of it.
+    `axes` are the axes of the collective, major to minor as they split `atom`. An all-to-all splits `to_atom` by
+    `to_axes` instead: the same axes, and the same atom where only their order changes. Numbers hold for the busiest
+    rank: `numel` elements in the buffer that is reduced, gathered or exchanged, padding included. A bandwidth-optimal
+    algorithm sends `sent_numel` of them.
     """
 
     kind: StepKind
@@ -54,7 +54,7 @@ class Step:
 
     @property
     def local(self) -> bool:
-        """Whether it sends nothing."""
+        """Return whether the step sends nothing."""
         return self.kind in LOCAL
 
     def __str__(self) -> str:
@@ -68,36 +68,34 @@ _RANK = {kind: rank for rank, kind in enumerate(StepKind)}
 
 
 class StepEdge(NamedTuple):
-    """A step as the search sees it. Sets of axes are numbers with a bit for each, layouts the places in a list."""
+    """Step as an edge of the graph; sets of axes are bit masks, shardings are positions in a list."""
 
     after: int
-    # Among equally cheap steps.
+    # Order among equally cheap steps, so that the path does not depend on hashes.
     rank: tuple[int, ...]
     sent: int
     collectives: int
-    # How many take part.
     axes: int
-    # Which ones do.
     mask: int
     step: Step
 
 
 class StepLimits(NamedTuple):
-    """The steps that some conversion may take."""
+    """Steps that one reshard may take."""
 
-    # The axes that change.
+    # Mask of the axes whose state changes.
     active: int
-    # Those of them that the target sums over.
+    # Mask of those along which the target is partial.
     summed: int
-    # By atom, how many of its major axes stay.
+    # By atom, the number of its major axes that stay.
     fixed: tuple[int, ...]
-    # The atoms that may be cut.
+    # Atoms that may be split.
     cut: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class _OutgoingSteps:
-    """All steps from one layout: those that reduce sums; by atom, those that cut it and those that move its pieces."""
+    """Steps from one sharding: reductions of sums; by atom, slices of it and moves of its pieces."""
 
     reductions: tuple[StepEdge, ...]
     slices: Mapping[int, tuple[StepEdge, ...]]
@@ -131,7 +129,7 @@ class StepGraph:
         return found
 
     def steps_from(self, place: int, limits: StepLimits) -> tuple[StepEdge, ...]:
-        """Return those that may lead to the target."""
+        """Return the steps from a sharding that the limits allow."""
         key = place, limits
         found = self.allowed.get(key)
         if found is None:
@@ -180,7 +178,7 @@ def _orders(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 class _StepMaker:
-    """Makes the steps from one layout."""
+    """Builder of the steps from one sharding."""
 
     def __init__(self, space: StepGraph, layout: Sharding) -> None:
         self.space = space
@@ -224,9 +222,11 @@ class _StepMaker:
         return prod(self._extent(atom, split) for atom, split in splits if atom not in leave_out)
 
     def _from_pieces(self, atom: int, axes: tuple[str, ...]) -> list[Step]:
-        """What can be done with the most minor axes of an atom."""
+        """Return the steps over the most minor axes of an atom: all-gather, pad and all-to-alls."""
         layout = self.layout
-        joined = _joined(layout, atom, axes)
+        joined = Sharding(
+            tuple(split[: -len(axes)] if i == atom else split for i, split in enumerate(layout.splits)), layout.partial
+        )
         chunk = self._local_numel(layout)
         numel = chunk * self._ranks(axes)
         found = [
@@ -265,7 +265,7 @@ class _StepMaker:
         to_atom: int,
         to_axes: tuple[str, ...],
     ) -> int:
-        """What the busiest rank of an all-to-all sends: all that it holds but what it holds afterwards too."""
+        """Return the elements that the busiest rank of an all-to-all sends: all but those that it keeps."""
         extent = self._extent(atom, before.splits[atom][: -len(axes)])
         other = None if to_atom == atom else self._extent(to_atom, before.splits[to_atom])
         sizes, order = tuple(self.axes[axis] for axis in axes), tuple(axes.index(axis) for axis in to_axes)
@@ -274,32 +274,26 @@ class _StepMaker:
 
 @lru_cache(maxsize=65536)
 def _busiest(extent: int, other: int | None, sizes: tuple[int, ...], order: tuple[int, ...]) -> int:
-    """Return the most that one rank sends when pieces of one extent are exchanged for pieces of another, or in another order.
+    """Return the most that one rank sends when it exchanges pieces of one extent for pieces of another.
 
-    Ranks at 0 of all other axes have the longest pieces of what those cut, so only the axes of the exchange count.
+    Without another extent only the order of the pieces changes. Ranks at 0 of all other axes have the longest pieces,
+    so only the axes of the exchange count.
     """
     busiest = 0
     for place in product(*map(range, sizes)):
         held = nested(extent, zip(sizes, place, strict=True))
         wanted = nested(extent if other is None else other, [(sizes[i], place[i]) for i in order])
-        sent = held[1] - _overlap(held, wanted) if other is None else held[1] * (other - wanted[1])
-        busiest = max(busiest, sent)
+        if other is None:
+            overlap = max(0, min(sum(held), sum(wanted)) - max(held[0], wanted[0]))
+            busiest = max(busiest, held[1] - overlap)
+        else:
+            busiest = max(busiest, held[1] * (other - wanted[1]))
     return busiest
-
-
-def _overlap(one: Piece, other: Piece) -> int:
-    return max(0, min(one[0] + one[1], other[0] + other[1]) - max(one[0], other[0]))
 
 
 def _cut(layout: Sharding, atom: int, axes: tuple[str, ...]) -> Sharding:
     splits = list(layout.splits)
     splits[atom] += axes
-    return Sharding(tuple(splits), layout.partial)
-
-
-def _joined(layout: Sharding, atom: int, axes: tuple[str, ...]) -> Sharding:
-    splits = list(layout.splits)
-    splits[atom] = splits[atom][: -len(axes)]
     return Sharding(tuple(splits), layout.partial)
 
 
