@@ -168,8 +168,8 @@ def layouts_of(
             operands.append(None)
         elif operand is None:
             operands.append(Sharding.replicated(atoms_of(tensor)))
-        elif (layout := _layout(node, operand, tensor, choice, position)) is not None:
-            operands.append(layout)
+        elif (sharding := _sharding(node, operand, tensor, choice, position)) is not None:
+            operands.append(sharding)
         else:
             return None
     outputs: list[Sharding | None] = []
@@ -178,14 +178,14 @@ def layouts_of(
         outputs.append(None)
         if operand is None or tensor is None:
             continue
-        layout = _layout(node, operand, tensor, choice, None)
-        if layout is None:
+        sharding = _sharding(node, operand, tensor, choice, None)
+        if sharding is None:
             return None
-        outputs[-1] = layout
+        outputs[-1] = sharding
     return tuple(operands[: len(node.operands)]), tuple(outputs)
 
 
-def _layout(
+def _sharding(
     node: NamedNode, operand: Operand, tensor: NamedTensor, choice: Choice, position: int | None
 ) -> Sharding | None:
     sites = sites_of(node, operand, tensor)

@@ -20,44 +20,44 @@ from autopar.sharding.atoms import Atoms
 from autopar.sharding.sharding import Sharding
 
 
-def to_placements(layout: Sharding, atoms: Atoms, axes: SubMesh, tensor: str = "the tensor") -> tuple[Placement, ...]:
+def to_placements(sharding: Sharding, atoms: Atoms, axes: SubMesh, tensor: str = "the tensor") -> tuple[Placement, ...]:
     """Return one placement per axis of the mesh, or raise E4 naming `tensor`. Broadcast becomes replicated."""
-    layout.check(atoms, axes)
+    sharding.check(atoms, axes)
     dims = {atom: dim for dim, members in enumerate(atoms.members) for atom in members}
     placements: list[Placement] = []
     for axis in axes:
-        atom = layout.atom(axis)
+        atom = sharding.atom(axis)
         if atom is None:
-            placements.append(Partial() if axis in layout.partial else Replicate())
+            placements.append(Partial() if axis in sharding.partial else Replicate())
             continue
-        stride = _stride(layout, atoms, axes, axis, dims[atom])
-        _check_even(layout, atoms, axes, dims[atom], tensor)
+        stride = _stride(sharding, atoms, axes, axis, dims[atom])
+        _check_even(sharding, atoms, axes, dims[atom], tensor)
         placements.append(Shard(dims[atom]) if stride == 1 else _StridedShard(dims[atom], split_factor=stride))
     return tuple(placements)
 
 
-def _stride(layout: Sharding, atoms: Atoms, axes: SubMesh, axis: str, dim: int) -> int:
+def _stride(sharding: Sharding, atoms: Atoms, axes: SubMesh, axis: str, dim: int) -> int:
     """Return the number of blocks of a dim, after the cuts of earlier mesh axes, in each of which the axis cuts."""
     order = list(axes)
     earlier = set(order[: order.index(axis)])
     stride = 1
     for atom in atoms.members[dim]:
-        split = layout.splits[atom]
+        split = sharding.splits[atom]
         if axis in split:
             return stride * prod(axes[major] for major in split[: split.index(axis)] if major not in earlier)
         stride *= atoms.sizes[atom] // prod(axes[major] for major in split if major in earlier)
-    raise AssertionError(f"axis '{axis}' does not split dim {dim} in {layout}")
+    raise AssertionError(f"axis '{axis}' does not split dim {dim} in {sharding}")
 
 
-def _check_even(layout: Sharding, atoms: Atoms, axes: SubMesh, dim: int, tensor: str) -> None:
+def _check_even(sharding: Sharding, atoms: Atoms, axes: SubMesh, dim: int, tensor: str) -> None:
     # Uneven pieces are contiguous only if one atom is cut by axes in the order of the mesh.
     members = atoms.members[dim]
     places = {axis: place for place, axis in enumerate(axes)}
-    simple = len(members) == 1 and sorted(layout.splits[members[0]], key=places.__getitem__) == [
-        *layout.splits[members[0]]
+    simple = len(members) == 1 and sorted(sharding.splits[members[0]], key=places.__getitem__) == [
+        *sharding.splits[members[0]]
     ]
     for atom in members:
-        split = layout.splits[atom]
+        split = sharding.splits[atom]
         count, size = prod(axes[axis] for axis in split), atoms.sizes[atom]
         if not simple and size % count:
             why = (

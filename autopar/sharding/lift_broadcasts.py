@@ -65,12 +65,10 @@ class _Lifting:
             return False
         if not self.graph.tensors[name].requires_grad:
             return False
-        layouts = [
-            layout for layout in (*op_assignment.operands, *op_assignment.produced, *op_assignment.results) if layout
-        ]
-        if any(axis in layout.axes for layout in layouts) or any(
-            axis == used for used, _ in op_assignment.choice.passes
-        ):
+        shardings = (*op_assignment.operands, *op_assignment.produced, *op_assignment.results)
+        if any(sharding is not None and axis in sharding.axes for sharding in shardings):
+            return False
+        if any(axis == used for used, _ in op_assignment.choice.passes):
             return False
         if not all(self._takes_broadcast(user, name, axis, lifted) for user in self.users.get(name, ())):
             return False
@@ -98,8 +96,8 @@ class _Lifting:
 
     def _takes_broadcast(self, user: NamedNode, name: str, axis: str, lifted: dict[str, OpAssignment]) -> bool:
         operands = lifted.get(_only(user), self.ops[user.name]).operands
-        pairs = zip(user.operands, operands, strict=True)
-        return all(layout is not None and axis in layout.broadcast for operand, layout in pairs if operand == name)
+        uses = (use for operand, use in zip(user.operands, operands, strict=True) if operand == name)
+        return all(use is not None and axis in use.broadcast for use in uses)
 
 
 def _only(node: NamedNode) -> str:

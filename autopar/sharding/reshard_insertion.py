@@ -115,7 +115,7 @@ class _ReshardInserter:
         self.assignment = assignment
         self.whole_outputs = outputs == "full"
         self.local_inputs = local_inputs
-        self.layouts: dict[str, Sharding] = {}
+        self.shardings: dict[str, Sharding] = {}
         self.converted: set[tuple[str, Sharding]] = set()
         self.found: dict[tuple[Atoms, Sharding, Sharding], Reshard] = {}
 
@@ -124,7 +124,7 @@ class _ReshardInserter:
         for name, tensor in self.graph.tensors.items():
             if tensor.kind == "activation":
                 continue
-            stored = self.layouts[name] = self.assignment.stored[name]
+            stored = self.shardings[name] = self.assignment.stored[name]
             if tensor.kind == "input" and not self.local_inputs:
                 inputs[name] = self._convert(name, Sharding.replicated(atoms_of(tensor)), stored, "the inputs")
         ops = {node.name: self._op(node, self.assignment.ops[node.name]) for node in self.graph.nodes}
@@ -143,8 +143,8 @@ class _ReshardInserter:
     def _op(self, node: NamedNode, op_assignment: OpAssignment) -> OpReshards:
         before: list[InsertedReshard] = []
         operands = tuple(
-            None if name is None else (name, self._as(name, layout, node.name, before))
-            for name, layout in zip(node.operands, op_assignment.operands, strict=True)
+            None if name is None else (name, self._as(name, sharding, node.name, before))
+            for name, sharding in zip(node.operands, op_assignment.operands, strict=True)
         )
         split = split_of(self.graph, node, op_assignment.choice.splits, op_assignment.operands, self.assignment.axes)
         after: list[InsertedReshard] = []
@@ -155,7 +155,7 @@ class _ReshardInserter:
             assert wanted is not None, node.name
             if produced != wanted:
                 after.append(self._convert(name, produced, wanted, node.name))
-            self.layouts[name] = wanted
+            self.shardings[name] = wanted
         return OpReshards(operands, tuple(before), split, _messages(split), tuple(after))
 
     def _result(self, name: str, whole: bool, handed: list[InsertedReshard]) -> tuple[str, Sharding]:
@@ -165,12 +165,12 @@ class _ReshardInserter:
             wanted = Sharding.replicated(atoms_of(tensor))
         else:
             # Callers know no partial sums and no broadcasts.
-            wanted = Sharding(self.layouts[name].splits)
+            wanted = Sharding(self.shardings[name].splits)
         return name, self._as(name, wanted, "the outputs", handed)
 
     def _as(self, name: str, wanted: Sharding | None, op: str, made: list[InsertedReshard]) -> Sharding:
         """Return the sharding in which a value is used; add its reshard to `made` if no earlier op needed it."""
-        have = self.layouts[name]
+        have = self.shardings[name]
         if wanted is None or wanted == have:
             return have
         if (name, wanted) not in self.converted:

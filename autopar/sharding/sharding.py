@@ -77,11 +77,8 @@ class Sharding:
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Sharding, (
-            self.splits,
-            self.partial,
-            self.broadcast,
-        )  # without the hash: that of a str differs between processes
+        # The cached hash stays behind, because hashes of strings differ between processes.
+        return Sharding, (self.splits, self.partial, self.broadcast)
 
     @cached_property
     def value(self) -> Sharding:
@@ -94,7 +91,7 @@ class Sharding:
         return Sharding(self.splits, partial=self.broadcast, broadcast=self.partial)
 
     def without(self, axes: Iterable[str]) -> Sharding:
-        """This layout with some axes replicated."""
+        """Return this sharding with some axes replicated."""
         gone = frozenset(axes)
         if gone.isdisjoint(self.axes):
             return self

@@ -155,8 +155,7 @@ def _grant(
         if rival is not None and rival.rule.place.priority == claim.rule.place.priority:
             raise layout_error(
                 "E3",
-                f"the dims '{rival.dim}' and '{claim.dim}' of {tensor.name} both claim "
-                f"axis '{'*'.join(term.axes)}'",
+                f"the dims '{rival.dim}' and '{claim.dim}' of {tensor.name} both claim axis '{'*'.join(term.axes)}'",
                 "let one give way: a lower priority, as in 'seq -> tp | none !1'",
                 rival.rule.span,
                 claim.rule.span,
@@ -199,9 +198,7 @@ def _spread(
     return granted
 
 
-def _why_not(
-    atoms: Sequence[int], term: SplitTerm, tensor: HasAtoms, axes: SubMesh, rival: _AxisClaim | None
-) -> str:
+def _why_not(atoms: Sequence[int], term: SplitTerm, tensor: HasAtoms, axes: SubMesh, rival: _AxisClaim | None) -> str:
     if rival is not None:
         return f"axis '{'*'.join(term.axes)}' is taken by '{rival.dim}'"
     extents = " x ".join(str(tensor.atoms[i].size) for i in atoms)

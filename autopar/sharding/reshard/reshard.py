@@ -14,21 +14,26 @@ table serves both directions, because a gradient is a tensor with a sharding of 
 So R -> B sends nothing forward, and its backward, which takes a sum to one value, is an all-reduce. The two directions
 are planned one by one: the backward of S -> R is a slice, whichever way the forward took.
 
-The steps of a direction send the fewest elements over all orders, whatever the links: a shortest path, whose nodes are
-layouts, whose edges are steps, over one axis or over several at once. Only axes that the two layouts treat differently
-take part, so the communication stays on the axes that the user sees change.
+The steps of a direction send the fewest elements, whatever the links: a shortest path with shardings as nodes and steps
+over one or several axes as edges. Only axes whose state differs between source and target take part, so the
+communication stays on the axes that the user sees change.
+
+`ScaledReshards` finds the steps once for tensors that are cut alike. The path does not depend on dims that no axis
+splits, on axes that stay, or on the length of a dim that all axes divide. So one search on a small tensor serves many
+large ones, whose sizes are scaled.
 """
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 from autopar.mesh import SubMesh
 from autopar.sharding.atoms import Atoms
-from autopar.sharding.reshard.shortest_path import cheapest
-from autopar.sharding.reshard.step_graph import LOCAL, Step, StepKind
+from autopar.sharding.reshard.step_graph import LOCAL, Step, StepEdge, StepGraph, StepKind, StepLimits, step_space
 from autopar.sharding.sharding import Sharding, common_axes, longest
 
 __all__ = ["LOCAL", "Reshard", "ScaledReshards", "Step", "StepKind", "StepSize", "reshard", "steps"]
@@ -55,7 +60,7 @@ class Reshard:
 
 
 def reshard(atoms: Atoms, source: Sharding, target: Sharding, axes: SubMesh) -> Reshard:
-    """The cheapest steps from one layout to another and, for the gradient, back."""
+    """Return the cheapest steps from one sharding to another and, for the gradient, back."""
     return Reshard(
         atoms,
         SubMesh.of(axes),
@@ -67,7 +72,7 @@ def reshard(atoms: Atoms, source: Sharding, target: Sharding, axes: SubMesh) -> 
 
 
 def steps(atoms: Atoms, source: Sharding, target: Sharding, axes: SubMesh) -> tuple[Step, ...]:
-    """The cheapest steps from one layout to another, one direction only."""
+    """Return the cheapest steps from one sharding to another, one direction only."""
     source.check(atoms, axes)
     target.check(atoms, axes)
     # Along an axis of size 1 all states are the same.
@@ -112,8 +117,8 @@ class _ShardingChange(NamedTuple):
     others: tuple[int, ...]
     # Product of the sizes of the axes that change.
     ranks: int
-    before: frozenset[str]
     # Partial axes of one sharding that are not partial in the other.
+    before: frozenset[str]
     after: frozenset[str]
 
 
@@ -136,7 +141,7 @@ class ScaledReshards:
         if change is None:
             change = self.changes[source, target] = self._change(source, target)
         # Only these atoms matter: those whose splits differ, and the one that may be split on the way. The choice of
-        # this helper must equal that of `shortest_path._limits`.
+        # this helper must equal that of `_limits`.
         helper = min(change.others, key=lambda i: (sizes[i] % change.ranks != 0, -sizes[i], i), default=None)
         places = change.cut if helper is None else tuple(sorted((*change.cut, helper)))
         small, before, after = [], [], []
@@ -154,12 +159,15 @@ class ScaledReshards:
             before.append(source.splits[i][fixed:])
             after.append(target.splits[i][fixed:])
         key = tuple(small), tuple(before), tuple(after), change.before, change.after
-        legs = self.small.get(key)
-        if legs is None:
-            legs = self.small[key] = self._found(*key)
+        found = self.small.get(key)
+        if found is None:
+            atoms = Atoms(tuple(small), (1,) * len(small))
+            ends = Sharding(tuple(before), change.before), Sharding(tuple(after), change.after)
+            found = tuple(StepSize.of(step, atoms, self.axes) for step in steps(atoms, *ends, self.axes))
+            self.small[key] = found
         return tuple(
-            StepSize(leg.kind, leg.axes, leg.numel * scale, leg.local, leg.before * scale, leg.larger * scale)
-            for leg in legs
+            StepSize(step.kind, step.axes, step.numel * scale, step.local, step.before * scale, step.larger * scale)
+            for step in found
         )
 
     def _change(self, source: Sharding, target: Sharding) -> _ShardingChange:
@@ -172,14 +180,122 @@ class ScaledReshards:
         count = prod(self.axes[axis] for axis in {*source.axes, *target.axes} - still if axis in self.axes)
         return _ShardingChange(fixed, cut, others, count, source.partial - both, target.partial - both)
 
-    def _found(
-        self,
-        sizes: tuple[int, ...],
-        before: _Splits,
-        after: _Splits,
-        due_before: frozenset[str],
-        due_after: frozenset[str],
-    ) -> tuple[StepSize, ...]:
-        atoms = Atoms(sizes, (1,) * len(sizes))
-        found = steps(atoms, Sharding(before, due_before), Sharding(after, due_after), self.axes)
-        return tuple(StepSize.of(step, atoms, self.axes) for step in found)
+
+# -- shortest path -----------------------------------------------------------------------------------------------------
+
+
+# Compared from left to right: elements sent, collectives, axes that take part, steps. Ties go by the steps themselves.
+_Cost = tuple[int, int, int, int]
+_PathKey = tuple[tuple[int, ...], ...]
+
+
+@lru_cache(maxsize=65536)
+def cheapest(atoms: Atoms, source: Sharding, target: Sharding, axes: SubMesh) -> tuple[Step, ...]:
+    """Return the cheapest steps, by an A* search with shardings as nodes and steps as edges."""
+    space = step_space(atoms, axes)
+    limits = _limits(space, source, target)
+    bound = _RemainingBound(space, limits, source, target)
+    start, end = space.place(source), space.place(target)
+    zero: _Cost = (0, 0, 0, 0)
+    # Ordered by the lower bound of the whole path, then by the ranks of its steps, which start the key of every longer
+    # path. Two entries with equal cost and key do not occur, so no further field is compared.
+    queue: list[tuple[_Cost, _PathKey, int, tuple[Step, ...]]] = [(zero, (), start, ())]
+    least: dict[int, tuple[_Cost, _PathKey]] = {start: (zero, ())}
+    extents = {start: bound.extent(source)}
+    done: set[int] = set()
+    while queue:
+        _, key, place, path = heapq.heappop(queue)
+        if place == end:
+            return path
+        if place in done:
+            continue
+        done.add(place)
+        cost, extent = least[place][0], extents[place]
+        for edge in space.steps_from(place, limits):
+            total = (cost[0] + edge.sent, cost[1] + edge.collectives, cost[2] + edge.axes, cost[3] + 1)
+            known = least.get(edge.after)
+            if known is not None and known[0] < total:
+                continue
+            keys = (*key, edge.rank)
+            if known is None or (total, keys) < known:
+                least[edge.after] = total, keys
+                extents[edge.after] = reached = bound.after(extent, edge)
+                heapq.heappush(queue, (bound.with_rest(total, reached), keys, edge.after, (*path, edge.step)))
+    raise AssertionError(f"no steps lead from {source} to {target}")
+
+
+def _limits(space: StepGraph, source: Sharding, target: Sharding) -> StepLimits:
+    pairs = list(zip(source.splits, target.splits, strict=True))
+    # Major axes that an atom has in both shardings stay.
+    fixed = tuple(common_axes(before, after) for before, after in pairs)
+    kept = {axis for (split, _), count in zip(pairs, fixed, strict=True) for axis in split[:count]}
+    kept |= source.partial & target.partial
+    mentioned = {*source.axes, *target.axes}
+    active = tuple(axis for axis in space.axes if axis in mentioned and axis not in kept)
+    # A step makes a partial sum only along axes that the target sums over, and keeps it. To pad with zeros and reduce
+    # again would send less at times, but needs buffers of the full size.
+    summed = frozenset(active) & target.partial
+    cut = {atom for atom, ((s, t), count) in enumerate(zip(pairs, fixed, strict=True)) if s[count:] or t[count:]}
+    # An atom that neither sharding splits may be split on the way: an axis that replicates then sends less. One is
+    # enough, preferably one of even pieces, then the longest.
+    sizes, p = space.atoms.sizes, prod(space.axes[axis] for axis in active)
+    others = [atom for atom in range(len(sizes)) if atom not in cut]
+    cut.update(sorted(others, key=lambda atom: (sizes[atom] % p != 0, -sizes[atom], atom))[:1])
+    return StepLimits(space.mask(active), space.mask(summed), fixed, tuple(sorted(cut)))
+
+
+class _RemainingBound:
+    """Lower bound of the elements that remain to be sent from a sharding; it prunes the search.
+
+    A gather sends at least the growth of the local tensor. A reduction sends least on the smallest local tensor, that
+    with every axis splitting it. The bound assumes shards of equal length, which are at most as long as that of the
+    first rank. Axes that the target sums over count as splitting, because padding costs nothing. An extent is a pair:
+    local elements, in fractions 1 / `parts`, and the number of ranks whose sums are not reduced yet.
+    """
+
+    def __init__(self, space: StepGraph, limits: StepLimits, source: Sharding, target: Sharding) -> None:
+        self.space = space
+        self.limits = limits
+        self.ranks: dict[int, int] = {}
+        self.parts = prod(space.axes.values())
+        self.whole = prod(space.atoms.sizes) * self.parts
+        self.goal = self.extent(target)[0]
+        fixed = sum(space.mask(axes[:count]) for axes, count in zip(source.splits, limits.fixed, strict=True))
+        self.least = self.whole // self._ranks(fixed | limits.active)
+
+    def extent(self, sharding: Sharding) -> tuple[int, int]:
+        split = sum(map(self.space.mask, sharding.splits))
+        sums = self.space.mask(sharding.partial) & self.limits.active & ~self.limits.summed
+        return self.whole // self._ranks(split | self.limits.summed), self._ranks(sums)
+
+    def after(self, before: tuple[int, int], edge: StepEdge) -> tuple[int, int]:
+        kind = edge.step.kind
+        if kind not in _CHANGES_EXTENT:
+            return before
+        ranks = self._ranks(edge.mask & ~self.limits.summed)
+        numel, sums = before
+        if kind is StepKind.SLICE:
+            return numel // ranks, sums
+        if kind is StepKind.ALL_GATHER:
+            return numel * ranks, sums
+        return (numel if kind is StepKind.ALL_REDUCE else numel // ranks), sums // ranks
+
+    def with_rest(self, cost: _Cost, extent: tuple[int, int]) -> _Cost:
+        """Return the lower bound of a path: its cost so far and that of the rest."""
+        numel, sums = extent
+        # All sums are reduced on the smallest local tensor, in whatever order.
+        rest = self.least * (sums - 1) + max(0, self.goal - (self.least if sums > 1 else numel))
+        if not rest:
+            return cost
+        # Rounded down, because steps send whole elements. Any rest takes at least one collective over one axis.
+        return cost[0] + rest // self.parts, cost[1] + 1, cost[2] + 1, cost[3] + 1
+
+    def _ranks(self, mask: int) -> int:
+        found = self.ranks.get(mask)
+        if found is None:
+            sizes = (size for axis, size in self.space.axes.items() if mask & self.space.bits[axis])
+            found = self.ranks[mask] = prod(sizes)
+        return found
+
+
+_CHANGES_EXTENT = {StepKind.SLICE, StepKind.ALL_GATHER, StepKind.ALL_REDUCE, StepKind.REDUCE_SCATTER}

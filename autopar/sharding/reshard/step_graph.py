@@ -113,7 +113,7 @@ class StepGraph:
         self.axes = axes
         self.names = tuple(self.axes)
         self.bits = {axis: 1 << i for i, axis in enumerate(self.axes)}
-        self.layouts: list[Sharding] = []
+        self.shardings: list[Sharding] = []
         self.places: dict[Sharding, int] = {}
         self.made: dict[int, _OutgoingSteps] = {}
         self.allowed: dict[tuple[int, StepLimits], tuple[StepEdge, ...]] = {}
@@ -121,11 +121,11 @@ class StepGraph:
     def mask(self, axes: frozenset[str] | tuple[str, ...]) -> int:
         return sum(self.bits[axis] for axis in axes)
 
-    def place(self, layout: Sharding) -> int:
-        found = self.places.get(layout)
+    def place(self, sharding: Sharding) -> int:
+        found = self.places.get(sharding)
         if found is None:
-            found = self.places[layout] = len(self.layouts)
-            self.layouts.append(layout)
+            found = self.places[sharding] = len(self.shardings)
+            self.shardings.append(sharding)
         return found
 
     def steps_from(self, place: int, limits: StepLimits) -> tuple[StepEdge, ...]:
@@ -137,16 +137,16 @@ class StepGraph:
         return found
 
     def _allowed(self, place: int, limits: StepLimits) -> list[StepEdge]:
-        layout = self.layouts[place]
+        sharding = self.shardings[place]
         every = self.made.get(place)
         if every is None:
-            every = self.made[place] = _StepMaker(self, layout).steps()
-        sums = self.mask(layout.partial) & limits.active & ~limits.summed
-        same = limits.active & ~self.mask(layout.axes)
+            every = self.made[place] = _StepMaker(self, sharding).steps()
+        sums = self.mask(sharding.partial) & limits.active & ~limits.summed
+        same = limits.active & ~self.mask(sharding.axes)
         found = []
         kept = tuple(axis for axis in self.names if self.bits[axis] & same & limits.summed)
         if kept:
-            found.append(self.edge(Step(StepKind.KEEP_ONE, kept, None, layout, _partial(layout, kept))))
+            found.append(self.edge(Step(StepKind.KEEP_ONE, kept, None, sharding, _partial(sharding, kept))))
         if sums:
             found += [
                 one
@@ -156,7 +156,7 @@ class StepGraph:
         for atom in limits.cut:
             if same:
                 found += [one for one in every.slices[atom] if not one.mask & ~same]
-            movable = len(layout.splits[atom]) - limits.fixed[atom]
+            movable = len(sharding.splits[atom]) - limits.fixed[atom]
             for one in every.pieces[atom] if movable else ():
                 step = one.step
                 if one.axes > movable or (step.to_atom is not None and step.to_atom not in limits.cut):
@@ -180,25 +180,25 @@ def _orders(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
 class _StepMaker:
     """Builder of the steps from one sharding."""
 
-    def __init__(self, space: StepGraph, layout: Sharding) -> None:
+    def __init__(self, space: StepGraph, sharding: Sharding) -> None:
         self.space = space
         self.atoms, self.axes = space.atoms, space.axes
-        self.layout = layout
+        self.sharding = sharding
 
     def steps(self) -> _OutgoingSteps:
-        layout, places = self.layout, range(len(self.atoms.sizes))
-        sums = tuple(axis for axis in self.axes if axis in layout.partial)
-        split = {axis for axes in layout.splits for axis in axes}
-        same = tuple(axis for axis in self.axes if axis not in layout.partial and axis not in split)
+        sharding, places = self.sharding, range(len(self.atoms.sizes))
+        sums = tuple(axis for axis in self.axes if axis in sharding.partial)
+        split = {axis for axes in sharding.splits for axis in axes}
+        same = tuple(axis for axis in self.axes if axis not in sharding.partial and axis not in split)
         reductions = [self._all_reduce(axes) for count in range(1, len(sums) + 1) for axes in combinations(sums, count)]
         reductions += [self._reduce_scatter(atom, axes) for atom in places for axes in _orders(sums)]
         slices = {
-            atom: [Step(StepKind.SLICE, axes, atom, layout, _cut(layout, atom, axes)) for axes in _orders(same)]
+            atom: [Step(StepKind.SLICE, axes, atom, sharding, _cut(sharding, atom, axes)) for axes in _orders(same)]
             for atom in places
         }
         pieces: dict[int, list[Step]] = {}
         for atom in places:
-            held = layout.splits[atom]
+            held = sharding.splits[atom]
             for count in range(1, len(held) + 1):
                 pieces.setdefault(atom, []).extend(self._from_pieces(atom, held[-count:]))
         return _OutgoingSteps(
@@ -217,59 +217,52 @@ class _StepMaker:
         """Return the longest local extent of an atom."""
         return longest(self.atoms.sizes[atom], split, self.axes)
 
-    def _local_numel(self, layout: Sharding, leave_out: tuple[int, ...] = ()) -> int:
-        splits = enumerate(layout.splits)
+    def _local_numel(self, sharding: Sharding, leave_out: tuple[int, ...] = ()) -> int:
+        splits = enumerate(sharding.splits)
         return prod(self._extent(atom, split) for atom, split in splits if atom not in leave_out)
 
     def _from_pieces(self, atom: int, axes: tuple[str, ...]) -> list[Step]:
         """Return the steps over the most minor axes of an atom: all-gather, pad and all-to-alls."""
-        layout = self.layout
-        joined = Sharding(
-            tuple(split[: -len(axes)] if i == atom else split for i, split in enumerate(layout.splits)), layout.partial
-        )
-        chunk = self._local_numel(layout)
+        sharding = self.sharding
+        splits = list(sharding.splits)
+        splits[atom] = splits[atom][: -len(axes)]
+        joined = Sharding(tuple(splits), sharding.partial)
+        chunk = self._local_numel(sharding)
         numel = chunk * self._ranks(axes)
         found = [
-            Step(StepKind.ALL_GATHER, axes, atom, layout, joined, numel=numel, sent_numel=numel - chunk),
-            Step(StepKind.PAD, axes, atom, layout, _partial(joined, axes)),
+            Step(StepKind.ALL_GATHER, axes, atom, sharding, joined, numel=numel, sent_numel=numel - chunk),
+            Step(StepKind.PAD, axes, atom, sharding, _partial(joined, axes)),
         ]
         for to_atom in range(len(self.atoms.sizes)):
             for to_axes in permutations(axes):
                 if to_atom != atom or to_axes[0] != axes[0]:
                     after = _cut(joined, to_atom, to_axes)
-                    sent = self._exchanged(layout, after, atom, axes, to_atom, to_axes)
-                    kind = StepKind.ALL_TO_ALL
-                    found.append(Step(kind, axes, atom, layout, after, to_atom, to_axes, numel=chunk, sent_numel=sent))
+                    sent = self._exchanged(atom, axes, to_atom, to_axes)
+                    ends = sharding, after, to_atom, to_axes
+                    found.append(Step(StepKind.ALL_TO_ALL, axes, atom, *ends, numel=chunk, sent_numel=sent))
         return found
 
     def _all_reduce(self, axes: tuple[str, ...]) -> Step:
-        layout = self.layout
-        after = Sharding(layout.splits, layout.partial - set(axes))
-        numel, ranks = self._local_numel(layout), self._ranks(axes)
+        sharding = self.sharding
+        after = Sharding(sharding.splits, sharding.partial - set(axes))
+        numel, ranks = self._local_numel(sharding), self._ranks(axes)
         sent = -(-2 * (ranks - 1) * numel // ranks)
-        return Step(StepKind.ALL_REDUCE, axes, None, layout, after, numel=numel, sent_numel=sent)
+        return Step(StepKind.ALL_REDUCE, axes, None, sharding, after, numel=numel, sent_numel=sent)
 
     def _reduce_scatter(self, atom: int, axes: tuple[str, ...]) -> Step:
-        layout = self.layout
-        after = _cut(Sharding(layout.splits, layout.partial - set(axes)), atom, axes)
+        sharding = self.sharding
+        after = _cut(Sharding(sharding.splits, sharding.partial - set(axes)), atom, axes)
         chunk = self._local_numel(after)
         numel = chunk * self._ranks(axes)
-        return Step(StepKind.REDUCE_SCATTER, axes, atom, layout, after, numel=numel, sent_numel=numel - chunk)
+        return Step(StepKind.REDUCE_SCATTER, axes, atom, sharding, after, numel=numel, sent_numel=numel - chunk)
 
-    def _exchanged(
-        self,
-        before: Sharding,
-        after: Sharding,
-        atom: int,
-        axes: tuple[str, ...],
-        to_atom: int,
-        to_axes: tuple[str, ...],
-    ) -> int:
+    def _exchanged(self, atom: int, axes: tuple[str, ...], to_atom: int, to_axes: tuple[str, ...]) -> int:
         """Return the elements that the busiest rank of an all-to-all sends: all but those that it keeps."""
-        extent = self._extent(atom, before.splits[atom][: -len(axes)])
-        other = None if to_atom == atom else self._extent(to_atom, before.splits[to_atom])
+        splits = self.sharding.splits
+        extent = self._extent(atom, splits[atom][: -len(axes)])
+        other = None if to_atom == atom else self._extent(to_atom, splits[to_atom])
         sizes, order = tuple(self.axes[axis] for axis in axes), tuple(axes.index(axis) for axis in to_axes)
-        return _busiest(extent, other, sizes, order) * self._local_numel(before, (atom, to_atom))
+        return _busiest(extent, other, sizes, order) * self._local_numel(self.sharding, (atom, to_atom))
 
 
 @lru_cache(maxsize=65536)
@@ -291,11 +284,11 @@ def _busiest(extent: int, other: int | None, sizes: tuple[int, ...], order: tupl
     return busiest
 
 
-def _cut(layout: Sharding, atom: int, axes: tuple[str, ...]) -> Sharding:
-    splits = list(layout.splits)
+def _cut(sharding: Sharding, atom: int, axes: tuple[str, ...]) -> Sharding:
+    splits = list(sharding.splits)
     splits[atom] += axes
-    return Sharding(tuple(splits), layout.partial)
+    return Sharding(tuple(splits), sharding.partial)
 
 
-def _partial(layout: Sharding, axes: tuple[str, ...]) -> Sharding:
-    return Sharding(layout.splits, layout.partial | set(axes))
+def _partial(sharding: Sharding, axes: tuple[str, ...]) -> Sharding:
+    return Sharding(sharding.splits, sharding.partial | set(axes))
