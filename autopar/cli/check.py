@@ -91,16 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _promises(layout: Layout) -> Iterator[tuple[str, str, SourceSpan | None]]:
     """The statements that promise something, but for limits of memory: text, kind, place."""
-    from autopar.sharding.layout.printer import print_statement
-    from autopar.sharding.layout.syntax import Guard, Limit, Same
+    from autopar.sharding.layout.syntax import Contract, print_statement
 
     for one in layout:
-        if isinstance(one, Guard):
-            yield print_statement(one), one.action, one.span
-        elif isinstance(one, Same):
-            yield print_statement(one), "same", one.span
-        elif isinstance(one, Limit):
-            yield print_statement(one), one.quantity, one.span
+        if isinstance(one, Contract):
+            yield print_statement(one), one.kind, one.span
 
 
 def _contracts(layout: Layout, plan: Plan) -> Iterator[_Contract]:
@@ -109,12 +104,12 @@ def _contracts(layout: Layout, plan: Plan) -> Iterator[_Contract]:
     from autopar.plans.format import bytes_text
     from autopar.sharding.contracts import check_contracts
     from autopar.sharding.layout.language import Layout
-    from autopar.sharding.layout.syntax import Guard, Limit, Same
+    from autopar.sharding.layout.syntax import Contract
     from autopar.sharding.reshard_insertion import conversions
 
     decided = plan.decided
     sent = conversions(plan.graph, decided.assignment, decided.outputs, decided.local_inputs)
-    statements = [one for one in layout if isinstance(one, Guard | Same | Limit)]
+    statements = [one for one in layout if isinstance(one, Contract)]
     for one, (text, kind, span) in zip(statements, _promises(layout), strict=True):
         alone = Layout((one,), layout.name)
         why: str | None = None

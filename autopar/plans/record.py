@@ -18,7 +18,7 @@ from autopar.plans.text.glob_cover import skeleton
 from autopar.plans.text.to_layout import WrittenLayout, written
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.printer import print_statement
+from autopar.sharding.layout.syntax import print_statement
 from autopar.sharding.reshard_insertion import StepCollective, conversions
 from autopar.sharding.sharding import Sharding
 from autopar.solver.progress import relative_gap

@@ -23,8 +23,7 @@ from autopar.plans.text.to_layout import choice_words
 from autopar.sharding.assignment import Assignment, StepPlan
 from autopar.sharding.choices import Choice, can_split, layouts_of
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.printer import print_statement
-from autopar.sharding.layout.syntax import Axes, Block, DimRule, Kind, OpPin, Pin, PinState, Scope
+from autopar.sharding.layout.syntax import Axes, Block, DimRule, Kind, OpPin, Pin, PinState, Scope, print_statement
 from autopar.sharding.propagation import redecide, restored
 
 __all__ = ["MOST_PRICED", "Alternative", "alternatives", "forced", "shown"]

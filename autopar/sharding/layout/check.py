@@ -16,13 +16,15 @@ from autopar.sharding.layout.syntax import (
     GatherStatement,
     Guard,
     Hole,
+    Let,
     MeshStatement,
     OpPin,
+    OverAxes,
     Pin,
-    Same,
     Scope,
     SplitTerm,
     Statement,
+    tensor_globs,
 )
 
 
@@ -91,15 +93,10 @@ def _check_names(statement: Statement, words: LayoutWords, axes: SubMesh, any_di
         if scope.glob is not None:
             what = "tensor" if scope.kind is None else f"tensor of the kind {scope.kind}"
             _check_glob(what, scope.glob, words.of_kind(scope.kind), span)
-    if isinstance(statement, Pin):
-        _check_glob("tensor", statement.glob, words.of_kind(None), span)
-    elif isinstance(statement, Same):
-        _check_glob("tensor", statement.left, words.of_kind(None), span)
-        _check_glob("tensor", statement.right, words.of_kind(None), span)
-    elif isinstance(statement, GatherStatement) and statement.action == "recompute":
+    for glob in tensor_globs(statement):
+        _check_glob("tensor", glob, words.of_kind(None), span)
+    if isinstance(statement, GatherStatement) and statement.action == "recompute":
         _check_glob("repeated layer", statement.glob, words.layers, span)
-    elif isinstance(statement, GatherStatement):
-        _check_glob("tensor", statement.glob, words.of_kind(None), span)
     elif isinstance(statement, OpPin):
         _check_glob("op", statement.glob, words.ops, span)
         for op in (op for op in words.ops if glob_matches(statement.glob, op)):
@@ -148,7 +145,7 @@ def _axes(statement: Statement) -> Iterator[tuple[str, SourceSpan | None]]:
         yield from ((axis, statement.span) for state in statement.states for axis in state.axes)
     elif isinstance(statement, OpPin):
         yield from ((axis, statement.span) for _, axes in statement.choice for axis in axes)
-    elif isinstance(statement, Guard):
+    elif isinstance(statement, OverAxes) and not isinstance(statement, Let):  # a `let` is checked where it is used
         yield from ((axis, statement.span) for axis in statement.axes)
 
 

@@ -9,10 +9,17 @@ from pathlib import Path
 from autopar.errors import AutoparError, LayoutError
 from autopar.mesh import Mesh
 from autopar.sharding.layout.parser import LayoutParser
-from autopar.sharding.layout.printer import print_statement
 from autopar.sharding.layout.source import layout_error, read_text
 from autopar.sharding.layout.substitute_axes import expand_lets, replace_axes
-from autopar.sharding.layout.syntax import Axes, DimRule, Limit, MeshStatement, Statement, StrategyStatement
+from autopar.sharding.layout.syntax import (
+    Axes,
+    DimRule,
+    Limit,
+    MeshStatement,
+    Statement,
+    StrategyStatement,
+    print_statement,
+)
 
 
 @dataclass(frozen=True)

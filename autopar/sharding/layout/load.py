@@ -11,7 +11,7 @@ from autopar.files import data_folder
 from autopar.mesh import SubMesh
 from autopar.sharding.layout.language import Layout, parse_layout, parse_strategy_call
 from autopar.sharding.layout.source import unknown_name
-from autopar.sharding.layout.syntax import Block, DimRule, Guard, Hole, Let, OpPin, Pin, SplitTerm
+from autopar.sharding.layout.syntax import Block, DimRule, Hole, OpPin, OverAxes, Pin, SplitTerm
 
 
 def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
@@ -121,7 +121,7 @@ def axes_of(layout: Layout) -> tuple[str, ...]:
             found.extend(axis for state in statement.states for axis in state.axes)
         elif isinstance(statement, OpPin):
             found.extend(axis for _, axes in statement.choice for axis in axes)
-        elif isinstance(statement, Guard | Let):
+        elif isinstance(statement, OverAxes):
             found.extend(statement.axes)
     return tuple(dict.fromkeys(found))
 

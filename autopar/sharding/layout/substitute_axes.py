@@ -11,12 +11,12 @@ from autopar.sharding.layout.syntax import (
     Axes,
     Block,
     DimRule,
-    Guard,
     Hole,
     Let,
     MeshStatement,
     NotSplit,
     OpPin,
+    OverAxes,
     Pin,
     PinState,
     SplitTerm,
@@ -50,9 +50,6 @@ def replace_axes(statement: Statement, meaning: Mapping[str, Axes]) -> Statement
     Without their axes `tp` is `none`, `tp?` is `?`, and guards and pinned states are gone.
     """
     match statement:
-        case Let(axes=axes, span=span):
-            named = _replaced(axes, meaning, span)
-            return replace(statement, axes=named) if named else None
         case DimRule():
             return _rule(statement, meaning)
         case Block(rules=rules):
@@ -65,9 +62,9 @@ def replace_axes(statement: Statement, meaning: Mapping[str, Axes]) -> Statement
             chosen = [(factor, _replaced(axes, meaning, span)) for factor, axes in choice]
             split = tuple((factor, axes) for factor, axes in chosen if axes)
             return replace(statement, choice=split) if split else None
-        case Guard(axes=axes, span=span):
-            over = _replaced(axes, meaning, span)
-            return replace(statement, axes=over) if over else None
+    if isinstance(statement, OverAxes):
+        over = _replaced(statement.axes, meaning, statement.span)
+        return replace(statement, axes=over) if over else None
     return statement
 
 

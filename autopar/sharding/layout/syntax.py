@@ -1,4 +1,7 @@
-"""The layout language as values: what a layout says, statement by statement."""
+"""Statements of the layout language as frozen values, and their text in normal form.
+
+The normal form has one statement a line and `->` for arrows; a long block has one rule a line.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Literal, get_args
 
 from autopar.mesh import Mesh
 from autopar.sharding.layout.source import SourceSpan
+from autopar.sharding.layout.tokens import format_percent, format_size
 
 Axes = tuple[str, ...]
 """A product of mesh axes, major to minor."""
@@ -150,6 +154,10 @@ class Same:
     right: str
     span: SourceSpan | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def kind(self) -> str:
+        return "same"
+
 
 @dataclass(frozen=True)
 class Guard:
@@ -161,6 +169,10 @@ class Guard:
     axes: Axes
     span: SourceSpan | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def kind(self) -> str:
+        return self.action
+
 
 @dataclass(frozen=True)
 class Limit:
@@ -171,8 +183,109 @@ class Limit:
     percent: float | None = None
     span: SourceSpan | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def kind(self) -> str:
+        return self.quantity
 
-Statement = (
-    StrategyStatement | MeshStatement | Let | DimRule | Block | Pin | OpPin | GatherStatement | Same | Guard | Limit
-)
-"""A `DimRule` that stands by itself is a bare rule."""
+
+# Checked on every plan; `kind` is the word for one in reports.
+Contract = Guard | Same | Limit
+
+# Statements with one product of mesh axes in `axes`: `let` names and strategy axes are substituted there.
+OverAxes = Let | Guard
+
+# A `DimRule` that stands by itself is a bare rule.
+Statement = StrategyStatement | MeshStatement | OverAxes | DimRule | Block | Pin | OpPin | GatherStatement | Contract
+
+
+def tensor_globs(statement: Statement) -> tuple[str, ...]:
+    """Return the patterns of a statement that must match the name of a tensor of any kind."""
+    match statement:
+        case Pin(glob=glob) | GatherStatement(action="keep" | "regather", glob=glob):
+            return (glob,)
+        case Same(left=left, right=right):
+            return left, right
+    return ()
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+WIDTH = 120
+
+
+def print_statement(statement: Statement) -> str:
+    """One statement, without the end of its line."""
+    match statement:
+        case StrategyStatement(name, description):
+            return f"strategy {name}" + ("" if description is None else f" {_quoted(description)}")
+        case MeshStatement(mesh):
+            return f"mesh {', '.join(map(str, mesh.declared))}"
+        case Let(name, axes):
+            return f"let {name} = {print_axes(axes)}"
+        case DimRule():
+            return _rule(statement)
+        case Block():
+            return _block(statement)
+        case Pin(glob, rules, states):
+            added = "".join(f" + {state.state}({print_axes(state.axes)})" for state in states)
+            return f"@{glob}[{', '.join(map(_rule, rules))}]{added}"
+        case OpPin(glob, choice, uneven=uneven):
+            return f"op @{glob}[{', '.join(_factor(*one, one[0] in uneven) for one in choice)}]"
+        case GatherStatement(action, glob, level):
+            return f"{action} {level} @{glob}" if level else f"{action} @{glob}"
+        case Same(left, right):
+            return f"same @{left} @{right}"
+        case Guard(action, collective, scope, axes):
+            return f"{action} {collective}({print_scope(scope)}) over {print_axes(axes)}"
+        case Limit():
+            return f"limit {statement.quantity} {_amount(statement)}"
+
+
+def print_axes(axes: Axes) -> str:
+    return "*".join(axes)
+
+
+def print_place(place: TensorPattern) -> str:
+    terms = " | ".join(map(_term, place.terms))
+    return f"{terms} !{place.priority}" if place.priority else terms
+
+
+def print_scope(scope: Scope) -> str:
+    dims = f"[{', '.join(scope.dims)}]" if scope.dims else ""
+    return f"{scope.kind or ''}{dims}" + ("" if scope.glob is None else f"@{scope.glob}")
+
+
+def _rule(rule: DimRule) -> str:
+    dims = rule.dims[0] if len(rule.dims) == 1 else f"({', '.join(rule.dims)})"
+    return f"{dims} -> {print_place(rule.place)}"
+
+
+def _factor(factor: str, axes: Axes, uneven: bool) -> str:
+    return f"{factor} -> {print_axes(axes)}" + (" pad" if uneven else "")
+
+
+def _term(term: Term) -> str:
+    if isinstance(term, NotSplit):
+        return "none"
+    if isinstance(term, Hole):
+        return f"?{{{', '.join(map(print_axes, term.candidates))}}}" if term.candidates else "?"
+    return print_axes(term.axes) + ("?" if term.extends else "") + (" pad" if term.pad else "")
+
+
+def _block(block: Block) -> str:
+    scopes = ", ".join(map(print_scope, block.scopes))
+    rules = [_rule(rule) for rule in block.rules]
+    line = f"{scopes} {{ {', '.join(rules)} }}"
+    return line if len(line) <= WIDTH else "\n".join([f"{scopes} {{", *(f"  {rule}" for rule in rules), "}"])
+
+
+def _amount(limit: Limit) -> str:
+    if limit.size_bytes is not None:
+        return format_size(limit.size_bytes)
+    assert limit.percent is not None, "a limit is a size or a percentage"
+    return format_percent(limit.percent)
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

@@ -22,7 +22,7 @@ from autopar.sharding.atoms import atoms_of
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.contracts import is_guarded, layout_text, passes_halo
 from autopar.sharding.layout.matching import glob_matches
-from autopar.sharding.layout.syntax import Guard, Limit, Same
+from autopar.sharding.layout.syntax import Contract, Guard, Limit, Same
 from autopar.sharding.lowered_ops import split_of
 from autopar.sharding.sharding import Sharding
 from autopar.solver.arrays import Floats
@@ -40,7 +40,7 @@ Broken = tuple[tuple[str, str, frozenset[str]], ...]
 def promised(model: Model, bound_layout: BoundLayout, tables: CostTables) -> Model:
     """The model with what breaks a promise forbidden."""
     statements = bound_layout.given.statements
-    if not any(isinstance(one, Guard | Same | Limit) for one in statements):
+    if not any(isinstance(one, Contract) for one in statements):
         return model
     return _Contracts(model, bound_layout, tables).run()
 

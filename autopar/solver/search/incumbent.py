@@ -12,15 +12,12 @@ from autopar.errors import AutoparWarning, LayoutError
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.contracts import check_contracts
-from autopar.sharding.layout.syntax import Guard, Limit, Same
+from autopar.sharding.layout.syntax import Contract
 from autopar.sharding.reshard_insertion import conversions
 from autopar.solver.progress import Progress
 from autopar.solver.setting import PlanningProblem
 
 __all__ = ["Incumbent"]
-
-CONTRACTS = (Guard, Limit, Same)
-"""Statements about the whole of a plan: they are checked on each that would be the best."""
 
 
 class Incumbent:
@@ -77,7 +74,7 @@ class Incumbent:
     def keeps_contracts(self, plan: StepPlan) -> bool:
         """Whether a plan does what the layout says of the whole; if not, `broken` says what it breaks."""
         layout = self.bound_layout.given
-        if not any(isinstance(statement, CONTRACTS) for statement in layout):
+        if not any(isinstance(statement, Contract) for statement in layout):
             return True
         sent = conversions(self.setting.graph, plan.assignment, plan.outputs, plan.local_inputs)
         with warnings.catch_warnings():
