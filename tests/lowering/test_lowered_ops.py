@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import autopar
 from autopar.mesh import Mesh
+from autopar.sharding.lowered_ops import lowered_ops
 from tests.gaps import number
 from tests.runtime.launcher import launch
 
@@ -68,7 +69,7 @@ def check(case: Case) -> tuple[float, dict[tuple[str, str], int], int]:
         pairs.append((parameter.grad, gradient.full_tensor()))
     for one, other in pairs:
         worst = max(worst, number((one - other).detach().abs().max() / one.detach().abs().max().clamp_min(1e-6)))
-    node = next(node for node in parallel.graph.nodes if node.op in autopar.sharding.lowered_ops.LOWERINGS)
+    node = next(node for node in parallel.graph.nodes if node.op in lowered_ops())
     own = [item for item in parallel.emitted.inserted if item.op == node.name and item.tensor == node.operands[0]]
     steps = [(way, step) for item in own for way, step in item.collectives()]
     counts = Counter((way, step.kind.value) for way, step in steps)

@@ -85,6 +85,13 @@ def dims_of(split: LoweredOpContext) -> dict[str, int]:
     return {factor: next(i for i, term in enumerate(operand.terms) if factor in term) for factor in split.factors}
 
 
+def whole_dims(node: NamedNode) -> tuple[int, ...]:
+    """Return the dims of the first operand whose factors the rule keeps whole."""
+    operand = node.rule.operands[0]
+    assert operand is not None, node.name
+    return tuple(i for i, term in enumerate(operand.terms) if node.rule.whole.intersection(term))
+
+
 def largest_of(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     """The largest along a dim, of a shard that may have none."""
     if x.shape[dim]:

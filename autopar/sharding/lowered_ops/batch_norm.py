@@ -57,3 +57,9 @@ class BatchNorm:
 
 def _moved(running: Tensor, value: Tensor, momentum: float) -> Tensor:
     return (1 - momentum) * running + momentum * value.to(running.dtype)
+
+
+LOWERED_OPS = {
+    "aten._native_batch_norm_legit_functional.default": BatchNorm(),
+    "aten._native_batch_norm_legit.no_stats": BatchNorm(),
+}

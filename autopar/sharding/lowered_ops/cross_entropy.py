@@ -75,3 +75,6 @@ class CrossEntropy:
         if given["reduction"] == MEAN:
             loss = loss / counted.sum()
         return loss.to(split.dtype)
+
+
+LOWERED_OPS = {"aten.cross_entropy_loss.default": CrossEntropy()}

@@ -184,3 +184,10 @@ class HaloExchange:
         steps = (step,) if most else ()
         found = Reshard(Atoms.plain(shape), split.mesh, layout, layout, steps, steps)
         return cls(found, split.dtype.itemsize, split.differentiable, stretch)
+
+
+LOWERED_OPS = {
+    **{f"aten.conv{n}d.{overload}": Window() for n in (1, 2, 3) for overload in ("default", "padding")},
+    "aten.convolution.default": Window(),
+    **{f"aten.{kind}_pool{n}d.default": Window() for n in (1, 2, 3) for kind in ("max", "avg")},
+}

@@ -12,7 +12,7 @@ from torch import Tensor
 from autopar.ir.values import NamedNode
 from autopar.rules.notation import FactorKind
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
-from autopar.sharding.lowered_ops.base import LoweredOpContext, OpMessage, Send, total, widened
+from autopar.sharding.lowered_ops.base import LoweredOpContext, OpMessage, Send, total, whole_dims, widened
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Moments:
         return True
 
     def messages(self, split: LoweredOpContext) -> tuple[OpMessage, ...]:
-        dims = _reduced(split.node)
+        dims = whole_dims(split.node)
         rows = tuple(1 if i in dims else size for i, size in enumerate(split.shape))
         return total(split, rows, shared=False), total(split, rows, shared=False)
 
@@ -35,7 +35,7 @@ class Moments:
         self, split: LoweredOpContext, local: LocalCall, pieces: Mapping[str, FactorSlice], sends: tuple[Send, ...]
     ) -> Any:
         x: Tensor = local.arguments["self"].to(widened(split.dtype))
-        dims = _reduced(split.node)
+        dims = whole_dims(split.node)
         count = prod(split.node.sizes[factor] for factor in _whole(split.node))
         correction = local.arguments.get("correction", int(local.arguments.get("unbiased", True)))
         freedom = max(count - (1 if correction is None else correction), 0)
@@ -53,7 +53,13 @@ def _whole(node: NamedNode) -> tuple[str, ...]:
     return tuple(factor for factor, kind in node.rule.kinds.items() if kind is FactorKind.WHOLE)
 
 
-def _reduced(node: NamedNode) -> tuple[int, ...]:
-    operand = node.rule.operands[0]
-    assert operand is not None, node.name
-    return tuple(i for i, term in enumerate(operand.terms) if node.rule.whole.intersection(term))
+LOWERED_OPS = {
+    f"aten.{name}.{overload}": op
+    for name, op in {
+        "var": Moments(),
+        "var_mean": Moments(with_mean=True),
+        "std": Moments(root=True),
+        "std_mean": Moments(root=True, with_mean=True),
+    }.items()
+    for overload in ("correction", "dim")
+}

@@ -75,3 +75,11 @@ class RmsNorm:
         normed = x * torch.rsqrt(sends[0](x.square().sum(dims, keepdim=True)) / count + eps)
         normed = (normed if given["weight"] is None else normed * given["weight"]).to(split.dtype)
         return normed if len(split.node.outputs) == 1 else (normed, None)
+
+
+LOWERED_OPS = {
+    "aten.layer_norm.default": LayerNorm(),
+    "aten.native_layer_norm.default": LayerNorm(),
+    "aten.rms_norm.default": RmsNorm(),
+    "aten._fused_rms_norm.default": RmsNorm(),
+}

@@ -53,3 +53,11 @@ class Softmax:
         exponentials = x.exp()
         spread = added(exponentials.sum(dim, keepdim=True))
         return (x - spread.log() if self.log else exponentials / spread).to(result)
+
+
+LOWERED_OPS = {
+    "aten.softmax.int": Softmax(),
+    "aten._softmax.default": Softmax(),
+    "aten.log_softmax.int": Softmax(log=True),
+    "aten._log_softmax.default": Softmax(log=True),
+}
