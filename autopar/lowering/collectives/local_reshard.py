@@ -6,6 +6,7 @@ The collectives are the functional ones and are waited for at once, which `torch
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.collectives.wire_dtypes import as_bytes, is_known, restored, summed_in
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
 
-__all__ = ["LocalReshard", "convert", "send", "send_all"]
+__all__ = ["SENDERS", "LocalReshard", "convert", "send", "send_all"]
 
 
 @dataclass(frozen=True)
@@ -104,23 +105,43 @@ def _exchange(move: LocalStep, x: Tensor) -> Tensor:
 
 
 def send(move: LocalStep, buffer: Tensor) -> Tensor:
-    """Start the collective on the flat buffer; what comes back may be read after `wait_tensor` only."""
-    ops = torch.ops._c10d_functional
-    sent: Tensor
+    """Start the collective of a step on its flat buffer; read the result after `wait_tensor` only."""
     moved = move.kind in (StepKind.ALL_GATHER, StepKind.ALL_TO_ALL)
     if moved and not is_known(buffer.dtype, gathered=move.kind is StepKind.ALL_GATHER):
         size = buffer.element_size()
         sent_sizes, received = (tuple(size * count for count in counts) for counts in (move.sent, move.received))
         return send(replace(move, sent=sent_sizes, received=received), as_bytes(buffer)).view(buffer.dtype)
-    if move.kind is StepKind.ALL_REDUCE:
-        sent = ops.all_reduce(buffer, "sum", move.group)
-    elif move.kind is StepKind.ALL_GATHER:
-        sent = ops.all_gather_into_tensor(buffer, move.ranks, move.group)
-    elif move.kind is StepKind.REDUCE_SCATTER:
-        sent = ops.reduce_scatter_tensor(buffer, "sum", move.ranks, move.group)
-    else:
-        sent = ops.all_to_all_single(buffer, list(move.received), list(move.sent), move.group)
+    return SENDERS[move.kind](move, buffer)
+
+
+def _all_reduce(move: LocalStep, buffer: Tensor) -> Tensor:
+    sent: Tensor = torch.ops._c10d_functional.all_reduce(buffer, "sum", move.group)
     return sent
+
+
+def _all_gather(move: LocalStep, buffer: Tensor) -> Tensor:
+    sent: Tensor = torch.ops._c10d_functional.all_gather_into_tensor(buffer, move.ranks, move.group)
+    return sent
+
+
+def _reduce_scatter(move: LocalStep, buffer: Tensor) -> Tensor:
+    sent: Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(buffer, "sum", move.ranks, move.group)
+    return sent
+
+
+def _all_to_all(move: LocalStep, buffer: Tensor) -> Tensor:
+    ops = torch.ops._c10d_functional
+    sent: Tensor = ops.all_to_all_single(buffer, list(move.received), list(move.sent), move.group)
+    return sent
+
+
+# The function that starts each collective; the library of the process group chooses its algorithm.
+SENDERS: Mapping[StepKind, Callable[[LocalStep, Tensor], Tensor]] = {
+    StepKind.ALL_REDUCE: _all_reduce,
+    StepKind.ALL_GATHER: _all_gather,
+    StepKind.REDUCE_SCATTER: _reduce_scatter,
+    StepKind.ALL_TO_ALL: _all_to_all,
+}
 
 
 def send_all(move: LocalStep, buffers: list[Tensor]) -> list[Tensor]:
