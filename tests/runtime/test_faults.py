@@ -20,6 +20,7 @@ import autopar
 from autopar.errors import AutoparError
 from autopar.lowering.collectives.process_groups import Groups, device_mesh
 from autopar.mesh import Mesh
+from autopar.sharding.layout.load import strategy_names
 from examples.gpt import gpt
 from tests.runtime.launcher import endings, launch
 
@@ -147,7 +148,7 @@ def report_limits(folder: str) -> None:
 ATTENTION = "@blocks.0.attention/scaled_dot_product_attention"
 
 NAMES = "fix: the names are"
-STRATEGIES = "ddp, fsdp, fsdp_tp, gshard_moe, megatron, megatron_sp, spatial, zero1"
+STRATEGIES = ", ".join(strategy_names())
 
 MESSAGES = {
     "unknown dim": (
