@@ -1,7 +1,7 @@
-"""A hook of mkdocs: pages of the repository outside docs/ become pages of the site, and links to them lead there.
+"""Hook of mkdocs: add pages of the repository outside docs/ to the site, and adapt links between pages.
 
-The pages are written to be read in the repository. Links that lead to pages of the site are turned to where these are;
-links to other files (a layout, an example) keep their words and lose their link.
+The pages are written for readers of the repository. Links to pages of the site are adapted; links to other files (a
+layout, an example) become plain text.
 """
 
 from __future__ import annotations
@@ -24,22 +24,34 @@ OUTSIDE = {
 LINK = re.compile(r"\[(?P<words>[^][]+)\]\((?P<target>[^()\s]+)\)")
 
 
+STRATEGIES = re.compile(r"<!-- list of strategies.*?-->")
+STRATEGY_LINE = re.compile(r'^strategy (?P<name>\w+) "(?P<description>.*)"$', re.MULTILINE)
+
+
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages from outside, under names of their own."""
+    """Add the pages of `OUTSIDE` to the site."""
     for source, page in OUTSIDE.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+        content = STRATEGIES.sub(strategy_table(), (ROOT / source).read_text())
+        files.append(File.generated(config, page, content=content))
     return files
 
 
+def strategy_table() -> str:
+    """Return a table of the shipped strategies, from the `strategy` lines of their files."""
+    lines = [STRATEGY_LINE.search(path.read_text()) for path in sorted((ROOT / "strategies").glob("*.lay"))]
+    rows = [f"| `{line['name']}` | {line['description']} |" for line in lines if line is not None]
+    return "\n".join(["| strategy | what it does |", "|---|---|", *rows])
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn the links of one page."""
+    """Adapt the links of one page."""
     sources = {site: ROOT / source for source, site in OUTSIDE.items()}
     place = sources.get(page.file.src_uri, DOCS / page.file.src_uri)
     return LINK.sub(lambda link: turned(link, place.parent), markdown)
 
 
 def turned(link: re.Match[str], folder: Path) -> str:
-    """A link as the site has it; one that leads nowhere is left, so that a strict build finds it."""
+    """Return a link as the site needs it; a broken link stays, so that a strict build reports it."""
     file, hash_sign, anchor = link["target"].partition("#")
     path = (folder / file).resolve()
     if "://" in file or not file or not path.exists():
