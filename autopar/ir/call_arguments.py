@@ -1,4 +1,4 @@
-"""The arguments of a call, bound to the parameters of `forward`, as one nested value."""
+"""Arguments of a call: bound to the parameters of `forward`, flattened, and checked for shared memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bind(
     inputs: tuple[Any, ...] | Mapping[str, Any],
     error: type[AutoparError] = TraceError,
 ) -> dict[str, Any]:
-    """Arguments by parameter name, those of `*args` as `args.0` ... and of `**kwargs` under their own names."""
+    """Return the arguments by parameter name: those of `*args` as `args.0` ..., of `**kwargs` by their own names."""
     if isinstance(inputs, Mapping):
         args, kwargs = (), dict(inputs)
     elif isinstance(inputs, tuple):
@@ -47,9 +47,12 @@ def bind_call(
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as mismatch:
+        # Annotations and defaults would hide the names.
+        expected = ", ".join(str(parameter).split(":")[0].split("=")[0] for parameter in signature.parameters.values())
+        given = [*([f"{len(args)} positional"] if args else []), *kwargs]
         raise error(
-            f"the inputs do not fit {owner}.forward{_short(signature)}: {mismatch}. "
-            f"Given: {_given(args, kwargs)}. Add the missing argument or take out the extra one."
+            f"the inputs do not fit {owner}.forward({expected}): {mismatch}. "
+            f"Given: {', '.join(given) or 'nothing'}. Add the missing argument or take out the extra one."
         ) from mismatch
     flat: dict[str, Any] = {}
     for name, value in bound.arguments.items():
@@ -57,6 +60,7 @@ def bind_call(
         if kind is inspect.Parameter.VAR_POSITIONAL:
             flat.update({f"{name}.{i}": item for i, item in enumerate(value)})
         elif kind is inspect.Parameter.VAR_KEYWORD:
+            # The order of keywords means nothing to the callee, and must not make two calls differ.
             flat.update(sorted(value.items()))
         else:
             flat[name] = value
@@ -64,23 +68,21 @@ def bind_call(
 
 
 def plain_call(signature: inspect.Signature, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The inverse of `bind`: (args, kwargs) that call `forward` with these arguments."""
+    """Return the (args, kwargs) that call `forward` with these arguments: the inverse of `bind`."""
     args: list[Any] = []
     kwargs = dict(arguments)
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [parameter.name for parameter in signature.parameters.values() if parameter.kind in kinds]
     for parameter in signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             rest = [name for name in kwargs if name.startswith(f"{parameter.name}.")]
-            if rest:  # then everything before stands in its place
-                args = [kwargs.pop(name) for name in _positional(signature) if name in kwargs]
+            if rest:
+                # Python fills `*args` only after all positional parameters.
+                args += [kwargs.pop(name) for name in positional if name in kwargs]
             args.extend(kwargs.pop(name) for name in rest)
         elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY and parameter.name in kwargs:
             args.append(kwargs.pop(parameter.name))
     return args, kwargs
-
-
-def _positional(signature: inspect.Signature) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in signature.parameters.values() if parameter.kind in kinds]
 
 
 def flatten_arguments(arguments: dict[str, Any], owner: str, error: type[AutoparError] = TraceError) -> Flattened:
@@ -91,7 +93,7 @@ def flatten_arguments(arguments: dict[str, Any], owner: str, error: type[Autopar
 
 
 def without_defaults(signature: inspect.Signature, node: Mapped) -> Mapped:
-    """The arguments without those that say what `forward` says by itself, to compare two calls."""
+    """Return the arguments that differ from the defaults of `forward`, to compare two calls."""
     kept = []
     for name, child in zip(node.keys, node.children, strict=True):
         parameter = signature.parameters.get(name)
@@ -99,18 +101,6 @@ def without_defaults(signature: inspect.Signature, node: Mapped) -> Mapped:
             kept.append((name, child))
     keys = tuple(name for name, _ in kept)
     return Mapped(node.kind, keys, tuple(child for _, child in kept), node.number, node.template)
-
-
-def _short(signature: inspect.Signature) -> str:
-    return (
-        "(" + ", ".join(str(parameter).split(":")[0].split("=")[0] for parameter in signature.parameters.values()) + ")"
-    )
-
-
-def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    parts = [f"{len(args)} positional"] if args else []
-    parts.extend(kwargs)
-    return ", ".join(parts) or "nothing"
 
 
 # -- shared memory -----------------------------------------------------------------------------------------------------
@@ -135,11 +125,13 @@ def check_overlaps(
 ) -> None:
     """Raise if a tensor that the forward changes in place shares memory with another input.
 
-    `changed` are names of `inputs` or of `state`, the model's parameters and buffers.
+    `changed` are names of `inputs` or of `state`, the model's parameters and buffers. A traced graph takes every input
+    as a tensor of its own, so it cannot follow a change of one in another; without changes, sharing is harmless.
     """
     given = set(map(_storage, inputs.values()))
     for name in changed:
         own = inputs[name] if name in inputs else state[name]
+        # Overlaps within the model's own state are those of the trace, which has them as aliases.
         if name not in inputs and _storage(own) not in given:
             continue
         others = {**(state if name in inputs else {}), **inputs}
@@ -159,11 +151,12 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     if one.layout is not torch.strided:
         return True
     if one.dtype != other.dtype:
-        return True  # views of other dtypes of one storage: not worth working out
+        return True  # views of other dtypes of one storage are rare: assume the worst
     begin, end = max(_first(one), _first(other)), min(_last(one), _last(other))
     if begin > end:
         return False
-    # Columns of one table lie between each other: mark the elements of the one, and look for them in the other.
+    # Strided views of one storage, such as columns of a table, interleave: mark the elements of one, look for them in
+    # the other.
     marks = torch.zeros(max(_last(one), _last(other)) + 1, dtype=torch.bool)
     marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
     return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())

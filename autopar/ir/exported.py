@@ -1,4 +1,4 @@
-"""What the tracer hands on: one flat functional graph, and how to call it as the model is called."""
+"""Result of an export: one flat functional graph, and the description of a call of the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Autocast:
 
 
 def autocast_state() -> tuple[Autocast, ...]:
-    """The autocast regions this call stands in; empty when there are none."""
+    """Return the autocast regions that are active; empty if there are none."""
     return tuple(
         Autocast(kind, torch.get_autocast_dtype(kind)) for kind in _DEVICE_TYPES if torch.is_autocast_enabled(kind)
     )
@@ -32,7 +32,7 @@ def autocast_state() -> tuple[Autocast, ...]:
 
 @contextmanager
 def entered(autocast: tuple[Autocast, ...], *, enabled: bool = True) -> Iterator[None]:
-    """Stand in these autocast regions, or (`enabled=False`) in none of them."""
+    """Enter the autocast regions, or leave them all (`enabled=False`)."""
     with ExitStack() as stack:
         for region in autocast:
             stack.enter_context(torch.autocast(region.device_type, region.dtype, enabled, cache_enabled=False))
@@ -41,7 +41,7 @@ def entered(autocast: tuple[Autocast, ...], *, enabled: bool = True) -> Iterator
 
 @dataclass(frozen=True)
 class Placeholder:
-    """One input of the graph: where its value comes from."""
+    """One input of the graph and the source of its value."""
 
     node: str
     kind: Literal["param", "buffer", "constant", "input"]
@@ -51,7 +51,7 @@ class Placeholder:
 
 @dataclass(frozen=True)
 class Mutation:
-    """A flat output that is written back after the call, into a buffer or into a tensor among the inputs."""
+    """Flat output that is copied after the call into a buffer or into an input tensor."""
 
     output: int
     target: str
@@ -60,21 +60,22 @@ class Mutation:
 
 @dataclass(frozen=True)
 class NodeOrigin:
-    """The place in the user's model that a node comes from (`node.meta["origin"]`)."""
+    """Place in the user's model that a node comes from (`node.meta["origin"]`)."""
 
     module_path: str
     module_call: int
     source: str
     source_code: str
+    # Number of the activation-checkpoint region; None outside of all regions.
     checkpoint: int | None
 
 
 @dataclass(frozen=True)
 class OutputTree:
-    """How to rebuild what the model returned.
+    """Structure of the model's result.
 
-    `node` describes the pair (result, containers among the arguments that the call changed); `reused` gives, for each
-    such container, its number in `node` -> its number among the arguments.
+    `node` describes the pair (result, containers among the arguments that the call changed). `reused` maps the number
+    of each such container in `node` to its number among the arguments.
     """
 
     node: Node
@@ -83,7 +84,7 @@ class OutputTree:
 
 @dataclass(frozen=True)
 class Exported:
-    """A traced model.
+    """Traced model.
 
     `graph_module` has one placeholder per entry of `placeholders`, functional ATen ops with high-level composites kept,
     and one output node: a flat tuple, first the mutations, then the tensors of `output_tree`.
@@ -92,6 +93,7 @@ class Exported:
     graph_module: torch.fx.GraphModule
     placeholders: tuple[Placeholder, ...]
     constants: Mapping[str, torch.Tensor]
+    # Other names of tied parameters and buffers -> the name that their placeholder has.
     aliases: Mapping[str, str]
     mutations: tuple[Mutation, ...]
     output_tree: OutputTree
@@ -99,4 +101,5 @@ class Exported:
     training: bool
     grad_enabled: bool
     autocast: tuple[Autocast, ...]
+    # Device of the model at export; factories of the graph that name it follow the module to another device.
     device: torch.device | None

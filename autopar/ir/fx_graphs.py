@@ -1,4 +1,4 @@
-"""Queries on the nodes of an fx graph, and the removal of dead ones."""
+"""Fx graphs: queries on nodes, removal of dead nodes, activation-checkpoint regions as calls."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ aten = torch.ops.aten
 
 
 def remove_dead(graph: Graph) -> None:
-    """Erase what nobody uses, except random ops: the next one would draw other numbers."""
+    """Erase nodes without users, except random ops."""
     for node in reversed(list(graph.nodes)):
+        # Without a random op the next one would draw other numbers than in the model.
         if node.op == "call_function" and not node.users and not is_random(node):
             graph.erase_node(node)
 
 
 def is_random(node: Node) -> bool:
-    """Whether a node draws random numbers."""
+    """Return True if a node draws random numbers."""
+    # Attention has no tag: it is random only with dropout.
     if node.target is aten.scaled_dot_product_attention.default:
         rate = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
         return bool(rate != 0.0)
@@ -29,7 +31,7 @@ def is_random(node: Node) -> bool:
 
 
 def is_factory(node: Node) -> bool:
-    """Whether a node makes a tensor out of nothing, on a device it may not name."""
+    """Return True if a node creates a tensor without operands, on a device that it may not name."""
     schema = getattr(node.target, "_schema", None)
     return (
         node.op == "call_function"
@@ -43,7 +45,10 @@ def is_factory(node: Node) -> bool:
 
 
 def with_checkpoints(graph: Graph) -> GraphModule:
-    """A module of `graph` (which is changed) whose regions are called through `torch.utils.checkpoint`."""
+    """Return a module of `graph` that calls its regions through `torch.utils.checkpoint`.
+
+    Export leaves only marks of the regions on the nodes. `graph` is changed.
+    """
     root = nn.Module()
     for number, nodes in list(checkpoint_regions(graph)):
         name = f"checkpoint_{number}"
@@ -56,7 +61,7 @@ def with_checkpoints(graph: Graph) -> GraphModule:
 
 
 def checkpoint_regions(graph: Graph) -> Iterator[tuple[int, list[Node]]]:
-    """Each region with its nodes: what stands between its first and its last node belongs to it."""
+    """Yield each region's number and nodes, from its first to its last node in the graph."""
     spans: dict[int, tuple[int, int]] = {}
     nodes = list(graph.nodes)
     for index, node in enumerate(nodes):
@@ -64,12 +69,13 @@ def checkpoint_regions(graph: Graph) -> Iterator[tuple[int, list[Node]]]:
         if origin is not None and origin.checkpoint is not None:
             first, _ = spans.get(origin.checkpoint, (index, index))
             spans[origin.checkpoint] = first, index
+    # Passes may insert unmarked nodes within a region; they belong to it.
     for number, (first, last) in spans.items():
         yield number, nodes[first : last + 1]
 
 
 def boundary(nodes: Sequence[Node]) -> tuple[list[Node], list[Node]]:
-    """The values that enter a region and those that leave it, in the order of their first use."""
+    """Return the values that enter a region and those that leave it, in the order of their first use."""
     inside = set(nodes)
     inputs = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
     return list(inputs), [node for node in nodes if any(user not in inside for user in node.users)]
@@ -78,7 +84,7 @@ def boundary(nodes: Sequence[Node]) -> tuple[list[Node], list[Node]]:
 def body_of(
     nodes: Sequence[Node], inputs: Sequence[Node], results: Sequence[Node], modules: Mapping[str, nn.Module]
 ) -> GraphModule:
-    """The nodes of a region as a module; `modules` are those that the graph calls."""
+    """Return the nodes of a region as a module; `modules` are those that the graph calls."""
     body = Graph()
     values = {source: body.placeholder(source.name) for source in inputs}
     for node in nodes:
@@ -89,13 +95,13 @@ def body_of(
 
 
 def call_checkpoint(graph: Graph, name: str, inputs: Sequence[Node]) -> Node:
-    """A call of the submodule `name` through `torch.utils.checkpoint`, where nodes are inserted now."""
+    """Insert a call of the submodule `name` through `torch.utils.checkpoint` at the current place."""
     region = graph.get_attr(name)
     return graph.call_function(checkpoint, (region, *inputs), {"use_reentrant": False, "preserve_rng_state": True})
 
 
 def put_call(graph: Graph, nodes: Sequence[Node], results: Sequence[Node], call: Node) -> None:
-    """Take a region's results from a call of it, and its nodes out of the graph."""
+    """Replace a region's results by those of a call, and erase its nodes."""
     following = call.next
     with graph.inserting_before(following):
         items = [graph.call_function(operator.getitem, (call, index)) for index in range(len(results))]

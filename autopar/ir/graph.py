@@ -1,4 +1,4 @@
-"""The named graph: what `autopar.trace` returns."""
+"""Named graph, the result of `autopar.trace`: its data, cached analyses and renderings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ from autopar.ir.values import AttentionNote, Dim, NamedNode, NamedTensor
 
 @dataclass(frozen=True, eq=False)
 class NamedGraph:
-    """A model's forward graph, with a rule for every op and a name for every dim."""
+    """Forward graph of a model, with a rule for every op and a name for every dim.
+
+        graph = autopar.trace(model, inputs)
+        print(graph)                         # repeated layers once
+        graph.dims["d_model"].size
+        graph.module()(*inputs)              # runs the traced graph
+
+    The analyses are cached: the graph never changes.
+    """
 
     model: nn.Module = field(repr=False)
     exported: Exported = field(repr=False)
@@ -35,7 +43,7 @@ class NamedGraph:
     repeats: tuple[RepeatedLayers, ...]
 
     def coverage(self) -> dict[str, int]:
-        """How many ops have a rule of the table, a discovered one, or none (and run replicated)."""
+        """Return the number of ops with a rule of the table, with a discovered rule, and without (replicated)."""
         counts = {"table": 0, "discovered": 0, "replicated": 0}
         for node in self.nodes:
             counts[node.source] += 1
@@ -46,12 +54,12 @@ class NamedGraph:
         return tuple(tensor for tensor in self.tensors.values() if tensor.kind == "param")
 
     def module(self) -> TracedModule:
-        """The graph as a module: same signature, parameters and results as the model."""
+        """Return the graph as a module with the signature, parameters and results of the model."""
         return TracedModule(self.model, self.exported)
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for equal graphs: ops, shapes, dtypes and rules in their order."""
+        """Return a hash of ops, shapes, dtypes and rules in their order; a plan stores it."""
         text = sha256()
         for tensor in self.tensors.values():
             text.update(f"{tensor} {tensor.shape} {tensor.dtype} {tensor.requires_grad}\n".encode())
@@ -61,13 +69,13 @@ class NamedGraph:
 
     @cached_property
     def saved(self) -> tuple[NamedTensor, ...]:
-        """The values that autograd keeps for the backward, exactly; a view counts as what it is a view of."""
+        """Return the values that autograd saves for the backward; a view counts as its base."""
         by_node = {tensor.node: tensor for tensor in self.tensors.values()}
         return tuple(by_node[name] for name in self._saves.values)
 
     @property
     def saved_inside(self) -> tuple[InternalSave, ...]:
-        """What ops keep for the backward beside the values of the graph (attention's logsumexp ...)."""
+        """Return saved tensors that are no values of the graph, such as the logsumexp of attention."""
         return self._saves.internal
 
     @cached_property
@@ -76,43 +84,56 @@ class NamedGraph:
 
     @cached_property
     def footprints(self) -> Mapping[str, Footprint]:
-        """What each op does to memory, by the name of its fx node; equal calls have one footprint."""
+        """Return the memory footprint of each op, by the name of its fx node; equal calls share one."""
         return footprints(self.exported)
 
     @cached_property
     def forms(self) -> Mapping[str, int]:
-        """By the name of each op a number, the same for ops that are equal but for names."""
-        return forms(self.nodes, self.tensors, self.passable_sums)
+        """Return a number for each op, by name; ops that differ only in names have equal numbers."""
+        return _forms(self.nodes, self.tensors, self.passable_sums)
 
     @cached_property
     def passable_sums(self) -> Mapping[str, frozenset[frozenset[int]]]:
-        """For each op the groups of operands in which it is linear and through which a sum may be held back."""
+        """Return the groups of operands of each op that may be partial sums together."""
         return passable_sums(self)
 
     @cached_property
     def shares(self) -> Mapping[str, float]:
-        """By scalar, where several are summed over ranks at once: what it counts of their collective."""
-        return shares_of_totals(self.nodes, self.tensors)
+        """Return the share of each scalar in the collective that adds up several of them at once."""
+        return _collective_shares(self.nodes, self.tensors)
 
     def __str__(self) -> str:
         return render_text(self)
 
     def to_json(self) -> dict[str, Any]:
-        """The graph as plain data (`autopar trace --json`)."""
+        """Return the graph as plain data (`autopar trace --json`)."""
         return render_json(self)
 
 
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
 def render_text(graph: NamedGraph) -> str:
-    """The named graph, each repeated layer once."""
+    """Return the named graph as text, each repeated layer once."""
+    hidden = _repeated_weights(graph)
+    weights = [
+        tensor
+        for tensor in graph.tensors.values()
+        if tensor.kind in ("param", "buffer", "constant") and tensor.name not in hidden
+    ]
+    inputs = [tensor for tensor in graph.tensors.values() if tensor.kind == "input"]
     blocks = [
         _header(graph),
         _dims(graph),
-        _values(graph, "input"),
-        _weights(graph),
+        _tensors("inputs", inputs),
+        _tensors("parameters and buffers", weights),
         _attention(graph),
         _ops(graph),
-        _unknown(graph),
     ]
+    without = (f"  {node.name}: {node.source}. {node.reason}" for node in graph.nodes if node.source != "table")
+    # Repeated layers have the same line many times.
+    if lines := list(dict.fromkeys(without)):
+        blocks.append("\n".join(["ops without a rule in the table", *lines]))
     return "\n\n".join(block for block in blocks if block)
 
 
@@ -123,21 +144,11 @@ def _header(graph: NamedGraph) -> str:
     mode = "train" if exported.training else "eval"
     lines = [
         f"{type(graph.model).__name__} ({mode} mode): {len(graph.nodes):,} ops, rules: {rules}",
-        f"{len(graph.parameters):,} parameters, {_count(_parameter_count(graph))} elements",
+        f"{len(graph.parameters):,} parameters, {_count(sum(prod(one.shape) for one in graph.parameters))} elements",
     ]
     for repeat in graph.repeats:
         lines.append(f"{repeat.count} times the same {repeat.period} ops: {_span(repeat.module_paths)}")
     return "\n".join(lines)
-
-
-def _parameter_count(graph: NamedGraph) -> int:
-    total = 0
-    for tensor in graph.parameters:
-        extent = 1
-        for size in tensor.shape:
-            extent *= size
-        total += extent
-    return total
 
 
 def _count(number: int) -> str:
@@ -147,7 +158,8 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _span(paths: tuple[str, ...]) -> str:
+def _span(paths: Iterable[str]) -> str:
+    """Return the first and the last of several module paths."""
     named = [path for path in paths if path]
     return f"{named[0]} ... {named[-1]}" if len(named) > 1 else "".join(named)
 
@@ -162,9 +174,9 @@ def _dims(graph: NamedGraph) -> str:
     return "dims\n" + _table(rows)
 
 
-def _values(graph: NamedGraph, kind: str) -> str:
-    rows = [(tensor.name, *_described(tensor)) for tensor in graph.tensors.values() if tensor.kind == kind]
-    return f"{kind}s\n{_table(rows)}" if rows else ""
+def _tensors(heading: str, tensors: Iterable[NamedTensor]) -> str:
+    rows = [(tensor.name, *_described(tensor)) for tensor in tensors]
+    return f"{heading}\n{_table(rows)}" if rows else ""
 
 
 def _described(tensor: NamedTensor) -> tuple[str, str]:
@@ -172,19 +184,8 @@ def _described(tensor: NamedTensor) -> tuple[str, str]:
     return " ".join(tensor.dims) or "scalar", f"{dtype} [{', '.join(map(str, tensor.shape))}]"
 
 
-def _weights(graph: NamedGraph) -> str:
-    """Parameters and buffers; those of repeated layers once."""
-    hidden = _repeated_weights(graph)
-    rows = [
-        (tensor.name, *_described(tensor))
-        for tensor in graph.tensors.values()
-        if tensor.kind in ("param", "buffer", "constant") and tensor.name not in hidden
-    ]
-    return f"parameters and buffers\n{_table(rows)}" if rows else ""
-
-
 def _repeated_weights(graph: NamedGraph) -> set[str]:
-    """Parameters that only the second and later layers of a repeat use."""
+    """Return the parameters that only the second and later layers of a repeat use."""
     shown: set[str] = set()
     hidden: set[str] = set()
     later = _later_layers(graph)
@@ -194,27 +195,26 @@ def _repeated_weights(graph: NamedGraph) -> set[str]:
 
 
 def _later_layers(graph: NamedGraph) -> set[str]:
-    """The ops of the second and later layers of each repeat."""
+    """Return the fx nodes of the second and later layers of each repeat."""
     return {name for repeat in graph.repeats for layer in repeat.layers[1:] for name in layer}
 
 
 def _attention(graph: NamedGraph) -> str:
-    """What is known of the masks of fused attention: equal calls in one line."""
+    """Return the masks of fused attention, equal calls in one line."""
     places: dict[str, list[str]] = {}
     for node in graph.nodes:
         if node.attention is not None:
             places.setdefault(str(node.attention), []).append(node.origin.module_path)
-    rows = [(text, f"{len(paths)} times" if len(paths) > 1 else "", _ends(paths)) for text, paths in places.items()]
+    rows = [
+        (text, f"{len(paths)} times" if len(paths) > 1 else "", _span(dict.fromkeys(paths)))
+        for text, paths in places.items()
+    ]
     return f"attention\n{_table(rows)}" if rows else ""
-
-
-def _ends(paths: list[str]) -> str:
-    """The first and the last place of several."""
-    return _span(tuple(dict.fromkeys(paths)))
 
 
 def _ops(graph: NamedGraph) -> str:
     later = _later_layers(graph)
+    # Layers list fx nodes; those without a rule (`getitem`) are no ops of the named graph.
     own = {node.node for node in graph.nodes}
     layers = [(repeat, [name for name in repeat.layers[0] if name in own]) for repeat in graph.repeats]
     begins = {names[0]: repeat for repeat, names in layers}
@@ -224,6 +224,7 @@ def _ops(graph: NamedGraph) -> str:
     for node in graph.nodes:
         if node.node in later:
             continue
+        # A frame around the first layer of each repeat stands for all of them.
         if node.node in begins:
             repeat = begins[node.node]
             lines.append(f"  ---- {repeat.count} times: {_span(repeat.module_paths)} ----")
@@ -245,21 +246,10 @@ def _op(graph: NamedGraph, node: NamedNode) -> str:
     dims, shape = _described(first) if first else ("", "")
     more = f" and {len(outputs) - 1} more" if len(outputs) > 1 else ""
     mark = "" if node.source == "table" else f"  [{node.source.upper()}]"
-    return f"    {short:<30} {dims:<34} {shape + more:<34} {_dims_of_rule(node)}{mark}"
-
-
-def _dims_of_rule(node: NamedNode) -> str:
-    """The rule without the clauses that only a program needs."""
-    dims, *clauses = str(node.rule).split("; ")
-    return "; ".join([dims, *(clause for clause in clauses if clause.split()[0] in ("mean", "max", "min", "halo"))])
-
-
-def _unknown(graph: NamedGraph) -> str:
-    lines = []
-    for node in graph.nodes:
-        if node.source != "table":
-            lines.append(f"  {node.name}: {node.source}. {node.reason}")
-    return "\n".join(["ops without a rule in the table", *dict.fromkeys(lines)]) if lines else ""
+    # The other clauses of a rule serve the program only, and would make most lines too long.
+    rule, *clauses = str(node.rule).split("; ")
+    shown = [clause for clause in clauses if clause.split()[0] in ("mean", "max", "min", "halo")]
+    return f"    {short:<30} {dims:<34} {shape + more:<34} {'; '.join([rule, *shown])}{mark}"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
@@ -268,8 +258,12 @@ def _table(rows: Sequence[tuple[str, ...]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+# -- JSON -------------------------------------------------------------------------------------------------------------
+
+
 def render_json(graph: NamedGraph) -> dict[str, Any]:
-    """The named graph as plain data; the format is documented in docs/tracing.md."""
+    """Return the named graph as plain data; docs/tracing.md documents the format."""
+    names = {node.node: node.name for node in graph.nodes}
     return {
         "model": type(graph.model).__name__,
         "training": graph.exported.training,
@@ -307,7 +301,12 @@ def render_json(graph: NamedGraph) -> dict[str, Any]:
             for n in graph.nodes
         ],
         "repeats": [
-            {"count": r.count, "period": r.period, "modules": list(r.module_paths), "layers": _layer_names(graph, r)}
+            {
+                "count": r.count,
+                "period": r.period,
+                "modules": list(r.module_paths),
+                "layers": [[names[name] for name in layer if name in names] for layer in r.layers],
+            }
             for r in graph.repeats
         ],
     }
@@ -318,17 +317,16 @@ def _attention_data(note: AttentionNote) -> dict[str, Any]:
     return {"mask": note.mask, "heads": note.heads, "band": band}
 
 
-def _layer_names(graph: NamedGraph, repeat: RepeatedLayers) -> list[list[str]]:
-    """The names of the ops of each layer, equal steps at equal places."""
-    names = {node.node: node.name for node in graph.nodes}
-    return [[names[name] for name in layer if name in names] for layer in repeat.layers]
+# -- analyses that need names ------------------------------------------------------------------------------------------
 
 
-# -- joint scalars -----------------------------------------------------------------------------------------------------
+def _collective_shares(nodes: Sequence[NamedNode], tensors: Mapping[str, NamedTensor]) -> Mapping[str, float]:
+    """Return the share of each scalar in the collective that adds up several, such as a loss and its target count.
 
-
-def shares_of_totals(nodes: Sequence[NamedNode], tensors: Mapping[str, NamedTensor]) -> Mapping[str, float]:
-    """By scalar, where several are summed at once: what it counts of their collective."""
+    The emitter delays a sum until its first use, and joins it with those that follow until then
+    (`autopar/lowering/passes/join_small_sums.py`). The plan decides which scalars are sums. The shares assume that all
+    of a group are, or none, so that the price of each does not depend on the others.
+    """
     first_use: dict[str, int] = {}
     for place, node in enumerate(nodes):
         for name in node.operands:
@@ -336,7 +334,11 @@ def shares_of_totals(nodes: Sequence[NamedNode], tensors: Mapping[str, NamedTens
     groups: list[list[str]] = []
     until = -1
     for place, node in enumerate(nodes):
-        for name in _scalars(node, tensors):
+        # An op that reads dims and returns a scalar sums over all of them: partial as soon as one of them is split.
+        reads_dims = any(operand is not None and operand.factors for operand in node.rule.operands)
+        for name in node.outputs if reads_dims else ():
+            if name is None or prod(tensors[name].shape) != 1:
+                continue
             used = first_use.get(name, len(nodes))
             if until < place:
                 groups.append([])
@@ -346,38 +348,25 @@ def shares_of_totals(nodes: Sequence[NamedNode], tensors: Mapping[str, NamedTens
     return MappingProxyType({name: 1 / len(group) for group in groups if len(group) > 1 for name in group})
 
 
-def _scalars(node: NamedNode, tensors: Mapping[str, NamedTensor]) -> list[str]:
-    """The results of an op that sums all that it reads: partial as soon as any of it is split."""
-    read = any(operand is not None and operand.factors for operand in node.rule.operands)
-    names = [name for name in node.outputs if name is not None]
-    return [name for name in names if read and prod(tensors[name].shape) == 1]
-
-
-# -- equal ops ---------------------------------------------------------------------------------------------------------
-
-
-def forms(
+def _forms(
     nodes: Iterable[NamedNode], tensors: Mapping[str, NamedTensor], passable: Mapping[str, Hashable]
 ) -> Mapping[str, int]:
-    """For each op a number: the same for equal ops with equal rules, on tensors that are cut alike.
+    """Return a number for each op; equal ops with equal rules on tensors with equal atoms have equal numbers.
 
-    Ops that differ in plain arguments (a number, a dim) have one number where their rules and sizes are the same, and
-    the sums that may pass through them (`passable`).
+    Plain arguments (a number, a dim) count only through the rule, the sizes and the sums that may pass (`passable`).
     """
     known: dict[Hashable, int] = {}
-    cuts = {name: _cut(tensor) for name, tensor in tensors.items()}
+    # Everything about a tensor that matters to its ops: all but its name and those of its dims.
+    kinds = {
+        name: (one.kind == "param", one.dtype, one.requires_grad, one.shape, tuple((a.dim, a.size) for a in one.atoms))
+        for name, one in tensors.items()
+    }
 
     def form(node: NamedNode) -> Hashable:
-        operands = tuple(None if name is None else (node.operands.index(name), cuts[name]) for name in node.operands)
-        outputs = tuple(None if name is None else cuts[name] for name in node.outputs)
+        operands = tuple(None if name is None else (node.operands.index(name), kinds[name]) for name in node.operands)
+        outputs = tuple(None if name is None else kinds[name] for name in node.outputs)
         sizes = tuple(node.sizes.items()), tuple(node.atoms.items())
         band = node.attention and node.attention.band
         return node.op, node.source, node.rule, sizes, operands, outputs, band, passable[node.name]
 
     return {node.name: known.setdefault(form(node), len(known)) for node in nodes}
-
-
-def _cut(tensor: NamedTensor) -> Hashable:
-    """What of a tensor matters to the ops that take or give it: all but its name and those of its dims."""
-    atoms = tuple((atom.dim, atom.size) for atom in tensor.atoms)
-    return tensor.kind == "param", tensor.dtype, tensor.requires_grad, tensor.shape, atoms

@@ -1,4 +1,4 @@
-"""Run a traced graph as it is: an `nn.Module` that is called as the model is called."""
+"""Modules that run a traced graph unchanged, with the signature and the parameters of the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.rules.shard_call.grouped_heads import repeat_masked_heads
 
 
 class TracedModule(nn.Module):
-    """The model's parameters and buffers, under their names, with the traced graph in place of its forward."""
+    """Module with the model's parameters and buffers, under their names, and the traced graph as its forward."""
 
     def __init__(self, model: nn.Module, exported: Exported) -> None:
         super().__init__()
@@ -32,7 +32,8 @@ class TracedModule(nn.Module):
 
 
 def _share(model: nn.Module, shell: nn.Module, shells: dict[int, nn.Module]) -> nn.Module:
-    """Give `shell` the tables of `model`, so that both see one set of tensors, also after `to_empty` or `to`."""
+    """Give `shell` the parameter and buffer tables of `model`, so that both see the same tensors."""
+    # The tables themselves are shared, because `to` and `to_empty` replace the tensors in them.
     shells[id(model)] = shell
     shell._parameters = model._parameters
     shell._buffers = model._buffers
@@ -45,7 +46,7 @@ def _share(model: nn.Module, shell: nn.Module, shells: dict[int, nn.Module]) -> 
 
 
 class TracedCall:
-    """One traced call: checks that it is called as it was traced, runs the graph, writes back what it changed."""
+    """One traced call: check that arguments and modes equal those of the trace, run the graph, copy mutations back."""
 
     def __init__(self, owner: str, model: nn.Module, exported: Exported) -> None:
         self.exported = exported
@@ -56,6 +57,7 @@ class TracedCall:
         pairs = zip(exported.placeholders, nodes, strict=True)
         self.inputs = {p.name: node.meta["val"] for p, node in pairs if p.kind == "input"}
         self.mutated = {mutation.target for mutation in exported.mutations}
+        # The graph and its constants, by the device of the module.
         self.placed: dict[torch.device | None, tuple[GraphModule, Mapping[str, torch.Tensor]]] = {}
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -70,18 +72,22 @@ class TracedCall:
         given = dict(zip(self.inputs, flat.tensors, strict=True))
         if self.mutated and not torch.compiler.is_compiling():
             check_overlaps(self.owner, self.mutated, given, tensors)
-        graph_module, constants = self.graph_on(_device_of(tensors, given))
+        devices = {tensor.device for tensor in (tensors or given).values()}
+        graph_module, constants = self.graph_on(devices.pop() if len(devices) == 1 else None)
         sources = {"param": tensors, "buffer": tensors, "constant": constants, "input": given}
         values = []
         for placeholder in exported.placeholders:
             value = self.local_value(sources[placeholder.kind][placeholder.name])
             if exported.grad_enabled and placeholder.name in self.mutated:
-                value = value.clone()  # the backward may read the old value after the new one is written
+                # The backward may read the old value after the new one is written.
+                value = value.clone()
             values.append(value)
-        with entered(exported.autocast, enabled=False):  # the graph has the casts in it already
+        # The graph already contains the casts of autocast.
+        with entered(exported.autocast, enabled=False):
             outputs = graph_module(*values)
         for mutation in exported.mutations:
             target = sources[mutation.kind][mutation.target]
+            # Autograd follows changes of inputs, but buffers must not keep the graph of a step alive.
             with torch.set_grad_enabled(torch.is_grad_enabled() and mutation.kind == "input"):
                 target.copy_(outputs[mutation.output])
         reused = {number: flat.containers[mine] for number, mine in exported.output_tree.reused.items()}
@@ -90,11 +96,11 @@ class TracedCall:
         return result
 
     def local_value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the graph takes of a tensor of the module or of the call: here all of it."""
+        """Return the part of a tensor of the module or of the call that the graph takes: here all of it."""
         return tensor
 
     def results(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What the caller gets of the graph's results: here the results."""
+        """Return the results for the caller: here those of the graph."""
         return outputs
 
     def _check_state(self, module: nn.Module) -> None:
@@ -125,15 +131,10 @@ class TracedCall:
                 )
 
     def graph_on(self, device: torch.device | None) -> tuple[GraphModule, Mapping[str, torch.Tensor]]:
-        """The graph and its constants for a model that stands on `device` now."""
+        """Return the graph and its constants for a module on `device`; None for several devices."""
         if device not in self.placed:
             self.placed[device] = _place(self.exported, device)
         return self.placed[device]
-
-
-def _device_of(tensors: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> torch.device | None:
-    devices = {tensor.device for tensor in (tensors or inputs).values()}
-    return devices.pop() if len(devices) == 1 else None
 
 
 def _place(exported: Exported, device: torch.device | None) -> tuple[GraphModule, dict[str, torch.Tensor]]:
@@ -142,6 +143,7 @@ def _place(exported: Exported, device: torch.device | None) -> tuple[GraphModule
     home = exported.device
     if home is not None and device is not None:
         for node in graph.nodes:
+            # Factories bake the device of the trace into the graph, or take the default device.
             moved = node.kwargs.get("device") == home
             if moved or (is_factory(node) and "device" not in node.kwargs):
                 node.update_kwarg("device", device)
@@ -152,6 +154,7 @@ def _place(exported: Exported, device: torch.device | None) -> tuple[GraphModule
                     "Register it as a buffer; then it gets its data with the model."
                 )
             constants[name] = tensor.to(device) if tensor.device == home else tensor
+    # CUDA's attention kernel with a mask takes no grouped heads.
     if device is not None:
         repeat_masked_heads(graph, device.type)
     return with_checkpoints(graph), constants

@@ -1,8 +1,8 @@
-"""Take any nested value apart into tensors and a frozen description, and put it together again.
+"""Flatten any nested value into tensors and a frozen description, and rebuild it.
 
-`torch.utils._pytree` needs every class registered; models pass dataclasses, `ModelOutput`s and cache objects that
-nobody registered. Here an object is its attributes, and a list, dict or object met twice is one object (so cycles
-end, too).
+`torch.utils._pytree` needs every class registered. Models pass dataclasses, `ModelOutput`s and cache objects that
+nobody registered. Here the children of an object are its attributes. A list, dict or object that occurs twice is one
+container, so cycles end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import copy
 import enum
 import math
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 
 
 class UnsupportedValueError(Exception):
-    """A value that holds something which cannot be taken apart; `path` says where."""
+    """A value contains an item, at `path`, that cannot be flattened."""
 
     def __init__(self, path: str, problem: str) -> None:
         super().__init__(f"{path}: {problem}" if path else problem)
@@ -31,45 +31,51 @@ class UnsupportedValueError(Exception):
 
 @dataclass(frozen=True)
 class TensorLeaf:
+    """Tensor number `index` of the flattened value."""
+
     index: int
 
 
 @dataclass(frozen=True, eq=False)
 class Constant:
+    """Value without tensors, kept as it is."""
+
     value: Any
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Constant) and _equal(self.value, other.value)
 
-    __hash__ = None  # type: ignore[assignment]  # the value may be unhashable
+    # The value may be unhashable.
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
 class Shared:
-    """The container with this number in the same value, met again."""
+    """Second occurrence of the container with this number in the same value."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Original:
-    """A container of the call's arguments (with its number there), met in what the call left behind."""
+    """Container of the arguments, by its number there, in a result of the call."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Items:
-    """A tuple (also named) or a list."""
+    """Tuple (also named) or list."""
 
     kind: type
     children: tuple[Node, ...]
+    # None for tuples: they are values, not containers that a call can change.
     number: int | None = None
 
 
 @dataclass(frozen=True)
 class Mapped:
-    """A dict; `template` is an empty one of the same class with the same attributes."""
+    """Dict; `template` is an empty one of the same class with the same attributes."""
 
     kind: type
     keys: tuple[Any, ...]
@@ -80,7 +86,7 @@ class Mapped:
 
 @dataclass(frozen=True)
 class Object:
-    """Any other object that holds tensors, or an argument whose attributes the call may set."""
+    """Any other object with tensors, or an argument whose attributes the call may set."""
 
     kind: type
     names: tuple[str, ...]
@@ -94,6 +100,8 @@ Node = TensorLeaf | Constant | Shared | Original | Items | Mapped | Object
 
 @dataclass(frozen=True)
 class Flattened:
+    """Flattened value: its tensors, the path of each, its structure, and its containers by number."""
+
     tensors: tuple[torch.Tensor, ...]
     paths: tuple[str, ...]
     node: Node
@@ -103,10 +111,10 @@ class Flattened:
 def flatten(
     value: Any, *, deep: bool, originals: Mapping[int, int] | None = None, kept: Collection[int] = ()
 ) -> Flattened:
-    """Take `value` apart.
+    """Flatten a value into tensors and a description of its structure.
 
-    `deep`: objects without tensors are taken apart too (arguments, which a call may fill), else only those whose id is
-    in `kept`. `originals`: id of a container of the arguments -> its number; such a container is not entered.
+    `deep`: flatten objects without tensors too (arguments, which a call may fill), else only those whose id is in
+    `kept`. `originals`: id of a container of the arguments -> its number; such a container is not entered.
     """
     flattener = _Flattener(deep, originals or {}, kept)
     node = flattener.visit(value, "")
@@ -114,7 +122,7 @@ def flatten(
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """All attributes an instance stores, in `__dict__` or in slots."""
+    """Return all attributes that an instance stores, in `__dict__` or in slots."""
     found = {}
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
@@ -125,6 +133,7 @@ def attributes(value: Any) -> dict[str, Any]:
     return found
 
 
+# Objects with attributes that are no data of a call: they count as one constant.
 _OPAQUE = (
     torch.nn.Module,
     type,
@@ -137,10 +146,8 @@ _OPAQUE = (
     torch.device,
     torch.Generator,
 )
-
-
-_CHANGING = (set, bytearray, collections.deque, array.array)
-"""Containers without attributes, which the caller may change between two calls."""
+# Containers without attributes that the caller may change between two calls.
+_MUTABLE = (set, bytearray, collections.deque, array.array)
 
 
 class _Flattener:
@@ -148,7 +155,8 @@ class _Flattener:
         self.deep = deep
         self.originals = originals
         self.kept = kept
-        self.references = 0  # how many containers that must not be frozen were met
+        # Number of containers so far that must not become part of a constant.
+        self.references = 0
         self.tensors: list[torch.Tensor] = []
         self.paths: list[str] = []
         self.containers: list[Any] = []
@@ -164,7 +172,11 @@ class _Flattener:
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise UnsupportedValueError(path, "a number that depends on the data in a tensor")
         if isinstance(value, tuple):
-            return self._tuple(value, path)
+            names = getattr(value, "_fields", range(len(value)))
+            children = self._children(zip(names, value, strict=True), path)
+            # A tuple without tensors or containers is one constant, which compares faster.
+            frozen = all(isinstance(child, Constant) for child in children)
+            return Constant(value) if frozen else Items(type(value), children)
         if id(value) in self.kept:
             self.references += 1
         if id(value) in self.originals:
@@ -174,29 +186,21 @@ class _Flattener:
             return Shared(self.numbers[id(value)])
         if isinstance(value, list):
             number = self._enter(value)
-            children = tuple(self.visit(child, _join(path, i)) for i, child in enumerate(value))
-            return Items(type(value), children, number)
+            return Items(type(value), self._children(enumerate(value), path), number)
         if isinstance(value, dict):
-            return self._dict(value, path)
+            number = self._enter(value)
+            children = self._children(value.items(), path)
+            return Mapped(type(value), tuple(value), children, number, _template(value, dict.fromkeys(value)))
         return self._other(value, path)
+
+    def _children(self, items: Iterable[tuple[Any, Any]], path: str) -> tuple[Node, ...]:
+        return tuple(self.visit(child, _join(path, name)) for name, child in items)
 
     def _enter(self, value: Any) -> int:
         number = len(self.containers)
         self.containers.append(value)
         self.numbers[id(value)] = number
         return number
-
-    def _tuple(self, value: tuple[Any, ...], path: str) -> Node:
-        names = getattr(value, "_fields", range(len(value)))
-        children = tuple(self.visit(child, _join(path, name)) for name, child in zip(names, value, strict=True))
-        if all(isinstance(child, Constant) for child in children):
-            return Constant(value)
-        return Items(type(value), children)
-
-    def _dict(self, value: dict[Any, Any], path: str) -> Node:
-        number = self._enter(value)
-        children = tuple(self.visit(child, _join(path, key)) for key, child in value.items())
-        return Mapped(type(value), tuple(value), children, number, _template(value, dict.fromkeys(value)))
 
     def _other(self, value: Any, path: str) -> Node:
         unordered = isinstance(value, (set, frozenset))
@@ -209,11 +213,14 @@ class _Flattener:
             return Constant(value)
         stored = attributes(value)
         if not stored or hasattr(value, "__array__"):
-            return Constant(_snapshot(value))
-        held, first = len(self.tensors) + self.references, len(self.containers)
+            # A snapshot, because later calls are compared with it and the caller may change the original.
+            changes = isinstance(value, _MUTABLE) or hasattr(value, "__array__")
+            return Constant(copy.copy(value) if changes else value)
+        before, first = len(self.tensors) + self.references, len(self.containers)
         number = self._enter(value)
-        children = tuple(self.visit(child, _join(path, name)) for name, child in stored.items())
-        if not self.deep and id(value) not in self.kept and len(self.tensors) + self.references == held:
+        children = self._children(stored.items(), path)
+        if not self.deep and id(value) not in self.kept and len(self.tensors) + self.references == before:
+            # No tensors below: a constant after all, so its containers lose their numbers.
             for container in self.containers[first:]:
                 del self.numbers[id(container)]
             del self.containers[first:]
@@ -222,7 +229,7 @@ class _Flattener:
 
 
 def _template(value: Any, nothing: dict[Any, None]) -> Any:
-    """A shallow copy that keeps none of the children alive (they may be large, or belong to the trace)."""
+    """Return a shallow copy that keeps none of the children alive (they may be large, or fake tensors)."""
     if type(value) is dict:
         return {}
     empty = copy.copy(value)
@@ -231,10 +238,11 @@ def _template(value: Any, nothing: dict[Any, None]) -> Any:
 
 
 def assign(container: Any, children: Mapping[Any, Any]) -> None:
-    """Set the items of a list or dict, or the attributes of an object, to `children`, and remove the others."""
+    """Set the items of a list or dict, or the attributes of an object, to `children`; remove the others."""
     if isinstance(container, list):
         container[:] = children.values()
     elif isinstance(container, dict):
+        # Item by item: subclasses may override item assignment, but not `clear` and `update`.
         for key in [key for key in container if key not in children]:
             del container[key]
         for key, child in children.items():
@@ -242,12 +250,13 @@ def assign(container: Any, children: Mapping[Any, Any]) -> None:
     else:
         for name in [name for name in attributes(container) if name not in children]:
             object.__delattr__(container, name)
+        # Frozen dataclasses refuse `setattr`.
         for name, child in children.items():
-            object.__setattr__(container, name, child)  # frozen dataclasses refuse setattr
+            object.__setattr__(container, name, child)
 
 
 def shallow_state(container: Any) -> dict[Any, Any]:
-    """The children of a container by index, key or attribute name: what `assign` takes."""
+    """Return the children of a container by index, key or attribute name, as `assign` takes them."""
     if isinstance(container, list):
         return dict(enumerate(container))
     return dict(container) if isinstance(container, dict) else attributes(container)
@@ -259,9 +268,9 @@ def unflatten(
     originals: Sequence[Any] = (),
     reused: Mapping[int, Any] | None = None,
 ) -> tuple[Any, dict[int, Any]]:
-    """The value that `flatten` took apart, with other tensors, and its containers by number.
+    """Return the value that `flatten` described, with other tensors, and its containers by number.
 
-    `reused`: number -> a container to fill instead of making a new one.
+    `reused`: number -> a container to fill instead of a new one.
     """
     made: dict[int, Any] = {}
     filled = reused or {}
@@ -278,6 +287,7 @@ def unflatten(
         if isinstance(node, Items):
             return build_items(node)
         container = copy.copy(node.template) if node.number not in filled else filled[node.number]
+        # Before the children, which may contain it.
         made[node.number] = container
         names = node.keys if isinstance(node, Mapped) else node.names
         assign(container, {name: build(child) for name, child in zip(names, node.children, strict=True)})
@@ -299,7 +309,7 @@ def unflatten(
 
 
 def difference(traced: Node, given: Node, path: str = "") -> str | None:
-    """The first place where two values are built differently, as text; None if they are alike."""
+    """Return the first difference in the structure of two values as text; None if there is none."""
     if traced == given:
         return None
     containers = (Items, Mapped, Object)
@@ -307,7 +317,10 @@ def difference(traced: Node, given: Node, path: str = "") -> str | None:
         mine, yours = _names(traced), _names(given)
         if mine != yours:
             where = f"{path}: " if path else ""
-            return f"{where}traced with {_listing(mine)}, called with {_listing(yours)}"
+            one, other = (
+                "items " + ", ".join(map(str, names)) if names else "nothing in it" for names in (mine, yours)
+            )
+            return f"{where}traced with {one}, called with {other}"
         for name, a, b in zip(mine, traced.children, given.children, strict=True):
             if (found := difference(a, b, _join(path, name))) is not None:
                 return found
@@ -320,11 +333,8 @@ def _names(node: Items | Mapped | Object) -> tuple[Any, ...]:
     return node.keys if isinstance(node, Mapped) else node.names
 
 
-def _listing(names: tuple[Any, ...]) -> str:
-    return "nothing in it" if not names else "items " + ", ".join(map(str, names))
-
-
 def describe(node: Node) -> str:
+    """Return the kind of a node as words for messages."""
     if isinstance(node, TensorLeaf):
         return "a tensor"
     if isinstance(node, Constant):
@@ -339,23 +349,20 @@ def _join(path: str, name: object) -> str:
 
 
 def _equal(a: object, b: object) -> bool:
-    """Return True if a model cannot tell the two apart: 1 is not True, and 0.0 is not -0.0."""
+    """Return True if a model cannot distinguish the two: 1 is not True, and 0.0 is not -0.0."""
     if type(a) is not type(b):
         return False
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_equal, a, b))
     if isinstance(a, float) and isinstance(b, float):
+        # Two NaNs are equal here: a call with NaN is the call that was traced with NaN.
         return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
     if isinstance(a, complex) and isinstance(b, complex):
         return _equal(a.real, b.real) and _equal(a.imag, b.imag)
     if a is b:
         return True
-    if hasattr(a, "__array__"):  # numpy compares element by element
+    # Numpy's `==` compares element by element.
+    if hasattr(a, "__array__"):
         same_kind = getattr(a, "shape", None) == getattr(b, "shape", None) and a.dtype == b.dtype  # type: ignore[attr-defined]
         return same_kind and a.tobytes() == b.tobytes()  # type: ignore[attr-defined]
     return bool(a == b)
-
-
-def _snapshot(value: Any) -> Any:
-    """A value that later changes of the original do not reach, to compare later calls with."""
-    return copy.copy(value) if isinstance(value, _CHANGING) or hasattr(value, "__array__") else value

@@ -14,7 +14,7 @@ from autopar.rules.notation import Rule
 
 @dataclass(frozen=True)
 class Band:
-    """Row `i` sees the columns `i - left` to `i + right`; None where there is no end."""
+    """Band of an attention mask: row `i` sees columns `i - left` to `i + right`; None for an open end."""
 
     left: int | None
     right: int | None
@@ -22,67 +22,66 @@ class Band:
 
 @dataclass(frozen=True)
 class AttentionNote:
-    """What a trace knows of one call of fused attention."""
+    """Mask and heads of one call of fused attention, as read from the trace."""
 
+    # `causal`, `no mask`, `window 4096`, or `mask kept: ` and the reason.
     mask: str
-    """`causal`, `no mask`, `window 4096`, or `mask kept: ` and the reason."""
+    # Reason why keys and values stay repeated to the heads of the queries; empty if they are not repeated.
     heads: str = ""
-    """Why keys and values stay repeated to the heads of the queries; nothing where they are not."""
+    # Band of a mask that stays an operand.
     band: Band | None = None
-    """Of a mask that stays."""
 
     def __str__(self) -> str:
         return "; ".join(filter(None, (self.mask, self.heads)))
 
 
+# Origin of an op's rule: the table, a search by trial, or none (the op runs whole on each rank).
 Source = Literal["table", "discovered", "replicated"]
-
 
 Kind = Literal["input", "param", "buffer", "constant", "activation"]
 
 
 @dataclass(frozen=True)
 class Dim:
-    """A named dimension: one role in the model; its extent may differ from place to place (feature maps)."""
+    """Named dimension: one role in the model. Its extent may differ from place to place (feature maps)."""
 
     name: str
     sizes: tuple[int, ...]
+    # Dims that a view splits this one into, major first.
     parts: tuple[str, ...]
-    """The dims this one is made of, major first, where a view takes it apart."""
+    # `structure`, `generated`, or the place where the user gave the name.
     source: str
-    """`structure`, `generated`, or the place where the user gave the name."""
+    # Number of tensors with this dim.
     tensors: int
-    """How many tensors carry it."""
 
     @property
     def size(self) -> int:
-        """The extent; the largest where it differs from place to place."""
+        """Return the extent; the largest one if it differs from place to place."""
         return max(self.sizes)
 
 
 class Atom(NamedTuple):
-    """A smallest piece of a physical dim: `(heads head_dim)` has two, and `heads` may be `(kv_heads group)` itself.
+    """Smallest piece of a physical dim: `(heads head_dim)` has two, and `heads` may be `(kv_heads group)` itself."""
 
-    A tuple, because much is looked up by it.
-    """
+    # A tuple, not a dataclass: atoms are part of many cache keys, and tuples hash faster.
 
     dim: int
     size: int
+    # Names from the outermost named dim inwards: `("heads", "kv_heads")`; empty for a `1`.
     names: tuple[str, ...]
-    """What it is called, from the outermost named dim inwards: `("heads", "kv_heads")`; nothing where it is a `1`."""
 
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A tensor of the graph. `dims` has one entry per physical dim: a name, `(heads head_dim)`, or `1`."""
+    """Tensor of the graph. `dims` has one entry per physical dim: a name, `(heads head_dim)`, or `1`."""
 
     name: str
     kind: Kind
     dims: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    # Name of the fx node that produces it.
     node: str
-    """The fx node that holds it."""
     atoms: tuple[Atom, ...] = ()
     requires_grad: bool = False
 
@@ -92,27 +91,29 @@ class NamedTensor:
 
 @dataclass(frozen=True)
 class NamedNode:
-    """An op of the graph: its rule, and the dim each factor of the rule is tied to."""
+    """Op of the graph: its rule, and the dim of each factor of the rule."""
 
     name: str
     op: str
+    # Names of tensors, in the order of the rule; None for an operand that is absent.
     operands: tuple[str | None, ...]
     outputs: tuple[str | None, ...]
     rule: Rule
     source: Source
+    # Reason why the table has no rule for the op; empty if it has one.
     reason: str
     factors: Mapping[str, str]
     sizes: Mapping[str, int]
+    # Extents of the atoms of each factor, major first.
     atoms: Mapping[str, tuple[int, ...]]
-    """The extents of the atoms of each factor, major first."""
     origin: NodeOrigin
     node: str
+    # For fused attention only.
     attention: AttentionNote | None = None
-    """What is known of the mask and the heads, where the op is fused attention."""
 
 
 class GraphView(Protocol):
-    """A named graph as its own analyses read it."""
+    """Named graph as its analyses see it: `NamedGraph` imports them, so they cannot import it."""
 
     @property
     def exported(self) -> Exported: ...
