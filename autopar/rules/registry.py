@@ -88,10 +88,17 @@ def registered(op: Any) -> TableEntry:
 def register_rule(op: Any, rule: str) -> None:
     """Register the rule of an op; it takes precedence over the table's.
 
-        autopar.register_rule("mylib::op", "b s d -> b s d")
+    Parameters:
+        op: a name (`mylib::op`, `mylib::op.overload`), an op of `torch.ops`, or a `torch.library.custom_op`.
+        rule: the dims of operands and outputs, then clauses, as docs/rules.md writes them.
 
-    `op` is a name (`mylib::op`, `mylib::op.overload`), an op of `torch.ops`, or what `torch.library.custom_op` gave.
-    `autopar.prove_rule` tells whether the rule is true.
+    `autopar.prove_rule` proves it by execution; a rule that does not fit the op's schema is a `RuleError`.
+
+    >>> import torch
+    >>> @torch.library.custom_op("docs::double", mutates_args=())
+    ... def double(x: torch.Tensor) -> torch.Tensor:
+    ...     return 2 * x
+    >>> autopar.register_rule("docs::double", "b s d -> b s d")
     """
     found = find_op(op)
     parsed = parse_rule(rule)

@@ -124,8 +124,17 @@ def prove_entry(entry: TableEntry, seeds: Sequence[int] = SEEDS, samples: Iterab
 def prove_rule(op: Any, samples: Iterable[Sequence[Any]] | None = None) -> Proof:
     """Prove the rule of an op: run it whole and in shards, and compare outputs and gradients.
 
-    Each sample holds positional arguments for one call, with real tensors, best in float64. Without samples the
-    tensors of a rule in the notation are made up from it.
+    Parameters:
+        op: an op with a rule of the table, or of `register_rule`, by name or itself.
+        samples: positional arguments for some calls, with real tensors, best in float64. Without them the tensors of
+            a rule in the notation are made up.
+
+    Returns:
+        The proved cases; a rule that is wrong is a `RuleError` that lists the failures.
+
+    >>> proof = autopar.prove_rule("aten::relu")
+    >>> proof.holds, str(proof).splitlines()[0]
+    (True, '5 cases proved, 0 failures')
     """
     entry = registered(op)
     calls = None if samples is None else [Sample(tuple(sample)) for sample in samples]
