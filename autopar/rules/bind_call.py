@@ -94,6 +94,7 @@ def _broadcast(
         terms: list[Term] = []
         for term, size in zip(operand.terms, spec.shape, strict=True):
             single = len(term) == 1 and term[0] not in halos
+            # A size of 1 where another operand has more is a broadcast dim, which has no factor.
             if single and size == 1 and largest[term[0]] > 1:
                 if output:
                     reason = f"an output is 1 along factor '{term[0]}', which is {largest[term[0]]} in an operand"
@@ -169,6 +170,7 @@ def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:
     while progress and open_terms:
         progress = False
         for term, size in list(open_terms):
+            # One unknown factor of a compound dim follows from the others; two wait for another dim.
             unknown = [name for name in term if name not in sizes]
             known = prod(sizes[name] for name in term if name in sizes)
             if len(unknown) > 1 or (unknown and known == size == 0):

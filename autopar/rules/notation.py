@@ -231,6 +231,7 @@ def _fail(text: str, column: int, message: str) -> NoReturn:
 
 def parse_rule(text: str) -> Rule:
     """Parse one rule; `str(parse_rule(text))` gives it back in its normal form."""
+    # Split before parsing, so that an error shows the whole text with a mark below its clause.
     body, *clauses = text.split(";")
     if body.count("->") != 1:
         _fail(text, 0, "a rule has one '->' between its operands and its outputs, as in 'b s d, f d -> b s f'")

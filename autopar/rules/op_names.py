@@ -55,6 +55,7 @@ def _overloads(packet: torch._ops.OpOverloadPacket) -> dict[str, torch._ops.OpOv
     """Return the overloads that take tensors or make them, by name."""
     names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
     found = {name: getattr(packet, name) for name in names}
+    # Overloads on plain numbers (`aten::add.int`) are TorchScript's.
     return {name: op for name, op in found.items() if "Tensor" in str(op._schema)}
 
 

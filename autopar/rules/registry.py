@@ -71,6 +71,7 @@ def _standard_table() -> RuleTable:
 
 def rule_table() -> RuleTable:
     """Return all rules: the table's, and over them the user's."""
+    # Made anew at each call: the standard table is cached, a user may register at any time.
     return _standard_table().with_entries(_registered.values())
 
 

@@ -89,6 +89,7 @@ def parse_table(text: str, families: Mapping[str, OpFamily]) -> list[TableEntry]
     """Parse the lines of a table; `{a,b}` in an op's name stands for several ops."""
     entries: list[TableEntry] = []
     for line in text.splitlines():
+        # Tables may have comments of their own.
         line = line.partition("#")[0].strip()
         if line:
             name, _, body = line.partition(" ")

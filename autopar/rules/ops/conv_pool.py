@@ -32,6 +32,7 @@ def _convolution(call: Call) -> str:
         if not halo.pointwise:
             halos.append(f"halo {space[-1]} {halo}")
     own, summed = _channel("o", outputs // call["groups"]), _channel("i", inputs)
+    # Taps of the kernel are whole: each shard of space needs all of them.
     weight = [_grouped(call, own), *(summed or ["1"]), *(whole(name) for name in names.some(len(space)))]
     return _written(call, weight, [_grouped(call, summed), *space], [_grouped(call, own), *space], *halos)
 
@@ -45,6 +46,7 @@ def _transposed(call: Call) -> str:
     for halo, extra in zip(_geometry(call), added, strict=True):
         name, tap = names.one(), names.whole()
         taps.append(tap)
+        # Patches lie side by side: each output belongs to one input.
         if halo.stride == halo.kernel and halo.padding == extra == 0 and 1 in (halo.dilation, halo.kernel):
             read.append(name)
             made.append(compound([name, tap]) if halo.kernel > 1 else name)
@@ -105,6 +107,7 @@ def _samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
     for count in (int(found.group(1)),) if found else (1, 2):
         numbers = {1: range(len(GEOMETRIES)), 2: range(1, 4), 3: range(2, 3)}[count]
         for number in numbers:
+            # Neighbouring dims get unlike geometries, so that mixed-up dims are noticed.
             dims = [GEOMETRIES[number - 1], *[GEOMETRIES[number]] * 2][-count:]
             for channels in CHANNELS if number == 2 else CHANNELS[:1]:
                 yield from _calls(op, count, dims, channels)
@@ -153,6 +156,7 @@ def _pool(call: Call) -> str:
     right = list(left)
     clauses = []
     for i, halo in enumerate(_pool_geometry(call, count), len(left) - count):
+        # A window of one element reads no neighbour.
         if halo.pointwise and len(call.outputs) == 1:
             continue
         lowering = _lowering(call, halo, call.operand(0).shape[i], call.output.shape[i])

@@ -31,6 +31,7 @@ def refine(left: Sizes, right: Sizes) -> tuple[list[str], list[str]]:
     other; where some do not, the smallest run of dims with equal products is whole on both sides.
     """
     names = Names()
+    # Products of shapes with a 0 are all 0 and tell nothing.
     if 0 in left:
         return _refine_empty(left, right, names)
     left_terms, right_terms = ["1"] * len(left), ["1"] * len(right)
@@ -46,6 +47,7 @@ def refine(left: Sizes, right: Sizes) -> tuple[list[str], list[str]]:
 
 def _runs(left: Sizes, right: Sizes) -> Iterable[tuple[list[int], list[int]]]:
     """Yield the smallest runs of dims, of sizes other than 1, that multiply to the same on both sides."""
+    # Dims of size 1 divide everything and would end every run early.
     lefts, rights = ([i for i, size in enumerate(shape) if size != 1] for shape in (left, right))
     i = j = 0
     while i < len(lefts):
@@ -65,6 +67,7 @@ def _runs(left: Sizes, right: Sizes) -> Iterable[tuple[list[int], list[int]]]:
 def _refine_run(left: Sizes, right: Sizes, names: Names) -> tuple[list[str], list[str]]:
     left_ends, right_ends = list(accumulate(left, mul)), list(accumulate(right, mul))
     ends = sorted({*left_ends, *right_ends})
+    # Ends that do not divide each other enclose elements of two dims: no factor spans them.
     if any(later % earlier for earlier, later in pairwise(ends)):
         return [names.whole() for _ in left], [names.whole() for _ in right]
     factors = names.some(len(ends))
@@ -132,6 +135,7 @@ def _view_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
     for left, right in VIEWS:
         size = [-1, *right[1:]] if right and all(right) else list(right)
         arguments: dict[str, Any] = {argument: list(right) if "_reshape_alias" in str(op) else size}
+        # This op takes strides too, and no -1.
         if "_reshape_alias" in str(op):
             arguments["stride"] = [prod(right[i + 1 :]) for i in range(len(right))]
         yield make_sample(op, [Draw(tuple(left))], arguments, tries)
@@ -232,6 +236,7 @@ def _copied(size: int, extent: int, names: Names, *, major: bool) -> tuple[str, 
     own = names.one()
     if size == extent:
         return own, own
+    # No element tells how the copies are ordered.
     if 0 in (size, extent):
         return whole(own), names.whole()
     if size == 1:
@@ -288,6 +293,7 @@ def _unfold(call: Call) -> str:
     names = Names()
     left = names.some(len(shape))
     right, window = list(left), names.one()
+    # Windows that neither overlap nor leave a rest are a plain split of the dim.
     if size == step and shape[dim] % size == 0 and shape[dim] > 0:
         left[dim] = compound([left[dim], window])
         return text([left], [[*right, window]], f"localise size={window} step={window}")

@@ -57,6 +57,7 @@ class Discoveries:
             if key in self.rules:
                 return self.rules[key]
         found, small = _discover(request)
+        # A rule found on small tensors holds for all sizes; one found at the call's own sizes for these alone.
         self.rules[request.key if small else (request.key, shapes)] = found
         return found
 
@@ -85,6 +86,7 @@ class _Request:
     def key(self) -> Hashable:
         dtypes = tuple(spec and spec.dtype for spec in self.call.operands)
         plain = tuple((name, _shapeless(value)) for name, value in self.call.arguments)
+        # A dim of size 1 may broadcast, so a rule for it says nothing about longer ones.
         ones = frozenset(name for name, size in self.extents.items() if size == 1)
         return str(self.op), self.operands, dtypes, repr(plain), ones, tuple(self.followers.items())
 
@@ -102,6 +104,7 @@ def _request(op: torch._ops.OpOverload, call: Call, labels: Labels) -> _Request 
     extents: dict[Hashable, int] = {}
     for spec, dims in _labelled(call, labels):
         for label, size in zip(dims, spec.shape, strict=True):
+            # One label may stand on a dim of size 1 that broadcasts; the longest is the extent.
             extents[label] = max(size, extents.get(label, 1))
     names = dict(zip(extents, fresh_names(len(extents), set()), strict=True))
     operands: list[Operand | None] = []
@@ -117,6 +120,7 @@ def _request(op: torch._ops.OpOverload, call: Call, labels: Labels) -> _Request 
             return None  # one label on dims of several extents, or twice on one tensor
         operands.append(Operand(tuple(terms)))
     sizes = {names[label]: size for label, size in extents.items()}
+    # An argument that equals an extent may be one (a number of heads, say): trials with and without decide.
     followers = {
         name: tuple(factor for factor, size in sizes.items() if size == value)
         for name, value in call.arguments
@@ -152,6 +156,7 @@ def _discover(request: _Request) -> tuple[Rule | None, bool]:
             rules = [rule for trial in _trials(request, small) for rule in _rules(trial)]
             fitting = [rule for rule in rules if _fits(rule, request.call)]
             if rules:
+                # Of several rules that hold, the one that lets most factors be split.
                 best = max(fitting, key=_worth, default=None)
                 return (best if best and any(_worth(best)) else None), small
     return None, False
@@ -174,10 +179,12 @@ def _fits(rule: Rule, call: Call) -> bool:
 
 def _trials(request: _Request, small: bool) -> Iterator[_Trial]:
     """Yield trials that run; the first, without arguments that follow a size, claims the least."""
+    # Real sizes are a last resort: each trial runs the op several times.
     if not small and sum(prod(spec.shape) for spec in (*request.call.operands, *request.call.outputs) if spec) > (
         MOST_ELEMENTS
     ):
         return
+    # None first: no argument follows a factor.
     options = [[None, *factors] for factors in request.followers.values()]
     for choice in islice(product(*options), MOST_FOLLOWERS):
         following = {name: factor for name, factor in zip(request.followers, choice, strict=True) if factor}
@@ -191,6 +198,7 @@ def _trials(request: _Request, small: bool) -> Iterator[_Trial]:
 
 def _small_sizes(request: _Request, sizes: tuple[int, ...], ones: bool) -> dict[str, int]:
     """Return small extents; `ones` keeps those that are 1, for ops that insist on it."""
+    # Odd sizes that differ from each other: equal ones would be taken for one factor.
     more = [*sizes, *range(17, 17 + 2 * len(request.extents), 2)]
     return {
         name: 1 if ones and extent == 1 else size
@@ -202,6 +210,7 @@ def _trial(
     request: _Request, small: bool, following: Mapping[str, str], scales: Sequence[Mapping[str, int]]
 ) -> _Trial | None:
     localise = tuple(f"{name}={factor}" for name, factor in following.items())
+    # Some ops give NaN on negative numbers, some have no kernel for float64.
     for kind, dtype in (("normal", None), ("positive", None), ("normal", torch.float32)):
         runs: list[ShardedRun] = []
         try:
@@ -239,6 +248,7 @@ def _sample(
             return Draw(shape, "complex")
         if spec.dtype.is_floating_point:
             return Draw(shape, kind, dtype=dtype)
+        # Integers may be positions in any dim: they stay below the shortest.
         return Draw(shape, "index", min(below, 3), dtype=spec.dtype)
 
     kwargs: dict[str, Any] = {}
@@ -274,6 +284,7 @@ def _rules(trial: _Trial) -> Iterator[Rule]:
     """Yield the rules that a trial shows, one for each order of the factors in merged output dims."""
     first = trial.runs[0]
     terms = _output_terms(trial, first)
+    # A merged dim does not tell its major factor, so each order is tried.
     orders = [permutations(term) for output in terms if output for term in output]
     for chosen in islice(product(*orders), MOST_ORDERS):
         flat = iter(chosen)
@@ -319,6 +330,7 @@ def _output_terms(trial: _Trial, run: ShardedRun) -> list[list[Term] | None]:
             if remainder or (left > 1 and extent > 1):
                 new = fresh_names(1, taken)
                 taken.update(new)
+                # The rest of a dim is a factor that only the output has.
                 term = (*new,) if remainder else (*new, *term)
             dims.append(term)
         terms.append(dims)
@@ -344,6 +356,7 @@ def _shrunk(run: ShardedRun, factor: str, size: int) -> frozenset[tuple[int, int
 
 def _with_kinds(trial: _Trial, runs: Sequence[ShardedRun], rule: Rule) -> Rule:
     """Return the rule with the linearity and the kinds of factors that hold in all runs."""
+    # Linearity first: the kinds of factors are compared under it.
     rule = replace(rule, random=any(trial.draws))
     runs = [replace(run, rule=rule) for run in runs]
     rule = replace(rule, linear=tuple(_linear_groups(runs)))
@@ -376,6 +389,7 @@ def _attempts(rule: Rule, factor: str) -> Iterator[tuple[FactorKind, FactorKind 
 def _holds(trial: _Trial, runs: Sequence[ShardedRun], factor: str, kind: FactorKind, others: FactorKind | None) -> bool:
     for run, draws in zip(runs, trial.draws, strict=True):
         size = run.sizes[factor]
+        # The call's own sizes may be large: only even splits are tried.
         counts = [2, 3] if trial.small else [shards for shards in range(2, MOST_SHARDS + 1) if size % shards == 0]
         counts = [shards for shards in counts if shards <= size]
         if not counts:
@@ -393,8 +407,10 @@ def _linear_groups(runs: Sequence[ShardedRun]) -> Iterator[tuple[int, ...]]:
     outputs = [output for output in runs[0].outputs if output is not None]
     if not all(output.is_floating_point() or output.is_complex() for output in outputs):
         return
+    # Zeros are linear in everything and prove nothing.
     if not any(bool(output.any()) for output in outputs):
         return
+    # Few ops are linear in more than four operands together, and the number of groups doubles with each.
     for width in range(1, min(len(floats), 4) + 1):
         for group in combinations(floats, width):
             if all(additivity(run, group, 2) is None for run in runs):

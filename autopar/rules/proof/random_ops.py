@@ -71,6 +71,7 @@ def _random_recombination(
     others: FactorKind | None = None,
 ) -> str | None:
     """Return the reason why the shards' draws differ in distribution from the whole call's; None if equal."""
+    # Another seed than that of the whole call: equal numbers would hide a wrong distribution.
     torch.manual_seed(run.seed + 1)
     try:
         if _repeats(run, kind, pieces):
@@ -113,6 +114,7 @@ def _same_draw(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
         return True
     common = min(first.numel(), second.numel())  # numbers are drawn in the order of the flat elements
     first, second = first.flatten()[:common], second.flatten()[:common]
+    # Scales may differ between shards; the dropped positions are the draw.
     if bool((first == 0).any()):
         return torch.equal(first == 0, second == 0)
     return torch.equal(first, second)
@@ -124,9 +126,11 @@ def _compare(expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor], wh
     for i, (whole, parts) in enumerate(zip(expected, found, strict=True)):
         if whole.shape != parts.shape or whole.dtype != parts.dtype:
             return f"{what} {i} comes back as {parts.dtype}{list(parts.shape[1:])}, not as the whole call's"
+        # Dropped elements take two values; their set is a sharper test than the moments.
         if (support := _support(whole)) is not None and support != _support(parts):
             return f"{what} {i} takes other values"
         scale = whole.double().abs().mean().clamp(min=1e-12)
+        # Of Cauchy numbers the mean does not exist; their arctangents are bounded.
         bounded = [torch.arctan(draws.double() / scale) for draws in (whole, parts)]
         if not _same_mean(*bounded) or not _same_mean(*(draws.square() for draws in bounded)):
             return f"{what} {i} is drawn from another distribution"

@@ -74,6 +74,7 @@ def materialise(op: torch._ops.OpOverload, sample: Sample, seed: int) -> dict[st
 
     def real(value: Any) -> Any:
         if isinstance(value, Draw):
+            # Only real and complex tensors have gradients; `fixed` ones are samples' constants.
             return draw(value, generator) if value.fixed else _leaf(draw(value, generator))
         if isinstance(value, torch.Tensor):
             return _leaf(_shuffled(value.detach(), generator) if seed else value.detach().clone())
@@ -100,6 +101,7 @@ def execute(op: torch._ops.OpOverload, arguments: Mapping[str, Any]) -> Outputs:
 
 def _comparable(op: torch._ops.OpOverload, result: Any) -> Outputs:
     outputs = tuple(flat_results(result))
+    # The memory of `empty` differs from call to call; its shape and dtype are compared.
     if op._schema.name.partition("::")[2] in _UNINITIALISED:
         return tuple(None if output is None else torch.zeros_like(output) for output in outputs)
     return outputs
@@ -139,6 +141,7 @@ def _detached(value: Any) -> Any:
 def _weight(output: torch.Tensor | None) -> torch.Tensor | None:
     if output is None or not output.requires_grad:
         return None
+    # One weight tensor per output makes all gradients one number to differentiate, without a loss that hides signs.
     generator = torch.Generator().manual_seed(7)
     return torch.randn(output.shape, generator=generator, dtype=output.dtype)
 
@@ -165,6 +168,7 @@ def weighted_gradients(leaves: Sequence[torch.Tensor], outputs: Outputs, weights
 
 def pieces_of(factor: str, total: int, shards: int) -> list[FactorSlice]:
     """Return nearly equal pieces of a factor."""
+    # Uneven pieces on purpose: a rule that holds for equal ones alone is wrong.
     bounds = [total * i // shards for i in range(shards + 1)]
     return [FactorSlice(factor, i, bounds[i], bounds[i + 1], total) for i in range(shards)]
 
@@ -232,6 +236,7 @@ def _recombine_one(
         kind = lacking
     stacked = torch.stack(tensors)
     if kind is FactorKind.MEAN:
+        # A mean over uneven shards weighs each with its length.
         lengths = torch.tensor([piece.length / piece.total for piece in pieces], dtype=stacked.dtype)
         return (stacked * lengths.reshape(-1, *[1] * tensors[0].dim())).sum(0)
     if kind in (FactorKind.MAX, FactorKind.MIN):
@@ -269,6 +274,7 @@ def additivity(run: ShardedRun, group: Sequence[int], shards: int) -> str | None
     parts: dict[int, list[torch.Tensor]] = {}
     for i in group:
         noise = [_noise(operands[i], generator) for _ in range(shards - 1)]
+        # Noise in place of zeros: an op that is linear only for zeros would pass.
         parts[i] = [operands[i] - sum(noise), *noise]
     try:
         results = []
@@ -282,6 +288,7 @@ def additivity(run: ShardedRun, group: Sequence[int], shards: int) -> str | None
         return f"the parts do not run: {first_line(error)}"
 
 
+# Small integers, so that sums stay exact and in range.
 def _noise(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if like.is_floating_point() or like.is_complex():
         return torch.randn(like.shape, generator=generator, dtype=like.dtype)
@@ -312,6 +319,7 @@ def _with_operands(run: ShardedRun, replaced: Mapping[int, torch.Tensor]) -> dic
 def difference(run: ShardedRun, whole: Iterable[torch.Tensor | None]) -> str | None:
     """Return the difference of recombined outputs or gradients from the whole call's; None if there is none."""
     found_outputs = tuple(whole)
+    # Float64 operands may meet a float32 result, whose precision then decides.
     tolerance = _tolerance([x.dtype for x in (*operands_of(run.op, run.arguments), *run.outputs) if _is_tensor(x)])
     for i, (expected, found) in enumerate(zip(run.outputs, found_outputs, strict=True)):
         if expected is None or found is None:

@@ -42,6 +42,7 @@ def local_call(
         if tensor is None or operand is None:
             return tensor
         if position in added:
+            # Zeros that depend on the tensor: its gradient exists on every shard.
             return torch.zeros_like(tensor) * tensor
         if kind is FactorKind.HALO:
             return tensor
@@ -56,6 +57,7 @@ def local_call(
                 values[i] = shard(value, rule.operands[position])
         if arguments[name] is not None:
             changed[name] = values if is_list else values[0]
+    # Localisers first: a lowering sees arguments that fit the shard.
     local = LocalCall(op, changed, rule, sizes, local_sizes)
     for word in rule.localise:
         local = localiser(word)(local, piece)
@@ -216,6 +218,7 @@ def masked_write(local: LocalCall, piece: FactorSlice) -> LocalCall:
     assert target is not None, "a write has a tensor to write to"
     dim = target.terms.index((piece.factor,))
     rows = local.arguments["self"]
+    # Writes of other shards go to one spare row, which is cut off again.
     spare = torch.ones_like(rows.narrow(dim, 0, 1))
     shifted = _with_operand(local, operand, torch.where(inside, index, piece.length))
     widened = shifted.with_arguments(self=torch.cat([rows, spare], dim))
@@ -229,6 +232,7 @@ def _position(local: LocalCall, piece: FactorSlice) -> int:
 def _own_positions(local: LocalCall, piece: FactorSlice) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the index counted from the shard's first position, and where it falls in the shard."""
     index = _operands(local)[_position(local, piece)]
+    # Negative positions count from the end of the whole dim.
     shifted = torch.where(index < 0, index + piece.total, index) - piece.start
     return shifted, (shifted >= 0) & (shifted < piece.length)
 
