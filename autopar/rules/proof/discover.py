@@ -156,14 +156,12 @@ def _discover(request: _Request) -> tuple[Rule | None, bool]:
             rules = [rule for trial in _trials(request, small) for rule in _rules(trial)]
             fitting = [rule for rule in rules if _fits(rule, request.call)]
             if rules:
-                # Of several rules that hold, the one that lets most factors be split.
-                best = max(fitting, key=_worth, default=None)
-                return (best if best and any(_worth(best)) else None), small
+                # Of several rules that hold, the one that lets most factors be split; none if it lets none.
+                split = [sum(kind is not FactorKind.WHOLE for kind in rule.kinds.values()) for rule in fitting]
+                worth = [(count, len(rule.linear)) for count, rule in zip(split, fitting, strict=True)]
+                best = max(range(len(fitting)), key=worth.__getitem__, default=None)
+                return (None if best is None or not any(worth[best]) else fitting[best]), small
     return None, False
-
-
-def _worth(rule: Rule) -> tuple[int, int]:
-    return sum(kind is not FactorKind.WHOLE for kind in rule.kinds.values()), len(rule.linear)
 
 
 def _fits(rule: Rule, call: Call) -> bool:
@@ -220,15 +218,14 @@ def _trial(
                 runs.append(reference(request.op, arguments, lambda call: _unknown_rule(request, call, localise), seed))
         except (RuleError, *RUN_ERRORS):
             continue
-        if not any(_all_nan(run) for run in runs):
+        floats = [
+            [output for output in run.outputs if output is not None and output.is_floating_point()] for run in runs
+        ]
+        # A run of NaNs alone would agree with every rule.
+        if not any(run and all(bool(output.isnan().all()) for output in run) for run in floats):
             draws = tuple(draws_of(run) if is_random(run) else None for run in runs)
             return _Trial(request, small, localise, tuple(runs), draws)
     return None
-
-
-def _all_nan(run: ShardedRun) -> bool:
-    floats = [output for output in run.outputs if output is not None and output.is_floating_point()]
-    return bool(floats) and all(bool(output.isnan().all()) for output in floats)
 
 
 def _sample(
