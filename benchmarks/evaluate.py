@@ -16,7 +16,7 @@ from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.mesh import Mesh
 from autopar.sharding.layout.load import choose_layout
-from autopar.sharding.propagation import completed
+from autopar.sharding.propagation import propagate_plan
 from examples.llama3_8b import llama3_8b
 
 
@@ -46,7 +46,7 @@ def main() -> None:
     torch.set_default_dtype(torch.float32)
     graph = autopar.trace(model, inputs)
     print(f"{len(graph.nodes)} ops on {options.mesh}")
-    plan = completed(graph, choose_layout(options.layout, axes), axes)
+    plan = propagate_plan(graph, choose_layout(options.layout, axes), axes)
     timed("what ops keep, once per graph", lambda: graph.footprints)
     timed("the first plan", lambda: evaluate(graph, plan, cluster))
     timed("a plan", lambda: evaluate(graph, plan, cluster), times=5)

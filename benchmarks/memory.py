@@ -33,7 +33,7 @@ from autopar.sharding.assignment import StepPlan
 from autopar.sharding.atoms import atoms_of
 from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.options import Recompute
-from autopar.sharding.propagation import completed
+from autopar.sharding.propagation import propagate_plan
 from examples.gpt import gpt
 from examples.resnet import resnet
 
@@ -206,7 +206,7 @@ def cases(names: list[str]) -> Iterator[tuple[str, str, NamedGraph, StepPlan]]:
         model, inputs = models()[name]()
         graph = autopar.trace(model, inputs)
         for layout, axes in LAYOUTS.get(name, LAYOUTS["gpt"]).items():
-            yield name, layout, graph, completed(graph, choose_layout(layout, axes), axes)
+            yield name, layout, graph, propagate_plan(graph, choose_layout(layout, axes), axes)
 
 
 def main() -> None:

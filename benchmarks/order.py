@@ -24,7 +24,7 @@ import autopar
 from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.sharding.layout.load import choose_layout
-from autopar.sharding.propagation import completed
+from autopar.sharding.propagation import propagate_plan
 from benchmarks.interleaved import Run, faster_share, measured_seconds, undisturbed
 from benchmarks.published.metrics import Pair, kendall_tau
 from examples.gpt import gpt
@@ -49,7 +49,7 @@ def predicted_seconds(size: str, ranks: int, cluster: str) -> dict[str, float]:
     found = {}
     for strategy in STRATEGIES:
         axes = {axis_of(strategy): ranks}
-        plan = replace(completed(graph, choose_layout(strategy, axes), axes), optimizer="sgd")
+        plan = replace(propagate_plan(graph, choose_layout(strategy, axes), axes), optimizer="sgd")
         found[strategy] = evaluate(graph, plan, load_cluster(cluster)).step_seconds
     return found
 

@@ -31,7 +31,7 @@ from autopar.runtime.module import ParallelModule
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.options import Recompute
-from autopar.sharding.propagation import complete
+from autopar.sharding.propagation import propagate
 from autopar.sharding.reshard_insertion import conversions
 from benchmarks.architectures import STANDARD
 from examples.hf import hf, small_config
@@ -187,7 +187,7 @@ def rank_outcomes(
             continue
         try:
             layout = choose_layout(strategy_call(strategy, len(sizes)), axes)
-            assignment = complete(graph, layout, axes)
+            assignment = propagate(graph, layout, axes)
             layers = [path for repeat in graph.repeats for path in repeat.module_paths]
             assignment = replace(assignment, recompute=dict.fromkeys(layers, recompute))
             check_contracts(layout, graph, assignment, conversions(graph, assignment, "full"))

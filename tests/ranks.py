@@ -26,7 +26,7 @@ from autopar.sharding.assignment import Assignment
 from autopar.sharding.atoms import atoms_of
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.parameter_storage import GatherPolicy
-from autopar.sharding.propagation import complete
+from autopar.sharding.propagation import propagate
 from autopar.sharding.sharding import coordinates
 from tests.eager import Arguments, Left, arguments_of, eager_step, largest_difference, relative, step_of
 from tests.gloo import added, refuse
@@ -197,7 +197,7 @@ class _Transport(TorchDispatchMode):
 
 def difference(graph: NamedGraph, layout: str, axes: Mapping[str, int], inputs: Sequence[Tensor]) -> float:
     """The largest difference in all that a step leaves behind, of the size of the largest number in each tensor."""
-    return difference_of(graph, complete(graph, parse_layout(layout), axes), inputs)
+    return difference_of(graph, propagate(graph, parse_layout(layout), axes), inputs)
 
 
 def difference_of(

@@ -10,7 +10,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.buckets import Bucket, buckets_of
 from autopar.sharding.options import Recompute
-from autopar.sharding.recompute import RecomputeRegion, computed_again, layered, regions_of
+from autopar.sharding.recompute import RecomputeRegion, layered, recompute_regions, recomputed_ops
 from autopar.sharding.reshard_insertion import ReshardPlan, insert_reshards
 from autopar.sharding.sharding import Sharding
 
@@ -41,11 +41,11 @@ class LoweredStep:
     @cached_property
     def recomputed(self) -> frozenset[str]:
         """Return the ops that the backward recomputes."""
-        return computed_again(self.graph, self._regions)
+        return recomputed_ops(self.graph, self._regions)
 
     @cached_property
     def _regions(self) -> tuple[RecomputeRegion, ...]:
-        return regions_of(self.graph, self.plan.recompute)
+        return recompute_regions(self.graph, self.plan.recompute)
 
 
 @dataclass(frozen=True)

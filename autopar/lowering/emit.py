@@ -43,7 +43,7 @@ from autopar.sharding.choices import Choice
 from autopar.sharding.lowered_ops import LoweredOpContext, split_of
 from autopar.sharding.lowered_ops.base import Send
 from autopar.sharding.options import Outputs, Recompute
-from autopar.sharding.recompute import computed_again, regions_of
+from autopar.sharding.recompute import recompute_regions, recomputed_ops
 from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards, insert_reshards
 from autopar.sharding.sharding import Sharding, chunk
 
@@ -172,8 +172,8 @@ class _Emitter:
         self.by_node = {tensor.node: tensor for tensor in graph.tensors.values()}
         self.drawings = RandomOps(self.axes, groups.coordinate, torch.device(groups.device_type))
         self.key: Node | None = None
-        self.regions = regions_of(graph, recompute) if graph.exported.grad_enabled else ()
-        self.again = computed_again(graph, self.regions)
+        self.regions = recompute_regions(graph, recompute) if graph.exported.grad_enabled else ()
+        self.again = recomputed_ops(graph, self.regions)
         self.region_of = {op: number for number, region in enumerate(self.regions) for op in region.ops}
 
     def run(self, with_ends: bool) -> Emitted:

@@ -27,7 +27,7 @@ from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.layout.source import excerpts
 from autopar.sharding.layout.syntax import Limit, MeshStatement
 from autopar.sharding.options import Outputs
-from autopar.sharding.propagation import completed
+from autopar.sharding.propagation import propagate_plan
 from autopar.sharding.reshard_insertion import conversions
 from autopar.solver.infeasible.errors import NoFeasiblePlan
 from autopar.solver.progress import Progress
@@ -306,5 +306,5 @@ def under(graph: NamedGraph, mesh: Mesh, layout: str | Path | Layout, asked: Pla
     said = choose_layout(layout, axes)
     limit = asked.limit_bytes(cluster, said)
     kept = Layout(tuple(one for one in said if not _is_limit(one)), said.name)
-    decided = completed(graph, kept, axes).with_options(asked.options(mesh))
+    decided = propagate_plan(graph, kept, axes).with_options(asked.options(mesh))
     return Plan(graph, decided, mesh, cluster, limit, None, origin)

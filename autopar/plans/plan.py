@@ -25,7 +25,7 @@ from autopar.plans.views.to_json import plan_data
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.source import read_text
 from autopar.sharding.options import Outputs
-from autopar.sharding.propagation import completed
+from autopar.sharding.propagation import propagate_plan
 from autopar.tracing.trace import trace
 
 __all__ = ["Plan"]
@@ -73,7 +73,7 @@ class Plan(PlanRecord):
         axes = layout.mesh.whole
         same = header.graph == graph.fingerprint
         decided = replace(
-            completed(graph, layout, axes) if same else lowered(graph, layout, axes),
+            propagate_plan(graph, layout, axes) if same else lowered(graph, layout, axes),
             outputs=_outputs(header.outputs),
             local_inputs=header.local_inputs,
             optimizer=header.optimizer,

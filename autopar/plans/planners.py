@@ -23,7 +23,7 @@ from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.layout.resolve import resolve
 from autopar.sharding.layout.syntax import Block, DimRule, Hole, Pin
-from autopar.sharding.propagation import complete
+from autopar.sharding.propagation import propagate
 from autopar.sharding.reshard_insertion import InsertedReshard
 from autopar.tracing.trace import trace
 
@@ -55,7 +55,7 @@ class LayoutPlanner:
         return trace(model, inputs, dims=self.dims)
 
     def decide(self, graph: NamedGraph) -> Assignment | str:
-        return complete(graph, self.layout, self.axes)
+        return propagate(graph, self.layout, self.axes)
 
     def read(self, graph: NamedGraph, text: str) -> Assignment:
         raise AssertionError("a layout is completed by the first rank")
@@ -123,7 +123,7 @@ class PlanFilePlanner:
         layout = parse_layout(text, self.name)
         check_whole(header, len(layout.statements), self.name)
         if header.graph == graph.fingerprint:
-            return complete(graph, layout, self.axes)
+            return propagate(graph, layout, self.axes)
         return lowered(graph, layout, self.axes).assignment
 
     def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:

@@ -28,7 +28,7 @@ from autopar.sharding.layout.syntax import (
     TensorPattern,
 )
 from autopar.sharding.op_pins import words_of
-from autopar.sharding.propagation import completed
+from autopar.sharding.propagation import propagate_plan
 
 __all__ = ["lowered"]
 
@@ -45,7 +45,7 @@ def lowered(graph: NamedGraph, layout: Layout, axes: SubMesh) -> StepPlan:
     error: LayoutError | None = None
     for tried in (known, without_ops, rules):
         try:
-            return completed(graph, Layout(tuple(tried), layout.name), axes)
+            return propagate_plan(graph, Layout(tuple(tried), layout.name), axes)
         except LayoutError as found:
             error = found
     assert error is not None

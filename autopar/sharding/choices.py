@@ -155,7 +155,7 @@ def passings_of(graph: NamedGraph, node: NamedNode) -> tuple[Passing, ...]:
     return tuple(found)
 
 
-def layouts_of(
+def shardings_of(
     graph: NamedGraph, node: NamedNode, choice: Choice
 ) -> tuple[tuple[Sharding | None, ...], tuple[Sharding | None, ...]] | None:
     """Return the shardings of operands and results under a choice; None where the op cannot run so."""

@@ -14,7 +14,7 @@ from math import prod
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import Assignment, OpAssignment
-from autopar.sharding.choices import BROADCAST, layouts_of
+from autopar.sharding.choices import BROADCAST, shardings_of
 
 
 def begin_at_parameters(graph: NamedGraph, assignment: Assignment, pinned: Collection[str]) -> Assignment:
@@ -75,7 +75,7 @@ class _Lifting:
         order = list(self.assignment.axes)
         passes = sorted((*op_assignment.choice.passes, (axis, BROADCAST)), key=lambda one: order.index(one[0]))
         choice = replace(op_assignment.choice, passes=tuple(passes))
-        found = layouts_of(self.graph, node, choice)
+        found = shardings_of(self.graph, node, choice)
         if found is None:
             return False
         results = tuple(

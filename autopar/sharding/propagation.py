@@ -25,7 +25,7 @@ from autopar.mesh import SubMesh
 from autopar.sharding.assignment import Assignment, OpAssignment, StepPlan
 from autopar.sharding.atoms import Atoms, atoms_of
 from autopar.sharding.bound_layout import BoundLayout, close_request, matches
-from autopar.sharding.choices import Passing, Site, can_split, choices, layouts_of, passings_of, sites_of
+from autopar.sharding.choices import Passing, Site, can_split, choices, passings_of, shardings_of, sites_of
 from autopar.sharding.layout.fill_open import filled, filled_from, options_of
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.parameter_storage import GatherPolicy
@@ -57,7 +57,7 @@ class KnownAssignment:
         self.sent_numel: dict[tuple[Atoms, bool, Sharding, Sharding], int] = {}
 
 
-def complete(graph: NamedGraph, layout: Layout, axes: SubMesh, known: KnownAssignment | None = None) -> Assignment:
+def propagate(graph: NamedGraph, layout: Layout, axes: SubMesh, known: KnownAssignment | None = None) -> Assignment:
     """Return the assignment of a graph under a layout; `known` caches propagations under other layouts."""
     bound = BoundLayout(graph, layout, axes)
     known = known or KnownAssignment()
@@ -72,7 +72,7 @@ def complete(graph: NamedGraph, layout: Layout, axes: SubMesh, known: KnownAssig
     return found
 
 
-def recomplete(
+def propagate_partly(
     graph: NamedGraph,
     layout: Layout,
     axes: SubMesh,
@@ -84,13 +84,13 @@ def recomplete(
     These keep their assignments in `decided`.
     """
     bound = BoundLayout(graph, layout, axes)
-    completion = _Propagation(bound, known or KnownAssignment())
-    found = completion.run(decided)
-    undecided = frozenset(completion.undecided)
+    propagation = _Propagation(bound, known or KnownAssignment())
+    found = propagation.run(decided)
+    undecided = frozenset(propagation.undecided)
     return begin_at_parameters(graph, found, bound.pinned_ops() | undecided), undecided
 
 
-def redecide(
+def reassign_ops(
     graph: NamedGraph, layout: Layout, known: Assignment, ops: Collection[str], uses_stay: bool = True
 ) -> Assignment:
     """Return an assignment in which some ops, and stored tensors that the layout pins, are decided anew.
@@ -98,31 +98,31 @@ def redecide(
     The layout gives the shardings of the results of these ops. All else stays as known; with `uses_stay`, also the
     shardings in which the ops use parameters.
     """
-    completion = _Propagation(BoundLayout(graph, layout, known.axes, constrained=False), KnownAssignment())
-    completion.stored, completion.values = dict(known.stored), dict(known.values)
-    completion.ops, completion.gather_policies = dict(known.ops), dict(known.gather_policies)
+    propagation = _Propagation(BoundLayout(graph, layout, known.axes, constrained=False), KnownAssignment())
+    propagation.stored, propagation.values = dict(known.stored), dict(known.values)
+    propagation.ops, propagation.gather_policies = dict(known.ops), dict(known.gather_policies)
     pinned = {statement.glob for statement in layout if isinstance(statement, Pin)}
     nodes = [node for node in graph.nodes if node.name in ops]
     for name in dict.fromkeys(name for node in nodes for name in (*node.operands, *node.outputs) if name is not None):
         tensor = graph.tensors[name]
-        completion.bound.states(tensor)  # raises for a pin that cannot hold
+        propagation.bound.states(tensor)  # raises for a pin that cannot hold
         if name in pinned and tensor.kind != "activation":
-            completion._store(tensor)
+            propagation._store(tensor)
         elif tensor.kind == "param" and uses_stay:
-            completion.used[name] = known.values[name].splits
+            propagation.used[name] = known.values[name].splits
     for node in nodes:
-        completion._decide(node)
+        propagation._decide(node)
     found = replace(
         known,
-        stored=completion.stored,
-        values=completion.values,
-        ops=completion.ops,
-        gather_policies=completion.gather_policies,
+        stored=propagation.stored,
+        values=propagation.values,
+        ops=propagation.ops,
+        gather_policies=propagation.gather_policies,
     )
     return begin_at_parameters(graph, found, {node.name for node in graph.nodes if node.name not in ops})
 
 
-def restored(graph: NamedGraph, layout: Layout, known: Assignment, name: str) -> Assignment:
+def reassign_storage(graph: NamedGraph, layout: Layout, known: Assignment, name: str) -> Assignment:
     """Return an assignment with one parameter stored as the layout says; its use and all ops stay."""
     held = BoundLayout(graph, layout, known.axes, constrained=False).storage(graph.tensors[name])
     assert held.gather_policy is not None, f"{name} is a parameter"
@@ -172,9 +172,9 @@ class _HoleFiller:
             try:
                 layout = filled(self.bound.whole, self.bound.axes, picks)
                 bound = BoundLayout(self.bound.graph, layout, self.bound.axes, constrained=False)
-                completion = _Propagation(bound, self.known)
-                assignment = completion.run()
-                self.tried[picks] = completion.sent_bytes(), assignment
+                propagation = _Propagation(bound, self.known)
+                assignment = propagation.run()
+                self.tried[picks] = propagation.sent_bytes(), assignment
             except LayoutError as error:
                 self.tried[picks] = inf, error
         return self.tried[picks][0]
@@ -251,7 +251,7 @@ class _Propagation:
         for choice in choices(node, sites, self.axes, uneven, passing):
             if pin is not None and not allows(pin, choice, node):
                 continue
-            found = layouts_of(self.graph, node, choice)
+            found = shardings_of(self.graph, node, choice)
             if found is None:
                 continue
             operands, produced = found
@@ -421,6 +421,6 @@ def sent_numel(conversion: Reshard, differentiable: bool) -> int:
     return sum(step.sent_numel for step in ways)
 
 
-def completed(graph: NamedGraph, layout: Layout, axes: SubMesh, known: KnownAssignment | None = None) -> StepPlan:
+def propagate_plan(graph: NamedGraph, layout: Layout, axes: SubMesh, known: KnownAssignment | None = None) -> StepPlan:
     """Return the plan of a layout without holes; `dataclasses.replace` sets its options."""
-    return StepPlan.decided(graph, complete(graph, layout, axes, known))
+    return StepPlan.decided(graph, propagate(graph, layout, axes, known))

@@ -26,7 +26,7 @@ class RecomputeRegion:
     ops: tuple[str, ...]
 
 
-def regions_of(graph: NamedGraph, recompute: Mapping[str, Recompute]) -> tuple[RecomputeRegion, ...]:
+def recompute_regions(graph: NamedGraph, recompute: Mapping[str, Recompute]) -> tuple[RecomputeRegion, ...]:
     """Return the regions of a graph; `recompute` is by the module path of a repeated layer.
 
     A checkpoint region of the model that shares ops with such a layer is joined with it.
@@ -61,7 +61,7 @@ def _joined(regions: Iterable[RecomputeRegion], own: RecomputeRegion) -> list[Re
     return [*apart, RecomputeRegion(touched[0].name, modes.pop() if len(modes) == 1 else "full", tuple(ops))]
 
 
-def computed_again(graph: NamedGraph, regions: Iterable[RecomputeRegion]) -> frozenset[str]:
+def recomputed_ops(graph: NamedGraph, regions: Iterable[RecomputeRegion]) -> frozenset[str]:
     """Return the ops of regions that are recomputed: all, or those that are cheap."""
     regions = tuple(regions)
     if not any(region.mode == "selective" for region in regions):

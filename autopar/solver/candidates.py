@@ -13,7 +13,7 @@ from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.sharding.atoms import Atoms, atoms_of
 from autopar.sharding.bound_layout import BoundLayout, matches
-from autopar.sharding.choices import Choice, Passing, Site, choices, layouts_of, passings_of
+from autopar.sharding.choices import Choice, Passing, Site, choices, passings_of, shardings_of
 from autopar.sharding.dtensor_placements import to_placements
 from autopar.sharding.layout.parameter_storage import gather_action
 from autopar.sharding.op_pins import allows, pinned_passings, pinned_sites, uneven_sites
@@ -101,7 +101,7 @@ def _options(
     uneven = _NearlyEven(node, axes, () if pin is None else uneven_sites(pin, node))
     found: dict[object, OpSharding] = {}
     for choice in choices(node, sites, axes, uneven, passes):
-        layouts = layouts_of(graph, node, choice)
+        layouts = shardings_of(graph, node, choice)
         if layouts is None or layouts in found or (pin is not None and not allows(pin, choice, node)):
             continue
         if _uses_agree(setting, bound_layout, node, layouts[0]):

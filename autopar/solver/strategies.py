@@ -10,7 +10,7 @@ from autopar.mesh import SubMesh
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.load import applies_to, axes_of, load_strategy, roles_of, strategy_names
-from autopar.sharding.propagation import KnownAssignment, completed
+from autopar.sharding.propagation import KnownAssignment, propagate_plan
 from autopar.solver.setting import PlanningProblem
 
 __all__ = ["WHOLE", "splits_nothing", "strategy_plans"]
@@ -53,7 +53,7 @@ def strategy_plans(
 
 def plan_under(setting: PlanningProblem, layout: Layout, known: KnownAssignment | None = None) -> StepPlan | None:
     try:
-        return completed(setting.graph, layout, setting.axes, known)
+        return propagate_plan(setting.graph, layout, setting.axes, known)
     except LayoutError:
         return None
 

@@ -14,7 +14,7 @@ import autopar
 from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.sharding.layout.load import choose_layout
-from autopar.sharding.propagation import completed
+from autopar.sharding.propagation import propagate_plan
 from benchmarks.gpu.setting import Setting, llama, one_process, one_rank_of, stepper
 from examples.gpt import gpt
 from examples.moe import moe
@@ -80,7 +80,7 @@ def shards(setting: Setting) -> None:
             with one_rank_of(axes, setting.device) as mesh:
                 model, inputs = llama(setting, layers=4, batch=2 * next(iter(axes.values())), **wide)
                 graph = autopar.trace(model, inputs)
-                costs = evaluate(graph, completed(graph, choose_layout(layout, axes), axes), cluster)
+                costs = evaluate(graph, propagate_plan(graph, choose_layout(layout, axes), axes), cluster)
                 module = autopar.parallelize(model, mesh, inputs, layout=layout)
                 del model
                 found = _measured(setting, module, inputs)
@@ -106,7 +106,7 @@ def predict(setting: Setting) -> None:
 def _predicted(setting: Setting, make: Callable[[], Any], clusters: Mapping[str, Cluster]) -> Mapping[str, Any]:
     model, inputs = make()
     graph = autopar.trace(model, inputs)
-    plan = completed(graph, choose_layout("ddp", {"dp": 1}), {"dp": 1})
+    plan = propagate_plan(graph, choose_layout("ddp", {"dp": 1}), {"dp": 1})
     module = autopar.parallelize(model, "dp=1", inputs, layout="ddp")
     del model
     found = _measured(setting, module, inputs)

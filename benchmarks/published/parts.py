@@ -23,7 +23,7 @@ from autopar.cost.memory.peak import memory
 from autopar.cost.profile import Task, profile
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
-from autopar.sharding.propagation import completed
+from autopar.sharding.propagation import propagate_plan
 from benchmarks.published.models import Decoder, decoder_inputs, decoder_model
 from benchmarks.published.runs import Run, Software, layout_of
 
@@ -288,7 +288,7 @@ def _traced(decoder: Decoder, batch: int) -> NamedGraph:
 def _plan(graph: NamedGraph, run: Run) -> StepPlan:
     """The run's strategy as a plan: stages are furthest apart, tensor-parallel ranks next to each other."""
     axes: Mapping[str, int] = {"pp": run.pp, "dp": run.dp, "tp": run.tp}
-    plan = completed(graph, layout_of(run.sharding, run.sequence_parallel, run.dp, run.tp), axes)
+    plan = propagate_plan(graph, layout_of(run.sharding, run.sequence_parallel, run.dp, run.tp), axes)
     layers = {path: run.recompute for repeat in graph.repeats for path in repeat.module_paths}
     parameters = [tensor.name for tensor in graph.parameters]
     return replace(

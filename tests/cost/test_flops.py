@@ -23,7 +23,7 @@ from autopar.rules.op_names import resolve_op
 from autopar.rules.proof.run_shards import RUN_ERRORS, ShardedRun, execute, materialise, reference
 from autopar.rules.registry import rule_table
 from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.propagation import complete
+from autopar.sharding.propagation import propagate
 
 ROOFLINE = Device("roofline", 1e9, 1e12, 0.0, MappingProxyType({"bfloat16": 1e12, "float64": 1e12}))
 
@@ -120,7 +120,7 @@ def found(run: ShardedRun) -> OpWork:
     model = OneCall(run)
     graph = autopar.trace(model, tuple(model.tensors))
     (node,) = [node for node in graph.nodes if node.op == run.call.op]
-    op_assignment = complete(graph, parse_layout("* -> none"), {"a": 2}).ops[node.name]
+    op_assignment = propagate(graph, parse_layout("* -> none"), {"a": 2}).ops[node.name]
     return op_work(graph, node, op_assignment, graph.footprints[node.node], {"a": 2}, ROOFLINE)
 
 

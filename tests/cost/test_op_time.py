@@ -19,13 +19,13 @@ from autopar.cost.hardware.cluster import Device, load_device
 from autopar.errors import ClusterError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.propagation import complete
+from autopar.sharding.propagation import propagate
 
 ROOFLINE = Device("roofline", 1e9, 1e12, 0.0, MappingProxyType({"float32": 1e12}))
 
 
 def works(graph: NamedGraph, layout: str, axes: dict[str, int], device: Device = ROOFLINE) -> dict[str, OpWork]:
-    assignment = complete(graph, parse_layout(layout), axes)
+    assignment = propagate(graph, parse_layout(layout), axes)
     return {
         node.name: op_work(graph, node, assignment.ops[node.name], graph.footprints[node.node], axes, device)
         for node in graph.nodes

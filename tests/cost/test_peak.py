@@ -20,7 +20,7 @@ from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.load import choose_layout
-from autopar.sharding.propagation import completed
+from autopar.sharding.propagation import propagate_plan
 from benchmarks.memory import measure
 from examples.gpt import gpt
 from examples.moe import moe
@@ -38,7 +38,7 @@ TILES = "batch -> dp; height -> sy; width -> sx; * -> none"
 
 
 def plan_of(graph: NamedGraph, layout: str, axes: Mapping[str, int], **changes: Any) -> StepPlan:
-    return replace(completed(graph, choose_layout(layout, axes), axes), **changes)
+    return replace(propagate_plan(graph, choose_layout(layout, axes), axes), **changes)
 
 
 def predicted(graph: NamedGraph, plan: StepPlan) -> MemoryCosts:

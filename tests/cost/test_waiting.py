@@ -17,7 +17,7 @@ from autopar.cost.reshard_costs import OverlapCost
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.load import choose_layout
-from autopar.sharding.propagation import completed
+from autopar.sharding.propagation import propagate_plan
 
 CLUSTER = load_cluster("h100")
 AXES = {"dp": 2}
@@ -31,7 +31,7 @@ def graph_of(rows: int) -> NamedGraph:
 
 
 def plan_of(graph: NamedGraph) -> StepPlan:
-    return completed(graph, choose_layout("ddp", AXES), AXES)
+    return propagate_plan(graph, choose_layout("ddp", AXES), AXES)
 
 
 def test_a_small_eager_step_waits_for_its_host() -> None:

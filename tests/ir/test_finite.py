@@ -13,7 +13,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.lowering.emit import emit
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.propagation import complete
+from autopar.sharding.propagation import propagate
 from autopar.tracing.trace import trace
 from tests.ranks import SimulatedGroups, on_ranks
 
@@ -101,7 +101,7 @@ def results(graph: NamedGraph, assignment: Assignment, inputs: list[Tensor]) -> 
 @pytest.mark.parametrize("name", INFINITE)
 def test_a_sum_is_made_before_what_may_be_infinite(name: str) -> None:
     graph, inputs = graph_of(INFINITE[name])
-    assignment = complete(graph, parse_layout(PINS + f"@{last(graph)}[* -> none] + partial(tp)"), TP)
+    assignment = propagate(graph, parse_layout(PINS + f"@{last(graph)}[* -> none] + partial(tp)"), TP)
     assert not any(way for _, way in assignment.ops[last(graph)].choice.passes)
     expected = graph.model(*inputs).detach()
     for found in results(graph, assignment, inputs):
@@ -111,7 +111,7 @@ def test_a_sum_is_made_before_what_may_be_infinite(name: str) -> None:
 @pytest.mark.parametrize("name", FINITE)
 def test_a_sum_is_held_back_through_what_is_finite(name: str) -> None:
     graph, inputs = graph_of(FINITE[name])
-    assignment = complete(graph, parse_layout(PINS + f"@{last(graph)}[* -> none] + partial(tp)"), TP)
+    assignment = propagate(graph, parse_layout(PINS + f"@{last(graph)}[* -> none] + partial(tp)"), TP)
     assert str(assignment.ops[last(graph)].choice) == "0 partial(tp)"
     for found in results(graph, assignment, inputs):
         torch.testing.assert_close(found, graph.model(*inputs).detach())
@@ -120,4 +120,4 @@ def test_a_sum_is_held_back_through_what_is_finite(name: str) -> None:
 def test_an_op_that_is_pinned_to_pass_such_a_sum_is_refused() -> None:
     graph, _ = graph_of(INFINITE["an input"])
     with pytest.raises(LayoutError, match=r"(?s)cannot be split as it is pinned.*may be infinite, or what divides"):
-        complete(graph, parse_layout(f"d_ff -> tp; * -> none; op @{last(graph)}[partial.0 -> tp]"), TP)
+        propagate(graph, parse_layout(f"d_ff -> tp; * -> none; op @{last(graph)}[partial.0 -> tp]"), TP)

@@ -13,7 +13,7 @@ from autopar.cost.collectives.network import Network
 from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.sharding.layout.load import choose_layout
-from autopar.sharding.propagation import completed
+from autopar.sharding.propagation import propagate_plan
 from examples.gpt import gpt
 from examples.moe import moe
 
@@ -37,7 +37,7 @@ def test_sums_that_nothing_uses_until_the_next() -> None:
 def test_they_take_one_collective(make: Any) -> None:
     """A loss and its number of targets, of which both are sent."""
     graph, cluster = autopar.trace(*make()), load_cluster("local-cpu")
-    plan = completed(graph, choose_layout("ddp", {"dp": 2}), {"dp": 2})
+    plan = propagate_plan(graph, choose_layout("ddp", {"dp": 2}), {"dp": 2})
     small = [one for one in evaluate(graph, plan, cluster).communication if one.of == "values"]
     (sums,) = small
     others = sums.count - 2

@@ -14,7 +14,7 @@ from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.load import choose_layout
-from autopar.sharding.propagation import complete
+from autopar.sharding.propagation import propagate
 from autopar.sharding.reshard_insertion import conversions
 from autopar.tracing.trace import trace
 from tests.ranks import difference
@@ -50,7 +50,7 @@ def branches() -> tuple[NamedGraph, Tensor]:
 
 def sent(graph: NamedGraph, layout: str, axes: Mapping[str, int], params: bool = False) -> Counter[str]:
     """Collectives by direction, kind and tensor."""
-    found = conversions(graph, complete(graph, parse_layout(layout), axes))
+    found = conversions(graph, propagate(graph, parse_layout(layout), axes))
     return Counter(
         f"{way} {step.kind.value} {one.tensor}"
         for one in found
@@ -60,7 +60,7 @@ def sent(graph: NamedGraph, layout: str, axes: Mapping[str, int], params: bool =
 
 
 def sent_bytes(graph: NamedGraph, layout: str, axes: Mapping[str, int]) -> int:
-    found = conversions(graph, complete(graph, parse_layout(layout), axes))
+    found = conversions(graph, propagate(graph, parse_layout(layout), axes))
     return sum(step.sent_numel * one.itemsize for one in found for _, step in one.collectives())
 
 
@@ -80,7 +80,7 @@ def test_a_sum_is_made_where_it_arises_unless_it_is_pinned(branches: tuple[Named
 def test_a_sum_passes_through_what_is_linear_in_it(branches: tuple[NamedGraph, Tensor]) -> None:
     graph, x = branches
     through = "; ".join(f"@{name}[* -> none] + partial(tp)" for name in ("left/linear", "right/linear", "/add", "/mul"))
-    assignment = complete(graph, parse_layout(f"{MLP}; {through}"), TP)
+    assignment = propagate(graph, parse_layout(f"{MLP}; {through}"), TP)
     assert str(assignment.ops["/add"].choice) == "0+1 partial(tp)"
     assert str(assignment.ops["/mul"].choice) == "0 partial(tp)"
     operands = assignment.ops["/mul"].operands
@@ -95,7 +95,7 @@ def test_a_sum_passes_through_what_is_linear_in_it(branches: tuple[NamedGraph, T
 def test_a_whole_value_can_be_pinned_to_be_a_sum(branches: tuple[NamedGraph, Tensor]) -> None:
     graph, x = branches
     text = "* -> none; @up/linear[* -> none] + partial(tp); @norm/layer_norm[* -> none] + partial(tp)"
-    assignment = complete(graph, parse_layout(text), TP)
+    assignment = propagate(graph, parse_layout(text), TP)
     assert assignment.values["up/linear"].partial == {"tp"}
     assert difference(graph, text, TP, [x]) < 1e-12, "a result that is pinned is handed out whole all the same"
 
@@ -106,10 +106,10 @@ def test_gradients_can_be_put_off(branches: tuple[NamedGraph, Tensor]) -> None:
     assert sent(graph, "* -> none", TP, params=True) == {}
     taken = {"backward all_reduce scale": 1, "backward all_reduce /add": 1}
     assert sent(graph, text, TP, params=True) == taken, "an op that puts one gradient off puts all of them off"
-    assert str(complete(graph, parse_layout(text), TP).ops["/mul"].choice) == "broadcast(tp)"
+    assert str(propagate(graph, parse_layout(text), TP).ops["/mul"].choice) == "broadcast(tp)"
     assert difference(graph, text, TP, [x]) < 1e-12
     early = f"{MLP}; @/relu[d_ff -> none] + broadcast(tp)"
-    assert complete(graph, parse_layout(early), TP).values["/relu"].broadcast == {"tp"}
+    assert propagate(graph, parse_layout(early), TP).values["/relu"].broadcast == {"tp"}
     assert difference(graph, early, TP, [x]) < 1e-12
 
 
@@ -133,7 +133,7 @@ def test_gradients_can_be_put_off(branches: tuple[NamedGraph, Tensor]) -> None:
 )
 def test_pins_that_cannot_be(branches: tuple[NamedGraph, Tensor], pin: str, message: str) -> None:
     with pytest.raises(LayoutError) as error:
-        complete(branches[0], parse_layout(f"* -> none; {pin}", "my.lay"), TP)
+        propagate(branches[0], parse_layout(f"* -> none; {pin}", "my.lay"), TP)
     assert str(error.value).startswith(message)
     assert "my.lay:1" in str(error.value)
 
@@ -167,16 +167,16 @@ def test_a_split_that_may_extend(branches: tuple[NamedGraph, Tensor]) -> None:
 def test_candidates_that_cannot_be_had_are_passed_over(branches: tuple[NamedGraph, Tensor]) -> None:
     graph, _ = branches
     axes = {"dp": 8, "tp": 2}
-    assignment = complete(graph, parse_layout("d_ff -> ?{dp, tp}; * -> none"), axes)
+    assignment = propagate(graph, parse_layout("d_ff -> ?{dp, tp}; * -> none"), axes)
     assert assignment.stored["up.weight"].splits[0] == ("tp",), "8 does not divide 12"
     with pytest.raises(LayoutError, match=r"E4: the dim 'd_ff' of up\.weight"):
-        complete(graph, parse_layout("d_ff -> ?{dp, dp*tp}; * -> none"), axes)
+        propagate(graph, parse_layout("d_ff -> ?{dp, dp*tp}; * -> none"), axes)
 
 
 def test_the_candidates_of_a_strategy_are_axes_too(branches: tuple[NamedGraph, Tensor]) -> None:
     text = "strategy mine\nd_ff -> ?{dp*tp, ep}; heads -> tp?; * -> none"
     chosen = choose_layout(text, TP)
-    assert complete(branches[0], chosen, TP).stored["up.weight"].splits[0] == ("tp",), "the mesh lacks dp and ep"
+    assert propagate(branches[0], chosen, TP).stored["up.weight"].splits[0] == ("tp",), "the mesh lacks dp and ep"
 
 
 def test_many_holes_are_decided_in_turn(branches: tuple[NamedGraph, Tensor]) -> None:
@@ -200,15 +200,15 @@ def test_same_takes_over_what_is_said_about_one() -> None:
     x = torch.randn(4, 8, dtype=torch.float64)
     graph = trace(model, (x,), dims={"input": "batch d", "0.weight": "e d", "2.weight": "f e"})
     said = "param, use { e -> tp, d -> none, f -> none }"
-    free = complete(graph, parse_layout("@0.weight[e -> tp, d -> none]"), TP)
+    free = propagate(graph, parse_layout("@0.weight[e -> tp, d -> none]"), TP)
     assert free.stored["2.weight"].splits == ((), ())
-    both = complete(graph, parse_layout("@0.weight[e -> tp, d -> none]; same @2.weight @0.weight"), TP)
+    both = propagate(graph, parse_layout("@0.weight[e -> tp, d -> none]; same @2.weight @0.weight"), TP)
     assert both.stored["2.weight"].splits == both.stored["0.weight"].splits == (("tp",), ())
     assert both.values["2.weight"].splits == (("tp",), ())
     assert difference(graph, "@0.weight[e -> tp, d -> none]; same @2.weight @0.weight", TP, [x]) < 1e-12
-    values = complete(graph, parse_layout("@0/linear[e -> tp]; same @0/linear @2/linear"), TP).values
+    values = propagate(graph, parse_layout("@0/linear[e -> tp]; same @0/linear @2/linear"), TP).values
     assert values["0/linear"].splits[1] == values["2/linear"].splits[1] == ("tp",)
-    assert complete(graph, parse_layout(said), TP).stored["2.weight"].splits == ((), ("tp",))
+    assert propagate(graph, parse_layout(said), TP).stored["2.weight"].splits == ((), ("tp",))
 
 
 # -- what ops send themselves -----------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_same_takes_over_what_is_said_about_one() -> None:
 def test_what_an_op_sends_itself_counts() -> None:
     """A softmax along rows that are split, whose result is wanted split by columns: the rows are exchanged first."""
     graph = trace(nn.Softmax(dim=0).double(), (torch.randn(8, 8, dtype=torch.float64),), dims={"input": "n d"})
-    assignment = complete(graph, parse_layout("input { n -> tp, d -> none }; output { d -> tp, n -> none }"), TP)
+    assignment = propagate(graph, parse_layout("input { n -> tp, d -> none }; output { d -> tp, n -> none }"), TP)
     (node,) = graph.nodes
     (((factor, _), _),) = assignment.ops[node.name].choice.splits
     assert graph.dims[node.factors[factor]].name == "d"
@@ -245,7 +245,7 @@ def test_masked_attention_with_queries_split_over_the_sequence(seq: int, ranks: 
     layout = "seq -> tp pad; * -> none"
     assert difference(graph, layout, {"tp": ranks}, [x, mask]) < 1e-12
     node = next(node for node in graph.nodes if "attention" in node.op)
-    op_assignment = complete(graph, parse_layout(layout), {"tp": ranks}).ops[node.name]
+    op_assignment = propagate(graph, parse_layout(layout), {"tp": ranks}).ops[node.name]
     assert op_assignment.choice.axes == ("tp",)
     taken = op_assignment.operands[3]
     assert taken is not None

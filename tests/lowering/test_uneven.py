@@ -14,7 +14,7 @@ from torch.nn import functional
 from autopar.errors import LayoutError
 from autopar.sharding.choices import can_split
 from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.propagation import complete
+from autopar.sharding.propagation import propagate
 from autopar.tracing.trace import trace
 from tests.ranks import difference
 
@@ -126,7 +126,7 @@ def test_the_op_itself_works_on_uneven_shards(name: str) -> None:
     function, shape, dims, others = OPS[name]
     graph, _ = traced(function, shape, dims, others)
     (split,) = (dim for dim in graph.dims if 5 in graph.dims[dim].sizes)
-    assignment = complete(graph, parse_layout(f"{split} -> a pad; * -> none"), {"a": 2})
+    assignment = propagate(graph, parse_layout(f"{split} -> a pad; * -> none"), {"a": 2})
     assert all(
         assignment.ops[node.name].choice.axes == ("a",)
         for node in graph.nodes
@@ -145,7 +145,7 @@ def test_two_dims_at_once() -> None:
 def test_without_pad_a_size_that_does_not_divide_is_refused() -> None:
     graph, _ = traced(lambda x: x.tanh(), (5, 6), "n d")
     with pytest.raises(LayoutError) as error:
-        complete(graph, parse_layout("n -> a; * -> none", "my.lay"), {"a": 2})
+        propagate(graph, parse_layout("n -> a; * -> none", "my.lay"), {"a": 2})
     assert str(error.value) == (
         "E4: the dim 'n' of offset can take no alternative of its rule: a = 2 does not divide 5\n"
         "  my.lay:1 | n -> a; * -> none\n"
@@ -156,10 +156,10 @@ def test_without_pad_a_size_that_does_not_divide_is_refused() -> None:
 
 def test_an_op_is_cut_unevenly_only_where_the_layout_allows_it() -> None:
     graph, x = traced(lambda x, w: functional.linear(x, w).relu(), (4, 6), "n d", ((5, 6),))
-    found = complete(graph, parse_layout("d -> a; * -> none; op @/linear[k -> a]"), {"a": 2})
+    found = propagate(graph, parse_layout("d -> a; * -> none; op @/linear[k -> a]"), {"a": 2})
     assert str(found.ops["/linear"].choice) == "k -> a"
     with pytest.raises(LayoutError, match=r"E5: the op /linear .* cannot be split as it is pinned"):
-        complete(graph, parse_layout("* -> none; op @/linear[n -> a]"), {"a": 2})
+        propagate(graph, parse_layout("* -> none; op @/linear[n -> a]"), {"a": 2})
     dim = next(dim for dim in graph.dims if graph.dims[dim].size == 5)
     text = f"{dim} -> a pad; * -> none; op @/linear[n -> a]"
     assert difference(graph, text, {"a": 2}, [x]) < 1e-12

@@ -17,7 +17,7 @@ from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.language import parse_layout, print_layout
 from autopar.sharding.layout.load import axes_of, choose_layout, load_strategy, strategy_names
 from autopar.sharding.layout.syntax import Hole, TensorPattern
-from autopar.sharding.propagation import complete
+from autopar.sharding.propagation import propagate
 from autopar.tracing.trace import trace
 from examples.gpt import gpt
 from examples.hf import hf
@@ -40,7 +40,7 @@ def check(graph: NamedGraph, assignment: Assignment) -> str:
     text = print_layout(written(graph, assignment).layout)
     layout = parse_layout(text)
     assert not any(isinstance(value, Hole) for value in _terms(layout)), "a plan has no holes"
-    again = complete(graph, layout, assignment.axes)
+    again = propagate(graph, layout, assignment.axes)
     assert (again.stored, again.ops, again.values) == (assignment.stored, assignment.ops, assignment.values), text
     if assignment.gather_policies:
         assert again == assignment, text
@@ -67,7 +67,7 @@ def test_what_experts_wrote(model: str) -> None:
         for order in dict.fromkeys((roles, roles[::-1])):
             meaning = {role: tuple(axes)[place : place + 1] for place, role in enumerate(order)}
             try:
-                assignment = complete(graph, strategy.on_axes(meaning), axes)
+                assignment = propagate(graph, strategy.on_axes(meaning), axes)
             except LayoutError:
                 continue
             check(graph, assignment)
@@ -103,8 +103,8 @@ def test_random_decisions(first_seed: int) -> None:
 def test_layouts_by_hand(text: str) -> None:
     graph = trace(*gpt())
     axes = {"dp": 2, "fsdp": 2}
-    found = check(graph, complete(graph, parse_layout(text), axes))
-    again = complete(graph, parse_layout(found), axes)
+    found = check(graph, propagate(graph, parse_layout(text), axes))
+    again = propagate(graph, parse_layout(found), axes)
     assert print_layout(written(graph, again).layout) == found, "written again, it is the same"
 
 
@@ -113,7 +113,7 @@ def test_repeated_layers_are_one_line() -> None:
     lines = []
     for layers in (2, 12):
         graph = trace(*hf("llama", batch=4, num_hidden_layers=layers))
-        assignment = complete(graph, choose_layout("megatron_sp", axes), axes)
+        assignment = propagate(graph, choose_layout("megatron_sp", axes), axes)
         lines.append(len(check(graph, assignment).splitlines()))
     assert lines[1] <= lines[0] + 4
 
@@ -122,7 +122,7 @@ def test_a_layer_that_is_unlike_the_others_has_its_own_lines() -> None:
     graph = trace(*gpt(layers=4))
     axes = {"tp": 2}
     text = "* -> none; @blocks.2.up.weight[d_ff -> tp]; @blocks.2.up.bias[d_ff -> tp]"
-    assignment = complete(graph, parse_layout(text), axes)
+    assignment = propagate(graph, parse_layout(text), axes)
     assert "blocks.2" in check(graph, assignment)
 
 
@@ -130,7 +130,7 @@ def test_holdings_are_compared() -> None:
     """The check above would see another holding."""
     graph = trace(*gpt())
     axes = {"fsdp": 2}
-    one = complete(graph, choose_layout("fsdp", axes), axes)
+    one = propagate(graph, choose_layout("fsdp", axes), axes)
     name, policy = next((name, policy) for name, policy in one.gather_policies.items() if not policy.regather)
     other = replace(one, gather_policies={**one.gather_policies, name: replace(policy, regather=True)})
     assert written(graph, one) != written(graph, other)

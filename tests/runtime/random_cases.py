@@ -24,7 +24,7 @@ from autopar.mesh import Mesh
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.load import choose_layout
-from autopar.sharding.propagation import complete
+from autopar.sharding.propagation import propagate
 from autopar.tracing.trace import trace
 from tests.eager import Arguments, Left, arguments_of, eager_step, largest_difference, step_of
 from tests.ranks import difference_of
@@ -116,12 +116,12 @@ def drawn(case: int, graph: NamedGraph) -> Drawn:
     if kind == "strategy":
         text = draw.choice(STRATEGIES).format(names[0], names[1] if len(names) > 1 else "none")
         return Drawn(
-            f"{text} on {dict(axes)}", axes, text, lambda graph: complete(graph, choose_layout(text, axes), axes)
+            f"{text} on {dict(axes)}", axes, text, lambda graph: propagate(graph, choose_layout(text, axes), axes)
         )
     text = random_text(draw, graph, axes)
     if draw.random() < 0.15:
         text += "; regather @*"
-    return Drawn(f"{text} on {dict(axes)}", axes, text, lambda graph: complete(graph, parse_layout(text), axes))
+    return Drawn(f"{text} on {dict(axes)}", axes, text, lambda graph: propagate(graph, parse_layout(text), axes))
 
 
 def run(case: int) -> Outcome:

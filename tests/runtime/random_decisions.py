@@ -15,7 +15,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.atoms import atoms_of
-from autopar.sharding.choices import Choice, Site, choices, layouts_of, passings_of
+from autopar.sharding.choices import Choice, Site, choices, passings_of, shardings_of
 from autopar.sharding.sharding import Sharding
 
 __all__ = ["random_decisions"]
@@ -53,7 +53,7 @@ def random_decisions(draw: random.Random, graph: NamedGraph, axes: Mapping[str, 
 
 def _decided(draw: random.Random, graph: NamedGraph, node: NamedNode, axes: Mapping[str, int]) -> OpAssignment:
     choice = _any_choice(draw, graph, node, axes)
-    found = layouts_of(graph, node, choice)
+    found = shardings_of(graph, node, choice)
     assert found is not None, (node.name, choice)
     operands, produced = found
     results = tuple(
@@ -72,7 +72,7 @@ def _any_choice(draw: random.Random, graph: NamedGraph, node: NamedNode, axes: M
     legal = [
         choice
         for choice in choices(node, picked, axes, _Everywhere(), passing)  # type: ignore[arg-type]
-        if layouts_of(graph, node, choice) is not None
+        if shardings_of(graph, node, choice) is not None
     ]
     most = max(len(choice.axes) + len(choice.passes) for choice in legal)
     return draw.choice([choice for choice in legal if len(choice.axes) + len(choice.passes) == most])

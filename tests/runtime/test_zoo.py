@@ -13,7 +13,7 @@ from autopar.cli.verify_processes import differences, results_of
 from autopar.errors import LayoutError
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.load import choose_layout, load_strategy
-from autopar.sharding.propagation import complete
+from autopar.sharding.propagation import propagate
 from autopar.sharding.reshard_insertion import conversions
 from benchmarks.architectures import STANDARD
 from benchmarks.zoo import (
@@ -107,7 +107,7 @@ def test_strategies_keep_their_promises(architecture: str) -> None:
     for strategy in STRATEGIES:
         axes = {"a": 2, "b": 2}
         layout = choose_layout(strategy_call(strategy, 2), axes)
-        assignment = complete(graph, layout, axes)
+        assignment = propagate(graph, layout, axes)
         check_contracts(layout, graph, assignment, conversions(graph, assignment))
 
 
@@ -175,7 +175,7 @@ def test_fsdp_gathers_each_split_parameter_once_and_scatters_its_gradient() -> N
 def test_fewer_kv_heads_than_ranks_is_an_error_that_says_so() -> None:
     model, inputs = zoo_model("llama", train=False)
     with pytest.raises(LayoutError) as raised:
-        complete(autopar.trace(model, inputs), load_strategy("megatron").on_axes({"dp": ()}), {"tp": 4})
+        propagate(autopar.trace(model, inputs), load_strategy("megatron").on_axes({"dp": ()}), {"tp": 4})
     assert "E4: the dim 'heads' of model.layers.0.self_attn.q_proj.weight can take no alternative" in str(raised.value)
     assert "tp = 4 does not divide 2 x 2, its parts kv_heads x " in str(raised.value)
 

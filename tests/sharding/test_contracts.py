@@ -13,7 +13,7 @@ from autopar.errors import LayoutError
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.load import choose_layout
-from autopar.sharding.propagation import complete, completed
+from autopar.sharding.propagation import propagate, propagate_plan
 from autopar.sharding.reshard_insertion import conversions
 from examples.hf import hf
 
@@ -21,7 +21,7 @@ from examples.hf import hf
 def answer(layer: nn.Module, limit: str, ranks: int) -> str:
     graph = autopar.trace(layer, (torch.randn(2, 3, 16, 8),), dims={"input": "batch channels height width"})
     layout = parse_layout(f"height -> sy; * -> none\nlimit halo {limit}", "my.lay")
-    assignment = complete(graph, layout, {"sy": ranks})
+    assignment = propagate(graph, layout, {"sy": ranks})
     assert assignment.ops["/conv2d" if isinstance(layer, nn.Conv2d) else "/max_pool2d"].choice.axes == ("sy",)
     try:
         check_contracts(layout, graph, assignment, ())
@@ -70,7 +70,7 @@ class Stack(nn.Module):
 def memory_answer(limit: str, lines: str = "", device_bytes: float | None = None) -> tuple[str, float]:
     graph = autopar.trace(Stack(), (torch.randn(512, 64),), dims={"x": "batch features"})
     layout = parse_layout(f"batch -> dp; * -> none\nlimit memory {limit}\n{lines}", "my.lay")
-    plan = completed(graph, layout, {"dp": 2})
+    plan = propagate_plan(graph, layout, {"dp": 2})
     peak = memory(LoweredStep(graph, plan)).peak_bytes
     try:
         check_memory(layout, graph, plan, device_bytes)
@@ -120,7 +120,7 @@ class Pairs(nn.Module):
 def test_fsdp_says_what_it_gathers_of_activations() -> None:
     graph = autopar.trace(Pairs(), (torch.randn(4, 12),))
     layout = choose_layout("fsdp", {"fsdp": 2})
-    assignment = complete(graph, layout, {"fsdp": 2})
+    assignment = propagate(graph, layout, {"fsdp": 2})
     with pytest.warns(autopar.AutoparWarning, match="warn all_gather over fsdp is broken by the all_gather"):
         check_contracts(layout, graph, assignment, conversions(graph, assignment, "sharded"))
 
@@ -138,7 +138,7 @@ SPLIT = {
 def test_no_two_dims_of_a_weight_claim_the_axis_of_a_strategy(architecture: str, strategy: str) -> None:
     """Beside a low-rank dim, one head of keys, and the dim of a narrow table there is what is split."""
     graph = autopar.trace(*hf(architecture))
-    assignment = complete(graph, choose_layout(strategy, {"tp": 2}), {"tp": 2})
+    assignment = propagate(graph, choose_layout(strategy, {"tp": 2}), {"tp": 2})
     name, dim = SPLIT[architecture]
     (place,) = (i for i, atom in enumerate(graph.tensors[name].atoms) if dim in atom.names)
     assert assignment.stored[name].splits[place] == ("tp",)

@@ -9,7 +9,7 @@ from torch import nn
 import autopar
 from autopar.errors import LayoutError
 from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.propagation import complete
+from autopar.sharding.propagation import propagate
 
 
 class Sums(nn.Module):
@@ -25,7 +25,7 @@ def graph() -> autopar.NamedGraph:
 
 def answer(graph: autopar.NamedGraph, pin: str, **axes: int) -> str:
     with pytest.raises(LayoutError) as error:
-        complete(graph, parse_layout(f"* -> none\n{pin}", "my.lay"), axes)
+        propagate(graph, parse_layout(f"* -> none\n{pin}", "my.lay"), axes)
     return str(error.value)
 
 
@@ -53,7 +53,7 @@ def test_what_an_op_does_not_allow(graph: autopar.NamedGraph, pin: str, factor: 
 
 def test_an_op_can_be_pinned_to_one_of_its_factors(graph: autopar.NamedGraph) -> None:
     layout = parse_layout("* -> none; op @2/linear[k -> dp, n -> tp]")
-    op_assignment = complete(graph, layout, {"dp": 4, "tp": 2}).ops["2/linear"]
+    op_assignment = propagate(graph, layout, {"dp": 4, "tp": 2}).ops["2/linear"]
     assert str(op_assignment.choice) == "k -> dp, n -> tp"
     assert op_assignment.produced[0] is not None
     assert op_assignment.produced[0].partial == {"dp"}

@@ -8,7 +8,7 @@ import autopar
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.layout.load import axes_of, load_strategy, strategy_names
-from autopar.sharding.propagation import KnownAssignment, complete
+from autopar.sharding.propagation import KnownAssignment, propagate
 from autopar.solver.strategies import _assignments
 from examples.hf import hf
 
@@ -28,12 +28,12 @@ def test_a_completion_beside_others_is_the_same_as_alone(graph: NamedGraph) -> N
         for meaning in _assignments(axes_of(strategy), (*axes_of(strategy), ""), AXES):
             layout = strategy.on_axes(meaning)
             try:
-                alone = complete(graph, layout, AXES)
+                alone = propagate(graph, layout, AXES)
             except LayoutError as error:
                 with pytest.raises(LayoutError, match=str(error).partition(":")[0]):
-                    complete(graph, layout, AXES, known)
+                    propagate(graph, layout, AXES, known)
                 continue
-            found.append(complete(graph, layout, AXES, known))
+            found.append(propagate(graph, layout, AXES, known))
             assert found[-1] == alone
     assert len({id(one) for one in found}) < len(found)  # some ask the same of every tensor
 

@@ -14,8 +14,8 @@ from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.parameter_storage import recompute_of
-from autopar.sharding.propagation import completed
-from autopar.sharding.recompute import computed_again, regions_of
+from autopar.sharding.propagation import propagate_plan
+from autopar.sharding.recompute import recompute_regions, recomputed_ops
 
 LAYERS = ("blocks.0", "blocks.1", "blocks.10", "head")
 
@@ -84,27 +84,27 @@ def traced(checkpointed: bool = False) -> NamedGraph:
 
 def test_selective_keeps_what_is_dear() -> None:
     graph = traced()
-    (first, *_) = regions_of(graph, {"blocks.0": "selective"})
-    again = computed_again(graph, (first,))
+    (first, *_) = recompute_regions(graph, {"blocks.0": "selective"})
+    again = recomputed_ops(graph, (first,))
     kept = [node.op for node in graph.nodes if node.name in first.ops and node.name not in again]
     assert kept == ["aten.linear.default"] * 2, "products of two values are computed again"
-    assert computed_again(graph, (replace(first, mode="full"),)) == set(first.ops)
+    assert recomputed_ops(graph, (replace(first, mode="full"),)) == set(first.ops)
 
 
 def test_layers_of_one_path_are_regions_of_their_own() -> None:
     graph = traced()
     (repeat,) = graph.repeats
     graph = replace(graph, repeats=(replace(repeat, module_paths=("blocks",) * 3),))
-    regions = regions_of(graph, {"blocks": "full"})
+    regions = recompute_regions(graph, {"blocks": "full"})
     assert len(regions) == 3
     assert len({op for region in regions for op in region.ops}) == sum(len(region.ops) for region in regions)
 
 
 def test_a_checkpoint_of_the_model_within_a_layer_is_part_of_it() -> None:
     graph = traced(checkpointed=True)
-    own = regions_of(graph, {})
+    own = recompute_regions(graph, {})
     assert [region.mode for region in own] == ["full"] * 3
-    one, *others = regions_of(graph, {"blocks.0": "selective"})
+    one, *others = recompute_regions(graph, {"blocks.0": "selective"})
     assert (one.name, one.mode) == ("blocks.0", "selective")
     assert set(own[0].ops) < set(one.ops)
     assert others == list(own[1:])
@@ -112,7 +112,7 @@ def test_a_checkpoint_of_the_model_within_a_layer_is_part_of_it() -> None:
 
 def test_a_plan_and_its_decisions_say_the_same() -> None:
     graph = traced()
-    plan = completed(graph, parse_layout("* -> none; recompute full @blocks.0"), {"dp": 2})
+    plan = propagate_plan(graph, parse_layout("* -> none; recompute full @blocks.0"), {"dp": 2})
     assert plan.recompute == plan.assignment.recompute == {"blocks.0": "full"}
     other = replace(plan, recompute={"blocks.1": "selective"})
     assert other.assignment.recompute == {"blocks.1": "selective"}

@@ -23,7 +23,7 @@ from autopar.sharding.buckets import buckets_of, goes_in_bucket, ways_of
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.load import choose_layout
 from autopar.sharding.options import Outputs
-from autopar.sharding.propagation import complete
+from autopar.sharding.propagation import propagate
 from autopar.sharding.reshard.reshard import Reshard
 from autopar.sharding.reshard_insertion import conversions, insert_reshards
 from autopar.tracing.trace import trace
@@ -70,7 +70,7 @@ def sizes(mesh: str) -> dict[str, int]:
 
 def check(graph: NamedGraph, layout: Any, axes: dict[str, int], outputs: Outputs, local_inputs: bool) -> int:
     """How many conversions there are; each of them stands in the generated graph, and no other does."""
-    assignment = complete(graph, layout, axes)
+    assignment = propagate(graph, layout, axes)
     listed = conversions(graph, assignment, outputs, local_inputs)
     emitted = emit(graph, assignment, FirstRank(axes), outputs, local_inputs)  # type: ignore[arg-type]
     assert emitted.inserted == listed
@@ -119,7 +119,7 @@ def test_listed_is_emitted_under_random_layouts(seed: int) -> None:
 def test_once_per_layout_and_again_at_the_outputs() -> None:
     model, inputs = gpt(batch=4, seq=8, vocab=104, loss=False)
     graph = trace(model, inputs)
-    assignment = complete(graph, choose_layout("megatron_sp", {"dp": 2, "tp": 2}), {"dp": 2, "tp": 2})
+    assignment = propagate(graph, choose_layout("megatron_sp", {"dp": 2, "tp": 2}), {"dp": 2, "tp": 2})
     sharded, full = (conversions(graph, assignment, outputs) for outputs in ("sharded", "full"))
     assert full[: len(sharded)] == sharded
     (gathered,) = full[len(sharded) :]
@@ -133,7 +133,7 @@ def test_once_per_layout_and_again_at_the_outputs() -> None:
 def test_buckets_are_those_of_the_generated_graph(layout: str, mesh: str) -> None:
     graph = trace(*gpt(layers=3, d_model=192, batch=4, seq=8, vocab=1024))
     axes = sizes(mesh)
-    assignment = complete(graph, choose_layout(layout, axes), axes)
+    assignment = propagate(graph, choose_layout(layout, axes), axes)
     emitted = emit(graph, assignment, FirstRank(axes), "sharded", False)  # type: ignore[arg-type]
     modules: Any = emitted.graph_module.children()
     ends = [module.running.bucket for module in modules if isinstance(module, BucketEnd)]

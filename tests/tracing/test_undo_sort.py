@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.load import choose_layout
-from autopar.sharding.propagation import complete
+from autopar.sharding.propagation import propagate
 from autopar.sharding.reshard_insertion import conversions
 from examples.hf import hf
 from tests.equivalence import assert_equivalent
@@ -133,7 +133,7 @@ def test_under_data_parallelism_tokens_stay_with_their_rank() -> None:
     """Warnings are errors: `fsdp` says what it gathers of activations."""
     graph = autopar.trace(*hf("mixtral", batch=4))
     layout = choose_layout("fsdp", {"fsdp": 2})
-    assignment = complete(graph, layout, {"fsdp": 2})
+    assignment = propagate(graph, layout, {"fsdp": 2})
     inserted = conversions(graph, assignment, "sharded")
     check_contracts(layout, graph, assignment, inserted)
     sent = {graph.tensors[one.tensor].kind for one in inserted for way, _ in one.collectives() if way == "forward"}

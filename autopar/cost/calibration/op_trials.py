@@ -20,7 +20,7 @@ from autopar.cost.compute.op_time import BACKWARD_PRODUCTS, op_work, plain_name
 from autopar.cost.hardware.cluster import Device
 from autopar.mesh import SubMesh
 from autopar.sharding.layout.load import choose_layout
-from autopar.sharding.propagation import completed
+from autopar.sharding.propagation import propagate_plan
 from autopar.tracing.trace import named_graph
 
 Function = Callable[..., torch.Tensor]
@@ -125,7 +125,7 @@ def _sizes(trial: OpTrial, numel: int) -> tuple[int, ...]:
 def _modelled_bytes(name: str, model: nn.Module, x: torch.Tensor) -> tuple[float, float]:
     """Return the bytes that the cost model counts for an op: forward, backward."""
     graph = named_graph(model, (x,))
-    plan = completed(graph, choose_layout("", SubMesh({})), SubMesh({}))
+    plan = propagate_plan(graph, choose_layout("", SubMesh({})), SubMesh({}))
     node = next(node for node in graph.nodes if plain_name(node.op) == name)
     bare = Device("any", 1.0, 1.0, 0.0, {"float32": 1.0})
     work = op_work(graph, node, plan.assignment.ops[node.name], graph.footprints[node.node], SubMesh({}), bare)

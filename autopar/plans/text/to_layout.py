@@ -34,7 +34,7 @@ from autopar.sharding.layout.syntax import (
     Statement,
     TensorPattern,
 )
-from autopar.sharding.propagation import KnownAssignment, recomplete
+from autopar.sharding.propagation import KnownAssignment, propagate_partly
 
 __all__ = ["WrittenLayout", "choice_words", "written"]
 
@@ -62,7 +62,7 @@ class WrittenLayout:
 
 
 def written(graph: NamedGraph, assignment: Assignment, mesh: Mesh | None = None) -> WrittenLayout:
-    """The layout of which `complete` makes these decisions."""
+    """The layout from which `propagate` makes this assignment."""
     return _LayoutWriter(graph, assignment, mesh or Mesh(**assignment.axes)).run()
 
 
@@ -111,7 +111,7 @@ class _LayoutWriter:
 
     def _pin_what_differs(self, layout: Layout) -> bool:
         """Whether the completion decides otherwise; what it does is pinned from now on."""
-        found, undecided = recomplete(self.graph, layout, self.axes, self.assignment, self.known)
+        found, undecided = propagate_partly(self.graph, layout, self.axes, self.assignment, self.known)
         differs = False
         for node in self.graph.nodes:
             wanted, got = self.assignment.ops[node.name], found.ops[node.name]

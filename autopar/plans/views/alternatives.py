@@ -21,10 +21,10 @@ from autopar.plans.record import PlanRecord
 from autopar.plans.text.tensor_axes import Splits, is_uneven, rules_for
 from autopar.plans.text.to_layout import choice_words
 from autopar.sharding.assignment import Assignment, StepPlan
-from autopar.sharding.choices import Choice, can_split, layouts_of
+from autopar.sharding.choices import Choice, can_split, shardings_of
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.syntax import Axes, Block, DimRule, Kind, OpPin, Pin, PinState, Scope, print_statement
-from autopar.sharding.propagation import redecide, restored
+from autopar.sharding.propagation import reassign_ops, reassign_storage
 
 __all__ = ["MOST_PRICED", "Alternative", "alternatives", "forced", "shown"]
 
@@ -134,7 +134,7 @@ def _ways(plan: PlanRecord, line: Pin | Block | OpPin) -> Iterator[Callable[[], 
         use = Block((Scope("use", glob=name),), rules_for(graph.tensors[name], known.values[name].splits, axes))
         broadcast = _in_order(known.values[name].broadcast, axes)
         states = (Pin(name, (), (PinState("broadcast", broadcast),)),) if broadcast else ()
-        yield lambda: restored(graph, Layout((line, use, *states), FORCED), known, name)
+        yield lambda: reassign_storage(graph, Layout((line, use, *states), FORCED), known, name)
         return
     nodes = [node for node in graph.nodes if line.glob in (node.name, *node.operands, *node.outputs)]
     if isinstance(line, OpPin):
@@ -144,9 +144,9 @@ def _ways(plan: PlanRecord, line: Pin | Block | OpPin) -> Iterator[Callable[[], 
     if isinstance(line, Pin):
         words = [(node.name, choice_words(node, known.ops[node.name].choice, axes)) for node in nodes]
         pins = (OpPin(name, choice, uneven=uneven) for name, (choice, uneven) in words)
-        yield lambda: redecide(graph, Layout((*said, *pins), FORCED), known, ops)
-    yield lambda: redecide(graph, said, known, ops)
-    yield lambda: redecide(graph, said, known, ops, uses_stay=False)
+        yield lambda: reassign_ops(graph, Layout((*said, *pins), FORCED), known, ops)
+    yield lambda: reassign_ops(graph, said, known, ops)
+    yield lambda: reassign_ops(graph, said, known, ops, uses_stay=False)
 
 
 def _results(plan: PlanRecord, ops: Collection[str], but: str) -> Iterator[Pin]:
@@ -223,5 +223,5 @@ def _choices(plan: PlanRecord, node: NamedNode) -> Iterator[Choice]:
             moved = splits if site is None else {**splits, site: _in_order({*splits.get(site, ()), axis}, axes)}
             choice = Choice(tuple(sorted((s, used) for s, used in moved.items() if used)), passes)
             allowed = site is None or can_split(node, site, choice.of(site), axes)
-            if choice != now and allowed and layouts_of(plan.graph, node, choice) is not None:
+            if choice != now and allowed and shardings_of(plan.graph, node, choice) is not None:
                 yield choice

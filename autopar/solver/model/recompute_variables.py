@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.options import Recompute
-from autopar.sharding.recompute import RecomputeRegion, computed_again, layered, reading, regions_of
+from autopar.sharding.recompute import RecomputeRegion, layered, reading, recompute_regions, recomputed_ops
 
 __all__ = ["MODES", "STATES", "RecomputeModes", "layers_of"]
 
@@ -41,13 +41,13 @@ class RecomputeModes:
         if not trains:
             return RecomputeModes((), {}, {}, {})
         ops = _ops_of_layers(graph)
-        whole = regions_of(graph, {**settled, **dict.fromkeys(layers, "full")})
+        whole = recompute_regions(graph, {**settled, **dict.fromkeys(layers, "full")})
         region_of = {op: region for region in whole for op in region.ops}
         found = tuple(path for path in layers if _stands_alone(ops[path], region_of))
         modes = STATES if found else STATES[:1]
-        every = [regions_of(graph, {**settled, **dict.fromkeys(found, mode)}) for mode in modes]
+        every = [recompute_regions(graph, {**settled, **dict.fromkeys(found, mode)}) for mode in modes]
         of_layer = {op: path for path in found for op in ops[path]}
-        again = [computed_again(graph, regions) for regions in every]
+        again = [recomputed_ops(graph, regions) for regions in every]
         flagged: dict[str, tuple[bool, ...]] = dict.fromkeys(again[0], (True,))
         flagged |= {op: tuple(op in ops for ops in again) for op in of_layer}
         return RecomputeModes(

@@ -13,7 +13,7 @@ from autopar.sharding.assignment import StepPlan
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import Recompute
-from autopar.sharding.recompute import computed_again, regions_of
+from autopar.sharding.recompute import recompute_regions, recomputed_ops
 from autopar.solver.arrays import Floats
 from autopar.solver.decode import plan_of
 from autopar.solver.infeasible.errors import OutOfTime
@@ -63,7 +63,7 @@ class SearchPhases:
     def least_bytes(self) -> float:
         """What a device holds at least, if nothing is computed again but what is settled."""
         graph = self.setting.graph
-        again = computed_again(graph, regions_of(graph, self.bound_layout.recompute))
+        again = recomputed_ops(graph, recompute_regions(graph, self.bound_layout.recompute))
         return self.setting.kept.least_bytes(graph, again) / self.setting.ranks
 
     @property

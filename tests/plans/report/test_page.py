@@ -18,7 +18,7 @@ from autopar.cost.hardware.cluster import load_cluster
 from autopar.plans.report.contents import ComparedPlan, contents
 from autopar.plans.report.page import page
 from autopar.sharding.layout.load import load_strategy
-from autopar.sharding.propagation import completed
+from autopar.sharding.propagation import propagate_plan
 from examples.gpt import gpt
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -41,7 +41,7 @@ document.title = JSON.stringify({
 def found() -> dict[str, Any]:
     model, inputs = gpt(batch=8, heads=4)
     graph = autopar.trace(model, inputs)
-    plan = completed(graph, load_strategy("megatron"), AXES)
+    plan = propagate_plan(graph, load_strategy("megatron"), AXES)
     rival = ComparedPlan("</script><b>ddp", 1.0, 2.0, fits=False)
     cluster = load_cluster("h100")
     made = contents(graph, plan, cluster, title="GPT <&> co", memory_bytes=2**30, gap=0.01, rivals=(rival,))
