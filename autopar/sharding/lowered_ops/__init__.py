@@ -1,7 +1,7 @@
-"""Ops that run on shards with a little communication of their own, where their rules keep a factor whole or need halos.
+"""Lowered ops: they run on shards with collectives of their own, where a rule keeps a factor whole or needs halos.
 
-`communicating` says whether an op has such a lowering for a factor; `split_of` what that is under a choice, with its
-messages: reshards, as conversions are. Choices, prices and the generated graph all read these two.
+`communicating` finds the lowered op for a factor. `split_of` binds it to a choice, with its messages, which are
+reshards. Choices, prices and the generated graph all read these two.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def lowered_ops() -> Mapping[str, LoweredOp]:
 
 
 def communicating(node: NamedNode, factor: str) -> LoweredOp | None:
-    """The lowering that runs an op whose `factor` is split, where its rule alone does not allow it."""
-    lowering = None if node.rule.random else lowered_ops().get(node.op)  # these draw nothing
+    """Return the lowered op that runs a node with `factor` split, where its rule alone does not allow it."""
+    # Lowered ops draw no random numbers.
+    lowering = None if node.rule.random else lowered_ops().get(node.op)
     return lowering if lowering is not None and node.source == "table" and lowering.takes(node, factor) else None
 
 
@@ -46,9 +47,9 @@ def split_of(
     axes: SubMesh,
     at: Mapping[str, int] | None = None,
 ) -> LoweredOpContext | None:
-    """What a lowering has to know of a choice (its splits and the layouts it takes); None where none is at work.
+    """Return the lowered op of a choice, by its splits and operands; None where the rule alone suffices.
 
-    It is that of the rank `at` these coordinates; where shards are uneven, the first rank has the longest.
+    `at` are the coordinates of a rank, by default of the first one, which has the longest shards.
     """
     own: dict[str, tuple[str, ...]] = {}
     for (factor, _), used in splits:
@@ -56,13 +57,13 @@ def split_of(
             own[factor] = (*own.get(factor, ()), *used)
     if not own:
         return None
-    name, layout = node.operands[0], operands[0]
+    name, sharding = node.operands[0], operands[0]
     assert name is not None, node.name
-    assert layout is not None, node.name
+    assert sharding is not None, node.name
     tensor = graph.tensors[name]
     atoms = atoms_of(tensor)
     at = dict.fromkeys(axes, 0) if at is None else at
-    shape = atoms.fold(layout.local_sizes(atoms, axes, at))
+    shape = atoms.fold(sharding.local_sizes(atoms, axes, at))
     return LoweredOpContext(
         lowered_ops()[node.op], node, axes, at, own, shape, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
     )

@@ -1,8 +1,8 @@
-"""What a communicating lowering is: what it takes, what it sends, and a function on the local shards.
+"""Interface of a lowered op: the factors that it takes, its messages, and a function on the local shards.
 
-The function is made of plain tensor ops and of messages. A message is a reshard of a small tensor, differentiable like
-any other, so autograd derives the backward of the whole. A number that all shards share is a sum of theirs: taken on
-as `R` where what follows is the same on all ranks, as `B` where each rank goes on with it for its own shard.
+The function consists of plain tensor ops and messages. A message is a reshard of a small tensor, differentiable like
+any other, so autograd derives the backward of the whole. A number for all shards is a sum over them. It is replicated
+where all ranks continue with the same values, and broadcast where each rank continues with its own shard.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
+from autopar.rules.notation import FactorKind
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.reshard import Reshard, reshard
@@ -25,7 +26,7 @@ Send = Callable[[Tensor], Tensor]
 
 
 class OpMessage(Protocol):
-    """Something that a lowering sends: its steps; `lowering` binds it to a rank."""
+    """Message of a lowered op; package `lowering` binds its reshard to a rank."""
 
     @property
     def reshard(self) -> Reshard: ...
@@ -37,19 +38,17 @@ class OpMessage(Protocol):
 
 @dataclass(frozen=True)
 class LoweredOpContext:
-    """An op of which some factors are split although its shards need something of each other."""
+    """Lowered op on one rank: a node, its split factors, and the shapes of the first operand."""
 
     lowering: LoweredOp
     node: NamedNode
     mesh: SubMesh
-    at: Mapping[str, int]
-    """The coordinates of this rank."""
+    at: Mapping[str, int]  # the coordinates of the rank
+    # Axes of each split factor that the rule alone would keep whole, major to minor.
     factors: Mapping[str, tuple[str, ...]]
-    """The axes of each of these factors, major to minor."""
+    # Local and global shape of the first operand.
     shape: tuple[int, ...]
-    """Of this rank's first operand."""
     whole: tuple[int, ...]
-    """Of the first operand as a whole."""
     dtype: torch.dtype
     differentiable: bool
 
@@ -63,23 +62,38 @@ class LoweredOpContext:
 
 
 class LoweredOp(Protocol):
+    """Op that runs on shards with collectives of its own."""
+
     def takes(self, node: NamedNode, factor: str) -> bool:
-        """Whether it can run this op with this factor split."""
+        """Return whether it can run this op with this factor split."""
 
     def allows(self, node: NamedNode, factor: str, atom: int) -> bool:
-        """Whether it can run with an atom of the factor cut into pieces; the last ones may be shorter, or empty."""
+        """Return whether an atom of the factor may be split; the last pieces may be shorter, or empty."""
 
     def messages(self, split: LoweredOpContext) -> tuple[OpMessage, ...]:
-        """What it sends, in order."""
+        """Return its messages, in the order of sending."""
 
     def run(
         self, split: LoweredOpContext, local: LocalCall, pieces: Mapping[str, FactorSlice], sends: tuple[Send, ...]
     ) -> Any:
-        """The op on this rank's shards; `sends` are its messages, bound."""
+        """Run the op on the shards of this rank; `sends` are its messages, bound to the rank."""
+
+
+class WholeFactorOp:
+    """Lowered op over factors that its rule keeps whole, in pieces of any length."""
+
+    # Results that must be unused: the statistics that eager PyTorch returns for its own backward.
+    statistics = slice(1, None)
+
+    def takes(self, node: NamedNode, factor: str) -> bool:
+        return node.rule.kinds[factor] is FactorKind.WHOLE and not any(node.outputs[self.statistics])
+
+    def allows(self, node: NamedNode, factor: str, atom: int) -> bool:
+        return True
 
 
 def dims_of(split: LoweredOpContext) -> dict[str, int]:
-    """Where the factors stand in the first operand."""
+    """Return the dim of the first operand of each split factor."""
     operand = split.node.rule.operands[0]
     assert operand is not None, split.node.name
     return {factor: next(i for i, term in enumerate(operand.terms) if factor in term) for factor in split.factors}
@@ -93,7 +107,7 @@ def whole_dims(node: NamedNode) -> tuple[int, ...]:
 
 
 def largest_of(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """The largest along a dim, of a shard that may have none."""
+    """Return the maximum along a dim of a shard, minus infinity where the shard is empty."""
     if x.shape[dim]:
         return x.detach().amax(dim, keepdim)
     shape = [size for i, size in enumerate(x.shape) if i != dim]
@@ -102,7 +116,7 @@ def largest_of(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums are made in."""
+    """Return the dtype to sum in: float32 for 16-bit floats, in which long sums lose their last digits."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -117,7 +131,10 @@ class Total:
 
 
 def total(split: LoweredOpContext, shape: tuple[int, ...], *, shared: bool) -> OpMessage:
-    """A sum over the shards. `shared`: each goes on with it for its own part, so the gradients are summed too."""
+    """Return the message that sums over the shards; with `shared` the gradients are summed too.
+
+    They must be, where each rank continues with the sum for its own shard.
+    """
     axes = frozenset(split.axes)
     whole = Sharding(((),) * len(shape))
     target = replace(whole, broadcast=axes) if shared else whole
@@ -133,6 +150,7 @@ class Maximum:
 
 
 def maximum(split: LoweredOpContext, shape: tuple[int, ...]) -> OpMessage:
-    """The largest over the shards, of something without a gradient."""
+    """Return the message that takes the maximum over the shards, without a gradient."""
+    # The steps are those of a sum; only the op of the collective differs.
     summed = total(split, shape, shared=False).reshard
     return Maximum(replace(summed, backward=()), widened(split.dtype).itemsize)

@@ -1,8 +1,8 @@
-"""Convolutions and pooling over dims that are split: shards get from their neighbours the edges that they need.
+"""Convolutions and pooling over split dims: shards receive the edges that they need from their neighbours.
 
-What a shard's part of the output reads is a stretch of the input. It is put together from the shard's own part and what
-the others send, one split dim after the other (so corners come along), and padded where it leaves the image; the op
-itself then pads no more. Where a window reaches further than the next shard, the ones after it send as well.
+The output of a shard reads a stretch of the input. The stretch joins the own shard with the edges of others, one split
+dim after the other, so that corners are included. It is padded outside of the image, and the op itself then pads no
+more. Where a window reaches further than the next shard, the shards after it send as well.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from autopar.sharding.sharding import Sharding, nested
 
 
 class Window:
+    """Op that slides windows along split dims."""
+
     def takes(self, node: NamedNode, factor: str) -> bool:
         operand, output = node.rule.operands[0], node.rule.outputs[0]
         alone = operand is not None and (factor,) in operand.terms and output is not None and (factor,) in output.terms
@@ -64,13 +66,13 @@ class Window:
 
         if "window_mean" not in [split.node.rule.lowering(stretch.factor) for stretch in stretches]:
             return result(read, local)
-        # A mean that does not count the padding: sums by counts, both with the padding as zeros.
+        # A mean that leaves the padding out: sums divided by counts, both with zeros as padding.
         local = local.with_arguments(count_include_pad=True)
         return result(read, local) / result(torch.ones_like(read, requires_grad=False), local)
 
 
 def _filled(local: LocalCall) -> LocalCall:
-    """With a channel of zeros where this rank has no channel of the sum."""
+    """Return the call with a channel of zeros where the rank has no channel of the sum."""
     filled = {}
     assert isinstance(local.op, torch._ops.OpOverload), local.op
     for name, operand in zip(takes_tensors(local.op), local.rule.operands, strict=False):
@@ -83,14 +85,13 @@ def _filled(local: LocalCall) -> LocalCall:
 
 @dataclass(frozen=True)
 class HaloStretch:
-    """One split dim: its whole extents, of the input and of the output, and what each piece of the output reads."""
+    """Split dim with its global extents in the input and the output."""
 
     factor: str
     dim: int
     halo: Halo
     axes: tuple[str, ...]
-    sizes: tuple[int, ...]
-    """Of the axes."""
+    sizes: tuple[int, ...]  # of the axes
     extent: int
     made_extent: int
 
@@ -99,18 +100,18 @@ class HaloStretch:
         return prod(self.sizes)
 
     def place(self, coordinate: Mapping[str, int]) -> int:
-        """Which piece the rank at these coordinates has."""
+        """Return the number of the piece of the rank at these coordinates."""
         found = 0
         for axis, size in zip(self.axes, self.sizes, strict=True):
             found = found * size + coordinate[axis]
         return found
 
     def held(self, place: int) -> tuple[int, int]:
-        """The piece of the input at this place."""
+        """Return the piece of the input at a place."""
         return self._piece(self.extent, place)
 
     def made(self, place: int) -> tuple[int, int]:
-        """The piece of the output."""
+        """Return the piece of the output at a place."""
         return self._piece(self.made_extent, place)
 
     def _piece(self, extent: int, place: int) -> tuple[int, int]:
@@ -121,12 +122,12 @@ class HaloStretch:
         return nested(extent, reversed(cuts))
 
     def reach(self, place: int) -> WindowReach:
-        """What the piece of the output at this place reads."""
+        """Return the stretch of the input that a piece of the output reads."""
         start, length = self.made(place)
         return reach(self.halo, start, start + length, self.extent) if length else WindowReach(0, 0, 0, 0)
 
     def shared(self, holder: int, reader: int) -> tuple[int, int]:
-        """The positions that one piece of the input holds and a piece of the output reads: from where, how many."""
+        """Return start and length, in a piece of the input, of the positions that a piece of the output reads."""
         (start, length), part = self.held(holder), self.reach(reader)
         first, last = max(start, part.first), min(start + length, part.last)
         return (first - start, last - first) if last > first else (0, 0)
@@ -143,7 +144,7 @@ def _stretches(split: LoweredOpContext) -> tuple[HaloStretch, ...]:
 
 
 def received_share(split: LoweredOpContext) -> Mapping[str, float]:
-    """For each split dim: what a shard gets from the others at most, as a share of what it holds."""
+    """Return, by split factor, the most that a shard receives, as a share of its own extent."""
     found = {}
     for stretch in _stretches(split):
         shares = []
@@ -167,7 +168,8 @@ class HaloExchange:
 
     @classmethod
     def of(cls, split: LoweredOpContext, stretch: HaloStretch) -> HaloExchange:
-        """The dims before this one have their edges already."""
+        """Return the exchange along one split dim."""
+        # Edges are exchanged dim by dim, so the dims before this one have theirs already.
         shape = list(split.shape)
         places = range(stretch.count)
         for other in _stretches(split):
@@ -178,11 +180,11 @@ class HaloExchange:
         sent = [[stretch.shared(place, reader)[1] for reader in places if reader != place] for place in places]
         most = max(map(sum, sent))
         shape[stretch.dim] = stretch.extent
-        layout = Sharding(tuple(stretch.axes if dim == stretch.dim else () for dim in range(len(shape))))
+        sharding = Sharding(tuple(stretch.axes if dim == stretch.dim else () for dim in range(len(shape))))
         kind, dim = StepKind.HALO_EXCHANGE, stretch.dim
-        step = Step(kind, stretch.axes, dim, layout, layout, numel=line * most, sent_numel=line * most)
+        step = Step(kind, stretch.axes, dim, sharding, sharding, numel=line * most, sent_numel=line * most)
         steps = (step,) if most else ()
-        found = Reshard(Atoms.plain(shape), split.mesh, layout, layout, steps, steps)
+        found = Reshard(Atoms.plain(shape), split.mesh, sharding, sharding, steps, steps)
         return cls(found, split.dtype.itemsize, split.differentiable, stretch)
 
 
