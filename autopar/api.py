@@ -20,8 +20,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.planners import LayoutPlanner, PlanFilePlanner, SearchPlanner, has_holes
 from autopar.runtime.module import CallSettings, ParallelModule, Planner
 from autopar.runtime.ranks.agreement import Agreement
-from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.language import Layout, choose_layout
 from autopar.sharding.layout.source import read_text
 from autopar.sharding.options import Outputs
 from autopar.tracing.plain_model import check_plain

@@ -30,10 +30,10 @@ from autopar.lowering.emit import emit
 from autopar.lowering.modules.bucket import ParameterHandling
 from autopar.lowering.passes.bucket_parameters import BucketedParameters
 from autopar.sharding.assignment import StepPlan
-from autopar.sharding.atoms import atoms_of
-from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.options import Recompute
 from autopar.sharding.propagation import propagate_plan
+from autopar.sharding.sharding import atoms_of
 from examples.gpt import gpt
 from examples.resnet import resnet
 

@@ -23,7 +23,7 @@ from typing import Any
 import autopar
 from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import load_cluster
-from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.propagation import propagate_plan
 from benchmarks.interleaved import Run, faster_share, measured_seconds, undisturbed
 from benchmarks.published.metrics import Pair, kendall_tau

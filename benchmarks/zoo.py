@@ -29,7 +29,7 @@ from autopar.lowering.collectives.process_groups import device_mesh
 from autopar.mesh import Mesh
 from autopar.runtime.module import ParallelModule
 from autopar.sharding.contracts import check_contracts
-from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.options import Recompute
 from autopar.sharding.propagation import propagate
 from autopar.sharding.reshard_insertion import conversions

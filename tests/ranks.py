@@ -23,11 +23,10 @@ from autopar.lowering.modules.bucket import ParameterHandling
 from autopar.lowering.modules.bucket_state import GradientSync
 from autopar.lowering.passes.bucket_parameters import BucketedParameters
 from autopar.sharding.assignment import Assignment
-from autopar.sharding.atoms import atoms_of
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.parameter_storage import GatherPolicy
 from autopar.sharding.propagation import propagate
-from autopar.sharding.sharding import coordinates
+from autopar.sharding.sharding import atoms_of, coordinates
 from tests.eager import Arguments, Left, arguments_of, eager_step, largest_difference, relative, step_of
 from tests.gloo import added, refuse
 from tests.simulation import gather

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from autopar.lowering.collectives.local_steps import bind, finish, keep_local, prepare
-from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
-from autopar.sharding.sharding import Sharding, coordinates
+from autopar.sharding.sharding import Atoms, Sharding, coordinates
 from tests.gloo import added
 
 

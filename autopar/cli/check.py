@@ -62,7 +62,7 @@ class _Contract:
 def run(arguments: argparse.Namespace) -> int:
     """Complete, check, say."""
     from autopar.plans.find import under
-    from autopar.sharding.layout.load import choose_layout
+    from autopar.sharding.layout.language import choose_layout
 
     progress = ProgressLine()
     mesh = _mesh(arguments)

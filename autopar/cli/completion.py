@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from autopar.cost.hardware.cluster import cluster_names
-from autopar.sharding.layout.load import strategy_names
+from autopar.sharding.layout.language import strategy_names
 
 __all__ = ["SHELLS", "PrintCompletion"]
 

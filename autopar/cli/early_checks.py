@@ -12,8 +12,7 @@ from autopar.cost.hardware.cluster import load_cluster
 from autopar.errors import AutoparError
 from autopar.files import check_writable
 from autopar.mesh import Mesh, SubMesh
-from autopar.sharding.layout.language import parse_memory
-from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.language import choose_layout, parse_memory
 
 __all__ = ["check_words"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from autopar.cli.help import HelpText
 from autopar.cli.json_output import add_json, print_data
-from autopar.sharding.layout.load import axes_of, load_strategy, strategy_names, strategy_path
+from autopar.sharding.layout.language import axes_of, load_strategy, strategy_names, strategy_path
 
 __all__ = ["add_parser"]
 

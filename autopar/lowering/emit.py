@@ -38,14 +38,13 @@ from autopar.rules.shard_call.empty import amounts
 from autopar.rules.shard_call.grouped_heads import repeat_masked_heads
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from autopar.sharding.assignment import Assignment, OpAssignment
-from autopar.sharding.atoms import atoms_of
 from autopar.sharding.choices import Choice
 from autopar.sharding.lowered_ops import LoweredOpContext, split_of
 from autopar.sharding.lowered_ops.base import Send
 from autopar.sharding.options import Outputs, Recompute
 from autopar.sharding.recompute import recompute_regions, recomputed_ops
 from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards, insert_reshards
-from autopar.sharding.sharding import Sharding, chunk
+from autopar.sharding.sharding import Sharding, atoms_of, chunk
 
 __all__ = ["Emitted", "emit"]
 

@@ -22,8 +22,7 @@ from autopar.plans import cache
 from autopar.plans.plan import Plan
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.contracts import check_contracts
-from autopar.sharding.layout.language import Layout, parse_memory
-from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.language import Layout, choose_layout, parse_memory
 from autopar.sharding.layout.source import excerpts
 from autopar.sharding.layout.syntax import Limit, MeshStatement
 from autopar.sharding.options import Outputs

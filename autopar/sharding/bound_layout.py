@@ -15,7 +15,6 @@ from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
-from autopar.sharding.atoms import atoms_of
 from autopar.sharding.layout.check import check_layout
 from autopar.sharding.layout.fill_open import filled, groups_of, options_of, shared
 from autopar.sharding.layout.language import Layout
@@ -26,7 +25,7 @@ from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Axes, Block, OpPin
 from autopar.sharding.op_pins import kinds_of, pin_of, with_constraints, words_of
 from autopar.sharding.options import Recompute
-from autopar.sharding.sharding import Sharding
+from autopar.sharding.sharding import Sharding, atoms_of
 
 # Every tensor is resolved under every combination of picks, so their number bounds the time to build a model.
 MAX_PICKS = 256

@@ -23,9 +23,8 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.rules.notation import FactorKind, Operand
-from autopar.sharding.atoms import atoms_of
 from autopar.sharding.lowered_ops import communicating
-from autopar.sharding.sharding import Sharding
+from autopar.sharding.sharding import Sharding, atoms_of
 
 SPLITTABLE = (FactorKind.PARALLEL, FactorKind.SUM, FactorKind.MEAN)
 

@@ -16,8 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.errors import LayoutError
 from autopar.mesh import SubMesh
-from autopar.sharding.atoms import Atoms
-from autopar.sharding.sharding import Sharding
+from autopar.sharding.sharding import Atoms, Sharding
 
 
 def to_placements(sharding: Sharding, atoms: Atoms, axes: SubMesh, tensor: str = "the tensor") -> tuple[Placement, ...]:

@@ -10,8 +10,7 @@ from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.sharding.choices import BROADCAST, Choice, Passing, Site
 from autopar.sharding.layout.check import LayoutWords
-from autopar.sharding.layout.language import Layout, parse_rules
-from autopar.sharding.layout.load import axes_of
+from autopar.sharding.layout.language import Layout, axes_of, parse_rules
 from autopar.sharding.layout.matching import glob_matches
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import OpPin, Pin

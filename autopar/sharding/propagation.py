@@ -23,7 +23,6 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import Assignment, OpAssignment, StepPlan
-from autopar.sharding.atoms import Atoms, atoms_of
 from autopar.sharding.bound_layout import BoundLayout, close_request, matches
 from autopar.sharding.choices import Passing, Site, can_split, choices, passings_of, shardings_of, sites_of
 from autopar.sharding.layout.fill_open import filled, filled_from, options_of
@@ -41,7 +40,7 @@ from autopar.sharding.op_pins import (
     uneven_sites,
 )
 from autopar.sharding.reshard.reshard import Reshard, reshard
-from autopar.sharding.sharding import Sharding
+from autopar.sharding.sharding import Atoms, Sharding, atoms_of
 
 
 class KnownAssignment:

@@ -16,11 +16,10 @@ from torch.fx import Node
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import Assignment, OpAssignment
-from autopar.sharding.atoms import Atoms, atoms_of
 from autopar.sharding.lowered_ops import LoweredOpContext, split_of
 from autopar.sharding.options import Outputs
 from autopar.sharding.reshard.reshard import Reshard, Step, reshard
-from autopar.sharding.sharding import Sharding
+from autopar.sharding.sharding import Atoms, Sharding, atoms_of
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autopar.sharding.assignment import Assignment, OpAssignment, StepPlan
-from autopar.sharding.atoms import atoms_of
 from autopar.sharding.layout.parameter_storage import GatherPolicy
-from autopar.sharding.sharding import Sharding
+from autopar.sharding.sharding import Sharding, atoms_of
 from autopar.solver.candidates import OpSharding, StorageOption
 from autopar.solver.model.model import Model
 

@@ -8,8 +8,7 @@ from itertools import product
 from autopar.errors import LayoutError
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import StepPlan
-from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.load import applies_to, axes_of, load_strategy, roles_of, strategy_names
+from autopar.sharding.layout.language import Layout, applies_to, axes_of, load_strategy, roles_of, strategy_names
 from autopar.sharding.propagation import KnownAssignment, propagate_plan
 from autopar.solver.setting import PlanningProblem
 

@@ -13,7 +13,7 @@ from torch import nn
 import autopar
 from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import Cluster, load_cluster
-from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.propagation import propagate_plan
 from benchmarks.gpu.setting import Setting, llama, one_process, one_rank_of, stepper
 from examples.gpt import gpt

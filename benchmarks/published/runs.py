@@ -11,8 +11,7 @@ import torch
 
 from autopar.cost.pipeline import Schedule
 from autopar.files import data_folder
-from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.language import Layout, choose_layout
 from benchmarks.published.models import Decoder
 
 __all__ = [

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from autopar.cli import main
-from autopar.sharding.layout.load import strategy_names, strategy_path
+from autopar.sharding.layout.language import strategy_names, strategy_path
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -22,7 +22,7 @@ from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.buckets import BUCKET_BYTES
-from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.propagation import propagate_plan
 from autopar.sharding.reshard_insertion import conversions
 from examples.gpt import gpt

@@ -19,7 +19,7 @@ from autopar.cost.memory.peak import MemoryCosts, memory
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
-from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.propagation import propagate_plan
 from benchmarks.memory import measure
 from examples.gpt import gpt

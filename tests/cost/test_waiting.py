@@ -16,7 +16,7 @@ from autopar.cost.profile import profile
 from autopar.cost.reshard_costs import OverlapCost
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
-from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.propagation import propagate_plan
 
 CLUSTER = load_cluster("h100")

@@ -12,7 +12,7 @@ import autopar
 from autopar.cost.collectives.network import Network
 from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import Cluster, load_cluster
-from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.propagation import propagate_plan
 from examples.gpt import gpt
 from examples.moe import moe

@@ -12,8 +12,7 @@ from torch.nn import functional
 
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.language import choose_layout, parse_layout
 from autopar.sharding.propagation import propagate
 from autopar.sharding.reshard_insertion import conversions
 from autopar.tracing.trace import trace

@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from autopar.lowering.collectives.local_reshard import LocalReshard
 from autopar.lowering.collectives.process_groups import Groups
-from autopar.sharding.atoms import Atoms
 from autopar.sharding.dtensor_placements import to_placements
 from autopar.sharding.reshard.reshard import Reshard, StepKind, reshard
-from autopar.sharding.sharding import Sharding
+from autopar.sharding.sharding import Atoms, Sharding
 from tests.gaps import number
 from tests.runtime.launcher import in_turn, launch
 from tests.simulation import all_layouts, run, scatter

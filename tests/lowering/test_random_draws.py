@@ -13,9 +13,8 @@ from autopar.lowering.modules.random_draws import DrawShard, DropoutMask, LocalR
 from autopar.lowering.modules.random_ops import Dropout
 from autopar.lowering.passes.random_ops import _MAKERS, _SAMPLES, DrawnOp, RandomOps
 from autopar.rules.registry import rule_table
-from autopar.sharding.atoms import Atoms
 from autopar.sharding.choices import Choice
-from autopar.sharding.sharding import coordinates
+from autopar.sharding.sharding import Atoms, coordinates
 
 AXES = {"a": 2, "b": 2}
 CPU = torch.device("cpu")

@@ -14,8 +14,14 @@ from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.plans.text.to_layout import written
 from autopar.sharding.assignment import Assignment
-from autopar.sharding.layout.language import parse_layout, print_layout
-from autopar.sharding.layout.load import axes_of, choose_layout, load_strategy, strategy_names
+from autopar.sharding.layout.language import (
+    axes_of,
+    choose_layout,
+    load_strategy,
+    parse_layout,
+    print_layout,
+    strategy_names,
+)
 from autopar.sharding.layout.syntax import Hole, TensorPattern
 from autopar.sharding.propagation import propagate
 from autopar.tracing.trace import trace

@@ -11,7 +11,7 @@ from autopar.cost.hardware.cluster import load_cluster
 from autopar.mesh import Mesh, SubMesh
 from autopar.plans.find import PlanRequest, under
 from autopar.plans.views.strategies import experts_beside
-from autopar.sharding.layout.load import applies_to, load_strategy, usable_axes
+from autopar.sharding.layout.language import applies_to, load_strategy, usable_axes
 from autopar.sharding.options import PlanOptions
 from autopar.solver.setting import PlanningProblem
 from autopar.solver.strategies import strategy_plans

@@ -22,8 +22,7 @@ from autopar.errors import AutoparError, LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
 from autopar.sharding.assignment import Assignment
-from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.language import choose_layout, parse_layout
 from autopar.sharding.propagation import propagate
 from autopar.tracing.trace import trace
 from tests.eager import Arguments, Left, arguments_of, eager_step, largest_difference, step_of

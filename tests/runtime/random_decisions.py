@@ -14,9 +14,8 @@ import torch
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.assignment import Assignment, OpAssignment
-from autopar.sharding.atoms import atoms_of
 from autopar.sharding.choices import Choice, Site, choices, passings_of, shardings_of
-from autopar.sharding.sharding import Sharding
+from autopar.sharding.sharding import Sharding, atoms_of
 
 __all__ = ["random_decisions"]
 

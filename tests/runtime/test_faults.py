@@ -20,7 +20,7 @@ import autopar
 from autopar.errors import AutoparError
 from autopar.lowering.collectives.process_groups import Groups, device_mesh
 from autopar.mesh import Mesh
-from autopar.sharding.layout.load import strategy_names
+from autopar.sharding.layout.language import strategy_names
 from examples.gpt import gpt
 from tests.runtime.launcher import endings, launch
 

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import autopar
-from autopar.sharding.layout.load import load_strategy
+from autopar.sharding.layout.language import load_strategy
 from examples.gpt import gpt
 from examples.resnet import resnet
 from tests.runtime.launcher import launch

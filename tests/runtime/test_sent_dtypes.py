@@ -15,9 +15,8 @@ from autopar.lowering.collectives.local_reshard import LocalReshard
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.collectives.wire_dtypes import restored
 from autopar.lowering.passes.join_small_sums import joined
-from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.reshard import StepKind, reshard
-from autopar.sharding.sharding import Sharding
+from autopar.sharding.sharding import Atoms, Sharding
 from tests.runtime.launcher import launch
 
 AXES = {"a": 2}

@@ -12,7 +12,7 @@ import autopar
 from autopar.cli.verify_processes import differences, results_of
 from autopar.errors import LayoutError
 from autopar.sharding.contracts import check_contracts
-from autopar.sharding.layout.load import choose_layout, load_strategy
+from autopar.sharding.layout.language import choose_layout, load_strategy
 from autopar.sharding.propagation import propagate
 from autopar.sharding.reshard_insertion import conversions
 from benchmarks.architectures import STANDARD

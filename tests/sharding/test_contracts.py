@@ -11,8 +11,7 @@ from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.memory.peak import check_memory, memory
 from autopar.errors import LayoutError
 from autopar.sharding.contracts import check_contracts
-from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.language import choose_layout, parse_layout
 from autopar.sharding.propagation import propagate, propagate_plan
 from autopar.sharding.reshard_insertion import conversions
 from examples.hf import hf

@@ -10,9 +10,8 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.errors import LayoutError
-from autopar.sharding.atoms import Atoms
 from autopar.sharding.dtensor_placements import from_placements, to_placements
-from autopar.sharding.sharding import Sharding, coordinates
+from autopar.sharding.sharding import Atoms, Sharding, coordinates
 from tests.simulation import all_layouts, scatter
 
 CASES = [

@@ -7,7 +7,7 @@ import pytest
 import autopar
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
-from autopar.sharding.layout.load import axes_of, load_strategy, strategy_names
+from autopar.sharding.layout.language import axes_of, load_strategy, strategy_names
 from autopar.sharding.propagation import KnownAssignment, propagate
 from autopar.solver.strategies import _assignments
 from examples.hf import hf

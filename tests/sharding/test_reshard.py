@@ -14,9 +14,8 @@ import torch
 
 from autopar.errors import LayoutError
 from autopar.mesh import SubMesh
-from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind, _RemainingBound, cheapest, reshard, steps
-from autopar.sharding.sharding import Sharding
+from autopar.sharding.sharding import Atoms, Sharding
 from tests.simulation import Everywhere, all_layouts, gather, run, scatter
 
 CASES = [

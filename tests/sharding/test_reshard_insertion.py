@@ -20,8 +20,7 @@ from autopar.lowering.passes.join_small_sums import JoinedSums
 from autopar.mesh import Mesh
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.buckets import buckets_of, goes_in_bucket, ways_of
-from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.language import choose_layout, parse_layout
 from autopar.sharding.options import Outputs
 from autopar.sharding.propagation import propagate
 from autopar.sharding.reshard.reshard import Reshard

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from autopar.errors import LayoutError
-from autopar.sharding.atoms import Atoms
-from autopar.sharding.sharding import Sharding, State, chunk, coordinates
+from autopar.sharding.sharding import Atoms, Sharding, State, chunk, coordinates
 from tests.simulation import all_layouts
 
 MESH = {"dp": 2, "tp": 3}

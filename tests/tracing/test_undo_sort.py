@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.sharding.contracts import check_contracts
-from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.propagation import propagate
 from autopar.sharding.reshard_insertion import conversions
 from examples.hf import hf

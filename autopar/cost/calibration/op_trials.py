@@ -19,7 +19,7 @@ from torch import nn
 from autopar.cost.compute.op_time import BACKWARD_PRODUCTS, op_work, plain_name
 from autopar.cost.hardware.cluster import Device
 from autopar.mesh import SubMesh
-from autopar.sharding.layout.load import choose_layout
+from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.propagation import propagate_plan
 from autopar.tracing.trace import named_graph
 

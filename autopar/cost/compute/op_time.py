@@ -32,8 +32,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import OpAssignment
-from autopar.sharding.atoms import atoms_of
-from autopar.sharding.sharding import Sharding
+from autopar.sharding.sharding import Sharding, atoms_of
 
 # Backward over forward FLOPs of fused attention: five products, one of which recomputes the scores, over two.
 BACKWARD_PRODUCTS = 2.5

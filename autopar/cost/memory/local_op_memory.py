@@ -23,10 +23,10 @@ from autopar.mesh import SubMesh
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from autopar.sharding.assignment import OpAssignment
-from autopar.sharding.atoms import atoms_of
 from autopar.sharding.lowered_ops import LoweredOpContext
 from autopar.sharding.lowered_ops.base import OpMessage, Send
 from autopar.sharding.reshard.reshard import StepKind
+from autopar.sharding.sharding import atoms_of
 
 
 class LocalFootprints:

@@ -16,10 +16,10 @@ from autopar.cost.memory.step_memory import StepMemory
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import StepPlan
-from autopar.sharding.atoms import atoms_of
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Limit
+from autopar.sharding.sharding import atoms_of
 
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from autopar.rules.shard_call.local_call import call_by_name
-from autopar.sharding.atoms import Atoms
-from autopar.sharding.sharding import Piece
+from autopar.sharding.sharding import Atoms, Piece
 
 __all__ = [
     "DrawShard",

@@ -19,9 +19,8 @@ from autopar.lowering.modules.random_ops import Dropout, DropoutAttention, Gamma
 from autopar.mesh import SubMesh
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.notation import Operand, Term
-from autopar.sharding.atoms import Atoms
 from autopar.sharding.choices import Choice
-from autopar.sharding.sharding import Piece, nested
+from autopar.sharding.sharding import Atoms, Piece, nested
 
 __all__ = ["DrawnOp", "RandomOps"]
 

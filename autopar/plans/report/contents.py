@@ -20,9 +20,8 @@ from autopar.cost.timeline import STREAMS, timeline_of
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.assignment import StepPlan
-from autopar.sharding.atoms import atoms_of
 from autopar.sharding.buckets import Bucket
-from autopar.sharding.sharding import Sharding
+from autopar.sharding.sharding import Sharding, atoms_of
 
 __all__ = ["ComparedPlan", "contents"]
 

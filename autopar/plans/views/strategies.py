@@ -10,7 +10,7 @@ from autopar.errors import AutoparError
 from autopar.mesh import SubMesh
 from autopar.plans.find import asked_as, under
 from autopar.plans.plan import Plan
-from autopar.sharding.layout.load import applies_to, axes_of, load_strategy, roles_of, strategy_names
+from autopar.sharding.layout.language import applies_to, axes_of, load_strategy, roles_of, strategy_names
 from autopar.solver.strategies import WHOLE, splits_nothing
 
 __all__ = ["experts_beside", "least_of"]

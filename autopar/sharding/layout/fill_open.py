@@ -10,7 +10,6 @@ from dataclasses import replace
 from itertools import combinations
 
 from autopar.mesh import SubMesh
-from autopar.sharding.atoms import HasAtoms, atoms_of
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.matching import glob_matches
 from autopar.sharding.layout.resolve import SplitRequest, resolve
@@ -28,6 +27,7 @@ from autopar.sharding.layout.syntax import (
     TensorPattern,
     Term,
 )
+from autopar.sharding.sharding import HasAtoms, atoms_of
 
 
 def options_of(layout: Layout, axes: SubMesh) -> list[tuple[Axes, ...]]:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from autopar.errors import AutoparError, LayoutError
-from autopar.mesh import Mesh
+from autopar.files import data_folder
+from autopar.mesh import Mesh, SubMesh
 from autopar.sharding.layout.parser import LayoutParser
-from autopar.sharding.layout.source import layout_error, read_text
+from autopar.sharding.layout.source import layout_error, read_text, unknown_name
 from autopar.sharding.layout.substitute_axes import expand_lets, replace_axes
 from autopar.sharding.layout.syntax import (
     Axes,
+    Block,
     DimRule,
+    Hole,
     Limit,
     MeshStatement,
+    OpPin,
+    OverAxes,
+    Pin,
+    SplitTerm,
     Statement,
     StrategyStatement,
     print_statement,
@@ -91,3 +99,136 @@ def parse_memory(text: str) -> Limit:
 def parse_strategy_call(text: str) -> tuple[str, dict[str, Axes]]:
     """Read `fsdp(fsdp=dp*tp)`: the strategy, and the mesh axes for each of its axes, `()` for `none`."""
     return LayoutParser(text, "<strategy>").call()
+
+
+# -- strategies --------------------------------------------------------------------------------------------------------
+
+
+def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
+    """Return the layout that `layout=` names on a mesh with these axes.
+
+    A strategy fits any mesh: its axes that the mesh lacks have size 1, and `fsdp(fsdp=dp*tp)` maps them by hand. If
+    strategy and mesh have one axis each, these are mapped whatever their names. No axis in common is an error.
+    """
+    if isinstance(layout, Layout):
+        found = layout
+    elif isinstance(layout, Path) or layout.endswith(".lay"):
+        found = Layout.load(layout)
+    elif _is_call(layout):
+        name, meaning = parse_strategy_call(layout)
+        found = load_strategy(name).on_axes(meaning)
+        for axis in (axis for product in meaning.values() for axis in product):
+            if axis not in axes:
+                raise unknown_name("axis", axis, axes, layout)
+    else:
+        found = parse_layout(layout)
+    if found.strategy is None:
+        return found
+    spoken_of = axes_of(found)
+    named = {axis: () for axis in spoken_of if axis not in axes}
+    longer = [axis for axis, size in axes.items() if size > 1]
+    if len(named) == len(spoken_of) > 0 and longer:
+        if len(spoken_of) > 1 or len(longer) > 1:
+            raise _no_common_axis(found.strategy.name, spoken_of, longer)
+        return found.on_axes({spoken_of[0]: (longer[0],)})
+    return found.on_axes(named)
+
+
+def _no_common_axis(strategy: str, spoken_of: Sequence[str], axes: Sequence[str]) -> LayoutError:
+    ways = " or ".join(f'layout="{strategy}({axis}={"*".join(axes)})"' for axis in spoken_of)
+    return LayoutError(
+        "E1",
+        f"E1: strategy '{strategy}' splits nothing on a mesh of {', '.join(axes)}: "
+        f"it speaks of {', '.join(spoken_of)}\nfix: {ways}, or a mesh whose axes have these names",
+    )
+
+
+def _is_call(text: str) -> bool:
+    """Return whether a text names a strategy, with or without arguments, and is no layout."""
+    name = text.partition("(")[0].strip()
+    return name in strategy_names() or (name.isidentifier() and "->" not in text and ":" not in text)
+
+
+def dims_of_axes(layout: Layout) -> dict[str, frozenset[str]]:
+    """Return, by axis of a layout, the dims or patterns of dims that no other axis splits.
+
+    Dims that several axes split, as the batch, do not tell these axes apart.
+    """
+    found: dict[str, set[str]] = {axis: set() for axis in axes_of(layout)}
+    for statement in layout:
+        rules = (statement,) if isinstance(statement, DimRule) else getattr(statement, "rules", ())
+        for rule in rules:
+            for term in rule.place.terms:
+                for axis in term.axes if isinstance(term, SplitTerm) else ():
+                    found[axis].update(rule.dims)
+    return {
+        axis: frozenset(dims.difference(*(other for name, other in found.items() if name != axis)))
+        for axis, dims in found.items()
+    }
+
+
+def usable_axes(layout: Layout, dims: Iterable[str]) -> tuple[str, ...]:
+    """Return the axes of a strategy that a model with these dims can use: not `ep` without experts."""
+    known = tuple(dims)
+    return tuple(
+        axis
+        for axis, patterns in dims_of_axes(layout).items()
+        if not patterns or any(fnmatchcase(dim, pattern) for pattern in patterns for dim in known)
+    )
+
+
+def applies_to(layout: Layout, dims: Iterable[str]) -> bool:
+    """Return whether a model with these dims has one that sets the strategy apart: experts for `gshard_moe`."""
+    special = {axis for axis, patterns in dims_of_axes(layout).items() if patterns}
+    return not special or not special.isdisjoint(usable_axes(layout, dims))
+
+
+def roles_of(layout: Layout, dims: Iterable[str]) -> tuple[str, ...]:
+    """Return the usable axes of a strategy, and "" if it has one axis: an axis of the mesh may then be idle."""
+    usable = usable_axes(layout, dims)
+    return (*usable, "") if usable and len(axes_of(layout)) == 1 else usable
+
+
+def axes_of(layout: Layout) -> tuple[str, ...]:
+    """Return all mesh axes that a layout speaks of."""
+    found: list[str] = []
+
+    def of_rules(rules: tuple[DimRule, ...]) -> None:
+        for rule in rules:
+            for term in rule.place.terms:
+                if isinstance(term, SplitTerm):
+                    found.extend(term.axes)
+                elif isinstance(term, Hole):
+                    found.extend(axis for candidate in term.candidates for axis in candidate)
+
+    for statement in layout:
+        if isinstance(statement, DimRule):
+            of_rules((statement,))
+        elif isinstance(statement, Block):
+            of_rules(statement.rules)
+        elif isinstance(statement, Pin):
+            of_rules(statement.rules)
+            found.extend(axis for state in statement.states for axis in state.axes)
+        elif isinstance(statement, OpPin):
+            found.extend(axis for _, axes in statement.choice for axis in axes)
+        elif isinstance(statement, OverAxes):
+            found.extend(statement.axes)
+    return tuple(dict.fromkeys(found))
+
+
+def strategy_names() -> tuple[str, ...]:
+    """Return the names of all strategies, in alphabetical order."""
+    return tuple(sorted(path.stem for path in data_folder("strategies").glob("*.lay")))
+
+
+def strategy_path(name: str) -> Path:
+    """Return the file of a strategy."""
+    known = strategy_names()
+    if name not in known:
+        raise unknown_name("strategy", name, known)
+    return data_folder("strategies") / f"{name}.lay"
+
+
+def load_strategy(name: str) -> Layout:
+    """Return a strategy as a layout, on its own axes; `on_axes` puts it on those of a mesh."""
+    return Layout.load(strategy_path(name))

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autopar.mesh import SubMesh
-from autopar.sharding.atoms import HasAtoms
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.matching import glob_matches
 from autopar.sharding.layout.resolve import resolve
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Axes, Block, GatherStatement
 from autopar.sharding.options import Recompute
+from autopar.sharding.sharding import HasAtoms
 
 Splits = tuple[Axes, ...]
 

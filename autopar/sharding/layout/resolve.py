@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.mesh import SubMesh
-from autopar.sharding.atoms import HasAtoms
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.matching import POSITION, Specificity, glob_matches, matches, specificity
 from autopar.sharding.layout.source import SourceSpan, layout_error
 from autopar.sharding.layout.syntax import Axes, Block, DimRule, Hole, NotSplit, Pin, Scope, SplitTerm
+from autopar.sharding.sharding import HasAtoms
 
 # The axes that split each atom; None where the layout leaves an atom open.
 SplitRequest = tuple[Axes | None, ...]

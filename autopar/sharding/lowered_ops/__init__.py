@@ -14,9 +14,8 @@ from pkgutil import iter_modules
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
-from autopar.sharding.atoms import atoms_of
 from autopar.sharding.lowered_ops.base import LoweredOp, LoweredOpContext, OpMessage
-from autopar.sharding.sharding import Sharding
+from autopar.sharding.sharding import Sharding, atoms_of
 
 __all__ = ["LoweredOp", "LoweredOpContext", "OpMessage", "communicating", "lowered_ops", "split_of"]
 

@@ -18,9 +18,8 @@ from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
 from autopar.rules.notation import FactorKind
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
-from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.reshard import Reshard, reshard
-from autopar.sharding.sharding import Sharding
+from autopar.sharding.sharding import Atoms, Sharding
 
 Send = Callable[[Tensor], Tensor]
 

@@ -21,10 +21,9 @@ from autopar.rules.notation import FactorKind, Halo
 from autopar.rules.shard_call.empty import amounts, nothing
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from autopar.rules.shard_call.windows import WindowReach, numeric_padding, padded, reach, unpadded
-from autopar.sharding.atoms import Atoms
 from autopar.sharding.lowered_ops.base import LoweredOpContext, OpMessage, Send, dims_of
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
-from autopar.sharding.sharding import Sharding, nested
+from autopar.sharding.sharding import Atoms, Sharding, nested
 
 
 class Window:

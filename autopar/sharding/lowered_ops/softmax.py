@@ -57,8 +57,8 @@ class Softmax(WholeFactorOp):
 class CrossEntropy:
     """Cross-entropy over split classes: no logits are sent, only three numbers per target.
 
-    They are the largest logit, which is subtracted so that nothing overflows, the sum of the exponentials, and the logit
-    of the target. Label smoothing mixes the latter with the mean of all logits.
+    They are the largest logit, which is subtracted so that nothing overflows, the sum of the exponentials, and the
+    logit of the target. Label smoothing mixes the latter with the mean of all logits.
     """
 
     def takes(self, node: NamedNode, factor: str) -> bool:

@@ -32,9 +32,8 @@ from math import prod
 from typing import NamedTuple
 
 from autopar.mesh import SubMesh
-from autopar.sharding.atoms import Atoms
 from autopar.sharding.reshard.step_graph import LOCAL, Step, StepEdge, StepGraph, StepKind, StepLimits, step_space
-from autopar.sharding.sharding import Sharding, common_axes, longest
+from autopar.sharding.sharding import Atoms, Sharding, common_axes, longest
 
 __all__ = ["LOCAL", "Reshard", "ScaledReshards", "Step", "StepKind", "StepSize", "reshard", "steps"]
 

@@ -11,8 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from autopar.mesh import SubMesh
-from autopar.sharding.atoms import Atoms
-from autopar.sharding.sharding import Sharding, longest, nested
+from autopar.sharding.sharding import Atoms, Sharding, longest, nested
 
 
 class StepKind(Enum):

@@ -15,9 +15,8 @@ from torch.fx import Node
 from autopar.cost.compute.optimizers import optimizer_of
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
-from autopar.sharding.atoms import atoms_of
 from autopar.sharding.bound_layout import BoundLayout
-from autopar.sharding.sharding import Sharding
+from autopar.sharding.sharding import Sharding, atoms_of
 from autopar.solver.arrays import Floats
 from autopar.solver.infeasible.errors import OutOfTime
 from autopar.solver.model.cost_tables import CostTable, CostTables, Parts, Wants

@@ -18,13 +18,12 @@ from typing import Any
 import numpy as np
 
 from autopar.ir.values import NamedNode, NamedTensor
-from autopar.sharding.atoms import atoms_of
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.contracts import is_guarded, layout_text, passes_halo
 from autopar.sharding.layout.matching import glob_matches
 from autopar.sharding.layout.syntax import Contract, Guard, Limit, Same
 from autopar.sharding.lowered_ops import split_of
-from autopar.sharding.sharding import Sharding
+from autopar.sharding.sharding import Sharding, atoms_of
 from autopar.solver.arrays import Floats
 from autopar.solver.model.builder import handed_out
 from autopar.solver.model.cost_tables import CostTable, CostTables, Parts

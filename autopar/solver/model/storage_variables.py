@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from autopar.ir.values import NamedNode, NamedTensor
-from autopar.sharding.atoms import atoms_of
-from autopar.sharding.sharding import Sharding
+from autopar.sharding.sharding import Sharding, atoms_of
 from autopar.solver.arrays import Floats
 from autopar.solver.candidates import StorageOption, stored_of
 from autopar.solver.model.builder import ModelBuilder, parts_of

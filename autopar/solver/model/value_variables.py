@@ -8,9 +8,8 @@ from functools import partial
 import numpy as np
 
 from autopar.ir.values import NamedNode, NamedTensor
-from autopar.sharding.atoms import atoms_of
 from autopar.sharding.bound_layout import BoundLayout
-from autopar.sharding.sharding import Sharding
+from autopar.sharding.sharding import Sharding, atoms_of
 from autopar.solver.candidates import can_be_held, options_of
 from autopar.solver.infeasible.errors import no_option
 from autopar.solver.model.builder import ModelBuilder, parts_of

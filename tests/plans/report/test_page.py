@@ -17,7 +17,7 @@ from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.plans.report.contents import ComparedPlan, contents
 from autopar.plans.report.page import page
-from autopar.sharding.layout.load import load_strategy
+from autopar.sharding.layout.language import load_strategy
 from autopar.sharding.propagation import propagate_plan
 from examples.gpt import gpt
 

@@ -6,8 +6,7 @@ import pytest
 
 from autopar.errors import LayoutError
 from autopar.sharding.layout.check import LayoutWords, check_layout
-from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.layout.load import load_strategy
+from autopar.sharding.layout.language import load_strategy, parse_layout
 
 AXES = {"dp": 2, "tp": 4}
 WORDS = LayoutWords(

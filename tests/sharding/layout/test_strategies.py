@@ -6,8 +6,15 @@ import pytest
 
 from autopar.errors import LayoutError
 from autopar.files import data_folder
-from autopar.sharding.layout.language import parse_layout, print_layout
-from autopar.sharding.layout.load import axes_of, choose_layout, load_strategy, strategy_names, strategy_path
+from autopar.sharding.layout.language import (
+    axes_of,
+    choose_layout,
+    load_strategy,
+    parse_layout,
+    print_layout,
+    strategy_names,
+    strategy_path,
+)
 
 
 def test_names() -> None:
