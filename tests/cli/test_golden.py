@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autopar.cli import COMMANDS, main
-from autopar.sharding.layout import load
+from autopar.sharding.layout import language
 from tests.cli.cases import PRINTED
 from tests.cli.kept import FOLDER, masked, same_as_kept
 from tests.solver.pairwise.test_contest_format import INSTANCE
@@ -47,8 +47,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shipped = Path(tmp_path / "strategies")
     shipped.mkdir()
     for name in STRATEGIES:
-        shutil.copy(load.strategy_path(name), shipped)
-    monkeypatch.setattr(load, "data_folder", lambda name: shipped)
+        shutil.copy(language.strategy_path(name), shipped)
+    monkeypatch.setattr(language, "data_folder", lambda name: shipped)
     Path("odd.py").write_text(ODD)
     Path("instance.json").write_text(json.dumps(INSTANCE))
 
