@@ -47,10 +47,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Adapt the links of one page."""
     sources = {site: ROOT / source for source, site in OUTSIDE.items()}
     place = sources.get(page.file.src_uri, DOCS / page.file.src_uri)
-    return LINK.sub(lambda link: turned(link, place.parent), markdown)
+    folder = Path(page.file.src_uri).parent.as_posix()
+    return LINK.sub(lambda link: turned(link, place.parent, folder), markdown)
 
 
-def turned(link: re.Match[str], folder: Path) -> str:
+def turned(link: re.Match[str], folder: Path, site_folder: str) -> str:
     """Return a link as the site needs it; a broken link stays, so that a strict build reports it."""
     file, hash_sign, anchor = link["target"].partition("#")
     path = (folder / file).resolve()
@@ -62,4 +63,4 @@ def turned(link: re.Match[str], folder: Path) -> str:
         site = OUTSIDE[path.relative_to(ROOT).as_posix()]
     else:
         return link["words"]
-    return f"[{link['words']}]({relpath(site, '.')}{hash_sign}{anchor})"
+    return f"[{link['words']}]({relpath(site, site_folder)}{hash_sign}{anchor})"
