@@ -85,17 +85,11 @@ class Mapped:
 
 
 @dataclass(frozen=True)
-class Object:
-    """Any other object with tensors, or an argument whose attributes the call may set."""
-
-    kind: type
-    names: tuple[str, ...]
-    children: tuple[Node, ...]
-    number: int
-    template: Any = field(compare=False, repr=False)
+class Object(Mapped):
+    """Any other object with tensors, or an argument whose attributes the call may set; keys name attributes."""
 
 
-Node = TensorLeaf | Constant | Shared | Original | Items | Mapped | Object
+Node = TensorLeaf | Constant | Shared | Original | Items | Mapped
 
 
 @dataclass(frozen=True)
@@ -289,8 +283,7 @@ def unflatten(
         container = copy.copy(node.template) if node.number not in filled else filled[node.number]
         # Before the children, which may contain it.
         made[node.number] = container
-        names = node.keys if isinstance(node, Mapped) else node.names
-        assign(container, {name: build(child) for name, child in zip(names, node.children, strict=True)})
+        assign(container, {key: build(child) for key, child in zip(node.keys, node.children, strict=True)})
         return container
 
     def build_items(node: Items) -> Any:
@@ -312,9 +305,9 @@ def difference(traced: Node, given: Node, path: str = "") -> str | None:
     """Return the first difference in the structure of two values as text; None if there is none."""
     if traced == given:
         return None
-    containers = (Items, Mapped, Object)
+    containers = (Items, Mapped)
     if isinstance(traced, containers) and isinstance(given, containers) and traced.kind is given.kind:
-        mine, yours = _names(traced), _names(given)
+        mine, yours = (range(len(n.children)) if isinstance(n, Items) else n.keys for n in (traced, given))
         if mine != yours:
             where = f"{path}: " if path else ""
             one, other = (
@@ -327,19 +320,13 @@ def difference(traced: Node, given: Node, path: str = "") -> str | None:
     return f"{path}: traced with {describe(traced)}, called with {describe(given)}"
 
 
-def _names(node: Items | Mapped | Object) -> tuple[Any, ...]:
-    if isinstance(node, Items):
-        return tuple(range(len(node.children)))
-    return node.keys if isinstance(node, Mapped) else node.names
-
-
 def describe(node: Node) -> str:
     """Return the kind of a node as words for messages."""
     if isinstance(node, TensorLeaf):
         return "a tensor"
     if isinstance(node, Constant):
         return repr(node.value)
-    if isinstance(node, (Items, Mapped, Object)):
+    if isinstance(node, (Items, Mapped)):
         return f"a {node.kind.__name__}"
     return "an object that it also holds elsewhere"
 

@@ -114,8 +114,7 @@ def outline(node: Node) -> str:
         return f"{node.kind.__name__}({', '.join(map(outline, node.children))})"
     if isinstance(node, Shared | Original):
         return repr(node)
-    names = node.keys if isinstance(node, Mapped) else node.names
-    inside = ", ".join(f"{name}={outline(child)}" for name, child in zip(names, node.children, strict=True))
+    inside = ", ".join(f"{name}={outline(child)}" for name, child in zip(node.keys, node.children, strict=True))
     return f"{node.kind.__name__}({inside})"
 
 

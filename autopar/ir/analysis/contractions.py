@@ -1,4 +1,4 @@
-"""Which ops multiply: fused attention and recurrences by their names, all other products by what their rules say."""
+"""Products of an op, for its FLOPs: contractions of pairs of operands, read from the op's rule."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from autopar.rules.notation import Operand, Rule
 from autopar.rules.shard_call.expert_rows import GROUPED
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
+# Recurrences: op -> position of the first operand that is a parameter.
 RECURRENT = {
     "aten.lstm.input": 3,
     "aten.gru.input": 2,
@@ -21,25 +22,22 @@ RECURRENT = {
     "aten.rnn_tanh_cell.default": 2,
     "aten.rnn_relu_cell.default": 2,
 }
-"""Recurrences, and the first operand that is a parameter."""
 EINSUM = "aten.einsum.default"
 CHAIN = "aten.linalg_multi_dot.default"
+# Longest chain of matrices whose orders are all tried; their number grows exponentially.
 MOST_ORDERED = 6
-"""Matrices in a chain up to which all orders are tried."""
 
 
 @dataclass(frozen=True)
 class Contraction:
-    """One product of two tensors, by their factors; a factor that the result lacks is summed over.
-
-    `chosen` are the factors by which each row finds its matrix (the experts of a mixture): a row meets one of them.
-    """
+    """Product of two tensors, by their factors; factors that the result lacks are summed over."""
 
     left: frozenset[str]
     right: frozenset[str]
     result: frozenset[str]
+    # Operands in each side: several, if the side is the result of an earlier product.
     operands: tuple[tuple[int, ...], tuple[int, ...]]
-    """The operands that each side is made of: several, where it is the result of a product before."""
+    # Factors that select the matrix of a row, such as experts: each row is multiplied with one of them only.
     chosen: frozenset[str] = frozenset()
 
     @property
@@ -64,10 +62,8 @@ def factors_of(operand: Operand | None) -> set[str]:
 
 
 def multiplied(node: NamedNode) -> tuple[int, int] | None:
-    """The two operands that share a factor which the result lacks; of a convolution its first two.
-
-    A convolution of single channels shares none, and sums over its window all the same.
-    """
+    """Return the first two operands that share a factor which the result lacks; None if there are none."""
+    # A depthwise convolution shares no factor, but sums over its window all the same.
     if "conv" in node.op and node.rule.linear:
         return 0, 1
     pairs = sorted((found[0], found[1]) for found in _holders(node).values() if len(found) > 1)
@@ -75,7 +71,7 @@ def multiplied(node: NamedNode) -> tuple[int, int] | None:
 
 
 def _holders(node: NamedNode) -> dict[str, list[int]]:
-    """The operands that have each factor which the result lacks."""
+    """Return the operands with each factor that the result lacks."""
     output = factors_of(node.rule.outputs[0]) if node.rule.outputs else set()
     holders: dict[str, list[int]] = {}
     for i, operand in enumerate(node.rule.operands[: len(node.operands)]):
@@ -86,7 +82,7 @@ def _holders(node: NamedNode) -> dict[str, list[int]]:
 
 
 def is_linear_in_both(rule: Rule, one: int, other: int) -> bool:
-    """Whether an op is linear in each of two operands alone, as a product is and a distance is not."""
+    """Return True if an op is linear in each of two operands alone: products are, distances are not."""
     groups = [set(group) for group in rule.linear]
     return any(one in group and other not in group for group in groups) and any(
         other in group and one not in group for group in groups
@@ -94,7 +90,7 @@ def is_linear_in_both(rule: Rule, one: int, other: int) -> bool:
 
 
 def contractions(node: NamedNode) -> tuple[Contraction, ...]:
-    """The products that an op makes, one after the other; none for an op that multiplies nothing."""
+    """Return the products of an op in their order; none for an op that multiplies nothing."""
     pair = multiplied(node)
     if pair is None:
         return ()
@@ -107,7 +103,8 @@ def contractions(node: NamedNode) -> tuple[Contraction, ...]:
         shared = {i for found in holders.values() if len(found) > 1 for i in found}
         taken += sorted(i for i in shared - set(pair) if is_linear_in_both(node.rule, pair[0], i))
     dropped = set(chosen)
-    if node.op == EINSUM:  # what one operand alone has is summed before the products
+    # An einsum sums factors of one operand before the products.
+    if node.op == EINSUM:
         dropped |= {factor for factor, found in holders.items() if len(found) == 1}
     sides = {i: frozenset(factors_of(node.rule.operands[i]) - dropped) for i in taken}
     output = frozenset(factors_of(node.rule.outputs[0]))
@@ -120,13 +117,14 @@ def contractions(node: NamedNode) -> tuple[Contraction, ...]:
 def _in_turn(
     taken: Sequence[int], sides: Mapping[int, frozenset[str]], output: frozenset[str], chosen: frozenset[str]
 ) -> tuple[Contraction, ...]:
-    """The first two, then each other one with what has come of those before it."""
+    """Return the products of operands from left to right, each with the result so far."""
     made: tuple[int, ...] = (taken[0],)
     current = sides[taken[0]]
     found: list[Contraction] = []
     for place, i in enumerate(taken[1:], 2):
         later = output.union(*(sides[other] for other in taken[place:]))
         step = Contraction(current, sides[i], (current | sides[i]) & later, (made, (i,)), chosen)
+        # Elementwise products are no contraction.
         found += [step] if step.summed else []
         made, current = (*made, i), step.result
     return tuple(found)
@@ -138,7 +136,7 @@ _Part = tuple[tuple[int, ...], frozenset[str]]
 def _chain(
     parts: Sequence[_Part], output: frozenset[str], sizes: Mapping[str, int]
 ) -> tuple[int, tuple[Contraction, ...]]:
-    """The order of products of neighbours that takes the fewest multiplications, and how many these are."""
+    """Return the fewest multiplications for a chain of matrices, and its products in that order."""
     if len(parts) == 1:
         return 0, ()
     found: list[tuple[int, tuple[Contraction, ...]]] = []

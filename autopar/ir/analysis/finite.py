@@ -1,20 +1,20 @@
-"""Which values of a graph cannot be infinite, and so through which ops a sum may be held back.
+"""Finite values of a graph, and thereby the ops that a partial sum may pass through.
 
-A sum that is held back is multiplied term by term: where it meets infinity, or is divided by zero, terms of unlike sign
-give NaN and the sum would have given infinity. So the other operands of such an op must be finite *by the graph*:
-numbers are looked at; parameters and buffers are taken to be finite; inputs of floats are not; of results it follows
-from their op (a softmax is bounded, a sum of finite values finite, so is a share of a square plus a number).
-Numbers so large that their products overflow are not seen.
+A partial sum that passes through an op is multiplied term by term. If a factor is infinite, or a divisor zero, terms of
+opposite sign yield NaN where the sum would yield infinity. So the graph must prove that the other operands of such an
+op are finite. Constants are checked; parameters and buffers are assumed finite; float inputs are not. Results follow
+from their op: a softmax is bounded, a sum of finite values is finite. Overflow of finite products is ignored.
 """
 
 from __future__ import annotations
 
 from cmath import isfinite
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils._pytree import tree_leaves
 
 from autopar.ir.values import GraphView, NamedNode
 from autopar.rules.call import arguments_by_name
@@ -24,19 +24,21 @@ def _ops(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
+# The tables list ops without overload. These are never infinite if numbers and all operands but the first are finite:
+# an infinite first operand yields NaN at most.
 _BOUNDED = _ops(
     "softmax _softmax sigmoid hardsigmoid tanh sin cos erf erfc sign atan relu6 hardtanh one_hot zeros ones eye arange "
     "zeros_like ones_like new_zeros new_ones rand randn bernoulli layer_norm native_layer_norm rms_norm "
     "_fused_rms_norm group_norm nan_to_num"
 )
-"""Never infinite, if their numbers and all operands but the first are not: infinity in becomes NaN at most."""
+# Finite, and of one sign, if all operands are: these ops move, select or average.
 _MOVING = _ops(
     "view reshape _unsafe_view permute transpose t slice select narrow expand repeat cat stack split split_with_sizes "
     "chunk unbind index gather index_select embedding squeeze unsqueeze flatten unflatten unfold clone detach alias "
     "contiguous _to_copy to type_as topk sort flip roll diagonal amax amin max maximum mean sum view_as_real "
     "expand_as lift_fresh lift_fresh_copy getitem movedim"
 )
-"""Finite, and of one sign, if all operands are."""
+# Finite if all operands and numbers are, short of overflow.
 _CARRYING = _MOVING | _ops(
     "add sub rsub mul multiply neg abs absolute matmul mm bmm addmm baddbmm linear conv1d conv2d conv3d convolution "
     "conv_transpose1d conv_transpose2d conv_transpose3d einsum dot mv outer tensordot bilinear min minimum cumsum "
@@ -47,24 +49,23 @@ _CARRYING = _MOVING | _ops(
     "_grouped_mm grouped_mm_fallback full full_like new_full scalar_tensor linspace logsumexp log_sigmoid "
     "hardswish log_softmax _log_softmax"
 )
-"""Finite if all operands and numbers are, short of overflow."""
+# Not negative, whatever the operands.
 _SQUARES = _ops(
     "softmax _softmax sigmoid hardsigmoid relu relu6 abs absolute square exp sqrt softplus var std norm "
     "linalg_vector_norm one_hot zeros ones zeros_like ones_like"
 )
-"""Not negative."""
+# A cast may turn a small positive number into zero.
 _CASTS = frozenset(("_to_copy", "to", "type_as"))
-"""A small number becomes zero in a narrower dtype."""
 _DIVIDING = _ops("div divide true_divide addcdiv")
+# The operands outside of the sum are no factors: they select, enter through a softmax, or give a shape.
 _LENT = _ops(
     "where scaled_dot_product_attention type_as to view_as reshape_as expand_as new_zeros new_empty layer_norm "
     "native_layer_norm rms_norm _fused_rms_norm group_norm masked_fill fill"
 )
-"""Ops that multiply nothing by the operands outside of a sum: they choose, weigh by a softmax, or lend a shape."""
 
 
 def passable_sums(graph: GraphView) -> Mapping[str, frozenset[frozenset[int]]]:
-    """For each op the groups of operands that may be partial sums together."""
+    """Return for each op the groups of operands that may be partial sums together."""
     values = _Values(graph)
     found = {}
     for node in graph.nodes:
@@ -75,7 +76,7 @@ def passable_sums(graph: GraphView) -> Mapping[str, frozenset[frozenset[int]]]:
 
 
 class _Values:
-    """What is known of the values of a graph: which are finite, not negative, and above zero."""
+    """Names of the values that are known to be finite, not negative (`unsigned`) and above zero (`positive`)."""
 
     def __init__(self, graph: GraphView) -> None:
         self.graph = graph
@@ -91,7 +92,7 @@ class _Values:
                 self.finite.add(tensor.name)
 
     def can_pass(self, node: NamedNode, group: frozenset[int]) -> bool:
-        """Whether terms of a sum, each through the op, add up to what the sum gives."""
+        """Return True if the op of each term of a sum adds up to the op of the sum."""
         name, arguments = _plain(node.op), self._arguments(node)
         if not _numbers_finite(arguments):
             return False
@@ -102,6 +103,7 @@ class _Values:
         return name in _LENT or self.finite.issuperset(others)
 
     def add(self, node: NamedNode) -> None:
+        """Classify the results of an op; its operands must have been added before."""
         name, arguments = _plain(node.op), self._arguments(node)
         operands = [operand for operand in node.operands if operand is not None]
         made = [output for output in node.outputs if output is not None]
@@ -124,7 +126,8 @@ class _Values:
         if name in _BOUNDED:
             return self.finite.issuperset(operands[1:])
         if name == "scaled_dot_product_attention":
-            return operands[2] in self.finite  # weighed by a softmax, whatever the scores
+            # The softmax bounds the weights, whatever the scores.
+            return operands[2] in self.finite
         if name in ("clamp", "clip") and None not in (arguments.get("min"), arguments.get("max")):
             return not any(isinstance(arguments[end], Node) for end in ("min", "max"))
         if name in _CARRYING:
@@ -145,10 +148,11 @@ class _Values:
         return False
 
     def _is_share(self, operands: list[str]) -> bool:
-        """Unsigned numbers by their own sum: at most one, or NaN."""
+        """Return True for unsigned numbers over their own sum: at most one, or NaN."""
         if len(operands) != 2 or operands[0] not in self.unsigned:
             return False
         total = self.makers.get(operands[1])
+        # A number may be added to the sum, to keep it from zero.
         if total is not None and _plain(total.op) == "add" and len(set(total.operands) - {None}) == 1:
             more = self._arguments(total).get("other")
             total = self.makers.get(total.operands[0] or "") if isinstance(more, int | float) and more >= 0 else None
@@ -162,7 +166,7 @@ class _Values:
             return bound >= self._least(operands)
         floats = self._floats(operands)
         carried = name in _MOVING - _CASTS or name in ("sqrt", "mul", "multiply", "add", "rsqrt", "reciprocal")
-        return carried and bool(floats) and self.positive.issuperset(floats) and _signed_above(0, arguments)
+        return carried and bool(floats) and self.positive.issuperset(floats) and all(n > 0 for n in _factors(arguments))
 
     def _is_unsigned(self, name: str, operands: list[str], arguments: Mapping[str, Any]) -> bool:
         if name in _SQUARES:
@@ -173,27 +177,23 @@ class _Values:
             return True
         floats = self._floats(operands)
         carried = name in _MOVING or name in ("mul", "multiply", "add", *_DIVIDING, "rsqrt", "reciprocal")
-        return carried and bool(floats) and self.unsigned.issuperset(floats) and not _is_negated(arguments)
+        negated = any(number < 0 for number in _factors(arguments))
+        return carried and bool(floats) and self.unsigned.issuperset(floats) and not negated
 
     def _floats(self, operands: list[str]) -> list[str]:
-        """Without positions."""
+        """Return the float operands; the others are positions or masks."""
         return [operand for operand in operands if not _is_whole(self.graph.tensors[operand].dtype)]
 
     def _least(self, operands: list[str]) -> float:
-        """The least number that is no zero in the dtype of the first operand."""
+        """Return the smallest positive number in the dtype of the first operand."""
         dtype = self.graph.tensors[operands[0]].dtype
         return torch.finfo(dtype).tiny if dtype.is_floating_point else 1
 
 
-def _is_negated(arguments: Mapping[str, Any]) -> bool:
-    """Whether a number among the arguments changes the sign."""
+def _factors(arguments: Mapping[str, Any]) -> list[float]:
+    """Return the plain numbers that an op multiplies with or adds."""
     given = (arguments.get(name) for name in ("other", "alpha", "value"))
-    return any(isinstance(number, int | float) and number < 0 for number in given)
-
-
-def _signed_above(least: float, arguments: Mapping[str, Any]) -> bool:
-    given = (arguments.get(name) for name in ("other", "alpha", "value"))
-    return all(number > least for number in given if isinstance(number, int | float))
+    return [number for number in given if isinstance(number, int | float)]
 
 
 def _plain(op: str) -> str:
@@ -206,12 +206,4 @@ def _is_whole(dtype: torch.dtype) -> bool:
 
 
 def _numbers_finite(arguments: Mapping[str, Any]) -> bool:
-    return all(isfinite(value) for value in _numbers(arguments.values()))
-
-
-def _numbers(values: Iterable[Any]) -> Iterable[complex]:
-    for value in values:
-        if isinstance(value, float | complex):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _numbers(value)
+    return all(isfinite(leaf) for leaf in tree_leaves(arguments) if isinstance(leaf, float | complex))

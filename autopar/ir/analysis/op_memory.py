@@ -1,7 +1,7 @@
-"""What each op of a graph does to memory, seen by running it: forward and backward, once per distinct call.
+"""Memory footprint of each op, measured on fake tensors: forward and backward, once per distinct call.
 
-The op runs alone on fake tensors (shapes without memory), with hooks on what autograd saves and a count of the bytes
-that live, so that each op's own autograd formula says what it keeps and what it needs in between. There is no table.
+Each op runs alone on fake tensors (shapes without memory), with hooks on saved tensors and a count of live bytes. So
+its own autograd formula yields the tensors that it saves and the temporary memory; there is no table per op.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopar.rules.shard_call.grouped_heads import with_most_memory
 
 
 def differentiable(exported: Exported) -> frozenset[Node]:
-    """What depends on a parameter or an input that requires a gradient, in a way that autograd follows."""
+    """Return the nodes that gradients flow through: they depend on a trained parameter or input."""
     leaves = {p.node for p in exported.placeholders if p.requires_grad} if exported.grad_enabled else set[str]()
     found: set[Node] = set()
     known: dict[Hashable, frozenset[int]] = {}
@@ -37,6 +37,7 @@ def differentiable(exported: Exported) -> frozenset[Node]:
         if node.op != "call_function" or found.isdisjoint(node.all_input_nodes):
             continue
         if node.target is operator.getitem:
+            # Not every result of an op has a gradient: running statistics have none.
             source, place = node.args
             assert isinstance(source, Node), node
             key = call_key(source, found)
@@ -55,7 +56,7 @@ def _has_floats(node: Node) -> bool:
 
 
 def _followed(node: Node, trained: Set[Node]) -> frozenset[int]:
-    """The results of an op that have a gradient: running statistics, for one, have none."""
+    """Return the positions of an op's results that have a gradient."""
     results = range(len(node.meta["val"]))
 
     def given(source: Node) -> Any:
@@ -67,7 +68,8 @@ def _followed(node: Node, trained: Set[Node]) -> frozenset[int]:
             args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), given)
             made = node.target(*args, **kwargs)  # type: ignore[operator]
     except (RuntimeError, NotImplementedError, TypeError):
-        return frozenset(results)  # an op for other devices alone
+        # The op has no kernel for this device: assume that gradients flow.
+        return frozenset(results)
     return frozenset(place for place in results if isinstance(made[place], Tensor) and made[place].requires_grad)
 
 
@@ -78,17 +80,17 @@ def fake_input(
     strides: tuple[int, ...] | None = None,
     device: str = "cpu",
 ) -> Tensor:
-    """A tensor without memory, under a fake tensor mode."""
+    """Return a tensor without memory; call it under a fake tensor mode."""
     if strides is None:
         made = torch.empty(shape, dtype=dtype, device=device)
     else:
         made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    # Not a leaf: some ops treat leaves in another way.
+    # A view, not a leaf: some ops treat leaves differently.
     return made.requires_grad_().view_as(made) if trained else made
 
 
 def call_key(node: Node, trained: Set[Node]) -> Hashable:
-    """The same for calls that are equal but for names."""
+    """Return a key that is equal for calls that differ only in names."""
 
     def described(value: Any) -> Any:
         if not isinstance(value, Node):
@@ -103,25 +105,25 @@ def call_key(node: Node, trained: Set[Node]) -> Hashable:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one call of an op does to memory; operands and outputs by position, in the order of its rule."""
+    """Memory of one call of an op; operands and outputs by position, in the order of its rule."""
 
+    # For each output the operand whose memory it shares; None for memory of its own.
     aliases: tuple[int | None, ...]
-    """For each output the operand whose memory it shares."""
+    # Operands, and outputs, that are saved for the backward.
     keeps: tuple[int, ...]
-    """The operands that it keeps for the backward."""
     keeps_outputs: tuple[int, ...]
+    # Other saved tensors, such as the logsumexp of attention.
     internal_bytes: int
-    """What else it keeps (attention's logsumexp ...)."""
+    # Peak of temporary memory in the forward, beyond results and saved tensors.
     forward_bytes: int
-    """The most that it holds in between, beyond what it gives and keeps."""
+    # Peak of temporary memory in the backward, beyond the resulting gradients.
     backward_bytes: int
-    """The same in the backward, beyond the gradients that it gives."""
+    # Operands whose gradient shares the memory of the incoming gradient.
     passes: frozenset[int]
-    """The operands whose gradient shares the memory of the gradient that the op is given."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the storages that ops have made and that are not yet let go of."""
+    """Count of the bytes of all storages that ops have allocated and not yet freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -138,7 +140,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def count(self, tensor: Tensor) -> None:
-        """Count a tensor's storage from now on, if it is not counted yet."""
+        """Count a tensor's storage from now on, if it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.known:
@@ -148,10 +150,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sizes[key] = weakref.ref(storage), size
         self.live += size
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._gone, key)
+        # Storages are freed outside of any op, so only a finalizer sees it.
+        weakref.finalize(storage, self._free, key)
 
     def recount(self) -> None:
-        """See to storages that were resized, which no op tells of."""
+        """Count resized storages again; `resize_` of a storage is no op, so the mode does not see it."""
         for key, (reference, size) in list(self.sizes.items()):
             storage = reference()
             if storage is not None and storage.nbytes() != size:
@@ -159,13 +162,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.live += storage.nbytes() - size
         self.peak = max(self.peak, self.live)
 
-    def _gone(self, key: int) -> None:
+    def _free(self, key: int) -> None:
         self.known.discard(key)
         self.live -= self.sizes.pop(key)[1]
 
 
 def footprints(exported: Exported) -> Mapping[str, Footprint]:
-    """The footprint of every op of a traced graph, by the name of its node."""
+    """Return the footprint of every op of a traced graph, by the name of its node."""
     found: dict[str, Footprint] = {}
     known: dict[Any, Footprint] = {}
     trained = differentiable(exported)
@@ -180,26 +183,25 @@ def footprints(exported: Exported) -> Mapping[str, Footprint]:
 
 
 def _probe(node: Node, trained: frozenset[Node]) -> Footprint:
-    """One op of a graph, alone, on fake tensors of a CPU: fused kernels keep the same values there as elsewhere.
-
-    What a CPU cannot do in this dtype (models write some ops for GPUs alone) is probed without a device.
-    """
+    """Return the footprint of one op, run alone on fake tensors."""
+    # Fused kernels of the CPU save the same values as others; on a meta device attention would save its scores. Only
+    # ops without a CPU kernel in this dtype run on meta.
     try:
-        with untold_failures():
+        with silent_failures():
             return _probe_on("cpu", node, trained)
     except (RuntimeError, NotImplementedError):
         return _probe_on("meta", node, trained)
 
 
 @contextmanager
-def untold_failures() -> Iterator[None]:
-    """Trying what a device may not be able to do: torch logs each op that fails on fake tensors as an error."""
-    told = logging.getLogger("torch._subclasses.fake_tensor")
-    before, told.disabled = told.disabled, True
+def silent_failures() -> Iterator[None]:
+    """Silence the log of fake tensors, for ops that a device may lack: torch logs each failure as an error."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
     try:
         yield
     finally:
-        told.disabled = before
+        log.disabled = before
 
 
 def _probe_on(device: str, node: Node, trained: frozenset[Node]) -> Footprint:
@@ -218,32 +220,34 @@ def _probe_on(device: str, node: Node, trained: frozenset[Node]) -> Footprint:
         target: Any = node.target
         run = with_most_memory(node)
         operands = operands_of(target, arguments_by_name(target, args, kwargs))
-        return measure(operands, lambda: run(*args, **_on(device, target, kwargs)))
+        return measure(operands, lambda: run(*args, **arguments_on(device, node, kwargs)))
 
 
 def measure(operands: Sequence[Any], call: Callable[[], Any]) -> Footprint:
-    """Run a call and its backward on its operands, which are fake."""
+    """Run a call and its backward on fake operands, and return its footprint."""
     packed: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
         packed.append(tensor)
         return tensor
 
-    places = {_address(value): i for i, value in reversed(list(enumerate(operands))) if isinstance(value, Tensor)}
+    # Of an operand that is given twice the first place counts.
+    places = {address_of(value): i for i, value in reversed(list(enumerate(operands))) if isinstance(value, Tensor)}
     counter = LiveBytes()
     counter.known |= set(places)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         with counter:
             result = call()
-        outputs = [value if isinstance(value, Tensor) else None for value in _flat(result)]
+        outputs = [value if isinstance(value, Tensor) else None for value in tree_leaves(result)]
+        # Else temporary results would count as live until the end.
         del result
-        owned = {_address(value): i for i, value in enumerate(outputs) if value is not None}
-        kept = {_address(tensor): tensor.untyped_storage().nbytes() for tensor in packed}
+        owned = {address_of(value): i for i, value in enumerate(outputs) if value is not None}
+        kept = {address_of(tensor): tensor.untyped_storage().nbytes() for tensor in packed}
         packed.clear()
         forward = max(0, counter.peak - counter.live)
         temporary, passes = _backward(operands, outputs, counter)
     return Footprint(
-        tuple(None if value is None else places.get(_address(value)) for value in outputs),
+        tuple(None if value is None else places.get(address_of(value)) for value in outputs),
         tuple(sorted(places[address] for address in kept if address in places)),
         tuple(sorted(owned[address] for address in kept if address in owned and address not in places)),
         sum(size for address, size in kept.items() if address not in places and address not in owned),
@@ -254,38 +258,37 @@ def measure(operands: Sequence[Any], call: Callable[[], Any]) -> Footprint:
 
 
 def _backward(operands: Sequence[Any], outputs: list[Tensor | None], counter: LiveBytes) -> tuple[int, frozenset[int]]:
-    """What the backward holds in between, and the operands whose gradient is that of an output."""
+    """Return the temporary bytes of the backward, and the operands whose gradient is that of an output."""
     starts = [value for value in outputs if value is not None and value.requires_grad]
     wanted = [(i, value) for i, value in enumerate(operands) if isinstance(value, Tensor) and value.requires_grad]
     if not starts or not wanted:
         return 0, frozenset()
     given = [torch.empty_like(value) for value in starts]
-    counter.known |= {_address(gradient) for gradient in given}
+    counter.known |= {address_of(gradient) for gradient in given}
     before = counter.peak = counter.live
     with counter:
         gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
             starts, [value for _, value in wanted], given, allow_unused=True
         )
-    shared = {_address(gradient) for gradient in given}
+    shared = {address_of(gradient) for gradient in given}
     found = [(i, gradient) for (i, _), gradient in zip(wanted, gradients, strict=True) if gradient is not None]
-    fresh = {_address(one): one.untyped_storage().nbytes() for _, one in found if _address(one) not in shared}
-    passes = frozenset(i for i, gradient in found if _address(gradient) in shared)
+    fresh = {address_of(one): one.untyped_storage().nbytes() for _, one in found if address_of(one) not in shared}
+    passes = frozenset(i for i, gradient in found if address_of(gradient) in shared)
     return max(0, counter.peak - before - sum(fresh.values())), passes
 
 
-def _address(tensor: Tensor) -> int:
+def address_of(tensor: Tensor) -> int:
+    """Return a number that tensors with the same storage share."""
     address: int = tensor.untyped_storage()._cdata
     return address
 
 
-def _flat(result: Any) -> list[Any]:
-    return [item for part in result for item in _flat(part)] if isinstance(result, (tuple, list)) else [result]
-
-
-def _on(device: str, target: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments_on(device: str, node: Node, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments for a run of a node's op on fake tensors of a device."""
     changed = dict(kwargs)
     if "device" in changed:
         changed["device"] = torch.device(device)
-    if target is torch.ops.aten.scaled_dot_product_attention.default and "dropout_p" in changed:
-        changed["dropout_p"] = 0.0  # with dropout only the CPU falls back to the unfused kernel
+    # With dropout the CPU, and only the CPU, uses the unfused kernel, which saves the scores.
+    if node.target is torch.ops.aten.scaled_dot_product_attention.default and "dropout_p" in changed:
+        changed["dropout_p"] = 0.0
     return changed

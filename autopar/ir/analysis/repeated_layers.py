@@ -1,14 +1,13 @@
-"""Repeated layers: where the graph does the same thing again, on what the time before left behind.
+"""Repeated layers: stretches of the graph that repeat the same ops, each on the results of the one before.
 
-Found in the graph alone, not by the names of modules. Node i and node i + period match if their op, constants and
+The search uses the graph alone, not the names of modules. Node i and node i + period match if their op, constants and
 shapes are equal and each pair of operands (a, b) is
   - two parameters, buffers or constants of one shape, or
   - one value from outside (a is b), or
   - b = a + period: inside the layer, or carried from the layer before.
-In the first layer the carried values come from elsewhere: there a may be any earlier value, as long as it stands for
-the same b everywhere. A run of m matches makes m // period + 1 layers. A further layer before the run, with nodes of
-others in between (T5 computes its position bias within its first layer), is found by walking back from the values it
-hands on.
+In the first layer the carried values come from elsewhere: there a may be any earlier value, if it corresponds to the
+same b everywhere. A run of m matches makes m // period + 1 layers. One more layer may precede the run, with foreign
+nodes in between (T5 computes its position bias within its first layer). A walk back from its results finds it.
 """
 
 from __future__ import annotations
@@ -27,15 +26,13 @@ from autopar.ir.exported import Exported
 
 @dataclass(frozen=True)
 class RepeatedLayers:
-    """One stack of equal layers.
+    """Stack of equal layers."""
 
-    `layers[t][k]` is the name of the node that does step k in layer t; a layer's nodes follow each other in the graph,
-    except perhaps in the first layer. `start` is the index of the first one among the call_function nodes.
-    `module_paths` names the layers; they may be equal, or empty where no module tells them apart.
-    """
-
+    # Index of the first node among the call_function nodes.
     start: int
+    # `layers[t][k]` is the node of step k in layer t. Nodes of a layer are contiguous, except perhaps in the first.
     layers: tuple[tuple[str, ...], ...]
+    # Names of the layers; equal or empty if no module distinguishes them.
     module_paths: tuple[str, ...]
 
     @property
@@ -48,19 +45,21 @@ class RepeatedLayers:
 
 
 def repeated_layers(exported: Exported) -> tuple[RepeatedLayers, ...]:
-    """The repeats that cover most of the graph without overlapping; of equal ones those with the shortest layer."""
+    """Return the repeats that cover most of the graph without overlap; among equals those with short layers."""
     own = {p.node for p in exported.placeholders if p.kind != "input"}
     calls = _Calls([n for n in exported.graph_module.graph.nodes if n.op == "call_function"], own)
     runs: list[_LayerRun] = []
     for period in range(1, len(calls.nodes) // 2 + 1):
         for first, last in calls.equal_stretches(period):
+            # Two layers of a stack are one layer of twice the period: skip multiples of what was found.
             base = [run for run in runs if period % run.period == 0 and run.start <= first and last <= run.stop]
             if not base:
                 runs.extend(calls.runs(period, first, last))
     found = sorted((calls.repeat(run) for run in _best(runs)), key=lambda repeat: -repeat.period * repeat.count)
     taken: set[str] = set()
     disjoint = []
-    for repeat in found:  # the layer before a run may stand where a smaller run is
+    # The layer before a run may overlap a smaller run.
+    for repeat in found:
         names = {name for layer in repeat.layers for name in layer}
         if not names & taken:
             disjoint.append(repeat)
@@ -70,7 +69,7 @@ def repeated_layers(exported: Exported) -> tuple[RepeatedLayers, ...]:
 
 @dataclass(frozen=True)
 class _LayerRun:
-    """`count` layers of `period` nodes from index `start` on."""
+    """Run of `count` layers of `period` nodes from index `start` on."""
 
     start: int
     period: int
@@ -83,7 +82,7 @@ class _LayerRun:
 
 @dataclass(frozen=True)
 class _Carried:
-    """At node `index` the operand `before` stands in the place of `after`, which the layer before hands on."""
+    """Operand `before` of node `index` in the first layer; in the second, `after` of the first is in its place."""
 
     index: int
     before: int
@@ -91,27 +90,31 @@ class _Carried:
 
 
 class _Calls:
+    """Calls of a graph as numbers: signatures and operands."""
+
     def __init__(self, nodes: list[Node], own: set[str]) -> None:
         self.nodes = nodes
         self.index = {node: i for i, node in enumerate(nodes)}
         numbers: dict[Hashable, int] = {}
         self.signatures = np.array([numbers.setdefault(_signature(node), len(numbers)) for node in nodes])
-        self.paths = [_path(node) for node in nodes]
-        # per operand: an index >= 0, or for a placeholder a negative number; all the model's own of one shape have one
-        outside: dict[Hashable, int] = {}
+        origins = (node.meta.get("origin") for node in nodes)
+        paths = (origin.module_path if origin is not None else "" for origin in origins)
+        self.paths: list[tuple[str, ...]] = [tuple(path.split(".")) if path else () for path in paths]
         self.uses_parameter = [any(s.name in own for s in n.all_input_nodes) for n in nodes]
-        self.operands = [tuple(self._operand(s, own, outside) for s in _inputs(n)) for n in nodes]
+        outside: dict[Hashable, int] = {}
 
-    def _operand(self, source: Node, own: set[str], outside: dict[Hashable, int]) -> int:
-        if source in self.index:
-            return self.index[source]
-        key: Hashable = source.name
-        if source.name in own:
-            key = _shape(source.meta["val"])
-        return -1 - outside.setdefault(key, len(outside))
+        def number(source: Node) -> int:
+            """Return the index of a call, or a negative number for a placeholder."""
+            if source in self.index:
+                return self.index[source]
+            # All parameters of one shape have one number, because each layer has its own.
+            key: Hashable = _shape(source.meta["val"]) if source.name in own else source.name
+            return -1 - outside.setdefault(key, len(outside))
+
+        self.operands = [tuple(map(number, _inputs(node))) for node in nodes]
 
     def equal_stretches(self, period: int) -> Iterator[tuple[int, int]]:
-        """[first, last) where nodes `period` apart have equal signatures, if long enough for two layers."""
+        """Yield ranges [first, last) with equal signatures `period` apart, if long enough for two layers."""
         equal = self.signatures[:-period] == self.signatures[period:]
         edges = np.flatnonzero(np.diff(np.concatenate(([False], equal, [False])).astype(np.int8)))
         for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
@@ -119,6 +122,7 @@ class _Calls:
                 yield first, last
 
     def runs(self, period: int, first: int, last: int) -> Iterator[_LayerRun]:
+        """Yield the runs of layers within a range of equal signatures."""
         stretch = first
         carried: list[_Carried] = []
         for i in range(first, last + 1):
@@ -131,28 +135,25 @@ class _Calls:
                 carried.extend(found)
 
     def _compare(self, i: int, period: int) -> list[_Carried] | None:
-        """None if node i and node i + period differ, else the operands that are carried from elsewhere."""
+        """Return the operands of node i carried from elsewhere; None if node i and node i + period differ."""
         mine, other = self.operands[i], self.operands[i + period]
         if len(mine) != len(other):
             return None
         carried = []
-        for a, b in zip(mine, other, strict=True):
+        for position, (a, b) in enumerate(zip(mine, other, strict=True)):
             if a == b or (a >= 0 and b == a + period):
                 continue
             if b < 0 or a >= b or b >= i + period:
                 return None
-            if not self._same_shape(i, i + period, a, b):
+            sources = (_inputs(self.nodes[index])[position] for index in (i, i + period))
+            if len({_shape(source.meta["val"]) for source in sources}) > 1:
                 return None
             carried.append(_Carried(i, a, b))
         return carried
 
-    def _same_shape(self, i: int, j: int, a: int, b: int) -> bool:
-        position = self.operands[i].index(a)
-        mine, other = _inputs(self.nodes[i])[position], _inputs(self.nodes[j])[position]
-        return bool(_shape(mine.meta["val"]) == _shape(other.meta["val"]))
-
     def _runs_within(self, period: int, first: int, last: int, carried: list[_Carried]) -> Iterator[_LayerRun]:
-        """The longest valid runs in a stretch of matches: carried operands may stand only in the first layer."""
+        """Yield the longest valid runs in a stretch of matches: only the first layer has carried operands."""
+        # A run may begin right after a carried operand, or with the layer that has it.
         starts = {first}
         for c in carried:
             starts.update((max(first, c.before + 1), max(first, c.index - period + 1)))
@@ -163,14 +164,16 @@ class _Calls:
                 continue
             reached = stop
             count, slack = divmod(stop - start, period)
+            # Any start within the slack is valid: take the one whose layers have the longest common module path.
             shifts = [d for d in range(slack + 1) if _valid_until(carried, start + d, period, stop) == stop]
-            shift = max(shifts, key=lambda d: (len(self.prefix(start + d, period)), len(self.paths[start + d]), -d))
+            layers = [(d, self.paths[start + d : start + d + period]) for d in shifts]
+            shift = -max((len(_common(paths)), len(paths[0]), -d) for d, paths in layers)[2]
             run = _LayerRun(start + shift, period, count + 1)
             if self._is_layer(run):
                 yield run
 
     def _is_layer(self, run: _LayerRun) -> bool:
-        """Layers have parameters, and each works on what the one before made of what it was given."""
+        """Return True if layers have parameters, and each computes on results of the one before."""
         second = range(run.start + run.period, run.start + 2 * run.period)
         handed_on = {a + run.period for i in second for a in self.operands[i] if run.start <= a < second.start}
         derived: set[int] = set()
@@ -178,11 +181,6 @@ class _Calls:
             if any(run.start <= a < second.start or a in derived for a in self.operands[i]):
                 derived.add(i)
         return bool(handed_on & derived) and any(self.uses_parameter[i] for i in second)
-
-    def prefix(self, start: int, period: int) -> tuple[str, ...]:
-        """The module path that the nodes of a layer have in common."""
-        paths = self.paths[start : start + period]
-        return _common(paths)
 
     def repeat(self, run: _LayerRun) -> RepeatedLayers:
         layers = [list(range(run.start + t * run.period, run.start + (t + 1) * run.period)) for t in range(run.count)]
@@ -194,14 +192,15 @@ class _Calls:
 
 
 class _LayerBefore:
-    """The layer before the first one found, whose nodes may stand between others."""
+    """Search for the layer before the first one of a run; other nodes may stand between its nodes."""
 
     def __init__(self, calls: _Calls, first: Sequence[int], second: Sequence[int]) -> None:
         self.calls = calls
         self.first = first
         self.step = {index: k for k, index in enumerate(first)}
         self.found_steps: dict[int, int] = {}
-        self.handed_on: dict[int, int] = {}  # operand of the first layer from outside -> the step it stands for
+        # Operand of the first layer from outside -> the step that it corresponds to.
+        self.handed_on: dict[int, int] = {}
         for mine, other in zip(first, second, strict=True):
             for a, b in zip(calls.operands[mine], calls.operands[other], strict=True):
                 if a != b and a not in self.step and b in self.step:
@@ -218,7 +217,7 @@ class _LayerBefore:
         return layer if distinct and layer[-1] < self.first[0] else None
 
     def _match(self, step: int, candidate: int) -> bool:
-        """Whether `candidate` can do what `step` does, together with all that leads to it."""
+        """Return True if `candidate` and all nodes before it match `step` and the steps before it."""
         if step in self.found_steps:
             return self.found_steps[step] == candidate
         mine = self.first[step]
@@ -238,7 +237,7 @@ class _LayerBefore:
         return True
 
     def _match_a_side_branch(self) -> bool:
-        """A step that leads to nothing handed on (an updated buffer): look among the users of its operands."""
+        """Match a step without effect on the next layer (a buffer update) among the users of its operands."""
         calls = self.calls
         for k, mine in enumerate(self.first):
             known = [self.step[b] for b in calls.operands[mine] if b in self.step and self.step[b] in self.found_steps]
@@ -254,7 +253,7 @@ class _LayerBefore:
 
 
 def _valid_until(carried: list[_Carried], start: int, period: int, last: int) -> int:
-    """How far layers from `start` on go before an operand is carried from elsewhere after the first layer."""
+    """Return the index where layers from `start` end: a carried operand after the first layer."""
     stands_for: dict[int, int] = {}
     for c in carried:
         if not start <= c.index < last:
@@ -266,7 +265,7 @@ def _valid_until(carried: list[_Carried], start: int, period: int, last: int) ->
 
 
 def _best(runs: list[_LayerRun]) -> list[_LayerRun]:
-    """Weighted interval scheduling: the most nodes covered, then the shortest periods."""
+    """Choose disjoint runs with most nodes, then with the shortest periods: weighted interval scheduling."""
     runs = sorted(runs, key=lambda run: run.stop)
     best: list[tuple[int, int, list[_LayerRun]]] = [(0, 0, [])]
     for k, run in enumerate(runs):
@@ -278,14 +277,9 @@ def _best(runs: list[_LayerRun]) -> list[_LayerRun]:
 
 
 def _inputs(node: Node) -> list[Node]:
-    """Operands in the order of the arguments, one met twice twice."""
+    """Return the operands in the order of the arguments; `all_input_nodes` would drop repetitions."""
     found: list[Node] = []
-
-    def add(source: Node) -> Node:
-        found.append(source)
-        return source
-
-    torch.fx.node.map_arg((node.args, node.kwargs), add)
+    torch.fx.node.map_arg((node.args, node.kwargs), found.append)
     return found
 
 
@@ -309,11 +303,11 @@ def _shape(val: Any) -> Hashable:
 
 
 def _layer_paths(layers: Sequence[Sequence[tuple[str, ...]]]) -> tuple[str, ...]:
-    """A name for each layer: what the module paths of its ops have in common.
+    """Return a name for each layer: the common prefix of the module paths of its ops.
 
-    Ops at a path that is in all layers, as a sum in the forward of the whole model, say nothing of theirs. Layers of
-    modules with nothing in common (`attentions.0` and `feeds.0`) are named by the first.
+    Layers of modules without a common prefix (`attentions.0` and `feeds.0`) get the path of the first op.
     """
+    # A path in all layers, such as that of a sum in the forward of the whole model, names none of them.
     everywhere = set(layers[0]).intersection(*layers[1:])
     own = [[path for path in layer if path not in everywhere] or layer for layer in layers]
     common = [_common(paths) for paths in own]
@@ -327,8 +321,3 @@ def _common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     first, last = min(paths), max(paths)
     length = next((k for k, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
     return first[:length]
-
-
-def _path(node: Node) -> tuple[str, ...]:
-    origin = node.meta.get("origin")
-    return tuple(origin.module_path.split(".")) if origin is not None and origin.module_path else ()
