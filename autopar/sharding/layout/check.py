@@ -1,8 +1,8 @@
-"""Whether a layout fits a model and a mesh: every word it uses is known, and nothing it says would be passed over."""
+"""Check a layout against a model and a mesh: all its names are known, and no statement would be ignored."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.errors import LayoutError
@@ -15,22 +15,21 @@ from autopar.sharding.layout.syntax import (
     DimRule,
     GatherStatement,
     Guard,
-    Hole,
     Let,
     MeshStatement,
     OpPin,
-    OverAxes,
     Pin,
-    Scope,
     SplitTerm,
     Statement,
+    named_axes,
+    rules_of,
     tensor_globs,
 )
 
 
 @dataclass(frozen=True)
 class LayoutWords:
-    """What a model has names for."""
+    """Names of a model that a layout may use."""
 
     dims: frozenset[str]
     # The names of its tensors by kind; a value that the model returns is an `output` and no `act`.
@@ -41,16 +40,16 @@ class LayoutWords:
     layers: tuple[str, ...] = ()
 
     def of_kind(self, kind: str | None) -> frozenset[str]:
-        """Return the tensors that a scope with this kind is about; `use`, `grad` and `opt` are about parameters."""
+        """Return the tensors that a scope of this kind may cover; `use`, `grad` and `opt` cover parameters."""
         if kind is None:
             return frozenset().union(*self.tensors.values())
         return self.tensors.get("param" if kind in ("use", "grad", "opt") else kind, frozenset())
 
 
 def check_layout(layout: Layout, words: LayoutWords, axes: SubMesh) -> None:
-    """Raise for the first statement that names what is not there, or asks for what is not done yet.
+    """Raise for the first statement with an unknown name, or with a request that autopar cannot run.
 
-    A strategy may name dims that the model lacks: what it says about them is skipped.
+    A strategy may name dims that the model lacks: its rules about them are skipped.
     """
     for statement in layout:
         _check_mesh(statement, axes)
@@ -77,16 +76,18 @@ def _check_mesh(statement: Statement, axes: SubMesh) -> None:
 
 def _check_names(statement: Statement, words: LayoutWords, axes: SubMesh, any_dims: bool) -> None:
     span: SourceSpan | None = getattr(statement, "span", None)
-    for rule in _rules(statement):
+    for rule in rules_of(statement):
         for pattern in () if any_dims else rule.dims:
             if pattern.startswith(POSITION) and isinstance(statement, Block | Pin):
                 continue
             if not any(matches(pattern, dim) for dim in words.dims):
                 raise unknown_name("dim", pattern, words.dims, _at(rule.span, pattern))
-    for name, place in _axes(statement):
+    # A `let` is checked where its name is used.
+    for name, place in () if isinstance(statement, Let) else named_axes(statement):
         if name not in axes:
             raise unknown_name("axis", name, axes, _at(place, name))
-    for scope in _scopes(statement):
+    guarded = (statement.scope,) if isinstance(statement, Guard) else ()
+    for scope in statement.scopes if isinstance(statement, Block) else guarded:
         for dim in () if any_dims else scope.dims:
             if dim not in words.dims:
                 raise unknown_name("dim", dim, words.dims, _at(span, dim))
@@ -101,7 +102,9 @@ def _check_names(statement: Statement, words: LayoutWords, axes: SubMesh, any_di
         _check_glob("op", statement.glob, words.ops, span)
         for op in (op for op in words.ops if glob_matches(statement.glob, op)):
             for factor, _ in statement.choice:
-                if not _is_factor(factor, words.ops[op]):
+                name, _, number = factor.partition(".")
+                passes = factor in ("none", "broadcast") or (name == "partial" and number.isdigit())
+                if not passes and name not in words.ops[op]:
                     raise unknown_name(f"factor of {op}", factor, words.ops[op], _at(span, factor))
 
 
@@ -111,66 +114,27 @@ def _check_glob(what: str, glob: str, known: Iterable[str], span: SourceSpan | N
         raise unknown_name(what, glob, names, span)
 
 
-def _is_factor(word: str, factors: Iterable[str]) -> bool:
-    """Whether a word on the left of an op's pin is a factor, a part of one, or says what passes through the op."""
-    name, _, number = word.partition(".")
-    return word in ("none", "broadcast") or name in factors or (name == "partial" and number.isdigit())
-
-
 def _at(span: SourceSpan | None, word: str) -> SourceSpan | None:
     return None if span is None else span.at(word)
 
 
-def _rules(statement: Statement) -> tuple[DimRule, ...]:
-    if isinstance(statement, DimRule):
-        return (statement,)
-    return statement.rules if isinstance(statement, Block | Pin) else ()
-
-
-def _scopes(statement: Statement) -> tuple[Scope, ...]:
-    if isinstance(statement, Block):
-        return statement.scopes
-    return (statement.scope,) if isinstance(statement, Guard) else ()
-
-
-def _axes(statement: Statement) -> Iterator[tuple[str, SourceSpan | None]]:
-    """Yield the axes that a statement speaks of, and where."""
-    for rule in _rules(statement):
-        for term in rule.place.terms:
-            if isinstance(term, SplitTerm):
-                yield from ((axis, rule.span) for axis in term.axes)
-            elif isinstance(term, Hole):
-                yield from ((axis, rule.span) for candidate in term.candidates for axis in candidate)
-    if isinstance(statement, Pin):
-        yield from ((axis, statement.span) for state in statement.states for axis in state.axes)
-    elif isinstance(statement, OpPin):
-        yield from ((axis, statement.span) for _, axes in statement.choice for axis in axes)
-    elif isinstance(statement, OverAxes) and not isinstance(statement, Let):  # a `let` is checked where it is used
-        yield from ((axis, statement.span) for axis in statement.axes)
-
-
-# -- what is in the language, and not done yet ------------------------------------------------------------------------
-
-
 def _refusal(statement: Statement, words: LayoutWords) -> LayoutError | None:
-    """Return the error for what cannot be executed yet: it is refused, never passed over."""
+    """Return the error for a statement of the language that autopar cannot run."""
     match statement:
         case GatherStatement(action="regather", glob=glob, span=span):
             if not any(glob_matches(glob, name) for name in words.of_kind("param")):
-                return _not_yet(f"'{glob}' is no parameter, and only parameters are gathered again", "name those", span)
+                message = f"'{glob}' is no parameter, and only parameters are gathered again"
+                return layout_error("E0", message, "name those", span)
         case Block(scopes=scopes, rules=rules, span=span) if any(scope.kind == "buffer" for scope in scopes):
             if _splits(rules):
-                return _not_yet("buffers are held whole on every rank", "write 'buffer { * -> none }'", span)
+                return layout_error("E0", "buffers are held whole on every rank", "write 'buffer { * -> none }'", span)
         case Pin(glob=glob, rules=rules, span=span) if _splits(rules):
             held = [name for name in words.of_kind("buffer") if glob_matches(glob, name)]
             if held:
-                return _not_yet(f"{held[0]} is a buffer: these are held whole on every rank", "pin it to 'none'", span)
+                message = f"{held[0]} is a buffer: these are held whole on every rank"
+                return layout_error("E0", message, "pin it to 'none'", span)
     return None
 
 
 def _splits(rules: Iterable[DimRule]) -> bool:
     return any(isinstance(term, SplitTerm) for rule in rules for term in rule.place.terms)
-
-
-def _not_yet(message: str, fix: str, span: SourceSpan | None) -> LayoutError:
-    return layout_error("E0", message, fix, span)

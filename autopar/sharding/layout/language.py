@@ -1,8 +1,8 @@
-"""Read and print layouts. docs/language.md describes the language to users."""
+"""Read, load and print layouts and strategies. docs/language.md describes the language to users."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,18 +15,15 @@ from autopar.sharding.layout.source import layout_error, read_text, unknown_name
 from autopar.sharding.layout.substitute_axes import expand_lets, replace_axes
 from autopar.sharding.layout.syntax import (
     Axes,
-    Block,
     DimRule,
-    Hole,
     Limit,
     MeshStatement,
-    OpPin,
-    OverAxes,
-    Pin,
     SplitTerm,
     Statement,
     StrategyStatement,
+    named_axes,
     print_statement,
+    rules_of,
 )
 
 
@@ -114,7 +111,7 @@ def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
         found = layout
     elif isinstance(layout, Path) or layout.endswith(".lay"):
         found = Layout.load(layout)
-    elif _is_call(layout):
+    elif _names_strategy(layout):
         name, meaning = parse_strategy_call(layout)
         found = load_strategy(name).on_axes(meaning)
         for axis in (axis for product in meaning.values() for axis in product):
@@ -124,28 +121,26 @@ def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
         found = parse_layout(layout)
     if found.strategy is None:
         return found
-    spoken_of = axes_of(found)
-    named = {axis: () for axis in spoken_of if axis not in axes}
+    own = axes_of(found)
+    absent = {axis: () for axis in own if axis not in axes}
     longer = [axis for axis, size in axes.items() if size > 1]
-    if len(named) == len(spoken_of) > 0 and longer:
-        if len(spoken_of) > 1 or len(longer) > 1:
-            raise _no_common_axis(found.strategy.name, spoken_of, longer)
-        return found.on_axes({spoken_of[0]: (longer[0],)})
-    return found.on_axes(named)
+    if len(absent) == len(own) > 0 and longer:
+        if len(own) > 1 or len(longer) > 1:
+            name = found.strategy.name
+            ways = " or ".join(f'layout="{name}({axis}={"*".join(longer)})"' for axis in own)
+            raise LayoutError(
+                "E1",
+                f"E1: strategy '{name}' splits nothing on a mesh of {', '.join(longer)}: "
+                f"it speaks of {', '.join(own)}\nfix: {ways}, or a mesh whose axes have these names",
+            )
+        return found.on_axes({own[0]: (longer[0],)})
+    return found.on_axes(absent)
 
 
-def _no_common_axis(strategy: str, spoken_of: Sequence[str], axes: Sequence[str]) -> LayoutError:
-    ways = " or ".join(f'layout="{strategy}({axis}={"*".join(axes)})"' for axis in spoken_of)
-    return LayoutError(
-        "E1",
-        f"E1: strategy '{strategy}' splits nothing on a mesh of {', '.join(axes)}: "
-        f"it speaks of {', '.join(spoken_of)}\nfix: {ways}, or a mesh whose axes have these names",
-    )
-
-
-def _is_call(text: str) -> bool:
+def _names_strategy(text: str) -> bool:
     """Return whether a text names a strategy, with or without arguments, and is no layout."""
     name = text.partition("(")[0].strip()
+    # An unknown identifier counts too: the error then lists the strategies.
     return name in strategy_names() or (name.isidentifier() and "->" not in text and ":" not in text)
 
 
@@ -156,8 +151,7 @@ def dims_of_axes(layout: Layout) -> dict[str, frozenset[str]]:
     """
     found: dict[str, set[str]] = {axis: set() for axis in axes_of(layout)}
     for statement in layout:
-        rules = (statement,) if isinstance(statement, DimRule) else getattr(statement, "rules", ())
-        for rule in rules:
+        for rule in rules_of(statement):
             for term in rule.place.terms:
                 for axis in term.axes if isinstance(term, SplitTerm) else ():
                     found[axis].update(rule.dims)
@@ -178,42 +172,20 @@ def usable_axes(layout: Layout, dims: Iterable[str]) -> tuple[str, ...]:
 
 
 def applies_to(layout: Layout, dims: Iterable[str]) -> bool:
-    """Return whether a model with these dims has one that sets the strategy apart: experts for `gshard_moe`."""
+    """Return whether a model has the dims that the strategy is for, as experts for `gshard_moe`."""
     special = {axis for axis, patterns in dims_of_axes(layout).items() if patterns}
     return not special or not special.isdisjoint(usable_axes(layout, dims))
 
 
 def roles_of(layout: Layout, dims: Iterable[str]) -> tuple[str, ...]:
-    """Return the usable axes of a strategy, and "" if it has one axis: an axis of the mesh may then be idle."""
+    """Return the usable axes of a strategy, and "" if it has one axis: a mesh axis may then stay idle."""
     usable = usable_axes(layout, dims)
     return (*usable, "") if usable and len(axes_of(layout)) == 1 else usable
 
 
 def axes_of(layout: Layout) -> tuple[str, ...]:
-    """Return all mesh axes that a layout speaks of."""
-    found: list[str] = []
-
-    def of_rules(rules: tuple[DimRule, ...]) -> None:
-        for rule in rules:
-            for term in rule.place.terms:
-                if isinstance(term, SplitTerm):
-                    found.extend(term.axes)
-                elif isinstance(term, Hole):
-                    found.extend(axis for candidate in term.candidates for axis in candidate)
-
-    for statement in layout:
-        if isinstance(statement, DimRule):
-            of_rules((statement,))
-        elif isinstance(statement, Block):
-            of_rules(statement.rules)
-        elif isinstance(statement, Pin):
-            of_rules(statement.rules)
-            found.extend(axis for state in statement.states for axis in state.axes)
-        elif isinstance(statement, OpPin):
-            found.extend(axis for _, axes in statement.choice for axis in axes)
-        elif isinstance(statement, OverAxes):
-            found.extend(statement.axes)
-    return tuple(dict.fromkeys(found))
+    """Return all mesh axes that a layout names, in the order of its text."""
+    return tuple(dict.fromkeys(axis for statement in layout for axis, _ in named_axes(statement)))
 
 
 def strategy_names() -> tuple[str, ...]:

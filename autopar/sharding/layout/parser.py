@@ -1,4 +1,4 @@
-"""From the words of a layout to statements: one method for each line of the grammar in docs/language.md."""
+"""Parse the words of a layout into statements, with one method for each line of the grammar in docs/language.md."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from autopar.sharding.layout.syntax import (
 )
 from autopar.sharding.layout.tokens import UNITS, Token, TokenReader, parse_percent, parse_size
 
+# How a statement is written, by its first word: the `fix:` line of errors within it.
 FORMS = {
     "strategy": "write it as in 'strategy fsdp \"what it does\"'",
     "let": "write it as in 'let data = dp*fsdp'",
@@ -56,7 +57,7 @@ STATEMENT = ("strategy", "mesh", "let", "op", "keep", "regather", "recompute", "
 
 
 class LayoutParser(TokenReader):
-    """Reads one text from its beginning to its end."""
+    """Recursive descent parser of one text; each method reads one construct from the current word on."""
 
     def __init__(self, text: str, name: str) -> None:
         super().__init__(text, name, FORMS["rule"])
@@ -75,14 +76,14 @@ class LayoutParser(TokenReader):
         return tuple(statements)
 
     def rules(self) -> tuple[DimRule, ...]:
-        """Rules alone, separated by ',', ';' or new lines."""
+        """Read rules alone, separated by ',', ';' or new lines."""
         rules = self._rules("end")
         if not rules:
             raise self.expected("a rule")
         return rules
 
     def call(self) -> tuple[str, dict[str, Axes]]:
-        """`fsdp(fsdp=dp*tp)`."""
+        """Read the call of a strategy, `fsdp(fsdp=dp*tp)`."""
         self.form = "write it as in 'fsdp' or 'fsdp(fsdp=dp*tp)'"
         name = self.expect_name("a strategy")
         arguments: dict[str, Axes] = {}
@@ -115,6 +116,7 @@ class LayoutParser(TokenReader):
     def statement(self) -> Statement:
         token = self.token
         if token.kind == "glob":
+            # `@name[...]` is a pin, `@name { ... }` a block without a kind.
             following = self.tokens[self.position + 1]
             return self.pin() if following.kind == "symbol" and following.text == "[" else self.block()
         if self.at("}", "]", ")"):
@@ -154,7 +156,7 @@ class LayoutParser(TokenReader):
         end = keyword.end
         while not self.at_end():
             end = self.advance().end
-        start = keyword.end
+        start = keyword.end  # the mesh has a notation of its own, so its text is read as a whole
 
         def fail(column: int, message: str, fix: str) -> NoReturn:
             place = SourceSpan(keyword.span.name, keyword.span.line, start + column, keyword.span.text)
@@ -174,6 +176,7 @@ class LayoutParser(TokenReader):
         while self.accept(","):
             scopes.append(self.scope())
         brace = self.token
+        # `act -> tp` looks like a rule for a dim that bears the name of a kind.
         if self.at("->", ":") and scopes == [Scope(scopes[0].kind)]:
             raise self.reserved(span, str(scopes[0].kind), "a dim")
         self.expect("{", "after a scope")
@@ -197,12 +200,9 @@ class LayoutParser(TokenReader):
                 raise self.expected("a kind (" + ", ".join(KINDS) + ") or '@' and a name")
             kind = cast(Kind, self.advance().text)
             if self.accept("["):
-                dims = self.listed(self._scope_dim, "]", "a dim")
+                dims = self.listed(lambda: self.expect_dim("a dim of the scope"), "]", "a dim")
         glob = self.expect_glob() if self.is_a("glob") else None
         return Scope(kind, dims, glob)
-
-    def _scope_dim(self) -> str:
-        return self.expect_dim("a dim of the scope")
 
     def pin(self) -> Pin:
         span = self.token.span
@@ -304,7 +304,7 @@ class LayoutParser(TokenReader):
         return DimRule(dims, self.place(), first.span)
 
     def _no_arrow(self, first: Token, maybe_word: bool) -> LayoutError:
-        """The error for dims that no arrow follows: often the first word was meant to be another one."""
+        """Return the error for dims without an arrow; the first word may be a misspelt keyword or kind."""
         meant = did_you_mean(first.text, [*STATEMENT, *KINDS]) if maybe_word else ""
         if maybe_word and (self.at("{", "[") or self.is_a("glob") or (meant and self.at(","))):
             return unknown_name("kind", first.text, KINDS, first.span)
@@ -318,6 +318,7 @@ class LayoutParser(TokenReader):
             return "*"
         name = self.token
         dim = self.expect_dim()
+        # `d_*` is one pattern only if the star follows directly.
         if name.kind == "name" and self.at("*") and self.token.span.column == name.end:
             self.advance()
             return dim + "*"

@@ -1,4 +1,4 @@
-"""Other axes for the axes of a layout: what `let` names stand for, what a strategy's axes are on a mesh."""
+"""Substitute axes in a layout: `let` names by their axes, axes of a strategy by those of a mesh."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autopar.sharding.layout.syntax import (
 
 
 def expand_lets(statements: Sequence[Statement]) -> tuple[Statement, ...]:
-    """Return every `let` name replaced by what it stands for, wherever it is defined; the `let` lines stay."""
+    """Return the statements with every `let` name replaced by its axes; the `let` lines stay."""
     lets = _lets(statements)
     users = {name: set(lets).intersection(let.axes) for name, let in lets.items()}
     try:
@@ -45,7 +45,7 @@ def expand_lets(statements: Sequence[Statement]) -> tuple[Statement, ...]:
 
 
 def replace_axes(statement: Statement, meaning: Mapping[str, Axes]) -> Statement | None:
-    """Return the statement with other axes. `()` is an axis of size 1; None: nothing is left to say.
+    """Return the statement with other axes, `()` for one of size 1; None if it then says nothing.
 
     Without their axes `tp` is `none`, `tp?` is `?`, and guards and pinned states are gone.
     """

@@ -5,6 +5,7 @@ The normal form has one statement a line and `->` for arrows; a long block has o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -12,8 +13,8 @@ from autopar.mesh import Mesh
 from autopar.sharding.layout.source import SourceSpan
 from autopar.sharding.layout.tokens import format_percent, format_size
 
+# A product of mesh axes, major to minor.
 Axes = tuple[str, ...]
-"""A product of mesh axes, major to minor."""
 
 Kind = Literal["param", "use", "grad", "opt", "act", "input", "output", "buffer"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -29,14 +30,14 @@ class NotSplit:
 
 @dataclass(frozen=True)
 class Hole:
-    """`?`, or `?{tp, dp*tp}`: left to the solver, among the candidates if there are any."""
+    """`?`, or `?{tp, dp*tp}`: a split that the solver picks, from the candidates if there are any."""
 
     candidates: tuple[Axes, ...] = ()
 
 
 @dataclass(frozen=True)
 class SplitTerm:
-    """`dp*tp`: split over these axes; `tp?`: over these and perhaps more; `tp pad`: uneven shards are fine."""
+    """`dp*tp`: a split over these axes; `tp?`: over these and perhaps more; `tp pad`: in uneven shards too."""
 
     axes: Axes
     extends: bool = False
@@ -48,7 +49,7 @@ Term = NotSplit | Hole | SplitTerm
 
 @dataclass(frozen=True)
 class TensorPattern:
-    """The alternatives for a dim, best first; of two dims that want one axis the lower priority claims it."""
+    """Alternatives for a dim, best first; the dim of the lower priority number claims a contested axis."""
 
     terms: tuple[Term, ...]
     priority: int = 0
@@ -56,7 +57,7 @@ class TensorPattern:
 
 @dataclass(frozen=True)
 class DimRule:
-    """`(heads, d_*) -> tp | none`: dims, or patterns of dims, and where they go."""
+    """`(heads, d_*) -> tp | none`: dims, or patterns of dims, with their alternatives."""
 
     dims: tuple[str, ...]
     place: TensorPattern
@@ -65,7 +66,7 @@ class DimRule:
 
 @dataclass(frozen=True)
 class Scope:
-    """`act[seq, d_ff]@blocks.0.*`: tensors of a kind, that have these dims, whose name matches."""
+    """`act[seq, d_ff]@blocks.0.*`: tensors of a kind that have these dims and whose name matches."""
 
     kind: Kind | None = None
     dims: tuple[str, ...] = ()
@@ -87,7 +88,7 @@ class MeshStatement:
 
 @dataclass(frozen=True)
 class Let:
-    """A name for axes. What other statements say with it is already said in axes here."""
+    """`let data = dp*fsdp`: a name for axes; the parser replaces it in all other statements."""
 
     name: str
     axes: Axes
@@ -96,7 +97,7 @@ class Let:
 
 @dataclass(frozen=True)
 class Block:
-    """Rules for the tensors of some scopes."""
+    """`param, grad { d_ff -> tp }`: rules for the tensors of some scopes."""
 
     scopes: tuple[Scope, ...]
     rules: tuple[DimRule, ...]
@@ -105,7 +106,7 @@ class Block:
 
 @dataclass(frozen=True)
 class PinState:
-    """`+ partial(tp)`: what axes that split no dim do to a pinned tensor."""
+    """`+ partial(tp)`: state of a pinned tensor along axes that split none of its dims."""
 
     state: Literal["partial", "broadcast"]
     axes: Axes
@@ -113,7 +114,7 @@ class PinState:
 
 @dataclass(frozen=True)
 class Pin:
-    """Rules for the tensors of one name."""
+    """`@blocks.0.weight[d_ff -> tp]`: rules for the tensors of one name."""
 
     glob: str
     rules: tuple[DimRule, ...]
@@ -123,22 +124,22 @@ class Pin:
 
 @dataclass(frozen=True)
 class OpPin:
-    """The choice of an op: factor -> axes.
+    """`op @name[n -> tp]`: the choice of an op, as axes by factor.
 
-    `n.1` is the second of the dims that a factor is made of. Axes that split nothing: `none` if the op does not use
-    them, `broadcast` or `partial.0` (the first of the operands in which its rule is linear) if they pass through it.
+    `n.1` is the second atom of a factor. Axes that split nothing stand under `none` if the op does not use them, under
+    `broadcast` or `partial.0` if they pass through it. `partial.0` is the first group of operands in which the rule is
+    linear.
     """
 
     glob: str
     choice: tuple[tuple[str, Axes], ...]
     span: SourceSpan | None = field(default=None, compare=False, repr=False)
-    uneven: tuple[str, ...] = ()
-    """The factors that may be cut in pieces of different lengths."""
+    uneven: tuple[str, ...] = ()  # factors that may be cut in pieces of different lengths, `n -> tp pad`
 
 
 @dataclass(frozen=True)
 class GatherStatement:
-    """What lives until the backward. Only `recompute` has a level."""
+    """`keep @name`, `regather @name` of a parameter; `recompute full @name` of a repeated layer."""
 
     action: Literal["keep", "regather", "recompute"]
     glob: str
@@ -148,7 +149,7 @@ class GatherStatement:
 
 @dataclass(frozen=True)
 class Same:
-    """The tensors of both names share one layout."""
+    """`same @left @right`: the tensors of both names share one sharding."""
 
     left: str
     right: str
@@ -161,7 +162,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Guard:
-    """A contract: this collective does not happen to these tensors over these axes."""
+    """`forbid all_gather(act) over tp`: these tensors need no such collective over these axes."""
 
     action: Literal["forbid", "warn"]
     collective: Collective
@@ -188,7 +189,7 @@ class Limit:
         return self.quantity
 
 
-# Checked on every plan; `kind` is the word for one in reports.
+# Statements that are checked on every plan; reports name them by `kind`.
 Contract = Guard | Same | Limit
 
 # Statements with one product of mesh axes in `axes`: `let` names and strategy axes are substituted there.
@@ -208,16 +209,41 @@ def tensor_globs(statement: Statement) -> tuple[str, ...]:
     return ()
 
 
+def rules_of(statement: Statement) -> tuple[DimRule, ...]:
+    """Return the rules in a statement."""
+    if isinstance(statement, DimRule):
+        return (statement,)
+    return statement.rules if isinstance(statement, Block | Pin) else ()
+
+
+def named_axes(statement: Statement) -> Iterator[tuple[str, SourceSpan | None]]:
+    """Yield the mesh axes that a statement names, each with its place."""
+    for rule in rules_of(statement):
+        for term in rule.place.terms:
+            if isinstance(term, SplitTerm):
+                yield from ((axis, rule.span) for axis in term.axes)
+            elif isinstance(term, Hole):
+                yield from ((axis, rule.span) for candidate in term.candidates for axis in candidate)
+    if isinstance(statement, Pin):
+        yield from ((axis, statement.span) for state in statement.states for axis in state.axes)
+    elif isinstance(statement, OpPin):
+        yield from ((axis, statement.span) for _, axes in statement.choice for axis in axes)
+    elif isinstance(statement, OverAxes):
+        yield from ((axis, statement.span) for axis in statement.axes)
+
+
 # -- text -------------------------------------------------------------------------------------------------------------
 
+# Characters of a line; a longer block has one rule a line.
 WIDTH = 120
 
 
 def print_statement(statement: Statement) -> str:
-    """One statement, without the end of its line."""
+    """Return the text of a statement, without the end of its line."""
     match statement:
         case StrategyStatement(name, description):
-            return f"strategy {name}" + ("" if description is None else f" {_quoted(description)}")
+            escaped = (description or "").replace("\\", "\\\\").replace('"', '\\"')
+            return f"strategy {name}" + ("" if description is None else f' "{escaped}"')
         case MeshStatement(mesh):
             return f"mesh {', '.join(map(str, mesh.declared))}"
         case Let(name, axes):
@@ -230,15 +256,18 @@ def print_statement(statement: Statement) -> str:
             added = "".join(f" + {state.state}({print_axes(state.axes)})" for state in states)
             return f"@{glob}[{', '.join(map(_rule, rules))}]{added}"
         case OpPin(glob, choice, uneven=uneven):
-            return f"op @{glob}[{', '.join(_factor(*one, one[0] in uneven) for one in choice)}]"
+            pads = dict.fromkeys(uneven, " pad")
+            factors = [f"{factor} -> {print_axes(axes)}{pads.get(factor, '')}" for factor, axes in choice]
+            return f"op @{glob}[{', '.join(factors)}]"
         case GatherStatement(action, glob, level):
             return f"{action} {level} @{glob}" if level else f"{action} @{glob}"
         case Same(left, right):
             return f"same @{left} @{right}"
         case Guard(action, collective, scope, axes):
             return f"{action} {collective}({print_scope(scope)}) over {print_axes(axes)}"
-        case Limit():
-            return f"limit {statement.quantity} {_amount(statement)}"
+        case Limit(quantity, size_bytes, percent):
+            assert size_bytes is not None or percent is not None, "a limit is a size or a percentage"
+            return f"limit {quantity} {format_percent(percent or 0) if size_bytes is None else format_size(size_bytes)}"
 
 
 def print_axes(axes: Axes) -> str:
@@ -260,10 +289,6 @@ def _rule(rule: DimRule) -> str:
     return f"{dims} -> {print_place(rule.place)}"
 
 
-def _factor(factor: str, axes: Axes, uneven: bool) -> str:
-    return f"{factor} -> {print_axes(axes)}" + (" pad" if uneven else "")
-
-
 def _term(term: Term) -> str:
     if isinstance(term, NotSplit):
         return "none"
@@ -277,15 +302,3 @@ def _block(block: Block) -> str:
     rules = [_rule(rule) for rule in block.rules]
     line = f"{scopes} {{ {', '.join(rules)} }}"
     return line if len(line) <= WIDTH else "\n".join([f"{scopes} {{", *(f"  {rule}" for rule in rules), "}"])
-
-
-def _amount(limit: Limit) -> str:
-    if limit.size_bytes is not None:
-        return format_size(limit.size_bytes)
-    assert limit.percent is not None, "a limit is a size or a percentage"
-    return format_percent(limit.percent)
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
