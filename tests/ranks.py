@@ -241,7 +241,7 @@ class Replica(TracedCall):
         self.synchronisation = GradientSync()
         handling = {
             tensor.name: ParameterHandling(
-                tensor.dtype, tensor.dtype, tensor.dtype, one.deferred, one.again, one.lasting
+                tensor.dtype, tensor.dtype, tensor.dtype, one.defer_reduction, one.regather, one.keep_gathered
             )
             for tensor in graph.parameters
             for one in (assignment.gather_policies.get(tensor.name, GatherPolicy(False, False, False)),)
