@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -25,7 +26,6 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.memory.peak import MemoryCosts, memory
 from autopar.cost.profile import Profile, Task, profile
-from autopar.cost.reshard_costs import OverlapCost
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
@@ -91,6 +91,30 @@ class Costs:
     def seconds_of(self, of: str) -> float:
         """Return the time of all collectives of `values` or of `parameters`."""
         return sum(one.seconds for one in self.communication if one.of == of)
+
+
+class OverlapCost(NamedTuple):
+    """Cost of communication in parallel with compute: sent - overlapped + κ overlapped, overlapped <= η compute.
+
+    Written as κ sent + (1 - κ) max(0, sent - η compute) the formula is convex: a linear part and a hinge, which is the
+    form of the solver's objective.
+    """
+
+    # η: share of the compute time that the library can use.
+    overlap_fraction: float
+    # κ: share of the processors that communication occupies.
+    occupied: float
+
+    @staticmethod
+    def of(cluster: Cluster) -> OverlapCost:
+        matrix = cluster.device.matrix
+        occupied = cluster.library.processors / matrix.processors if matrix is not None else 0.0
+        return OverlapCost(cluster.library.overlap_fraction, occupied)
+
+    def seconds(self, sent_seconds: float, compute_seconds: float) -> float:
+        """Return how much longer compute takes with communication beside it."""
+        overlapped = min(sent_seconds, self.overlap_fraction * compute_seconds)
+        return sent_seconds - overlapped + self.occupied * overlapped
 
 
 def evaluate(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Costs:

@@ -20,14 +20,13 @@ from autopar.cost.compute.op_time import NO_WORK, DirectionWork, OpWork, fused, 
 from autopar.cost.compute.optimizers import optimizer_of
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep
-from autopar.cost.reshard_costs import ReshardCosts
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import OpAssignment
 from autopar.sharding.buckets import Bucket
 from autopar.sharding.choices import Choice
-from autopar.sharding.reshard.reshard import StepSize
+from autopar.sharding.reshard.reshard import StepKind, StepSize
 from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards
 from autopar.sharding.sharding import Sharding
 
@@ -55,6 +54,56 @@ class Task(NamedTuple):
     @property
     def sends(self) -> bool:
         return self.kind not in ("compute", "copy")
+
+
+# -- reshards ------------------------------------------------------------------------------------------------------
+
+
+class StepCost(NamedTuple):
+    """Cost of one step of a reshard: bytes, seconds on the device, seconds of the host to launch it."""
+
+    step: StepSize
+    bytes: float
+    seconds: float
+    host_seconds: float
+
+
+@dataclass(frozen=True)
+class ReshardCosts:
+    """Costs of reshard steps on one mesh of one cluster."""
+
+    network: Network
+    # Host seconds to launch one kernel of the program.
+    launch_seconds: float
+
+    def value_steps(self, steps: Sequence[StepSize], itemsize: int, share: float = 1.0) -> Iterator[StepCost]:
+        """Yield the cost of each step of a value's reshard; ops wait for all of them.
+
+        `share` is the value's part of an all-reduce that adds up several small tensors.
+        """
+        device = self.network.cluster.device
+        for step in steps:
+            if step.local:
+                # A copy reads and writes the larger of both shards.
+                moved = 2.0 * itemsize * step.larger
+                yield StepCost(step, moved, seconds_of_bytes(moved, device), self.launch_seconds if moved else 0.0)
+            else:
+                # Only a reshard that is one all-reduce, and nothing else, can be joined with others.
+                part = share if len(steps) == 1 and step.kind == StepKind.ALL_REDUCE.value else 1.0
+                size = step.numel * itemsize
+                seconds = self.network.seconds(step.kind, step.axes, size)
+                yield StepCost(step, size, part * seconds, part * self._collective_launch(step.kind))
+
+    def bucket_step(self, step: StepSize, size: float) -> StepCost:
+        """Return the cost of one step of all parameters in a bucket, `size` bytes together, beside the compute."""
+        if step.local:
+            # A slice of a parameter or of its gradient is a view, or part of the copy into the bucket.
+            return StepCost(step, size, 0.0, self.launch_seconds)
+        seconds = self.network.seconds(step.kind, step.axes, size)
+        return StepCost(step, size, seconds, self._collective_launch(step.kind))
+
+    def _collective_launch(self, kind: str) -> float:
+        return self.network.cluster.library.host_seconds.get(kind, self.launch_seconds)
 
 
 # -- single tasks -----------------------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from autopar.cost.collectives.network import Network
+from autopar.cost.evaluate import OverlapCost
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.cost.pipeline import StageCosts, pipeline
-from autopar.cost.reshard_costs import OverlapCost
 from benchmarks.published.parts import Amounts, Parts, parts_of
 from benchmarks.published.runs import Run
 from benchmarks.published.stages import Stage, stages_of

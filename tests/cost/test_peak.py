@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import autopar
 from autopar.cost.compute.optimizers import OPTIMIZERS, optimizer_of
 from autopar.cost.lowered_step import LoweredStep
-from autopar.cost.memory.live_state import Storages
+from autopar.cost.memory.local_memory import Storages
 from autopar.cost.memory.peak import MemoryCosts, memory
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cost.evaluate import evaluate
+from autopar.cost.evaluate import OverlapCost, evaluate
 from autopar.cost.hardware.cluster import cluster_names, load_cluster
 from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.profile import profile
-from autopar.cost.reshard_costs import OverlapCost
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import choose_layout

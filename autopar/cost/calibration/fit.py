@@ -20,11 +20,10 @@ import torch
 from numpy.typing import NDArray
 
 from autopar.cost.calibration.op_trials import TimedAttention, TimedOp
-from autopar.cost.collectives.algorithms import ALGORITHMS, LevelSpan
+from autopar.cost.collectives.algorithms import ALGORITHMS, LevelSpan, TopologyLevel
 from autopar.cost.collectives.network import Curve, Network
 from autopar.cost.compute.matmul_time import MatmulShape, MatmulUnit, product_seconds
 from autopar.cost.hardware.cluster import AttentionRates, Cluster, Device
-from autopar.cost.hardware.topology import TopologyLevel
 from autopar.mesh import SubMesh
 
 # Algorithms that a library may run for each collective; the first is taken where measurements cannot tell.

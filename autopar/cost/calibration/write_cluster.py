@@ -13,9 +13,9 @@ from autopar.cost.calibration.fit import (
     fit_ops,
     fit_sustained,
 )
+from autopar.cost.collectives.algorithms import Library
 from autopar.cost.compute.matmul_time import MatmulUnit
 from autopar.cost.hardware.cluster import AttentionRates, Cluster, Device
-from autopar.cost.hardware.topology import Library
 
 # The fill of an algorithm without a pipeline: one byte, so that filling takes no time.
 NO_FILL = "1 B"

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from math import ceil, inf, prod, sqrt
 from types import MappingProxyType
 
-from autopar.cost.collectives.algorithms import ALGORITHMS, KINDS, LevelSpan, Phase
+from autopar.cost.collectives.algorithms import ALGORITHMS, KINDS, Algorithm, LevelSpan, Phase, TopologyLevel
 from autopar.cost.hardware.cluster import Cluster
-from autopar.cost.hardware.topology import Algorithm, TopologyLevel
 from autopar.errors import ClusterError
 from autopar.mesh import Mesh, SubMesh
 from autopar.names import did_you_mean

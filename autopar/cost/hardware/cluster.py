@@ -15,10 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from autopar.cost.collectives.algorithms import ALGORITHMS, KINDS
+from autopar.cost.collectives.algorithms import ALGORITHMS, KINDS, Library, TopologyLevel
 from autopar.cost.compute.matmul_time import MatmulUnit
 from autopar.cost.hardware.toml_reader import Document, Source, read_document
-from autopar.cost.hardware.topology import Library, TopologyLevel
 from autopar.errors import ClusterError
 from autopar.files import data_folder
 from autopar.names import did_you_mean

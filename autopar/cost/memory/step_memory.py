@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.cost.lowered_step import LoweredStep, Version
-from autopar.cost.memory.live_state import LiveState
+from autopar.cost.memory.local_memory import LiveState
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.sharding.buckets import Bucket, copied

@@ -13,7 +13,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from autopar.cost.reshard_costs import OverlapCost
+from autopar.cost.evaluate import OverlapCost
 from autopar.solver.arrays import Floats
 from autopar.solver.setting import PlanningProblem
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from autopar.cost.compute.op_time import DirectionWork, OpWork, scaled, unfused_shares
-from autopar.cost.memory.local_op_memory import local_footprint
+from autopar.cost.memory.local_memory import local_footprint
 from autopar.ir.analysis.op_memory import Footprint
 from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import OpAssignment
