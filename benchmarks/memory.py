@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any, get_args
 
@@ -221,7 +221,7 @@ def main() -> None:
     for name, layout, graph, plan in cases(options.models.split(",")):
         layers = [path for repeat in graph.repeats for path in repeat.module_paths]
         names = frozenset(tensor.name for tensor in graph.parameters if options.regather)
-        plan = replace(plan, recompute=dict.fromkeys(layers, options.recompute)).with_regather(names)
+        plan = plan.with_recompute(dict.fromkeys(layers, options.recompute)).with_regather(names)
         predicted = memory(LoweredStep(graph, plan))
         measured = measure(graph, plan, options.rank)
         error = predicted.peak_bytes / measured.peak_bytes - 1

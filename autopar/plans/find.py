@@ -295,7 +295,7 @@ def canonical(graph: NamedGraph, decided: StepPlan) -> StepPlan:
         for name, layout in assignment.values.items()
     }
     recompute = {path: mode for path, mode in decided.recompute.items() if mode != "none"}
-    return replace(decided, recompute=recompute, assignment=replace(assignment, values=values, recompute=recompute))
+    return replace(decided, assignment=replace(assignment, values=values, recompute=recompute))
 
 
 def under(graph: NamedGraph, mesh: Mesh, layout: str | Path | Layout, asked: PlanRequest, origin: str = "") -> Plan:

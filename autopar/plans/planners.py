@@ -64,7 +64,7 @@ class LayoutPlanner:
         check_contracts(self.layout, graph, assignment, inserted)
         asked = self.asked
         plan = replace(
-            StepPlan.decided(graph, assignment),
+            StepPlan(graph.fingerprint, assignment),
             outputs=asked.outputs,
             local_inputs=asked.local_inputs,
             master_dtype=asked.master_dtype,

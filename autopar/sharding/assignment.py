@@ -9,7 +9,6 @@ from types import MappingProxyType
 
 import torch
 
-from autopar.ir.graph import NamedGraph
 from autopar.mesh import SubMesh
 from autopar.sharding.choices import Choice
 from autopar.sharding.layout.parameter_storage import GatherPolicy
@@ -42,9 +41,6 @@ class Assignment:
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
 
 
-_NONE: Mapping[str, Recompute] = MappingProxyType({})
-
-
 @dataclass(frozen=True)
 class StepPlan:
     """Assignment of the graph of one micro-batch, with the options of the step that runs it."""
@@ -55,7 +51,6 @@ class StepPlan:
     local_inputs: bool = False
     optimizer: str = "adamw"
     micro_batches: int = 1
-    recompute: Mapping[str, Recompute] = field(default_factory=lambda: _NONE)
     # None: the optimizer updates parameters in the dtype that the graph computes in.
     master_dtype: torch.dtype | None = None
     # None: gradients are accumulated in the dtype that the optimizer updates.
@@ -64,14 +59,13 @@ class StepPlan:
     # Cluster levels that the user chose for axes: `{"dp": "network"}`.
     links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
-    def __post_init__(self) -> None:
-        # The plan file writes the assignment, and the step runs it, so the two must agree.
-        if dict(self.recompute) != dict(self.assignment.recompute):
-            object.__setattr__(self, "assignment", replace(self.assignment, recompute=dict(self.recompute)))
-
     @property
     def axes(self) -> SubMesh:
         return self.assignment.axes
+
+    @property
+    def recompute(self) -> Mapping[str, Recompute]:
+        return self.assignment.recompute
 
     @cached_property
     def keep_gathered(self) -> frozenset[str]:
@@ -94,11 +88,10 @@ class StepPlan:
         changed = {name: replace(policy, regather=name in names) for name, policy in policies}
         return replace(self, assignment=replace(self.assignment, gather_policies=changed))
 
+    def with_recompute(self, levels: Mapping[str, Recompute]) -> StepPlan:
+        """Return the plan that recomputes exactly these layers, given by their module paths."""
+        return replace(self, assignment=replace(self.assignment, recompute=levels))
+
     def with_options(self, options: PlanOptions) -> StepPlan:
         """Return a plan of the same assignment with these options."""
         return replace(self, **{each.name: getattr(options, each.name) for each in fields(options)})
-
-    @staticmethod
-    def decided(graph: NamedGraph, assignment: Assignment) -> StepPlan:
-        """Return the plan of an assignment with default options."""
-        return StepPlan(graph.fingerprint, assignment, recompute=assignment.recompute)

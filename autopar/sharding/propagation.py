@@ -422,4 +422,4 @@ def sent_numel(conversion: Reshard, differentiable: bool) -> int:
 
 def propagate_plan(graph: NamedGraph, layout: Layout, axes: SubMesh, known: KnownAssignment | None = None) -> StepPlan:
     """Return the plan of a layout without holes; `dataclasses.replace` sets its options."""
-    return StepPlan.decided(graph, propagate(graph, layout, axes, known))
+    return StepPlan(graph.fingerprint, propagate(graph, layout, axes, known))

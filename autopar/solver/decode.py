@@ -44,7 +44,7 @@ def plan_of(model: Model, chosen: Sequence[int]) -> StepPlan:
     modes = {name: mode for (kind, name), mode in states.items() if kind == "recompute"}
     recompute = {**model.recompute, **{path: mode for path, mode in modes.items() if mode != "none"}}
     assignment = Assignment(setting.axes, stored, ops, values, gather_policies, recompute=recompute)
-    return StepPlan.decided(setting.graph, assignment).with_options(setting.options)
+    return StepPlan(setting.graph.fingerprint, assignment).with_options(setting.options)
 
 
 def _first_use(model: Model, ops: Mapping[str, OpAssignment], name: str) -> Sharding | None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import pairwise
-from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -292,10 +291,9 @@ def _plan(graph: NamedGraph, run: Run) -> StepPlan:
     layers = {path: run.recompute for repeat in graph.repeats for path in repeat.module_paths}
     parameters = [tensor.name for tensor in graph.parameters]
     return replace(
-        plan.with_regather(parameters if run.regathers else ()),
+        plan.with_regather(parameters if run.regathers else ()).with_recompute(layers),
         local_inputs=True,
         micro_batches=run.micro_batches,
-        recompute=MappingProxyType(layers),
         master_dtype=torch.float32,
         gradient_dtype=run.software.gradient_dtype,
         compiled=run.software.compiled,

@@ -106,7 +106,7 @@ def test_flops(graph: NamedGraph) -> None:
     assert found.flops == pytest.approx(6 * tokens * matrices + tokens * attention, rel=0.01)
     assert found.device_flops * 16 == pytest.approx(found.flops, rel=0.01)
     layers = [path for repeat in graph.repeats for path in repeat.module_paths]
-    again = evaluate(graph, plan_of(graph, "ddp", recompute=dict.fromkeys(layers, "full")), CLUSTER)
+    again = evaluate(graph, plan_of(graph, "ddp").with_recompute(dict.fromkeys(layers, "full")), CLUSTER)
     assert again.flops == found.flops
     assert again.device_flops / found.device_flops == pytest.approx(1.28, abs=0.05)
     assert again.mfu < found.mfu
@@ -123,7 +123,7 @@ def test_what_a_split_divides(graph: NamedGraph) -> None:
 def test_recomputation_trades_time_for_memory(graph: NamedGraph) -> None:
     layers = [path for repeat in graph.repeats for path in repeat.module_paths]
     none, selective, full = (
-        evaluate(graph, plan_of(graph, "megatron", recompute=dict.fromkeys(layers, mode)), CLUSTER)
+        evaluate(graph, plan_of(graph, "megatron").with_recompute(dict.fromkeys(layers, mode)), CLUSTER)
         for mode in ("none", "selective", "full")
     )
     assert none.step_seconds < selective.step_seconds < full.step_seconds

@@ -94,7 +94,7 @@ def test_a_resnet_that_computes_and_gathers_again_is_measured_as_predicted(
     graph = autopar.trace(model, inputs)
     layers = [path for repeat in graph.repeats for path in repeat.module_paths]
     regather = frozenset(tensor.name for tensor in graph.parameters)
-    plan = plan_of(graph, layout, axes, recompute=dict.fromkeys(layers, mode)).with_regather(regather)
+    plan = plan_of(graph, layout, axes).with_recompute(dict.fromkeys(layers, mode)).with_regather(regather)
     found, real = predicted(graph, plan), measure(graph, plan)
     assert found.saved_bytes == pytest.approx(real.saved_bytes, rel=0.01)
     assert found.peak_bytes == pytest.approx(real.peak_bytes, rel=0.05)
@@ -180,7 +180,7 @@ def test_recomputation_keeps_less(small_gpt: NamedGraph) -> None:
     layers = [path for repeat in small_gpt.repeats for path in repeat.module_paths]
     assert len(layers) == 3
     plans = {
-        mode: plan_of(small_gpt, "ddp", {"dp": 2}, recompute=dict.fromkeys(layers, mode))
+        mode: plan_of(small_gpt, "ddp", {"dp": 2}).with_recompute(dict.fromkeys(layers, mode))
         for mode in ("none", "selective", "full")
     }
     none, selective, full = (predicted(small_gpt, plan).saved_bytes for plan in plans.values())
@@ -189,7 +189,7 @@ def test_recomputation_keeps_less(small_gpt: NamedGraph) -> None:
     assert (none - full) / 3 == pytest.approx(15 * stream, rel=0.1)
     # Both norms and what tanh makes are made again; of the stream between, what is added to make it is kept.
     assert (none - selective) / 3 == pytest.approx(6 * stream, rel=0.05)
-    one = plan_of(small_gpt, "ddp", {"dp": 2}, recompute={layers[0]: "full"})
+    one = plan_of(small_gpt, "ddp", {"dp": 2}).with_recompute({layers[0]: "full"})
     assert predicted(small_gpt, one).saved_bytes == pytest.approx(none - (none - full) / 3)
 
 
@@ -199,12 +199,12 @@ def test_recomputation_keeps_less(small_gpt: NamedGraph) -> None:
 def test_recomputation_is_measured_as_predicted(small_gpt: NamedGraph, layout: str, mode: str) -> None:
     layers = [path for repeat in small_gpt.repeats for path in repeat.module_paths]
     name, _, again = layout.partition(", ")
-    plan = plan_of(small_gpt, name, GPT_LAYOUTS[name], recompute=dict.fromkeys(layers, mode))
+    plan = plan_of(small_gpt, name, GPT_LAYOUTS[name]).with_recompute(dict.fromkeys(layers, mode))
     plan = plan.with_regather([t.name for t in small_gpt.parameters if again])
     found, real = predicted(small_gpt, plan), measure(small_gpt, plan)
     assert found.peak_bytes == pytest.approx(real.peak_bytes, rel=0.05)
     assert found.saved_bytes == pytest.approx(real.saved_bytes, rel=0.01)
-    assert real.saved_bytes < measure(small_gpt, replace(plan, recompute={})).saved_bytes
+    assert real.saved_bytes < measure(small_gpt, plan.with_recompute({})).saved_bytes
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -214,7 +214,7 @@ def test_large_parameters_of_layers_computed_again_are_measured_as_predicted(mod
     """Each fills a bucket by itself; what is not gathered again stays, as it is gathered outside the layer."""
     graph = autopar.trace(*gpt(layers=2, d_model=1280, heads=4, vocab=64, seq=16, batch=4))
     layers = [path for repeat in graph.repeats for path in repeat.module_paths]
-    plan = plan_of(graph, "fsdp", {"fsdp": 4}, recompute=dict.fromkeys(layers, mode))
+    plan = plan_of(graph, "fsdp", {"fsdp": 4}).with_recompute(dict.fromkeys(layers, mode))
     plan = plan.with_regather([t.name for t in graph.parameters if regathers])
     found, real = predicted(graph, plan), measure(graph, plan)
     assert found.saved_bytes == pytest.approx(real.saved_bytes, rel=0.01)

@@ -114,5 +114,5 @@ def test_a_plan_and_its_decisions_say_the_same() -> None:
     graph = traced()
     plan = propagate_plan(graph, parse_layout("* -> none; recompute full @blocks.0"), {"dp": 2})
     assert plan.recompute == plan.assignment.recompute == {"blocks.0": "full"}
-    other = replace(plan, recompute={"blocks.1": "selective"})
+    other = plan.with_recompute({"blocks.1": "selective"})
     assert other.assignment.recompute == {"blocks.1": "selective"}

@@ -24,15 +24,13 @@ from autopar.sharding.sharding import Atoms, Sharding
 Send = Callable[[Tensor], Tensor]
 
 
-class OpMessage(Protocol):
-    """Message of a lowered op; package `lowering` binds its reshard to a rank."""
+@dataclass(frozen=True)
+class OpMessage:
+    """Message of a lowered op, a sum over the shards; package `lowering` binds its reshard to a rank."""
 
-    @property
-    def reshard(self) -> Reshard: ...
-    @property
-    def itemsize(self) -> int: ...
-    @property
-    def differentiable(self) -> bool: ...
+    reshard: Reshard
+    itemsize: int
+    differentiable: bool
 
 
 @dataclass(frozen=True)
@@ -122,11 +120,8 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Total:
-    reshard: Reshard
-    itemsize: int
-    differentiable: bool
+class Maximum(OpMessage):
+    """Message that takes the maximum instead of the sum."""
 
 
 def total(split: LoweredOpContext, shape: tuple[int, ...], *, shared: bool) -> OpMessage:
@@ -138,18 +133,11 @@ def total(split: LoweredOpContext, shape: tuple[int, ...], *, shared: bool) -> O
     whole = Sharding(((),) * len(shape))
     target = replace(whole, broadcast=axes) if shared else whole
     found = reshard(Atoms.plain(shape), replace(whole, partial=axes), target, split.mesh)
-    return Total(found, widened(split.dtype).itemsize, split.differentiable)
-
-
-@dataclass(frozen=True)
-class Maximum:
-    reshard: Reshard
-    itemsize: int
-    differentiable: bool = False
+    return OpMessage(found, widened(split.dtype).itemsize, split.differentiable)
 
 
 def maximum(split: LoweredOpContext, shape: tuple[int, ...]) -> OpMessage:
     """Return the message that takes the maximum over the shards, without a gradient."""
     # The steps are those of a sum; only the op of the collective differs.
     summed = total(split, shape, shared=False).reshard
-    return Maximum(replace(summed, backward=()), widened(split.dtype).itemsize)
+    return Maximum(replace(summed, backward=()), widened(split.dtype).itemsize, differentiable=False)

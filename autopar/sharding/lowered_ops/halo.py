@@ -159,10 +159,9 @@ def received_share(split: LoweredOpContext) -> Mapping[str, float]:
 
 
 @dataclass(frozen=True)
-class HaloExchange:
-    reshard: Reshard
-    itemsize: int
-    differentiable: bool
+class HaloExchange(OpMessage):
+    """Message that sends the edges of shards along one split dim."""
+
     stretch: HaloStretch
 
     @classmethod
