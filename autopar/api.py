@@ -23,8 +23,7 @@ from autopar.runtime.ranks.agreement import Agreement
 from autopar.sharding.layout.language import Layout, choose_layout
 from autopar.sharding.layout.source import read_text
 from autopar.sharding.options import Outputs
-from autopar.tracing.plain_model import check_plain
-from autopar.tracing.trace import trace
+from autopar.tracing.trace import check_plain, trace
 
 __all__ = ["parallelize", "plan"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError, ModuleAttributeError
 from autopar.runtime.torch_wrappers import FSDP_MARK, refuse
-from autopar.tracing.plain_model import AlreadyParallel
+from autopar.tracing.trace import AlreadyParallel
 
 __all__ = ["ClosedModule", "ModuleShell", "canonical_names", "entry_of", "mirror", "owner_of", "tie"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from autopar.errors import AutoparError
-from autopar.tracing.plain_model import AlreadyParallel
+from autopar.tracing.trace import AlreadyParallel
 
 __all__ = [
     "FSDP_MARK",

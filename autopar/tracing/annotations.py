@@ -1,4 +1,4 @@
-"""`named` and `constrain`: say inside a model what the dims of a tensor are called, and where they go."""
+"""Annotations inside a model: `named` names the dims of a tensor, `constrain` pins its sharding."""
 
 from __future__ import annotations
 
@@ -10,13 +10,27 @@ from typing import Any
 
 import torch
 
-__all__ = ["constrain", "constrain_op", "named", "named_op", "tracing"]
-
 _tracing: ContextVar[bool] = ContextVar("autopar_tracing", default=False)
 
 
 def named(x: torch.Tensor, dims: str) -> torch.Tensor:
-    """`x` itself; a trace remembers the names of its dims: `named(x, "batch seq d_model")`."""
+    """Name the dims of a tensor for a trace.
+
+    Parameters
+    ----------
+    x
+        A tensor in the forward of a model.
+    dims
+        One name for each dim, `_` for a dim without one: `"batch seq d_model"`, `"batch seq (heads head_dim)"`.
+
+    Returns
+    -------
+    `x` itself; during a trace an op that returns it.
+
+    >>> import autopar, torch
+    >>> autopar.named(torch.ones(2, 3), "batch d_model").shape
+    torch.Size([2, 3])
+    """
     if not _tracing.get():
         return x
     result: torch.Tensor = named_op()(x, dims)
@@ -24,7 +38,23 @@ def named(x: torch.Tensor, dims: str) -> torch.Tensor:
 
 
 def constrain(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """`x` itself; a layout is made to say this about it: `constrain(x, "batch -> dp, seq -> tp")`."""
+    """Pin the sharding of a tensor, as a line of a layout would.
+
+    Parameters
+    ----------
+    x
+        A tensor in the forward of a model.
+    layout
+        Splits by dim name: `"batch -> dp, seq -> tp"`.
+
+    Returns
+    -------
+    `x` itself; during a trace an op that returns it.
+
+    >>> import autopar, torch
+    >>> autopar.constrain(torch.ones(2, 3), "batch -> dp").shape
+    torch.Size([2, 3])
+    """
     if not _tracing.get():
         return x
     result: torch.Tensor = constrain_op()(x, layout)
@@ -33,7 +63,7 @@ def constrain(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """While this stands, `named` and `constrain` leave a mark in the graph."""
+    """Record `named` and `constrain` as ops of the graph."""
     token = _tracing.set(True)
     try:
         yield
@@ -43,20 +73,21 @@ def tracing() -> Iterator[None]:
 
 @cache
 def named_op() -> Any:
-    """The operator behind `named`, defined at its first use."""
-    return _mark("named")
+    """Return the operator behind `named`, defined at its first use."""
+    return _annotation_op("named")
 
 
 @cache
 def constrain_op() -> Any:
-    """The operator behind `constrain`, defined at its first use."""
-    return _mark("constrain")
+    """Return the operator behind `constrain`, defined at its first use."""
+    return _annotation_op("constrain")
 
 
-def _mark(name: str) -> Any:
-    def copied(x: torch.Tensor, text: str) -> torch.Tensor:
-        return x.clone()  # an operator must not return what it was given
+def _annotation_op(name: str) -> Any:
+    def clone(x: torch.Tensor, text: str) -> torch.Tensor:
+        # A custom op must not return its input.
+        return x.clone()
 
-    op = torch.library.custom_op(f"autopar::{name}", copied, mutates_args=())
+    op = torch.library.custom_op(f"autopar::{name}", clone, mutates_args=())
     op.register_fake(lambda x, text: torch.empty_like(x))
     return getattr(torch.ops.autopar, name).default

@@ -1,35 +1,66 @@
-"""From a model to its named graph: export, a rule for every op, a name for every dim."""
+"""Trace a model: export it, bind a rule to every op, name every dim, assemble the `NamedGraph`."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparWarning
-from autopar.ir.analysis.repeated_layers import repeated_layers
+from autopar.errors import AutoparError, AutoparWarning
+from autopar.ir.analysis.op_memory import differentiable
+from autopar.ir.analysis.repeated_layers import RepeatedLayers, repeated_layers
+from autopar.ir.exported import Exported, NodeOrigin
 from autopar.ir.graph import NamedGraph
+from autopar.ir.values import Atom, Dim, Kind, NamedNode, NamedTensor
+from autopar.rules.bind_call import factor_sizes
 from autopar.rules.proof.discover import Discoveries
 from autopar.rules.registry import rule_table
-from autopar.tracing.assemble import assemble
 from autopar.tracing.export.export import export
-from autopar.tracing.naming.bind_graph import bind_graph
-from autopar.tracing.naming.name_dims import name_dims
-from autopar.tracing.plain_model import check_plain
+from autopar.tracing.naming.bind_graph import BoundGraph, BoundNode, ValueKey, bind_graph
+from autopar.tracing.naming.name_dims import DimNames, name_dims
+from autopar.tracing.passes.read_masks import ATTENTION_NOTE
 
-__all__ = ["named_graph", "trace"]
-
-
+# Rules discovered for ops without a rule in the table. A discovery runs the op many times, so traces share them.
 _DISCOVERIES = Discoveries()
-"""Rules found for ops that the table lacks, kept between traces."""
+
+
+def trace(
+    model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], *, dims: Mapping[str, str] | None = None
+) -> NamedGraph:
+    """Trace a model into a functional graph of its forward, with a rule for every op and a name for every dim.
+
+    Parameters
+    ----------
+    model
+        Any module that is not parallel yet; it may be on the meta device.
+    inputs
+        Example arguments: a tuple of positional ones or a dict of keyword ones.
+    dims
+        Names for dims of inputs, parameters and buffers, by name or pattern:
+        `{"input_ids": "batch seq", "layers.*.up_proj.weight": "d_ff d_model"}`.
+
+    Returns
+    -------
+    The graph, which prints as a listing of its ops.
+
+    >>> import autopar, torch
+    >>> graph = autopar.trace(torch.nn.Linear(4, 2), (torch.ones(8, 4),))
+    >>> [(tensor.name, tensor.shape) for tensor in graph.parameters]
+    [('weight', (2, 4)), ('bias', (2,))]
+    """
+    check_plain(model)
+    return named_graph(model, inputs, dims)
 
 
 def named_graph(
     model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], dims: Mapping[str, str] | None = None
 ) -> NamedGraph:
-    """The stages in their order; what no rule is found for is warned of."""
+    """Run the stages of a trace in order; warn about ops without a rule."""
     exported = export(model, inputs)
     binding = bind_graph(exported, rule_table(), _DISCOVERIES)
     for reason in dict.fromkeys(bound.reason for bound in binding.nodes if bound.source == "replicated"):
@@ -39,14 +70,150 @@ def named_graph(
     return assemble(model, exported, binding, naming, repeats)
 
 
-def trace(
-    model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any], *, dims: Mapping[str, str] | None = None
-) -> NamedGraph:
-    """Trace a model: a functional graph of its forward, a rule for every op, a name for every dim.
+# -- models that are parallel already ---------------------------------------------------------------------------------
 
-    `inputs` are example arguments: a tuple of positional or a dict of keyword ones; the model may be on the meta
-    device. `dims` names dims of inputs, parameters and buffers by name or pattern:
-    `{"input_ids": "batch seq", "layers.*.up_proj.weight": "d_ff d_model"}`.
-    """
-    check_plain(model)
-    return named_graph(model, inputs, dims)
+
+class AlreadyParallel(nn.Module):
+    """Base class of the parallel modules that autopar returns."""
+
+
+def check_plain(model: nn.Module) -> None:
+    """Raise if a model, or a part of it, is parallel already."""
+    # Tensors of a parallel model are shards, which a trace would take for whole tensors.
+    for name, module in model.named_modules():
+        where = f" (its {name})" if name else ""
+        if isinstance(module, AlreadyParallel):
+            raise AutoparError(
+                f"{type(model).__name__}{where} is a parallel module already\n"
+                "fix: parallelize the model itself, once; another layout needs the model again"
+            )
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise AutoparError(
+                f"{type(model).__name__}{where} is wrapped in {type(module).__name__}, which also reduces gradients\n"
+                'fix: give the model inside, model.module; layout="ddp" does what the wrapper does'
+            )
+    for name, parameter in nn.Module.named_parameters(model):
+        if isinstance(parameter, DTensor):
+            raise AutoparError(
+                f"the parameter {name} is a DTensor, made by fully_shard or parallelize_module\n"
+                'fix: give the model without them; layout="fsdp" does what fully_shard does'
+            )
+
+
+# -- the named graph --------------------------------------------------------------------------------------------------
+
+
+def assemble(
+    model: nn.Module, exported: Exported, binding: BoundGraph, naming: DimNames, repeats: tuple[RepeatedLayers, ...]
+) -> NamedGraph:
+    """Return the graph with values, ops and dims under their names."""
+    names = _value_names(exported, binding)
+    results = exported.graph_module.graph.output_node().args[0]
+    assert isinstance(results, tuple), "the graph returns a flat tuple"
+    return NamedGraph(
+        model=model,
+        exported=exported,
+        tensors={tensor.name: tensor for tensor in _tensors(exported, binding, naming, names)},
+        nodes=tuple(_node(bound, names, naming) for bound in binding.nodes),
+        inputs=tuple(p.name for p in exported.placeholders if p.kind == "input"),
+        outputs=tuple(names[n.name] for n in results[len(exported.mutations) :] if isinstance(n, torch.fx.Node)),
+        dims=_dims(binding, naming),
+        repeats=repeats,
+    )
+
+
+def _value_names(exported: Exported, binding: BoundGraph) -> dict[ValueKey, str]:
+    """Return the name of each value: `<module path>/<op>`, with `.1`, `.2` for repeated ops of a module."""
+    names = {p.node: p.name for p in exported.placeholders}
+    counts: dict[str, int] = defaultdict(int)
+    for bound in binding.nodes:
+        origin: NodeOrigin = bound.node.meta["origin"]
+        stem = f"{origin.module_path}/{bound.call.op.split('.')[1].strip('_')}"
+        counts[stem] += 1
+        name = stem if counts[stem] == 1 else f"{stem}.{counts[stem] - 1}"
+        for i, key in enumerate(bound.outputs):
+            if key is not None:
+                names[key] = name if len(bound.outputs) == 1 else f"{name}:{i}"
+    return names
+
+
+def _tensors(
+    exported: Exported, binding: BoundGraph, naming: DimNames, names: dict[ValueKey, str]
+) -> list[NamedTensor]:
+    kinds: dict[ValueKey, Kind] = {p.node: p.kind for p in exported.placeholders}
+    with_gradient = {node.name for node in differentiable(exported)}
+    tensors = []
+    for node in exported.graph_module.graph.nodes:
+        if node.name in binding.dims:
+            value = node.meta["val"]
+            tensors.append(
+                NamedTensor(
+                    name=names[node.name],
+                    kind=kinds.get(node.name, "activation"),
+                    dims=tuple(naming.show(dim) for dim in binding.dims[node.name]),
+                    shape=tuple(value.shape),
+                    dtype=value.dtype,
+                    node=node.name,
+                    atoms=tuple(_atoms(binding.dims[node.name], naming)),
+                    requires_grad=node.name in with_gradient,
+                )
+            )
+    return tensors
+
+
+def _atoms(dims: Iterable[int], naming: DimNames) -> Iterator[Atom]:
+    """Yield the atoms of a tensor's dims, with the names of the compounds around each."""
+    space = naming.binding.space
+
+    def within(position: int, dim: int, outer: tuple[str, ...]) -> Iterator[Atom]:
+        root = space.find(dim)
+        names = (*outer, naming.names[root]) if root in naming.names else outer
+        parts = space.parts(root)
+        if not parts:
+            yield Atom(position, space.size(root), names)
+        for part in parts:
+            yield from within(position, part, names)
+
+    for position, dim in enumerate(dims):
+        yield from within(position, dim, ())
+
+
+def _node(bound: BoundNode, names: dict[ValueKey, str], naming: DimNames) -> NamedNode:
+    outputs = tuple(None if key is None else names[key] for key in bound.outputs)
+    first = next((name for name in outputs if name is not None), bound.node.name)
+    return NamedNode(
+        name=first.rpartition(":")[0] if len(outputs) > 1 else first,
+        op=bound.call.op,
+        operands=tuple(None if key is None else names[key] for key in bound.operands),
+        outputs=outputs,
+        rule=bound.rule,
+        source=bound.source,
+        reason=bound.reason,
+        factors={factor: naming.show(dim) for factor, dim in bound.factors.items()},
+        sizes=factor_sizes(bound.rule, bound.call),
+        atoms={
+            factor: tuple(map(naming.binding.space.size, naming.binding.space.atoms(dim)))
+            for factor, dim in bound.factors.items()
+        },
+        origin=bound.node.meta["origin"],
+        node=bound.node.name,
+        attention=bound.node.meta.get(ATTENTION_NOTE),
+    )
+
+
+def _dims(binding: BoundGraph, naming: DimNames) -> dict[str, Dim]:
+    """Return the named dims: those of the user and of detectors, then generated ones, each by use."""
+    sizes: dict[str, set[int]] = defaultdict(set)
+    tensors: dict[str, set[int]] = defaultdict(set)
+    parts: dict[str, tuple[str, ...]] = {}
+    sources: dict[str, str] = {}
+    for dim, name in naming.names.items():
+        sizes[name].add(binding.space.size(dim))
+        tensors[name] |= binding.space.tensors(dim)
+        parts.setdefault(name, tuple(naming.show(part) for part in binding.space.parts(dim)))
+        sources.setdefault(name, naming.sources[dim])
+    ordered = sorted(sizes, key=lambda name: (sources[name] == "generated", -len(tensors[name])))
+    return {
+        name: Dim(name, tuple(sorted(sizes[name], reverse=True)), parts[name], sources[name], len(tensors[name]))
+        for name in ordered
+    }

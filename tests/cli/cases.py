@@ -129,7 +129,7 @@ LATER: list[Case] = [
         ("fails", 2, "the function failed: RuntimeError: no data here"),
         ("leaves", 2, "the function failed: SystemExit: 3"),
         ("too_many", 1, "the inputs do not fit Linear.forward(input): too many positional arguments"),
-        ("branch", 1, "Branch cannot be traced: what the forward does depends on the data in a tensor"),
+        ("branch", 1, "Branch cannot be traced: the control flow of the forward depends on the data in a tensor"),
         ("fials", 2, "has no function 'fials'; did you mean 'fails'?"),
     )),
     (("plan", "targets.py:nothing", *MESH), 2, "it should return (model, inputs)"),

@@ -161,12 +161,12 @@ def experts(net: Net, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("function", "line", "problem", "fix"),
     [
-        (branches, "if x.sum() > 0:", "what the forward does depends on the data in a tensor", "torch.where"),
+        (branches, "if x.sum() > 0:", "the control flow of the forward depends on the data in a tensor", "torch.where"),
         (loops, "return x.repeat(int(x.sum().item()), 1)", "depends on the data in a tensor", "torch.where"),
         (numbers, "return x * x.sum().item()", "a number, depends on the data in a tensor", "keep sizes fixed"),
         (selects, "return x[x > 0]", "the size of a tensor, or a number, depends on the data", "use a mask"),
         (experts, "rows, columns = torch.where(x > 0)", "the size of a tensor, or a number, depends", "use a mask"),
-        (lists, None, "what it returns holds a number that depends on the data in a tensor (at values.0.0)", "return"),
+        (lists, None, "its result contains a number that depends on the data in a tensor (at values.0.0)", "return"),
         (
             random_function,
             "ctx.mask = torch.rand_like(x) > 0.5",
@@ -176,7 +176,7 @@ def experts(net: Net, x: torch.Tensor) -> torch.Tensor:
         (
             custom_function,
             'return Scaled.apply(x, {"factor": 2})',
-            "the backward of the torch.autograd.Function Scaled would be lost: it is given a dict",
+            "the backward of the torch.autograd.Function Scaled would be lost: it has an argument of type dict",
             "torch.library.custom_op, with register_fake and register_autograd",
         ),
         (
@@ -201,10 +201,10 @@ def experts(net: Net, x: torch.Tensor) -> torch.Tensor:
         (hidden_change, "x.mul_(2)", "changed in place where no gradient is recorded", "compute a new tensor"),
         (hidden_change_of_a_view, "x.detach()[0].mul_(2)", "changed in place where no gradient", "a new tensor"),
         (changed_parameter, "net.layer.weight.mul_(0.9)", "changed in place where no gradient", "a new tensor"),
-        (data, None, "a way around the graph: through .data", "use detach() instead of .data"),
+        (data, None, "bypasses the graph: through .data", "use detach() instead of .data"),
         (grows, None, "the buffer 'state' of shape [2] is replaced by one of shape [14]", "its final shape"),
-        (generator, None, "what it returns holds a generator, which can be read only once: use a tuple", "return"),
-        (tensor_set, None, "what it returns holds a set of tensors, which has no order", "return tensors"),
+        (generator, None, "its result contains a generator, which can be read only once: use a tuple", "return"),
+        (tensor_set, None, "its result contains a set of tensors, which has no order", "return tensors"),
         (raises, 'raise KeyError("no such thing")', "it raised KeyError: 'no such thing'", "outside of autopar"),
         (wrong_shape, "return x @ torch.zeros(3, 3)", "it raised RuntimeError: a and b must have same", "inputs"),
     ],

@@ -283,7 +283,7 @@ KEPT: dict[str, tuple[str, Mask]] = {
         "mask kept: depends on the place in the batch or on the head",
         lambda m, x: ones().tril() & (torch.arange(B) < 1).view(B, 1, 1, 1),
     ),
-    "a constant": ("mask kept: depends on a constant that is no band", lambda m, x: m.odd),
+    "a constant": ("mask kept: depends on a constant that is no band of two numbers", lambda m, x: m.odd),
     "random": ("mask kept: depends on rand", lambda m, x: torch.rand(T, T) > -1),  # whatever is drawn
     "twice as steep": (
         "mask kept: rows see columns that do not move with them",

@@ -1,10 +1,13 @@
-"""A model and example inputs -> `Exported`: torch.export, then what torch.export would have lost."""
+"""Export a model: torch.export, with the mutations, aliases and outputs that torch.export would lose."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -12,7 +15,7 @@ from torch import nn
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node
 
-from autopar.errors import TraceError
+from autopar.errors import AutoparWarning, TraceError
 from autopar.ir.call_arguments import apart, bind, check_overlaps, flatten_arguments, plain_call, signature_of
 from autopar.ir.exported import Autocast, Exported, Mutation, OutputTree, Placeholder, autocast_state, entered
 from autopar.ir.pytree import Flattened, Mapped, UnsupportedValueError, flatten, shallow_state, unflatten
@@ -20,38 +23,52 @@ from autopar.tracing.annotations import tracing
 from autopar.tracing.export.intercept import (
     check_autocast,
     check_hooks,
-    new_attributes_removed,
-    random_ops_kept,
-    watched,
+    intercept_torch,
+    keep_random_ops,
+    remove_new_attributes,
 )
-from autopar.tracing.export.refuse import Refusal, Refusing, check_static
-from autopar.tracing.export.source_lines import record_origins
-from autopar.tracing.export.torch_warnings import quiet
+from autopar.tracing.export.refuse import Refusal, check_static, raise_trace_errors, record_origins
 from autopar.tracing.passes.normalise import drop_checks, normalise
 
-__all__ = ["export"]
-
+# Path of the user's model in the module that is exported.
 PREFIX = "model."
+_KINDS: Mapping[InputKind, Literal["param", "buffer", "constant"]] = {
+    InputKind.PARAMETER: "param",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+}
+# These log each exception, which the user gets as a TraceError.
+_LOGGERS = (
+    "torch.export._trace",
+    "torch._subclasses.fake_tensor",
+    "torch.fx.experimental.symbolic_shapes",
+)
+# Recurrent layers list their parameters a second time; torch.export swaps that list and restores it.
+_RECURRENT_WEIGHTS = re.compile(r"\S+\._flat_weights\[\d+\](, )?")
+_ASSIGNED = re.compile(r"The tensor attributes? (.*) (?:was|were) assigned during export")
 
 
 def export(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Exported:
-    """Trace `model` called with `inputs`: a tuple of positional or a dict of keyword arguments."""
+    """Export a model called with `inputs`: a tuple of positional or a dict of keyword arguments."""
     owner = type(model).__name__
     signature = signature_of(model)
     arguments = bind(signature, owner, inputs)
     flat = flatten_arguments(arguments, owner)
     autocast = autocast_state()
     call = _FlatCall(model, signature, flat, autocast)
-    device = _home_device(model, flat.tensors)
+    # The one device of all parameters, else of all inputs; None for several devices.
+    tensors = (*model.parameters(), *model.buffers()) or flat.tensors
+    devices = {tensor.device for tensor in tensors}
+    device = devices.pop() if len(devices) == 1 else None
     check_hooks(model)
-    with quiet(owner), Refusing(owner):
+    with _rephrase_torch_warnings(owner), raise_trace_errors(owner):
         if autocast:
             check_autocast(device)
-        # torch.export takes inputs that share memory, or are one tensor, for one input.
+        # torch.export joins inputs that share memory, or are one tensor, to one input.
         examples = tuple(map(apart, flat.tensors))
-        with watched(torch.is_grad_enabled(), device), tracing(), new_attributes_removed(model):
+        with intercept_torch(torch.is_grad_enabled(), device), tracing(), remove_new_attributes(model):
             program = torch.export.export(call, examples, strict=False)
-        with random_ops_kept():
+        with keep_random_ops():
             program = program.run_decompositions({})
     graph_module = program.graph_module
     record_origins(graph_module.graph, PREFIX)
@@ -82,14 +99,14 @@ def export(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Exp
 
 
 class _Returned:
-    """Where the call leaves its output tree: torch.export takes back what a forward sets on a module."""
+    """Output tree of a call; torch.export restores attributes that a forward sets on a module itself."""
 
     tree: OutputTree | None = None
     assigned: tuple[str, ...] = ()
 
 
 class _FlatCall(nn.Module):
-    """The model as a function of flat tensors, which is all that torch.export has to know."""
+    """The model as a module whose inputs and outputs are flat tuples of tensors."""
 
     def __init__(
         self, model: nn.Module, signature: inspect.Signature, flat: Flattened, autocast: tuple[Autocast, ...]
@@ -109,7 +126,11 @@ class _FlatCall(nn.Module):
         with entered(self.autocast):
             result = self.model(*args, **kwargs)
         assigned = _assigned(self.model, buffers)
-        changed = [n for n, state in before.items() if _differs(state, shallow_state(containers[n]))]
+        changed = []
+        for number, old in before.items():
+            new = shallow_state(containers[number])
+            if old.keys() != new.keys() or any(old[name] is not new[name] for name in old):
+                changed.append(number)
         kept = {id(containers[n]): n for n in changed}
         untouched = {id(container): n for n, container in containers.items() if n not in changed}
         try:
@@ -117,8 +138,8 @@ class _FlatCall(nn.Module):
         except UnsupportedValueError as error:
             where = error.path.partition(".")[2]
             raise Refusal(
-                f"what it returns holds {error.problem}" + (f" (at {where})" if where else ""),
-                "return tensors, in tuples, lists, dicts or objects that hold them",
+                f"its result contains {error.problem}" + (f" (at {where})" if where else ""),
+                "return tensors, in tuples, lists, dicts or objects of these",
             ) from error
         reused = {number: kept[id(c)] for number, c in enumerate(flat.containers) if id(c) in kept}
         self.returned.tree = OutputTree(flat.node, reused)
@@ -127,7 +148,8 @@ class _FlatCall(nn.Module):
 
 
 def _assigned(model: nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Buffers that the forward replaced (`self.count = self.count + 1`): torch.export would forget the new ones."""
+    """Return the buffers that the forward replaced (`self.count = self.count + 1`)."""
+    # torch.export would lose the new tensors: they become outputs of the graph.
     found = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         old = before.get(name, buffer)
@@ -142,21 +164,10 @@ def _assigned(model: nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str,
     return found
 
 
-def _differs(before: dict[Any, Any], after: dict[Any, Any]) -> bool:
-    return before.keys() != after.keys() or any(before[name] is not after[name] for name in before)
-
-
-_KINDS: Mapping[InputKind, Literal["param", "buffer", "constant"]] = {
-    InputKind.PARAMETER: "param",
-    InputKind.BUFFER: "buffer",
-    InputKind.CONSTANT_TENSOR: "constant",
-}
-
-
 def _placeholders(
     program: torch.export.ExportedProgram, model: nn.Module, flat: Flattened
 ) -> tuple[tuple[Placeholder, ...], dict[str, str]]:
-    """Placeholders in the order of the graph; tied weights have one, and `aliases` says under which name."""
+    """Return the placeholders in graph order, and the canonical name of each other name of a tied weight."""
     graph = program.graph_module.graph
     aliases = tied_names(model)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -182,7 +193,10 @@ def _placeholders(
             canonical[name] = node
             made.append(Placeholder(node.name, kind, name, name in trained))
         else:
-            raise TraceError(f"{type(model).__name__} cannot be traced: it uses an object that is no tensor: {spec}")
+            raise TraceError(
+                f"{type(model).__name__} cannot be traced: it uses an object that is no tensor: {spec}\n"
+                "  what to do: give the forward tensors, numbers and text alone"
+            )
     for node, name in replaced:
         node.replace_all_uses_with(canonical[name])
         graph.erase_node(node)
@@ -192,7 +206,7 @@ def _placeholders(
 def _placeholder_sources(
     program: torch.export.ExportedProgram, flat: Flattened
 ) -> tuple[dict[Node, torch.Tensor], dict[Node, str]]:
-    """Constants with their data, and what every placeholder is to the user."""
+    """Return the constants with their data, and the user's name for each other placeholder."""
     paths = iter(flat.paths)
     known, sources = {}, {}
     nodes = program.graph_module.graph.find_nodes(op="placeholder")
@@ -201,8 +215,7 @@ def _placeholder_sources(
         if spec.kind is InputKind.USER_INPUT:
             sources[node] = next(paths)
         elif spec.kind is InputKind.CONSTANT_TENSOR:
-            constant = program.constants[spec.target or ""]
-            known[node] = constant
+            known[node] = program.constants[spec.target or ""]
         else:
             sources[node] = f"buffer {name}" if spec.kind is InputKind.BUFFER else name
     return known, sources
@@ -214,7 +227,7 @@ def _rename(node: Node, name: str) -> None:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Other name -> the name `named_parameters` / `named_buffers` gives, for tensors registered more than once."""
+    """Return the canonical name of each other name of a tensor that is registered several times."""
     first: dict[int, str] = {}
     aliases = {}
     both = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -245,13 +258,45 @@ def _mutations(
                 f"the forward changes the parameter {spec.target.removeprefix(PREFIX)!r} in place; "
                 "register it as a buffer, or move the change out of the forward"
             )
-    first = len(mutations)  # not in the loop: `extend` makes the list longer while it runs
+    # Read before the loop, since `extend` grows the list while it runs.
+    first = len(mutations)
     mutations.extend(Mutation(first + k, name, "buffer") for k, name in enumerate(assigned))
     return tuple(mutations)
 
 
-def _home_device(model: nn.Module, tensors: tuple[torch.Tensor, ...]) -> torch.device | None:
-    """The one device of all parameters (else of all inputs); None when there are several."""
-    parameters = (*model.parameters(), *model.buffers())
-    devices = {tensor.device for tensor in parameters} or {tensor.device for tensor in tensors}
-    return devices.pop() if len(devices) == 1 else None
+@contextmanager
+def _rephrase_torch_warnings(owner: str) -> Iterator[None]:
+    """Silence torch's messages during an export, and warn in the user's terms of assigned attributes."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    disabled = [logger.disabled for logger in loggers]
+    assigned: list[str] = []
+    with warnings.catch_warnings():
+        # torch's pytree code warns about its own deprecated class.
+        warnings.filterwarnings("ignore", category=FutureWarning, message=r".*(treespec|LeafSpec|TreeSpec).*")
+        warnings.filterwarnings("always", category=UserWarning, message="The tensor attribute")
+        show = warnings.showwarning
+
+        def collect(message: Any, *rest: Any) -> None:
+            found = _ASSIGNED.match(str(message))
+            if found:
+                names = _RECURRENT_WEIGHTS.sub("", found[1]).rstrip(", ")
+                assigned.extend([names.replace("self.model.", "self.")] if names else [])
+            else:
+                show(message, *rest)
+
+        warnings.showwarning = collect  # type: ignore[assignment]  # the arguments are passed on unchanged
+        try:
+            for logger in loggers:
+                logger.disabled = True
+            yield
+        finally:
+            for logger, before in zip(loggers, disabled, strict=True):
+                logger.disabled = before
+    for names in assigned:
+        warnings.warn(
+            AutoparWarning(
+                f"the forward of {owner} sets {names} to a tensor; the traced graph does not. "
+                "Register a buffer if the next call needs the value."
+            ),
+            stacklevel=3,
+        )

@@ -1,4 +1,4 @@
-"""Watch the forward while it is captured, for what torch.export would lose without a word."""
+"""Intercept the functions of torch through which an export would lose gradients or data without an error."""
 
 from __future__ import annotations
 
@@ -13,27 +13,24 @@ import torch.export._trace as export_trace
 import torch.utils.checkpoint as checkpoint
 from torch import nn
 from torch.export.graph_signature import ExportGraphSignature
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.fx.proxy import TracerBase
 
 from autopar.errors import TraceError
 from autopar.ir.fx_graphs import is_random
 from autopar.rules.torch_versions import original_apply
-from autopar.tracing.export.autograd_functions import as_op
-from autopar.tracing.export.refuse import Refusal
-from autopar.tracing.export.source_lines import CHECKPOINT, stack_of_model
+from autopar.tracing.export.autograd_functions import apply_as_op
+from autopar.tracing.export.refuse import CHECKPOINT, Refusal, stack_of_model
 from autopar.tracing.passes.no_grad_regions import apply_grad_modes
 
-__all__ = ["check_autocast", "check_hooks", "new_attributes_removed", "random_ops_kept", "watched"]
-
-# autograd functions that torch makes or uses itself, whose gradients do not depend on a lost backward
+# Autograd functions of torch itself, whose gradients torch.export keeps.
 _HARMLESS_MODULES = ("torch._library.", "torch._functorch.", "torch._higher_order_ops.")
 
 
 @contextmanager
-def watched(ambient_grad: bool, device: torch.device | None) -> Iterator[None]:
-    """Stand-ins for the few functions of torch through which gradients get lost."""
+def intercept_torch(ambient_grad: bool, device: torch.device | None) -> Iterator[None]:
+    """Replace the functions of torch through which gradients or data get lost, during a capture."""
 
     def keep_grad_modes(module: GraphModule, signature: ExportGraphSignature) -> tuple[GraphModule, Any]:
         apply_grad_modes(module.graph, signature, ambient_grad)
@@ -51,41 +48,48 @@ def watched(ambient_grad: bool, device: torch.device | None) -> Iterator[None]:
         for owner, name, value in (
             (set_grad_pass, "replace_set_grad_with_hop_pass", keep_grad_modes),
             (autocast_pass, "replace_autocast_with_hop_pass", keep_autocast),
-            (function, "apply", classmethod(_kept_apply(original_apply()))),
-            (torch.Tensor, "register_hook", _refused_hook("register_hook")),
-            (torch.Tensor, "register_post_accumulate_grad_hook", _refused_hook("register_post_accumulate_grad_hook")),
-            (torch.autograd, "grad", _refused_gradient("torch.autograd.grad")),
-            (torch.autograd, "backward", _refused_gradient("backward()")),
-            (torch, "tensor", _keeping_data(torch.tensor)),
+            (function, "apply", classmethod(_apply_as_op(original_apply()))),
+            (torch.Tensor, "register_hook", _refuse_hook("register_hook")),
+            (torch.Tensor, "register_post_accumulate_grad_hook", _refuse_hook("register_post_accumulate_grad_hook")),
+            (torch.autograd, "grad", _refuse_gradient("torch.autograd.grad")),
+            (torch.autograd, "backward", _refuse_gradient("backward()")),
+            (torch, "tensor", _tensor_with_data(torch.tensor)),
             (torch.Tensor, "new_tensor", _new_tensor),
-            (torch.nn.modules.transformer, "_detect_is_causal_mask", _said_to_be_causal),
-            (torch.distributions.Distribution, "_validate_args", False),  # it asks values, and changes none
-            (torch.inference_mode, "__enter__", _entering_without_grad(torch.inference_mode.__enter__)),
-            (torch.inference_mode, "__exit__", _exiting_without_grad(torch.inference_mode.__exit__)),
-            (export_trace, "print", _print_nothing),
-            (TracerBase, "create_node", _with_stack(TracerBase.create_node)),
+            # nn.Transformer reads the data of a mask to select a faster kernel; unread, the mask is used unchanged.
+            (
+                torch.nn.modules.transformer,
+                "_detect_is_causal_mask",
+                lambda mask, is_causal=None, size=None: bool(is_causal),
+            ),
+            # The validation of a distribution reads data and changes nothing.
+            (torch.distributions.Distribution, "_validate_args", False),
+            (torch.inference_mode, "__enter__", _enter_no_grad(torch.inference_mode.__enter__)),
+            (torch.inference_mode, "__exit__", _exit_no_grad(torch.inference_mode.__exit__)),
+            # torch.export prints the graph so far when it fails; the user gets a TraceError.
+            (export_trace, "print", lambda *args, **kwargs: None),
+            (TracerBase, "create_node", _record_stack(TracerBase.create_node)),
             (checkpoint, "_checkpoint_without_reentrant_generator", regions.generator),
             (checkpoint, "CheckpointFunction", _Reentrant(regions)),
         ):
-            stack.enter_context(_swapped(owner, name, value))
+            stack.enter_context(_swap(owner, name, value))
         yield
 
 
 @contextmanager
-def random_ops_kept() -> Iterator[None]:
-    """While this stands, no random op counts as dead code: the next one would draw other numbers."""
+def keep_random_ops() -> Iterator[None]:
+    """Keep unused random ops: without one, all later ops would draw other numbers."""
     original = Node.is_impure
 
     def is_impure(node: Node, impure_random: bool = True) -> bool:
         return is_random(node) or original(node, impure_random)
 
-    with _swapped(Node, "is_impure", is_impure):
+    with _swap(Node, "is_impure", is_impure):
         yield
 
 
 @contextmanager
-def new_attributes_removed(model: nn.Module) -> Iterator[None]:
-    """torch.export takes back what a forward changes on a module, but not what it adds."""
+def remove_new_attributes(model: nn.Module) -> Iterator[None]:
+    """Remove attributes that the forward adds to a module; torch.export only restores those it changes."""
     tables = [t for module in model.modules() for t in (module.__dict__, module._buffers, module._modules)]
     before = [frozenset(table) for table in tables]
     try:
@@ -97,20 +101,21 @@ def new_attributes_removed(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
-    there = name in owner.__dict__
+def _swap(owner: Any, name: str, value: Any) -> Iterator[None]:
+    is_own = name in owner.__dict__
     original = owner.__dict__.get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if there:
+        if is_own:
             setattr(owner, name, original)
         else:
             delattr(owner, name)
 
 
 def check_autocast(device: torch.device | None, node: Node | None = None) -> None:
+    """Raise for autocast on the meta device."""
     if device is not None and device.type == "meta":
         raise Refusal(
             "autocast does nothing on the meta device, so the trace would lack its casts",
@@ -119,7 +124,7 @@ def check_autocast(device: torch.device | None, node: Node | None = None) -> Non
         )
 
 
-def _refused_gradient(name: str) -> Callable[..., Any]:
+def _refuse_gradient(name: str) -> Callable[..., Any]:
     def gradient(*args: Any, **kwargs: Any) -> Any:
         raise Refusal(
             f"the forward itself computes gradients, by {name}",
@@ -129,9 +134,8 @@ def _refused_gradient(name: str) -> Callable[..., Any]:
     return gradient
 
 
-def _keeping_data(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`torch.tensor` on meta forgets the numbers; made on the CPU and moved, they stay in the graph as a constant."""
-
+def _tensor_with_data(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    # On meta `torch.tensor` drops its data; built on the CPU and moved, the data is a constant of the graph.
     def tensor(data: Any, *, device: Any = None, **rest: Any) -> torch.Tensor:
         target = torch.get_default_device() if device is None else torch.device(device)
         if target.type != "meta":
@@ -145,25 +149,20 @@ def _new_tensor(like: torch.Tensor, data: Any, *, dtype: Any = None, device: Any
     return torch.tensor(data, dtype=dtype or like.dtype, device=like.device if device is None else device, **rest)
 
 
-def _said_to_be_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-    """`nn.Transformer` reads a mask to find a faster way to the same; unread, the mask is used as it is."""
-    return is_causal is True
-
-
-def _entering_without_grad(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A graph has no inference mode; what it means for gradients is what no_grad means."""
-
+def _enter_no_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+    # A graph has no inference mode; for gradients it is equal to no_grad.
     def enter(mode: Any) -> None:
         if mode.mode:
             mode.grad_before = torch.is_grad_enabled()
             torch._C._set_grad_enabled(False)
         else:
-            original(mode)  # torch leaves a surrounding inference mode this way
+            # With mode=False torch leaves a surrounding inference mode.
+            original(mode)
 
     return enter
 
 
-def _exiting_without_grad(original: Callable[..., Any]) -> Callable[..., Any]:
+def _exit_no_grad(original: Callable[..., Any]) -> Callable[..., Any]:
     def exit_mode(mode: Any, *error: Any) -> None:
         if mode.mode:
             torch._C._set_grad_enabled(mode.grad_before)
@@ -173,13 +172,10 @@ def _exiting_without_grad(original: Callable[..., Any]) -> Callable[..., Any]:
     return exit_mode
 
 
-def _print_nothing(*args: Any, **kwargs: Any) -> None:
-    """torch.export prints the graph so far when it fails; the user gets a TraceError instead."""
-
-
-def _with_stack(original: Callable[..., Node]) -> Callable[..., Node]:
+def _record_stack(original: Callable[..., Node]) -> Callable[..., Node]:
     def create_node(tracer: TracerBase, *args: Any, **kwargs: Any) -> Node:
-        tracer.record_stack_traces = False  # torch's cost ten times as much
+        # torch's stack traces cost ten times as much as `stack_of_model`.
+        tracer.record_stack_traces = False
         node = original(tracer, *args, **kwargs)
         if not node.stack_trace:
             node.stack_trace = stack_of_model()
@@ -188,27 +184,27 @@ def _with_stack(original: Callable[..., Node]) -> Callable[..., Node]:
     return create_node
 
 
-def _kept_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+def _apply_as_op(original: Callable[..., Any]) -> Callable[..., Any]:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if f"{cls.__module__}.".startswith(_HARMLESS_MODULES):
             return original(cls, *args, **kwargs)
-        return as_op(cls, args)
+        return apply_as_op(cls, args)
 
     return apply
 
 
-def _refused_hook(name: str) -> Callable[..., Any]:
+def _refuse_hook(name: str) -> Callable[..., Any]:
     def hook(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         raise Refusal(
             f"the hook set by Tensor.{name} would be lost",
-            "write what the hook does as an operator: torch.library.custom_op with register_autograd",
+            "write the hook as an operator: torch.library.custom_op with register_autograd",
         )
 
     return hook
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Refuse hooks on gradients that were set before the trace: nothing in the graph would call them."""
+    """Raise for gradient hooks that were set before the trace, which the graph would not call."""
     for path, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
             raise TraceError(
@@ -224,10 +220,7 @@ def check_hooks(model: nn.Module) -> None:
 
 
 class _CheckpointRegions:
-    """Marks the nodes captured between the two ends of `torch.utils.checkpoint.checkpoint`.
-
-    A region inside a region belongs to the outer one.
-    """
+    """Marks of the nodes captured inside `torch.utils.checkpoint.checkpoint`; the outermost region counts."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -235,7 +228,9 @@ class _CheckpointRegions:
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        graph = _graph_being_captured()
+        modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        graph = next((mode.tracer.graph for mode in modes if isinstance(mode, PreDispatchTorchFunctionMode)), None)
+        assert graph is not None, "a forward is captured under PreDispatchTorchFunctionMode"
         last = next(iter(reversed(graph.nodes)))
         self.depth += 1
         try:
@@ -250,13 +245,13 @@ class _CheckpointRegions:
             self.count += 1
 
     def generator(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """In place of the one in torch.utils.checkpoint: nothing is recomputed while capturing."""
+        """Replace the generator of torch.utils.checkpoint, without a recompute during the capture."""
         with self.region():
             yield
 
 
 class _Reentrant:
-    """In place of `CheckpointFunction`, whose forward runs without gradients."""
+    """Replacement of `CheckpointFunction`, whose forward would run without gradients."""
 
     def __init__(self, regions: _CheckpointRegions) -> None:
         self.regions = regions
@@ -264,11 +259,3 @@ class _Reentrant:
     def apply(self, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         with self.regions.region():
             return function(*args)
-
-
-def _graph_being_captured() -> Graph:
-    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    for mode in modes:
-        if isinstance(mode, PreDispatchTorchFunctionMode):
-            return mode.tracer.graph
-    raise AssertionError("a forward is captured under PreDispatchTorchFunctionMode")

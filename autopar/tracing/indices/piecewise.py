@@ -1,8 +1,8 @@
-"""Tensors as functions of their indices: piecewise affine, exact, of any extent.
+"""Tensors as exact, piecewise affine functions of their indices, for any extent.
 
-A `Value` is a list of pieces: a term, and the predicate of the indices where the tensor has it. A term is affine in the
+`Pieces` are pairs of a term and the predicate of the indices at which the tensor has it. A term is affine in the
 indices, or one number. A predicate is a disjunction of conjunctions of `affine >= 0`. Dims are counted from the right
-(-1 is the last), so that broadcasting needs no change; an index along a dim of extent 1 is 0 and does not occur.
+(-1 is the last), so that broadcasting changes nothing. An index along a dim of extent 1 is 0 and is left out.
 """
 
 from __future__ import annotations
@@ -12,37 +12,17 @@ from dataclasses import dataclass
 from itertools import product
 from math import gcd
 
-__all__ = [
-    "ALWAYS",
-    "NEVER",
-    "Affine",
-    "Conjunction",
-    "Pieces",
-    "Predicate",
-    "Term",
-    "UnreadError",
-    "at_least",
-    "between",
-    "both",
-    "bounds",
-    "constant",
-    "either",
-    "merged",
-    "negation",
-    "substituted",
-]
-
+# Most pieces, or conjunctions of a predicate, of one tensor; masks have one to four.
 MOST = 64
-"""Pieces or conjunctions of one tensor; masks have one to four."""
 
 
 class UnreadError(Exception):
-    """A value that this reading cannot express; its text ends a sentence that begins with 'mask kept:'."""
+    """A value that is not piecewise affine; its text completes a sentence that begins with 'mask kept:'."""
 
 
 @dataclass(frozen=True)
 class Affine:
-    """`constant + sum(coefficient * index)`; coefficients by dim, none of them zero."""
+    """Affine expression `constant + sum(coefficient * index)`; coefficients by dim, none of them zero."""
 
     constant: int
     coefficients: tuple[tuple[int, int], ...] = ()
@@ -64,7 +44,7 @@ class Affine:
         return self + other * -1
 
     def at(self, index: Mapping[int, Affine]) -> Affine:
-        """The same with other expressions in the place of indices."""
+        """Return the expression with other expressions in place of indices."""
         found = Affine(self.constant)
         for dim, times in self.coefficients:
             found = found + index.get(dim, Affine(0, ((dim, 1),))) * times
@@ -72,14 +52,14 @@ class Affine:
 
 
 Shape = tuple[int, ...]
+# All expressions are >= 0.
 Conjunction = frozenset[Affine]
-"""Each is >= 0."""
+# At least one conjunction is true.
 Predicate = frozenset[Conjunction]
-"""One of them holds."""
+# Integers are affine, all other numbers are themselves.
 Term = Affine | float | bool
-"""Whole numbers are affine, all others are a number."""
+# Exactly one predicate is true at each index.
 Pieces = tuple[tuple[Term, Predicate], ...]
-"""The predicates exclude each other, and one of them holds."""
 
 ALWAYS: Predicate = frozenset({frozenset()})
 NEVER: Predicate = frozenset()
@@ -90,19 +70,19 @@ def constant(term: Term) -> Pieces:
 
 
 def bounds(affine: Affine, shape: Shape) -> tuple[int, int]:
-    """The least and the greatest value over all indices of a shape."""
+    """Return the least and the greatest value over all indices of a shape."""
     ends = [(0, times * (shape[dim] - 1)) for dim, times in affine.coefficients]
     return affine.constant + sum(map(min, ends)), affine.constant + sum(map(max, ends))
 
 
 def at_least(affine: Affine, shape: Shape) -> Predicate:
-    """`affine >= 0`."""
+    """Return the predicate `affine >= 0`."""
     found = _conjunction([affine], shape)
     return NEVER if found is None else frozenset({found})
 
 
 def between(affine: Affine, low: int, high: int, shape: Shape) -> Predicate:
-    """`low <= affine < high`."""
+    """Return the predicate `low <= affine < high`."""
     found = _conjunction([affine - Affine(low), Affine(high - 1) - affine], shape)
     return NEVER if found is None else frozenset({found})
 
@@ -111,16 +91,16 @@ def both(first: Predicate, second: Predicate, shape: Shape) -> Predicate:
     if len(first) * len(second) > MOST:
         raise UnreadError("it has too many cases")
     found = (_conjunction([*one, *other], shape) for one, other in product(first, second))
-    return _absorbed((one for one in found if one is not None), shape)
+    return _without_implied((one for one in found if one is not None), shape)
 
 
 def either(first: Predicate, second: Predicate, shape: Shape) -> Predicate:
-    """Written as shortly as two negations make it: `x and y or x and not y` is `x`."""
-    found = _absorbed((*first, *second), shape)
+    found = _without_implied((*first, *second), shape)
     if len(found) < 2:
         return found
-    again = negation(negation(found, shape), shape)
-    return again if len(again) < len(found) else found
+    # A double negation can shorten a disjunction: `x and y or x and not y` becomes `x`.
+    negated_twice = negation(negation(found, shape), shape)
+    return negated_twice if len(negated_twice) < len(found) else found
 
 
 def negation(predicate: Predicate, shape: Shape) -> Predicate:
@@ -131,8 +111,8 @@ def negation(predicate: Predicate, shape: Shape) -> Predicate:
     return found
 
 
-def _absorbed(conjunctions: Iterable[Conjunction], shape: Shape) -> Predicate:
-    """Without those that imply another one."""
+def _without_implied(conjunctions: Iterable[Conjunction], shape: Shape) -> Predicate:
+    """Return the conjunctions that imply no other one."""
     kept: list[Conjunction] = []
     for one in sorted(set(conjunctions), key=len):
         if not any(all(_implied(affine, one, shape) for affine in other) for other in kept):
@@ -143,15 +123,20 @@ def _absorbed(conjunctions: Iterable[Conjunction], shape: Shape) -> Predicate:
 
 
 def _implied(affine: Affine, given: Iterable[Affine], shape: Shape) -> bool:
-    """Whether one of the given constraints is never greater, so that this one holds where that one does."""
+    """Return True if one of the given constraints is never greater, and so implies this one."""
     return any(bounds(affine - other, shape)[0] >= 0 for other in given)
 
 
 def _conjunction(constraints: Iterable[Affine], shape: Shape) -> Conjunction | None:
-    """Constraints without those that the others or the extents imply; None where two contradict each other."""
+    """Return the constraints that neither others nor the extents imply; None for a contradiction."""
     kept: list[Affine] = []
     for affine in constraints:
-        reduced = _reduced(_narrowed(affine, shape))
+        reduced = _without_zero_indices(affine, shape)
+        # Dividing by the common divisor and rounding down keeps the integer solutions.
+        divisor = gcd(*(times for _, times in reduced.coefficients))
+        if divisor > 1:
+            coefficients = tuple((dim, times // divisor) for dim, times in reduced.coefficients)
+            reduced = Affine(reduced.constant // divisor, coefficients)
         low, high = bounds(reduced, shape)
         if high < 0 or any(bounds(reduced + other, shape)[1] < 0 for other in kept):
             return None
@@ -161,24 +146,15 @@ def _conjunction(constraints: Iterable[Affine], shape: Shape) -> Conjunction | N
     return frozenset(kept)
 
 
-def _narrowed(affine: Affine, shape: Shape) -> Affine:
-    """Without the indices that can only be 0."""
+def _without_zero_indices(affine: Affine, shape: Shape) -> Affine:
+    """Return the expression without indices along dims of extent 1, which are always 0."""
     if all(shape[dim] != 1 for dim, _ in affine.coefficients):
         return affine
     return Affine(affine.constant, tuple((dim, times) for dim, times in affine.coefficients if shape[dim] != 1))
 
 
-def _reduced(affine: Affine) -> Affine:
-    """The same constraint with the smallest whole coefficients."""
-    divisor = gcd(*(times for _, times in affine.coefficients))
-    if divisor < 2:
-        return affine
-    coefficients = tuple((dim, times // divisor) for dim, times in affine.coefficients)
-    return Affine(affine.constant // divisor, coefficients)
-
-
-def _pinned(predicate: Predicate, shape: Shape) -> dict[int, Affine]:
-    """Indices that a predicate leaves one value."""
+def _fixed_indices(predicate: Predicate, shape: Shape) -> dict[int, Affine]:
+    """Return the indices to which a predicate leaves one value."""
     if len(predicate) != 1:
         return {}
     low: dict[int, int] = {}
@@ -192,14 +168,15 @@ def _pinned(predicate: Predicate, shape: Shape) -> dict[int, Affine]:
 
 
 def merged(pieces: Iterable[tuple[Term, Predicate]], shape: Shape) -> Pieces:
-    """Pieces in their shortest form: those that occur, each term once."""
+    """Return the pieces with a satisfiable predicate, each term once."""
     found: dict[tuple[str, Term], Predicate] = {}
     for term, predicate in pieces:
         if not predicate:
             continue
         if isinstance(term, Affine):
-            term = _narrowed(term.at(_pinned(predicate, shape)), shape)
-        key = (repr(term), term)  # by text too: 0.0 and -0.0 are equal, and so are True and 1.0
+            term = _without_zero_indices(term.at(_fixed_indices(predicate, shape)), shape)
+        # The text distinguishes 0.0 from -0.0 and True from 1.0, which compare equal.
+        key = (repr(term), term)
         found[key] = either(found.get(key, NEVER), predicate, shape)
     if len(found) > MOST:
         raise UnreadError("it has too many cases")
@@ -209,12 +186,12 @@ def merged(pieces: Iterable[tuple[Term, Predicate]], shape: Shape) -> Pieces:
 
 
 def substituted(pieces: Pieces, index: Mapping[int, Affine] | Callable[[Affine], Affine], shape: Shape) -> Pieces:
-    """A value at other indices, `shape` being the extents of the new ones: views, slices and lookups."""
+    """Return a value at other indices, with `shape` the extents of the new ones: views, slices, lookups."""
     change = index if callable(index) else lambda affine: affine.at(index)
 
     def predicate_at(predicate: Predicate) -> Predicate:
         found = (_conjunction(map(change, conjunction), shape) for conjunction in predicate)
-        return _absorbed((one for one in found if one is not None), shape)
+        return _without_implied((one for one in found if one is not None), shape)
 
     changed = ((change(term) if isinstance(term, Affine) else term, predicate_at(p)) for term, p in pieces)
     return merged(changed, shape)

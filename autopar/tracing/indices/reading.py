@@ -1,7 +1,7 @@
-"""Read a tensor of a graph as a function of its indices, where it depends on nothing but sizes and known constants.
+"""Read a tensor of a graph as a function of its indices, where it depends on sizes and known constants alone.
 
-Every op that leads to the tensor is read in turn, from its operands as `Pieces`. Ops on numbers are run on one element,
-so that casts, rounding and overflow are those of torch.
+Every op before the tensor is read in order, from its operands as `Pieces`. Ops on numbers run on one element, so that
+casts, rounding and overflow are those of torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from autopar.tracing.indices.known_tensor import pieces_of
 from autopar.tracing.indices.piecewise import (
     ALWAYS,
     MOST,
@@ -33,29 +32,30 @@ from autopar.tracing.indices.piecewise import (
     merged,
     negation,
 )
-from autopar.tracing.indices.views import READINGS, shape_of, term_of, whole
+from autopar.tracing.indices.views import READERS, shape_of, term_of, whole
 from autopar.tracing.passes.edit import arguments_of
 
-__all__ = ["IndexReader"]
-
-aten = torch.ops.aten
-
-_NAMES = """
+# Ops whose result depends, element by element, on the same element of the operands alone.
+_ELEMENTWISE_NAMES = """
     add sub rsub mul div neg abs sign eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor bitwise_not logical_and
     logical_or logical_xor logical_not __and__ __or__ __xor__ where masked_fill maximum minimum clamp clamp_min
     clamp_max remainder fmod floor_divide pow log exp sqrt floor ceil round trunc relu isinf isfinite nan_to_num
     reciprocal square _to_copy clone detach alias lift_fresh_copy contiguous
 """
-_ELEMENTWISE = frozenset(_NAMES.split())
-"""Ops of which each element of the result depends on the same element of the operands alone."""
+_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
+# Overloads that compute another op than their name says.
 _BINARY = {"aten.min.other": "minimum", "aten.max.other": "maximum"}
-_SAME = ("clone", "detach", "alias", "lift_fresh_copy", "contiguous")
+_IDENTITY = ("clone", "detach", "alias", "lift_fresh_copy", "contiguous")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+# Arguments without an effect on the values.
 _DEVICE = ("device", "pin_memory", "layout", "non_blocking", "memory_format")
 
 
 class IndexReader:
-    """Reads nodes of one graph; `known` are constants with their data, `sources` says what each placeholder is."""
+    """Reader of the nodes of one graph.
+
+    `known` has the data of constants, `sources` the user's name for each placeholder.
+    """
 
     def __init__(self, known: Mapping[Node, Tensor], sources: Mapping[Node, str]) -> None:
         self.known = known
@@ -63,7 +63,8 @@ class IndexReader:
         self.read: dict[Node, Pieces | UnreadError] = {}
 
     def pieces(self, node: Node) -> Pieces:
-        """The value of a node, read once. A loop, because a chain of ops may be longer than Python's stack."""
+        """Return the pieces of a node; each node is read once."""
+        # A loop and no recursion: a chain of ops can be deeper than Python's stack.
         pending = [node]
         while pending:
             current = pending[-1]
@@ -82,10 +83,10 @@ class IndexReader:
     def _try(self, node: Node) -> Pieces | UnreadError:
         for source in node.all_input_nodes:
             found = self.read[source]
-            if isinstance(found, UnreadError) and not _is_template(node):
+            if isinstance(found, UnreadError) and not _reads_shape_only(node):
                 return found
         try:
-            return _fitting(self._pieces(node), node)
+            return _exact(self._pieces(node), node)
         except UnreadError as error:
             return error
 
@@ -99,13 +100,13 @@ class IndexReader:
         name = _BINARY.get(str(node.target), node.target._schema.name.removeprefix("aten::"))
         if name in _ELEMENTWISE:
             return self._elementwise(node, name)
-        reading = READINGS.get(name)
-        if reading is None:
+        reader = READERS.get(name)
+        if reader is None:
             raise UnreadError(f"depends on {name}")
-        return reading(self.of, node, arguments_of(node))
+        return reader(self.of, node, arguments_of(node))
 
     def of(self, value: Any) -> Pieces:
-        """The pieces of an operand: a node that was read before, or a number."""
+        """Return the pieces of an operand: a number, or a node that is read already."""
         if isinstance(value, Node):
             found = self.read[value]
             assert not isinstance(found, UnreadError), value
@@ -131,41 +132,39 @@ class IndexReader:
                 predicate = both(predicate, condition, shape)
             if predicate:
                 terms = dict(zip(operands, (term for term, _ in combination), strict=True))
-                results = _of_terms(node, name, arguments, terms, shape)
+                results = _op_on_terms(node, name, arguments, terms, shape)
                 found.extend((term, both(predicate, condition, shape)) for term, condition in results)
         return merged(found, shape)
 
 
-def _of_terms(node: Node, name: str, arguments: Mapping[str, Any], terms: Mapping[str, Term], shape: Shape) -> Pieces:
-    """One op on one term of each operand."""
+def _op_on_terms(
+    node: Node, name: str, arguments: Mapping[str, Any], terms: Mapping[str, Term], shape: Shape
+) -> Pieces:
+    """Return the pieces of an op on one term of each operand."""
     if all(not isinstance(term, Affine) or not term.coefficients for term in terms.values()):
         return constant(_run(node, arguments, terms))
     if name == "where":
-        return constant(_chosen(terms, arguments, "self" if _holds(terms["condition"]) else "other"))
+        return constant(_operand(terms, arguments, "self" if terms["condition"] is True else "other"))
     if name == "masked_fill":
-        return constant(_chosen(terms, arguments, "value" if _holds(terms["mask"]) else "self"))
-    if name in _SAME:
+        return constant(_operand(terms, arguments, "value" if terms["mask"] is True else "self"))
+    if name in _IDENTITY:
         return constant(terms["self"])
     numbers: list[Any] = [terms.get(key, arguments[key]) for key in arguments if key in ("self", "other", "min", "max")]
     if name == "_to_copy" and arguments["dtype"] is torch.bool:
-        return _compared("ne", whole(numbers[0]), Affine(0), shape)
+        return _comparison("ne", whole(numbers[0]), Affine(0), shape)
     if name == "_to_copy":
         return constant(numbers[0])
     if name in _COMPARISONS:
-        return _compared(name, whole(numbers[0]), whole(numbers[1]), shape)
+        return _comparison(name, whole(numbers[0]), whole(numbers[1]), shape)
     return _arithmetic(name, [whole(number) for number in numbers if number is not None], arguments, shape)
 
 
-def _holds(term: Term) -> bool:
-    return isinstance(term, bool) and term
+def _operand(terms: Mapping[str, Term], arguments: Mapping[str, Any], name: str) -> Term:
+    value: Any = terms[name] if name in terms else arguments[name]
+    return whole(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _chosen(terms: Mapping[str, Term], arguments: Mapping[str, Any], name: str) -> Term:
-    chosen: Any = terms[name] if name in terms else arguments[name]
-    return whole(chosen) if isinstance(chosen, int) and not isinstance(chosen, bool) else chosen
-
-
-def _compared(name: str, first: Affine, second: Affine, shape: Shape) -> Pieces:
+def _comparison(name: str, first: Affine, second: Affine, shape: Shape) -> Pieces:
     more, less = first - second, second - first
     if name in ("le", "lt"):
         more, less = less, more
@@ -191,21 +190,21 @@ def _arithmetic(name: str, numbers: list[Affine], arguments: Mapping[str, Any], 
     if name == "neg":
         return constant(first * -1)
     if name == "abs":
-        return _greater(first, first * -1, shape)
+        return _extremum(first, first * -1, shape)
     if name in ("maximum", "minimum") and len(numbers) == 2:
-        return _greater(first, second, shape) if name == "maximum" else _greater(first, second, shape, least=True)
+        return _extremum(first, second, shape, least=name == "minimum")
     if name in ("floor_divide", "remainder", "div") and not second.coefficients and second.constant > 0:
-        return _divided(name, first, second.constant, arguments, shape)
+        return _quotient(name, first, second.constant, arguments, shape)
     raise UnreadError(f"depends on {name} of positions")
 
 
-def _greater(first: Affine, second: Affine, shape: Shape, least: bool = False) -> Pieces:
+def _extremum(first: Affine, second: Affine, shape: Shape, least: bool = False) -> Pieces:
     holds = at_least(second - first if least else first - second, shape)
     return merged([(first, holds), (second, negation(holds, shape))], shape)
 
 
-def _divided(name: str, affine: Affine, divisor: int, arguments: Mapping[str, Any], shape: Shape) -> Pieces:
-    """Whole division, where all values fall into few blocks: chunks of a sequence."""
+def _quotient(name: str, affine: Affine, divisor: int, arguments: Mapping[str, Any], shape: Shape) -> Pieces:
+    """Return an integer division or remainder as one piece per quotient, as for chunks of a sequence."""
     low, high = bounds(affine, shape)
     rounding = arguments.get("rounding_mode", None if name == "div" else "floor")
     if rounding != "floor" and not (rounding == "trunc" and low >= 0):
@@ -220,7 +219,7 @@ def _divided(name: str, affine: Affine, divisor: int, arguments: Mapping[str, An
 
 
 def _run(node: Node, arguments: Mapping[str, Any], terms: Mapping[str, Term]) -> Term:
-    """An op on one element of each operand."""
+    """Run an op on one element of each operand."""
     target: Any = node.target
     given = {}
     for schema in target._schema.arguments:
@@ -236,15 +235,16 @@ def _run(node: Node, arguments: Mapping[str, Any], terms: Mapping[str, Term]) ->
     placed = [value for name, value in given.items() if name not in keyword_only]
     try:
         result = target(*placed, **{name: value for name, value in given.items() if name in keyword_only})
-    except (RuntimeError, NotImplementedError):  # a number that the dtype lacks, or an op without a kernel on the CPU
+    except (RuntimeError, NotImplementedError):
+        # The dtype lacks the number, or the op has no kernel on the CPU.
         raise UnreadError(f"depends on {target._schema.name.removeprefix('aten::')}") from None
     if result.dtype != node.meta["val"].dtype or result.is_complex():
         raise UnreadError(f"depends on {target._schema.name.removeprefix('aten::')}")
     return term_of(result.item())
 
 
-def _fitting(pieces: Pieces, node: Node) -> Pieces:
-    """Positions must be exact in the dtype that they have: neither overflow nor be rounded."""
+def _exact(pieces: Pieces, node: Node) -> Pieces:
+    """Return the pieces in the dtype of a node; raise if positions overflow or are rounded."""
     dtype, shape = node.meta["val"].dtype, shape_of(node)
     found = []
     for term, predicate in pieces:
@@ -263,7 +263,64 @@ def _fitting(pieces: Pieces, node: Node) -> Pieces:
     return tuple(found)
 
 
-def _is_template(node: Node) -> bool:
-    """Whether an op asks an operand for its shape alone."""
+def _reads_shape_only(node: Node) -> bool:
+    """Return True for an op that uses the shape of an operand, not its data."""
     name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
-    return name.endswith("_like") and name.removeprefix("aten::") in READINGS
+    return name.endswith("_like") and name.removeprefix("aten::") in READERS
+
+
+# -- constants --------------------------------------------------------------------------------------------------------
+
+
+def pieces_of(tensor: Tensor) -> Pieces:
+    """Return a constant as one number, positions along a dim, or a band of a matrix.
+
+    Each form is compared with all of the data before it is returned.
+    """
+    if tensor.is_meta or not tensor.numel() or tensor.is_complex():
+        raise UnreadError("depends on a constant without data")
+    tensor = tensor.detach().cpu()
+    first = tensor.reshape(-1)[0]
+    if bool((tensor == first).all()):
+        return constant(_term(first))
+    found = _positions(tensor) or _band(tensor)
+    if found is None:
+        raise UnreadError("depends on a constant that is no band of two numbers")
+    return found
+
+
+def _term(element: Tensor) -> Term:
+    number = element.item()
+    return Affine(number) if isinstance(number, int) and not isinstance(number, bool) else number
+
+
+def _positions(tensor: Tensor) -> Pieces | None:
+    """Return `first + step * index` along one dim; None for other data."""
+    long_dims = [dim for dim, extent in enumerate(tensor.shape) if extent != 1]
+    if len(long_dims) != 1 or tensor.dtype is torch.bool or tensor.is_floating_point():
+        return None
+    numbers = tensor.reshape(-1)
+    start, step = int(numbers[0]), int(numbers[1]) - int(numbers[0])
+    if not torch.equal(numbers.long(), start + step * torch.arange(len(numbers), device="cpu")):
+        return None
+    return constant(Affine.of(start, {long_dims[0] - tensor.dim(): step}))
+
+
+def _band(tensor: Tensor) -> Pieces | None:
+    """Return two numbers, one where `low <= column - row <= high`, equal in all matrices; None for other data."""
+    if tensor.dim() < 2:
+        return None
+    matrix = tensor[(0,) * (tensor.dim() - 2)]
+    corner = matrix[0, 0]
+    rows, columns = (torch.arange(extent, device="cpu") for extent in matrix.shape)
+    offsets = columns[None, :] - rows[:, None]
+    shape = tuple(tensor.shape)
+    for inside in (matrix == corner, matrix != corner):
+        low, high = int(offsets[inside].min()), int(offsets[inside].max())
+        is_band = torch.equal(inside, (offsets >= low) & (offsets <= high))
+        here, other = matrix[inside][0], matrix[~inside][0]
+        if is_band and bool((tensor == torch.where(inside, here, other)).all()):
+            along = Affine.of(0, {-1: int(shape[-1] > 1), -2: -int(shape[-2] > 1)})
+            band = both(at_least(along - Affine(low), shape), at_least(Affine(high) - along, shape), shape)
+            return merged([(_term(here), band), (_term(other), negation(band, shape))], shape)
+    return None

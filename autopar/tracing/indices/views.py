@@ -1,4 +1,4 @@
-"""Ops that make tensors of positions or move them, as functions of their indices: factories, views, lookups, sums."""
+"""Factories, views, lookups and sums of positions, as functions of the indices of their results."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ from autopar.tracing.indices.piecewise import (
     substituted,
 )
 
-__all__ = ["READINGS", "shape_of", "term_of", "whole"]
-
+# Returns the pieces of an operand.
 Of = Callable[[Any], Pieces]
-"""The pieces of an operand."""
-Reading = Callable[[Of, Node, Mapping[str, Any]], Pieces]
+# Returns the pieces of a node with these arguments.
+Reader = Callable[[Of, Node, Mapping[str, Any]], Pieces]
 
 
 def shape_of(node: Node) -> Shape:
@@ -41,11 +40,12 @@ def shape_of(node: Node) -> Shape:
 
 def term_of(number: bool | int | float) -> Term:
     if isinstance(number, float) and isnan(number):
-        raise UnreadError("it has values that are no numbers")
+        raise UnreadError("it contains NaN")
     return Affine(number) if isinstance(number, int) and not isinstance(number, bool) else number
 
 
 def whole(number: Any) -> Affine:
+    """Return a number without a fraction as an affine term."""
     if isinstance(number, Affine):
         return number
     if isinstance(number, bool | int) or (isinstance(number, float) and number.is_integer()):
@@ -53,7 +53,7 @@ def whole(number: Any) -> Affine:
     raise UnreadError("compares positions with a number that is not whole")
 
 
-# -- ops that make tensors --------------------------------------------------------------------------------------------
+# -- factories --------------------------------------------------------------------------------------------------------
 
 
 def _filled(node: Node, number: Any) -> Pieces:
@@ -80,7 +80,7 @@ def _eye(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
 
 
 def _moved(of: Of, node: Node, source: Node, index: Mapping[int, Affine]) -> Pieces:
-    """`index`: for each dim of the source, its index by those of the result; a dim that is left out has index 0."""
+    """Return a source read at `index`: for each of its dims an expression in the result's indices, else 0."""
     dims = range(-len(shape_of(source)), 0)
     return substituted(of(source), {dim: index.get(dim, Affine(0)) for dim in dims}, shape_of(node))
 
@@ -95,28 +95,29 @@ def _reshape(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
     if source.meta["val"].dtype != node.meta["val"].dtype:
         raise UnreadError("depends on bits read as another dtype")
     index: dict[int, Affine] = {}
-    for mine, theirs in _groups(old, new):
-        if len(mine) > 1 and any(_uses(affine, mine) for affine in _affines(of(source))):
+    for old_dims, new_dims in _equal_extents(old, new):
+        # The index of joined dims is a quotient, which no affine term expresses.
+        if len(old_dims) > 1 and any(_uses(affine, old_dims) for affine in _affines(of(source))):
             raise UnreadError(f"depends on a reshape of {list(old)} to {list(new)}")
         place = Affine(0)
-        for dim in theirs:
+        for dim in new_dims:
             place = place * new[dim] + _index(dim, new)
-        index.update({dim: place if len(mine) == 1 else Affine(0) for dim in mine})
+        index.update({dim: place if len(old_dims) == 1 else Affine(0) for dim in old_dims})
     return _moved(of, node, source, index)
 
 
-def _groups(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
-    """Runs of dims (from the right, without those of extent 1) of equal extent on both sides."""
-    mine = [dim for dim in range(-len(old), 0) if old[dim] != 1]
-    theirs = [dim for dim in range(-len(new), 0) if new[dim] != 1]
+def _equal_extents(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
+    """Return the shortest runs of dims with equal extent in both shapes, without dims of extent 1."""
+    old_dims = [dim for dim in range(-len(old), 0) if old[dim] != 1]
+    new_dims = [dim for dim in range(-len(new), 0) if new[dim] != 1]
     groups = []
-    while mine and theirs:
-        left, right = [mine.pop(0)], [theirs.pop(0)]
-        while prod(old[d] for d in left) != prod(new[d] for d in right):
-            if prod(old[d] for d in left) < prod(new[d] for d in right):
-                left.append(mine.pop(0))
+    while old_dims and new_dims:
+        left, right = [old_dims.pop(0)], [new_dims.pop(0)]
+        while (left_extent := prod(old[d] for d in left)) != (right_extent := prod(new[d] for d in right)):
+            if left_extent < right_extent:
+                left.append(old_dims.pop(0))
             else:
-                right.append(theirs.pop(0))
+                right.append(new_dims.pop(0))
         groups.append((left, right))
     return groups
 
@@ -146,7 +147,7 @@ def _expand(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
 
 
 def _repeat(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
-    """Copies side by side: an index into one of them is read where the value does not depend on it."""
+    # The index within a copy is a remainder: only a value that does not depend on it can be read.
     source, times = arguments["self"], arguments["repeats"]
     old = shape_of(source)
     tiled = [dim for dim in range(-len(old), 0) if times[dim] != 1]
@@ -175,7 +176,7 @@ def _slice(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
     extent = shape_of(source)[dim]
     start, step = arguments.get("start") or 0, arguments.get("step", 1)
     if not isinstance(start, int) or not isinstance(step, int):
-        raise UnreadError("depends on a slice between places that are not known")
+        raise UnreadError("depends on a slice with unknown bounds")
     start = min(max(start + extent if start < 0 else start, 0), extent)
     index = {d: _index(d, shape) for d in range(-rank, 0)}
     index[dim - rank] = index[dim - rank] * step + Affine(start)
@@ -187,7 +188,7 @@ def _select(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
     old = shape_of(source)
     chosen = arguments["dim"] % len(old) - len(old)
     if not isinstance(arguments["index"], int):
-        raise UnreadError("depends on a place that is not known")
+        raise UnreadError("depends on an unknown index")
     index = {d: _index(d + 1 if d < chosen else d, shape_of(node)) for d in range(-len(old), 0) if d != chosen}
     index[chosen] = Affine(arguments["index"] % old[chosen])
     return _moved(of, node, source, index)
@@ -203,7 +204,7 @@ def _flip(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
 
 
 def _lookup(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
-    """`x[i, j]` with an index for every dim, each of them affine."""
+    """Return `x[i, j]` with an affine index for every dim."""
     source, indices = arguments["self"], arguments["indices"]
     old = shape_of(source)
     pieces = of(source)
@@ -232,24 +233,24 @@ def _lookup(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
 
 def _cat(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
     rank = len(shape_of(node))
-    return _joined(of, arguments["tensors"], arguments["dim"] % rank - rank, shape_of(node))
+    return _concatenation(of, arguments["tensors"], arguments["dim"] % rank - rank, shape_of(node))
 
 
-def _joined(of: Of, sources: list[Node], dim: int, shape: Shape) -> Pieces:
+def _concatenation(of: Of, sources: list[Node], dim: int, shape: Shape) -> Pieces:
     found: list[tuple[Term, Predicate]] = []
     start = 0
     for source in sources:
         stop = start + shape_of(source)[dim]
         here = between(Affine.of(0, {dim: 1}), start, stop, shape)
         at = {dim: Affine.of(-start, {dim: 1}) if stop - start > 1 else Affine(0)}
-        for term, predicate in _unmerged(of(source), at):
+        for term, predicate in _shifted(of(source), at):
             found.append((term, both(here, predicate, shape)))
         start = stop
     return merged(found, shape)
 
 
-def _unmerged(pieces: Pieces, at: Mapping[int, Affine]) -> Pieces:
-    """Pieces at other indices, some of which lie outside: to be restricted to those inside before they are merged."""
+def _shifted(pieces: Pieces, at: Mapping[int, Affine]) -> Pieces:
+    """Return pieces at other indices, not merged: the caller must first exclude indices out of range."""
     return tuple(
         (
             term.at(at) if isinstance(term, Affine) else term,
@@ -267,7 +268,7 @@ def _diff(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
     if arguments["n"] != 1 or node.meta["val"].dtype is torch.bool:
         raise UnreadError("depends on diff")
     longer = (*shape[:dim], shape[dim] + 1, *shape[rank + dim + 1 :])
-    before = _joined(of, sources, dim, longer)
+    before = _concatenation(of, sources, dim, longer)
     after = substituted(before, {dim: Affine.of(1, {dim: 1})}, shape)
     before = substituted(before, {dim: Affine.of(0, {dim: 1})}, shape)
     found: list[tuple[Term, Predicate]] = []
@@ -287,7 +288,7 @@ def _cumsum(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
 
 
 def _triangle(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
-    """`tril` keeps `column - row <= diagonal`, `triu` keeps `column - row >= diagonal`; the rest is zero."""
+    # `tril` keeps `column - row <= diagonal`, `triu` keeps `column - row >= diagonal`.
     shape = shape_of(node)
     below = _index(-2, shape) - _index(-1, shape) + Affine(arguments["diagonal"])
     lower = str(node.target) == "aten.tril.default"
@@ -309,11 +310,12 @@ def _pad(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
         before = pad[2 * place]
         inside = both(inside, between(_index(dim, shape), before, before + old[dim], shape), shape)
         at[dim] = _index(dim, shape) - Affine(before) if old[dim] > 1 else Affine(0)
-    found = [(term, both(inside, p, shape)) for term, p in _unmerged(of(arguments["self"]), at)]
+    found = [(term, both(inside, p, shape)) for term, p in _shifted(of(arguments["self"]), at)]
     return merged([*found, (_filled(node, arguments["value"] or 0)[0][0], negation(inside, shape))], shape)
 
 
-READINGS: dict[str, Reading] = {
+# Readers by the name of the op in ATen; a new one is a function of its operands' pieces and its arguments.
+READERS: dict[str, Reader] = {
     "arange": _arange,
     "eye": _eye,
     **dict.fromkeys(("zeros", "zeros_like"), lambda of, node, arguments: _filled(node, 0)),
