@@ -90,7 +90,9 @@ def orders(stages: int, micro_batches: int, schedule: Schedule, chunks: int = 1)
     backwards = [_task(TaskKind.BACKWARD, i, stages, chunks) for i in range(count)]
     found = []
     for stage in range(stages):
-        ahead = _forwards_ahead(stage, stages, count, schedule, chunks)
+        # Forwards before the stage alternates one forward, one backward.
+        ahead = 2 * (stages - stage - 1) + (chunks - 1) * stages if chunks > 1 else stages - stage - 1
+        ahead = count if schedule == "gpipe" else min(count, ahead)
         order = forwards[:ahead]
         for forward, backward in zip(forwards[ahead:], backwards, strict=False):
             order += [forward, backward]
@@ -106,15 +108,6 @@ def _task(kind: TaskKind, position: int, stages: int, chunks: int) -> StageTask:
     turn, within = divmod(position, stages * chunks)
     chunk, offset = divmod(within, stages)
     return StageTask(kind, turn * stages + offset, chunk if kind is TaskKind.FORWARD else chunks - 1 - chunk)
-
-
-def _forwards_ahead(stage: int, stages: int, count: int, schedule: Schedule, chunks: int) -> int:
-    """Return how many forwards a stage runs before it alternates one forward, one backward."""
-    if schedule == "gpipe":
-        return count
-    if chunks == 1:
-        return min(count, stages - stage - 1)
-    return min(count, 2 * (stages - stage - 1) + (chunks - 1) * stages)
 
 
 def _simulate(

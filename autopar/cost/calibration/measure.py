@@ -88,7 +88,10 @@ def measure(budget: MeasuringBudget, tick: Tick) -> Measurements:
     tick("the start of an op")
     launch = _launch(place, budget)
     tick("memory")
-    stream = _stream(place, budget)
+    # Two tensors are read and one is written, each larger than the caches of a core.
+    size = 2**28 if place.on_gpu else 2**24
+    one, other = (torch.rand(size // ITEM_BYTES, device=place.device) for _ in range(2))
+    stream = 3 * size / own_seconds(place, budget, partial(torch.add, one, other))
     products = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16 if place.on_gpu else torch.float64):
         for rows, reduction, columns in _product_sizes(budget.largest_product):
@@ -150,13 +153,6 @@ def _launch(place: RankPlace, budget: MeasuringBudget) -> float:
             x.add_(1.0)
 
     return own_seconds(place, budget, run) / count
-
-
-def _stream(place: RankPlace, budget: MeasuringBudget) -> float:
-    # Two tensors are read and one is written, each larger than the caches of a core.
-    size = 2**28 if place.on_gpu else 2**24
-    one, other = (torch.rand(size // ITEM_BYTES, device=place.device) for _ in range(2))
-    return 3 * size / own_seconds(place, budget, lambda: torch.add(one, other))
 
 
 def _product_sizes(largest: int) -> Iterator[tuple[int, int, int]]:

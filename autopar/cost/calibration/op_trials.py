@@ -53,14 +53,6 @@ class TimedOp:
     backward_seconds: float
 
 
-def _cross_entropy(x: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(x, torch.zeros(len(x), dtype=torch.long, device=x.device))
-
-
-def _normalised(normalise: Function, x: torch.Tensor) -> torch.Tensor:
-    return normalise(x, x.shape[-1:])
-
-
 # Ops that models call often; the memory stream prices all other ops.
 TRIALS: tuple[OpTrial, ...] = (
     OpTrial("relu", F.relu),
@@ -79,9 +71,9 @@ TRIALS: tuple[OpTrial, ...] = (
     OpTrial("elu", F.elu),
     OpTrial("softmax", partial(torch.softmax, dim=-1)),
     OpTrial("log_softmax", partial(torch.log_softmax, dim=-1)),
-    OpTrial("cross_entropy_loss", _cross_entropy),
-    OpTrial("layer_norm", partial(_normalised, F.layer_norm)),
-    OpTrial("rms_norm", partial(_normalised, F.rms_norm)),
+    OpTrial("cross_entropy_loss", lambda x: F.cross_entropy(x, x.new_zeros(len(x), dtype=torch.long))),
+    OpTrial("layer_norm", lambda x: F.layer_norm(x, x.shape[-1:])),
+    OpTrial("rms_norm", lambda x: F.rms_norm(x, x.shape[-1:])),
     OpTrial("native_dropout", partial(F.dropout, p=0.1, training=True)),
     OpTrial("cumsum", partial(torch.cumsum, dim=-1)),
     OpTrial("clone", lambda x: x.t().contiguous()),

@@ -60,10 +60,6 @@ class TopologyLevel:
         """Return the practical rate of one link in one direction."""
         return self.achieved_bytes_per_second or self.port_bytes_per_second
 
-    def wired(self, one: int, other: int) -> int:
-        """Return the number of links between two units that are wired in pairs."""
-        return int(self.wires[one][other])
-
 
 @dataclass(frozen=True)
 class Algorithm:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import ceil, inf, prod, sqrt
 from types import MappingProxyType
 
-from autopar.cost.collectives.algorithms import ALGORITHMS, KINDS, Algorithm, LevelSpan, Phase, TopologyLevel
+from autopar.cost.collectives.algorithms import ALGORITHMS, KINDS, Algorithm, LevelSpan, TopologyLevel
 from autopar.cost.hardware.cluster import Cluster
 from autopar.errors import ClusterError
 from autopar.mesh import Mesh, SubMesh
@@ -112,9 +112,10 @@ class Network:
     def curves(self, kind: str, axes: tuple[str, ...]) -> tuple[Curve, ...]:
         """Return the curves of all algorithms; none where nothing is sent."""
         key = (kind, axes)
-        if key not in self._curves:
-            self._curves[key] = self._all_curves(kind, axes)
-        return self._curves[key]
+        found = self._curves.get(key)
+        if found is None:
+            found = self._curves[key] = self._all_curves(kind, axes)
+        return found
 
     def _undominated(self, kind: str, axes: tuple[str, ...]) -> tuple[Curve, ...]:
         """Return the curves that are the fastest at some size."""
@@ -227,7 +228,7 @@ class Network:
         assert level.units is not None, "wires are checked against units"
         node = unit_size * level.units
         here = sorted({rank % node // unit_size for rank in self._ranks(axes) if rank // node == 0})
-        return max(1, min(sum(level.wired(one, other) for other in here) for one in here))
+        return max(1, min(sum(int(level.wires[one][other]) for other in here) for one in here))
 
 
 def _rates(level: TopologyLevel, ports: int, members: int, active: int, room: int, units: int) -> tuple[float, float]:
@@ -256,28 +257,18 @@ def _curve(kind: str, algorithm: Algorithm, group: tuple[LevelSpan, ...]) -> Cur
     phases = ALGORITHMS[algorithm.name](kind, group)
     if phases is None or not all(need in span.level.offers for need, span in switches):
         return None
-    latency = algorithm.base_seconds
-    per_byte = 0.0
-    fill = 0.0
+    latency, per_byte, fill = algorithm.base_seconds, 0.0, 0.0
     for phase in phases:
         for span, hops in zip(group, phase.hops, strict=True):
             latency += hops * algorithm.hop(span.level)
-        times = [
-            _seconds_per_byte(kind, algorithm, span, phase) * share
-            for span, share in zip(group, phase.traffic, strict=True)
-        ]
+        times = []
+        for span, share in zip(group, phase.traffic, strict=True):
+            rate = span.lone_rate if phase.lone else span.rate
+            rate *= algorithm.bandwidth_fraction.get(span.level.link, 1.0)
+            rate *= span.level.send_fraction if kind in PAIRWISE else 1.0
+            times.append(1 / min(rate, algorithm.limit_bytes_per_second.get(span.level.link, inf)) * share)
         slowest = times.index(max(times))
         per_byte += times[slowest]
         if phase.traffic[slowest]:
             fill += algorithm.fill_bytes.get(group[slowest].level.link, inf) * times[slowest] / phase.traffic[slowest]
     return Curve(algorithm.names[0], latency, per_byte, fill)
-
-
-def _seconds_per_byte(kind: str, algorithm: Algorithm, span: LevelSpan, phase: Phase) -> float:
-    """Return the time of a byte of traffic on the links of one unit."""
-    link = span.level.link
-    rate = span.lone_rate if phase.lone else span.rate
-    rate *= algorithm.bandwidth_fraction.get(link, 1.0)
-    if kind in PAIRWISE:
-        rate *= span.level.send_fraction
-    return 1 / min(rate, algorithm.limit_bytes_per_second.get(link, inf))

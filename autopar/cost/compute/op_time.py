@@ -18,7 +18,7 @@ import torch
 
 from autopar.cost.compute.matmul_time import MatmulShape, product_seconds
 from autopar.cost.compute.rates import peak_of
-from autopar.cost.hardware.cluster import AttentionRates, Device
+from autopar.cost.hardware.cluster import Device
 from autopar.ir.analysis.contractions import (
     ATTENTION,
     RECURRENT,
@@ -182,18 +182,14 @@ class _OpTimer:
 
     def _forward_bytes(self) -> float:
         written = sum(self._output_bytes(i) for i, alias in enumerate(self.footprint.aliases) if alias is None)
-        # Temporaries are written once and read once.
-        inside = (self.footprint.internal_bytes + 2 * self.footprint.forward_bytes) * self._share()
-        return self._bytes_read(written) + written + inside
-
-    def _bytes_read(self, written: float) -> float:
         # A lookup by index reads the rows that it writes, not the whole table.
         looked_up = {factor for _, factor in self.node.rule.indices}
-        total = 0.0
+        read = 0.0
         for i, operand in enumerate(self.node.rule.operands[: len(self.node.operands)]):
             size = self._operand_bytes(i)
-            total += min(size, written) if operand is not None and looked_up & set(operand.factors) else size
-        return total
+            read += min(size, written) if operand is not None and looked_up & set(operand.factors) else size
+        # Temporaries are written once and read once.
+        return read + written + (self.footprint.internal_bytes + 2 * self.footprint.forward_bytes) * self._share()
 
     def _backward_bytes(self) -> float:
         made = [i for i in self._trained() if i not in self.footprint.passes]
@@ -288,12 +284,15 @@ class _OpTimer:
         moved = sum(map(self._operand_bytes, range(len(self.node.operands)))) + self._output_bytes(0)
         rates = self.device.attention
         peak = peak_of(self.device, self._dtype(0))
+        # The only wave of a small op leaves processors idle; from the second wave on all are busy.
+        blocks = heads * -(-sizes.get("s", 1) // rates.rows)
+        matrix = self.device.matrix
+        busy = min(1.0, blocks / matrix.processors) if matrix is not None and blocks else 1.0
         works = []
         forward = rates.forward_fraction * (rates.causal_fraction if share < 1 else 1.0)
         forward *= width / (width + 2 * rates.softmax)
         backward = rates.backward_fraction * (rates.causal_backward_fraction if share < 1 else 1.0)
         for times, reached in ((1.0, forward), (BACKWARD_PRODUCTS, backward)):
-            busy = self._busy_fraction(rates, heads, sizes.get("s", 1))
             rate = peak * reached * self.device.sustained_fraction * busy
             size = moved * times
             seconds = max(times * flops / rate, seconds_of_bytes(size, self.device))
@@ -310,14 +309,6 @@ class _OpTimer:
         stop = total // rows * rows
         scores = max(_causal_scores(stop - rows, stop, keys), _causal_scores(stop, total, keys))
         return scores / (rows * keys)
-
-    def _busy_fraction(self, rates: AttentionRates, heads: int, rows: int) -> float:
-        """Return the share of busy processors; 1 from the second wave of blocks on."""
-        if self.device.matrix is None:
-            return 1.0
-        blocks = heads * -(-rows // rates.rows)
-        waves = -(-blocks // self.device.matrix.processors)
-        return blocks / (waves * self.device.matrix.processors) if waves == 1 else 1.0
 
     def _recurrent(self) -> tuple[DirectionWork, DirectionWork]:
         """Return the work of the weight matrices: once for each token, and twice in the backward."""

@@ -43,6 +43,7 @@ def cluster_table(clusters: list[Cluster]) -> str:
 def cluster_data(cluster: Cluster) -> dict[str, Any]:
     """Return the numbers of a cluster as plain data, without those of its algorithms."""
     device = cluster.device
+    keys = ("name", "link", "units", "ports", "port_bytes_per_second", "rate_bytes_per_second")
     return {
         "name": cluster.name,
         "description": cluster.description,
@@ -54,16 +55,7 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
             "peak_flops": dict(device.peak_flops),
         },
         "levels": [
-            {
-                "name": level.name,
-                "link": level.link,
-                "units": level.units,
-                "ports": level.ports,
-                "port_bytes_per_second": level.port_bytes_per_second,
-                "rate_bytes_per_second": level.rate_bytes_per_second,
-                "offers": list(level.offers),
-            }
-            for level in cluster.level
+            {**{key: getattr(level, key) for key in keys}, "offers": list(level.offers)} for level in cluster.level
         ],
         "library": cluster.library.name,
         "sources": {name: {"text": one.text, "date": one.date} for name, one in sorted(cluster.sources.items())},
@@ -105,15 +97,13 @@ def _level(cluster: Cluster, i: int) -> str:
 def _prices(cluster: Cluster) -> list[str]:
     """Return the seconds of collectives inside a node, over 2 nodes and over 16."""
     inside = cluster.level[0].units or DEFAULT_RANKS
-    meshes = [(inside, 1)]
-    if len(cluster.level) > 1:
-        meshes += [(inside, 2), (inside, 16)]
+    nodes = (1, 2, 16) if len(cluster.level) > 1 else (1,)
     lines = [f"  {'':15} {'ranks':>10}" + "".join(f"{name:>12}" for _, name in SIZES)]
     for kind in COLLECTIVES:
-        for ranks, units in meshes:
-            network = Network(cluster, SubMesh({"outer": units, "inner": ranks}))
+        for units in nodes:
+            network = Network(cluster, SubMesh({"outer": units, "inner": inside}))
             times = [network.seconds(kind, ("outer", "inner"), float(size)) for size, _ in SIZES]
-            shape = f"{units} x {ranks}" if units > 1 else str(ranks)
+            shape = f"{units} x {inside}" if units > 1 else str(inside)
             lines.append(f"  {kind:15} {shape:>10}" + "".join(f"{_time(time):>12}" for time in times))
     return lines
 

@@ -62,8 +62,11 @@ def local_footprint(
     axes: SubMesh,
 ) -> Footprint:
     """Return the footprint of an op on one rank."""
-    if lowered_op is not None and not _exchanges_halos(lowered_op):
-        return _lowered_footprint(graph, node, op_assignment, lowered_op, axes)
+    if lowered_op is not None:
+        # Window ops with halos run unchanged, on their shard joined with its neighbours' edges.
+        kinds = {step.kind for message in lowered_op.messages() for step in message.reshard.forward}
+        if StepKind.HALO_EXCHANGE not in kinds:
+            return _lowered_footprint(graph, node, op_assignment, lowered_op, axes)
     whole = graph.footprints[node.node]
     share = 1 / prod(axes[axis] for axis in op_assignment.choice.axes)
     return replace(
@@ -72,12 +75,6 @@ def local_footprint(
         forward_bytes=round(whole.forward_bytes * share),
         backward_bytes=round(whole.backward_bytes * share),
     )
-
-
-def _exchanges_halos(lowered_op: LoweredOpContext) -> bool:
-    """Return True for a window op, which runs unchanged on its shard joined with its neighbours' edges."""
-    steps = (step for message in lowered_op.messages() for step in message.reshard.forward)
-    return any(step.kind is StepKind.HALO_EXCHANGE for step in steps)
 
 
 def _lowered_footprint(
@@ -99,8 +96,13 @@ def _lowered_footprint(
                 arguments[name] = None if value is None else [_argument(item, next(left)) for item in value]
             else:
                 arguments[name] = _argument(value, next(left))
-        slices = {factor: _first_slice(node, op_assignment, factor, axes) for factor in node.sizes}
-        sizes = {factor: slices[factor].length for factor in node.sizes if factor not in lowered_op.factors}
+        # The first rank has the largest slice of each factor.
+        lengths = dict(node.sizes)
+        for (factor, _), used in op_assignment.choice.splits:
+            if factor in lengths:
+                lengths[factor] = -(-lengths[factor] // prod(axes[axis] for axis in used))
+        slices = {factor: FactorSlice(factor, 0, 0, length, node.sizes[factor]) for factor, length in lengths.items()}
+        sizes = {factor: length for factor, length in lengths.items() if factor not in lowered_op.factors}
         local = LocalCall(target, arguments, node.rule, dict(node.sizes), {**node.sizes, **sizes})
         sends = tuple(map(_fake_send, lowered_op.messages()))
         return measure(operands, lambda: lowered_op.lowering.run(lowered_op, local, slices, sends))
@@ -115,15 +117,6 @@ def _operand(graph: NamedGraph, name: str, op_assignment: OpAssignment, position
 
 def _argument(value: Any, operand: Tensor | None) -> Any:
     return operand if isinstance(value, Node) else value
-
-
-def _first_slice(node: NamedNode, op_assignment: OpAssignment, factor: str, axes: SubMesh) -> FactorSlice:
-    """Return the first rank's slice of a factor, which is the largest."""
-    length = node.sizes[factor]
-    for (name, _), used in op_assignment.choice.splits:
-        if name == factor:
-            length = -(-length // prod(axes[axis] for axis in used))
-    return FactorSlice(factor, 0, 0, length, node.sizes[factor])
 
 
 def _fake_send(message: OpMessage) -> Send:

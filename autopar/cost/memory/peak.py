@@ -73,12 +73,9 @@ def memory(step: LoweredStep) -> MemoryCosts:
     run.backward()
     gradients = run.gradient_bytes()
     states, largest = _optimizer_bytes(graph, plan, optimizer_of(plan.optimizer))
-    resident = parameters + copies + inputs + states
-    moments = {
-        run.storages.peak_at: run.storages.peak + states,
-        "the optimizer": resident + gradients + largest,
-    }
-    at = max(moments, key=lambda moment: moments[moment])
+    updating = parameters + copies + inputs + states + gradients + largest
+    moments = {run.storages.peak_at: run.storages.peak + states, "the optimizer": updating}
+    at = max(moments, key=moments.__getitem__)
     return MemoryCosts(parameters, copies, gradients, states, inputs, saved, moments[at], at)
 
 

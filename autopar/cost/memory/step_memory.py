@@ -136,16 +136,13 @@ class ForwardMemory(LiveState):
         if node.name in self.reading:
             entering = self.entering.setdefault(layer, set())
             for version in reshards.operands:
-                if version is None or not self._is_kept_for_recompute(version, layer):
+                # Of gathered parameters, only a checkpoint keeps a reference, and not to regathered ones.
+                gathered = version in self.schedule.versions
+                if version is None or (gathered and (layer not in self.whole or version[0] in self.plan.regather)):
                     continue
                 storage = self.values[version]
                 if storage not in inside and storage not in entering:
                     entering.add(self.storages.take(storage))
-
-    def _is_kept_for_recompute(self, version: Version, layer: int) -> bool:
-        """Return True for an input of a recomputed layer that is kept until its backward."""
-        # Of gathered parameters, only a checkpoint keeps a reference, and not to regathered ones.
-        return version not in self.schedule.versions or (layer in self.whole and version[0] not in self.plan.regather)
 
     def _free(self, node: NamedNode, reshards: OpReshards, place: int) -> None:
         """Free versions whose last use is this op, and those it makes that no op uses."""
