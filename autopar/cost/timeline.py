@@ -47,9 +47,6 @@ class Timeline:
     def seconds(self) -> float:
         return max((event.end_seconds for event in self.events), default=0.0)
 
-    def busy_seconds(self, stream: str) -> float:
-        return sum(event.task.seconds for event in self.events if event.stream == stream)
-
     def to_json(self) -> dict[str, Any]:
         """Return the trace event format, which chrome://tracing and ui.perfetto.dev open."""
         named = [

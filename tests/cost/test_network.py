@@ -25,6 +25,11 @@ def cluster() -> Cluster:
     return load_cluster(TWO_LEVELS)
 
 
+def network_of(cluster: Cluster, mesh: Mesh) -> Network:
+    links = {axis: link for axis in mesh.names if (link := mesh.link(axis)) is not None}
+    return Network(cluster, mesh.whole, links)
+
+
 def only(cluster: Cluster, name: str, **changes: object) -> Cluster:
     """The cluster with one algorithm."""
     kept = tuple(replace(entry, **changes) for entry in cluster.library.algorithm if entry.name == name)  # type: ignore[arg-type]
@@ -157,12 +162,12 @@ def test_where_groups_lie(cluster: Cluster, axes: dict[str, int], over: tuple[st
 
 
 def test_the_mesh_says_where_an_axis_lies(cluster: Cluster) -> None:
-    network = Network.of(cluster, Mesh("dp=2@network,tp=2"))
+    network = network_of(cluster, Mesh("dp=2@network,tp=2"))
     assert [span.level.name for span in network.group(("dp",))] == ["network"]
     assert [span.level.name for span in network.group(("tp",))] == ["node"]
-    assert [span.level.name for span in Network.of(cluster, Mesh("dp=2,tp=2")).group(("dp",))] == ["node"]
+    assert [span.level.name for span in network_of(cluster, Mesh("dp=2,tp=2")).group(("dp",))] == ["node"]
     with pytest.raises(ClusterError, match=r"has no links called 'netwrk', of axis 'dp'; did you mean 'network'\?"):
-        Network.of(cluster, Mesh("dp=2@netwrk,tp=2"))
+        network_of(cluster, Mesh("dp=2@netwrk,tp=2"))
 
 
 def test_what_does_not_fit_or_cannot_be_done(cluster: Cluster) -> None:

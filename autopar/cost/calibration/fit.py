@@ -174,12 +174,8 @@ def _fit_plain(products: Sequence[TimedProduct]) -> MultiplyFit:
     dtypes = sorted({one.dtype for one in products}, key=lambda name: -sum(one.dtype == name for one in products))
     first = [one for one in products if one.dtype == dtypes[0]]
     seconds = np.array([one.seconds for one in first])
-    columns = [
-        np.ones(len(first)),
-        _array(one.flops for one in first),
-        _array(one.flops / one.reduction for one in first),
-    ]
-    start, per_flop, per_step = _least_squares(columns, seconds)
+    flops, steps = _array(one.flops for one in first), _array(one.flops / one.reduction for one in first)
+    start, per_flop, per_step = _least_squares([np.ones(len(first)), flops, steps], seconds)
     # Too few products can leave no per-flop term, or no start: the fastest product then gives the peak.
     per_flop = per_flop or min(one.seconds / one.flops for one in first)
     fill = max(1, round(per_step / per_flop))

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from autopar.cost.collectives.algorithms import ALGORITHMS, KINDS, Algorithm, LevelSpan, TopologyLevel
 from autopar.cost.hardware.cluster import Cluster
 from autopar.errors import ClusterError
-from autopar.mesh import Mesh, SubMesh
+from autopar.mesh import SubMesh
 from autopar.names import did_you_mean
 
 # Collectives of messages between pairs of ranks, each with data of its own.
@@ -87,12 +87,6 @@ class Network:
                 f"mesh '{mesh}' has {self.size} devices; cluster '{self.cluster.name}' has {room}\n"
                 "fix: take a smaller mesh, or give the cluster another level of links"
             )
-
-    @staticmethod
-    def of(cluster: Cluster, mesh: Mesh) -> Network:
-        """Return the network of a mesh, with the links in its text: `dp=2@network,tp=8`."""
-        links = {axis.name: axis.link for axis in mesh.declared if axis.link is not None}
-        return Network(cluster, mesh.whole, links)
 
     @property
     def size(self) -> int:
