@@ -140,3 +140,22 @@ def test_every_page_is_in_the_index() -> None:
     targets = [match["target"].partition("#")[0] for match in LINK.finditer(index.read_text())]
     linked = {index, *((index.parent / target).resolve() for target in targets)}
     assert [page_name(page) for page in PAGES if page.parent != ROOT and page not in linked] == []
+
+
+def test_contributing_names_files_that_exist() -> None:
+    """The walks of docs/contributing.md: each file or folder, and each name in it, is there."""
+    page = (ROOT / "docs" / "contributing.md").read_text()
+    walks = dict(re.findall(r"^## (Add .*?)\n(.*?)(?=^## )", page, re.MULTILINE | re.DOTALL))
+    files = {title: re.findall(r"^\| `([^`]+)`", walk, re.MULTILINE) for title, walk in walks.items()}
+    most = {"an op rule": 1, "a lowered op": 2, "a collective algorithm": 2, "a layout statement": 6}
+    most |= {"a strategy": 1, "a CLI command": 3}
+    assert {title.removeprefix("Add "): len(named) for title, named in files.items()} == most
+    assert [file for named in files.values() for file in named if not (ROOT / file).exists()] == []
+    for title, walk in walks.items():
+        code = "".join(
+            path.read_text()
+            for file in files[title]
+            for path in (sorted((ROOT / file).rglob("*.py")) if (ROOT / file).is_dir() else [ROOT / file])
+        )
+        names = re.findall(r"`([A-Z]\w+|[a-z]+_\w+)`", walk)
+        assert [name for name in names if not re.search(rf"\b{name}\b", code)] in ([], ["NAME"]), title

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["AT_ONCE", "LATER", "PRINTED"]
+__all__ = ["AT_ONCE", "LATER", "PRINTED", "WITHOUT_DATA"]
 
 ROOT = Path(__file__).parents[2]
 MLP = f"{ROOT}/examples/mlp.py:mlp"
@@ -41,6 +41,9 @@ PRINTED: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "clusters_one": (0, ("clusters", "h100")),
     "solve": (0, ("solve", "instance.json", "--time-limit", "20", "--seed", "1")),
 }
+
+# Commands without --json: these write a file and print no data.
+WITHOUT_DATA = ("report", "calibrate")
 
 # -- bad input: the words, the exit code, a part of the message; five for each command --------------------------------
 

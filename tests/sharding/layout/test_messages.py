@@ -1,4 +1,7 @@
-"""What the layout language says to mistakes, word by word. messages.txt holds texts and what they are answered."""
+"""What the layout language says to mistakes, word by word. messages.txt holds texts and what they are answered.
+
+STATEMENTS stands for the words that begin a statement: a new statement changes no message here.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ import pytest
 
 from autopar.errors import LayoutError
 from autopar.sharding.layout.language import Layout, parse_layout, parse_rules, parse_strategy_call
+from autopar.sharding.layout.parser import STATEMENT
 from autopar.sharding.layout.source import SourceSpan, layout_error, unknown_name
 
 MESSAGES = [
-    (literal_eval(text), message.rstrip("\n"))
+    (literal_eval(text), message.rstrip("\n").replace("STATEMENTS", ", ".join(STATEMENT)))
     for text, _, message in (
         case.partition("\n") for case in Path(__file__).with_name("messages.txt").read_text("utf-8").split(">>> ")[1:]
     )
