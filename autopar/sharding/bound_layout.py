@@ -124,6 +124,7 @@ class BoundLayout:
 
     def requests(self, tensor: NamedTensor, kind: str | None = None) -> tuple[SplitRequest, ...]:
         """Return the distinct requests for a tensor under all picks for `?{tp, dp*tp}` and `tp?`."""
+        # The common search has no layout: nothing is resolved for its thousands of tensors.
         if self.is_empty:
             return ((None,) * len(tensor.atoms),)
         kind = kind or self.kinds(tensor)[0]
@@ -202,6 +203,7 @@ class BoundLayout:
         if self.is_empty:
             return None
         tensors = (self.graph.tensors[name] for name in dict.fromkeys(node.operands) if name is not None)
+        # Requests for values are in the keys of the values.
         uses = ((self.requests(t, "use"), self.states(t).broadcast) for t in tensors if t.kind != "activation")
         pin = self.pin(node)
         return tuple(uses), None if pin is None else pin.choice
@@ -222,6 +224,7 @@ class BoundLayout:
 
     @cached_property
     def _parts_by_pick(self) -> tuple[StatementIndex, ...]:
+        # Pins of ops have no `?`, so these are the decisions of the whole layout.
         options = options_of(self._tensor_layout, self.axes)
         count = prod(map(len, options))
         if count > MAX_PICKS:
@@ -256,6 +259,7 @@ class BoundLayout:
         part = self._parts.about(tensor.name)
         form = self._forms.get(tensor.name)
         if form is None:
+            # Everything of a tensor that an answer depends on, but for its name in errors, which are not stored.
             cut = tensor.atoms, len(tensor.shape), tensor.requires_grad, tensor.dtype is torch.bool
             # The index gives one object per part, so that its identity stands for its statements.
             key = id(part), tensor.kind, tensor.name in self._returned, cut
@@ -279,6 +283,7 @@ class BoundLayout:
             names = (atom.names[-1] if atom.names else "1" for atom in tensor.atoms)
             splits = (axes or () for axes in self.requests(tensor, kind)[0])
             check_states(states, tensor.name, list(zip(names, splits, strict=True)))
+        # Broadcast differs from replicated in the gradient only.
         return states if tensor.requires_grad else replace(states, broadcast=frozenset())
 
     def _storage(self, part: Layout, tensor: NamedTensor) -> StoredTensor:

@@ -90,9 +90,11 @@ def buckets_of(graph: NamedGraph, plan: StepPlan, reshard_plan: ReshardPlan) -> 
             if not goes_in_bucket(*(tuple(kind for kind, _ in way) for way in steps)):
                 alone.append(Bucket((one,), one.op, is_alone=True))
                 continue
+            # `layers.3` of `layers.3.linear.weight`: parameters of one repeated layer are used together.
             block = re.match(r"(.*?\.\d+)\.", tensor.name)
             size = max(prod(shape_of(one, step.before)) for way in ways_of(one) for step in way) * one.itemsize
             handled = tuple(tensor.name in names for names in (plan.keep_gathered, plan.defer_reduction, plan.regather))
+            # One flat buffer has one dtype, runs the same steps, and is freed and reduced at once.
             kind = steps, tensor.dtype, handled, tensor.requires_grad
             members.append(_Member(one, kind, block[1] if block else "", size))
     grouped = (tuple(member.inserted for member in group) for group in in_buckets(members))
@@ -155,7 +157,7 @@ def in_buckets(found: Iterable[Member], limit_bytes: int = BUCKET_BYTES) -> Iter
         if members and sum(member.bytes for member in members) + one.bytes > limits[key][0]:
             yield list(members)
             members.clear()
-            limits[key] = limits[key][1:] or limits[key]
+            limits[key] = limits[key][1:] or limits[key]  # the first bucket alone may have a limit of its own
         members.append(one)
     yield from (members for members in open_buckets.values() if members)
 

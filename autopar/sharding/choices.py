@@ -70,6 +70,7 @@ def sites_of(node: NamedNode, operand: Operand | None, tensor: NamedTensor) -> t
     for dim, term in enumerate(operand.terms):
         own = [atom.size for atom in tensor.atoms if atom.dim == dim]
         found = [(factor, i) for factor in term for i in range(len(node.atoms.get(factor, ())))]
+        # Most dims are one atom of one factor, whatever their sizes: a window makes the output shorter.
         if len(found) == len(own) == 1:
             sites.append(found[0])
         else:
@@ -161,6 +162,7 @@ def shardings_of(
     if any(way and way not in graph.passable_sums[node.name] for _, way in choice.passes):
         return None
     operands: list[Sharding | None] = []
+    # A call may leave out the last operands of its rule, and may pass tensors that the rule does not name.
     for position, (operand, name) in enumerate(zip_longest(node.rule.operands, node.operands)):
         tensor = None if name is None else graph.tensors[name]
         if tensor is None:

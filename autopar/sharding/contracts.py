@@ -42,14 +42,7 @@ def check_contracts(
 ) -> None:
     """Raise E6 for a guard or a limit that the assignment breaks, E7 for a `same` whose tensors differ."""
     sent = [
-        _Sent(
-            step.kind.value,
-            step.axes,
-            direction,
-            graph.tensors[one.tensor],
-            one.op,
-            step.numel * one.itemsize,
-        )
+        _Sent(step.kind.value, step.axes, direction, graph.tensors[one.tensor], one.op, step.numel * one.itemsize)
         for one in inserted
         for direction, step in one.collectives()
     ]

@@ -29,6 +29,7 @@ def to_placements(sharding: Sharding, atoms: Atoms, axes: SubMesh, tensor: str =
         if atom is None:
             placements.append(Partial() if axis in sharding.partial else Replicate())
             continue
+        # A stride of 1 is a plain shard; any other makes blocks in which the axis cuts.
         stride = _stride(sharding, atoms, axes, axis, dims[atom])
         _check_even(sharding, atoms, axes, dims[atom], tensor)
         placements.append(Shard(dims[atom]) if stride == 1 else _StridedShard(dims[atom], split_factor=stride))
@@ -101,6 +102,7 @@ def _candidates(placements: tuple[Placement, ...], atoms: Atoms, axes: SubMesh) 
             cut.append((axis, placement.dim % len(atoms.dims)))
         elif not isinstance(placement, Replicate):
             raise LayoutError("E4", f"placement {placement} of axis '{axis}' is no state of a tensor: only sums are")
+    # Placements do not tell in which order axes split the atoms of a dim, so every order is tried.
     for order in permutations(cut):
         for places in product(*(atoms.members[dim] for _, dim in order)):
             held: list[list[str]] = [[] for _ in atoms.sizes]

@@ -49,6 +49,7 @@ class _Lifting:
         if not self._lift(node, axis, lifted, parameters):
             return
         size = sum(prod(self.graph.tensors[parameter].shape) for parameter in parameters)
+        # The gradients of the parameters are then summed instead of that of the value: never sum more elements.
         if size > prod(self.graph.tensors[_only(node)].shape):
             return
         for name in lifted:

@@ -74,6 +74,7 @@ def allows(pin: OpPin, choice: Choice, node: NamedNode) -> bool:
         found = [splits.pop(site, ()) for site in _sites(factor, node)]
         if len(found) == 1 and found != [axes]:
             return False
+        # A factor of several atoms is pinned as a whole, and the choice deals its axes to them.
         if sorted(axis for one in found for axis in one) != sorted(axes):
             return False
     return not splits and all(

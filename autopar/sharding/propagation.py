@@ -32,18 +32,12 @@ from autopar.sharding.layout.resolve import UNPINNED, SplitRequest
 from autopar.sharding.layout.syntax import Axes, OpPin, Pin
 from autopar.sharding.lift_broadcasts import begin_at_parameters
 from autopar.sharding.lowered_ops import split_of
-from autopar.sharding.op_pins import (
-    allows,
-    cannot_be_had,
-    pinned_passings,
-    pinned_sites,
-    uneven_sites,
-)
+from autopar.sharding.op_pins import allows, cannot_be_had, pinned_passings, pinned_sites, uneven_sites
 from autopar.sharding.reshard.reshard import Reshard, reshard
 from autopar.sharding.sharding import Atoms, Sharding, atoms_of
 
 
-class KnownAssignment:
+class PropagationCache:
     """Cache of propagations of one graph on one mesh under several layouts.
 
     Ops that are equal up to names, with equal shardings and requests, share a choice. Layouts with equal requests for
@@ -52,38 +46,35 @@ class KnownAssignment:
 
     def __init__(self) -> None:
         self.ops: dict[Hashable, OpAssignment] = {}
-        self.wholes: dict[Hashable, Assignment] = {}
+        self.assignments: dict[Hashable, Assignment] = {}
         self.sent_numel: dict[tuple[Atoms, bool, Sharding, Sharding], int] = {}
 
 
-def propagate(graph: NamedGraph, layout: Layout, axes: SubMesh, known: KnownAssignment | None = None) -> Assignment:
-    """Return the assignment of a graph under a layout; `known` caches propagations under other layouts."""
+def propagate(graph: NamedGraph, layout: Layout, axes: SubMesh, cache: PropagationCache | None = None) -> Assignment:
+    """Return the assignment of a graph under a layout; `cache` keeps propagations under other layouts."""
     bound = BoundLayout(graph, layout, axes)
-    known = known or KnownAssignment()
+    cache = cache or PropagationCache()
     options = options_of(bound.whole, axes)
+    # With holes the picks depend on the whole graph, so such a layout is not looked up.
     key = None if options else bound.equivalence_key()
-    if key is not None and key in known.wholes:
-        return known.wholes[key]
-    found = _HoleFiller(bound, options, known).run() if options else _Propagation(bound, known).run()
+    if key is not None and key in cache.assignments:
+        return cache.assignments[key]
+    found = _HoleFiller(bound, options, cache).run() if options else _Propagation(bound, cache).run()
     found = begin_at_parameters(graph, found, bound.pinned_ops())
     if key is not None:
-        known.wholes[key] = found
+        cache.assignments[key] = found
     return found
 
 
 def propagate_partly(
-    graph: NamedGraph,
-    layout: Layout,
-    axes: SubMesh,
-    decided: Assignment,
-    known: KnownAssignment | None = None,
+    graph: NamedGraph, layout: Layout, axes: SubMesh, decided: Assignment, cache: PropagationCache | None = None
 ) -> tuple[Assignment, frozenset[str]]:
     """Return the assignment of a layout without holes, and the ops that it leaves undecided.
 
     These keep their assignments in `decided`.
     """
     bound = BoundLayout(graph, layout, axes)
-    propagation = _Propagation(bound, known or KnownAssignment())
+    propagation = _Propagation(bound, cache or PropagationCache())
     found = propagation.run(decided)
     undecided = frozenset(propagation.undecided)
     return begin_at_parameters(graph, found, bound.pinned_ops() | undecided), undecided
@@ -97,7 +88,7 @@ def reassign_ops(
     The layout gives the shardings of the results of these ops. All else stays as known; with `uses_stay`, also the
     shardings in which the ops use parameters.
     """
-    propagation = _Propagation(BoundLayout(graph, layout, known.axes, constrained=False), KnownAssignment())
+    propagation = _Propagation(BoundLayout(graph, layout, known.axes, constrained=False), PropagationCache())
     propagation.stored, propagation.values = dict(known.stored), dict(known.values)
     propagation.ops, propagation.gather_policies = dict(known.ops), dict(known.gather_policies)
     pinned = {statement.glob for statement in layout if isinstance(statement, Pin)}
@@ -136,10 +127,10 @@ MOST_TRIED = 32
 class _HoleFiller:
     """Search for the picks of a layout with which the whole graph sends least."""
 
-    def __init__(self, bound: BoundLayout, options: list[tuple[Axes, ...]], known: KnownAssignment) -> None:
+    def __init__(self, bound: BoundLayout, options: list[tuple[Axes, ...]], cache: PropagationCache) -> None:
         self.bound = bound
         self.options = options
-        self.known = known
+        self.cache = cache
         self.tried: dict[tuple[Axes, ...], tuple[float, Assignment | LayoutError]] = {}
 
     def run(self) -> Assignment:
@@ -162,7 +153,7 @@ class _HoleFiller:
                 best = min(
                     (best, *((*best[:place], option, *best[place + 1 :]) for option in options)), key=self._sent_bytes
                 )
-            changed = best != before
+            changed = best != before  # `min` takes the first of equals, which is `best`, so the loop ends
         return best
 
     def _sent_bytes(self, picks: tuple[Axes, ...]) -> float:
@@ -171,7 +162,7 @@ class _HoleFiller:
             try:
                 layout = filled(self.bound.whole, self.bound.axes, picks)
                 bound = BoundLayout(self.bound.graph, layout, self.bound.axes, constrained=False)
-                propagation = _Propagation(bound, self.known)
+                propagation = _Propagation(bound, self.cache)
                 assignment = propagation.run()
                 self.tried[picks] = propagation.sent_bytes(), assignment
             except LayoutError as error:
@@ -180,11 +171,11 @@ class _HoleFiller:
 
 
 class _Propagation:
-    def __init__(self, bound: BoundLayout, known: KnownAssignment) -> None:
+    def __init__(self, bound: BoundLayout, cache: PropagationCache) -> None:
         self.bound = bound
         self.graph = bound.graph
         self.axes = bound.axes
-        self.known = known
+        self.cache = cache
         self.stored: dict[str, Sharding] = {}
         self.values: dict[str, Sharding] = {}
         self.used: dict[str, SplitRequest] = {}
@@ -203,6 +194,7 @@ class _Propagation:
             except LayoutError:
                 if decided is None:
                     raise
+                # The requests alone are infeasible for this op: it keeps the choice that is known to work.
                 self.undecided.add(node.name)
                 self._take(node, decided.ops[node.name])
         recompute = {layer: level for layer, level in self.bound.recompute.items() if level != "none"}
@@ -219,9 +211,9 @@ class _Propagation:
         targets = [None if name is None else self._target(self.graph.tensors[name]) for name in node.outputs]
         pin = self.bound.pin(node)
         key = self._circumstances(node, targets, pin)
-        if key not in self.known.ops:
-            self.known.ops[key] = self._best(node, targets, pin)
-        self._take(node, self.known.ops[key])
+        if key not in self.cache.ops:
+            self.cache.ops[key] = self._best(node, targets, pin)
+        self._take(node, self.cache.ops[key])
 
     def _circumstances(self, node: NamedNode, targets: Sequence[SplitRequest | None], pin: OpPin | None) -> Hashable:
         """Return everything that the choice of an op depends on."""
@@ -237,6 +229,7 @@ class _Propagation:
             states = UNPINNED if name is None else self.bound.states(self.graph.tensors[name])
             results.append((target, states.partial, states.broadcast))
         pinned = None if pin is None else (pin.choice, pin.uneven)
+        # `forms` numbers the ops, equal for those that differ in names only.
         return self.graph.forms[node.name], tuple(operands), tuple(results), pinned
 
     def _best(self, node: NamedNode, targets: list[SplitRequest | None], pin: OpPin | None) -> OpAssignment:
@@ -254,11 +247,14 @@ class _Propagation:
             if found is None:
                 continue
             operands, produced = found
+            # A pin of the op comes before rules about the use of its parameters.
             if not self._uses_agree(node, operands, broadcasts_only=pin is not None):
                 continue
             results = tuple(
-                None if name is None else self._result(name, layout, target)
-                for name, layout, target in zip(node.outputs, produced, targets, strict=True)
+                None
+                if name is None or made is None or target is None
+                else close_request(target, self.bound.states(self.graph.tensors[name]), made)
+                for name, made, target in zip(node.outputs, produced, targets, strict=True)
             )
             op_assignment = OpAssignment(choice, operands, produced, results)
             rank = (-len(choice.axes), sum(self._sent(node, op_assignment).values()))
@@ -278,6 +274,7 @@ class _Propagation:
 
     def _target(self, tensor: NamedTensor) -> SplitRequest:
         wanted = self.bound.request(tensor)
+        # Open atoms follow the tensors of a `same` that are decided already; later ones then follow this tensor.
         for group in self.bound.groups if None in wanted else ():
             if tensor.name in group:
                 decided = (self.graph.tensors[name] for name in group if name in self.values)
@@ -302,6 +299,7 @@ class _Propagation:
             if operand is None or name is None:
                 continue
             tensor = self.graph.tensors[name]
+            # A result has no sharding yet, so its request stands for it.
             splits = target if target is not None else self.values[name].splits
             for site, axes in zip(sites_of(node, operand, tensor) or (), splits, strict=False):
                 if site is not None and axes:
@@ -333,14 +331,9 @@ class _Propagation:
                 return False
         return True
 
-    def _result(self, name: str, produced: Sharding | None, target: SplitRequest | None) -> Sharding | None:
-        """Return the sharding of a result: as requested, with open atoms as the op produces them."""
-        if produced is None or target is None:
-            return None
-        return close_request(target, self.bound.states(self.graph.tensors[name]), produced)
-
     def sent_bytes(self) -> int:
         """Return the bytes that all ops send; ops that want a value in one sharding share its reshard."""
+        # By tensor and shardings, so that a reshard that several ops share counts once.
         found: dict[tuple[str, Sharding | None, Sharding | None], int] = {}
         for node in self.graph.nodes:
             found.update(self._sent(node, self.ops[node.name]))
@@ -368,8 +361,9 @@ class _Propagation:
 
     def _bytes(self, tensor: NamedTensor, source: Sharding, target: Sharding) -> int:
         atoms = atoms_of(tensor)
+        # Elements instead of bytes, so that tensors of all dtypes share the result.
         key = atoms, tensor.requires_grad, source, target
-        priced = self.known.sent_numel
+        priced = self.cache.sent_numel
         if key not in priced:
             priced[key] = sent_numel(reshard(atoms, source, target, self.axes), tensor.requires_grad)
         return priced[key] * tensor.dtype.itemsize
@@ -420,6 +414,6 @@ def sent_numel(conversion: Reshard, differentiable: bool) -> int:
     return sum(step.sent_numel for step in ways)
 
 
-def propagate_plan(graph: NamedGraph, layout: Layout, axes: SubMesh, known: KnownAssignment | None = None) -> StepPlan:
+def propagate_plan(graph: NamedGraph, layout: Layout, axes: SubMesh, cache: PropagationCache | None = None) -> StepPlan:
     """Return the plan of a layout without holes; `dataclasses.replace` sets its options."""
-    return StepPlan(graph.fingerprint, propagate(graph, layout, axes, known))
+    return StepPlan(graph.fingerprint, propagate(graph, layout, axes, cache))

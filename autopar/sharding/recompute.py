@@ -56,6 +56,7 @@ def _joined(regions: Iterable[RecomputeRegion], own: RecomputeRegion) -> list[Re
         (apart if set(region.ops).isdisjoint(own.ops) else touched).append(region)
     if not touched:
         return [*apart, own]
+    # The model asks for a full checkpoint, but the plan's mode for a layer that it covers is more specific.
     modes = {region.mode for region in touched}
     ops = dict.fromkeys(op for region in (*touched, own) for op in region.ops)
     return [*apart, RecomputeRegion(touched[0].name, modes.pop() if len(modes) == 1 else "full", tuple(ops))]
@@ -79,6 +80,7 @@ def recomputed_ops(graph: NamedGraph, regions: Iterable[RecomputeRegion]) -> fro
 
 
 def _is_expensive(node: NamedNode, weights: Collection[str]) -> bool:
+    # Ops of other libraries have a cost that only their authors know.
     if not node.op.startswith(("aten.", "prims.")) or node.op == ATTENTION or node.op in RECURRENT:
         return True
     pair = multiplied(node)

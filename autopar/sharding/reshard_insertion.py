@@ -133,6 +133,7 @@ class _ReshardInserter:
         assert isinstance(flat, tuple), "the graph returns a flat tuple"
         by_node = {tensor.node: tensor.name for tensor in self.graph.tensors.values()}
         names = [by_node[result.name] if isinstance(result, Node) else None for result in flat]
+        # The first outputs of an exported graph are the new values of buffers and inputs that the model writes.
         mutated = len(exported.mutations)
         results = tuple(
             None if name is None else self._result(name, i < mutated, handed) for i, name in enumerate(names)
@@ -180,6 +181,7 @@ class _ReshardInserter:
     def _convert(self, name: str, have: Sharding, wanted: Sharding, op: str) -> InsertedReshard:
         tensor = self.graph.tensors[name]
         key = atoms_of(tensor), have, wanted
+        # Tensors that are cut alike share a search for the steps.
         found = self.found.get(key)
         if found is None:
             found = self.found[key] = reshard(*key, self.assignment.axes)

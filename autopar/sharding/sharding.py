@@ -120,6 +120,7 @@ class Sharding:
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """All axes along which the tensor is not replicated."""
+        # Sets are sorted, because their order differs between processes.
         return (*(axis for axes in self.splits for axis in axes), *sorted(self.partial), *sorted(self.broadcast))
 
     def state(self, axis: str) -> State:

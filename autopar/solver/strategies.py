@@ -9,7 +9,7 @@ from autopar.errors import LayoutError
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout, applies_to, axes_of, load_strategy, roles_of, strategy_names
-from autopar.sharding.propagation import KnownAssignment, propagate_plan
+from autopar.sharding.propagation import PropagationCache, propagate_plan
 from autopar.solver.setting import PlanningProblem
 
 __all__ = ["WHOLE", "splits_nothing", "strategy_plans"]
@@ -33,7 +33,7 @@ def strategy_plans(
     Those with the fewest axes come first, as the others have many assignments. It ends when `is_late` says so, which is
     asked before each assignment: to find that one does not apply takes as long as to find that it does.
     """
-    known = KnownAssignment()
+    known = PropagationCache()
     found: list[StepPlan] = []
     loaded = {name: load_strategy(name) for name in strategy_names()}
     strategies = {name: strategy for name, strategy in loaded.items() if applies_to(strategy, setting.graph.dims)}
@@ -50,7 +50,7 @@ def strategy_plans(
                 yield called, plan.with_options(setting.options)
 
 
-def plan_under(setting: PlanningProblem, layout: Layout, known: KnownAssignment | None = None) -> StepPlan | None:
+def plan_under(setting: PlanningProblem, layout: Layout, known: PropagationCache | None = None) -> StepPlan | None:
     try:
         return propagate_plan(setting.graph, layout, setting.axes, known)
     except LayoutError:

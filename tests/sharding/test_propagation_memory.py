@@ -8,7 +8,7 @@ import autopar
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.layout.language import axes_of, load_strategy, strategy_names
-from autopar.sharding.propagation import KnownAssignment, propagate
+from autopar.sharding.propagation import PropagationCache, propagate
 from autopar.solver.strategies import _assignments
 from examples.hf import hf
 
@@ -21,7 +21,7 @@ def graph(request: pytest.FixtureRequest) -> NamedGraph:
 
 
 def test_a_completion_beside_others_is_the_same_as_alone(graph: NamedGraph) -> None:
-    known = KnownAssignment()
+    known = PropagationCache()
     found = []
     for name in strategy_names():
         strategy = load_strategy(name)

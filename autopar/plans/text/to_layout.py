@@ -34,7 +34,7 @@ from autopar.sharding.layout.syntax import (
     Statement,
     TensorPattern,
 )
-from autopar.sharding.propagation import KnownAssignment, propagate_partly
+from autopar.sharding.propagation import PropagationCache, propagate_partly
 
 __all__ = ["WrittenLayout", "choice_words", "written"]
 
@@ -75,7 +75,7 @@ class _LayoutWriter:
     """Ops."""
     stated: set[str] = field(default_factory=set)
     """Values of which a pin says that they are sums or broadcasts."""
-    known: KnownAssignment = field(default_factory=KnownAssignment)
+    known: PropagationCache = field(default_factory=PropagationCache)
 
     def __post_init__(self) -> None:
         self.axes = self.assignment.axes

@@ -123,6 +123,7 @@ def _rules_for(tensor: HasAtoms, wanted: SplitRequest, found: SplitRequest) -> t
     rules = []
     for atom, before, after in zip(tensor.atoms, wanted, found, strict=True):
         if before is None and after is not None and atom.names:
+            # The rule of the other tensor allowed these axes already, evenly or not.
             term = SplitTerm(after, pad=True) if after else NotSplit()
             rules.append(DimRule((atom.names[-1],), TensorPattern((term,))))
     return tuple(rules)

@@ -83,6 +83,7 @@ def parse_rules(text: str, name: str = "<rules>") -> tuple[DimRule, ...]:
 
 def parse_memory(text: str) -> Limit:
     """Read a limit of device memory, `70GiB` or `90%`."""
+    # The grammar of a `limit` line reads the amount, so that both are written alike.
     why = ""
     try:
         found = parse_layout(f"limit memory {text}", "memory").statements

@@ -98,6 +98,7 @@ class StatementIndex:
                 if glob is None:
                     self._general.add(number)
                 else:
+                    # A plan names thousands of tensors exactly: only true patterns are matched one by one.
                     kind = self._patterns if any(sign in glob for sign in "*?[") else self._exact
                     kind.setdefault(glob, []).append((number, glob))
 

@@ -33,6 +33,7 @@ def storage_of(layout: Layout, tensor: HasAtoms, axes: SubMesh) -> tuple[Splits,
     param = _closed(layout, tensor, "param", axes)
     opt = _closed(layout, tensor, "opt", axes) if _block(layout, tensor, "opt") else param
     grad = _closed(layout, tensor, "grad", axes) if _block(layout, tensor, "grad") else param
+    # Gathering joins pieces of `opt` to a piece of `param`, so `opt` must begin with the axes of `param`.
     if not all(whole == part[: len(whole)] for whole, part in zip(param, opt, strict=True)):
         block = _block(layout, tensor, "opt") or _block(layout, tensor, "param")
         raise layout_error(
@@ -42,6 +43,7 @@ def storage_of(layout: Layout, tensor: HasAtoms, axes: SubMesh) -> tuple[Splits,
             "let 'opt' split what 'param' splits, or more",
             None if block is None else block.span,
         )
+    # A parameter has at most two storages, and its gradient must fit one of them.
     if grad not in (param, opt):
         block = _block(layout, tensor, "grad")
         raise layout_error(

@@ -55,9 +55,11 @@ def resolve(layout: Layout, tensor: HasAtoms, kind: str, axes: SubMesh) -> Split
     wanted: list[Axes | None] = [None] * len(tensor.atoms)
     for claim in sorted(claims, key=lambda claim: claim.rule.place.priority):
         _grant(claim, tensor, axes, taken, wanted, is_stored=kind not in ("use", "act"))
+    # The bare `*` comes last, because it takes one of the dims that have no rule of their own.
     if one_dim is not None:
         spoken = {tensor.atoms[i].dim for claim in claims for i in claim.atoms}
         _grant_one_dim(one_dim, tensor, axes, taken, spoken, wanted)
+    # An atom of size 1 cannot be split, so it is not open.
     return tuple(() if axes is None and tensor.atoms[i].size == 1 else axes for i, axes in enumerate(wanted))
 
 
@@ -75,6 +77,7 @@ def _claims(layout: Layout, tensor: HasAtoms, kind: str) -> list[_AxisClaim]:
 
 def _claims_of(rules: Sequence[_Rule], tensor: HasAtoms, atoms: tuple[int, ...], level: int) -> list[_AxisClaim]:
     """Return the claims of the dims that stand at one level of the names of some atoms."""
+    # Level 0 is a dim as a whole, deeper levels are its parts; below the last name an atom has its position only.
     groups: dict[str, list[int]] = {}
     for i in atoms:
         names = tensor.atoms[i].names
@@ -188,6 +191,7 @@ def _spread(
     atoms = list(members)
     left = {i: tensor.atoms[i].size for i in atoms}
     for axis in wanted:
+        # An atom that earlier axes cut down to single elements is used up.
         while len(atoms) > 1 and left[atoms[0]] == 1:
             atoms.pop(0)
         atom = atoms[0]

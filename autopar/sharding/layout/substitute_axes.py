@@ -38,6 +38,7 @@ def expand_lets(statements: Sequence[Statement]) -> tuple[Statement, ...]:
         raise layout_error(
             "E0", message, "say one of them in axes of the mesh", *(let.span for let in cycle)
         ) from error
+    # In the order of definition by others, so that each name is replaced by axes at once.
     meaning: dict[str, Axes] = {}
     for name in order:
         meaning[name] = _replaced(lets[name].axes, meaning, lets[name].span)
@@ -85,6 +86,7 @@ def _lets(statements: Sequence[Statement]) -> dict[str, Let]:
 
 
 def _rule(rule: DimRule, meaning: Mapping[str, Axes]) -> DimRule:
+    # Alternatives that differ in absent axes only become equal.
     terms = dict.fromkeys(_term(term, meaning, rule.span) for term in rule.place.terms)
     return replace(rule, place=TensorPattern(tuple(terms), rule.place.priority))
 

@@ -61,6 +61,7 @@ class DimRule:
 
     dims: tuple[str, ...]
     place: TensorPattern
+    # Places do not count in comparisons: a layout equals its text, printed and read again.
     span: SourceSpan | None = field(default=None, compare=False, repr=False)
 
 

@@ -31,6 +31,7 @@ _TOKEN = re.compile(
 MAX_LINE = 2**16
 MAX_WORD = 1000
 
+# Fixes for characters that other notations use, or that stand in the wrong place.
 FOREIGN = {
     "\N{RIGHTWARDS ARROW}": "write '->'",
     '"': "close the text with '\"' on the same line; inside it write '\\\"' and '\\\\'",
@@ -211,6 +212,7 @@ def parse_size(number: Token, unit: Token) -> int:
     """Return the bytes of a size, `1.5` `GiB`."""
     if unit.text not in UNITS:
         raise unknown_name("unit", unit.text, UNITS, unit.span)
+    # Floats would round: the size must be a whole number of bytes.
     size_bytes = Decimal(number.text) * UNITS[unit.text]
     if size_bytes != int(size_bytes) or size_bytes < 1 or len(str(int(size_bytes))) > MAX_DIGITS:
         message = f"'{number.text}{unit.text}' is no size"

@@ -23,6 +23,7 @@ __all__ = ["LoweredOp", "LoweredOpContext", "OpMessage", "communicating", "lower
 @cache
 def lowered_ops() -> Mapping[str, LoweredOp]:
     """Return the lowered op of every op that has one: the `LOWERED_OPS` tables of the modules of this package."""
+    # Imported at the first call: the modules import this package.
     found: dict[str, LoweredOp] = {}
     for module in iter_modules(__path__):
         table = getattr(import_module(f"{__name__}.{module.name}"), "LOWERED_OPS", {})

@@ -144,6 +144,7 @@ class StepGraph:
         same = limits.active & ~self.mask(sharding.axes)
         found = []
         kept = tuple(axis for axis in self.names if self.bits[axis] & same & limits.summed)
+        # One local step makes all sums that the target wants, because their order does not matter.
         if kept:
             found.append(self.edge(Step(StepKind.KEEP_ONE, kept, None, sharding, _partial(sharding, kept))))
         if sums:
@@ -198,6 +199,7 @@ class _StepMaker:
         pieces: dict[int, list[Step]] = {}
         for atom in places:
             held = sharding.splits[atom]
+            # A rank can join only pieces that are neighbours, those of the most minor axes.
             for count in range(1, len(held) + 1):
                 pieces.setdefault(atom, []).extend(self._from_pieces(atom, held[-count:]))
         return _OutgoingSteps(
@@ -234,6 +236,7 @@ class _StepMaker:
         ]
         for to_atom in range(len(self.atoms.sizes)):
             for to_axes in permutations(axes):
+                # Within one atom, an exchange that leaves the first axis in place needs only the others.
                 if to_atom != atom or to_axes[0] != axes[0]:
                     after = _cut(joined, to_atom, to_axes)
                     sent = self._exchanged(atom, axes, to_atom, to_axes)
@@ -245,6 +248,7 @@ class _StepMaker:
         sharding = self.sharding
         after = Sharding(sharding.splits, sharding.partial - set(axes))
         numel, ranks = self._local_numel(sharding), self._ranks(axes)
+        # A bandwidth-optimal all-reduce sends 2 (p - 1) / p of its buffer.
         sent = -(-2 * (ranks - 1) * numel // ranks)
         return Step(StepKind.ALL_REDUCE, axes, None, sharding, after, numel=numel, sent_numel=sent)
 
