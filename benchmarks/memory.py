@@ -9,6 +9,7 @@ right shapes. A dispatch mode counts the bytes of the storages that live.
 from __future__ import annotations
 
 import argparse
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -122,7 +123,7 @@ def measure(graph: NamedGraph, plan: StepPlan, rank: int = 0) -> Measured:
         return found
 
 
-def _step(module: nn.Module, values: list[Tensor], optimizer: torch.optim.Optimizer, counter: LiveBytes) -> Measured:
+def _step(module: nn.Module, values: list[Tensor], optimizer: torch.optim.Optimizer, counter: _Alone) -> Measured:
     with counter:
         before = counter.peak = counter.live
         outputs = module(*values)
@@ -154,7 +155,25 @@ def _parameters(graph: NamedGraph, plan: StepPlan) -> BucketedParameters:
 
 
 class _Alone(LiveBytes):
-    """Counts; and takes part in exchanges by itself: without the others they refuse to send nothing."""
+    """Count of live bytes that follows resized storages and runs exchanges without other ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, weakref.ref[Any]] = {}
+
+    def count(self, tensor: Tensor) -> None:
+        super().count(tensor)
+        storage = tensor.untyped_storage()
+        self.storages[storage._cdata] = weakref.ref(storage)
+
+    def recount(self) -> None:
+        """Count resized storages again; `resize_` of a storage is no op, so the mode does not see it."""
+        for key, size in list(self.sizes.items()):
+            storage = self.storages[key]()
+            if storage is not None and storage.nbytes() != size:
+                self.sizes[key] = storage.nbytes()
+                self.live += storage.nbytes() - size
+        self.peak = max(self.peak, self.live)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.recount()

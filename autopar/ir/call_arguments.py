@@ -109,10 +109,8 @@ def without_defaults(signature: inspect.Signature, node: Mapped) -> Mapped:
 def apart(tensor: Tensor) -> Tensor:
     """Make a leaf of the same shape, strides, dtype and device in memory of its own; its values are not set."""
     with torch.no_grad():
-        if tensor.layout is torch.strided:
-            made = tensor.new_empty_strided(tensor.shape, tensor.stride())
-        else:
-            made = tensor.clone()
+        strided = tensor.layout is torch.strided
+        made = tensor.new_empty_strided(tensor.shape, tensor.stride()) if strided else tensor.clone()
     return made.requires_grad_(tensor.requires_grad)
 
 
@@ -148,10 +146,9 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     """Return True if the two tensors have an element in common."""
     if _storage(one) != _storage(other) or not one.numel() or not other.numel():
         return False
-    if one.layout is not torch.strided:
+    if one.layout is not torch.strided or one.dtype != other.dtype:
+        # Views of other dtypes of one storage are rare: assume the worst.
         return True
-    if one.dtype != other.dtype:
-        return True  # views of other dtypes of one storage are rare: assume the worst
     begin, end = max(_first(one), _first(other)), min(_last(one), _last(other))
     if begin > end:
         return False

@@ -102,8 +102,7 @@ def call_checkpoint(graph: Graph, name: str, inputs: Sequence[Node]) -> Node:
 
 def put_call(graph: Graph, nodes: Sequence[Node], results: Sequence[Node], call: Node) -> None:
     """Replace a region's results by those of a call, and erase its nodes."""
-    following = call.next
-    with graph.inserting_before(following):
+    with graph.inserting_before(call.next):
         items = [graph.call_function(operator.getitem, (call, index)) for index in range(len(results))]
     for result, item in zip(results, items, strict=True):
         result.replace_all_uses_with(item, delete_user_cb=set(result.users).difference(nodes).__contains__)

@@ -18,7 +18,7 @@ from autopar.ir.analysis.repeated_layers import RepeatedLayers
 from autopar.ir.analysis.saved_tensors import InternalSave, SavedTensors, saved_values
 from autopar.ir.exported import Exported
 from autopar.ir.interpreter import TracedModule
-from autopar.ir.values import AttentionNote, Dim, NamedNode, NamedTensor
+from autopar.ir.values import Dim, NamedNode, NamedTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ class NamedGraph:
     @cached_property
     def passable_sums(self) -> Mapping[str, frozenset[frozenset[int]]]:
         """Return the groups of operands of each op that may be partial sums together."""
-        return passable_sums(self)
+        return passable_sums(self.nodes, self.tensors, self.exported)
 
     @cached_property
     def shares(self) -> Mapping[str, float]:
@@ -138,10 +138,8 @@ def render_text(graph: NamedGraph) -> str:
 
 
 def _header(graph: NamedGraph) -> str:
-    exported = graph.exported
-    coverage = graph.coverage()
-    rules = ", ".join(f"{count:,} {source}" for source, count in coverage.items() if count)
-    mode = "train" if exported.training else "eval"
+    rules = ", ".join(f"{count:,} {source}" for source, count in graph.coverage().items() if count)
+    mode = "train" if graph.exported.training else "eval"
     lines = [
         f"{type(graph.model).__name__} ({mode} mode): {len(graph.nodes):,} ops, rules: {rules}",
         f"{len(graph.parameters):,} parameters, {_count(sum(prod(one.shape) for one in graph.parameters))} elements",
@@ -296,7 +294,12 @@ def render_json(graph: NamedGraph) -> dict[str, Any]:
                 "module": n.origin.module_path,
                 "line": n.origin.source,
                 "code": n.origin.source_code,
-                "attention": None if n.attention is None else _attention_data(n.attention),
+                "attention": n.attention
+                and {
+                    "mask": n.attention.mask,
+                    "heads": n.attention.heads,
+                    "band": n.attention.band and [n.attention.band.left, n.attention.band.right],
+                },
             }
             for n in graph.nodes
         ],
@@ -310,11 +313,6 @@ def render_json(graph: NamedGraph) -> dict[str, Any]:
             for r in graph.repeats
         ],
     }
-
-
-def _attention_data(note: AttentionNote) -> dict[str, Any]:
-    band = None if note.band is None else [note.band.left, note.band.right]
-    return {"mask": note.mask, "heads": note.heads, "band": band}
 
 
 # -- analyses that need names ------------------------------------------------------------------------------------------

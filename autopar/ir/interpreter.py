@@ -66,8 +66,7 @@ class TracedCall:
         arguments = bind_call(self.signature, self.owner, args, kwargs, AutoparError)
         flat = flatten_arguments(arguments, self.owner, AutoparError)
         self._check_inputs(flat)
-        tensors: dict[str, torch.Tensor] = {}
-        tensors.update(module.named_parameters(remove_duplicate=False))
+        tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
         tensors.update(module.named_buffers(remove_duplicate=False))
         given = dict(zip(self.inputs, flat.tensors, strict=True))
         if self.mutated and not torch.compiler.is_compiling():

@@ -129,16 +129,8 @@ def attributes(value: Any) -> dict[str, Any]:
 
 # Objects with attributes that are no data of a call: they count as one constant.
 _OPAQUE = (
-    torch.nn.Module,
-    type,
-    types.FunctionType,
-    types.MethodType,
-    types.BuiltinFunctionType,
-    types.ModuleType,
-    enum.Enum,
-    torch.dtype,
-    torch.device,
-    torch.Generator,
+    *(torch.nn.Module, type, types.FunctionType, types.MethodType, types.BuiltinFunctionType),
+    *(types.ModuleType, enum.Enum, torch.dtype, torch.device, torch.Generator),
 )
 # Containers without attributes that the caller may change between two calls.
 _MUTABLE = (set, bytearray, collections.deque, array.array)

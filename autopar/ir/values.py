@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 
-from autopar.ir.exported import Exported, NodeOrigin
+from autopar.ir.exported import NodeOrigin
 from autopar.rules.notation import Rule
 
 
@@ -64,7 +64,6 @@ class Atom(NamedTuple):
     """Smallest piece of a physical dim: `(heads head_dim)` has two, and `heads` may be `(kv_heads group)` itself."""
 
     # A tuple, not a dataclass: atoms are part of many cache keys, and tuples hash faster.
-
     dim: int
     size: int
     # Names from the outermost named dim inwards: `("heads", "kv_heads")`; empty for a `1`.
@@ -110,14 +109,3 @@ class NamedNode:
     node: str
     # For fused attention only.
     attention: AttentionNote | None = None
-
-
-class GraphView(Protocol):
-    """Named graph as its analyses see it: `NamedGraph` imports them, so they cannot import it."""
-
-    @property
-    def exported(self) -> Exported: ...
-    @property
-    def tensors(self) -> Mapping[str, NamedTensor]: ...
-    @property
-    def nodes(self) -> tuple[NamedNode, ...]: ...

@@ -84,9 +84,7 @@ def _holders(node: NamedNode) -> dict[str, list[int]]:
 def is_linear_in_both(rule: Rule, one: int, other: int) -> bool:
     """Return True if an op is linear in each of two operands alone: products are, distances are not."""
     groups = [set(group) for group in rule.linear]
-    return any(one in group and other not in group for group in groups) and any(
-        other in group and one not in group for group in groups
-    )
+    return all(any(a in group and b not in group for group in groups) for a, b in ((one, other), (other, one)))
 
 
 def contractions(node: NamedNode) -> tuple[Contraction, ...]:

@@ -9,14 +9,15 @@ from their op: a softmax is bounded, a sum of finite values is finite. Overflow 
 from __future__ import annotations
 
 from cmath import isfinite
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from autopar.ir.values import GraphView, NamedNode
+from autopar.ir.exported import Exported
+from autopar.ir.values import NamedNode, NamedTensor
 from autopar.rules.call import arguments_by_name
 
 
@@ -64,11 +65,13 @@ _LENT = _ops(
 )
 
 
-def passable_sums(graph: GraphView) -> Mapping[str, frozenset[frozenset[int]]]:
+def passable_sums(
+    nodes: Iterable[NamedNode], tensors: Mapping[str, NamedTensor], exported: Exported
+) -> Mapping[str, frozenset[frozenset[int]]]:
     """Return for each op the groups of operands that may be partial sums together."""
-    values = _Values(graph)
+    values = _Values(tensors, exported)
     found = {}
-    for node in graph.nodes:
+    for node in nodes:
         groups = (frozenset(group) for group in node.rule.linear)
         found[node.name] = frozenset(group for group in groups if values.can_pass(node, group))
         values.add(node)
@@ -78,15 +81,15 @@ def passable_sums(graph: GraphView) -> Mapping[str, frozenset[frozenset[int]]]:
 class _Values:
     """Names of the values that are known to be finite, not negative (`unsigned`) and above zero (`positive`)."""
 
-    def __init__(self, graph: GraphView) -> None:
-        self.graph = graph
-        self.sources = {node.name: node for node in graph.exported.graph_module.graph.nodes}
+    def __init__(self, tensors: Mapping[str, NamedTensor], exported: Exported) -> None:
+        self.tensors = tensors
+        self.sources = {node.name: node for node in exported.graph_module.graph.nodes}
         self.finite: set[str] = set()
         self.unsigned: set[str] = set()
         self.positive: set[str] = set()
         self.makers: dict[str, NamedNode] = {}
-        for tensor in graph.tensors.values():
-            data = graph.exported.constants.get(tensor.name) if tensor.kind == "constant" else None
+        for tensor in tensors.values():
+            data = exported.constants.get(tensor.name) if tensor.kind == "constant" else None
             known = isinstance(data, torch.Tensor) and not data.is_meta and bool(data.isfinite().all())
             if known or tensor.kind in ("param", "buffer") or _is_whole(tensor.dtype):
                 self.finite.add(tensor.name)
@@ -182,11 +185,11 @@ class _Values:
 
     def _floats(self, operands: list[str]) -> list[str]:
         """Return the float operands; the others are positions or masks."""
-        return [operand for operand in operands if not _is_whole(self.graph.tensors[operand].dtype)]
+        return [operand for operand in operands if not _is_whole(self.tensors[operand].dtype)]
 
     def _least(self, operands: list[str]) -> float:
         """Return the smallest positive number in the dtype of the first operand."""
-        dtype = self.graph.tensors[operands[0]].dtype
+        dtype = self.tensors[operands[0]].dtype
         return torch.finfo(dtype).tiny if dtype.is_floating_point else 1
 
 

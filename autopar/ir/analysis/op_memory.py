@@ -81,10 +81,8 @@ def fake_input(
     device: str = "cpu",
 ) -> Tensor:
     """Return a tensor without memory; call it under a fake tensor mode."""
-    if strides is None:
-        made = torch.empty(shape, dtype=dtype, device=device)
-    else:
-        made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
+    made = torch.empty(shape, **options) if strides is None else torch.empty_strided(shape, strides, **options)
     # A view, not a leaf: some ops treat leaves differently.
     return made.requires_grad_().view_as(made) if trained else made
 
@@ -130,7 +128,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
         self.known: set[int] = set()
-        self.sizes: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -147,24 +145,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         size = storage.nbytes()
         self.known.add(key)
-        self.sizes[key] = weakref.ref(storage), size
+        self.sizes[key] = size
         self.live += size
         self.peak = max(self.peak, self.live)
         # Storages are freed outside of any op, so only a finalizer sees it.
         weakref.finalize(storage, self._free, key)
 
-    def recount(self) -> None:
-        """Count resized storages again; `resize_` of a storage is no op, so the mode does not see it."""
-        for key, (reference, size) in list(self.sizes.items()):
-            storage = reference()
-            if storage is not None and storage.nbytes() != size:
-                self.sizes[key] = reference, storage.nbytes()
-                self.live += storage.nbytes() - size
-        self.peak = max(self.peak, self.live)
-
     def _free(self, key: int) -> None:
         self.known.discard(key)
-        self.live -= self.sizes.pop(key)[1]
+        self.live -= self.sizes.pop(key)
 
 
 def footprints(exported: Exported) -> Mapping[str, Footprint]:
@@ -267,9 +256,8 @@ def _backward(operands: Sequence[Any], outputs: list[Tensor | None], counter: Li
     counter.known |= {address_of(gradient) for gradient in given}
     before = counter.peak = counter.live
     with counter:
-        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
-            starts, [value for _, value in wanted], given, allow_unused=True
-        )
+        asked = [value for _, value in wanted]
+        gradients: Sequence[Tensor | None] = torch.autograd.grad(starts, asked, given, allow_unused=True)
     shared = {address_of(gradient) for gradient in given}
     found = [(i, gradient) for (i, _), gradient in zip(wanted, gradients, strict=True) if gradient is not None]
     fresh = {address_of(one): one.untyped_storage().nbytes() for _, one in found if address_of(one) not in shared}

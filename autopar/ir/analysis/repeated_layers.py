@@ -195,8 +195,7 @@ class _LayerBefore:
     """Search for the layer before the first one of a run; other nodes may stand between its nodes."""
 
     def __init__(self, calls: _Calls, first: Sequence[int], second: Sequence[int]) -> None:
-        self.calls = calls
-        self.first = first
+        self.calls, self.first = calls, first
         self.step = {index: k for k, index in enumerate(first)}
         self.found_steps: dict[int, int] = {}
         # Operand of the first layer from outside -> the step that it corresponds to.
@@ -220,8 +219,7 @@ class _LayerBefore:
         """Return True if `candidate` and all nodes before it match `step` and the steps before it."""
         if step in self.found_steps:
             return self.found_steps[step] == candidate
-        mine = self.first[step]
-        calls = self.calls
+        calls, mine = self.calls, self.first[step]
         if not 0 <= candidate < self.first[0] or calls.signatures[candidate] != calls.signatures[mine]:
             return False
         before, here = calls.operands[candidate], calls.operands[mine]
@@ -243,9 +241,8 @@ class _LayerBefore:
             known = [self.step[b] for b in calls.operands[mine] if b in self.step and self.step[b] in self.found_steps]
             if k in self.found_steps or not known:
                 continue
-            source = calls.nodes[self.found_steps[known[0]]]
             taken = set(self.found_steps.values())
-            for user in source.users:
+            for user in calls.nodes[self.found_steps[known[0]]].users:
                 candidate = calls.index.get(user, -1)
                 if candidate not in taken and self._match(k, candidate):
                     return True

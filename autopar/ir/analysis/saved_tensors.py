@@ -51,11 +51,8 @@ def saved_values(exported: Exported) -> SavedTensors:
     graph = exported.graph_module.graph
     requires_grad = {p.node: p.requires_grad for p in exported.placeholders}
     inside = {node: number for number, nodes in checkpoint_regions(graph) for node in nodes}
-    with (
-        FakeTensorMode(),
-        torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(run.pack, lambda tensor: tensor),
-    ):
+    hooks = torch.autograd.graph.saved_tensors_hooks(run.pack, lambda tensor: tensor)
+    with FakeTensorMode(), torch.enable_grad(), hooks:
         for node in graph.nodes:
             if node.op == "placeholder":
                 run.place(node, _like_on_cpu(node.meta["val"]).requires_grad_(requires_grad[node.name]))
