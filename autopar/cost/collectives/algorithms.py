@@ -1,8 +1,8 @@
 """Collective algorithms on a hierarchy of links: hops in a row, and traffic on each level.
 
-A group of ranks is a tuple of spans, the innermost links first: `units` of the level below are joined over `level`. For
-a buffer of 1 byte, `traffic` is the most bytes that a unit of a level sends or receives in one direction, and `hops`
-counts the messages that must follow one another. Traffic on two levels of one phase is pipelined, so the slower level
+A group of ranks is a tuple of spans, the innermost links first: `units` of the level below are joined over `level`. The
+buffer has 1 byte: `traffic` is the most bytes that a unit of a level sends or receives in one direction. `hops` counts
+the messages that must follow one another. Traffic on two levels of one phase is pipelined, so the slower level
 counts; the times of phases add up. To add an algorithm, write its function and list it in `ALGORITHMS`. Levels and the
 constants of a library's algorithms are data of cluster files (`TopologyLevel`, `Library`).
 
@@ -160,7 +160,7 @@ def _log(units: int) -> int:
 
 
 def _ring(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """One ring through all ranks that enters and leaves each unit once."""
+    """Return one ring through all ranks that enters and leaves each unit once."""
     p = _ranks(group)
     # Edges of the ring by level: chains inside units; the outermost level closes the ring.
     edges = [(span.units - 1) * _ranks(group[i + 1 :]) for i, span in enumerate(group)]
@@ -197,7 +197,7 @@ def _tree(kind: str, group: Group, depth: Callable[[int], int]) -> CollectiveAlg
 
 
 def _tree_of_chains(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """NCCL's tree: a double binary tree over nodes with a chain of the ranks of each; on one node a chain."""
+    """Return NCCL's tree: a double binary tree over nodes, with a chain of ranks in each; on one node a chain."""
     if len(group) == 1 and group[0].innermost:
         span = group[0]
         hops = float(span.units - 1)
@@ -208,7 +208,7 @@ def _tree_of_chains(kind: str, group: Group) -> CollectiveAlgorithm | None:
 
 
 def _exchange_of_chains(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """Tree of chains over two nodes, which send to each other directly."""
+    """Return the tree of chains over two nodes, which send to each other directly."""
     return _tree_of_chains(kind, group) if not group[-1].innermost and group[-1].units == 2 else None
 
 
@@ -243,7 +243,7 @@ def _halving_doubling(kind: str, group: Group) -> CollectiveAlgorithm | None:
 
 
 def _binary_blocks(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """Halving and doubling in blocks of powers of two; each smaller block joins the next larger one."""
+    """Halve and double in blocks of powers of two; each smaller block joins the next larger one."""
     # Only the first block is counted at full length: the smaller ones run at the same time.
     if kind != "all_reduce":
         return None
@@ -257,7 +257,7 @@ def _binary_blocks(kind: str, group: Group) -> CollectiveAlgorithm | None:
 
 
 def _hierarchical_ring(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """Three phases: reduce to a leader in each unit, a ring of the leaders, broadcast in each unit."""
+    """Return three phases: reduce to a leader in each unit, a ring of the leaders, broadcast in each unit."""
     if kind != "all_reduce" or len(group) < 2:
         return None
     *inner, outer = range(len(group))
@@ -267,7 +267,7 @@ def _hierarchical_ring(kind: str, group: Group) -> CollectiveAlgorithm | None:
 
 
 def _torus(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """Level by level: reduce-scatter inside, reduce the shards across, gather inside."""
+    """Return one phase per level: reduce-scatter inside, reduce the shards across, gather inside."""
     if len(group) < 2:
         return None
     half = [_one_level(group, i, span.units - 1, (span.units - 1) / span.units) for i, span in enumerate(group)]
@@ -279,7 +279,7 @@ def _torus(kind: str, group: Group) -> CollectiveAlgorithm | None:
 
 
 def _nvls(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """The switch adds and multicasts: each rank reads its part of the sum and writes it to all."""
+    """Return a reduction in the switch: each rank reads its part of the sum and multicasts it to all."""
     if len(group) != 1:
         return None
     p = group[0].units
@@ -298,17 +298,17 @@ def _nvls_outer(
 
 
 def _nvls_tree(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """NVLS inside, a double binary tree across."""
+    """Return NVLS inside nodes, with a double binary tree across."""
     return _nvls_outer(kind, group, lambda units: 2.0 * _log(units), _tree_traffic)
 
 
 def _nvls_exchange(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """NVLS inside; two nodes that send to each other directly."""
+    """Return NVLS inside two nodes, which send to each other directly."""
     return _nvls_tree(kind, group) if group[-1].units == 2 else None
 
 
 def _direct(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """All messages at once, each straight to its receiver."""
+    """Return all messages at once, each straight to its receiver."""
     p = _ranks(group)
     if kind == "all_to_all":
         traffic = tuple(span.members * (p - span.members) / p for span in group)

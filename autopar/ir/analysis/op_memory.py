@@ -256,8 +256,8 @@ def _backward(operands: Sequence[Any], outputs: list[Tensor | None], counter: Li
     counter.known |= {address_of(gradient) for gradient in given}
     before = counter.peak = counter.live
     with counter:
-        asked = [value for _, value in wanted]
-        gradients: Sequence[Tensor | None] = torch.autograd.grad(starts, asked, given, allow_unused=True)
+        inputs = [value for _, value in wanted]
+        gradients: Sequence[Tensor | None] = torch.autograd.grad(starts, inputs, given, allow_unused=True)
     shared = {address_of(gradient) for gradient in given}
     found = [(i, gradient) for (i, _), gradient in zip(wanted, gradients, strict=True) if gradient is not None]
     fresh = {address_of(one): one.untyped_storage().nbytes() for _, one in found if address_of(one) not in shared}
