@@ -32,7 +32,7 @@ from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.options import Recompute
 from autopar.sharding.propagation import propagate
-from autopar.sharding.reshard_insertion import conversions
+from autopar.sharding.reshard_insertion import inserted_reshards
 from benchmarks.architectures import STANDARD
 from examples.hf import hf, small_config
 from tests.runtime.launcher import launch
@@ -190,7 +190,7 @@ def rank_outcomes(
             assignment = propagate(graph, layout, axes)
             layers = [path for repeat in graph.repeats for path in repeat.module_paths]
             assignment = replace(assignment, recompute=dict.fromkeys(layers, recompute))
-            check_contracts(layout, graph, assignment, conversions(graph, assignment, "full"))
+            check_contracts(layout, graph, assignment, inserted_reshards(graph, assignment, "full"))
             parallel = ParallelModule.planned(graph, assignment, devices, outputs="full")
         except AutoparError as error:
             outcomes.append(Outcome(strategy, None, str(error)))

@@ -39,7 +39,7 @@ from autopar.rules.shard_call.grouped_heads import repeat_masked_heads
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.choices import Choice
-from autopar.sharding.lowered_ops import LoweredOpContext, split_of
+from autopar.sharding.lowered_ops import LoweredOpContext, lowered_context
 from autopar.sharding.lowered_ops.base import Send
 from autopar.sharding.options import Outputs, Recompute
 from autopar.sharding.recompute import recompute_regions, recomputed_ops
@@ -314,7 +314,7 @@ class _Emitter:
     def _split(self, node: NamedNode, op_assignment: OpAssignment) -> LoweredOpContext | None:
         """As it is on this rank; the wiring has it as on the busiest."""
         at = self.groups.coordinate
-        return split_of(self.graph, node, op_assignment.choice.splits, op_assignment.operands, self.axes, at)
+        return lowered_context(self.graph, node, op_assignment.choice.splits, op_assignment.operands, self.axes, at)
 
     def _results(
         self, node: NamedNode, op_assignment: OpAssignment

@@ -27,7 +27,7 @@ from autopar.sharding.layout.source import excerpts
 from autopar.sharding.layout.syntax import Limit, MeshStatement
 from autopar.sharding.options import Outputs
 from autopar.sharding.propagation import propagate_plan
-from autopar.sharding.reshard_insertion import conversions
+from autopar.sharding.reshard_insertion import inserted_reshards
 from autopar.solver.infeasible.errors import NoFeasiblePlan
 from autopar.solver.progress import Progress
 from autopar.solver.solve import PlanOptions, solve_plan
@@ -249,7 +249,7 @@ def _on_mesh(
         raise _with_all_memory(error, cluster.device.memory_bytes) if is_usual else error from None
     decided = canonical(graph, solved.plan)
     if said is not None:
-        sent = conversions(graph, decided.assignment, decided.outputs, decided.local_inputs)
+        sent = inserted_reshards(graph, decided.assignment, decided.outputs, decided.local_inputs)
         check_contracts(said, graph, decided.assignment, sent)
     bound = solved.bound_seconds if solved.gap <= LARGEST_GAP else 0.0
     plan = Plan(graph, decided, mesh, cluster, limit, bound, solved.origin, within_layout=within)

@@ -19,7 +19,7 @@ from autopar.plans.text.to_layout import WrittenLayout, written
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.syntax import print_statement
-from autopar.sharding.reshard_insertion import StepCollective, conversions
+from autopar.sharding.reshard_insertion import StepCollective, inserted_reshards
 from autopar.sharding.sharding import Sharding
 from autopar.solver.progress import relative_gap
 
@@ -86,7 +86,7 @@ class PlanRecord:
         decided = self.decided
         network = Network(self.cluster, decided.axes, decided.links)
         found = []
-        for one in conversions(self.graph, decided.assignment, decided.outputs, decided.local_inputs):
+        for one in inserted_reshards(self.graph, decided.assignment, decided.outputs, decided.local_inputs):
             for direction, step in one.collectives():
                 size = step.numel * one.itemsize
                 seconds = network.seconds(step.kind.value, step.axes, float(size))

@@ -16,7 +16,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.sharding.layout.check import check_layout
-from autopar.sharding.layout.fill_open import filled, groups_of, options_of, shared
+from autopar.sharding.layout.fill_open import fill_holes, groups_of, options_of, spell_out_same
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.matching import StatementIndex
 from autopar.sharding.layout.parameter_storage import GatherPolicy, gather_policy_of, recompute_of, stored_splits
@@ -79,7 +79,7 @@ class BoundLayout:
         if not self.groups:
             return self.whole
         tensors = {tensor.name: (tensor, self.kinds(tensor)) for tensor in self.graph.tensors.values()}
-        return shared(self.whole, tensors, self.axes)
+        return spell_out_same(self.whole, tensors, self.axes)
 
     @property
     def is_empty(self) -> bool:
@@ -235,7 +235,7 @@ class BoundLayout:
             )
         if not options:
             return (self._parts,)
-        return tuple(StatementIndex(filled(self._tensor_layout, self.axes, picks)) for picks in product(*options))
+        return tuple(StatementIndex(fill_holes(self._tensor_layout, self.axes, picks)) for picks in product(*options))
 
     @cached_property
     def _has_storage_blocks(self) -> bool:

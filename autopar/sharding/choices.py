@@ -23,7 +23,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.rules.notation import FactorKind, Operand
-from autopar.sharding.lowered_ops import communicating
+from autopar.sharding.lowered_ops import lowered_op_of
 from autopar.sharding.sharding import Sharding, atoms_of
 
 SPLITTABLE = (FactorKind.PARALLEL, FactorKind.SUM, FactorKind.MEAN)
@@ -124,7 +124,7 @@ def can_split(node: NamedNode, site: Site, used: tuple[str, ...], axes: SubMesh,
     kind = node.rule.kinds.get(factor)
     if atom >= len(node.atoms.get(factor, ())):
         return False
-    lowering = communicating(node, factor)
+    lowering = lowered_op_of(node, factor)
     if lowering is not None and not lowering.allows(node, factor, atom):
         return False
     if lowering is None and kind not in SPLITTABLE:
@@ -201,7 +201,7 @@ def _sharding(
         if factor in operand.factors:
             return None  # the tensor has the factor, but not the atom that is split
         if position is None:
-            if communicating(node, factor) is not None:
+            if lowered_op_of(node, factor) is not None:
                 continue  # its own collectives give the sum to all ranks
             if node.rule.kinds[factor] is FactorKind.PARALLEL:
                 return None

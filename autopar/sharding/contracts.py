@@ -14,7 +14,7 @@ from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.matching import glob_matches
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Guard, Limit, Same
-from autopar.sharding.lowered_ops import LoweredOpContext, split_of
+from autopar.sharding.lowered_ops import LoweredOpContext, lowered_context
 from autopar.sharding.lowered_ops.halo import Window, received_share
 from autopar.sharding.op_pins import kinds_of
 from autopar.sharding.reshard_insertion import InsertedReshard
@@ -94,7 +94,7 @@ def _check_same(same: Same, graph: NamedGraph, assignment: Assignment) -> None:
     texts: dict[str, str] = {}
     for name in (*left, *right):
         sharding = assignment.stored.get(name, assignment.values.get(name))
-        texts[name] = "unused" if sharding is None else layout_text(graph.tensors[name], sharding)
+        texts[name] = "unused" if sharding is None else sharding_text(graph.tensors[name], sharding)
     first = left[0]
     for name, text in texts.items():
         if text != texts[first]:
@@ -106,7 +106,7 @@ def _check_same(same: Same, graph: NamedGraph, assignment: Assignment) -> None:
             )
 
 
-def layout_text(tensor: NamedTensor, layout: Sharding) -> str:
+def sharding_text(tensor: NamedTensor, layout: Sharding) -> str:
     """Return the axes of each physical dim, as `[dp*tp, none]`."""
     dims: list[list[str]] = [[] for _ in tensor.shape]
     for atom, axes in zip(tensor.atoms, layout.splits, strict=True):
@@ -117,7 +117,7 @@ def layout_text(tensor: NamedTensor, layout: Sharding) -> str:
 def _check_halo(limit: Limit, graph: NamedGraph, assignment: Assignment) -> None:
     for node in graph.nodes:
         op_assignment = assignment.ops[node.name]
-        split = split_of(graph, node, op_assignment.choice.splits, op_assignment.operands, assignment.axes)
+        split = lowered_context(graph, node, op_assignment.choice.splits, op_assignment.operands, assignment.axes)
         for factor, share in () if split is None else _over_halo_limit(limit, split):
             raise layout_error(
                 "E6",
@@ -136,6 +136,6 @@ def _over_halo_limit(limit: Limit, split: LoweredOpContext) -> list[tuple[str, f
     return [(factor, share) for factor, share in shares.items() if 100 * share > limit.percent]
 
 
-def passes_halo(limit: Limit, split: LoweredOpContext) -> bool:
+def exceeds_halo(limit: Limit, split: LoweredOpContext) -> bool:
     """Return whether an op on shards reads more from its neighbours than a limit allows."""
     return bool(_over_halo_limit(limit, split))

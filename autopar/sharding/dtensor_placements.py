@@ -1,4 +1,4 @@
-"""Shardings to DTensor placements and back.
+"""Convert shardings to DTensor placements.
 
 A placement names a physical dim, one per mesh dim in the order of the mesh. An axis may split a minor atom of a dim, or
 split in another order than the mesh's. Its pieces are then strided in the dim, and the placement is a `_StridedShard`,
@@ -7,8 +7,6 @@ which exists for even pieces only. `autopar.runtime.strided_dtensor` lets DTenso
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import permutations, product
 from math import prod
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -71,54 +69,3 @@ def _check_even(sharding: Sharding, atoms: Atoms, axes: SubMesh, dim: int, tenso
                 f"and {why}, so the uneven pieces would lie strided, which no DTensor placement describes\n"
                 f"fix: split by axes whose product divides {size}, or another dim",
             )
-
-
-def from_placements(placements: Sequence[Placement], atoms: Atoms, axes: SubMesh) -> Sharding:
-    """Return the sharding of a DTensor; raise E4 where its pieces are not those of any sharding of these atoms."""
-    if len(placements) != len(axes):
-        raise ValueError(f"{len(placements)} placements for a mesh with the axes {', '.join(axes)}")
-    wanted = tuple(placements)
-    for sharding in _candidates(wanted, atoms, axes):
-        try:
-            if to_placements(sharding, atoms, axes) == _normal(wanted, len(atoms.dims)):
-                return sharding
-        except LayoutError:
-            continue  # no DTensor has this sharding
-    raise LayoutError(
-        "E4",
-        f"the placements {wanted} of a tensor of shape {atoms.shape} do not cut it along its named dims, whose sizes "
-        f"are {atoms.sizes}\nfix: distribute the tensor so that every axis splits one named dim evenly",
-    )
-
-
-def _candidates(placements: tuple[Placement, ...], atoms: Atoms, axes: SubMesh) -> Iterator[Sharding]:
-    """Yield all shardings that split the right physical dims; those in the order of the mesh first."""
-    partial: set[str] = set()
-    cut: list[tuple[str, int]] = []
-    for axis, placement in zip(axes, placements, strict=True):
-        if isinstance(placement, Partial) and placement.reduce_op == "sum":
-            partial.add(axis)
-        elif isinstance(placement, Shard | _StridedShard):
-            cut.append((axis, placement.dim % len(atoms.dims)))
-        elif not isinstance(placement, Replicate):
-            raise LayoutError("E4", f"placement {placement} of axis '{axis}' is no state of a tensor: only sums are")
-    # Placements do not tell in which order axes split the atoms of a dim, so every order is tried.
-    for order in permutations(cut):
-        for places in product(*(atoms.members[dim] for _, dim in order)):
-            held: list[list[str]] = [[] for _ in atoms.sizes]
-            for (axis, _), atom in zip(order, places, strict=True):
-                held[atom].append(axis)
-            yield Sharding(tuple(map(tuple, held)), frozenset(partial))
-
-
-def _normal(placements: tuple[Placement, ...], dims: int) -> tuple[Placement, ...]:
-    """Return the placements with dims counted from 0, and with plain shards where the stride is 1."""
-    found: list[Placement] = []
-    for placement in placements:
-        if isinstance(placement, _StridedShard) and placement.split_factor > 1:
-            found.append(_StridedShard(placement.dim % dims, split_factor=placement.split_factor))
-        elif isinstance(placement, Shard | _StridedShard):
-            found.append(Shard(placement.dim % dims))
-        else:
-            found.append(placement)
-    return tuple(found)

@@ -85,7 +85,7 @@ def allows(pin: OpPin, choice: Choice, node: NamedNode) -> bool:
     )
 
 
-def cannot_be_had(pin: OpPin, node: NamedNode, axes: SubMesh, graph: NamedGraph) -> LayoutError:
+def infeasible_pin(pin: OpPin, node: NamedNode, axes: SubMesh, graph: NamedGraph) -> LayoutError:
     """Return the error E5 for a pin that the op does not allow, with a reason for each word."""
     reasons = []
     for word, over in pin.choice:

@@ -25,14 +25,14 @@ from autopar.mesh import SubMesh
 from autopar.sharding.assignment import Assignment, OpAssignment, StepPlan
 from autopar.sharding.bound_layout import BoundLayout, close_request, matches
 from autopar.sharding.choices import Passing, Site, can_split, choices, passings_of, shardings_of, sites_of
-from autopar.sharding.layout.fill_open import filled, filled_from, options_of
+from autopar.sharding.layout.fill_open import fill_from, fill_holes, options_of
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.parameter_storage import GatherPolicy
 from autopar.sharding.layout.resolve import UNPINNED, SplitRequest
 from autopar.sharding.layout.syntax import Axes, OpPin, Pin
 from autopar.sharding.lift_broadcasts import begin_at_parameters
-from autopar.sharding.lowered_ops import split_of
-from autopar.sharding.op_pins import allows, cannot_be_had, pinned_passings, pinned_sites, uneven_sites
+from autopar.sharding.lowered_ops import lowered_context
+from autopar.sharding.op_pins import allows, infeasible_pin, pinned_passings, pinned_sites, uneven_sites
 from autopar.sharding.reshard.reshard import Reshard, reshard
 from autopar.sharding.sharding import Atoms, Sharding, atoms_of
 
@@ -160,7 +160,7 @@ class _HoleFiller:
         """Return the bytes that the graph sends with these picks; infinite where they are infeasible."""
         if picks not in self.tried:
             try:
-                layout = filled(self.bound.whole, self.bound.axes, picks)
+                layout = fill_holes(self.bound.whole, self.bound.axes, picks)
                 bound = BoundLayout(self.bound.graph, layout, self.bound.axes, constrained=False)
                 propagation = _Propagation(bound, self.cache)
                 assignment = propagation.run()
@@ -261,7 +261,7 @@ class _Propagation:
             if best is None or rank < best[0]:
                 best = rank, op_assignment
         if best is None and pin is not None:
-            raise cannot_be_had(pin, node, self.axes, self.graph)
+            raise infeasible_pin(pin, node, self.axes, self.graph)
         if best is None:
             raise LayoutError("E5", self._no_choice(node))
         return best[1]
@@ -279,7 +279,7 @@ class _Propagation:
             if tensor.name in group:
                 decided = (self.graph.tensors[name] for name in group if name in self.values)
                 for other in decided:
-                    wanted = filled_from(tensor, wanted, other, self.values[other.name].splits)
+                    wanted = fill_from(tensor, wanted, other, self.values[other.name].splits)
         return wanted
 
     def _candidates(
@@ -348,7 +348,7 @@ class _Propagation:
             if name is not None and wanted is not None:
                 source = self.stored.get(name, self.values[name])
                 found[name, source, wanted] = self._bytes(self.graph.tensors[name], source, wanted)
-        split = split_of(self.graph, node, op_assignment.choice.splits, op_assignment.operands, self.axes)
+        split = lowered_context(self.graph, node, op_assignment.choice.splits, op_assignment.operands, self.axes)
         if split is not None:
             inside = [
                 sent_numel(message.reshard, message.differentiable) * message.itemsize for message in split.messages()

@@ -16,7 +16,7 @@ from torch.fx import Node
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import Assignment, OpAssignment
-from autopar.sharding.lowered_ops import LoweredOpContext, split_of
+from autopar.sharding.lowered_ops import LoweredOpContext, lowered_context
 from autopar.sharding.options import Outputs
 from autopar.sharding.reshard.reshard import Reshard, Step, reshard
 from autopar.sharding.sharding import Atoms, Sharding, atoms_of
@@ -94,7 +94,7 @@ class ReshardPlan:
         return tuple(one for one in (*every, *self.outputs) if one.ways)
 
 
-def conversions(
+def inserted_reshards(
     graph: NamedGraph, assignment: Assignment, outputs: Outputs = "sharded", local_inputs: bool = False
 ) -> tuple[InsertedReshard, ...]:
     """Return all reshards and messages of an assignment, in the order of the graph."""
@@ -140,15 +140,15 @@ class _ReshardInserter:
         )
         return ReshardPlan(inputs, ops, tuple(handed), results)
 
-    def _op(self, node: NamedNode, op_assignment: OpAssignment) -> OpReshards:
+    def _op(self, node: NamedNode, op: OpAssignment) -> OpReshards:
         before: list[InsertedReshard] = []
         operands = tuple(
             None if name is None else (name, self._as(name, sharding, node.name, before))
-            for name, sharding in zip(node.operands, op_assignment.operands, strict=True)
+            for name, sharding in zip(node.operands, op.operands, strict=True)
         )
-        split = split_of(self.graph, node, op_assignment.choice.splits, op_assignment.operands, self.assignment.axes)
+        split = lowered_context(self.graph, node, op.choice.splits, op.operands, self.assignment.axes)
         after: list[InsertedReshard] = []
-        for name, produced, wanted in zip(node.outputs, op_assignment.produced, op_assignment.results, strict=True):
+        for name, produced, wanted in zip(node.outputs, op.produced, op.results, strict=True):
             if name is None:
                 continue
             assert produced is not None, node.name

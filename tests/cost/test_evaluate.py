@@ -24,7 +24,7 @@ from autopar.sharding.assignment import StepPlan
 from autopar.sharding.buckets import BUCKET_BYTES
 from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.propagation import propagate_plan
-from autopar.sharding.reshard_insertion import conversions
+from autopar.sharding.reshard_insertion import inserted_reshards
 from examples.gpt import gpt
 
 CLUSTER = load_cluster("h100")
@@ -73,7 +73,7 @@ def test_a_plan_is_for_one_graph(graph: NamedGraph) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_priced_is_what_is_emitted(graph: NamedGraph, layout: str) -> None:
     plan = plan_of(graph, layout)
-    listed = conversions(graph, plan.assignment)
+    listed = inserted_reshards(graph, plan.assignment)
     sent: dict[tuple[str, tuple[str, ...], str], int] = {}
     for one in listed:
         for direction, step in one.collectives():
@@ -195,7 +195,7 @@ def test_every_parameter_is_in_one_bucket(graph: NamedGraph, layout: str) -> Non
     plan = plan_of(graph, layout)
     buckets = LoweredStep(graph, plan).buckets
     members = [one for bucket in buckets for one in bucket.members]
-    listed = [one for one in conversions(graph, plan.assignment) if graph.tensors[one.tensor].kind == "param"]
+    listed = [one for one in inserted_reshards(graph, plan.assignment) if graph.tensors[one.tensor].kind == "param"]
     keys = [(one.tensor, one.reshard) for one in members]
     assert len(set(keys)) == len(keys)
     assert set(keys) == {(one.tensor, one.reshard) for one in listed}

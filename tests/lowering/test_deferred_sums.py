@@ -14,7 +14,7 @@ from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.layout.language import choose_layout, parse_layout
 from autopar.sharding.propagation import propagate
-from autopar.sharding.reshard_insertion import conversions
+from autopar.sharding.reshard_insertion import inserted_reshards
 from autopar.tracing.trace import trace
 from tests.ranks import difference
 
@@ -49,7 +49,7 @@ def branches() -> tuple[NamedGraph, Tensor]:
 
 def sent(graph: NamedGraph, layout: str, axes: Mapping[str, int], params: bool = False) -> Counter[str]:
     """Collectives by direction, kind and tensor."""
-    found = conversions(graph, propagate(graph, parse_layout(layout), axes))
+    found = inserted_reshards(graph, propagate(graph, parse_layout(layout), axes))
     return Counter(
         f"{way} {step.kind.value} {one.tensor}"
         for one in found
@@ -59,7 +59,7 @@ def sent(graph: NamedGraph, layout: str, axes: Mapping[str, int], params: bool =
 
 
 def sent_bytes(graph: NamedGraph, layout: str, axes: Mapping[str, int]) -> int:
-    found = conversions(graph, propagate(graph, parse_layout(layout), axes))
+    found = inserted_reshards(graph, propagate(graph, parse_layout(layout), axes))
     return sum(step.sent_numel * one.itemsize for one in found for _, step in one.collectives())
 
 

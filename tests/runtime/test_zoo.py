@@ -14,7 +14,7 @@ from autopar.errors import LayoutError
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import choose_layout, load_strategy
 from autopar.sharding.propagation import propagate
-from autopar.sharding.reshard_insertion import conversions
+from autopar.sharding.reshard_insertion import inserted_reshards
 from benchmarks.architectures import STANDARD
 from benchmarks.zoo import (
     STRATEGIES,
@@ -108,7 +108,7 @@ def test_strategies_keep_their_promises(architecture: str) -> None:
         axes = {"a": 2, "b": 2}
         layout = choose_layout(strategy_call(strategy, 2), axes)
         assignment = propagate(graph, layout, axes)
-        check_contracts(layout, graph, assignment, conversions(graph, assignment))
+        check_contracts(layout, graph, assignment, inserted_reshards(graph, assignment))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from autopar.errors import LayoutError
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import choose_layout, parse_layout
 from autopar.sharding.propagation import propagate, propagate_plan
-from autopar.sharding.reshard_insertion import conversions
+from autopar.sharding.reshard_insertion import inserted_reshards
 from examples.hf import hf
 
 
@@ -121,7 +121,7 @@ def test_fsdp_says_what_it_gathers_of_activations() -> None:
     layout = choose_layout("fsdp", {"fsdp": 2})
     assignment = propagate(graph, layout, {"fsdp": 2})
     with pytest.warns(autopar.AutoparWarning, match="warn all_gather over fsdp is broken by the all_gather"):
-        check_contracts(layout, graph, assignment, conversions(graph, assignment, "sharded"))
+        check_contracts(layout, graph, assignment, inserted_reshards(graph, assignment, "sharded"))
 
 
 SPLIT = {

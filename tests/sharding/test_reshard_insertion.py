@@ -24,7 +24,7 @@ from autopar.sharding.layout.language import choose_layout, parse_layout
 from autopar.sharding.options import Outputs
 from autopar.sharding.propagation import propagate
 from autopar.sharding.reshard.reshard import Reshard
-from autopar.sharding.reshard_insertion import conversions, insert_reshards
+from autopar.sharding.reshard_insertion import insert_reshards, inserted_reshards
 from autopar.tracing.trace import trace
 from examples.gpt import gpt
 from examples.mlp import mlp
@@ -70,7 +70,7 @@ def sizes(mesh: str) -> dict[str, int]:
 def check(graph: NamedGraph, layout: Any, axes: dict[str, int], outputs: Outputs, local_inputs: bool) -> int:
     """How many conversions there are; each of them stands in the generated graph, and no other does."""
     assignment = propagate(graph, layout, axes)
-    listed = conversions(graph, assignment, outputs, local_inputs)
+    listed = inserted_reshards(graph, assignment, outputs, local_inputs)
     emitted = emit(graph, assignment, FirstRank(axes), outputs, local_inputs)  # type: ignore[arg-type]
     assert emitted.inserted == listed
     generated: Counter[Reshard] = Counter()
@@ -119,7 +119,7 @@ def test_once_per_layout_and_again_at_the_outputs() -> None:
     model, inputs = gpt(batch=4, seq=8, vocab=104, loss=False)
     graph = trace(model, inputs)
     assignment = propagate(graph, choose_layout("megatron_sp", {"dp": 2, "tp": 2}), {"dp": 2, "tp": 2})
-    sharded, full = (conversions(graph, assignment, outputs) for outputs in ("sharded", "full"))
+    sharded, full = (inserted_reshards(graph, assignment, outputs) for outputs in ("sharded", "full"))
     assert full[: len(sharded)] == sharded
     (gathered,) = full[len(sharded) :]
     assert gathered.op == "the outputs"

@@ -19,7 +19,7 @@ import autopar
 from autopar.cost.evaluate import Costs, evaluate
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.reshard_insertion import conversions
+from autopar.sharding.reshard_insertion import inserted_reshards
 from autopar.solver.infeasible.errors import NoFeasiblePlan
 from autopar.solver.model.build import build
 from autopar.solver.model.objective import peak_gib
@@ -137,7 +137,7 @@ def keeping(problem: Drawn, oracle: Oracle) -> Callable[[Sequence[int]], Costs]:
 
     def found(chosen: Sequence[int]) -> Costs:
         plan, costs = oracle.plan(chosen), price(chosen)
-        sent = conversions(problem.graph, plan.assignment, plan.outputs, plan.local_inputs)
+        sent = inserted_reshards(problem.graph, plan.assignment, plan.outputs, plan.local_inputs)
         try:
             check_contracts(problem.layout, problem.graph, plan.assignment, sent)
         except autopar.AutoparError:

@@ -18,7 +18,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.bound_layout import BoundLayout
-from autopar.sharding.contracts import layout_text
+from autopar.sharding.contracts import sharding_text
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.options import PlanOptions
 from autopar.solver import strategies
@@ -201,7 +201,7 @@ def test_tensors_that_are_to_share_a_layout_do() -> None:
         graph, AXES, CLUSTER, layout=parse_layout(f"batch -> dp; same @{one} @{other}"), experts=False, time_limit=3600
     )
     stored = found.plan.assignment.stored
-    texts = [layout_text(graph.tensors[name], stored[name]) for name in (one, other)]
+    texts = [sharding_text(graph.tensors[name], stored[name]) for name in (one, other)]
     assert texts[0] == texts[1]
 
 

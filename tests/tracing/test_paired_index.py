@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.propagation import propagate
-from autopar.sharding.reshard_insertion import conversions
+from autopar.sharding.reshard_insertion import inserted_reshards
 
 B, T, D = 4, 6, 3
 ONE = torch.tensor([5, 0, -2, 3])
@@ -67,7 +67,7 @@ def test_the_dim_that_is_counted_can_be_split(case: str) -> None:
     x = torch.randn(B, T, D)
     graph = autopar.trace(Lookup(case), (x, MANY), dims={"x": "batch seq d", "i": "batch k"})
     assignment = propagate(graph, parse_layout("batch -> dp; * -> none"), {"dp": 2})
-    forward = [step for one in conversions(graph, assignment, "local", True) for way, step in one.collectives()]
+    forward = [step for one in inserted_reshards(graph, assignment, "local", True) for way, step in one.collectives()]
     assert {step.kind.value for step in forward} <= {"all_reduce"}, "of the gradient of the parameter"
 
 
@@ -153,5 +153,5 @@ def test_what_is_written_can_be_split(case: str) -> None:
     x, v = torch.randn(B, T, D), torch.randn(B, D)
     graph = autopar.trace(Write(case), (x, PLACES, v), dims={"x": "batch seq d", "i": "batch k", "v": "batch d"})
     assignment = propagate(graph, parse_layout("batch -> dp; * -> none"), {"dp": 2})
-    sent = [step for one in conversions(graph, assignment, "local", True) for way, step in one.collectives()]
+    sent = [step for one in inserted_reshards(graph, assignment, "local", True) for way, step in one.collectives()]
     assert {step.kind.value for step in sent} <= {"all_reduce"}, "of the gradient of the parameter"

@@ -13,7 +13,7 @@ import autopar
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.propagation import propagate
-from autopar.sharding.reshard_insertion import conversions
+from autopar.sharding.reshard_insertion import inserted_reshards
 from examples.hf import hf
 from tests.equivalence import assert_equivalent
 
@@ -134,7 +134,7 @@ def test_under_data_parallelism_tokens_stay_with_their_rank() -> None:
     graph = autopar.trace(*hf("mixtral", batch=4))
     layout = choose_layout("fsdp", {"fsdp": 2})
     assignment = propagate(graph, layout, {"fsdp": 2})
-    inserted = conversions(graph, assignment, "sharded")
+    inserted = inserted_reshards(graph, assignment, "sharded")
     check_contracts(layout, graph, assignment, inserted)
     sent = {graph.tensors[one.tensor].kind for one in inserted for way, _ in one.collectives() if way == "forward"}
     assert sent == {"param"}

@@ -45,7 +45,7 @@ def options_of(layout: Layout, axes: SubMesh) -> list[tuple[Axes, ...]]:
     return found
 
 
-def filled(layout: Layout, axes: SubMesh, picks: Sequence[Axes]) -> Layout:
+def fill_holes(layout: Layout, axes: SubMesh, picks: Sequence[Axes]) -> Layout:
     """Return the layout with one pick for each decision."""
     left = iter(picks)
 
@@ -90,7 +90,7 @@ def groups_of(layout: Layout, names: Sequence[str]) -> list[tuple[str, ...]]:
     ]
 
 
-def shared(layout: Layout, tensors: Mapping[str, tuple[HasAtoms, tuple[str, ...]]], axes: SubMesh) -> Layout:
+def spell_out_same(layout: Layout, tensors: Mapping[str, tuple[HasAtoms, tuple[str, ...]]], axes: SubMesh) -> Layout:
     """Return the layout with a block for each tensor that takes axes over; `tensors` come with their kinds."""
     added: list[Block] = []
     for group in groups_of(layout, list(tensors)):
@@ -101,14 +101,14 @@ def shared(layout: Layout, tensors: Mapping[str, tuple[HasAtoms, tuple[str, ...]
                 wanted = resolve(layout, tensor, role, axes)
                 found = wanted
                 for other, _ in (tensors[other] for other in others):
-                    found = filled_from(tensor, found, other, resolve(layout, other, role, axes))
+                    found = fill_from(tensor, found, other, resolve(layout, other, role, axes))
                 rules = _rules_for(tensor, wanted, found)
                 if rules:
                     added.append(Block((Scope(role, glob=name),), rules, span=rules[0].span))  # type: ignore[arg-type]
     return Layout((*layout.statements, *added), layout.name)
 
 
-def filled_from(tensor: HasAtoms, wanted: SplitRequest, other: HasAtoms, theirs: SplitRequest) -> SplitRequest:
+def fill_from(tensor: HasAtoms, wanted: SplitRequest, other: HasAtoms, theirs: SplitRequest) -> SplitRequest:
     """Return a request with its open atoms filled from that of another tensor with equal atoms."""
     if atoms_of(tensor) != atoms_of(other):
         return wanted

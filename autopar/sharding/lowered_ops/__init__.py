@@ -1,6 +1,6 @@
 """Lowered ops: they run on shards with collectives of their own, where a rule keeps a factor whole or needs halos.
 
-`communicating` finds the lowered op for a factor. `split_of` binds it to a choice, with its messages, which are
+`lowered_op_of` finds the lowered op for a factor. `lowered_context` binds it to a choice, with its messages, which are
 reshards. Choices, prices and the generated graph all read these two.
 """
 
@@ -32,14 +32,14 @@ def lowered_ops() -> Mapping[str, LoweredOp]:
     return found
 
 
-def communicating(node: NamedNode, factor: str) -> LoweredOp | None:
+def lowered_op_of(node: NamedNode, factor: str) -> LoweredOp | None:
     """Return the lowered op that runs a node with `factor` split, where its rule alone does not allow it."""
     # Lowered ops draw no random numbers.
     lowering = None if node.rule.random else lowered_ops().get(node.op)
     return lowering if lowering is not None and node.source == "table" and lowering.takes(node, factor) else None
 
 
-def split_of(
+def lowered_context(
     graph: NamedGraph,
     node: NamedNode,
     splits: Iterable[tuple[tuple[str, int], tuple[str, ...]]],
@@ -53,7 +53,7 @@ def split_of(
     """
     own: dict[str, tuple[str, ...]] = {}
     for (factor, _), used in splits:
-        if communicating(node, factor) is not None:
+        if lowered_op_of(node, factor) is not None:
             own[factor] = (*own.get(factor, ()), *used)
     if not own:
         return None

@@ -103,7 +103,7 @@ def whole_dims(node: NamedNode) -> tuple[int, ...]:
     return tuple(i for i, term in enumerate(operand.terms) if node.rule.whole.intersection(term))
 
 
-def largest_of(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+def local_maximum(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     """Return the maximum along a dim of a shard, minus infinity where the shard is empty."""
     if x.shape[dim]:
         return x.detach().amax(dim, keepdim)
@@ -112,7 +112,7 @@ def largest_of(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     return none.unsqueeze(dim) if keepdim else none
 
 
-def widened(dtype: torch.dtype) -> torch.dtype:
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype to sum in: float32 for 16-bit floats, in which long sums lose their last digits."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
@@ -133,11 +133,11 @@ def total(split: LoweredOpContext, shape: tuple[int, ...], *, shared: bool) -> O
     whole = Sharding(((),) * len(shape))
     target = replace(whole, broadcast=axes) if shared else whole
     found = reshard(Atoms.plain(shape), replace(whole, partial=axes), target, split.mesh)
-    return OpMessage(found, widened(split.dtype).itemsize, split.differentiable)
+    return OpMessage(found, sum_dtype(split.dtype).itemsize, split.differentiable)
 
 
 def maximum(split: LoweredOpContext, shape: tuple[int, ...]) -> OpMessage:
     """Return the message that takes the maximum over the shards, without a gradient."""
     # The steps are those of a sum; only the op of the collective differs.
     summed = total(split, shape, shared=False).reshard
-    return Maximum(replace(summed, backward=()), widened(split.dtype).itemsize, differentiable=False)
+    return Maximum(replace(summed, backward=()), sum_dtype(split.dtype).itemsize, differentiable=False)

@@ -18,9 +18,9 @@ from autopar.sharding.lowered_ops.base import (
     OpMessage,
     Send,
     WholeFactorOp,
+    sum_dtype,
     total,
     whole_dims,
-    widened,
 )
 
 
@@ -41,7 +41,7 @@ class LayerNorm(WholeFactorOp):
         self, split: LoweredOpContext, local: LocalCall, pieces: Mapping[str, FactorSlice], sends: tuple[Send, ...]
     ) -> Any:
         given = local.arguments
-        x: Tensor = given["input"].to(widened(split.dtype))
+        x: Tensor = given["input"].to(sum_dtype(split.dtype))
         width = len(given["normalized_shape"])
         dims, count = list(range(-width, 0)), prod(given["normalized_shape"])
         centred = x - sends[0](x.sum(dims, keepdim=True)) / count
@@ -60,7 +60,7 @@ class RmsNorm(WholeFactorOp):
         self, split: LoweredOpContext, local: LocalCall, pieces: Mapping[str, FactorSlice], sends: tuple[Send, ...]
     ) -> Any:
         given = local.arguments
-        x: Tensor = given["input"].to(widened(split.dtype))
+        x: Tensor = given["input"].to(sum_dtype(split.dtype))
         width = len(given["normalized_shape"])
         dims, count = list(range(-width, 0)), prod(given["normalized_shape"])
         eps = torch.finfo(x.dtype).eps if given["eps"] is None else given["eps"]
@@ -85,7 +85,7 @@ class BatchNorm(WholeFactorOp):
         self, split: LoweredOpContext, local: LocalCall, pieces: Mapping[str, FactorSlice], sends: tuple[Send, ...]
     ) -> Any:
         given = local.arguments
-        x: Tensor = given["input"].to(widened(split.dtype))
+        x: Tensor = given["input"].to(sum_dtype(split.dtype))
         dims = [dim for dim in range(x.dim()) if dim != 1]
         count = prod(split.whole[dim] for dim in dims)
         along = [1, -1, *[1] * (x.dim() - 2)]
@@ -122,7 +122,7 @@ class Moments(WholeFactorOp):
     def run(
         self, split: LoweredOpContext, local: LocalCall, pieces: Mapping[str, FactorSlice], sends: tuple[Send, ...]
     ) -> Any:
-        x: Tensor = local.arguments["self"].to(widened(split.dtype))
+        x: Tensor = local.arguments["self"].to(sum_dtype(split.dtype))
         dims = whole_dims(split.node)
         kinds = split.node.rule.kinds.items()
         count = prod(split.node.sizes[factor] for factor, kind in kinds if kind is FactorKind.WHOLE)

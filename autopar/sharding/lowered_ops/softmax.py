@@ -17,10 +17,10 @@ from autopar.sharding.lowered_ops.base import (
     Send,
     WholeFactorOp,
     dims_of,
-    largest_of,
+    local_maximum,
     maximum,
+    sum_dtype,
     total,
-    widened,
 )
 
 # Values of `reduction` in torch.nn.functional.
@@ -47,8 +47,9 @@ class Softmax(WholeFactorOp):
         result = local.arguments.get("dtype") or given.dtype
         if local.arguments.get("half_to_float"):
             result = torch.float32
-        x = given.to(result).to(widened(split.dtype)) if widened(result) == widened(split.dtype) else given.to(result)
-        x = x - largest(largest_of(x, dim, keepdim=True))
+        x, wide = given.to(result), sum_dtype(split.dtype)
+        x = x.to(wide) if sum_dtype(result) == wide else x
+        x = x - largest(local_maximum(x, dim, keepdim=True))
         exponentials = x.exp()
         spread = added(exponentials.sum(dim, keepdim=True))
         return (x - spread.log() if self.log else exponentials / spread).to(result)
@@ -84,11 +85,11 @@ class CrossEntropy:
         (dim,) = dims_of(split).values()
         piece, given = pieces[factor], local.arguments
         largest, added = sends
-        logits: Tensor = given["self"].to(widened(split.dtype))
+        logits: Tensor = given["self"].to(sum_dtype(split.dtype))
         counted = given["target"] != given["ignore_index"]
         known = (given["target"] >= 0) & (given["target"] < piece.total)
         torch._assert_async((known | ~counted).all(), f"cross_entropy: a target is not one of {piece.total} classes")
-        top = largest(largest_of(logits, dim)).unsqueeze(dim)
+        top = largest(local_maximum(logits, dim)).unsqueeze(dim)
         logits = logits - torch.where(top.isinf(), 0, top)
         index = torch.where(counted, given["target"], 0) - piece.start
         inside = (index >= 0) & (index < piece.length)

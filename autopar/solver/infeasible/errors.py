@@ -9,7 +9,7 @@ from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.source import layout_error
-from autopar.sharding.op_pins import cannot_be_had, pin_of
+from autopar.sharding.op_pins import infeasible_pin, pin_of
 from autopar.solver.infeasible.minimal_conflict import conflicting, spans_of
 
 __all__ = ["NoFeasiblePlan", "OutOfTime", "no_option"]
@@ -39,7 +39,7 @@ def no_option(
     lines, _ = conflicting(bound_layout, can_be_had)
     pin = pin_of(bound_layout.layout, node)
     if pin is not None and len(lines) < 2:
-        return cannot_be_had(pin, node, axes, bound_layout.graph)
+        return infeasible_pin(pin, node, axes, bound_layout.graph)
     conflict = "\nthese lines cannot all be had; without any one of them, the others can" if len(lines) > 1 else ""
     return layout_error(
         "E7" if len(lines) > 1 else "E5",

@@ -19,10 +19,10 @@ import numpy as np
 
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.bound_layout import BoundLayout
-from autopar.sharding.contracts import is_guarded, layout_text, passes_halo
+from autopar.sharding.contracts import exceeds_halo, is_guarded, sharding_text
 from autopar.sharding.layout.matching import glob_matches
 from autopar.sharding.layout.syntax import Contract, Guard, Limit, Same
-from autopar.sharding.lowered_ops import split_of
+from autopar.sharding.lowered_ops import lowered_context
 from autopar.sharding.sharding import Sharding, atoms_of
 from autopar.solver.arrays import Floats
 from autopar.solver.model.builder import handed_out
@@ -103,7 +103,7 @@ class _Contracts:
         place = self.model.place["op", node.name]
         counts = np.zeros(len(self.model.variables[place].states))
         for i, option in enumerate(self.model.variables[place].states):
-            split = split_of(self.graph, node, option.choice.splits, option.operands, self.setting.axes)
+            split = lowered_context(self.graph, node, option.choice.splits, option.operands, self.setting.axes)
             if split is None:
                 continue
             for message in split.messages():
@@ -111,7 +111,7 @@ class _Contracts:
                 for way, steps in (("forward", there), ("backward", back)):
                     sent = [(step.kind.value, frozenset(step.axes)) for step in steps if not step.local]
                     counts[i] += _count(broken, way, sent)
-            counts[i] += sum(passes_halo(limit, split) for limit in self.halos)
+            counts[i] += sum(exceeds_halo(limit, split) for limit in self.halos)
         if counts.any():
             self._add(place, counts)
 
@@ -200,7 +200,7 @@ class _Contracts:
     def _texts(self, place: int) -> list[str]:
         variable = self.model.variables[place]
         tensor = self.graph.tensors[variable.name]
-        return [layout_text(tensor, one if variable.kind == "value" else one.layout) for one in variable.states]
+        return [sharding_text(tensor, one if variable.kind == "value" else one.layout) for one in variable.states]
 
 
 def _wants(model: Model, user: NamedNode, name: str) -> tuple[tuple[Sharding, ...], ...]:

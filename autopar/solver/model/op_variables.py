@@ -12,7 +12,7 @@ from autopar.cost.memory.local_memory import local_footprint
 from autopar.ir.analysis.op_memory import Footprint
 from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import OpAssignment
-from autopar.sharding.lowered_ops import split_of
+from autopar.sharding.lowered_ops import lowered_context
 from autopar.sharding.reshard_insertion import InsertedReshard
 from autopar.solver.arrays import Floats
 from autopar.solver.candidates import OpSharding, options_of
@@ -135,7 +135,7 @@ class OpVariables(ModelBuilder):
         """What an op holds on one rank."""
         op_assignment = OpAssignment(option.choice, option.operands, option.produced, option.produced)
         axes = self.setting.axes
-        split = split_of(self.graph, node, option.choice.splits, option.operands, axes)
+        split = lowered_context(self.graph, node, option.choice.splits, option.operands, axes)
         return local_footprint(self.graph, node, op_assignment, split, axes)
 
     def _gradients_gib(self, node: NamedNode, option: OpSharding, footprint: Footprint) -> float:
@@ -171,7 +171,7 @@ class OpVariables(ModelBuilder):
 
     def _sent_inside(self, once: Floats, more: Floats, node: NamedNode, option: OpSharding) -> None:
         """What an op sends by itself, and what more if it is computed again."""
-        split = split_of(self.graph, node, option.choice.splits, option.operands, self.setting.axes)
+        split = lowered_context(self.graph, node, option.choice.splits, option.operands, self.setting.axes)
         for message in split.messages() if split is not None else ():
             name = node.operands[0]
             assert name is not None, node.name

@@ -13,7 +13,7 @@ from autopar.sharding.assignment import StepPlan
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.syntax import Contract
-from autopar.sharding.reshard_insertion import conversions
+from autopar.sharding.reshard_insertion import inserted_reshards
 from autopar.solver.progress import Progress
 from autopar.solver.setting import PlanningProblem
 
@@ -76,7 +76,7 @@ class Incumbent:
         layout = self.bound_layout.given
         if not any(isinstance(statement, Contract) for statement in layout):
             return True
-        sent = conversions(self.setting.graph, plan.assignment, plan.outputs, plan.local_inputs)
+        sent = inserted_reshards(self.setting.graph, plan.assignment, plan.outputs, plan.local_inputs)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", AutoparWarning)  # whoever takes the plan is warned
             try:
