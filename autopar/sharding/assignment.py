@@ -67,6 +67,7 @@ class StepPlan:
     def recompute(self) -> Mapping[str, Recompute]:
         return self.assignment.recompute
 
+    # Cached, because the cost model looks parameters up in these sets at every step of a simulation.
     @cached_property
     def keep_gathered(self) -> frozenset[str]:
         """Parameters that are gathered once per optimizer step, not in every micro-batch."""

@@ -72,6 +72,7 @@ def _check_guard(guard: Guard, broken: list[_Sent]) -> None:
     error = layout_error("E6", message, fix, guard.span)
     if guard.action == "forbid":
         raise error
+    # Points at the caller of the planner, not at this check.
     warnings.warn(str(error), AutoparWarning, stacklevel=4)
 
 

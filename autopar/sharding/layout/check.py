@@ -63,6 +63,7 @@ def _check_mesh(statement: Statement, axes: SubMesh) -> None:
     if not isinstance(statement, MeshStatement):
         return
     written = statement.mesh.axes
+    # A size that the layout leaves out, `mesh dp, tp=8`, fits any mesh.
     fits = tuple(written) == tuple(axes) and all(size in (None, axes[axis]) for axis, size in written.items())
     if not fits:
         given = ", ".join(f"{axis}={size}" for axis, size in axes.items())
@@ -78,6 +79,7 @@ def _check_names(statement: Statement, words: LayoutWords, axes: SubMesh, any_di
     span: SourceSpan | None = getattr(statement, "span", None)
     for rule in rules_of(statement):
         for pattern in () if any_dims else rule.dims:
+            # The position of an atom says nothing without a tensor, so it is allowed in scopes and pins only.
             if pattern.startswith(POSITION) and isinstance(statement, Block | Pin):
                 continue
             if not any(matches(pattern, dim) for dim in words.dims):

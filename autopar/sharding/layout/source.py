@@ -42,6 +42,7 @@ class SourceSpan:
 
 def read_text(path: str | Path) -> str:
     """Return the text of a layout file; read at most MAX_CHARACTERS of a larger one."""
+    # Null bytes are not printable.
     shown = repr(str(path)) if "\0" in str(path) else str(path)
     try:
         mode = os.stat(path).st_mode

@@ -48,12 +48,14 @@ class Window:
         local = numeric_padding(local, dims)
         name = "input" if "input" in local.arguments else "self"
         read: Tensor = local.arguments[name]
+        # One split dim after the other, so that corners come with the edges of earlier dims.
         for send in sends:
             read = send(read)
         local = unpadded(local, dims)
         reaches = [(stretch.dim, stretch.reach(stretch.place(split.at))) for stretch in stretches]
         made = {stretch.factor: stretch.made(stretch.place(split.at))[1] for stretch in stretches}
         shape = replace(local, local_sizes={**local.local_sizes, **made}).output_shape()
+        # A rank whose piece of the output is empty still takes part in the exchange above.
         if 0 in shape:
             given = local.with_arguments(**{name: read}).arguments.values()
             return nothing(shape, split.dtype, [value for value in given if isinstance(value, Tensor)])

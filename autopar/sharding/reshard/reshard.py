@@ -145,6 +145,7 @@ class ScaledReshards:
         places = change.cut if helper is None else tuple(sorted((*change.cut, helper)))
         small, before, after = [], [], []
         scale = 1.0
+        # Other atoms scale the result by their local size; one that all axes divide shrinks to their product.
         for i, size in enumerate(sizes):
             if i not in places:
                 scale *= longest(size, source.splits[i], self.axes)
