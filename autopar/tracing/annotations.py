@@ -16,16 +16,12 @@ _tracing: ContextVar[bool] = ContextVar("autopar_tracing", default=False)
 def named(x: torch.Tensor, dims: str) -> torch.Tensor:
     """Name the dims of a tensor for a trace.
 
-    Parameters
-    ----------
-    x
-        A tensor in the forward of a model.
-    dims
-        One name for each dim, `_` for a dim without one: `"batch seq d_model"`, `"batch seq (heads head_dim)"`.
+    Parameters:
+        x: a tensor in the forward of a model.
+        dims: one name for each dim, `_` for a dim without one: `"batch seq d_model"`, `"batch seq (heads head_dim)"`.
 
-    Returns
-    -------
-    `x` itself; during a trace an op that returns it.
+    Returns:
+        `x` itself; during a trace an op that returns it.
 
     >>> import autopar, torch
     >>> autopar.named(torch.ones(2, 3), "batch d_model").shape
@@ -40,16 +36,12 @@ def named(x: torch.Tensor, dims: str) -> torch.Tensor:
 def constrain(x: torch.Tensor, layout: str) -> torch.Tensor:
     """Pin the sharding of a tensor, as a line of a layout would.
 
-    Parameters
-    ----------
-    x
-        A tensor in the forward of a model.
-    layout
-        Splits by dim name: `"batch -> dp, seq -> tp"`.
+    Parameters:
+        x: a tensor in the forward of a model.
+        layout: splits by dim name: `"batch -> dp, seq -> tp"`.
 
-    Returns
-    -------
-    `x` itself; during a trace an op that returns it.
+    Returns:
+        `x` itself; during a trace an op that returns it.
 
     >>> import autopar, torch
     >>> autopar.constrain(torch.ones(2, 3), "batch -> dp").shape

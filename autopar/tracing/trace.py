@@ -34,19 +34,14 @@ def trace(
 ) -> NamedGraph:
     """Trace a model into a functional graph of its forward, with a rule for every op and a name for every dim.
 
-    Parameters
-    ----------
-    model
-        Any module that is not parallel yet; it may be on the meta device.
-    inputs
-        Example arguments: a tuple of positional ones or a dict of keyword ones.
-    dims
-        Names for dims of inputs, parameters and buffers, by name or pattern:
-        `{"input_ids": "batch seq", "layers.*.up_proj.weight": "d_ff d_model"}`.
+    Parameters:
+        model: any module that is not parallel yet; it may be on the meta device.
+        inputs: example arguments: a tuple of positional ones or a dict of keyword ones.
+        dims: names for dims of inputs, parameters and buffers, by name or pattern:
+            `{"input_ids": "batch seq", "layers.*.up_proj.weight": "d_ff d_model"}`.
 
-    Returns
-    -------
-    The graph, which prints as a listing of its ops.
+    Returns:
+        The graph, which prints as a listing of its ops.
 
     >>> import autopar, torch
     >>> graph = autopar.trace(torch.nn.Linear(4, 2), (torch.ones(8, 4),))
