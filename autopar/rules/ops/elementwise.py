@@ -10,7 +10,7 @@ import torch
 
 from autopar.rules.bind_call import fresh_names
 from autopar.rules.call import Call, takes_tensors
-from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
+from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample, sample_calls
 from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE", "aligned_dims", "broadcast_samples", "broadcast_shape", "dims_text", "pointwise"]
@@ -114,12 +114,6 @@ def _cast_like(call: Call) -> str:
     return f"{dims}, {dims_text(read)} -> {dims}; linear 0 0+1{clause}"
 
 
-def _cast_like_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for kind, other in (("normal", "normal"), ("int", "normal"), ("normal", "int")):
-        yield make_sample(op, [Draw((5, 7), kind), Draw((4,), other)], {}, tries)
-    yield make_sample(op, [Draw((5, 7)), Draw(())], {}, tries)
-
-
 def _glu(call: Call) -> str:
     """Write the rule: the first half of the dim gates the second, so the halves are one factor and stay together."""
     rank = call.operand(0).rank
@@ -129,11 +123,6 @@ def _glu(call: Call) -> str:
     return f"{' '.join(left)} -> {' '.join(names)}"
 
 
-def _glu_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, dim in (((5, 14), -1), ((10, 7, 4), 0), ((5, 6, 7), 1)):
-        yield make_sample(op, [Draw(shape)], {"dim": dim}, tries)
-
-
 def _prelu(call: Call) -> str:
     """Write the rule: one weight for all channels, or one for each along dim 1."""
     rank = call.operand(0).rank
@@ -141,11 +130,6 @@ def _prelu(call: Call) -> str:
     shared = rank < 2 or call.operand(1).shape != (call.operand(0).shape[1],)
     weight = "1" * call.operand(1).rank or "()" if shared else names[1]
     return f"{dims_text(names)}, {weight} -> {dims_text(names)}"
-
-
-def _prelu_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, weight in (((5, 7), (7,)), ((3, 4, 5), (4,)), ((5, 7), (1,)), ((7,), (1,)), ((), (1,))):
-        yield make_sample(op, [Draw(shape), Draw(weight)], {}, tries)
 
 
 def _filled(call: Call) -> str:
@@ -165,11 +149,6 @@ def _filled_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]
 def _pairs(call: Call) -> str:
     names = fresh_names(call.output.rank, {"parts"})
     return f"{' '.join([*names, 'parts!'])} -> {dims_text(names)}"
-
-
-def _pairs_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape in ((2,), (5, 2), (5, 7, 2)):
-        yield make_sample(op, [Draw(shape)], {}, tries)
 
 
 def _isin(call: Call) -> str:
@@ -196,11 +175,16 @@ FAMILIES = {
     "arithmetic": OpFamily(pointwise, _number_samples),
     "linear_when": OpFamily(_linear_when, _samples_both_ways),
     "cast": OpFamily(_cast, _cast_samples),
-    "cast_like": OpFamily(_cast_like, _cast_like_samples),
-    "glu": OpFamily(_glu, _glu_samples),
-    "prelu": OpFamily(_prelu, _prelu_samples),
+    "cast_like": OpFamily(
+        _cast_like,
+        sample_calls("", ((5, 7), (4,)), (Draw((5, 7), "int"), (4,)), ((5, 7), Draw((4,), "int")), ((5, 7), ())),
+    ),
+    "glu": OpFamily(_glu, sample_calls("dim", ((5, 14), -1), ((10, 7, 4), 0), ((5, 6, 7), 1))),
+    "prelu": OpFamily(
+        _prelu, sample_calls("", ((5, 7), (7,)), ((3, 4, 5), (4,)), ((5, 7), (1,)), ((7,), (1,)), ((), (1,)))
+    ),
     "filled": OpFamily(_filled, _filled_samples),
-    "pairs": OpFamily(_pairs, _pairs_samples),
+    "pairs": OpFamily(_pairs, sample_calls("", ((2,),), ((5, 2),), ((5, 7, 2),))),
     "isin": OpFamily(_isin, _isin_samples),
 }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from autopar.rules.call import Call, TensorSpec
 from autopar.rules.ops._names import Names, text, whole, wrap
 from autopar.rules.ops.elementwise import aligned_dims
-from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
+from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample, sample_calls
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from autopar.rules.table import OpFamily
 
@@ -170,12 +170,6 @@ def _looked_up(call: Call, left: list[str], dim: int) -> list[str]:
     return [f"index 1 {left[dim]}", f"lower {left[dim]} masked_lookup"]
 
 
-def _index_select_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, dim, index in (((7, 5), 0, (4,)), ((3, 7, 5), -2, (4,)), ((7,), 0, (9,)), ((5, 7), 1, ())):
-        yield make_sample(op, [Draw(shape), Draw(index, "index", 7)], {"dim": dim})
-    yield make_sample(op, [Draw((7, 5), "bool"), Draw((4,), "index", 7)], {"dim": 0})
-
-
 def _gather(call: Call) -> str:
     """Write the rule: other dims are parallel where their sizes are equal; a shorter index keeps them whole."""
     shape, index = call.operand(0).shape, call.operand(1).shape
@@ -194,18 +188,6 @@ def _gather(call: Call) -> str:
     return text([left, right], [right], *_looked_up(call, left, dim))
 
 
-def _gather_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, dim, index in (
-        ((7, 5), 0, (4, 5)),
-        ((5, 7), -1, (5, 4)),
-        ((7, 5), 0, (4, 3)),
-        ((3, 7, 5), 1, (3, 4, 5)),
-        ((7,), 0, (4,)),
-    ):
-        yield make_sample(op, [Draw(shape), Draw(index, "index", 7)], {"dim": dim})
-    yield make_sample(op, [Draw((7, 5), "bool"), Draw((4, 5), "index", 7)], {"dim": 0})
-
-
 def _take_along_dim(call: Call) -> str:
     """Write the rule of a gather whose other dims broadcast; without a dim both tensors are flattened."""
     shape, index, out = call.operand(0).shape, call.operand(1).shape, call.output.shape
@@ -218,11 +200,6 @@ def _take_along_dim(call: Call) -> str:
     left = ["1" if size == 1 != extent else name for name, size, extent in zip(found, shape, out, strict=True)]
     left[dim] = names.one()
     return text([left, read], [found], *_looked_up(call, left, dim))
-
-
-def _take_along_dim_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, dim, index in (((7, 5), 0, (4, 5)), ((5, 7), -1, (1, 4)), ((3, 7, 1), 1, (1, 4, 5)), ((7,), None, (4,))):
-        yield make_sample(op, [Draw(shape), Draw(index, "index", 7)], {"dim": dim})
 
 
 # -- the rest ---------------------------------------------------------------------------------------------------------
@@ -373,9 +350,39 @@ autopar.bags.default                                        bags; try @autopar.r
 FAMILIES = {
     "embedding": OpFamily(_embedding, _embedding_samples),
     "index": OpFamily(_index, _index_samples),
-    "index_select": OpFamily(_index_select, _index_select_samples),
-    "gather": OpFamily(_gather, _gather_samples),
-    "take_along_dim": OpFamily(_take_along_dim, _take_along_dim_samples),
+    "index_select": OpFamily(
+        _index_select,
+        sample_calls(
+            "dim",
+            ((7, 5), Draw((4,), "index", 7), 0),
+            ((3, 7, 5), Draw((4,), "index", 7), -2),
+            ((7,), Draw((9,), "index", 7), 0),
+            ((5, 7), Draw((), "index", 7), 1),
+            (Draw((7, 5), "bool"), Draw((4,), "index", 7), 0),
+        ),
+    ),
+    "gather": OpFamily(
+        _gather,
+        sample_calls(
+            "dim",
+            ((7, 5), Draw((4, 5), "index", 7), 0),
+            ((5, 7), Draw((5, 4), "index", 7), -1),
+            ((7, 5), Draw((4, 3), "index", 7), 0),
+            ((3, 7, 5), Draw((3, 4, 5), "index", 7), 1),
+            ((7,), Draw((4,), "index", 7), 0),
+            (Draw((7, 5), "bool"), Draw((4, 5), "index", 7), 0),
+        ),
+    ),
+    "take_along_dim": OpFamily(
+        _take_along_dim,
+        sample_calls(
+            "dim",
+            ((7, 5), Draw((4, 5), "index", 7), 0),
+            ((5, 7), Draw((1, 4), "index", 7), -1),
+            ((3, 7, 1), Draw((1, 4, 5), "index", 7), 1),
+            ((7,), Draw((4,), "index", 7), None),
+        ),
+    ),
     "embedding_bag": OpFamily(all_whole, _embedding_bag_samples),
     "one_hot": OpFamily(_one_hot, _one_hot_samples),
     "buckets": OpFamily(_buckets, _bucket_samples),

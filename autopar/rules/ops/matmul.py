@@ -11,7 +11,7 @@ import torch
 from autopar.rules.bind_call import fresh_names
 from autopar.rules.call import Call
 from autopar.rules.ops.elementwise import aligned_dims, dims_text
-from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
+from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample, sample_calls
 from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
@@ -91,11 +91,6 @@ def _inner(call: Call) -> str:
     return f"{' '.join([*rows, 'k'])}, {' '.join([*columns, 'k'])} -> {dims_text(rows + columns)}; linear 0 1"
 
 
-def _inner_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for first, second in (((5,), (5,)), ((4, 5), (5,)), ((4, 5), (3, 7, 5)), ((), (4, 5))):
-        yield make_sample(op, _draws(first, second), {}, tries)
-
-
 # -- contractions of any dims -----------------------------------------------------------------------------------------
 
 
@@ -116,15 +111,6 @@ def _tensordot(call: Call) -> str:
     for d, partner in zip(contracted, partners, strict=True):
         second[partner] = first[d]
     return f"{dims_text(first)}, {dims_text(second)} -> {dims_text(output)}; linear 0 1"
-
-
-def _tensordot_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for first, second, contracted, partners in (
-        ((3, 4, 5), (5, 4, 7), [1, 2], [1, 0]),
-        ((3, 5), (7, 5), [-1], [-1]),
-        ((3, 4), (5,), [], []),
-    ):
-        yield make_sample(op, _draws(first, second), {"dims_self": contracted, "dims_other": partners}, tries)
 
 
 def _letters(subscripts: str) -> list[str]:
@@ -194,11 +180,6 @@ def _kron(call: Call) -> str:
         output.append(f"({' '.join(term)})")
     texts = [dims_text(side[rank - call.operand(i).rank :]) for i, side in enumerate((first, second))]
     return f"{', '.join(texts)} -> {dims_text(output)}; linear 0 1"
-
-
-def _kron_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for first, second in (((4, 5), (3, 7)), ((4,), (3, 7)), ((5,), (4,)), ((), (4,))):
-        yield make_sample(op, _draws(first, second), {}, tries)
 
 
 def _chain(call: Call) -> str:
@@ -311,10 +292,18 @@ FAMILIES = {
     "matmul": OpFamily(_matmul, _matmul_samples),
     "linear": OpFamily(_linear, _linear_samples),
     "added": OpFamily(_added, _added_samples),
-    "inner": OpFamily(_inner, _inner_samples),
-    "tensordot": OpFamily(_tensordot, _tensordot_samples),
+    "inner": OpFamily(_inner, sample_calls("", ((5,), (5,)), ((4, 5), (5,)), ((4, 5), (3, 7, 5)), ((), (4, 5)))),
+    "tensordot": OpFamily(
+        _tensordot,
+        sample_calls(
+            "dims_self dims_other",
+            ((3, 4, 5), (5, 4, 7), [1, 2], [1, 0]),
+            ((3, 5), (7, 5), [-1], [-1]),
+            ((3, 4), (5,), [], []),
+        ),
+    ),
     "einsum": OpFamily(_einsum, _einsum_samples),
-    "kron": OpFamily(_kron, _kron_samples),
+    "kron": OpFamily(_kron, sample_calls("", ((4, 5), (3, 7)), ((4,), (3, 7)), ((5,), (4,)), ((), (4,)))),
     "chain": OpFamily(_chain, _chain_samples),
     "grouped": OpFamily(_grouped, _grouped_samples),
     "expert_rows": OpFamily(_expert_rows, _expert_rows_samples),

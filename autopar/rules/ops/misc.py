@@ -12,7 +12,7 @@ from autopar.rules.call import Call, TensorSpec, takes_tensors
 from autopar.rules.ops._names import Names, text, wrap
 from autopar.rules.ops.elementwise import aligned_dims, dims_text
 from autopar.rules.ops.index import all_whole
-from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
+from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample, sample_calls
 from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
@@ -28,11 +28,6 @@ def _spectrogram(call: Call) -> str:
         [[*batch, *(names.whole() for _ in range(call.output.rank - len(batch)))]],
         "linear 0 1",
     )
-
-
-def _spectrogram_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape in ((3, 20), (20,)):
-        yield make_sample(op, [Draw(shape), Draw((6,))], {"n_fft": 6, "hop_length": 2, "return_complex": True})
 
 
 def _meshgrid(call: Call) -> str:
@@ -62,11 +57,6 @@ def _take(call: Call) -> str:
     return text([[names.whole() for _ in call.operand(0).shape], found], [found])
 
 
-def _take_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, index in (((5, 4), (3, 4)), ((7,), (5,))):
-        yield make_sample(op, [Draw(shape), Draw(index, "index", 7)], {})
-
-
 def _diagonal_scatter(call: Call) -> str:
     """Write the rule: the two dims of the diagonal are whole, the rest is parallel."""
     rank = call.operand(0).rank
@@ -74,11 +64,6 @@ def _diagonal_scatter(call: Call) -> str:
     names = Names()
     left = [names.whole() if dim in taken else names.one() for dim in range(rank)]
     return text([left, [*(name for dim, name in enumerate(left) if dim not in taken), names.whole()]], [left])
-
-
-def _diagonal_scatter_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, part, offset, dim1, dim2 in (((5, 5), (5,), 0, 0, 1), ((3, 4, 5), (4, 3), 1, 0, -1)):
-        yield make_sample(op, [Draw(shape), Draw(part)], {"offset": offset, "dim1": dim1, "dim2": dim2})
 
 
 def _broadcast(call: Call) -> str:
@@ -97,15 +82,6 @@ def _broadcast_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Samp
 def _diagonal_matrix(call: Call) -> str:
     """Write the rule of a matrix with this diagonal, or of the diagonal of a matrix."""
     return "a! -> b! c!" if call.operand(0).rank == 1 else "a! b! -> c!"
-
-
-def _diagonal_matrix_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, diagonal in (((5,), 0), ((5,), 1), ((5, 5), 0), ((4, 5), -1)):
-        yield make_sample(op, [Draw(shape)], {"diagonal": diagonal}, tries)
-
-
-def _blocks_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    yield make_sample(op, [[Draw((4, 5)), Draw((3, 7))]], {}, tries)
 
 
 # -- recurrent cells and layers ----------------------------------------------------------------------------------------
@@ -261,12 +237,19 @@ aten.{fft_fftfreq,fft_rfftfreq}.default              -> n; lower n own_part; try
 
 FAMILIES = {
     "broadcast": OpFamily(_broadcast, _broadcast_samples),
-    "diagonal_matrix": OpFamily(_diagonal_matrix, _diagonal_matrix_samples),
-    "blocks": OpFamily(all_whole, _blocks_samples),
-    "spectrogram": OpFamily(_spectrogram, _spectrogram_samples),
+    "diagonal_matrix": OpFamily(
+        _diagonal_matrix, sample_calls("diagonal", ((5,), 0), ((5,), 1), ((5, 5), 0), ((4, 5), -1))
+    ),
+    "blocks": OpFamily(all_whole, sample_calls("", ([Draw((4, 5)), Draw((3, 7))],))),
+    "spectrogram": OpFamily(
+        _spectrogram,
+        sample_calls("n_fft hop_length return_complex", ((3, 20), (6,), 6, 2, True), ((20,), (6,), 6, 2, True)),
+    ),
     "meshgrid": OpFamily(_meshgrid, _meshgrid_samples),
-    "take": OpFamily(_take, _take_samples),
-    "diagonal_scatter": OpFamily(_diagonal_scatter, _diagonal_scatter_samples),
+    "take": OpFamily(_take, sample_calls("", ((5, 4), Draw((3, 4), "index", 7)), ((7,), Draw((5,), "index", 7)))),
+    "diagonal_scatter": OpFamily(
+        _diagonal_scatter, sample_calls("offset dim1 dim2", ((5, 5), (5,), 0, 0, 1), ((3, 4, 5), (4, 3), 1, 0, -1))
+    ),
     "recurrent": OpFamily(_recurrent, _recurrent_samples),
     "cell": OpFamily(_cell, _cell_samples),
     "factory": OpFamily(_filled, _filled_samples),

@@ -9,7 +9,7 @@ import torch
 from autopar.rules.bind_call import fresh_names
 from autopar.rules.call import Call
 from autopar.rules.ops.elementwise import dims_text
-from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
+from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample, sample_calls
 from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
@@ -177,18 +177,13 @@ def _renorm(call: Call) -> str:
     return _line([dims], [dims])
 
 
-def _renorm_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for dim in (0, -1):
-        yield make_sample(op, [Draw((5, 7))], {"p": 2, "dim": dim, "maxnorm": 1.0}, tries)
-
-
 FAMILIES = {
     "layer_norm": OpFamily(_layer_norm, _layer_norm_samples),
     "group_norm": OpFamily(_group_norm, _group_norm_samples),
     "batch_norm": OpFamily(_batch_norm, _batch_norm_samples),
     "instance_norm": OpFamily(_instance_norm, _instance_norm_samples),
     "weight_norm": OpFamily(_weight_norm, _weight_norm_samples),
-    "renorm": OpFamily(_renorm, _renorm_samples),
+    "renorm": OpFamily(_renorm, sample_calls("p dim maxnorm", ((5, 7), 2, 0, 1.0), ((5, 7), 2, -1, 1.0))),
 }
 
 TABLE = """

@@ -9,7 +9,7 @@ import torch
 from autopar.rules.bind_call import fresh_names
 from autopar.rules.call import Call
 from autopar.rules.ops.elementwise import broadcast_samples, dims_text, pointwise
-from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
+from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample, sample_calls
 from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
@@ -59,18 +59,18 @@ def _rrelu(call: Call) -> str:
     return pointwise(call) + ("; random" if call["training"] else "")
 
 
-def _rrelu_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    operands = [Draw((5, 7)), Draw((5, 7), fixed=True)]
-    for training in (True, False):
-        yield make_sample(op, operands, {"lower": 0.1, "upper": 0.4, "training": training}, tries)
-
-
 FAMILIES = {
     "dropout": OpFamily(_dropout, _dropout_samples),
     "channel_dropout": OpFamily(_channel_dropout, _dropout_samples),
     "drawn": OpFamily(_drawn, _drawn_samples),
     "drawn_like": OpFamily(pointwise, lambda op, tries, *kinds: list(broadcast_samples(op, tries, *kinds))[:1]),
-    "rrelu": OpFamily(_rrelu, _rrelu_samples),
+    "rrelu": OpFamily(
+        _rrelu,
+        sample_calls(
+            "lower upper training",
+            *(((5, 7), Draw((5, 7), fixed=True), 0.1, 0.4, training) for training in (True, False)),
+        ),
+    ),
 }
 
 TABLE = """

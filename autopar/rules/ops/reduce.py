@@ -11,7 +11,7 @@ from autopar.rules.bind_call import fresh_names
 from autopar.rules.call import Call
 from autopar.rules.ops._names import Names, text, whole, wrap
 from autopar.rules.ops.elementwise import aligned_dims, broadcast_shape, dims_text
-from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
+from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample, sample_calls
 from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE", "reduced_dims", "reduction_text"]
@@ -73,11 +73,6 @@ def _sum_to_size(call: Call) -> str:
     offset = len(shape) - len(size)
     output = ["1" if size[i] == 1 != shape[offset + i] else name for i, name in enumerate(kept)]
     return f"{dims_text(names)} -> {dims_text(output)}; linear 0; localise size"
-
-
-def _sum_to_size_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for size in ((7, 4), (1, 4), (5, 1, 4), (5, 7, 4)):
-        yield make_sample(op, [Draw((5, 7, 4))], {"size": size}, tries)
 
 
 def _norm(call: Call, argument: str) -> str:
@@ -169,11 +164,6 @@ def _softmax(call: Call) -> str:
     if names:
         names[call["dim"] % len(names)] += "!"
     return f"{dims_text(names)} -> {dims_text(names)}"
-
-
-def _softmax_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, dim in (((5, 7), -1), ((5, 7, 4), 1), ((5, 7), 0)):
-        yield make_sample(op, [Draw(shape)], {"dim": dim}, tries)
 
 
 def _moments(call: Call) -> str:
@@ -342,7 +332,9 @@ aten.bincount.default                                       n!, n!? -> k!; try c
 
 FAMILIES = {
     "reduce": OpFamily(_reduce, _reduce_samples),
-    "sum_to_size": OpFamily(_sum_to_size, _sum_to_size_samples),
+    "sum_to_size": OpFamily(
+        _sum_to_size, sample_calls("size", *(((5, 7, 4), size) for size in ((7, 4), (1, 4), (5, 1, 4), (5, 7, 4))))
+    ),
     "norm": OpFamily(_norm, _norm_samples),
     "linalg_norm": OpFamily(_linalg_norm, _linalg_norm_samples),
     "index_of": OpFamily(_index_of, _index_of_samples),
@@ -350,7 +342,7 @@ FAMILIES = {
     "between": OpFamily(_between, _between_samples),
     "vecdot": OpFamily(_vecdot, _between_samples),
     "cross": OpFamily(_cross, _cross_samples),
-    "softmax": OpFamily(_softmax, _softmax_samples),
+    "softmax": OpFamily(_softmax, sample_calls("dim", ((5, 7), -1), ((5, 7, 4), 1), ((5, 7), 0))),
     "along": OpFamily(_along, _along_samples),
     "histc": OpFamily(_histc, _histc_samples),
 }

@@ -23,7 +23,7 @@ from autopar.rules.ops.index import (
     is_mask,
     words,
 )
-from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
+from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample, sample_calls
 from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
@@ -204,16 +204,13 @@ def _index_write_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sa
             yield make_sample(op, [Draw(shape), Draw((count,), "index", 7), third], {"dim": dim, "alpha": 2})
 
 
-def _masked_scatter_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, mask in (((5, 4), (5, 4)), ((5, 4), (5, 1))):
-        yield make_sample(op, [Draw(shape), Draw(mask, "bool"), Draw((30,))], {})
-
-
 FAMILIES = {
     "index_put": OpFamily(_index_put, _index_put_samples),
     "scatter": OpFamily(_scatter, _scatter_samples),
     "index_write": OpFamily(_index_write, _index_write_samples),
-    "masked_scatter": OpFamily(all_whole, _masked_scatter_samples),
+    "masked_scatter": OpFamily(
+        all_whole, sample_calls("", ((5, 4), Draw((5, 4), "bool"), (30,)), ((5, 4), Draw((5, 1), "bool"), (30,)))
+    ),
 }
 
 TABLE = """

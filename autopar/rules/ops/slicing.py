@@ -12,7 +12,7 @@ import torch
 
 from autopar.rules.call import Call
 from autopar.rules.ops._names import Names, as_list, compound, text, whole, wrap
-from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
+from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample, sample_calls
 from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
@@ -154,11 +154,6 @@ def _unbind(call: Call) -> str:
     return text([left], [part] * len(call.outputs))
 
 
-def _unbind_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, dim in (((3, 5), 0), ((5, 7, 3), -1), ((4,), 0)):
-        yield make_sample(op, [Draw(shape)], {"dim": dim}, tries)
-
-
 # -- together ---------------------------------------------------------------------------------------------------------
 
 
@@ -263,11 +258,6 @@ def _roll(call: Call) -> str:
     return text([terms], [terms])
 
 
-def _roll_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shifts, dims in (([1], [0]), ([-1, 2], [0, -1]), ([2], []), ([5, 0], [0, 1])):
-        yield make_sample(op, [Draw((5, 4, 3))], {"shifts": shifts, "dims": dims})
-
-
 # -- transposes and diagonals ------------------------------------------------------------------------------------------
 
 
@@ -321,11 +311,6 @@ def _diagonal(call: Call) -> str:
     return text([left], [[*(name for dim, name in enumerate(left) if dim not in taken), names.whole()]])
 
 
-def _diagonal_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, offset, dim1, dim2 in (((5, 5), 0, 0, 1), ((3, 4, 5), 1, 0, -1), ((3, 7, 5), -1, 2, 1)):
-        yield make_sample(op, [Draw(shape)], {"offset": offset, "dim1": dim1, "dim2": dim2}, tries)
-
-
 def _diag_embed(call: Call) -> str:
     """Write the rule: the last dim becomes the diagonal of two dims."""
     rank = call.output.rank
@@ -335,11 +320,6 @@ def _diag_embed(call: Call) -> str:
     rest = iter(left)
     right = [names.whole() if dim in placed else next(rest) for dim in range(rank)]
     return text([[*left, names.whole()]], [right])
-
-
-def _diag_embed_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, offset, dim1, dim2 in (((5,), 0, -2, -1), ((3, 5), 1, 0, -1), ((3, 4), -1, 2, 1)):
-        yield make_sample(op, [Draw(shape)], {"offset": offset, "dim1": dim1, "dim2": dim2}, tries)
 
 
 def _rot90(call: Call) -> str:
@@ -357,19 +337,9 @@ def _rot90(call: Call) -> str:
     return text([left], [right])
 
 
-def _rot90_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for turns in (0, 1, 2, -1):
-        yield make_sample(op, [Draw((3, 4, 5))], {"k": turns, "dims": [0, 2]}, tries)
-
-
 def _as_strided(call: Call) -> str:
     names = Names()
     return text([[names.whole() for _ in call.operand(0).shape]], [[names.whole() for _ in call.output.shape]])
-
-
-def _as_strided_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, size, stride, offset in (((5, 3), [3, 4], [3, 2], 1), ((4, 5), [5, 4], [1, 5], 0)):
-        yield make_sample(op, [Draw(shape)], {"size": size, "stride": stride, "storage_offset": offset}, tries)
 
 
 TABLE = """
@@ -413,14 +383,26 @@ FAMILIES = {
     "slice_scatter": OpFamily(_slice_scatter, _slice_scatter_samples),
     "select": OpFamily(_select, _select_samples),
     "split": OpFamily(_split, _split_samples),
-    "unbind": OpFamily(_unbind, _unbind_samples),
+    "unbind": OpFamily(_unbind, sample_calls("dim", ((3, 5), 0), ((5, 7, 3), -1), ((4,), 0))),
     "cat": OpFamily(_cat, _cat_samples),
     "stack": OpFamily(_stack, _stack_samples),
     "pad": OpFamily(_pad, _pad_samples),
-    "roll": OpFamily(_roll, _roll_samples),
+    "roll": OpFamily(
+        _roll,
+        sample_calls(
+            "shifts dims", *(((5, 4, 3), *row) for row in (([1], [0]), ([-1, 2], [0, -1]), ([2], []), ([5, 0], [0, 1])))
+        ),
+    ),
     "permute": OpFamily(_permute, _permute_samples),
-    "diagonal": OpFamily(_diagonal, _diagonal_samples),
-    "diag_embed": OpFamily(_diag_embed, _diag_embed_samples),
-    "rot90": OpFamily(_rot90, _rot90_samples),
-    "as_strided": OpFamily(_as_strided, _as_strided_samples),
+    "diagonal": OpFamily(
+        _diagonal, sample_calls("offset dim1 dim2", ((5, 5), 0, 0, 1), ((3, 4, 5), 1, 0, -1), ((3, 7, 5), -1, 2, 1))
+    ),
+    "diag_embed": OpFamily(
+        _diag_embed, sample_calls("offset dim1 dim2", ((5,), 0, -2, -1), ((3, 5), 1, 0, -1), ((3, 4), -1, 2, 1))
+    ),
+    "rot90": OpFamily(_rot90, sample_calls("k dims", *(((3, 4, 5), turns, [0, 2]) for turns in (0, 1, 2, -1)))),
+    "as_strided": OpFamily(
+        _as_strided,
+        sample_calls("size stride storage_offset", ((5, 3), [3, 4], [3, 2], 1), ((4, 5), [5, 4], [1, 5], 0)),
+    ),
 }

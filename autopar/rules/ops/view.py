@@ -13,7 +13,7 @@ import torch
 from autopar.rules.call import Call, takes_tensors
 from autopar.rules.ops._names import Names, compound, text, whole, wrap
 from autopar.rules.ops.elementwise import aligned_dims
-from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
+from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample, sample_calls
 from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE", "refine"]
@@ -141,21 +141,6 @@ def _view_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
         yield make_sample(op, [Draw(tuple(left))], arguments, tries)
 
 
-def _view_as_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for left, right in VIEWS[:5]:
-        yield make_sample(op, [Draw(tuple(left)), Draw(tuple(right))], {}, tries)
-
-
-def _flatten_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, start, end in (((3, 4, 5), 0, -1), ((3, 4, 5), 1, 2), ((3, 4, 5), -2, -2), ((), 0, -1)):
-        yield make_sample(op, [Draw(shape)], {"start_dim": start, "end_dim": end}, tries)
-
-
-def _unflatten_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, dim, sizes in (((5, 12), 1, [3, 4]), ((12, 5), -2, [3, -1]), ((5, 3), 1, [1, 3])):
-        yield make_sample(op, [Draw(shape)], {"dim": dim, "sizes": sizes}, tries)
-
-
 # -- dims of size 1 ---------------------------------------------------------------------------------------------------
 
 
@@ -181,11 +166,6 @@ def _unsqueeze(call: Call) -> str:
     out = list(names)
     out.insert(wrap(call["dim"], len(names) + 1), "1")
     return text([names], [out])
-
-
-def _unsqueeze_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, dim in (((), 0), ((5,), -1), ((5, 3), 1), ((5, 3), -3)):
-        yield make_sample(op, [Draw(shape)], {"dim": dim}, tries)
 
 
 # -- elements shown several times -------------------------------------------------------------------------------------
@@ -268,18 +248,6 @@ def _repeat_interleave(call: Call) -> str:
     return text([merged], [[compound(factors) if factors else "1"]])
 
 
-def _repeat_interleave_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, repeats, dim, size in (
-        ((5, 3), 4, 1, 12),
-        ((5, 3), 4, -2, None),
-        ((5, 1, 3), 4, 1, None),
-        ((5, 3), 4, None, None),
-        ((5, 3), 1, 0, None),
-        ((), 3, None, None),
-    ):
-        yield make_sample(op, [Draw(shape)], {"repeats": repeats, "dim": dim, "output_size": size}, tries)
-
-
 # -- windows and pixels -----------------------------------------------------------------------------------------------
 
 
@@ -300,11 +268,6 @@ def _unfold(call: Call) -> str:
     return text([left], [[*right, whole(window)]], f"halo {left[dim]} kernel={size} stride={step}")
 
 
-def _unfold_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, dim, size, step in (((5, 12), 1, 3, 3), ((13, 5), 0, 3, 2), ((5, 11), -1, 2, 3), ((5, 11), -1, 3, 3)):
-        yield make_sample(op, [Draw(shape)], {"dimension": dim, "size": size, "step": step}, tries)
-
-
 def _pixel_shuffle(call: Call, direction: str) -> str:
     """Write the rule: channels `(c p q)` become pixels `(y p) (x q)`, or the reverse."""
     names = Names("cpqyx")
@@ -321,15 +284,36 @@ def _pixel_shuffle_samples(op: torch._ops.OpOverload, tries: Tries, direction: s
 
 FAMILIES = {
     "view": OpFamily(_view, _view_samples),
-    "view_as": OpFamily(_view_as, _view_as_samples),
-    "flatten": OpFamily(_view, _flatten_samples),
-    "unflatten": OpFamily(_view, _unflatten_samples),
+    "view_as": OpFamily(_view_as, sample_calls("", *VIEWS[:5])),
+    "flatten": OpFamily(
+        _view,
+        sample_calls("start_dim end_dim", ((3, 4, 5), 0, -1), ((3, 4, 5), 1, 2), ((3, 4, 5), -2, -2), ((), 0, -1)),
+    ),
+    "unflatten": OpFamily(
+        _view, sample_calls("dim sizes", ((5, 12), 1, [3, 4]), ((12, 5), -2, [3, -1]), ((5, 3), 1, [1, 3]))
+    ),
     "squeeze": OpFamily(_squeeze, _squeeze_samples),
-    "unsqueeze": OpFamily(_unsqueeze, _unsqueeze_samples),
+    "unsqueeze": OpFamily(_unsqueeze, sample_calls("dim", ((), 0), ((5,), -1), ((5, 3), 1), ((5, 3), -3))),
     "expand": OpFamily(_expand, _expand_samples),
     "repeat": OpFamily(_repeat, _repeat_samples),
-    "repeat_interleave": OpFamily(_repeat_interleave, _repeat_interleave_samples),
-    "unfold": OpFamily(_unfold, _unfold_samples),
+    "repeat_interleave": OpFamily(
+        _repeat_interleave,
+        sample_calls(
+            "repeats dim output_size",
+            ((5, 3), 4, 1, 12),
+            ((5, 3), 4, -2, None),
+            ((5, 1, 3), 4, 1, None),
+            ((5, 3), 4, None, None),
+            ((5, 3), 1, 0, None),
+            ((), 3, None, None),
+        ),
+    ),
+    "unfold": OpFamily(
+        _unfold,
+        sample_calls(
+            "dimension size step", ((5, 12), 1, 3, 3), ((13, 5), 0, 3, 2), ((5, 11), -1, 2, 3), ((5, 11), -1, 3, 3)
+        ),
+    ),
     "pixel_shuffle": OpFamily(_pixel_shuffle, _pixel_shuffle_samples),
 }
 

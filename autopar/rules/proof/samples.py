@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -12,10 +12,12 @@ import torch
 from autopar.rules.call import takes_tensors
 from autopar.rules.notation import ELLIPSIS, Operand, Rule
 
-__all__ = ["Draw", "Sample", "Tries", "draw", "integer_twin", "make_sample", "pattern_samples"]
+__all__ = ["Draw", "Sample", "Tries", "draw", "integer_twin", "make_sample", "pattern_samples", "sample_calls"]
 
 # Extents of factors: coprime, so that no dim is taken for another, and at least 3 so that all can be split in 3.
 SIZES = (5, 7, 4, 9, 11, 13)
+# Values of required arguments, by their type in the schema; 0.7 is neutral in no op.
+PLAIN_VALUES = {"number": 0.7, "float": 0.7, "int": 1, "bool": False}
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def make_sample(
         elif argument.has_default_value():
             value = argument.default_value
         else:
-            value = _plain_value(str(argument.type))
+            value = PLAIN_VALUES.get(str(argument.type))
         if argument.kwarg_only:
             kwargs[argument.name] = value
         else:
@@ -118,16 +120,29 @@ def make_sample(
     return Sample(tuple(args), kwargs)
 
 
-def _plain_value(kind: str) -> Any:
-    values = {"number": 0.7, "float": 0.7, "int": 1, "bool": False}
-    return values.get(kind)
+def sample_calls(names: str, *rows: Sequence[Any]) -> Callable[..., Iterable[Sample]]:
+    """Return the samples of a family, one for each row: its operands in order, then the values of arguments `names`.
+
+    An operand is a shape, a `Draw`, or a list of them: `sample_calls("dim", ((5, 14), -1), ((10, 7, 4), 0))`.
+    """
+    arguments = names.split()
+
+    def samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
+        for row in rows:
+            operands, values = row[: len(row) - len(arguments)], row[len(row) - len(arguments) :]
+            drawn = [Draw(operand) if isinstance(operand, tuple) else operand for operand in operands]
+            yield make_sample(op, drawn, dict(zip(arguments, values, strict=True)), tries)
+
+    return samples
 
 
 def pattern_samples(op: torch._ops.OpOverload, pattern: Rule, tries: Tries) -> Iterable[Sample]:
     """Yield calls that fit a pattern: ellipses of 0 to 2 dims, broadcast dims, optional operands present and absent."""
     ellipses = [position for position, operand in enumerate(pattern.operands) if operand and operand.has_ellipsis]
     optional = any(operand and operand.optional for operand in pattern.operands)
-    sizes = dict(zip(pattern.factors, _endless_sizes(), strict=False))
+    # Beyond SIZES come odd numbers without a factor of theirs, so that extents stay coprime.
+    more = (size for size in count(17, 2) if all(size % prime for prime in (3, 5, 7, 11, 13)))
+    sizes = dict(zip(pattern.factors, chain(SIZES, more), strict=False))
     leading: list[dict[int, tuple[int, ...]]] = [{}]
     if ellipses:
         leading = [dict.fromkeys(ellipses, dims) for dims in ((), (8,), (3, 8))]
@@ -163,11 +178,6 @@ def integer_twin(sample: Sample) -> Sample | None:
     if "normal" not in kinds or not kinds <= {"normal", "int", "bool", "index"}:
         return None
     return Sample(tuple(map(twin, sample.args)), {name: twin(value) for name, value in sample.kwargs.items()})
-
-
-def _endless_sizes() -> Iterable[int]:
-    yield from SIZES
-    yield from (size for size in count(17, 2) if all(size % prime for prime in (3, 5, 7, 11, 13)))
 
 
 def _operand_draw(
