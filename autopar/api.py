@@ -22,7 +22,7 @@ from autopar.runtime.module import CallSettings, ParallelModule, Planner
 from autopar.runtime.ranks.agreement import Agreement
 from autopar.sharding.layout.language import Layout, choose_layout
 from autopar.sharding.layout.source import read_text
-from autopar.sharding.options import Outputs
+from autopar.sharding.options import Outputs, TrainingOptions
 from autopar.tracing.trace import check_plain, trace
 
 __all__ = ["parallelize", "plan"]
@@ -53,7 +53,7 @@ def plan(
     `cache=False`.
     """
     check_outputs(outputs)
-    asked = PlanRequest(cluster, memory, optimizer, outputs, local_inputs, time_limit, cache)
+    asked = PlanRequest(cluster, memory, TrainingOptions(outputs, local_inputs, optimizer), time_limit, cache)
     meshes = meshes_of(mesh, devices)
     chosen = layout.layout if isinstance(layout, Plan) else layout
     return plan_graph(trace(model, inputs, dims=dims), meshes, chosen, asked)
@@ -98,14 +98,12 @@ def parallelize(
     named_axes = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     devices = device_mesh(named_axes, device_type_of(model, inputs)) if isinstance(mesh, str | Mesh) else mesh
     axes = named_axes.whole
-    settings = CallSettings(outputs, local_inputs, compute_dtype, reduce_dtype)
     stored = next((parameter.dtype for parameter in model.parameters()), None) if compute_dtype is not None else None
-    options = PlanRequest(cluster, memory, optimizer, outputs, local_inputs, time_limit, True, stored, reduce_dtype)
+    options = TrainingOptions(outputs, local_inputs, optimizer, master_dtype=stored, gradient_dtype=reduce_dtype)
+    asked = PlanRequest(cluster, memory, options, time_limit)
     # A layout file that one rank alone cannot read stops all of them.
-    planner = Agreement(devices).together(
-        lambda: _planner(layout, named_axes, axes, dims, options, devices.device_type)
-    )
-    return ParallelModule(model, devices, planner, settings, inputs)
+    planner = Agreement(devices).together(lambda: _planner(layout, named_axes, axes, dims, asked, devices.device_type))
+    return ParallelModule(model, devices, planner, CallSettings(options, compute_dtype), inputs)
 
 
 def _planner(
@@ -113,7 +111,7 @@ def _planner(
     mesh: Mesh,
     axes: SubMesh,
     dims: Mapping[str, str] | None,
-    options: PlanRequest,
+    asked: PlanRequest,
     device_type: str,
 ) -> Planner:
     """Who decides: a plan, a search where something is left to it, or the layout by itself."""
@@ -126,5 +124,5 @@ def _planner(
     assert not isinstance(layout, Plan)
     chosen = None if layout is None else choose_layout(layout, axes)
     if chosen is None or has_holes(chosen):
-        return SearchPlanner(chosen, mesh, dims, options)
-    return LayoutPlanner(chosen, axes, dims, options, device_type)
+        return SearchPlanner(chosen, mesh, dims, asked)
+    return LayoutPlanner(chosen, axes, dims, asked, device_type)

@@ -177,6 +177,11 @@ class Mesh:
             extent *= size
         return extent
 
+    @property
+    def links(self) -> dict[str, str]:
+        """Return the cluster levels that the user chose, by axis."""
+        return {axis: link for axis in self.names if (link := self.link(axis)) is not None}
+
     def link(self, axis: str) -> str | None:
         """The level of the cluster that the user gave for an axis."""
         return self._axis(axis).link

@@ -110,7 +110,9 @@ def measure(graph: NamedGraph, plan: StepPlan, rank: int = 0) -> Measured:
     """The second step of one rank, when the optimizer's states are there."""
     with _groups(plan.axes, rank) as groups:
         handling = _parameters(graph, plan)
-        emitted = emit(graph, plan.assignment, groups, plan.outputs, plan.local_inputs, handling, plan.recompute)
+        emitted = emit(
+            graph, plan.assignment, groups, plan.options.outputs, plan.options.local_inputs, handling, plan.recompute
+        )
         values, parameters = _values(graph, plan, groups.coordinate)
         if emitted.draws:
             values.append(torch.tensor([1, 0]))  # the number that the draws of a call depend on
@@ -142,9 +144,9 @@ def _parameters(graph: NamedGraph, plan: StepPlan) -> BucketedParameters:
     return BucketedParameters(
         {
             tensor.name: ParameterHandling(
-                plan.master_dtype or tensor.dtype,
+                plan.options.master_dtype or tensor.dtype,
                 tensor.dtype,
-                plan.gradient_dtype or plan.master_dtype or tensor.dtype,
+                plan.options.gradient_dtype or plan.options.master_dtype or tensor.dtype,
                 tensor.name in plan.defer_reduction,
                 tensor.name in plan.regather,
                 tensor.name in plan.keep_gathered,
@@ -208,10 +210,10 @@ def _values(
     for placeholder in graph.exported.placeholders:
         tensor = graph.tensors[placeholder.name]
         shape = tensor.shape
-        if tensor.kind != "input" or plan.local_inputs:
+        if tensor.kind != "input" or plan.options.local_inputs:
             atoms = atoms_of(tensor)
             shape = atoms.fold(plan.assignment.stored[tensor.name].local_sizes(atoms, plan.axes, coordinate))
-        master = plan.master_dtype if tensor.kind == "param" else None
+        master = plan.options.master_dtype if tensor.kind == "param" else None
         value = torch.zeros(shape, dtype=master or tensor.dtype)
         if tensor.kind == "param":
             value = nn.Parameter(value, placeholder.requires_grad)

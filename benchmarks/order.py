@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -24,6 +23,7 @@ import autopar
 from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.sharding.layout.language import choose_layout
+from autopar.sharding.options import TrainingOptions
 from autopar.sharding.propagation import propagate_plan
 from benchmarks.interleaved import Run, faster_share, measured_seconds, undisturbed
 from benchmarks.published.metrics import Pair, kendall_tau
@@ -49,7 +49,7 @@ def predicted_seconds(size: str, ranks: int, cluster: str) -> dict[str, float]:
     found = {}
     for strategy in STRATEGIES:
         axes = {axis_of(strategy): ranks}
-        plan = replace(propagate_plan(graph, choose_layout(strategy, axes), axes), optimizer="sgd")
+        plan = propagate_plan(graph, choose_layout(strategy, axes), axes).with_options(TrainingOptions(optimizer="sgd"))
         found[strategy] = evaluate(graph, plan, load_cluster(cluster)).step_seconds
     return found
 

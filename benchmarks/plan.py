@@ -102,7 +102,14 @@ def measured(layers: int, dtype: torch.dtype, mesh: Mesh, asked: PlanRequest) ->
     clock.done("text")
     with silent_groups(mesh) as groups:
         clock.last = time.process_time()
-        emit(graph, assignment, groups, asked.outputs, asked.local_inputs, parameters_of(graph, assignment))
+        emit(
+            graph,
+            assignment,
+            groups,
+            asked.options.outputs,
+            asked.options.local_inputs,
+            parameters_of(graph, assignment),
+        )
         clock.done("rewrite")
     return clock.seconds, plan
 

@@ -23,7 +23,8 @@ import autopar
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
-from autopar.solver.solve import PlanOptions, solve_plan
+from autopar.sharding.options import TrainingOptions
+from autopar.solver.solve import solve_plan
 from examples.llama3_8b import llama3_8b
 
 SHAPES = {
@@ -89,7 +90,7 @@ def main() -> None:
                     axes,
                     cluster,
                     memory_bytes=given.memory * 2**30,
-                    options=PlanOptions(),
+                    options=TrainingOptions(),
                     experts=given.experts,
                     time_limit=given.time_limit,
                 )

@@ -108,7 +108,7 @@ def _contracts(layout: Layout, plan: Plan) -> Iterator[_Contract]:
     from autopar.sharding.reshard_insertion import inserted_reshards
 
     decided = plan.decided
-    sent = inserted_reshards(plan.graph, decided.assignment, decided.outputs, decided.local_inputs)
+    sent = inserted_reshards(plan.graph, decided.assignment, decided.options.outputs, decided.options.local_inputs)
     statements = [one for one in layout if isinstance(one, Contract)]
     for one, (text, kind, span) in zip(statements, _promises(layout), strict=True):
         alone = Layout((one,), layout.name)

@@ -94,12 +94,12 @@ def add_question(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
 def asked_of(arguments: argparse.Namespace) -> PlanRequest:
     """The options of `autopar.plan`, checked before anything is traced."""
     from autopar.plans.find import PlanRequest
+    from autopar.sharding.options import TrainingOptions
 
     asked = PlanRequest(
         arguments.cluster,
         arguments.memory,
-        arguments.optimizer or "adamw",
-        arguments.outputs or "sharded",
+        TrainingOptions(outputs=arguments.outputs or "sharded", optimizer=arguments.optimizer or "adamw"),
         time_limit=getattr(arguments, "time_limit", 30.0),
         cache=not getattr(arguments, "no_cache", False),
     )
@@ -107,7 +107,7 @@ def asked_of(arguments: argparse.Namespace) -> PlanRequest:
     asked.limit_bytes(cluster, None)
     from autopar.cost.compute.optimizers import optimizer_of
 
-    optimizer_of(asked.optimizer)
+    optimizer_of(asked.options.optimizer)
     return asked
 
 

@@ -126,7 +126,7 @@ def evaluate(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Costs:
         )
     lowered = LoweredStep(graph, plan)
     found = profile(lowered, cluster)
-    count = plan.micro_batches
+    count = plan.options.micro_batches
     compute = ComputeCosts(
         count * _compute_seconds(found.forward, "forward"),
         count * _compute_seconds(found.backward, "backward"),
@@ -166,7 +166,7 @@ def exposed_seconds(found: Profile, plan: StepPlan, cluster: Cluster) -> float:
         each = sum(task.seconds for task in tasks if task.overlapped and not task.once)
         once = sum(task.seconds for task in tasks if task.overlapped and task.once)
         # Communication of the whole step overlaps with the compute of one micro-batch only.
-        total += (plan.micro_batches - 1) * overlap.seconds(each, room)
+        total += (plan.options.micro_batches - 1) * overlap.seconds(each, room)
         total += overlap.seconds(each + once, room)
     return total
 

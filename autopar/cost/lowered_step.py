@@ -27,7 +27,9 @@ class LoweredStep:
 
     @cached_property
     def reshard_plan(self) -> ReshardPlan:
-        return insert_reshards(self.graph, self.plan.assignment, self.plan.outputs, self.plan.local_inputs)
+        return insert_reshards(
+            self.graph, self.plan.assignment, self.plan.options.outputs, self.plan.options.local_inputs
+        )
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:

@@ -235,7 +235,9 @@ class _Profiler:
     def __post_init__(self) -> None:
         plan = self.plan = self.step.plan
         self.graph, self.reshard_plan = self.step.graph, self.step.reshard_plan
-        self.tasks = TaskBuilder(self.graph, self.cluster, plan.axes, plan.links, plan.compiled, plan.gradient_dtype)
+        self.tasks = TaskBuilder(
+            self.graph, self.cluster, plan.axes, plan.options.links, plan.options.compiled, plan.options.gradient_dtype
+        )
         self.buckets: dict[str, list[Bucket]] = {}
         for bucket in self.step.buckets:
             self.buckets.setdefault(bucket.op, []).append(bucket)
@@ -248,7 +250,7 @@ class _Profiler:
     def run(self) -> Profile:
         nodes, inputs, outputs = self.graph.nodes, self.reshard_plan.inputs.values(), self.reshard_plan.outputs
         works = {node.name: self.tasks.work(node, self.plan.assignment.ops[node.name]) for node in nodes}
-        if self.plan.compiled:
+        if self.plan.options.compiled:
             works = fused(self.graph, works, self.cluster.device)
         forward: list[Task] = [task for one in inputs for task in self.tasks.reshard(one, "forward")]
         for node in nodes:
@@ -316,10 +318,10 @@ class _Profiler:
         if (
             is_param
             and self.first_use[name] == node.name
-            and (plan.micro_batches > 1 or plan.gradient_dtype is not None)
+            and (plan.options.micro_batches > 1 or plan.options.gradient_dtype is not None)
         ):
             layout = plan.assignment.values[name] if name in plan.defer_reduction else plan.assignment.stored[name]
-            yield self.tasks.gradient_accumulation(name, layout, plan.master_dtype)
+            yield self.tasks.gradient_accumulation(name, layout, plan.options.master_dtype)
 
     def _bucket(self, bucket: Bucket, way: Literal["forward", "backward"]) -> Iterator[Task]:
         once = self.plan.keep_gathered if way == "forward" else self.plan.defer_reduction
@@ -333,7 +335,9 @@ class _Profiler:
             return ()
         plan, stored = self.plan, self.plan.assignment.stored
         total = sum(
-            self.tasks.optimizer_bytes(tensor.name, stored[tensor.name], plan.optimizer, plan.master_dtype)
+            self.tasks.optimizer_bytes(
+                tensor.name, stored[tensor.name], plan.options.optimizer, plan.options.master_dtype
+            )
             for tensor in self.graph.parameters
             if tensor.requires_grad
         )

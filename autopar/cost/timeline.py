@@ -61,7 +61,7 @@ class Timeline:
 
 def timeline(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Timeline:
     """Return the timeline of one device in one step."""
-    return timeline_of(profile(LoweredStep(graph, plan), cluster), plan.micro_batches)
+    return timeline_of(profile(LoweredStep(graph, plan), cluster), plan.options.micro_batches)
 
 
 def timeline_of(found: Profile, micro_batches: int) -> Timeline:

@@ -23,7 +23,7 @@ from autopar.plans.retarget import lowered
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.layout.source import read_text
-from autopar.solver.solve import PlanOptions
+from autopar.sharding.options import TrainingOptions
 
 __all__ = ["find", "folder", "keep", "key", "last", "planner_version"]
 
@@ -40,7 +40,7 @@ def key(
     cluster: Cluster,
     layout: Layout | None,
     limit_bytes: int,
-    options: PlanOptions,
+    options: TrainingOptions,
     time_limit: float,
 ) -> str:
     """The same for the same question to the same planner."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
 
@@ -25,12 +25,12 @@ from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import Layout, choose_layout, parse_memory
 from autopar.sharding.layout.source import excerpts
 from autopar.sharding.layout.syntax import Limit, MeshStatement
-from autopar.sharding.options import Outputs
+from autopar.sharding.options import Outputs, TrainingOptions
 from autopar.sharding.propagation import propagate_plan
 from autopar.sharding.reshard_insertion import inserted_reshards
 from autopar.solver.infeasible.errors import NoFeasiblePlan
 from autopar.solver.progress import Progress
-from autopar.solver.solve import PlanOptions, solve_plan
+from autopar.solver.solve import solve_plan
 
 __all__ = ["PlanRequest", "asked_as", "check_outputs", "cluster_here", "meshes_of", "plan_graph", "under"]
 
@@ -50,31 +50,19 @@ class PlanRequest:
 
     cluster: str | Path | Cluster | None = None
     memory: str | float | None = None
-    optimizer: str = "adamw"
-    outputs: Outputs = "sharded"
-    local_inputs: bool = False
+    options: TrainingOptions = field(default_factory=TrainingOptions)
     time_limit: float = 30.0
     cache: bool = True
-    master_dtype: torch.dtype | None = None
-    """What the optimizer updates, where that is not what is computed in."""
-    gradient_dtype: torch.dtype | None = None
 
     def where(self) -> Cluster:
         if isinstance(self.cluster, Cluster):
             return self.cluster
         return load_cluster(self.cluster) if self.cluster is not None else cluster_here()
 
-    def options(self, mesh: Mesh) -> PlanOptions:
-        optimizer_of(self.optimizer)  # an unknown one is told before anything is searched
-        links = {axis: link for axis in mesh.names if (link := mesh.link(axis)) is not None}
-        return PlanOptions(
-            self.outputs,
-            self.local_inputs,
-            self.optimizer,
-            master_dtype=self.master_dtype,
-            gradient_dtype=self.gradient_dtype,
-            links=links,
-        )
+    def options_on(self, mesh: Mesh) -> TrainingOptions:
+        """Return the options with the links that a mesh gives its axes."""
+        optimizer_of(self.options.optimizer)  # an unknown name fails here, before the search
+        return replace(self.options, links=mesh.links)
 
     def limit_bytes(self, cluster: Cluster, layout: Layout | None) -> int:
         """What a device may hold: the least of what is said here and in the layout; else a share of what it has."""
@@ -91,17 +79,7 @@ class PlanRequest:
 
 def asked_as(plan: Plan, time_limit: float = 30.0) -> PlanRequest:
     """What another plan is asked for that is to be compared with this one."""
-    decided = plan.decided
-    return PlanRequest(
-        plan.cluster,
-        plan.limit_bytes,
-        decided.optimizer,
-        decided.outputs,
-        decided.local_inputs,
-        time_limit,
-        master_dtype=decided.master_dtype,
-        gradient_dtype=decided.gradient_dtype,
-    )
+    return PlanRequest(plan.cluster, plan.limit_bytes, plan.decided.options, time_limit)
 
 
 def check_outputs(outputs: str) -> None:
@@ -223,7 +201,7 @@ def _on_mesh(
     # What is asked for of memory is settled; a mesh statement is checked where it is read.
     said = None if given is None else Layout(tuple(one for one in given if not _is_limit(one)), given.name)
     demanded = None if said is None else Layout(tuple(one for one in said if not isinstance(one, MeshStatement)))
-    options = asked.options(mesh)
+    options = asked.options_on(mesh)
     key = cache.key(graph, mesh, cluster, demanded, limit, options, asked.time_limit)
     known = cache.find(key, graph, cluster) if asked.cache else None
     within = demanded is not None and bool(demanded.statements)
@@ -249,7 +227,7 @@ def _on_mesh(
         raise _with_all_memory(error, cluster.device.memory_bytes) if is_usual else error from None
     decided = canonical(graph, solved.plan)
     if said is not None:
-        sent = inserted_reshards(graph, decided.assignment, decided.outputs, decided.local_inputs)
+        sent = inserted_reshards(graph, decided.assignment, decided.options.outputs, decided.options.local_inputs)
         check_contracts(said, graph, decided.assignment, sent)
     bound = solved.bound_seconds if solved.gap <= LARGEST_GAP else 0.0
     plan = Plan(graph, decided, mesh, cluster, limit, bound, solved.origin, within_layout=within)
@@ -258,9 +236,9 @@ def _on_mesh(
     return plan
 
 
-def _is_answer(plan: Plan, mesh: Mesh, limit: int, options: PlanOptions) -> bool:
+def _is_answer(plan: Plan, mesh: Mesh, limit: int, options: TrainingOptions) -> bool:
     """Whether a plan of the cache is for what is asked; it is a file, which anything may have changed."""
-    return plan.mesh == mesh and plan.memory_bytes <= limit and plan.decided.with_options(options) == plan.decided
+    return plan.mesh == mesh and plan.memory_bytes <= limit and plan.decided.options == options
 
 
 def _with_its_line(error: NoFeasiblePlan, given: Layout, limit: int, cluster: Cluster) -> NoFeasiblePlan:
@@ -305,5 +283,5 @@ def under(graph: NamedGraph, mesh: Mesh, layout: str | Path | Layout, asked: Pla
     said = choose_layout(layout, axes)
     limit = asked.limit_bytes(cluster, said)
     kept = Layout(tuple(one for one in said if not _is_limit(one)), said.name)
-    decided = propagate_plan(graph, kept, axes).with_options(asked.options(mesh))
+    decided = propagate_plan(graph, kept, axes).with_options(asked.options_on(mesh))
     return Plan(graph, decided, mesh, cluster, limit, None, origin)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from math import isfinite
 from typing import Any, get_args
@@ -14,7 +14,7 @@ from autopar.cost.compute.optimizers import OPTIMIZERS
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.names import MAX_DIGITS, did_you_mean, printable
-from autopar.sharding.options import Outputs
+from autopar.sharding.options import Outputs, TrainingOptions
 
 __all__ = ["FIRST", "Header", "check_model", "check_whole", "dtype_of", "dtype_text", "parameters_of", "read_header"]
 
@@ -33,13 +33,7 @@ class Header:
     graph: str
     """The fingerprint of the graph."""
     cluster: str
-    outputs: str = "sharded"
-    local_inputs: bool = False
-    optimizer: str = "adamw"
-    micro_batches: int = 1
-    compiled: bool = False
-    master_dtype: str = ""
-    gradient_dtype: str = ""
+    options: TrainingOptions = field(default_factory=TrainingOptions)
     target: str = ""
     limit_bytes: int = 0
     step_seconds: float = 0.0
@@ -51,18 +45,27 @@ class Header:
     """How many follow: a file that was cut off has fewer."""
 
     def lines(self) -> list[str]:
+        """Return the lines of the head; values that equal their default are left out."""
         found = [FIRST]
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                found.append(f"#   {field.name:15} {value}")
+        for key, each in _KEYS.items():
+            value = getattr(self.options if key in _OPTIONS else self, key)
+            if value != each.default:
+                found.append(f"#   {key:15} {dtype_text(value) if isinstance(value, torch.dtype) else value}")
         return found
+
+
+# The options stand in the head one by one, in the order of their class. Links are words of the mesh statement.
+_OPTIONS = {each.name: each for each in fields(TrainingOptions) if each.name != "links"}
+_KEYS = {
+    key: each for of in fields(Header) for key, each in (_OPTIONS if of.name == "options" else {of.name: of}).items()
+}
 
 
 _READ: Mapping[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
     "float | None": float,
+    "torch.dtype | None": lambda text: dtype_of(text),
     "bool": {"True": True, "False": False}.__getitem__,
 }
 
@@ -75,8 +78,8 @@ _IS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "outputs": (get_args(Outputs).__contains__, f"one of {', '.join(get_args(Outputs))}"),
     "optimizer": (OPTIMIZERS.__contains__, f"one of {', '.join(OPTIMIZERS)}"),
     "micro_batches": (lambda value: value >= 1, "a whole number from 1 up"),
-    "master_dtype": (lambda value: dtype_of(value) is not None, "a floating dtype of torch, as in float32"),
-    "gradient_dtype": (lambda value: dtype_of(value) is not None, "a floating dtype of torch, as in float32"),
+    "master_dtype": (lambda value: value is not None, "a floating dtype of torch, as in float32"),
+    "gradient_dtype": (lambda value: value is not None, "a floating dtype of torch, as in float32"),
     "limit_bytes": (lambda value: value >= 1, "a whole number from 1 up"),
     "step_seconds": (_amount, "a finite number from 0 up"),
     "bound_seconds": (_amount, "a finite number from 0 up"),
@@ -101,25 +104,25 @@ def read_header(text: str, name: str) -> Header | None:
     lines = text.splitlines()
     if not lines or not lines[0].startswith(FIRST):
         return None
-    known = {field.name: field for field in fields(Header)}
     found: dict[str, Any] = {}
     for number, line in enumerate(lines[1:], start=2):
         if not line.startswith("#   "):
             break
         key, _, value = line[4:].strip().partition(" ")
-        if key not in known:
-            raise _broken(name, number, line, f"'{key}' is no word of a plan's head{did_you_mean(key, known)}")
+        if key not in _KEYS:
+            raise _broken(name, number, line, f"'{key}' is no word of a plan's head{did_you_mean(key, _KEYS)}")
         if key in found:
             raise _broken(name, number, line, f"'{key}' stands twice in the plan's head")
         try:
-            found[key] = _value(key, str(known[key].type), value.strip())
+            found[key] = _value(key, str(_KEYS[key].type), value.strip())
         except (ValueError, KeyError):
             is_what = _IS[key][1] if key in _IS else "as it is saved"
             raise _broken(name, number, line, f"'{value.strip()}' is no value of '{key}': expected {is_what}") from None
     missing = [key for key in ("model", "parameters", "graph", "cluster") if key not in found]
     if missing:
         raise _broken(name, 1, lines[0], f"the head of the plan does not say its {', '.join(missing)}")
-    return Header(**found)
+    options = {key: found.pop(key) for key in _OPTIONS if key in found}
+    return Header(**found, options=TrainingOptions(**options))
 
 
 def _broken(name: str, number: int, line: str, message: str) -> AutoparError:

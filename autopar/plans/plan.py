@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from html import escape
 from math import isclose
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from autopar.cost.hardware.cluster import Cluster, cluster_names, load_cluster
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.names import did_you_mean
-from autopar.plans.header import Header, check_model, check_whole, dtype_of, read_header
+from autopar.plans.header import Header, check_model, check_whole, read_header
 from autopar.plans.record import PlanRecord
 from autopar.plans.report.page import Page, report
 from autopar.plans.retarget import lowered
@@ -24,7 +24,6 @@ from autopar.plans.views.summary import summary
 from autopar.plans.views.to_json import plan_data
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.source import read_text
-from autopar.sharding.options import Outputs
 from autopar.sharding.propagation import propagate_plan
 from autopar.tracing.trace import trace
 
@@ -72,21 +71,13 @@ class Plan(PlanRecord):
         check_whole(header, len(layout.statements), name)
         axes = layout.mesh.whole
         same = header.graph == graph.fingerprint
-        decided = replace(
-            propagate_plan(graph, layout, axes) if same else lowered(graph, layout, axes),
-            outputs=_outputs(header.outputs),
-            local_inputs=header.local_inputs,
-            optimizer=header.optimizer,
-            micro_batches=header.micro_batches,
-            compiled=header.compiled,
-            master_dtype=dtype_of(header.master_dtype),
-            gradient_dtype=dtype_of(header.gradient_dtype),
-            links={axis: link for axis in layout.mesh.names if (link := layout.mesh.link(axis)) is not None},
-        )
+        # The mesh statement of the file names the links: its head leaves them out.
+        options = replace(header.options, links=layout.mesh.links)
+        made = propagate_plan(graph, layout, axes) if same else lowered(graph, layout, axes)
         place = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or _shipped(header.cluster, name))
         limit = header.limit_bytes or int(place.device.memory_bytes)
         asked = limit, None, header.origin, header.target, header.within_layout
-        return Plan(graph, decided, layout.mesh, place, *asked)._with_claim(header if same else None)
+        return Plan(graph, made.with_options(options), layout.mesh, place, *asked)._with_claim(header if same else None)
 
     def _with_claim(self, header: Header | None) -> Plan:
         """With the bound of its file, if that was said of a step that takes as long as this one."""
@@ -135,13 +126,3 @@ def _shipped(cluster: str, name: str) -> str:
             "fix: give the file that describes it: cluster='FILE.toml', --cluster FILE.toml"
         )
     return cluster
-
-
-def _outputs(text: str) -> Outputs:
-    for one in get_args(Outputs):
-        if text == one:
-            found: Outputs = one
-            return found
-    raise AutoparError(
-        f"'outputs {text}' in a plan's head is none of {', '.join(get_args(Outputs))}\nfix: save it again"
-    )

@@ -62,14 +62,7 @@ class LayoutPlanner:
 
     def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
         check_contracts(self.layout, graph, assignment, inserted)
-        asked = self.asked
-        plan = replace(
-            StepPlan(graph.fingerprint, assignment),
-            outputs=asked.outputs,
-            local_inputs=asked.local_inputs,
-            master_dtype=asked.master_dtype,
-            gradient_dtype=asked.gradient_dtype,
-        )
+        plan = StepPlan(graph.fingerprint, assignment, self.asked.options)
         check_memory(self.layout, graph, plan, self._device_bytes())
 
     def _device_bytes(self) -> float | None:

@@ -13,7 +13,7 @@ from autopar.files import write_text
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
 from autopar.plans.format import bytes_text, seconds_text, table
-from autopar.plans.header import Header, dtype_text, parameters_of
+from autopar.plans.header import Header, parameters_of
 from autopar.plans.text.glob_cover import skeleton
 from autopar.plans.text.to_layout import WrittenLayout, written
 from autopar.sharding.assignment import StepPlan
@@ -84,9 +84,11 @@ class PlanRecord:
     def collectives(self) -> tuple[PricedCollective, ...]:
         """Every collective of one forward and backward, in the order of the graph."""
         decided = self.decided
-        network = Network(self.cluster, decided.axes, decided.links)
+        network = Network(self.cluster, decided.axes, decided.options.links)
         found = []
-        for one in inserted_reshards(self.graph, decided.assignment, decided.outputs, decided.local_inputs):
+        for one in inserted_reshards(
+            self.graph, decided.assignment, decided.options.outputs, decided.options.local_inputs
+        ):
             for direction, step in one.collectives():
                 size = step.numel * one.itemsize
                 seconds = network.seconds(step.kind.value, step.axes, float(size))
@@ -115,13 +117,7 @@ class PlanRecord:
             parameters_of(self.graph),
             decided.graph,
             self.cluster.name,
-            decided.outputs,
-            decided.local_inputs,
-            decided.optimizer,
-            decided.micro_batches,
-            decided.compiled,
-            dtype_text(decided.master_dtype),
-            dtype_text(decided.gradient_dtype),
+            decided.options,
             self.target,
             self.limit_bytes,
             self.step_seconds,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +33,7 @@ from autopar.runtime.torch_wrappers import check_not_captured
 from autopar.runtime.weights import Weights
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.parameter_storage import GatherPolicy
-from autopar.sharding.options import Outputs
+from autopar.sharding.options import TrainingOptions
 from autopar.sharding.reshard_insertion import InsertedReshard
 
 __all__ = ["CallCache", "CallSettings", "Disagreement", "FixedInputs", "Planner"]
@@ -80,12 +80,10 @@ class Planner(Protocol):
 
 @dataclass(frozen=True)
 class CallSettings:
-    """What the user chose about inputs, outputs and precision."""
+    """Settings of all calls of one module: the options of the step, and the dtype that parameters are cast to."""
 
-    outputs: Outputs = "sharded"
-    local_inputs: bool = False
+    options: TrainingOptions = field(default_factory=TrainingOptions)
     compute_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ class CallCache:
         self.shell = shell
         self.planner = planner
         self.settings = settings
-        self.results = CallResults(settings.outputs, settings.local_inputs, settings.compute_dtype)
+        self.results = CallResults(settings.options.outputs, settings.options.local_inputs, settings.compute_dtype)
         self.groups = Groups(mesh)
         self.agreement = Agreement(mesh)
         axes = SubMesh(dict(zip(self.groups.names, mesh.shape, strict=True)))
@@ -264,13 +262,13 @@ class CallCache:
         """A number that ranks have in common that make the same call; `summed`: with the same whole inputs."""
         if own is not None or plan is None or given is None:
             return 0 if own is not None else 1
-        if self.agreement.size == 1 or self.settings.local_inputs or not summed:
+        if self.agreement.size == 1 or self.settings.options.local_inputs or not summed:
             return plan.digest
         return max(2, plan.digest ^ checksum_of_all(given.tensors))
 
     def _check_whole(self, given: CallSignature) -> None:
         """Raise unless all ranks were given the same whole inputs."""
-        shards = self.settings.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
+        shards = self.settings.options.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
         if self.agreement.size > 1 and not shards:
             sums = {path: ((), checksum(x)) for path, x in zip(given.flat.paths, given.tensors, strict=True)}
             self.agreement.same_values(sums, lambda path: LOCAL)
@@ -315,7 +313,7 @@ class CallCache:
         assignment = agreement.together(lambda: self.planner.read(graph, said)) if isinstance(said, str) else said
         held = agreement.together(lambda: self._held(graph, assignment, given))
         self._check_values(given, held)
-        local = self.settings.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
+        local = self.settings.options.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
         emitted = agreement.together(lambda: self._emit(graph, assignment, local, with_ends=agreement.size > 1))
         if len({row[0] for row in agreement.numbers(digest(emitted.ends.outline))}) > 1:  # some ranks have nothing
             emitted = agreement.together(lambda: self._emit(graph, assignment, local, with_ends=False))
@@ -336,7 +334,7 @@ class CallCache:
                     f"the model changes its input {mutation.target} in place, which works for whole inputs only\n"
                     "fix: give plain tensors, and local_inputs=False"
                 )
-        parameters, outputs = self._parameters(graph, assignment), self.settings.outputs
+        parameters, outputs = self._parameters(graph, assignment), self.settings.options.outputs
         emitted = emit(graph, assignment, self.groups, outputs, local, parameters, with_ends=with_ends)
         self.planner.check(graph, assignment, emitted.inserted)
         return emitted
@@ -348,7 +346,7 @@ class CallCache:
             if tensor.kind != "param":
                 continue
             stored = self.weights.dtypes[tensor.name]
-            reduced = (self.settings.reduce_dtype if stored.is_floating_point else None) or stored
+            reduced = (self.settings.options.gradient_dtype if stored.is_floating_point else None) or stored
             policy = assignment.gather_policies.get(tensor.name, GatherPolicy(False, False, False))
             found[tensor.name] = ParameterHandling(
                 stored,
@@ -363,7 +361,7 @@ class CallCache:
     def _trace(self, given: CallSignature) -> NamedGraph:
         """Trace the call with the whole inputs, whatever part of them this rank was given."""
         sharded = [isinstance(tensor, DTensor) for tensor in given.tensors]
-        if any(sharded) and (self.settings.local_inputs or not all(sharded)):
+        if any(sharded) and (self.settings.options.local_inputs or not all(sharded)):
             raise AutoparError(
                 "some inputs are DTensors and some are not, or local_inputs=True says that they are plain shards\n"
                 "fix: give all tensors as DTensors, or none"
@@ -371,7 +369,7 @@ class CallCache:
         model = self.weights.traceable(given.training, given.trained, given.dtypes)
         dtype = self.settings.compute_dtype
         graph = self.planner.trace(model, given.example(None, dtype))
-        if self.settings.local_inputs:
+        if self.settings.options.local_inputs:
             shapes = self.planner.whole_shapes(graph)
             graph = self.planner.trace(model, given.example(shapes, dtype))
         return graph
@@ -393,7 +391,7 @@ class CallCache:
                         f"the layout wants {place.placements} on {self.rank.mesh}\n"
                         "fix: redistribute it, or give the whole tensor"
                     )
-            elif self.settings.local_inputs and tuple(tensor.shape) != place.local_shape:
+            elif self.settings.options.local_inputs and tuple(tensor.shape) != place.local_shape:
                 raise AutoparError(
                     f"local_inputs=True: the layout makes this rank's shard of {path} {list(place.local_shape)}, "
                     f"but it was given {kind_of(tensor)}\n"
@@ -407,14 +405,14 @@ class CallCache:
             return
         sums: dict[str, tuple[tuple[int, ...], int]] = {}
         for path, tensor in zip(given.flat.paths, given.tensors, strict=True):
-            whole = not self.settings.local_inputs and not isinstance(tensor, DTensor)
+            whole = not self.settings.options.local_inputs and not isinstance(tensor, DTensor)
             axes = () if whole else tuple(axis for split in held[path].layout.splits for axis in split)
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             sums[path] = tuple(self.rank.at[axis] for axis in axes), checksum(local)
         self.agreement.same_values(sums, lambda path: self._fix_of(held[path]))
 
     def _fix_of(self, held: LocalShard) -> str:
-        if not self.settings.local_inputs:
+        if not self.settings.options.local_inputs:
             return LOCAL
         split = [axis for axes in held.layout.splits for axis in axes]
         kept = [axis for axis in self.rank.axes if axis not in split]

@@ -30,7 +30,7 @@ from autopar.runtime.torch_wrappers import (
     watch_wrappers,
 )
 from autopar.sharding.assignment import Assignment
-from autopar.sharding.options import Outputs
+from autopar.sharding.options import Outputs, TrainingOptions
 from autopar.sharding.reshard_insertion import StepCollective
 
 __all__ = ["CallSettings", "ParallelModule", "Planner"]
@@ -78,7 +78,13 @@ class ParallelModule(ClosedModule):
         local_inputs: bool = False,
     ) -> ParallelModule:
         """The model of a graph under decisions already made; for calls of that shape and mode alone."""
-        made = cls(graph.model, mesh, FixedInputs(graph, assignment), CallSettings(outputs, local_inputs), None)
+        made = cls(
+            graph.model,
+            mesh,
+            FixedInputs(graph, assignment),
+            CallSettings(TrainingOptions(outputs, local_inputs)),
+            None,
+        )
         made._plans.prepare_traced(graph)
         return made
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
-
-import torch
 
 from autopar.mesh import SubMesh
 from autopar.sharding.choices import Choice
 from autopar.sharding.layout.parameter_storage import GatherPolicy
-from autopar.sharding.options import Outputs, PlanOptions, Recompute
+from autopar.sharding.options import Recompute, TrainingOptions
 from autopar.sharding.sharding import Sharding
 
 
@@ -47,17 +44,7 @@ class StepPlan:
 
     graph: str  # a fingerprint: a plan is never run on another graph
     assignment: Assignment
-    outputs: Outputs = "sharded"
-    local_inputs: bool = False
-    optimizer: str = "adamw"
-    micro_batches: int = 1
-    # None: the optimizer updates parameters in the dtype that the graph computes in.
-    master_dtype: torch.dtype | None = None
-    # None: gradients are accumulated in the dtype that the optimizer updates.
-    gradient_dtype: torch.dtype | None = None
-    compiled: bool = False
-    # Cluster levels that the user chose for axes: `{"dp": "network"}`.
-    links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    options: TrainingOptions = field(default_factory=TrainingOptions)
 
     @property
     def axes(self) -> SubMesh:
@@ -93,6 +80,6 @@ class StepPlan:
         """Return the plan that recomputes exactly these layers, given by their module paths."""
         return replace(self, assignment=replace(self.assignment, recompute=levels))
 
-    def with_options(self, options: PlanOptions) -> StepPlan:
+    def with_options(self, options: TrainingOptions) -> StepPlan:
         """Return a plan of the same assignment with these options."""
-        return replace(self, **{each.name: getattr(options, each.name) for each in fields(options)})
+        return replace(self, options=options)

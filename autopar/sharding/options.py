@@ -11,16 +11,20 @@ import torch
 
 
 @dataclass(frozen=True)
-class PlanOptions:
-    """Options of a step that no search decides."""
+class TrainingOptions:
+    """Options of a step that no search decides: how it is fed, what it returns, how it updates parameters."""
 
     outputs: Outputs = "sharded"
+    # True: each rank passes its own shards, so that no input is split at the start of a step.
     local_inputs: bool = False
     optimizer: str = "adamw"
     micro_batches: int = 1
     compiled: bool = False
+    # None: the optimizer updates parameters in the dtype that the graph computes in.
     master_dtype: torch.dtype | None = None
+    # None: gradients are accumulated in the dtype that the optimizer updates.
     gradient_dtype: torch.dtype | None = None
+    # Cluster levels that the user chose for axes: `{"dp": "network"}`.
     links: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 

@@ -11,7 +11,7 @@ from autopar.cost.profile import TaskBuilder
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
-from autopar.sharding.options import PlanOptions
+from autopar.sharding.options import TrainingOptions
 from autopar.solver.model.saved_values import SavedValues
 
 __all__ = ["PlanningProblem"]
@@ -24,7 +24,7 @@ class PlanningProblem:
     graph: NamedGraph
     axes: SubMesh
     cluster: Cluster
-    options: PlanOptions
+    options: TrainingOptions
     prices: TaskBuilder
     trains: bool
     used: SubMesh
@@ -33,7 +33,7 @@ class PlanningProblem:
     """The ops that take each tensor, in order, each once."""
 
     @staticmethod
-    def of(graph: NamedGraph, axes: SubMesh, cluster: Cluster, options: PlanOptions) -> PlanningProblem:
+    def of(graph: NamedGraph, axes: SubMesh, cluster: Cluster, options: TrainingOptions) -> PlanningProblem:
         prices = TaskBuilder(graph, cluster, axes, options.links, options.compiled, options.gradient_dtype)
         users: dict[str, list[NamedNode]] = {}
         for node in graph.nodes:

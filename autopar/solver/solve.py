@@ -16,7 +16,7 @@ from autopar.mesh import SubMesh
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.options import PlanOptions
+from autopar.sharding.options import TrainingOptions
 from autopar.solver.infeasible.errors import NoFeasiblePlan, OutOfTime
 from autopar.solver.infeasible.explain import refusal
 from autopar.solver.model.cost_tables import CostTables
@@ -27,7 +27,7 @@ from autopar.solver.search.phases import SearchPhases, SearchResult, settle, wor
 from autopar.solver.setting import PlanningProblem
 from autopar.solver.strategies import plan_under, strategy_plans
 
-__all__ = ["PlanOptions", "SolvedPlan", "solve_plan"]
+__all__ = ["SolvedPlan", "TrainingOptions", "solve_plan"]
 
 SEARCH_SHARE = 0.75
 """Of the time, after which the strategies of experts are priced if the search has not ended."""
@@ -62,7 +62,7 @@ def solve_plan(
     *,
     layout: Layout | None = None,
     memory_bytes: float | None = None,
-    options: PlanOptions | None = None,
+    options: TrainingOptions | None = None,
     time_limit: float = 30.0,
     progress: Callable[[Progress], None] | None = None,
     warm: StepPlan | None = None,
@@ -77,7 +77,7 @@ def solve_plan(
     """
     began = time.monotonic()
     with _uncollected():
-        setting = PlanningProblem.of(graph, SubMesh.of(axes), cluster, options or PlanOptions())
+        setting = PlanningProblem.of(graph, SubMesh.of(axes), cluster, options or TrainingOptions())
         limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
         bound_layout = BoundLayout(graph, layout or Layout(()), axes)
         incumbent = Incumbent(setting, limit, began, progress, bound_layout)

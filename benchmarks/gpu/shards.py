@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import autopar
 from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.sharding.layout.language import choose_layout
+from autopar.sharding.options import TrainingOptions
 from autopar.sharding.propagation import propagate_plan
 from benchmarks.gpu.setting import Setting, llama, one_process, one_rank_of, stepper
 from examples.gpt import gpt
@@ -113,7 +113,7 @@ def _predicted(setting: Setting, make: Callable[[], Any], clusters: Mapping[str,
     for name, cluster in clusters.items():
         costs = evaluate(graph, plan, cluster)
         beside = _beside(found, 1e3 * costs.step_seconds, costs.memory.peak_bytes / 2**30)
-        compiled = evaluate(graph, replace(plan, compiled=True), cluster)
+        compiled = evaluate(graph, plan.with_options(TrainingOptions(compiled=True)), cluster)
         found[name] = {**beside, "compiled_ms": round(1e3 * compiled.step_seconds, 3)}
     return found
 

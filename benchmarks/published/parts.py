@@ -22,6 +22,7 @@ from autopar.cost.memory.peak import memory
 from autopar.cost.profile import Task, profile
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
+from autopar.sharding.options import TrainingOptions
 from autopar.sharding.propagation import propagate_plan
 from benchmarks.published.models import Decoder, decoder_inputs, decoder_model
 from benchmarks.published.runs import Run, Software, layout_of
@@ -290,11 +291,11 @@ def _plan(graph: NamedGraph, run: Run) -> StepPlan:
     plan = propagate_plan(graph, layout_of(run.sharding, run.sequence_parallel, run.dp, run.tp), axes)
     layers = {path: run.recompute for repeat in graph.repeats for path in repeat.module_paths}
     parameters = [tensor.name for tensor in graph.parameters]
-    return replace(
-        plan.with_regather(parameters if run.regathers else ()).with_recompute(layers),
+    options = TrainingOptions(
         local_inputs=True,
         micro_batches=run.micro_batches,
         master_dtype=torch.float32,
         gradient_dtype=run.software.gradient_dtype,
         compiled=run.software.compiled,
     )
+    return plan.with_regather(parameters if run.regathers else ()).with_recompute(layers).with_options(options)

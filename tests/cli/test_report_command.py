@@ -13,6 +13,7 @@ import autopar
 from autopar.cli import main
 from autopar.mesh import Mesh
 from autopar.plans.find import PlanRequest, under
+from autopar.sharding.options import TrainingOptions
 from examples.gpt import gpt
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +64,7 @@ def test_of_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 def test_experts_are_asked_what_the_plan_was(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A plan's file says the cluster, the optimizer and the limit; the strategies beside it are priced for the same."""
     path = tmp_path / "gpt.plan.lay"
-    asked = PlanRequest("h100", "1GiB", "sgd")
+    asked = PlanRequest("h100", "1GiB", TrainingOptions(optimizer="sgd"))
     under(autopar.trace(*gpt()), Mesh("dp=2"), "ddp", asked).save(path)
     place = tmp_path / "report.html"
     assert run(capsys, str(path), "--target", GPT, "-o", str(place))[0] == 0

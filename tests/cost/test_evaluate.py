@@ -23,6 +23,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.buckets import BUCKET_BYTES
 from autopar.sharding.layout.language import choose_layout
+from autopar.sharding.options import TrainingOptions
 from autopar.sharding.propagation import propagate_plan
 from autopar.sharding.reshard_insertion import inserted_reshards
 from examples.gpt import gpt
@@ -46,7 +47,7 @@ def graph() -> NamedGraph:
 
 def plan_of(graph: NamedGraph, layout: str, **changes: Any) -> StepPlan:
     axes = LAYOUTS[layout]
-    return replace(propagate_plan(graph, choose_layout(layout, axes), axes), **changes)
+    return replace(propagate_plan(graph, choose_layout(layout, axes), axes), options=TrainingOptions(**changes))
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------

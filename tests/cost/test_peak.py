@@ -20,6 +20,7 @@ from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import choose_layout
+from autopar.sharding.options import TrainingOptions
 from autopar.sharding.propagation import propagate_plan
 from benchmarks.memory import measure
 from examples.gpt import gpt
@@ -38,7 +39,7 @@ TILES = "batch -> dp; height -> sy; width -> sx; * -> none"
 
 
 def plan_of(graph: NamedGraph, layout: str, axes: Mapping[str, int], **changes: Any) -> StepPlan:
-    return replace(propagate_plan(graph, choose_layout(layout, axes), axes), **changes)
+    return replace(propagate_plan(graph, choose_layout(layout, axes), axes), options=TrainingOptions(**changes))
 
 
 def predicted(graph: NamedGraph, plan: StepPlan) -> MemoryCosts:
@@ -223,11 +224,11 @@ def test_large_parameters_of_layers_computed_again_are_measured_as_predicted(mod
 
 def test_gradients_of_earlier_micro_batches_are_there(small_gpt: NamedGraph) -> None:
     plan = plan_of(small_gpt, "zero1", {"dp": 4})
-    one, four = (predicted(small_gpt, replace(plan, micro_batches=count)) for count in (1, 4))
+    one, four = (predicted(small_gpt, replace(plan, options=TrainingOptions(micro_batches=count))) for count in (1, 4))
     assert four.gradients_bytes > one.gradients_bytes, "they add up whole, and are scattered at the end"
     assert four.copies_bytes > one.copies_bytes == 0, "the gathered copy stays"
     fsdp = plan_of(small_gpt, "fsdp", {"fsdp": 4})
-    one, four = (predicted(small_gpt, replace(fsdp, micro_batches=count)) for count in (1, 4))
+    one, four = (predicted(small_gpt, replace(fsdp, options=TrainingOptions(micro_batches=count))) for count in (1, 4))
     assert four.gradients_bytes == one.gradients_bytes
     assert four.peak_bytes > one.peak_bytes
 
@@ -238,7 +239,9 @@ def test_master_copies() -> None:
     numel = sum(torch.Size(tensor.shape).numel() for tensor in graph.parameters)
     plan = plan_of(graph, "ddp", {"dp": 2})
     low = predicted(graph, plan)
-    high = predicted(graph, replace(plan, master_dtype=torch.float32, gradient_dtype=torch.float32))
+    high = predicted(
+        graph, plan.with_options(TrainingOptions(master_dtype=torch.float32, gradient_dtype=torch.float32))
+    )
     assert (low.parameters_bytes, low.copies_bytes, low.optimizer_bytes) == (2 * numel, 0, 4 * numel)
     assert (high.parameters_bytes, high.copies_bytes, high.optimizer_bytes) == (4 * numel, 2 * numel, 8 * numel)
     assert (low.gradients_bytes, high.gradients_bytes) == (2 * numel, 4 * numel)

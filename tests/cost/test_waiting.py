@@ -16,6 +16,7 @@ from autopar.cost.profile import profile
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import choose_layout
+from autopar.sharding.options import TrainingOptions
 from autopar.sharding.propagation import propagate_plan
 
 CLUSTER = load_cluster("h100")
@@ -54,13 +55,13 @@ def test_a_large_step_does_not_wait() -> None:
 
 def test_a_compiled_step_waits_less() -> None:
     graph = graph_of(8)
-    compiled = replace(plan_of(graph), compiled=True)
+    compiled = plan_of(graph).with_options(TrainingOptions(compiled=True))
     assert evaluate(graph, compiled, CLUSTER).step_seconds < 0.5 * evaluate(graph, plan_of(graph), CLUSTER).step_seconds
 
 
 def test_gradients_of_micro_batches_are_added_up() -> None:
     graph = graph_of(8)
-    tasks = profile(LoweredStep(graph, replace(plan_of(graph), micro_batches=4)), CLUSTER).backward
+    tasks = profile(LoweredStep(graph, plan_of(graph).with_options(TrainingOptions(micro_batches=4))), CLUSTER).backward
     added = {task.name: task.bytes for task in tasks if ".grad +=" in task.name}
     assert len(added) == len(graph.parameters)
     assert added["0.weight.grad +="] == 64 * 64 * 4 * 3

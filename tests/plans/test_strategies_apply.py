@@ -12,7 +12,7 @@ from autopar.mesh import Mesh, SubMesh
 from autopar.plans.find import PlanRequest, under
 from autopar.plans.views.strategies import experts_beside
 from autopar.sharding.layout.language import applies_to, load_strategy, usable_axes
-from autopar.sharding.options import PlanOptions
+from autopar.sharding.options import TrainingOptions
 from autopar.solver.setting import PlanningProblem
 from autopar.solver.strategies import strategy_plans
 from examples.gpt import gpt
@@ -65,7 +65,7 @@ def test_which_strategies_apply(strategy: str, dims: tuple[str, ...], applies: b
 @pytest.mark.parametrize(("model", "has_experts"), [(gpt, False), (moe, True)])
 def test_strategies_without_their_dims_are_not_listed(model: object, has_experts: bool) -> None:
     graph = autopar.trace(*(gpt() if model is gpt else moe()))
-    setting = PlanningProblem.of(graph, SubMesh.of({"dp": 2, "tp": 2}), load_cluster("local-cpu"), PlanOptions())
+    setting = PlanningProblem.of(graph, SubMesh.of({"dp": 2, "tp": 2}), load_cluster("local-cpu"), TrainingOptions())
     plan = under(graph, Mesh("dp=2,tp=2"), "batch -> dp; * -> none", PlanRequest("local-cpu"))
     for names in ([name for name, _ in strategy_plans(setting)], list(experts_beside(plan))):
         assert not any(name.startswith("spatial") for name in names)

@@ -16,7 +16,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.mesh import SubMesh
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout, parse_layout
-from autopar.sharding.options import PlanOptions
+from autopar.sharding.options import TrainingOptions
 from autopar.solver.setting import PlanningProblem
 from autopar.solver.solve import SolvedPlan, solve_plan
 
@@ -79,7 +79,7 @@ class Drawn:
     axes: Mapping[str, int]
     cluster: Cluster
     layout: Layout
-    options: PlanOptions
+    options: TrainingOptions
 
     @property
     def setting(self) -> PlanningProblem:
@@ -129,7 +129,7 @@ def program(seed: int, most_layers: int) -> NamedGraph:
 
 def drawn(graph: NamedGraph, axes: Mapping[str, int], draw: random.Random, lines: int = 2) -> Drawn:
     """`lines`: the most that the layout says."""
-    options = PlanOptions(
+    options = TrainingOptions(
         micro_batches=draw.choice([1, 1, 3]),
         optimizer=draw.choice(["sgd", "adamw"]),
         compiled=draw.random() < 0.3,

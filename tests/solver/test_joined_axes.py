@@ -11,7 +11,7 @@ from autopar.cost.hardware.cluster import load_cluster
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import SubMesh
 from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.options import PlanOptions
+from autopar.sharding.options import TrainingOptions
 from autopar.solver.search.joined_axes import joined_meshes
 from autopar.solver.setting import PlanningProblem
 from autopar.solver.solve import solve_plan
@@ -30,7 +30,7 @@ def graph() -> NamedGraph:
 
 
 def test_a_plan_of_joined_axes_is_the_same_plan_on_the_mesh_itself(graph: NamedGraph) -> None:
-    setting = PlanningProblem.of(graph, SubMesh.of(AXES), CLUSTER, PlanOptions())
+    setting = PlanningProblem.of(graph, SubMesh.of(AXES), CLUSTER, TrainingOptions())
     seen = []
     for joined, merged in joined_meshes(setting):
         seen.append(dict(merged.axes))
@@ -43,7 +43,7 @@ def test_a_plan_of_joined_axes_is_the_same_plan_on_the_mesh_itself(graph: NamedG
 
 
 def test_axes_on_different_links_are_not_joined(graph: NamedGraph) -> None:
-    options = PlanOptions(links={"pod": "network", "dp": "nvlink", "tp": "nvlink"})
+    options = TrainingOptions(links={"pod": "network", "dp": "nvlink", "tp": "nvlink"})
     setting = PlanningProblem.of(graph, SubMesh.of(AXES), CLUSTER, options)
     found = [(dict(merged.axes), dict(merged.options.links)) for _, merged in joined_meshes(setting)]
     assert found == [({"pod": 2, "dp*tp": 4}, {"pod": "network", "dp*tp": "nvlink"})]

@@ -137,7 +137,7 @@ def keeping(problem: Drawn, oracle: Oracle) -> Callable[[Sequence[int]], Costs]:
 
     def found(chosen: Sequence[int]) -> Costs:
         plan, costs = oracle.plan(chosen), price(chosen)
-        sent = inserted_reshards(problem.graph, plan.assignment, plan.outputs, plan.local_inputs)
+        sent = inserted_reshards(problem.graph, plan.assignment, plan.options.outputs, plan.options.local_inputs)
         try:
             check_contracts(problem.layout, problem.graph, plan.assignment, sent)
         except autopar.AutoparError:

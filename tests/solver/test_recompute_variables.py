@@ -15,7 +15,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.mesh import SubMesh
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.options import PlanOptions
+from autopar.sharding.options import TrainingOptions
 from autopar.solver.decode import plan_of
 from autopar.solver.infeasible.errors import NoFeasiblePlan
 from autopar.solver.model.build import build
@@ -41,7 +41,7 @@ def graph() -> NamedGraph:
 
 @pytest.fixture(scope="module")
 def setting(graph: NamedGraph) -> PlanningProblem:
-    return PlanningProblem.of(graph, SubMesh.of(AXES), CLUSTER, PlanOptions())
+    return PlanningProblem.of(graph, SubMesh.of(AXES), CLUSTER, TrainingOptions())
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.mesh import SubMesh
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.options import PlanOptions
+from autopar.sharding.options import TrainingOptions
 from autopar.solver.decode import plan_of
 from autopar.solver.model.build import build
 from autopar.solver.setting import PlanningProblem
@@ -42,7 +42,7 @@ def test_a_solved_plan_computes_what_one_process_does(traced: Traced) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_may_be_decided_computes_the_same(traced: Traced, seed: int) -> None:
     graph, exact, inputs = traced
-    setting = PlanningProblem.of(graph, SubMesh.of(AXES), CLUSTER, PlanOptions())
+    setting = PlanningProblem.of(graph, SubMesh.of(AXES), CLUSTER, TrainingOptions())
     model = build(setting, BoundLayout(graph, Layout(()), AXES), regather=True)
     draw = random.Random(seed)
     chosen = [draw.randrange(len(variable.states)) for variable in model.variables]

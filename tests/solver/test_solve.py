@@ -20,7 +20,7 @@ from autopar.sharding.assignment import StepPlan
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.contracts import sharding_text
 from autopar.sharding.layout.language import Layout, parse_layout
-from autopar.sharding.options import PlanOptions
+from autopar.sharding.options import TrainingOptions
 from autopar.solver import strategies
 from autopar.solver.arrays import Floats
 from autopar.solver.decode import plan_of
@@ -65,7 +65,7 @@ def sums_of(found: Profile) -> Floats:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_the_planner_believes_is_what_evaluate_adds_up(graph: NamedGraph, compiled: bool) -> None:
     """All but what is shared: conversions that two ops want, and the buckets of parameters."""
-    setting = PlanningProblem.of(graph, SubMesh.of(AXES), CLUSTER, PlanOptions(compiled=compiled))
+    setting = PlanningProblem.of(graph, SubMesh.of(AXES), CLUSTER, TrainingOptions(compiled=compiled))
     model = build(setting, BoundLayout(graph, Layout(()), AXES))
     draw = random.Random(0)
     same = 0
@@ -82,7 +82,7 @@ def test_what_the_planner_believes_is_what_evaluate_adds_up(graph: NamedGraph, c
 
 
 def test_hinges_are_the_seconds_of_evaluate(graph: NamedGraph) -> None:
-    options = PlanOptions(micro_batches=3)
+    options = TrainingOptions(micro_batches=3)
     setting = PlanningProblem.of(graph, SubMesh.of(AXES), CLUSTER, options)
     plans = list(strategy_plans(setting))[:6]
     assert len(plans) == 6
@@ -99,7 +99,7 @@ def test_no_strategy_is_better(graph: NamedGraph) -> None:
     solved = solve_plan(graph, AXES, CLUSTER, time_limit=3600)
     assert solved.costs == evaluate(graph, solved.plan, CLUSTER), "what is claimed is what evaluate says"
     assert solved.bound_seconds <= solved.costs.step_seconds
-    setting = PlanningProblem.of(graph, SubMesh.of(AXES), CLUSTER, PlanOptions())
+    setting = PlanningProblem.of(graph, SubMesh.of(AXES), CLUSTER, TrainingOptions())
     for name, plan in strategy_plans(setting):
         assert solved.costs.step_seconds <= evaluate(graph, plan, CLUSTER).step_seconds * (1 + 1e-9), name
 
@@ -209,7 +209,7 @@ def test_where_the_host_is_slow_what_is_gathered_may_stay() -> None:
     """As ZeRO-1 does: of a small model, which takes the host longer than the devices, no expert is better."""
     model, inputs = gpt(layers=2, d_model=64, heads=4, vocab=128, seq=32, batch=8, device="meta")
     graph, axes = autopar.trace(model, inputs), {"dp": 8}
-    setting = PlanningProblem.of(graph, SubMesh.of(axes), CLUSTER, PlanOptions())
+    setting = PlanningProblem.of(graph, SubMesh.of(axes), CLUSTER, TrainingOptions())
     experts = [evaluate(graph, plan, CLUSTER) for _, plan in strategy_plans(setting)]
     for limit in sorted({costs.memory.peak_bytes for costs in experts}):
         found = solve_plan(graph, axes, CLUSTER, memory_bytes=limit, experts=False, time_limit=3600)
@@ -239,7 +239,7 @@ def test_strategies_are_not_tried_when_it_is_late(graph: NamedGraph, monkeypatch
         return None
 
     monkeypatch.setattr(strategies, "plan_under", none)
-    setting = PlanningProblem.of(graph, SubMesh.of({"pod": 2, "dp": 2, "tp": 2}), CLUSTER, PlanOptions())
+    setting = PlanningProblem.of(graph, SubMesh.of({"pod": 2, "dp": 2, "tp": 2}), CLUSTER, TrainingOptions())
     assert list(strategy_plans(setting, lambda: len(tried) >= 4)) == []
     assert len(tried) == 4
     assert list(strategy_plans(setting)) == []

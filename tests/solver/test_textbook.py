@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.cost.hardware.cluster import load_cluster
-from autopar.sharding.options import PlanOptions
+from autopar.sharding.options import TrainingOptions
 from autopar.solver.solve import SolvedPlan, solve_plan
 from examples.gpt import gpt
 from examples.moe import moe
@@ -23,7 +23,7 @@ def solved(
     model: nn.Module, inputs: Any, axes: Mapping[str, int], **given: Any
 ) -> tuple[autopar.NamedGraph, SolvedPlan]:
     graph = autopar.trace(model.bfloat16(), inputs)
-    options = PlanOptions(compiled=True)  # else such small models wait for their host
+    options = TrainingOptions(compiled=True)  # else such small models wait for their host
     return graph, solve_plan(graph, axes, H100, time_limit=3600, options=options, **given)
 
 

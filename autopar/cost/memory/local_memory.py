@@ -200,7 +200,7 @@ class LiveState:
         self.graph, self.plan, self.reshard_plan = step.graph, step.plan, step.reshard_plan
         self.recomputed = step.recomputed
         # True where gradients are added to those of earlier micro-batches, or to gradients of another dtype.
-        self.accumulates = self.plan.micro_batches > 1 or self.plan.gradient_dtype is not None
+        self.accumulates = self.plan.options.micro_batches > 1 or self.plan.options.gradient_dtype is not None
         self.footprints = LocalFootprints(step)
         self.last = last_uses(self.graph, self.reshard_plan)
         # Versions whose last use is the op at a place.
@@ -248,7 +248,7 @@ class LiveState:
 
     def _defers_reduction(self, name: str) -> bool:
         """Return True for a gradient that is reduced in the last micro-batch only."""
-        return self.plan.micro_batches > 1 and name in self.plan.defer_reduction
+        return self.plan.options.micro_batches > 1 and name in self.plan.defer_reduction
 
     def _steps(self, source: int, steps: tuple[Step, ...], one: InsertedReshard) -> int:
         """Return the result of reshard steps; the caller keeps its reference to the source."""

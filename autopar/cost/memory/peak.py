@@ -72,7 +72,7 @@ def memory(step: LoweredStep) -> MemoryCosts:
         return MemoryCosts(parameters, copies, 0.0, 0.0, inputs, 0.0, run.storages.peak, run.storages.peak_at)
     run.backward()
     gradients = run.gradient_bytes()
-    states, largest = _optimizer_bytes(graph, plan, optimizer_of(plan.optimizer))
+    states, largest = _optimizer_bytes(graph, plan, optimizer_of(plan.options.optimizer))
     updating = parameters + copies + inputs + states + gradients + largest
     moments = {run.storages.peak_at: run.storages.peak + states, "the optimizer": updating}
     at = max(moments, key=moments.__getitem__)
@@ -88,7 +88,7 @@ def memory_over_time(step: LoweredStep) -> tuple[MemoryMoment, ...]:
     states = 0.0
     if graph.exported.grad_enabled:
         run.backward()
-        states, _ = _optimizer_bytes(graph, plan, optimizer_of(plan.optimizer))
+        states, _ = _optimizer_bytes(graph, plan, optimizer_of(plan.options.optimizer))
     found = {**dict.fromkeys(run.storages.moments, first), **run.gradients_after}
     return tuple(
         MemoryMoment(doing, alive + states, found[doing]) for doing, alive in run.storages.moments.items() if doing
@@ -116,7 +116,7 @@ def _optimizer_bytes(graph: NamedGraph, plan: StepPlan, optimizer: Optimizer) ->
     states = largest = 0.0
     for tensor in graph.parameters:
         if tensor.requires_grad:
-            itemsize = (plan.master_dtype or tensor.dtype).itemsize
+            itemsize = (plan.options.master_dtype or tensor.dtype).itemsize
             atoms, stored = atoms_of(tensor), plan.assignment.stored[tensor.name]
             shape = atoms.fold(stored.largest_sizes(atoms, plan.axes))
             count = prod(shape)
@@ -164,7 +164,7 @@ def check_memory(layout: Layout, graph: NamedGraph, plan: StepPlan, device_bytes
         parts = {
             "parameters": found.parameters_bytes + found.copies_bytes,
             "gradients": found.gradients_bytes,
-            f"the states of {plan.optimizer}": found.optimizer_bytes,
+            f"the states of {plan.options.optimizer}": found.optimizer_bytes,
             "tensors saved for the backward": found.saved_bytes,
         }
         listed = ", ".join(f"{name} {size_text(part)}" for name, part in parts.items())

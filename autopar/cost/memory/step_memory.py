@@ -24,9 +24,9 @@ class ForwardMemory(LiveState):
     def forward(self) -> None:
         self._place_inputs()
         for tensor in self.graph.parameters:
-            stays = tensor.name in self.plan.keep_gathered and self.plan.micro_batches > 1
+            stays = tensor.name in self.plan.keep_gathered and self.plan.options.micro_batches > 1
             # The step keeps a copy of parameters that stay gathered, or that compute in another dtype than stored.
-            if stays or self.plan.master_dtype not in (None, tensor.dtype):
+            if stays or self.plan.options.master_dtype not in (None, tensor.dtype):
                 values, stored = self.plan.assignment.values[tensor.name], self.plan.assignment.stored[tensor.name]
                 self.copied[tensor.name] = self.storages.new(self._bytes((tensor.name, values if stays else stored)))
         if self.graph.exported.grad_enabled:
@@ -49,9 +49,9 @@ class ForwardMemory(LiveState):
             reshard = self.reshard_plan.inputs.get(name)
             version = name, self.plan.assignment.stored[name] if reshard is None else reshard.reshard.source
             size = self._bytes(version)
-            if tensor.kind == "param" and self.plan.master_dtype is not None:
+            if tensor.kind == "param" and self.plan.options.master_dtype is not None:
                 # Parameters are stored in the dtype that the optimizer updates.
-                size = size / tensor.dtype.itemsize * self.plan.master_dtype.itemsize
+                size = size / tensor.dtype.itemsize * self.plan.options.master_dtype.itemsize
             self.values[version] = self.storages.new(size)
             self.inputs[version] = self.storages.take(self.values[version])
             if reshard is not None:
@@ -310,7 +310,7 @@ class StepMemory(ForwardMemory):
             if tensor.requires_grad:
                 stored = tensor.name, self.plan.assignment.stored[tensor.name]
                 whole = tensor.name, self.plan.assignment.values[tensor.name]
-                dtype = self.plan.gradient_dtype or self.plan.master_dtype or tensor.dtype
+                dtype = self.plan.options.gradient_dtype or self.plan.options.master_dtype or tensor.dtype
                 size = self._bytes(whole if self._defers_reduction(tensor.name) else stored) / tensor.dtype.itemsize
                 self.gradients[stored] = self.storages.new(size * dtype.itemsize)
 

@@ -204,7 +204,9 @@ class _OpTraffic:
 
     def __init__(self, wired: LoweredStep, cluster: Cluster) -> None:
         self.graph, plan = wired.graph, wired.plan
-        self.prices = TaskBuilder(self.graph, cluster, plan.axes, plan.links, plan.compiled, plan.gradient_dtype)
+        self.prices = TaskBuilder(
+            self.graph, cluster, plan.axes, plan.options.links, plan.options.compiled, plan.options.gradient_dtype
+        )
         self.reshard_plan = wired.reshard_plan
         self.buckets: dict[str, list[Bucket]] = {}
         for bucket in wired.buckets:
@@ -257,7 +259,7 @@ def _dims(graph: NamedGraph, plan: StepPlan) -> list[dict[str, Any]]:
 
 def _timeline(found: Profile, plan: StepPlan) -> dict[str, Any]:
     """Events as rows of numbers: stream, start, length (microseconds), name, whether it is of the backward."""
-    line = timeline_of(found, plan.micro_batches)
+    line = timeline_of(found, plan.options.micro_batches)
     names: dict[str, int] = {}
     rows = []
     for event in line.events:

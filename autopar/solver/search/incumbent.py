@@ -76,7 +76,7 @@ class Incumbent:
         layout = self.bound_layout.given
         if not any(isinstance(statement, Contract) for statement in layout):
             return True
-        sent = inserted_reshards(self.setting.graph, plan.assignment, plan.outputs, plan.local_inputs)
+        sent = inserted_reshards(self.setting.graph, plan.assignment, plan.options.outputs, plan.options.local_inputs)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", AutoparWarning)  # whoever takes the plan is warned
             try:
