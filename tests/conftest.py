@@ -27,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # tests start inherits it.
     config.stash[CACHE] = tempfile.TemporaryDirectory(prefix="autopar-tests-", ignore_cleanup_errors=True)
     os.environ["XDG_CACHE_HOME"] = config.stash[CACHE].name
+    # Every stage verifies what it hands to the next, also in the processes that tests start.
+    os.environ["AUTOPAR_VERIFY"] = "1"
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

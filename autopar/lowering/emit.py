@@ -9,122 +9,49 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from autopar.ir.graph import NamedGraph
+from autopar.ir.invariants import verifying
 from autopar.ir.values import NamedNode
 from autopar.lowering.collectives.local_reshard import LocalReshard
 from autopar.lowering.collectives.op_messages import bind_message
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.comments import note_of
+from autopar.lowering.emitted import Emitted
+from autopar.lowering.local_shapes import SHARD
+from autopar.lowering.modules.shard_ops import LocalOpModule, LoweredOpModule, ReshardModule
 from autopar.lowering.passes.aliases import FRESH, is_idle_copy, makes_new_memory
 from autopar.lowering.passes.bucket_parameters import BucketedParameters, put_in_buckets
 from autopar.lowering.passes.empty_shards import EmptyShardOp, nodes_of, reached
 from autopar.lowering.passes.hoist_small_sums import HoistedSums, move_to_ends
 from autopar.lowering.passes.join_small_sums import join_totals
-from autopar.lowering.passes.random_ops import DrawnOp, RandomOps
+from autopar.lowering.passes.random_ops import RandomOps
 from autopar.lowering.passes.rank_check import put_gate
 from autopar.lowering.passes.recompute_regions import KEPT, REGION, with_regions
+from autopar.lowering.verify import verify_emitted
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.notation import FactorKind
-from autopar.rules.shard_call.dispatch import LOWERINGS, localiser
+from autopar.rules.shard_call.dispatch import localiser
 from autopar.rules.shard_call.empty import amounts
 from autopar.rules.shard_call.grouped_heads import repeat_masked_heads
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.choices import Choice
 from autopar.sharding.lowered_ops import LoweredOpContext, lowered_context
-from autopar.sharding.lowered_ops.base import Send
 from autopar.sharding.options import Outputs, Recompute
 from autopar.sharding.recompute import recompute_regions, recomputed_ops
 from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards, insert_reshards
 from autopar.sharding.sharding import Sharding, atoms_of, chunk
+from autopar.sharding.verify import verify_reshards
 
-__all__ = ["Emitted", "emit"]
-
-
-@dataclass(frozen=True)
-class Emitted:
-    """The graph of one rank, what was inserted in it, and the layouts of its results."""
-
-    graph_module: GraphModule
-    inserted: tuple[InsertedReshard, ...]
-    results: tuple[tuple[str, Sharding] | None, ...]
-    """Name and layout of each result of the model; None for one that is no tensor."""
-    draws: tuple[DrawnOp, ...] = ()
-    """Ops that draw random numbers, on several ranks; where there are any, the graph has one more input: their key."""
-    ends: HoistedSums = field(default_factory=HoistedSums)
-    """What is sent before and after the graph."""
-
-
-class ReshardModule(nn.Module):
-    """A conversion as a step of the generated graph."""
-
-    def __init__(self, conversion: LocalReshard, note: str) -> None:
-        super().__init__()
-        self.conversion = conversion
-        self.notes = (note,)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conversion(x)
-
-    def extra_repr(self) -> str:
-        return str(self.conversion.reshard)
-
-
-class LocalOpModule(nn.Module):
-    """An op of which some factor is split and which needs a function of ours for it (a masked lookup)."""
-
-    def __init__(self, local: LocalCall, pieces: tuple[FactorSlice, ...], names: tuple[str, ...]) -> None:
-        super().__init__()
-        self.local = local
-        self.pieces = pieces
-        self.names = names
-
-    def forward(self, *tensors: Any) -> Any:
-        local = self.local.with_arguments(**dict(zip(self.names, tensors, strict=True)))
-        for piece in self.pieces:
-            lowering = local.rule.lowering(piece.factor)
-            if lowering is not None:
-                local = LOWERINGS[lowering](local, piece)
-        return local.run()
-
-    def extra_repr(self) -> str:
-        return f"{self.local.op} split {', '.join(piece.factor for piece in self.pieces)}; rule {self.local.rule}"
-
-
-class LoweredOpModule(nn.Module):
-    """An op that runs on shards with messages of its own (a halo exchange, statistics of all shards)."""
-
-    def __init__(
-        self,
-        split: LoweredOpContext,
-        local: LocalCall,
-        pieces: Mapping[str, FactorSlice],
-        names: tuple[str, ...],
-        sends: tuple[Send, ...],
-    ) -> None:
-        super().__init__()
-        self.split = split
-        self.local = local
-        self.pieces = pieces
-        self.names = names
-        self.sends = sends
-        self.notes: tuple[str, ...] = ()
-
-    def forward(self, *tensors: Any) -> Any:
-        local = self.local.with_arguments(**dict(zip(self.names, tensors, strict=True)))
-        return self.split.lowering.run(self.split, local, self.pieces, self.sends)
-
-    def extra_repr(self) -> str:
-        factors = ", ".join(f"{factor} -> {'*'.join(axes)}" for factor, axes in self.split.factors.items())
-        return f"{self.local.op} split {factors}; rule {self.local.rule}"
+__all__ = ["emit"]
 
 
 def emit(
@@ -165,6 +92,8 @@ class _Emitter:
         self.groups = groups
         self.axes = assignment.axes
         self.reshard_plan = insert_reshards(graph, assignment, outputs, local_inputs)
+        if verifying():
+            verify_reshards(graph, assignment, self.reshard_plan, outputs)
         self.out = Graph()
         self.modules: dict[str, nn.Module] = {}
         self.held: dict[tuple[str, Sharding], Node] = {}
@@ -203,7 +132,10 @@ class _Emitter:
         mutated = len(self.graph.exported.mutations)
         module = with_regions(self.out, self.modules, self.regions)
         draws = tuple(self.drawings.ops)
-        return Emitted(module, self.reshard_plan.inserted(), self.reshard_plan.results[mutated:], draws, ends)
+        emitted = Emitted(module, self.reshard_plan.inserted(), self.reshard_plan.results[mutated:], draws, ends)
+        if verifying():
+            verify_emitted(self.graph, self.assignment, self.groups, self.reshard_plan, emitted)
+        return emitted
 
     def _inputs(self) -> list[str]:
         """The placeholders of inputs that nobody wants a gradient of."""
@@ -414,7 +346,7 @@ class _Emitter:
             produced = op_assignment.produced[i]
             assert produced is not None, node.name
             value = result if single else self.out.call_function(operator.getitem, (result, i))
-            value.meta["local_shape"] = self._local_shape(name, produced)
+            value.meta.update({"local_shape": self._local_shape(name, produced), SHARD: (name, produced)})
             self.held[name, produced] = value
 
     # -- conversions --------------------------------------------------------------------------------------------------
@@ -422,7 +354,7 @@ class _Emitter:
     def _value(self, name: str, layout: Sharding) -> Node:
         """A value in a layout in which it is held by now."""
         value = self.held[name, layout]
-        value.meta["local_shape"] = self._local_shape(name, layout)
+        value.meta.update({"local_shape": self._local_shape(name, layout), SHARD: (name, layout)})
         return value
 
     def _convert(self, one: InsertedReshard) -> None:

@@ -19,7 +19,8 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.pytree import Flattened
 from autopar.lowering.collectives.checksum import checksum, checksum_of_all, digest, kind_of
 from autopar.lowering.collectives.process_groups import Groups
-from autopar.lowering.emit import Emitted, emit
+from autopar.lowering.emit import emit
+from autopar.lowering.emitted import Emitted
 from autopar.lowering.modules.bucket import ParameterHandling
 from autopar.lowering.modules.bucket_state import GradientSync
 from autopar.lowering.passes.bucket_parameters import BucketedParameters

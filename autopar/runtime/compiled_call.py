@@ -21,7 +21,7 @@ from autopar.ir.exported import Autocast
 from autopar.ir.graph import NamedGraph
 from autopar.ir.pytree import Constant, Flattened, Items, Mapped, Node, Original, Shared, TensorLeaf, unflatten
 from autopar.lowering.collectives.checksum import digest, kind_of
-from autopar.lowering.emit import Emitted
+from autopar.lowering.emitted import Emitted
 from autopar.lowering.modules.bucket_state import GradientSync
 from autopar.runtime.local_parameters import LocalParameters, averaged
 from autopar.runtime.module_shell import owner_of

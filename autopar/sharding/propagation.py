@@ -20,6 +20,7 @@ from math import inf, prod
 
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
+from autopar.ir.invariants import verifying
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import Assignment, OpAssignment, StepPlan
@@ -35,6 +36,7 @@ from autopar.sharding.lowered_ops import lowered_context
 from autopar.sharding.op_pins import allows, infeasible_pin, pinned_passings, pinned_sites, uneven_sites
 from autopar.sharding.reshard.reshard import Reshard, reshard
 from autopar.sharding.sharding import Atoms, Sharding, atoms_of
+from autopar.sharding.verify import verify_assignment
 
 
 class PropagationCache:
@@ -61,6 +63,8 @@ def propagate(graph: NamedGraph, layout: Layout, axes: SubMesh, cache: Propagati
         return cache.assignments[key]
     found = _HoleFiller(bound, options, cache).run() if options else _Propagation(bound, cache).run()
     found = begin_at_parameters(graph, found, bound.pinned_ops())
+    if verifying():
+        verify_assignment(graph, found)
     if key is not None:
         cache.assignments[key] = found
     return found

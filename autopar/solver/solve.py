@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from autopar.cost.evaluate import Costs
 from autopar.cost.hardware.cluster import Cluster
 from autopar.ir.graph import NamedGraph
+from autopar.ir.invariants import verifying
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import TrainingOptions
+from autopar.sharding.verify import verify_assignment
 from autopar.solver.infeasible.errors import NoFeasiblePlan, OutOfTime
 from autopar.solver.infeasible.explain import refusal
 from autopar.solver.model.cost_tables import CostTables
@@ -137,6 +139,8 @@ def _solved(
     incumbent.tell("search", bound)
     if incumbent.plan is None or incumbent.costs is None:
         raise refusal(work)
+    if verifying():
+        verify_assignment(incumbent.setting.graph, incumbent.plan.assignment)
     variables = () if search is None else search.model.variables
     return SolvedPlan(
         incumbent.plan,

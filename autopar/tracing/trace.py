@@ -16,7 +16,9 @@ from autopar.ir.analysis.op_memory import differentiable
 from autopar.ir.analysis.repeated_layers import RepeatedLayers, repeated_layers
 from autopar.ir.exported import Exported, NodeOrigin
 from autopar.ir.graph import NamedGraph
+from autopar.ir.invariants import verifying
 from autopar.ir.values import Atom, Dim, Kind, NamedNode, NamedTensor
+from autopar.ir.verify import verify_graph
 from autopar.rules.bind_call import factor_sizes
 from autopar.rules.proof.discover import Discoveries
 from autopar.rules.registry import rule_table
@@ -62,7 +64,10 @@ def named_graph(
         warnings.warn(reason, AutoparWarning, stacklevel=3)
     repeats = repeated_layers(exported)
     naming = name_dims(model, exported, binding, dims, repeats)
-    return assemble(model, exported, binding, naming, repeats)
+    graph = assemble(model, exported, binding, naming, repeats)
+    if verifying():
+        verify_graph(graph)
+    return graph
 
 
 # -- models that are parallel already ---------------------------------------------------------------------------------
