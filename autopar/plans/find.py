@@ -72,7 +72,9 @@ class PlanRequest:
         found = [] if lowest is None else [lowest[1]]
         if self.memory is not None and not isinstance(self.memory, str):
             if not (math.isfinite(self.memory) and self.memory > 0):
-                raise AutoparError(f"memory={self.memory!r} is no amount\nfix: bytes, or text as in '70GiB'")
+                raise AutoparError(
+                    f"invalid memory={self.memory!r}: expected a size or a share\nfix: bytes, or text as in '70GiB'"
+                )
             found.append(float(self.memory))
         return int(min(found, default=PLANNED_SHARE * has))
 

@@ -231,7 +231,7 @@ class BoundLayout:
             raise LayoutError(
                 "E7",
                 f"E7: the layout leaves {count:,} ways to pick from its '?{{...}}' and 'axis?'\n"
-                f"fix: at most {MAX_PICKS:,}: say some of them, or leave some wholly open with '?'",
+                f"fix: at most {MAX_PICKS:,}: choose some of them, or leave some open with '?'",
             )
         if not options:
             return (self._parts,)
@@ -272,10 +272,10 @@ class BoundLayout:
     def _states(self, part: Layout, tensor: NamedTensor) -> PinnedStates:
         states = states_of(part, tensor.name)
         if states.partial and (tensor.kind != "activation" or tensor.dtype is torch.bool):
-            what = "truths do" if tensor.dtype is torch.bool else f"what is held as {tensor.kind} does"
+            why = "booleans have no sum" if tensor.dtype is torch.bool else f"it is a {tensor.kind}, no result of an op"
             raise layout_error(
                 "E5",
-                f"{tensor.name} cannot be pinned to be partial: {what} not add up",
+                f"{tensor.name} cannot be pinned to be partial: {why}",
                 "drop '+ partial'",
                 states.span,
             )

@@ -391,7 +391,7 @@ class _Propagation:
                 if axes:
                     reasons[self._in_the_way(node, site, atom.size, axes)] = None
         return (
-            f"E5: the op {node.name} ({node.op}) cannot be split as the layout wants it: {', '.join(used)}\n"
+            f"E5: the op {node.name} ({node.op}) cannot be split as the layout requires: {', '.join(used)}\n"
             f"  rule  {node.rule}\n"
             f"  line  {node.origin.source}: {node.origin.source_code}\n"
             f"{''.join(f'  {reason}' + chr(10) for reason in reasons)}"

@@ -59,7 +59,7 @@ AT_ONCE: list[Case] = [
     (("plan", GPT, *MESH, "-o", "."), 2, "this is a folder"),
     (("plan", GPT, *MESH, "-o", "/proc/new.lay"), 2, "--output /proc/new.lay: cannot be written"),
     (("plan", GPT, *MESH, "--memory", "-1GiB"), 2, "as in --memory=-1"),
-    (("plan", GPT, *MESH, "--memory=-1GiB"), 2, "memory='-1GiB' is no amount: '-' has no meaning here\nfix: write"),
+    (("plan", GPT, *MESH, "--memory=-1GiB"), 2, "invalid memory='-1GiB': '-' has no meaning here\nfix: write"),
     (("plan", GPT, *MESH, "--optimizer", "adammw"), 2, "no optimizer is called 'adammw'; did you mean 'adamw'?"),
     (("plan", GPT, *MESH, "-o", ""), 2, "--output: the name of the file is empty"),
     (("plan", GPT, *MESH, "--set", "layers"), 2, "--set layers: expected name=value"),

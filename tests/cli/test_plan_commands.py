@@ -56,13 +56,13 @@ def test_a_strategy_without_an_axis_of_the_mesh_is_an_error(command: str, capsys
         (
             "a=2,b=2",
             "fsdp",
-            "strategy 'fsdp' splits nothing on a mesh of a, b: it speaks of fsdp\n"
+            "strategy 'fsdp' splits nothing on a mesh of a, b: its axes are fsdp\n"
             'fix: layout="fsdp(fsdp=a*b)", or a mesh whose axes have these names',
         ),
         (
             "data=2",
             "megatron",
-            "strategy 'megatron' splits nothing on a mesh of data: it speaks of dp, tp\n"
+            "strategy 'megatron' splits nothing on a mesh of data: its axes are dp, tp\n"
             'fix: layout="megatron(dp=data)" or layout="megatron(tp=data)", or a mesh whose axes have these names',
         ),
     ):

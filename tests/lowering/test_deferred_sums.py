@@ -122,11 +122,11 @@ def test_gradients_can_be_put_off(branches: tuple[NamedGraph, Tensor]) -> None:
         ("@/relu[* -> none] + partial(tp) + broadcast(tp)", "E3: axis 'tp' stands twice in this pin: "),
         (
             "@/relu[* -> none] + partial(tp); @/re*[* -> none] + broadcast(tp)",
-            "E2: two pins of /relu say different things about its sums\n",
+            "E2: two pins of /relu differ about its partial sums\n",
         ),
         (
             "@scale[* -> none] + partial(tp)",
-            "E5: scale cannot be pinned to be partial: what is held as param does not add up\n",
+            "E5: scale cannot be pinned to be partial: it is a param, no result of an op\n",
         ),
     ],
 )

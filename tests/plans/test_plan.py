@@ -272,8 +272,8 @@ def test_memory_that_is_not_enough() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"memory": "70"}, "memory='70' is no amount: expected a unit"),
-        ({"memory": -1.0}, "memory=-1.0 is no amount"),
+        ({"memory": "70"}, "invalid memory='70': expected a unit"),
+        ({"memory": -1.0}, "invalid memory=-1.0: expected a size or a share"),
         ({"cluster": "h1000"}, "did you mean 'h100'"),
         ({"optimizer": "adamww"}, "did you mean 'adamw'"),
         ({"outputs": "whole"}, "outputs='whole' is none of"),

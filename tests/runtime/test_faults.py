@@ -182,7 +182,7 @@ MESSAGES = {
         "fix: pin a factor that the rule lets split, in shards of one size that its operands can be brought into"
     ),
     "whole parameter": (
-        "E5: the op /conv2d (aten.conv2d.default) cannot be split as the layout wants it: "
+        "E5: the op /conv2d (aten.conv2d.default) cannot be split as the layout requires: "
         "weight[channels.1 channels kernel_height kernel_width] used with kernel_height -> tp, "
         "bias[channels.1] used whole\n"
         "  rule  b i a c, o i d! e!, o -> b o a c; halo a kernel=4 stride=1 padding=0 dilation=1; "
@@ -195,7 +195,7 @@ MESSAGES = {
         "E3: the dims 'batch' and 'seq' of ids both claim axis 'dp'\n"
         "  <layout>:1 | (batch, seq) -> dp; * -> none\n"
         "             | ^\n"
-        "fix: let one give way: a lower priority, as in 'seq -> tp | none !1'"
+        "fix: lower the priority of one, as in 'seq -> tp | none !1'"
     ),
     "mesh": (
         "the mesh dp=3 has 3 ranks, but 4 processes are running\nfix: torchrun --nproc-per-node 3, or a mesh of 4"

@@ -194,7 +194,7 @@ def test_a_model_can_constrain_its_values(ran: Ran) -> None:
     assert found["split"] == (("dp",), ("tp",))
     assert found["moved"] == ((), ("dp",))
     assert found["worst"] < 1e-12
-    assert found["pinned otherwise"].startswith("E2: two rules say different things about the dim 'd_ff' of up/linear")
+    assert found["pinned otherwise"].startswith("E2: two rules differ about the dim 'd_ff' of up/linear")
     assert "autopar.constrain of up/linear:1 | d_ff -> tp\n" in found["pinned otherwise"]
     assert found["unknown"].startswith("E1: there is no dim 'd_f'; did you mean 'd_ff'?\n")
     assert found["a strategy"] == "it runs", "axes that the mesh lacks have size 1 under a strategy"

@@ -43,7 +43,7 @@ def test_two_ways_for_one_layer() -> None:
         "           | ^\n"
         "  my.lay:2 | recompute selective @*.1\n"
         "           | ^\n"
-        "fix: drop one, or say 'recompute full @blocks.1', which beats a pattern"
+        "fix: drop one, or write 'recompute full @blocks.1', which beats a pattern"
     )
 
 

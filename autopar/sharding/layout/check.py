@@ -129,11 +129,13 @@ def _refusal(statement: Statement, words: LayoutWords) -> LayoutError | None:
                 return layout_error("E0", message, "name those", span)
         case Block(scopes=scopes, rules=rules, span=span) if any(scope.kind == "buffer" for scope in scopes):
             if _splits(rules):
-                return layout_error("E0", "buffers are held whole on every rank", "write 'buffer { * -> none }'", span)
+                return layout_error(
+                    "E0", "buffers are stored whole on every rank", "write 'buffer { * -> none }'", span
+                )
         case Pin(glob=glob, rules=rules, span=span) if _splits(rules):
             held = [name for name in words.of_kind("buffer") if glob_matches(glob, name)]
             if held:
-                message = f"{held[0]} is a buffer: these are held whole on every rank"
+                message = f"{held[0]} is a buffer, and buffers are stored whole on every rank"
                 return layout_error("E0", message, "pin it to 'none'", span)
     return None
 

@@ -90,7 +90,8 @@ def parse_memory(text: str) -> Limit:
     except LayoutError as error:
         found, why = (), f": {str(error).splitlines()[0].removeprefix(f'{error.code}: ')}"
     if len(found) != 1 or not isinstance(found[0], Limit):
-        raise AutoparError(f"memory={text!r} is no amount{why}\nfix: write it as in '70GiB' or '90%'")
+        why = why or ": expected a size or a share"
+        raise AutoparError(f"invalid memory={text!r}{why}\nfix: write it as in '70GiB' or '90%'")
     return found[0]
 
 
@@ -132,7 +133,7 @@ def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
             raise LayoutError(
                 "E1",
                 f"E1: strategy '{name}' splits nothing on a mesh of {', '.join(longer)}: "
-                f"it speaks of {', '.join(own)}\nfix: {ways}, or a mesh whose axes have these names",
+                f"its axes are {', '.join(own)}\nfix: {ways}, or a mesh whose axes have these names",
             )
         return found.on_axes({own[0]: (longer[0],)})
     return found.on_axes(absent)

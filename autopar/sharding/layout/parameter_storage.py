@@ -38,8 +38,8 @@ def storage_of(layout: Layout, tensor: HasAtoms, axes: SubMesh) -> tuple[Splits,
         block = _block(layout, tensor, "opt") or _block(layout, tensor, "param")
         raise layout_error(
             "E7",
-            f"the optimizer state of {tensor.name} cannot be laid out as 'opt' says, {_text(tensor, opt)}, when the "
-            f"parameter is stored as 'param' says, {_text(tensor, param)}",
+            f"the optimizer state of {tensor.name} cannot have the splits of 'opt', {_text(tensor, opt)}, when the "
+            f"parameter is stored with those of 'param', {_text(tensor, param)}",
             "let 'opt' split what 'param' splits, or more",
             None if block is None else block.span,
         )
@@ -48,9 +48,9 @@ def storage_of(layout: Layout, tensor: HasAtoms, axes: SubMesh) -> tuple[Splits,
         block = _block(layout, tensor, "grad")
         raise layout_error(
             "E7",
-            f"the gradient of {tensor.name} cannot be laid out as 'grad' says, {_text(tensor, grad)}: it is stored as "
+            f"the gradient of {tensor.name} cannot have the splits of 'grad', {_text(tensor, grad)}: it is stored as "
             f"the parameter is, {_text(tensor, param)}, or as its optimizer state, {_text(tensor, opt)}",
-            "let 'grad' say what 'param' or 'opt' says",
+            "give 'grad' the splits of 'param' or of 'opt'",
             None if block is None else block.span,
         )
     return param, grad, opt
@@ -107,7 +107,7 @@ def gather_action(layout: Layout, tensor: HasAtoms) -> Literal["keep", "regather
         raise layout_error(
             "E2",
             f"{tensor.name} is to be kept and to be gathered again by equally specific lines",
-            f"say 'keep @{tensor.name}' or 'regather @{tensor.name}'",
+            f"write 'keep @{tensor.name}' or 'regather @{tensor.name}'",
             best[-1].span,
         )
     return None if not best else "regather" if best[0].action == "regather" else "keep"
@@ -123,7 +123,7 @@ def recompute_of(layout: Layout, layers: Iterable[str]) -> dict[str, Recompute]:
             raise layout_error(
                 "E2",
                 f"the layer {layer} is to be computed again in two ways by equally specific lines",
-                f"drop one, or say 'recompute full @{layer}', which beats a pattern",
+                f"drop one, or write 'recompute full @{layer}', which beats a pattern",
                 best[0].span,
                 best[-1].span,
             )

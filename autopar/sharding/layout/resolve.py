@@ -111,7 +111,7 @@ def _rule_for(
         if other.place != rule.place:
             raise layout_error(
                 "E2",
-                f"two rules say different things about the dim '{name}' of {tensor.name}",
+                f"two rules differ about the dim '{name}' of {tensor.name}",
                 "drop one of the lines, or make one more specific: a kind, dims in [...], an @name",
                 rule.span,
                 other.span,
@@ -159,7 +159,7 @@ def _grant(
             raise layout_error(
                 "E3",
                 f"the dims '{rival.dim}' and '{claim.dim}' of {tensor.name} both claim axis '{'*'.join(term.axes)}'",
-                "let one give way: a lower priority, as in 'seq -> tp | none !1'",
+                "lower the priority of one, as in 'seq -> tp | none !1'",
                 rival.rule.span,
                 claim.rule.span,
             )
@@ -239,7 +239,7 @@ def _grant_one_dim(
                 return
     raise layout_error(
         "E4",
-        f"no dim of {tensor.name}, of shape {list(tensor.shape)}, can be split as its rule says",
+        f"no dim of {tensor.name}, of shape {list(tensor.shape)}, can be split by its rule",
         "add an alternative, as in '* -> fsdp | none'",
         rule.span,
     )
@@ -282,7 +282,7 @@ def states_of(layout: Layout, name: str) -> PinnedStates:
     for other in found[1:]:
         if (other.partial, other.broadcast) != (found[0].partial, found[0].broadcast):
             raise layout_error(
-                "E2", f"two pins of {name} say different things about its sums", "drop one", found[0].span, other.span
+                "E2", f"two pins of {name} differ about its partial sums", "drop one", found[0].span, other.span
             )
     return found[0] if found else UNPINNED
 

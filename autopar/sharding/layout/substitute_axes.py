@@ -36,7 +36,7 @@ def expand_lets(statements: Sequence[Statement]) -> tuple[Statement, ...]:
         cycle = [lets[name] for name in dict.fromkeys(error.args[1])]
         message = "these names stand for one another" if len(cycle) > 1 else f"'{cycle[0].name}' stands for itself"
         raise layout_error(
-            "E0", message, "say one of them in axes of the mesh", *(let.span for let in cycle)
+            "E0", message, "define one of them by axes of the mesh", *(let.span for let in cycle)
         ) from error
     # In the order of definition by others, so that each name is replaced by axes at once.
     meaning: dict[str, Axes] = {}

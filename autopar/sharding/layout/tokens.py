@@ -40,7 +40,7 @@ FOREIGN = {
     "-": "write '->'",
     ".": "names hold letters, digits and '_'; for the name of a tensor write '@blocks.0.weight'",
     "/": "for the name of a tensor write '@blocks.0/linear'",
-    "\N{NULL}": "this is no text; give a layout file",
+    "\N{NULL}": "this is not a text file; give a layout file",
 }
 
 
@@ -215,7 +215,7 @@ def parse_size(number: Token, unit: Token) -> int:
     # Floats would round: the size must be a whole number of bytes.
     size_bytes = Decimal(number.text) * UNITS[unit.text]
     if size_bytes != int(size_bytes) or size_bytes < 1 or len(str(int(size_bytes))) > MAX_DIGITS:
-        message = f"'{number.text}{unit.text}' is no size"
+        message = f"invalid size '{number.text}{unit.text}'"
         raise layout_error("E0", message, "give a whole number of bytes, as in '1.5GiB' or '70GB'", number.span)
     return int(size_bytes)
 
@@ -224,7 +224,7 @@ def parse_percent(number: Token) -> float:
     """Return the number of a percentage, 25 for `25%`."""
     percent = float(number.text[:MAX_DIGITS])
     if len(number.text) > MAX_DIGITS or percent > 100:
-        raise layout_error("E0", f"'{number.text}%' is no share", "give 0% to 100%", number.span)
+        raise layout_error("E0", f"invalid share '{number.text}%'", "give 0% to 100%", number.span)
     return percent
 
 

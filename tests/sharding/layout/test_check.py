@@ -103,8 +103,8 @@ def test_a_layout_for_another_mesh(mesh: str) -> None:
 @pytest.mark.parametrize(
     ("line", "column", "message"),
     [
-        ("buffer { batch -> dp }", 0, "buffers are held whole on every rank"),
-        ("@mas*[batch -> dp | none]", 0, "mask is a buffer: these are held whole on every rank"),
+        ("buffer { batch -> dp }", 0, "buffers are stored whole on every rank"),
+        ("@mas*[batch -> dp | none]", 0, "mask is a buffer, and buffers are stored whole on every rank"),
     ],
 )
 def test_what_is_not_executed_yet_is_refused(line: str, column: int, message: str) -> None:

@@ -44,7 +44,10 @@ def test_a_pickle_is_read_as_text_and_never_loaded(tmp_path: Path, protocol: int
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (bytes(range(128, 256)), "is no text: 'utf-8' codec can't decode byte 0x80 in position 0: invalid start byte"),
+        (
+            bytes(range(128, 256)),
+            "is no text: 'utf-8' codec can't decode byte 0x80 in position 0: invalid start byte",
+        ),
         (b"\x7fELF\x02\x01\x01" + bytes(9), "the character U+007F has no meaning here"),
         (b"batch -> dp\n\0\0\0", "the character U+0000 has no meaning here"),
         (b"\x1b[2Jbatch -> dp", "the character U+001B has no meaning here"),

@@ -178,7 +178,7 @@ def test_what_a_parameter_is_registered_as(text: str, expected: str) -> None:
         (
             "batch -> dp\n  batch -> tp",
             "act",
-            "E2: two rules say different things about the dim 'batch' of mlp/linear\n"
+            "E2: two rules differ about the dim 'batch' of mlp/linear\n"
             "  my.lay:1 | batch -> dp\n"
             "           | ^\n"
             "  my.lay:2 |   batch -> tp\n"
@@ -193,7 +193,7 @@ def test_what_a_parameter_is_registered_as(text: str, expected: str) -> None:
             "           | ^\n"
             "  my.lay:2 | d_ff -> tp\n"
             "           | ^\n"
-            "fix: let one give way: a lower priority, as in 'seq -> tp | none !1'",
+            "fix: lower the priority of one, as in 'seq -> tp | none !1'",
         ),
         (
             "batch -> none\nact { seq -> dp*tp }",
@@ -214,7 +214,7 @@ def test_what_a_parameter_is_registered_as(text: str, expected: str) -> None:
         (
             "param { * -> dp*tp }",
             "param",
-            "E4: no dim of mlp/linear, of shape [8, 12, 16], can be split as its rule says\n"
+            "E4: no dim of mlp/linear, of shape [8, 12, 16], can be split by its rule\n"
             "  my.lay:1 | param { * -> dp*tp }\n"
             "           |         ^\n"
             "fix: add an alternative, as in '* -> fsdp | none'",
@@ -240,19 +240,19 @@ def test_rules_that_agree_are_no_error() -> None:
     [
         (
             "param { d_ff -> tp }\nopt { * -> none }",
-            "E7: the optimizer state of up.weight cannot be laid out as 'opt' says, [* -> none], when the parameter is "
-            "stored as 'param' says, [d_ff -> tp]\n"
+            "E7: the optimizer state of up.weight cannot have the splits of 'opt', [* -> none], when the parameter is "
+            "stored with those of 'param', [d_ff -> tp]\n"
             "  my.lay:2 | opt { * -> none }\n"
             "           | ^\n"
             "fix: let 'opt' split what 'param' splits, or more",
         ),
         (
             "* -> none\nopt { d_ff -> tp }\ngrad { d_model -> dp }",
-            "E7: the gradient of up.weight cannot be laid out as 'grad' says, [d_model -> dp]: it is stored as the "
+            "E7: the gradient of up.weight cannot have the splits of 'grad', [d_model -> dp]: it is stored as the "
             "parameter is, [* -> none], or as its optimizer state, [d_ff -> tp]\n"
             "  my.lay:3 | grad { d_model -> dp }\n"
             "           | ^\n"
-            "fix: let 'grad' say what 'param' or 'opt' says",
+            "fix: give 'grad' the splits of 'param' or of 'opt'",
         ),
     ],
 )
