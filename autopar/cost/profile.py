@@ -76,34 +76,34 @@ class ReshardCosts:
     # Host seconds to launch one kernel of the program.
     launch_seconds: float
 
-    def value_steps(self, steps: Sequence[StepSize], itemsize: int, share: float = 1.0) -> Iterator[StepCost]:
-        """Yield the cost of each step of a value's reshard; ops wait for all of them.
+    def value_steps(self, steps: Sequence[StepSize], itemsize: int, share: float = 1.0) -> list[StepCost]:
+        """Return the cost of each step of a value's reshard; ops wait for all of them.
 
         `share` is the value's part of an all-reduce that adds up several small tensors.
         """
-        device = self.network.cluster.device
+        found = []
         for step in steps:
             if step.local:
                 # A copy reads and writes the larger of both shards.
                 moved = 2.0 * itemsize * step.larger
-                yield StepCost(step, moved, seconds_of_bytes(moved, device), self.launch_seconds if moved else 0.0)
+                seconds = seconds_of_bytes(moved, self.network.cluster.device)
+                found.append(StepCost(step, moved, seconds, self.launch_seconds if moved else 0.0))
             else:
+                size = step.numel * itemsize
                 # Only a reshard that is one all-reduce, and nothing else, can be joined with others.
                 part = share if len(steps) == 1 and step.kind == StepKind.ALL_REDUCE.value else 1.0
-                size = step.numel * itemsize
+                host = self.network.cluster.library.host_seconds.get(step.kind, self.launch_seconds)
                 seconds = self.network.seconds(step.kind, step.axes, size)
-                yield StepCost(step, size, part * seconds, part * self._collective_launch(step.kind))
+                found.append(StepCost(step, size, part * seconds, part * host))
+        return found
 
     def bucket_step(self, step: StepSize, size: float) -> StepCost:
         """Return the cost of one step of all parameters in a bucket, `size` bytes together, beside the compute."""
         if step.local:
             # A slice of a parameter or of its gradient is a view, or part of the copy into the bucket.
             return StepCost(step, size, 0.0, self.launch_seconds)
-        seconds = self.network.seconds(step.kind, step.axes, size)
-        return StepCost(step, size, seconds, self._collective_launch(step.kind))
-
-    def _collective_launch(self, kind: str) -> float:
-        return self.network.cluster.library.host_seconds.get(kind, self.launch_seconds)
+        host = self.network.cluster.library.host_seconds.get(step.kind, self.launch_seconds)
+        return StepCost(step, size, self.network.seconds(step.kind, step.axes, size), host)
 
 
 # -- single tasks -----------------------------------------------------------------------------------------------------
