@@ -33,21 +33,14 @@ def bind(pattern: Rule, call: Call) -> Rule:
         )
     if len(pattern.outputs) != len(call.outputs):
         raise _misfit(pattern, call, f"the op has {len(call.outputs)} outputs, the rule {len(pattern.outputs)}")
-    names = _ellipsis_names(pattern, call)
+    widths = [spec.rank - len(operand.terms) + 1 for operand, spec in _pairs(pattern, call) if operand.has_ellipsis]
+    # The last name is that of the rightmost dim: shorter ellipses take the last ones.
+    names = fresh_names(max([0, *widths]), set(pattern.factors))
     sides = [
         tuple(_expand(operand, spec, names, pattern, call) for operand, spec in zip_longest(operands, specs))
         for operands, specs in ((pattern.operands, call.operands), (pattern.outputs, call.outputs))
     ]
     return _broadcast(pattern, call, *sides)
-
-
-def _ellipsis_names(pattern: Rule, call: Call) -> list[str]:
-    """Return names of the dims that the ellipses stand for; the last is the rightmost."""
-    longest = 0
-    for operand, spec in _pairs(pattern, call):
-        if operand.has_ellipsis:
-            longest = max(longest, spec.rank - len(operand.terms) + 1)
-    return fresh_names(longest, set(pattern.factors))
 
 
 def _pairs(rule: Rule, call: Call) -> Iterator[tuple[Operand, TensorSpec]]:
@@ -157,7 +150,9 @@ def _linear_groups(groups: tuple[tuple[int, ...], ...], call: Call) -> tuple[tup
 
 def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:
     """Return the extent of each factor; of a halo factor its extent in the output."""
-    sizes = _sizes_in_arguments(rule, call)
+    # Extents that arguments give, such as the number of groups in `localise num_groups=g`.
+    pairs = [(call.get(word.partition("=")[0]), word.partition("=")[2]) for word in rule.localise if "=" in word]
+    sizes = {factor: value for value, factor in pairs if isinstance(value, int)}
     halos = {name for name, _ in rule.halos}
     open_terms: list[tuple[Term, int]] = []
     for operand, spec in _pairs(rule, call):
@@ -185,12 +180,6 @@ def factor_sizes(rule: Rule, call: Call) -> dict[str, int]:
         raise _misfit(rule, call, f"the sizes of '{_show(open_terms[0][0])}' do not follow from the shapes")
     assert not halos - sizes.keys(), f"{rule}: a halo factor has no extent"
     return sizes
-
-
-def _sizes_in_arguments(rule: Rule, call: Call) -> dict[str, int]:
-    """Return extents that arguments give, as the number of groups in `localise num_groups=g`."""
-    pairs = [(call.get(word.partition("=")[0]), word.partition("=")[2]) for word in rule.localise if "=" in word]
-    return {factor: value for value, factor in pairs if isinstance(value, int)}
 
 
 def _show(term: Term) -> str:

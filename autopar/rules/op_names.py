@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch._library.custom_ops import CustomOpDef
@@ -37,7 +37,11 @@ def find_op(op: Any) -> torch._ops.OpOverload:
     name, _, overload = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace), name, None) if name else None
     if not isinstance(packet, torch._ops.OpOverloadPacket):
-        _unknown(f"{namespace}::{name}" if name else namespace)
+        known = {full.partition(".")[0] for full in torch._C._dispatch_get_all_op_names()}
+        wanted = f"{namespace}::{name}" if name else namespace
+        near = get_close_matches(wanted, sorted(known), n=1)
+        hint = f"did you mean '{near[0]}'?" if near else "is the module that defines it imported?"
+        raise RuleError(f"torch knows no op '{wanted}'; {hint}")
     if not overload:
         return _only_overload(op, packet)
     overloads = _overloads(packet)
@@ -65,10 +69,3 @@ def _only_overload(name: str, packet: torch._ops.OpOverloadPacket) -> torch._ops
         return overloads.get("default") or next(iter(overloads.values()))
     first = next(iter(overloads), "default")
     raise RuleError(f"'{name}' has several overloads; say which, as in '{name}.{first}': {', '.join(overloads)}")
-
-
-def _unknown(name: str) -> NoReturn:
-    known = {full.partition(".")[0] for full in torch._C._dispatch_get_all_op_names()}
-    near = get_close_matches(name, sorted(known), n=1)
-    hint = f"; did you mean '{near[0]}'?" if near else "; is the module that defines it imported?"
-    raise RuleError(f"torch knows no op '{name}'{hint}")

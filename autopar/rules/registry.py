@@ -124,7 +124,8 @@ def _check_against_schema(op: torch._ops.OpOverload, parsed: Rule, rule: str) ->
         if argument not in arguments:
             fail(f"it localises '{argument}', which is no argument of the op")
         if not equals and word not in LOCALISERS:
-            fail(f"'{word}' cannot be localised alone; say whose extent it is, as in '{word}={_example(parsed)}'")
+            example = next(iter(parsed.factors), "a")
+            fail(f"'{word}' cannot be localised alone; say whose extent it is, as in '{word}={example}'")
     for _, lowering in parsed.lowerings:
         if lowering not in LOWERINGS:
             fail(f"there is no lowering '{lowering}'; there are {', '.join(sorted(LOWERINGS))}")
@@ -132,7 +133,3 @@ def _check_against_schema(op: torch._ops.OpOverload, parsed: Rule, rule: str) ->
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _example(rule: Rule) -> str:
-    return next(iter(rule.factors), "a")

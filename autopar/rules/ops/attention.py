@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from autopar.rules.bind_call import fresh_names
-from autopar.rules.call import Call, TensorSpec
-from autopar.rules.ops.elementwise import dims_text
+from autopar.rules.call import Call
+from autopar.rules.ops._names import text
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
 from autopar.rules.table import OpFamily
 
@@ -42,28 +42,16 @@ def _attention(call: Call) -> str:
     keys = [*_aligned(call.operand(1).shape[:-2], key_dims, key_sizes), "t!", "e!"]
     width = "v!" if call["dropout_p"] > 0 else "v"  # the columns of the values share the dropped weights
     values = [*_aligned(call.operand(2).shape[:-2], key_dims, key_sizes), "t!", width]
-    scores = _scores(call)
-    output = [*query_dims, "s", "v"]
-    operands = [queries, keys, values, *([_mask(spec, query_dims, scores) for spec in call.operands[3:]])]
-    left = ", ".join("?" if dims is None else dims_text(dims) for dims in operands)
-    return f"{left} -> {dims_text(output)}{_clauses(call)}"
-
-
-def _scores(call: Call) -> tuple[int, ...]:
-    return (*call.output.shape[:-1], call.operand(1).shape[-2])
-
-
-def _mask(spec: TensorSpec | None, query_dims: Sequence[str], scores: Sequence[int]) -> list[str] | None:
-    return None if spec is None else _aligned(spec.shape, [*query_dims, "s", "t!"], scores)
-
-
-def _clauses(call: Call) -> str:
-    clauses = ["linear 2"]
-    if call["dropout_p"] > 0:
-        clauses.append("random")
-    if call["is_causal"]:
-        clauses.append("lower s causal_rows")
-    return "".join(f"; {clause}" for clause in clauses)
+    # The mask broadcasts to the scores, one row for each query and one column for each key.
+    scores = (*call.output.shape[:-1], call.operand(1).shape[-2])
+    mask_dims = [*query_dims, "s", "t!"]
+    masks = [None if spec is None else _aligned(spec.shape, mask_dims, scores) for spec in call.operands[3:]]
+    clauses = [
+        "linear 2",
+        "random" if call["dropout_p"] > 0 else "",
+        "lower s causal_rows" if call["is_causal"] else "",
+    ]
+    return text([queries, keys, values, *masks], [[*query_dims, "s", "v"]], *clauses)
 
 
 def _attention_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:

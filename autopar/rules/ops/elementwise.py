@@ -86,10 +86,6 @@ def _samples_both_ways(
         yield from list(broadcast_samples(op, Tries(tries.kind, arguments), *kinds))[:4]
 
 
-def _cast(call: Call) -> str:
-    return f"{pointwise(call)}; linear 0"
-
-
 def _cast_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
     """Yield casts from and to integers; of floats float64 alone, whose precision the proof needs."""
     for kind, dtype in (
@@ -174,7 +170,7 @@ FAMILIES = {
     "pointwise": OpFamily(pointwise, broadcast_samples),
     "arithmetic": OpFamily(pointwise, _number_samples),
     "linear_when": OpFamily(_linear_when, _samples_both_ways),
-    "cast": OpFamily(_cast, _cast_samples),
+    "cast": OpFamily(pointwise, _cast_samples),
     "cast_like": OpFamily(
         _cast_like,
         sample_calls("", ((5, 7), (4,)), (Draw((5, 7), "int"), (4,)), ((5, 7), Draw((4,), "int")), ((5, 7), ())),
@@ -286,8 +282,8 @@ aten.masked_fill.Tensor                                     filled; linear 0+2
 # copies and casts
 aten.{clone,alias,detach,contiguous,lift_fresh,lift_fresh_copy,alias_copy}.default  pointwise; linear 0
 aten.{resolve_conj,resolve_neg,_neg_view,_lazy_clone,lift}.default  pointwise; linear 0
-aten._to_copy.default                                       cast
-aten.to.{dtype,device}                                      cast
+aten._to_copy.default                                       cast; linear 0
+aten.to.{dtype,device}                                      cast; linear 0
 aten.to.other                                               cast_like
 aten.type_as.default                                        cast_like
 aten.fill.Scalar                                            linear_when value 0 0.7 0

@@ -325,14 +325,11 @@ def _samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
     )
 
 
-def _define() -> None:
-    """Define the custom op; autograd and shapes come from the op inside."""
-    schema = "(Tensor table, Tensor ids, Tensor begins, Tensor? weights, int mode, bool last) -> Tensor"
-    torch.library.define("autopar::bags", schema)
-    torch.library.impl("autopar::bags", "CompositeImplicitAutograd", bags)
-
-
-_define()
+# Autograd and shapes come from the op inside.
+torch.library.define(
+    "autopar::bags", "(Tensor table, Tensor ids, Tensor begins, Tensor? weights, int mode, bool last) -> Tensor"
+)
+torch.library.impl("autopar::bags", "CompositeImplicitAutograd", bags)
 
 TABLE = """
 aten.embedding.default                               embedding; linear 0

@@ -94,16 +94,9 @@ def _inner(call: Call) -> str:
 # -- contractions of any dims -----------------------------------------------------------------------------------------
 
 
-def _dim_lists(call: Call) -> tuple[list[int], list[int]]:
-    ranks = (call.operand(0).rank, call.operand(1).rank)
-    first, second = (
-        [d % rank for d in call[name]] for name, rank in zip(("dims_self", "dims_other"), ranks, strict=True)
-    )
-    return first, second
-
-
 def _tensordot(call: Call) -> str:
-    contracted, partners = _dim_lists(call)
+    contracted = [dim % call.operand(0).rank for dim in call["dims_self"]]
+    partners = [dim % call.operand(1).rank for dim in call["dims_other"]]
     names = fresh_names(call.operand(0).rank + call.operand(1).rank, set())
     first, second = names[: call.operand(0).rank], names[call.operand(0).rank :]
     output = [name for d, name in enumerate(first) if d not in contracted]

@@ -171,15 +171,10 @@ def _filled_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]
     lent = [Draw((4, 3))] if takes_tensors(op) else []
     for size in ([5, 3], [4], []):
         for dtype in (torch.float64, torch.int64, torch.bool):
-            yield make_sample(op, lent, {"size": size, "dtype": dtype, "fill_value": 1, **_layout(op, size)}, tries)
-
-
-def _layout(op: torch._ops.OpOverload, size: list[int]) -> dict[str, Any]:
-    return {"physical_layout": list(range(len(size)))} if "permuted" in op._schema.name else {}
-
-
-def _arange(call: Call) -> str:
-    return "-> n; lower n arange_part"
+            arguments: dict[str, Any] = {"size": size, "dtype": dtype, "fill_value": 1}
+            if "permuted" in op._schema.name:
+                arguments["physical_layout"] = list(range(len(size)))
+            yield make_sample(op, lent, arguments, tries)
 
 
 RANGES = ((0, 7, 1), (2, 13, 1), (3, 20, 4), (5, -8, -2), (0.5, 3.0, 0.3), (1, 2, 0.1), (0.0, 6.0, 1.0))
@@ -200,11 +195,6 @@ def _arange_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]
 def _triangle(call: Call) -> str:
     names = Names().some(call.operand(0).rank)
     return text([names], [names])
-
-
-def _triangle_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, diagonal in (((5, 7), 0), ((5, 4), -2), ((3, 4, 5), 1), ((1, 5), 2)):
-        yield make_sample(op, [Draw(shape)], {"diagonal": diagonal})
 
 
 TABLE = """
@@ -253,6 +243,6 @@ FAMILIES = {
     "recurrent": OpFamily(_recurrent, _recurrent_samples),
     "cell": OpFamily(_cell, _cell_samples),
     "factory": OpFamily(_filled, _filled_samples),
-    "arange": OpFamily(_arange, _arange_samples),
-    "triangle": OpFamily(_triangle, _triangle_samples),
+    "arange": OpFamily(lambda call: "-> n; lower n arange_part", _arange_samples),
+    "triangle": OpFamily(_triangle, sample_calls("diagonal", ((5, 7), 0), ((5, 4), -2), ((3, 4, 5), 1), ((1, 5), 2))),
 }

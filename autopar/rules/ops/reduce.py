@@ -104,16 +104,7 @@ def _linalg_norm_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sa
                     yield make_sample(op, [Draw(shape)], {"ord": power, "dim": dim, "keepdim": dim == [-1]}, tries)
 
 
-def _index_of(call: Call) -> str:
-    """Write the rule of an extreme's position; without a dim the tensor is flattened."""
-    return _reduce(call, "whole")
-
-
-def _index_of_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    return _reduce_samples(op, tries, "whole")
-
-
-def _between(call: Call, dims: str) -> str:
+def _between(call: Call, dims: str, kind: str = "whole") -> str:
     """Write the rule of a measure of two broadcast tensors over dim `dim`, the `last`, or `all`."""
     shape = broadcast_shape(call)
     names = fresh_names(len(shape), set())
@@ -121,17 +112,10 @@ def _between(call: Call, dims: str) -> str:
     if not shape:
         return f"{operands} -> ()"
     reduced = {"dim": [call.get("dim", 0) % len(shape)], "last": [len(shape) - 1], "all": range(len(shape))}[dims]
-    return reduction_text(call, "whole", reduced, names, operands)
+    return reduction_text(call, kind, reduced, names, operands)
 
 
-def _vecdot(call: Call) -> str:
-    shape = broadcast_shape(call)
-    names = fresh_names(len(shape), set())
-    operands = ", ".join(aligned_dims([spec.shape for spec in call.operands if spec], names, shape))
-    return reduction_text(call, "sum", [call["dim"] % len(shape)], names, operands) + "; linear 0 1"
-
-
-def _between_samples(op: torch._ops.OpOverload, tries: Tries, dims: str = "dim") -> Iterable[Sample]:
+def _between_samples(op: torch._ops.OpOverload, tries: Tries, dims: str, kind: str = "whole") -> Iterable[Sample]:
     options: list[dict[str, object]] = [{"dim": 1}, {"dim": -1}, {"dim": 0}] if dims == "dim" else [{}]
     if any(argument.name == "keepdim" for argument in op._schema.arguments):
         options.append({"keepdim": True})
@@ -289,7 +273,7 @@ aten.{max,min,median,nanmedian}.dim                         reduce whole
 aten.{median,nanmedian}.default                             reduce whole
 aten.{mode,kthvalue}.default                                reduce whole int; try k=2
 aten.aminmax.default                                        reduce whole
-aten.{argmax,argmin}.default                                index_of
+aten.{argmax,argmin}.default                                reduce whole
 aten.{quantile,nanquantile}.scalar                          reduce whole; try q=0.3
 
 # variances, norms, soft extremes
@@ -306,7 +290,7 @@ aten.{_softmax,_log_softmax,_safe_softmax}.default          softmax
 aten.cosine_similarity.default                              between dim
 aten.pairwise_distance.default                              between last
 aten.dist.default                                           between all
-aten.linalg_vecdot.default                                  vecdot
+aten.linalg_vecdot.default                                  between dim sum; linear 0 1
 aten.{linalg_cross,cross}.default                           cross
 aten.cumsum.default                                         along; linear 0
 aten.{cumprod,logcumsumexp,cummax,cummin}.default           along
@@ -337,10 +321,8 @@ FAMILIES = {
     ),
     "norm": OpFamily(_norm, _norm_samples),
     "linalg_norm": OpFamily(_linalg_norm, _linalg_norm_samples),
-    "index_of": OpFamily(_index_of, _index_of_samples),
     "moments": OpFamily(_moments, _moments_samples),
     "between": OpFamily(_between, _between_samples),
-    "vecdot": OpFamily(_vecdot, _between_samples),
     "cross": OpFamily(_cross, _cross_samples),
     "softmax": OpFamily(_softmax, sample_calls("dim", ((5, 7), -1), ((5, 7, 4), 1), ((5, 7), 0))),
     "along": OpFamily(_along, _along_samples),

@@ -218,7 +218,8 @@ class _Walk:
             for shards in shard_counts:
                 if run.sizes[factor] >= shards:
                     case = Case(self.entry.op, rule, f"factor {factor} {kind.value}", shards)
-                    self.record(run, case, _factor_reason(run, draws, factor, kind, shards), kind)
+                    pieces = pieces_of(factor, run.sizes[factor], shards)
+                    self.record(run, case, recombines(run, draws, kind, pieces), kind)
         for group, shards in product(run.rule.linear, shard_counts):
             case = Case(self.entry.op, rule, f"linear in {_show(group)}", shards)
             self.record(run, case, additivity(run, group, shards), None)
@@ -283,10 +284,6 @@ def _unusable(run: ShardedRun) -> str | None:
     return f"the rule names '{words[0]}', which is no localiser or lowering" if words else None
 
 
-def _factor_reason(run: ShardedRun, draws: DrawnRuns | None, factor: str, kind: FactorKind, shards: int) -> str | None:
-    return recombines(run, draws, kind, pieces_of(factor, run.sizes[factor], shards))
-
-
 def _show(group: Iterable[int]) -> str:
     return "+".join(map(str, group))
 
@@ -313,12 +310,9 @@ def _suspects(run: ShardedRun) -> Iterator[tuple[int, ...]]:
     if not floats or any(output is not None and not output.requires_grad for output in run.outputs):
         return  # only what is differentiable can be a partial sum
     widths: Iterable[int] = range(1, len(floats) + 1) if len(floats) <= MOST_OPERANDS else (1, len(floats))
+    declared = [set(group) for group in run.rule.linear]
     for width in widths:
-        yield from (group for group in combinations(floats, width) if not _declared(run.rule, group))
-
-
-def _declared(rule: Rule, group: tuple[int, ...]) -> bool:
-    return any(set(group) == set(declared) for declared in rule.linear)
+        yield from (group for group in combinations(floats, width) if set(group) not in declared)
 
 
 def _refuted(run: ShardedRun, draws: DrawnRuns | None, claim: _NegativeClaim) -> bool:

@@ -283,7 +283,9 @@ def additivity(run: ShardedRun, group: Sequence[int], shards: int) -> str | None
                 torch.manual_seed(run.seed)  # replicas draw the same numbers
             replaced = {i: parts[i][shard] for i in group}
             results.append(execute(run.op, _with_operands(run, replaced)))
-        return difference(run, tuple(map(_sum_of, zip(*results, strict=True))))
+        present = [[part for part in parts if part is not None] for parts in zip(*results, strict=True)]
+        sums = [torch.stack(parts).sum(0, dtype=parts[0].dtype) if parts else None for parts in present]
+        return difference(run, sums)
     except RUN_ERRORS as error:
         return f"the parts do not run: {first_line(error)}"
 
@@ -293,11 +295,6 @@ def _noise(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if like.is_floating_point() or like.is_complex():
         return torch.randn(like.shape, generator=generator, dtype=like.dtype)
     return torch.randint(-9, 10, like.shape, generator=generator, dtype=like.dtype)
-
-
-def _sum_of(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    tensors = [part for part in parts if part is not None]
-    return torch.stack(tensors).sum(0, dtype=tensors[0].dtype) if tensors else None
 
 
 def _with_operands(run: ShardedRun, replaced: Mapping[int, torch.Tensor]) -> dict[str, Any]:
@@ -320,7 +317,8 @@ def difference(run: ShardedRun, whole: Iterable[torch.Tensor | None]) -> str | N
     """Return the difference of recombined outputs or gradients from the whole call's; None if there is none."""
     found_outputs = tuple(whole)
     # Float64 operands may meet a float32 result, whose precision then decides.
-    tolerance = _tolerance([x.dtype for x in (*operands_of(run.op, run.arguments), *run.outputs) if _is_tensor(x)])
+    values = (*operands_of(run.op, run.arguments), *run.outputs)
+    tolerance = _tolerance([value.dtype for value in values if isinstance(value, torch.Tensor)])
     for i, (expected, found) in enumerate(zip(run.outputs, found_outputs, strict=True)):
         if expected is None or found is None:
             if expected is not found:
@@ -339,10 +337,6 @@ def difference(run: ShardedRun, whole: Iterable[torch.Tensor | None]) -> str | N
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 # Of dtypes that are less exact than float64; those not named are coarser still.

@@ -39,7 +39,10 @@ def attend_last_rows(query: Tensor, key: Tensor, value: Tensor, scale: float | N
     `query` is `... rows e`, `key` `... keys e`, `value` `... keys v`, with at most as many rows as keys. Leading dims
     broadcast; `grouped`: the last of them has fewer heads in keys and values, as `enable_gqa` says.
     """
-    shape = _result_shape(query, key, value, grouped)
+    leads = [tuple(x.shape[:-2]) for x in (query, key, value)]
+    if grouped:
+        leads = [leads[0], *((*lead[:-1], leads[0][-1]) for lead in leads[1:])]
+    shape = (*_broadcast(leads), query.shape[-2], value.shape[-1])
     scale = 1 / sqrt(query.shape[-1]) if scale is None else scale
     kernel = _kernel(query.device.type, query.device.index, query.dtype, max(query.shape[-1], value.shape[-1]))
     if kernel == "efficient" and torch.compiler.is_compiling():
@@ -58,13 +61,6 @@ def attend_last_rows(query: Tensor, key: Tensor, value: Tensor, scale: float | N
     return found.reshape(shape)
 
 
-def _result_shape(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[int, ...]:
-    leads = [tuple(x.shape[:-2]) for x in (query, key, value)]
-    if grouped:
-        leads = [leads[0], *((*lead[:-1], leads[0][-1]) for lead in leads[1:])]
-    return (*_broadcast(leads), query.shape[-2], value.shape[-1])
-
-
 def _broadcast(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
     return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
@@ -74,18 +70,15 @@ def _with_heads(query: Tensor, key: Tensor, value: Tensor, grouped: bool, shares
     tensors = [query, key, value]
     leads = [x.shape[:-2] for x in tensors]
     heads = [lead[-1] if lead else 1 for lead in leads]
+    divides = heads[0] % heads[1] == 0 if grouped else heads[1] == 1
     same_batch = all(len(lead) == 2 and lead[0] == leads[0][0] for lead in leads)
-    if same_batch and heads[1] == heads[2] and (heads[0] == heads[1] or (shares and _groups(heads, grouped))):
+    if same_batch and heads[1] == heads[2] and (heads[0] == heads[1] or (shares and divides)):
         return tensors
     if grouped:
         tensors[1:] = [x.repeat_interleave(heads[0] // x.shape[-3], -3) for x in tensors[1:]]
     lead = _broadcast(x.shape[:-2] for x in tensors)
     batch = (prod(lead[:-1]), lead[-1] if lead else 1)
     return [x.expand(*lead, *x.shape[-2:]).reshape(*batch, *x.shape[-2:]) for x in tensors]
-
-
-def _groups(heads: list[int], grouped: bool) -> bool:
-    return heads[0] % heads[1] == 0 if grouped else heads[1] == 1
 
 
 def _widened(x: Tensor, width: int) -> Tensor:

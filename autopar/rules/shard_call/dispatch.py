@@ -70,14 +70,9 @@ Lowering = Callable[[LocalCall, FactorSlice], LocalCall]
 def localiser(word: str) -> Lowering:
     """Return the function of a word of a `localise` clause; `length=s` sets the extent of a factor."""
     argument, equals, factor = word.partition("=")
-    return _extent(argument, factor) if equals else LOCALISERS[word]
-
-
-def _extent(argument: str, factor: str) -> Lowering:
-    def localise(local: LocalCall, piece: FactorSlice) -> LocalCall:
-        return local.with_arguments(**{argument: local.local_sizes[factor]})
-
-    return localise
+    if not equals:
+        return LOCALISERS[word]
+    return lambda local, piece: local.with_arguments(**{argument: local.local_sizes[factor]})
 
 
 # -- arguments that follow the shard -----------------------------------------------------------------------------------
@@ -231,7 +226,7 @@ def _position(local: LocalCall, piece: FactorSlice) -> int:
 
 def _own_positions(local: LocalCall, piece: FactorSlice) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the index counted from the shard's first position, and where it falls in the shard."""
-    index = _operands(local)[_position(local, piece)]
+    index = _flat(local.op, local.arguments)[_position(local, piece)][-1]
     # Negative positions count from the end of the whole dim.
     shifted = torch.where(index < 0, index + piece.total, index) - piece.start
     return shifted, (shifted >= 0) & (shifted < piece.length)
@@ -244,10 +239,6 @@ def _mask_shape(local: LocalCall, operand: int, inside: torch.Tensor) -> list[in
     assert output is not None, "a lookup has an output"
     extents = {term: size for term, size in zip(index.terms, inside.shape, strict=True) if term}
     return [extents.get(term, 1) for term in output.terms]
-
-
-def _operands(local: LocalCall) -> dict[int, Any]:
-    return {position: value for position, (_, _, value) in enumerate(_flat(local.op, local.arguments))}
 
 
 def _flat(op: Any, arguments: Mapping[str, Any]) -> list[tuple[str, int | None, Any]]:

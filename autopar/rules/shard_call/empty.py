@@ -67,15 +67,9 @@ def kept(x: Tensor, shape: Sequence[int], keep: bool) -> Tensor:
     return found
 
 
-def _kept(x: Tensor, shape: Sequence[int], keep: bool) -> Tensor:
-    return x.clone() if keep else x.new_zeros(shape)
-
-
-def _kept_like(x: Tensor, shape: Sequence[int], keep: bool) -> Tensor:
-    return torch.empty_like(x) if keep else x.new_empty(shape)
-
-
 _LIBRARY: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("kept(Tensor x, SymInt[] shape, bool keep) -> Tensor")
-_LIBRARY.impl("kept", _kept, "CompositeExplicitAutograd")
-torch.library.register_fake("autopar::kept", _kept_like, lib=_LIBRARY)
+_LIBRARY.impl("kept", lambda x, shape, keep: x.clone() if keep else x.new_zeros(shape), "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "autopar::kept", lambda x, shape, keep: torch.empty_like(x) if keep else x.new_empty(shape), lib=_LIBRARY
+)

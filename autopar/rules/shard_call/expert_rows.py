@@ -27,11 +27,6 @@ def expert_rows(rows: Tensor, matrices: Tensor, experts: Tensor, product: str) -
     return torch.zeros_like(found).index_copy(0, order, found)
 
 
-def _define() -> None:
-    """Define the custom op; autograd and shapes come from the ops inside."""
-    schema = "(Tensor rows, Tensor matrices, Tensor experts, str product) -> Tensor"
-    torch.library.define("autopar::expert_rows", schema)
-    torch.library.impl("autopar::expert_rows", "CompositeImplicitAutograd", expert_rows)
-
-
-_define()
+# Autograd and shapes come from the ops inside.
+torch.library.define("autopar::expert_rows", "(Tensor rows, Tensor matrices, Tensor experts, str product) -> Tensor")
+torch.library.impl("autopar::expert_rows", "CompositeImplicitAutograd", expert_rows)

@@ -24,12 +24,11 @@ def with_all_heads(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if not arguments["enable_gqa"]:
         return dict(arguments)
     heads = arguments["query"].shape[-3]
-    repeated = {name: _repeated(arguments[name], heads) for name in ("key", "value")}
+    pairs = {name: arguments[name] for name in ("key", "value")}
+    repeated = {
+        name: x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3) for name, x in pairs.items()
+    }
     return {**arguments, **repeated, "enable_gqa": False}
-
-
-def _repeated(tensor: Tensor, heads: int) -> Tensor:
-    return tensor if tensor.shape[-3] == heads else tensor.repeat_interleave(heads // tensor.shape[-3], -3)
 
 
 def attention_with_all_heads(

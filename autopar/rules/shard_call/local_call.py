@@ -81,12 +81,7 @@ _keyword_only._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def split_dims(tensor: torch.Tensor, terms: tuple[Term, ...], sizes: Mapping[str, int]) -> torch.Tensor:
     """Return the tensor with one physical dim per factor; a dim without a factor stays a dim of size 1."""
-    shape = [sizes[name] for term in terms for name in term or ("1",)] if all(terms) else _factor_shape(terms, sizes)
-    return tensor.reshape(shape)
-
-
-def _factor_shape(terms: tuple[Term, ...], sizes: Mapping[str, int]) -> list[int]:
-    return [size for term in terms for size in ([sizes[name] for name in term] if term else [1])]
+    return tensor.reshape([sizes[name] if name else 1 for term in terms for name in term or ("",)])
 
 
 def join_dims(tensor: torch.Tensor, terms: tuple[Term, ...]) -> torch.Tensor:

@@ -8,7 +8,7 @@ stride, dilation and padding, and uneven pieces, come out exactly.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,16 +141,13 @@ def arange_part(local: LocalCall, piece: FactorSlice) -> LocalCall:
     """Run an `arange` that starts at this shard's first number."""
     given = local.arguments
     start, end, step = given.get("start", 0), given["end"], given.get("step", 1)
-    integral = _is_integral(given.get("dtype"), (start, end, step))
+    dtype = given.get("dtype")
+    # Without a dtype, whole numbers make integers, as in torch.
+    whole = all(isinstance(number, int) for number in (start, end, step))
+    integral = whole if dtype is None else not dtype.is_floating_point
     start, step = (int(start), int(step)) if integral else (float(start), float(step))
     first = start + piece.start * step
     last = first + (piece.length if integral else piece.length - 0.5) * step  # half a step short: no rounding up
     kept = {name: given[name] for name in ("dtype", "layout", "device", "pin_memory") if name in given}
     arguments: dict[str, Any] = {"start": first, "end": last, "step": step, **kept}
     return replace(local, op=torch.ops.aten.arange.start_step, arguments=arguments)
-
-
-def _is_integral(dtype: torch.dtype | None, numbers: Sequence[float]) -> bool:
-    if dtype is not None:
-        return not dtype.is_floating_point
-    return all(isinstance(number, int) for number in numbers)
