@@ -44,13 +44,39 @@ def plan(
     devices: int | None = None,
     cache: bool = True,
 ) -> Plan:
-    """The best plan that is found for a model on a mesh, within `time_limit` seconds of search.
+    """Search the best plan for a model on a mesh, within `time_limit` seconds.
 
-    Needs no process group and no device; the model may be on the meta device. `layout` settles a part of the plan, or
-    all of it. `cluster` is the name of one (`autopar clusters`) or a TOML file, by default this machine's; `memory` is
-    what a device may hold, `"70GiB"` or bytes, by default what it has. `mesh="?"`, or a mesh with open sizes, is
-    searched for the given number of `devices`. A plan that was found before is found again in the user's cache, unless
-    `cache=False`.
+    Needs no process group and no device.
+
+    Parameters:
+        model: any module; it may be on the meta device.
+        mesh: axes and sizes, `"dp=2,tp=4"`. Open sizes, `"dp=?,tp=?"` or `"?"`, are searched and need `devices`.
+        inputs: example arguments, a tuple of positional ones or a dict of keyword ones.
+        layout: settles a part of the plan or all of it: text, a `.lay` file, the name of a strategy, or a plan.
+        cluster: a name of `autopar clusters` or a TOML file; by default this machine.
+        memory: the limit per device, `"70GiB"`, `"90%"` or bytes; by default 90 % of the device's memory.
+        dims: names for dims of inputs, parameters and buffers, by name or pattern.
+        optimizer: the optimizer whose states count as memory.
+        outputs: form of the results, as in `parallelize`.
+        local_inputs: the inputs of a step are the shards of each rank.
+        time_limit: seconds of search.
+        devices: number of devices of a mesh with open sizes.
+        cache: reuse and keep plans in the user's cache.
+
+    Returns:
+        The best plan found, with its predicted costs and a bound on the best possible step time.
+
+    `Plan.save` writes it to a file, `Plan.load` reads it back, `parallelize(..., layout=plan)` runs it.
+
+    >>> import autopar, torch
+    >>> model, inputs = torch.nn.Linear(16, 64, device="meta"), (torch.empty(32, 16, device="meta"),)
+    >>> plan = autopar.plan(model, "dp=2", inputs, layout="ddp", cluster="h100", cache=False)
+    >>> print(plan.layout, end="")
+    mesh dp=2
+    batch -> dp
+    * -> none
+    >>> plan.fits, plan.memory_bytes < 2**20
+    (True, True)
     """
     check_outputs(outputs)
     asked = PlanRequest(cluster, memory, TrainingOptions(outputs, local_inputs, optimizer), time_limit, cache)
@@ -75,20 +101,42 @@ def parallelize(
     reduce_dtype: torch.dtype | None = None,
     time_limit: float = 30,
 ) -> ParallelModule:
-    """The model on all devices of the mesh, under a layout: text, a `.lay` file, the name of a strategy, or a plan.
+    """Return the model as a module that runs on all devices of a mesh.
 
-    Without a layout, or where a layout has a `?`, the first rank searches for the best plan, as `autopar.plan` does
-    with the same `cluster`, `memory`, `optimizer` and `time_limit`, and all ranks run it.
+    Every process of the mesh calls this with the same arguments. Without a layout, or with a `?` in it, the first rank
+    searches a plan as `autopar.plan` does, and all ranks run it. The module runs on the device of the model and inputs,
+    unless the process group's only backend or a `DeviceMesh` says otherwise. Inputs are not moved.
 
-    Every process of the mesh calls this with the same model and inputs. It runs where these are, on the host or on the
-    process's GPU, unless the process group's only backend or a DeviceMesh says otherwise; inputs are not moved. The
-    result is called as the model is; its parameters are DTensors under the model's names. Without `inputs` it is
-    traced at its first call. `outputs`: tensors that are no scalars come back as DTensors (`sharded`), gathered
-    (`full`) or as this rank's plain shards: gradients are then averaged over the shards, as DDP does for a loss that
-    is a mean (`local`), or summed (`local_sum`).
-    `local_inputs`: the inputs are this rank's shards already. `compute_dtype`: parameters and inputs are cast to it for
-    the forward and backward, while the parameters that the optimizer sees stay as they are; `reduce_dtype`: gradients
-    are added up in it, by default in the dtype of their parameter.
+    Parameters:
+        model: any module that is not parallel yet.
+        mesh: axes and sizes, `"dp=2,tp=4"`, or a torch `DeviceMesh` with names.
+        inputs: example arguments; without them the model is traced at its first call.
+        layout: text, a `.lay` file, the name of a strategy, or a plan.
+        cluster: the cluster that a search prices plans on, as in `autopar.plan`.
+        memory: the limit per device.
+        dims: names for dims of inputs, parameters and buffers, by name or pattern.
+        optimizer: the optimizer whose states count as memory.
+        outputs: `"sharded"` returns tensors as DTensors, `"full"` gathers them, `"local"` returns the shards of this
+            rank and averages gradients over the shards as DDP does, `"local_sum"` adds gradients up. Scalars are whole.
+        local_inputs: the inputs are the shards of this rank already.
+        compute_dtype: dtype of parameters and inputs in the forward and backward; the optimizer sees them unchanged.
+        reduce_dtype: dtype that gradients are added up in; by default the dtype of their parameter.
+        time_limit: seconds of search.
+
+    Returns:
+        A module that is called as the model is; its parameters are DTensors under the model's names.
+
+    `load_full_state_dict` takes the whole weights of a model; a DTensor's `full_tensor()` gives them back.
+
+    One process stands for a mesh here; `torchrun` starts several.
+
+    >>> import autopar, torch
+    >>> store = torch.distributed.HashStore()
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> module = autopar.parallelize(torch.nn.Linear(4, 2), "dp=1", (torch.ones(8, 4),), layout="ddp")
+    >>> module(torch.ones(8, 4)).shape
+    torch.Size([8, 2])
+    >>> torch.distributed.destroy_process_group()
     """
     check_plain(model)
     check_outputs(outputs)

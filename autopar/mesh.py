@@ -109,8 +109,20 @@ def _as_range(ranks: Sequence[int]) -> Sequence[int]:
 class Mesh:
     """Devices on a grid of named axes, major first.
 
-    `Mesh("dp=2,tp=4")`, `Mesh("dp=2@node,tp=?")`, `Mesh(dp=2, tp=4)`, or a torch `DeviceMesh` with names. A rank is a
-    position in the grid, counted row-major; of a `DeviceMesh` it is the position in `device_mesh.mesh.flatten()`.
+    A rank is a position in the grid, counted row-major. The rank in a `DeviceMesh` is its position in
+    `device_mesh.mesh.flatten()`.
+
+    Parameters:
+        axes: text, `"dp=2,tp=4"`; `"dp=2@node,tp=?"` names a link and leaves a size open. Or a torch `DeviceMesh` with
+            names, or another mesh.
+        sizes: the sizes by name, in place of text.
+
+    >>> import autopar
+    >>> mesh = autopar.Mesh("dp=2,tp=4")
+    >>> mesh == autopar.Mesh(dp=2, tp=4), mesh.size, str(mesh)
+    (True, 8, 'dp=2,tp=4')
+    >>> mesh.sizes, mesh.strides["dp"]
+    ((2, 4), 4)
     """
 
     declared: tuple[MeshAxis, ...]
@@ -124,7 +136,18 @@ class Mesh:
 
     @staticmethod
     def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
-        """The names and sizes of a torch `DeviceMesh`."""
+        """Return the mesh with the names and sizes of a torch `DeviceMesh`.
+
+        Parameters:
+            device_mesh: a mesh with names for its dims.
+
+        Returns:
+            The mesh, all sizes known.
+
+        >>> from unittest.mock import Mock
+        >>> autopar.Mesh.from_device_mesh(Mock(mesh_dim_names=("dp", "tp"), shape=(2, 4)))
+        Mesh('dp=2,tp=4')
+        """
         names = device_mesh.mesh_dim_names
         shape = tuple(device_mesh.shape)
         if names is None:
@@ -137,7 +160,7 @@ class Mesh:
 
     @property
     def axes(self) -> Mapping[str, int | None]:
-        """Name -> size, major first; None where the size is to be searched."""
+        """Return the sizes by name, major first; None where the size is to be searched."""
         return MappingProxyType({axis.name: axis.size for axis in self.declared})
 
     @property
@@ -146,26 +169,36 @@ class Mesh:
 
     @property
     def is_open(self) -> bool:
-        """Whether some size is to be searched."""
+        """Return True while some size is to be searched."""
         return None in self.axes.values()
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of all axes, major first; an error while one is to be searched."""
+        """Return the sizes of all axes, major first; an error while one is to be searched."""
         return tuple(self.extent(name) for name in self.names)
 
     @property
     def size(self) -> int:
-        """The number of devices."""
+        """Return the number of devices."""
         return math.prod(self.sizes)
 
     @property
     def whole(self) -> SubMesh:
-        """All devices as one sub-mesh; an error while a size is to be searched."""
+        """Return all devices as one sub-mesh; an error while a size is to be searched."""
         return SubMesh(dict(zip(self.names, self.sizes, strict=True)))
 
     def extent(self, *axes: str) -> int:
-        """The size of one axis, or of the product of several."""
+        """Return the size of one axis, or of the product of several.
+
+        Parameters:
+            axes: names of axes.
+
+        Returns:
+            The number of ranks along them.
+
+        >>> mesh.extent("tp"), mesh.extent("dp", "tp")
+        (4, 8)
+        """
         extent = 1
         for name in axes:
             size = self._axis(name).size
@@ -183,23 +216,53 @@ class Mesh:
         return {axis: link for axis in self.names if (link := self.link(axis)) is not None}
 
     def link(self, axis: str) -> str | None:
-        """The level of the cluster that the user gave for an axis."""
+        """Return the level of the cluster that the user gave for an axis.
+
+        Parameters:
+            axis: the name of the axis.
+
+        Returns:
+            The level, None where the topology of the cluster decides.
+
+        >>> autopar.Mesh("dp=2@node,tp=4").link("dp"), mesh.link("dp")
+        ('node', None)
+        """
         return self._axis(axis).link
 
     @property
     def strides(self) -> Mapping[str, int]:
-        """Name -> how far apart in rank two neighbours along the axis are."""
+        """Return the distance in rank of two neighbours along each axis."""
         names = self.names
         return MappingProxyType({name: self.extent(*names[i + 1 :]) for i, name in enumerate(names)})
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Name -> position along that axis."""
+        """Return the position of a rank along each axis. The inverse of `rank`.
+
+        Parameters:
+            rank: from 0 to `size - 1`.
+
+        Returns:
+            Name -> position.
+
+        >>> mesh.coordinates(6)
+        {'dp': 1, 'tp': 2}
+        """
         if not 0 <= rank < self.size:
             raise MeshError(f"mesh '{self}' has the ranks 0 to {self.size - 1}; there is no rank {rank}")
         return {name: rank // stride % self.extent(name) for name, stride in self.strides.items()}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at the given positions along all axes."""
+        """Return the rank at the given positions along all axes. The inverse of `coordinates`.
+
+        Parameters:
+            coordinates: name -> position, for each axis.
+
+        Returns:
+            The rank.
+
+        >>> mesh.rank({"dp": 1, "tp": 2})
+        6
+        """
         strides = self.strides
         assert set(coordinates) == set(strides), f"coordinates {dict(coordinates)} for mesh '{self}'"
         for name, position in coordinates.items():
@@ -207,7 +270,18 @@ class Mesh:
         return sum(position * strides[name] for name, position in coordinates.items())
 
     def index(self, rank: int, *axes: str) -> int:
-        """A rank's position along an axis, or along the product of several, major first."""
+        """Return the position of a rank along an axis, or along a product of axes, major first.
+
+        Parameters:
+            rank: from 0 to `size - 1`.
+            axes: names of axes.
+
+        Returns:
+            The position, from 0 to `extent(*axes) - 1`.
+
+        >>> mesh.index(6, "tp"), mesh.index(6, "tp", "dp")
+        (2, 5)
+        """
         coordinates = self.coordinates(rank)
         index = 0
         for name in axes:
@@ -215,7 +289,17 @@ class Mesh:
         return index
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """The groups of ranks that differ only along the axes; a group is ordered by the product, major first."""
+        """Return the groups of ranks that differ only along some axes.
+
+        Parameters:
+            axes: names of axes.
+
+        Returns:
+            The groups; each is in the order of the product of its axes, major first.
+
+        >>> mesh.groups("dp")
+        ((0, 4), (1, 5), (2, 6), (3, 7))
+        """
         if len(set(axes)) < len(axes):
             raise MeshError(f"an axis stands twice in the product {'*'.join(axes)}")
         strides = self.strides
@@ -229,7 +313,18 @@ class Mesh:
         return tuple(groups)
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The group of `groups(*axes)` that a rank is in."""
+        """Return the group of `groups(*axes)` that contains a rank.
+
+        Parameters:
+            rank: from 0 to `size - 1`.
+            axes: names of axes.
+
+        Returns:
+            The ranks of the group.
+
+        >>> mesh.group(6, "tp")
+        (4, 5, 6, 7)
+        """
         assert 0 <= rank < self.size, f"rank {rank} of mesh '{self}'"
         return next(group for group in self.groups(*axes) if rank in group)
 
@@ -250,7 +345,7 @@ class Mesh:
 
 
 def parse_axes(text: str, fail: Fail) -> tuple[MeshAxis, ...]:
-    """Axes as written, `dp=2@node, tp=?`; whoever reads them says how a mistake is shown."""
+    """Parse axes, `dp=2@node, tp=?`; `fail` raises the error of the text that they stand in."""
     axes: list[MeshAxis] = []
     column = 0
     for part in text.split(","):

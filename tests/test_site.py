@@ -28,5 +28,5 @@ def test_strict_build(tmp_path: Path) -> None:
     pages = {page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")}
     assert [page for page in sorted(pages) if not (site / page).is_file()] == []
     reference = (site / "api.html").read_text()
-    assert "The best plan that is found for a model on a mesh" in reference, "docstrings are on the page"
+    assert "Search the best plan for a model on a mesh" in reference, "docstrings are on the page"
     assert 'href="strategies.html"' in (site / "language.html").read_text(), "pages outside docs/ are pages of the site"

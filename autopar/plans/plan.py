@@ -32,7 +32,17 @@ __all__ = ["Plan"]
 
 @dataclass(frozen=True, eq=False)
 class Plan(PlanRecord):
-    """What was decided about a model on a mesh of a cluster, with its costs."""
+    """Plan for a model on a mesh of a cluster: its assignment, options, predicted costs and text.
+
+    `autopar.plan` makes one, `save` writes it and `load` reads it back; printed, it is its `summary()`.
+
+    >>> import autopar, torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 16))
+    >>> inputs = (torch.empty(32, 16),)
+    >>> plan = autopar.plan(model, "dp=2", inputs, layout="ddp", cluster="h100", cache=False)
+    >>> plan.fits, plan.gap, plan.mesh
+    (True, 0.0, Mesh('dp=2'))
+    """
 
     @staticmethod
     def load(
@@ -44,7 +54,25 @@ class Plan(PlanRecord):
         cluster: str | Path | Cluster | None = None,
         dims: Mapping[str, str] | None = None,
     ) -> Plan:
-        """Read a plan for a model and its inputs, or for the graph of them. Inputs may have other sizes than it had."""
+        """Read a plan from a file, for a model and its inputs or for their graph.
+
+        Parameters:
+            path: a file of `Plan.save`.
+            model: the model that the plan was made for.
+            inputs: example arguments; they may have other sizes than those that the plan was made for.
+            graph: the graph of model and inputs, in place of both.
+            cluster: a name or a TOML file; by default the cluster in the file's head.
+            dims: names for dims, as in `autopar.plan`.
+
+        Returns:
+            The plan; its costs are predicted anew. The inverse of `save`.
+
+        >>> import pathlib, tempfile
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "model.plan.lay")
+        >>> plan.save(path)
+        >>> autopar.Plan.load(path, model, inputs).layout == plan.layout
+        True
+        """
         text = read_text(path)
         if graph is None:
             if model is None or inputs is None:
@@ -57,7 +85,20 @@ class Plan(PlanRecord):
 
     @staticmethod
     def read(text: str, graph: NamedGraph, name: str = "<plan>", cluster: str | Path | Cluster | None = None) -> Plan:
-        """The plan that a text is for a graph."""
+        """Read a plan from the text of a file, for a graph.
+
+        Parameters:
+            text: the `text` of a plan.
+            graph: the graph of the model.
+            name: stands for the file in messages.
+            cluster: as in `load`.
+
+        Returns:
+            The plan.
+
+        >>> autopar.Plan.read(plan.text, plan.graph).step_seconds == plan.step_seconds
+        True
+        """
         header = read_header(text, name)
         if header is None:
             raise AutoparError(
@@ -87,30 +128,81 @@ class Plan(PlanRecord):
         return replace(self, bound_seconds=bound, claimed=True) if bound <= self.step_seconds * (1 + 1e-6) else self
 
     def summary(self) -> str:
-        """What an engineer wants to know of it first."""
+        """Return the plan on one screen: dims, one layer, communication, time, memory.
+
+        >>> print(plan.summary().splitlines()[0])
+        Sequential on dp=2: 2 × H100 SXM5 80 GB (h100)
+        """
         return summary(self)
 
     def explain(self, name: str) -> str:
-        """Why a tensor or an op is laid out as it is."""
+        """Return the reasons for the sharding of a tensor or the choice of an op.
+
+        Parameters:
+            name: a tensor or op, as `summary` and `autopar trace` name it.
+
+        Returns:
+            Its shardings, the lines of the plan that set them, the rule of the op, and its collectives.
+
+        >>> print(plan.explain("0.weight"))
+        0.weight[d_ff d0]  float32 [64, 16], param
+          layout  whole
+          used    whole
+          line    17: * -> none
+        used by 0/linear as broadcast(dp)
+        """
         return str(explained(self, name))
 
     def alternatives(self, name: str) -> tuple[Alternative, ...]:
-        """What else a tensor or an op could do: the plans with one line forced, and the rest as it is."""
+        """Return the other shardings of a tensor or choices of an op, each priced by itself.
+
+        Parameters:
+            name: a tensor or op, as in `explain`.
+
+        Returns:
+            One plan for each forced line, the rest of the plan unchanged; the fastest first.
+
+        >>> first = plan.alternatives("0.weight")[0]
+        >>> first.change, first.plan.step_seconds > plan.step_seconds
+        ('@0.weight[d_ff -> dp, * -> none]', True)
+        """
         return alternatives(self, name)
 
     def diff(self, other: Plan) -> str:
-        """What another plan of the same model does otherwise, and what that costs."""
+        """Return the differences to another plan of the same model: costs, then tensors.
+
+        Parameters:
+            other: a plan of the same model, on any mesh.
+
+        Returns:
+            A table of costs, and the shardings that differ.
+
+        >>> whole = autopar.plan(model, "dp=2", inputs, layout="* -> none", cluster="h100", cache=False)
+        >>> print(plan.diff(whole).splitlines()[-3].split())
+        ['0/linear', 'batch', '->', 'dp', 'whole']
+        """
         return difference(self, other)
 
     def plot(self) -> Page:
-        """A page with pictures, which a notebook shows; its `save(path)` writes what `autopar report` does."""
+        """Return a page with pictures, which a notebook shows.
+
+        Returns:
+            The page; its `save(path)` writes the file of `autopar report`.
+
+        >>> plan.plot().text.startswith("<!doctype html>")
+        True
+        """
         return report(self)
 
     def __str__(self) -> str:
         return self.summary()
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain data (`autopar plan --json`)."""
+        """Return the plan as plain data, as `autopar plan --json` prints it.
+
+        >>> plan.to_json()["mesh"], plan.to_json()["dims"]
+        ({'dp': 2}, {'batch': 'dp'})
+        """
         return plan_data(self)
 
     def _repr_html_(self) -> str:

@@ -35,7 +35,7 @@ class PricedCollective(StepCollective):
 
 @dataclass(frozen=True, eq=False)
 class PlanRecord:
-    """What was decided about a model on a mesh of a cluster, with its costs."""
+    """Data of a plan: graph, assignment, mesh, cluster, costs and text."""
 
     graph: NamedGraph = field(repr=False)
     decided: StepPlan = field(repr=False)
@@ -96,7 +96,17 @@ class PlanRecord:
         return tuple(found)
 
     def layout_of(self, name: str) -> Sharding:
-        """Where a tensor is: a parameter or input as it is stored, a value as its consumers find it."""
+        """Return the sharding of a tensor.
+
+        Parameters:
+            name: a parameter or input, as it is stored, or a value, as its consumers take it.
+
+        Returns:
+            The sharding: axes by atom, partial sums, broadcasts.
+
+        >>> plan.layout_of("input").splits
+        (('dp',), ())
+        """
         assignment = self.decided.assignment
         return assignment.stored.get(name) or assignment.values[name]
 
@@ -147,7 +157,15 @@ class PlanRecord:
         return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as a layout without holes, with its costs as comments."""
+        """Write the plan as a layout without holes, with its costs as comments.
+
+        Parameters:
+            path: the file; `Plan.load` reads it.
+
+        >>> plan.save(path)
+        >>> print(path.read_text().splitlines()[0])
+        # autopar plan
+        """
         write_text(path, self.text)
 
 

@@ -95,7 +95,7 @@ def register_rule(op: Any, rule: str) -> None:
 
     `autopar.prove_rule` proves it by execution; a rule that does not fit the op's schema is a `RuleError`.
 
-    >>> import torch
+    >>> import autopar, torch
     >>> @torch.library.custom_op("docs::double", mutates_args=())
     ... def double(x: torch.Tensor) -> torch.Tensor:
     ...     return 2 * x

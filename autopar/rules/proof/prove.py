@@ -132,6 +132,7 @@ def prove_rule(op: Any, samples: Iterable[Sequence[Any]] | None = None) -> Proof
     Returns:
         The proved cases; a rule that is wrong is a `RuleError` that lists the failures.
 
+    >>> import autopar
     >>> proof = autopar.prove_rule("aten::relu")
     >>> proof.holds, str(proof).splitlines()[0]
     (True, '5 cases proved, 0 failures')
