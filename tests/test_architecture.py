@@ -147,11 +147,16 @@ def test_files_are_short() -> None:
 
 
 def test_functions_are_short() -> None:
+    def lines(node: ast.FunctionDef) -> int:
+        # A public function documents each of its parameters, which makes no code longer.
+        said = (ast.get_docstring(node, clean=False) or "") if node.name in autopar.__all__ else ""
+        return (node.end_lineno or 0) - node.lineno - len(said.splitlines())
+
     long = {
         f"{path}:{node.name}"
         for path, tree in trees().items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= MOST_LINES_OF_FUNCTION
+        if isinstance(node, ast.FunctionDef) and lines(node) >= MOST_LINES_OF_FUNCTION
     }
     assert long == set(LONG_FUNCTIONS)
 
