@@ -15,6 +15,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.reshard.reshard import LOCAL, Step, StepKind
 from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan
+from autopar.sharding.sharding import Sharding
 
 # Bytes of a full bucket: the default of DistributedDataParallel, at which launching a collective costs little.
 BUCKET_BYTES = 25 * 2**20
@@ -108,17 +109,16 @@ def ways_of(one: InsertedReshard) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     return one.reshard.forward, one.reshard.backward if one.differentiable else ()
 
 
-def shape_of(one: InsertedReshard, layout: Any) -> tuple[int, ...]:
+def shape_of(one: InsertedReshard, sharding: Sharding) -> tuple[int, ...]:
     """Return the sizes of the local atoms on the rank with the largest shard."""
-    sizes: tuple[int, ...] = layout.largest_sizes(one.reshard.atoms, one.reshard.axes)
-    return sizes
+    return sharding.largest_sizes(one.reshard.atoms, one.reshard.axes)
 
 
 def buffers_of(step: Step, one: InsertedReshard) -> float:
     """Return the bytes that a step allocates beside the tensors before and after it."""
     if step.local or step.kind is StepKind.ALL_REDUCE:
         return 0.0
-    before, after = (prod(shape_of(one, layout)) * one.itemsize for layout in (step.before, step.after))
+    before, after = (prod(shape_of(one, end)) * one.itemsize for end in (step.before, step.after))
     if step.kind is StepKind.ALL_TO_ALL:
         return float(before + after)
     return copied(step, one) if step.kind is StepKind.REDUCE_SCATTER else copied(step, one) and float(after)

@@ -107,10 +107,10 @@ def _check_same(same: Same, graph: NamedGraph, assignment: Assignment) -> None:
             )
 
 
-def sharding_text(tensor: NamedTensor, layout: Sharding) -> str:
+def sharding_text(tensor: NamedTensor, sharding: Sharding) -> str:
     """Return the axes of each physical dim, as `[dp*tp, none]`."""
     dims: list[list[str]] = [[] for _ in tensor.shape]
-    for atom, axes in zip(tensor.atoms, layout.splits, strict=True):
+    for atom, axes in zip(tensor.atoms, sharding.splits, strict=True):
         dims[atom.dim].extend(axes)
     return f"[{', '.join('*'.join(axes) or 'none' for axes in dims)}]"
 
