@@ -115,9 +115,12 @@ def plans_of(arguments: argparse.Namespace, words: list[str]) -> dict[str, Plan 
     mesh = meshes(arguments)[0] if arguments.mesh is not None else first.mesh if first is not None else None
     assert mesh is not None
     asked = asked_of(arguments)
-    if first is not None:  # the others are asked for what it was, but for what is said here
-        said = {word: getattr(arguments, word) for word in ("cluster", "memory", "optimizer", "outputs")}
-        asked = replace(asked_as(first), **{word: value for word, value in said.items() if value is not None})
+    if first is not None:  # the others take its request, changed by the options of this call
+        given = {word: value for word, value in vars(arguments).items() if value is not None}
+        options = {word: given[word] for word in ("optimizer", "outputs") if word in given}
+        places = {word: given[word] for word in ("cluster", "memory") if word in given}
+        asked = asked_as(first)
+        asked = replace(asked, **places, options=replace(asked.options, **options))
     for word in words:
         if word in saved:
             found[word] = first if first is not None and word == saved[0] else read_plan(arguments, word, graph)
