@@ -1,4 +1,4 @@
-"""Files that a user names: written, or told why they cannot be."""
+"""Files that a user names, and the folders of shipped data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DataFolder = Literal["cost_models", "strategies"]
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a file; what the system says against it is an error with the name of the file."""
+    """Write a file; raise an error that names it if the system refuses."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -45,7 +45,7 @@ def _refused(name: str, error: OSError) -> AutoparError:
 
 
 def data_folder(name: DataFolder, package: Path = Path(__file__).parent) -> Path:
-    """The folder `name`, for the autopar whose modules lie in `package`."""
+    """Return a folder of shipped data, of a wheel or a checkout."""
     in_wheel = package / "_data" / name
     if in_wheel.is_dir():
         return in_wheel

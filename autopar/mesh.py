@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Mesh", "MeshAxis", "SubMesh", "parse_axes"]
 
+# Raise the error at a column of the text: message, then fix.
 Fail = Callable[[int, str, str], NoReturn]
-"""Raises the error for a column of the text: what is wrong, and the fix."""
 
 FORM = "write the axes as in 'dp=2,tp=4' or 'dp=2@node,tp=4@nvlink'; '?' is a size to be searched"
 

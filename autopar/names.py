@@ -1,4 +1,4 @@
-"""Names in autopar's text formats: what a name looks like, which are taken, and which one was meant."""
+"""Names in autopar's text formats: their form, reserved words, suggestions for unknown ones."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Iterable
 
 __all__ = ["INTEGER", "MAX_DIGITS", "NAME", "RESERVED", "did_you_mean", "nearest", "printable"]
 
+# A letter or `_`, then letters, digits or `_`.
 NAME = r"[^\W\d]\w*"
-"""A letter or `_`, then letters, digits, `_`: the regular expression."""
 
 INTEGER = r"[0-9]+"
 
+# No size has more digits; parsing longer numbers from a file would exhaust time and memory.
 MAX_DIGITS = 18
-"""No size has more; reading longer numbers would take the time and memory of whoever opens a bad file."""
 
+# Words of the layout language, which cannot name an axis or a dim.
 RESERVED = frozenset(
     {
         *("strategy", "mesh", "let", "op", "same", "over"),
@@ -24,11 +25,10 @@ RESERVED = frozenset(
         *("forbid", "warn", "limit", "memory", "halo"),
     }
 )
-"""The words of the layout language: no axis and no dim can be written with them."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The hint that ends a message about an unknown name; empty when no known name is near."""
+    """Return the hint at the end of a message about an unknown name; empty if no known name is near."""
     names = sorted(known)
     same = [other for other in names if other.casefold() == name.casefold()]
     near = same or difflib.get_close_matches(name, names, n=1)
@@ -36,10 +36,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str], count: int) -> list[str]:
-    """The known names that are most like this one, the nearest first."""
+    """Return the known names most similar to this one, nearest first."""
     return difflib.get_close_matches(name, sorted(known), n=count, cutoff=0.0)
 
 
 def printable(text: str) -> str:
-    """A text of a file for a terminal: without characters that would steer it."""
+    """Return a text of a file without characters that would control a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

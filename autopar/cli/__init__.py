@@ -23,7 +23,7 @@ COMMANDS = (plan, explain, compare, check, verify, report, trace, strategies, cl
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command and return the exit code."""
     parser = CommandParser(
         prog="autopar",
         description="Automatic parallelism for PyTorch.",
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _warnings_in_words(command: str) -> Iterator[None]:
-    """What autopar warns of, as its errors are told: once, and without the line of the code that warned."""
+    """Print warnings as errors are printed: once, without the line of code that warned."""
     told: set[str] = set()
     with warnings.catch_warnings():
         usual = warnings.showwarning

@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Before minutes are spent on measuring."""
+    """Check the options before minutes of measuring."""
     if arguments.processes is not None and arguments.processes < 1:
         raise AutoparError(f"--processes {arguments.processes}: expected a whole number from 1 up")
     if not 0 < arguments.seconds < inf:
@@ -88,7 +88,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _alone(arguments: argparse.Namespace) -> None:
-    """One process measures its device, and takes the links of another cluster."""
+    """Measure one process and take the links of another cluster."""
     if arguments.like is None:
         raise AutoparError(
             "1 process has no links to measure\n"
@@ -123,7 +123,7 @@ def _bytes(text: str) -> int:
 
 
 def _started(rank: int, arguments: argparse.Namespace, largest: int | None, count: int, meeting: Path) -> None:
-    """A process that was started here and not by torchrun."""
+    """Run a process that this command started itself, without torchrun."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     _rank(arguments, largest, meeting)
 
@@ -158,7 +158,7 @@ def _rank(arguments: argparse.Namespace, largest: int | None, meeting: Path | No
 
 @contextmanager
 def _progress(steps: int, first: bool) -> Iterator[Tick]:
-    """A bar on the first rank, if someone is looking."""
+    """Show a progress bar on the first rank, if stderr is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

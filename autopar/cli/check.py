@@ -49,18 +49,18 @@ def add_parser(subparsers: Any) -> None:
 
 @dataclass(frozen=True)
 class _Contract:
-    """One thing that a layout promises."""
+    """One contract of a layout, with its verdict."""
 
     text: str
     kind: str
     span: SourceSpan | None
+    # None: the layout is not legal, so the contract cannot be checked.
     holds: bool | None
-    """None where the layout is not legal, so that nobody can say."""
     why: str | None = None
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Complete, check, say."""
+    """Complete the layout, check its contracts, print the verdict."""
     from autopar.plans.find import under
     from autopar.sharding.layout.language import choose_layout
 
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _promises(layout: Layout) -> Iterator[tuple[str, str, SourceSpan | None]]:
-    """The statements that promise something, but for limits of memory: text, kind, place."""
+    """Yield the contracts of a layout except memory limits: text, kind, place."""
     from autopar.sharding.layout.syntax import Contract, print_statement
 
     for one in layout:
@@ -99,7 +99,7 @@ def _promises(layout: Layout) -> Iterator[tuple[str, str, SourceSpan | None]]:
 
 
 def _contracts(layout: Layout, plan: Plan) -> Iterator[_Contract]:
-    """Each by itself, so that one that is broken hides no other."""
+    """Yield each contract checked alone, so that a broken one hides no other."""
     from autopar.cost.memory.peak import check_memory
     from autopar.plans.format import bytes_text
     from autopar.sharding.contracts import check_contracts
@@ -131,7 +131,7 @@ def _contracts(layout: Layout, plan: Plan) -> Iterator[_Contract]:
 
 
 def _text(contracts: list[_Contract], plan: Plan | None) -> str:
-    """The answer first, with the reasons of a no; then, if something was promised, all of it."""
+    """Return the verdict with the reasons of a no, then the list of contracts."""
     from autopar.plans.format import bytes_text, seconds_text, table
 
     broken = [one for one in contracts if one.holds is False and one.kind != "warn"]

@@ -55,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read, price, print; 1 where none of them can be had."""
+    """Read, price and print the plans; return 1 if none is feasible."""
     plans = plans_of(arguments, arguments.plans)
     priced = {name: plan for name, plan in plans.items() if not isinstance(plan, str)}
     refused = {name: why for name, why in plans.items() if isinstance(why, str)}
@@ -95,7 +95,7 @@ def _data(plans: Mapping[str, Plan | str]) -> dict[str, Any]:
 
 
 def plans_of(arguments: argparse.Namespace, words: list[str]) -> dict[str, Plan | str]:
-    """Each word as a plan for one graph, or why it cannot be had."""
+    """Return a plan for each word on one graph, or the reason why it is infeasible."""
     from autopar.plans.find import asked_as, under
 
     saved = [word for word in words if is_plan(word)]

@@ -13,12 +13,12 @@ from autopar.sharding.layout.language import strategy_names
 __all__ = ["SHELLS", "PrintCompletion"]
 
 SHELLS = ("bash", "zsh", "fish")
+# Names of arguments, as in `--help`, that complete to files.
 FILES = ("CSV", "FILE", "INSTANCE", "LAYOUT", "PLAN", "TARGET")
-"""The words of the command line that may be files, by how `--help` calls them."""
 
 
 class PrintCompletion(argparse.Action):
-    """Print what shtab makes of the parser, and leave; shtab is loaded only here."""
+    """Print the completion script of shtab and exit; shtab is imported only here."""
 
     def __call__(
         self,
@@ -43,7 +43,7 @@ class PrintCompletion(argparse.Action):
 
 
 def _actions(parser: argparse.ArgumentParser, command: str = "") -> Iterator[tuple[str, argparse.Action]]:
-    """What may stand on the command line, each with its command; argparse tells nobody else."""
+    """Yield the arguments of the parser with their command; argparse has no public list of them."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, below in action.choices.items():

@@ -1,4 +1,4 @@
-"""What can be said of the words of a command before torch is loaded, which takes seconds."""
+"""Checks of a command's arguments before torch is loaded, which takes seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["check_words"]
 
 
 def check_words(arguments: argparse.Namespace) -> None:
-    """Raise for files that are not there, and for what is not written as a target, mesh, layout or cluster is."""
+    """Raise for missing files and for malformed targets, meshes, layouts and clusters."""
     said = vars(arguments)
     for name in ("target", "target_of_plan"):
         if said.get(name) is not None:
@@ -56,7 +56,7 @@ def check_words(arguments: argparse.Namespace) -> None:
 
 
 def _axes(mesh: str | None) -> SubMesh | None:
-    """Those of a mesh whose sizes are all known."""
+    """Return the axes of a mesh if all sizes are known."""
     if mesh is None or mesh == "?":
         return None
     found = Mesh(mesh)

@@ -45,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read or plan, explain."""
+    """Read or make a plan and explain a name in it."""
     from autopar.plans.repeated import alike
     from autopar.plans.views.alternatives import shown
     from autopar.plans.views.explain import explained
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Forced:
-    """The best plan with the tensors pinned, or why there is none."""
+    """Best plan with the tensors pinned, or the reason why there is none."""
 
     names: tuple[str, ...]
     plan: Plan | None
@@ -91,7 +91,7 @@ class _Forced:
 
 
 def _asked(plan: Plan, arguments: argparse.Namespace) -> tuple[tuple[str, ...], Any]:
-    """The tensors pinned as --why-not says, before anything is priced."""
+    """Return the tensors and pins of --why-not; errors appear before anything is priced."""
     from autopar.plans.repeated import alike
     from autopar.sharding.layout.check import check_layout
     from autopar.sharding.layout.language import parse_layout

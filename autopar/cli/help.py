@@ -1,4 +1,4 @@
-"""How `--help` is laid out: the description in lines that fit, the examples as they are written."""
+"""Layout of `--help`: wrapped description, examples as written."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["CommandParser", "HelpText"]
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Says what argparse leaves out of a message."""
+    """Parser whose messages add a fix where argparse gives none."""
 
     def error(self, message: str) -> NoReturn:
-        """`--memory -1GiB` looks like two options; who meant a value is told how to write it."""
+        """Add a fix for a value that begins with '-': argparse takes `--memory -1GiB` for two options."""
         option = message.removeprefix("argument ").partition(":")[0].split("/")[-1]
         if message.endswith("expected one argument"):
             message += f"\nfix: give {option} a value; one that begins with '-' is written with '=', as in {option}=-1"
@@ -20,7 +20,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class HelpText(argparse.HelpFormatter):
-    """Text of one line is wrapped; text of several lines, the examples, stays as it is."""
+    """Formatter that wraps text of one line and keeps text of several lines, such as examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if "\n" in text:

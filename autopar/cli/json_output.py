@@ -1,4 +1,4 @@
-"""`--json`: what a command prints for programs, in the form that its schema says; `--json-schema` prints that."""
+"""Data for programs: `--json` prints it, `--json-schema` its schema."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FOLDER = Path(__file__).with_name("schemas")
 
 
 def add_json(parser: argparse._ActionsContainer, command: str) -> None:
-    """`--json` and `--json-schema` of a command that has a schema."""
+    """Add `--json` and `--json-schema` to a command with a schema."""
     parser.add_argument("--json", action="store_true", help="print plain data, for programs")
     parser.add_argument(
         "--json-schema",
@@ -27,7 +27,7 @@ def add_json(parser: argparse._ActionsContainer, command: str) -> None:
 
 
 def schemas() -> tuple[str, ...]:
-    """The commands that have one."""
+    """Return the commands that have a schema."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 
 
@@ -41,14 +41,14 @@ def schema_of(command: str) -> dict[str, Any]:
 
 
 def print_data(command: str, data: Mapping[str, Any]) -> None:
-    """One object, which begins with the version of its form."""
+    """Print one JSON object that begins with the version of its schema."""
     version = schema_of(command)["properties"]["version"]["const"]
-    # JSON has no infinity and no NaN: who has one must say null.
+    # JSON has no infinity and no NaN: callers give null.
     print(json.dumps({"version": version, **data}, indent=1, allow_nan=False))
 
 
 class _PrintSchema(argparse.Action):
-    """As `--help` does, without the other words of the command."""
+    """Action that prints the schema and exits, whatever else the command line says."""
 
     def __call__(
         self,

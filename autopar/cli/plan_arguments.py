@@ -1,4 +1,4 @@
-"""The words that commands about plans share: TARGET, --mesh, --cluster, --layout, --memory; and what they stand for."""
+"""Arguments that commands about plans share, and the values they give."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ __all__ = [
 ]
 
 
+# Codes of layouts that are infeasible (exit code 1); other codes are mistakes in the layout (2).
 CANNOT_BE_HAD = ("E3", "E4", "E5", "E6", "E7")
-"""The errors of a layout whose answer is no; the others say that the question was wrong."""
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """TARGET, and what changes its model."""
+    """Add TARGET and the options that change its model."""
     parser.add_argument(
         "target",
         metavar="TARGET",
@@ -51,7 +51,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 
 def add_target_option(parser: argparse.ArgumentParser) -> None:
-    """TARGET of a plan's file, which names one in its head: a file is data, so the user must name it or confirm it."""
+    """Add the options that name or trust the TARGET of a plan's file: a file is data, and must not run code unasked."""
     named = parser.add_mutually_exclusive_group()
     named.add_argument("--target", dest="target_of_plan", metavar="TARGET", help="the model of a plan's file")
     named.add_argument(
@@ -74,7 +74,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def add_question(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
-    """What is planned for."""
+    """Add the options of a request: mesh, devices, cluster, memory, optimizer, outputs."""
     parser.add_argument(
         "--mesh", metavar="AXES", required=mesh, help="as in dp=2,tp=4; '?' and open sizes, tp=?, need --devices"
     )
@@ -92,7 +92,7 @@ def add_question(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
 
 
 def asked_of(arguments: argparse.Namespace) -> PlanRequest:
-    """The options of `autopar.plan`, checked before anything is traced."""
+    """Return the request of the command line, checked before anything is traced."""
     from autopar.plans.find import PlanRequest
     from autopar.sharding.options import TrainingOptions
 
@@ -118,14 +118,14 @@ def meshes(arguments: argparse.Namespace) -> tuple[Mesh, ...]:
 
 
 def target_text(arguments: argparse.Namespace) -> str:
-    """TARGET with what changes its model, as a plan's head says it."""
+    """Return TARGET with the options that change its model, as the head of a plan stores it."""
     changes = [word for setting in arguments.set for word in ("--set", setting)]
     changes += [word for names in arguments.dims for word in ("--dims", names)]
     return shlex.join([arguments.target, *changes])
 
 
 def traced(arguments: argparse.Namespace, target: str | None = None) -> NamedGraph:
-    """The graph of TARGET; `target` is one with the words that change its model, as a plan's head says it."""
+    """Return the graph of TARGET; `target` is the text of a plan's head."""
     name, changes = (arguments.target, []) if target is None else _target_of(target)
     said = {flag: [word for other, word in changes if other == flag] for flag in ("--set", "--dims")}
     settings = parse_settings(arguments.set or said["--set"])
@@ -137,7 +137,7 @@ def traced(arguments: argparse.Namespace, target: str | None = None) -> NamedGra
 
 
 def _target_of(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """A TARGET, and the words that change its model."""
+    """Return a TARGET and the options that change its model."""
     try:
         name, *words = shlex.split(text)
     except ValueError:
@@ -149,7 +149,7 @@ def _target_of(text: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def add_plan(parser: argparse.ArgumentParser, what: str) -> None:
-    """PLAN: a file, or a TARGET with what `planned` needs; `what` is done to it."""
+    """Add PLAN: a file, or a TARGET with the options of `planned`; `what` is the verb of the command."""
     parser.add_argument("plan", metavar="PLAN", help="a plan's file, or a TARGET (with --mesh)")
     parser.add_argument("--layout", metavar="LAYOUT", help=f"for a TARGET: {what} this layout and not a searched plan")
     parser.add_argument("--time-limit", metavar="SECONDS", type=float, default=30.0, help="of a search (default: 30)")
@@ -158,7 +158,7 @@ def add_plan(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def planned(arguments: argparse.Namespace, progress: ProgressLine | None = None) -> Plan:
-    """The plan that a file holds, or that a TARGET has under a layout or by a search."""
+    """Return the plan of a file, or of a TARGET under a layout or by a search."""
     from autopar.plans.find import plan_graph, under
 
     if is_plan(arguments.plan):
@@ -173,7 +173,7 @@ def planned(arguments: argparse.Namespace, progress: ProgressLine | None = None)
 
 
 def header_of(path: str, text: str) -> Any:
-    """The head of a plan's file."""
+    """Return the head of a plan's file."""
     from autopar.plans.header import read_header
 
     header = read_header(text, path)
@@ -186,7 +186,7 @@ def header_of(path: str, text: str) -> Any:
 
 
 def is_plan(word: str) -> bool:
-    """Whether a word of the command line is a plan's file."""
+    """Return True if a word of the command line is a plan's file."""
     if not word.endswith(".lay"):
         return False
     if not Path(word).is_file():
@@ -199,7 +199,7 @@ def is_plan(word: str) -> bool:
 
 
 def read_plan(arguments: argparse.Namespace, path: str, graph: NamedGraph | None = None) -> Plan:
-    """A plan's file, for the TARGET that is given, or that its head names if the user trusts it."""
+    """Return the plan of a file, for the given TARGET or the one in its head if the user trusts it."""
     from autopar.plans.plan import Plan
     from autopar.sharding.layout.source import read_text
 
@@ -210,7 +210,7 @@ def read_plan(arguments: argparse.Namespace, path: str, graph: NamedGraph | None
 
 
 def _trusted_target(arguments: argparse.Namespace, path: str, text: str) -> str:
-    """The TARGET of a plan's head. To trace it is to run it: any function of any module can stand there."""
+    """Return the TARGET of a plan's head. Tracing runs it, and a head can name any function of any module."""
     from autopar.sharding.layout.source import SourceSpan, excerpts
 
     header = header_of(path, text)
@@ -226,7 +226,7 @@ def _trusted_target(arguments: argparse.Namespace, path: str, text: str) -> str:
 
 
 class ProgressLine:
-    """A line that says what is going on, where someone is looking."""
+    """Line of progress, shown if stderr is a terminal."""
 
     def __init__(self) -> None:
         self.shown = sys.stderr.isatty()

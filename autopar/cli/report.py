@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read or plan, gather, write."""
+    """Read or make a plan and write its page."""
     progress = ProgressLine()
     progress.say("reading the plan" if arguments.plan.endswith(".lay") else f"tracing {arguments.plan}")
     plan = planned(arguments, progress)

@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checked(arguments: argparse.Namespace) -> Path | None:
-    """Where the answer is written; raises what can be said of the words before anything is read."""
+    """Return the path of the answer; raise for bad options before anything is read."""
     if arguments.seed < 0:
         raise ProblemError(f"--seed {arguments.seed}: expected a whole number from 0 up")
     if not arguments.instance:
@@ -116,11 +116,11 @@ def _print(solution: Solution, seconds: float) -> None:
 
 
 def _silent(*words: object, flush: bool = False) -> None:
-    """In place of `print`, where a program reads."""
+    """Print nothing: `--json` leaves stdout to the data."""
 
 
 def number(value: float) -> str:
-    """A cost for a person: whole where it is whole."""
+    """Return a cost as text, whole numbers without decimals."""
     if not math.isfinite(value):
         return "-"
     return f"{int(value):,}" if value.is_integer() else f"{value:,.6g}" if abs(value) < 1e6 else f"{value:,.1f}"
@@ -131,7 +131,7 @@ def percent(gap: float) -> str:
 
 
 def plain(value: float) -> int | float | None:
-    """A cost for a program; null when there is none."""
+    """Return a cost for JSON; null if there is none."""
     if not math.isfinite(value):
         return None
     return int(value) if value.is_integer() else value

@@ -1,4 +1,4 @@
-"""`autopar strategies [NAME]`: the layouts that come with autopar."""
+"""`autopar strategies [NAME]`: the published strategies that come with autopar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading a TARGET: `file.py:function` or `package.module:function`, which returns `(model, inputs)`."""
+"""Loader of a TARGET: `file.py:function` or `package.module:function`, which returns `(model, inputs)`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORM = "a TARGET is file.py:function or package.module:function, as in examples/
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """`name=value` words as keyword arguments; a value that is no Python literal is text."""
+    """Parse `name=value` words to keyword arguments; a value that is no Python literal is text."""
     parsed: dict[str, Any] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
@@ -40,7 +40,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_dims(words: Sequence[str]) -> dict[str, str]:
-    """`tensor=names` words, as `dims=` takes them."""
+    """Parse `tensor=names` words to the mapping of `dims=`."""
     dims = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -63,7 +63,7 @@ def load_target(target: str, settings: Mapping[str, Any]) -> tuple[nn.Module, An
 
 
 def check_target(target: str) -> None:
-    """What can be said about a TARGET before anything is loaded."""
+    """Raise if a TARGET is malformed or its file is missing, before anything is loaded."""
     place, colon, name = target.rpartition(":")
     if target.endswith(".lay"):
         raise TargetError(
@@ -114,7 +114,7 @@ def _call(target: str, function: Callable[..., Any], settings: Mapping[str, Any]
 
 
 def _guarded(target: str, what: str, action: Callable[[], T]) -> T:
-    """Run the user's code; whatever it raises is told with its line, not as a traceback of ours."""
+    """Run the user's code; report its exceptions with the user's line and without our traceback."""
     try:
         return action()
     except (Exception, SystemExit) as error:  # the user's code may raise anything, or leave

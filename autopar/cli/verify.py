@@ -27,8 +27,8 @@ EXAMPLES = """examples:
 Exit codes: 0 they agree, 1 they do not, 2 the question was wrong.
 """
 SHOWN = 5
+# Each process loads torch and a part of the model: a thousand would exhaust the machine.
 MOST_PROCESSES = 128
-"""Each holds torch and a part of the model; a thousand would take the machine down before they said anything."""
 
 
 def add_parser(subparsers: Any) -> None:

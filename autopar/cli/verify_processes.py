@@ -1,4 +1,4 @@
-"""A plan run on local processes beside the model on one: the same outputs, gradients and buffers?
+"""Comparison of a plan on local processes with the model on one: outputs, gradients, buffers.
 
     autopar verify examples/gpt.py:gpt --mesh dp=2,tp=2 --layout megatron
 
@@ -25,26 +25,26 @@ from autopar.errors import AutoparError, VerifyError
 
 __all__ = ["Difference", "Verification", "differences", "results_of", "verify"]
 
+# Standard deviation for zero parameters: the usual initialisation of a projection.
 PERTURBED_BY = 0.02
-"""The standard deviation of what zero parameters become: that of the usual initialisation of a projection."""
 
+# By name: `output 0`, `gradient of head.weight`, `buffer norm.running_mean`; None: no gradient.
 Results = Mapping[str, Any]
-"""Tensors by name: `output 0`, `gradient of head.weight`, `buffer norm.running_mean`; None where there is none."""
 
 
 @dataclass(frozen=True)
 class Difference:
     name: str
+    # Largest difference over the largest value; infinite if the two cannot be compared.
     relative: float
-    """The largest difference over the largest value; infinite where the two cannot be compared."""
     reason: str = ""
+    # True for an output or gradient that is zero on both sides: agreement proves nothing there.
     is_zero: bool = False
-    """Whether an output or gradient is zero on both sides: that they agree then shows nothing."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What a verification found; `differences` are in falling order."""
+    """Result of a verification; differences are sorted, largest first."""
 
     differences: tuple[Difference, ...]
     collectives: int
@@ -55,13 +55,13 @@ class Verification:
 
     @property
     def zeros(self) -> int:
-        """How many outputs and gradients are zero on both sides."""
+        """Return the number of outputs and gradients that are zero on both sides."""
         return sum(one.is_zero for one in self.differences)
 
 
 @dataclass(frozen=True)
 class VerifyTask:
-    """What the processes are told."""
+    """Task of the processes, sent to them as JSON."""
 
     target: str
     settings: Mapping[str, Any]
@@ -70,14 +70,14 @@ class VerifyTask:
     dims: Mapping[str, str]
     dtype: str | None
     device: str = "cpu"
+    # True: parameters that are zero get small random values first.
     perturbed: bool = True
-    """Whether parameters that are zero get small random values first."""
 
 
 def verify(
     task: VerifyTask, ranks: int, seconds: float = 600, told: Callable[[str], None] = lambda _: None
 ) -> Verification:
-    """Run it; raises what a process raised, or that they took too long."""
+    """Run the task; raise the error of a process, or a timeout."""
     if task.device == "cuda":
         _check_gpus(task.mesh, ranks)
     with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +96,7 @@ def verify(
 
 
 def _check_gpus(mesh: str, ranks: int) -> None:
-    """Every process takes a GPU of its own, since NCCL serves one rank on each."""
+    """Check that each process can have a GPU of its own: NCCL serves one rank per GPU."""
     import torch
 
     count = torch.cuda.device_count()
@@ -144,7 +144,7 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], place: Path, deadline: flo
 
 
 def _failure(place: Path, failed: Mapping[int, int], ranks: int) -> AutoparError:
-    """What a rank said, as an error of ours; a rank's own error comes before what others say of it."""
+    """Return the error of a rank; the first cause comes before errors that others report about it."""
     for each in range(ranks):
         said = place / f"error{each}"
         if said.exists():
@@ -220,7 +220,7 @@ def perturb(model: Any) -> None:
 
 
 def _alone(model: Any, inputs: Any, dtype: str | None) -> Results:
-    """What the model gives by itself; it may not run in the dtype that is asked for."""
+    """Return the results of the model alone; it may not support the requested dtype."""
     try:
         return results_of(model, inputs)
     except Exception as error:
@@ -232,7 +232,7 @@ def _alone(model: Any, inputs: Any, dtype: str | None) -> Results:
 
 
 def _moved(model: Any, inputs: Any, dtype: Any, device: Any) -> tuple[Any, Any]:
-    """The model and its inputs on a device and in a floating point type; None: in their own."""
+    """Return the model and its inputs on a device and in a floating dtype; None keeps their own."""
     from torch import Tensor
     from torch.utils._pytree import tree_map
 
@@ -252,7 +252,7 @@ def _moved(model: Any, inputs: Any, dtype: Any, device: Any) -> tuple[Any, Any]:
 
 
 def results_of(model: Any, inputs: Any) -> dict[str, Any]:
-    """Outputs, gradients and buffers of one forward and backward; the model's buffers stay as they were."""
+    """Return outputs, gradients and buffers of one forward and backward; the model's buffers are restored."""
     import torch
     from torch import Tensor
     from torch.utils._pytree import tree_leaves
@@ -280,8 +280,9 @@ def results_of(model: Any, inputs: Any) -> dict[str, Any]:
 
 
 def differences(expected: Results, found: Results) -> tuple[Difference, ...]:
-    """All of them, the largest first. A gradient or a buffer that is zero but for rounding (the mean of what was
-    normalised) is judged by the largest gradient or buffer."""
+    """Return all differences, largest first. A gradient or buffer that is zero up to rounding is compared at the
+    scale of the largest one.
+    """
     floors = {kind: 1e-3 * _largest_of(kind, expected) for kind in ("gradient", "buffer")}
     floors["buffer"] = min(1e-3, floors["buffer"])  # a mask among the buffers may hold any number
     compared = []
@@ -291,12 +292,12 @@ def differences(expected: Results, found: Results) -> tuple[Difference, ...]:
             compared.append(Difference(name, float("inf"), f"only {where} has it"))
             continue
         compared.append(_compared(name, expected[name], found[name], floors.get(name.split()[0], 1e-12)))
-    # What is no number is as bad as can be.
+    # NaN counts as the largest difference.
     return tuple(sorted(compared, key=lambda one: (one.relative == one.relative, -one.relative)))
 
 
 def _largest_of(kind: str, results: Results) -> float:
-    """The largest number of a kind, counts and positions aside."""
+    """Return the largest absolute value of a kind of result, integers excluded."""
     floats = (one for name, one in results.items() if name.startswith(kind) and one is not None)
     return max((_largest(one) for one in floats if one.is_floating_point() or one.is_complex()), default=0.0)
 

@@ -1,8 +1,7 @@
-"""Plans that were found before, as text in the user's cache: found again for the same question, begun from for another.
+"""Cache of plans as text files of the user: reused for the same request, a start for a similar one.
 
-A planner of another version asks another question: what an older one found is only begun from.
-
-A file that cannot be read, or is no plan for the graph any more, is as good as none.
+The key holds the version of the planner: plans of other versions only start a search. A file that cannot be read, or
+no longer fits the graph, counts as missing.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def key(
     options: TrainingOptions,
     time_limit: float,
 ) -> str:
-    """The same for the same question to the same planner."""
+    """Return the key of a request: equal for equal requests to the same version of the planner."""
     asked = (graph.fingerprint, str(mesh), repr(cluster), str(layout), limit_bytes, repr(options), time_limit)
     text = "\n".join(map(str, (planner_version(), *asked)))
     return f"{_family(graph, mesh)}-{sha256(text.encode()).hexdigest()[:24]}"
@@ -51,7 +50,7 @@ def key(
 
 @cache
 def planner_version(package: Path = Path(__file__).parents[1]) -> str:
-    """Another one as soon as a line of autopar's code is, whatever the version says that people read."""
+    """Return a hash of autopar's code and torch's version, whatever version number people read."""
     sources = {str(path.relative_to(package)): path.read_bytes() for path in package.rglob("*.py")}
     found = sha256(torch.__version__.encode())
     for name, source in sorted(sources.items()):
@@ -60,12 +59,12 @@ def planner_version(package: Path = Path(__file__).parents[1]) -> str:
 
 
 def _family(graph: NamedGraph, mesh: Mesh) -> str:
-    """The same for one class of model on one mesh, however its code changes."""
+    """Return a hash of the class of the model and the mesh, whatever the code of the model."""
     return sha256(f"{type(graph.model).__name__} {mesh}".encode()).hexdigest()[:12]
 
 
 def find(name: str, graph: NamedGraph, cluster: Cluster) -> Plan | None:
-    """The plan that was kept under a key."""
+    """Return the cached plan of a key; None if there is none or its file is not valid."""
     path = folder() / f"{name}.lay"
     if not path.is_file():
         return None
@@ -76,7 +75,7 @@ def find(name: str, graph: NamedGraph, cluster: Cluster) -> Plan | None:
 
 
 def keep(name: str, plan: Plan) -> None:
-    """Write a plan under a key; where there is no place for it, it is not kept."""
+    """Write a plan under a key; a folder that cannot be written is ignored."""
     path = folder() / f"{name}.lay"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +87,7 @@ def keep(name: str, plan: Plan) -> None:
 
 
 def last(graph: NamedGraph, mesh: Mesh) -> StepPlan | None:
-    """The latest plan of this class of model on this mesh, lowered for a graph: to begin from."""
+    """Return the latest plan of this class of model on this mesh, retargeted to a graph."""
     try:
         paths = sorted(folder().glob(f"{_family(graph, mesh)}-*.lay"), key=lambda path: path.stat().st_mtime)
     except OSError:

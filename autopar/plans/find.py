@@ -1,4 +1,4 @@
-"""From a graph and what is asked for to a `Plan`: the cache, the search over plans and over meshes."""
+"""Planning: from a graph and a request to a `Plan`, by the cache, the search and the choice of a mesh."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ __all__ = ["PlanRequest", "asked_as", "check_outputs", "cluster_here", "meshes_o
 
 LOCAL = "local-cpu"
 
+# Share of a device's memory. A plan predicts the bytes of tensors only: the device context, buffers of collectives and
+# fragmentation took 4 to 12 % more where that was measured (docs/limits.md).
 PLANNED_SHARE = 0.9
-"""Of a device's memory. What a plan predicts is what tensors take; the context of the device, buffers of collectives
-and what an allocator cannot use took 4 to 12 % more where that was measured (docs/limits.md)."""
 
+# A bound further below the step time says nothing about the plan: it is the time of the products alone.
 LARGEST_GAP = 0.9
-"""A bound further below the time of a plan says nothing of the plan: it is that of devices that only multiply."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is asked for, beside model, mesh and layout."""
+    """Request for a plan: cluster, limits, time and options, apart from model, mesh and layout."""
 
     cluster: str | Path | Cluster | None = None
     memory: str | float | None = None
@@ -65,7 +65,7 @@ class PlanRequest:
         return replace(self.options, links=mesh.links)
 
     def limit_bytes(self, cluster: Cluster, layout: Layout | None) -> int:
-        """What a device may hold: the least of what is said here and in the layout; else a share of what it has."""
+        """Return the memory limit in bytes: the lowest of request and layout, else a share of the device."""
         has = float(cluster.device.memory_bytes)
         said = [parse_memory(self.memory)] if isinstance(self.memory, str) else []
         lowest = memory_limit(Layout((*(layout or ()), *said)), has)
@@ -80,7 +80,7 @@ class PlanRequest:
 
 
 def asked_as(plan: Plan, time_limit: float = 30.0) -> PlanRequest:
-    """What another plan is asked for that is to be compared with this one."""
+    """Return the request that gives another plan comparable with this one."""
     return PlanRequest(plan.cluster, plan.limit_bytes, plan.decided.options, time_limit)
 
 
@@ -90,7 +90,7 @@ def check_outputs(outputs: str) -> None:
 
 
 def cluster_here() -> Cluster:
-    """This machine's, by the name and the memory of its device; CPUs where there is no GPU."""
+    """Return the cluster of this machine: by the name and memory of its GPU, or `local-cpu`."""
     if not torch.cuda.is_available():
         return load_cluster(LOCAL)
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -108,7 +108,7 @@ def cluster_here() -> Cluster:
 
 
 def meshes_of(mesh: str | Mesh | DeviceMesh, devices: int | None) -> tuple[Mesh, ...]:
-    """The mesh, or all that it may be: `?` is `dp=?,tp=?`."""
+    """Return the mesh, or all meshes that its open sizes allow; `?` stands for `dp=?,tp=?`."""
     given = Mesh("dp=?,tp=?") if mesh == "?" else mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     if not given.is_open:
         if devices is not None and given.size != devices:
@@ -154,7 +154,7 @@ def plan_graph(
     asked: PlanRequest,
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
-    """The best plan on the best of some meshes."""
+    """Return the best plan on the best of some meshes."""
     if not (math.isfinite(asked.time_limit) and asked.time_limit > 0):
         raise AutoparError(f"time_limit={asked.time_limit!r} is no number of seconds above 0")
     each = replace(asked, time_limit=asked.time_limit / len(meshes))
@@ -162,7 +162,7 @@ def plan_graph(
     best: Plan | None = None
     refused: list[tuple[Mesh, AutoparError]] = []
     for number, mesh in enumerate(meshes):
-        # Whoever takes less than its part, as nothing on it can be the best, leaves the rest to those that follow.
+        # A mesh that is ruled out early leaves its time to the later ones.
         seconds = max(each.time_limit, (ends - time.monotonic()) / (len(meshes) - number))
         beat = math.inf if best is None else best.step_seconds
         try:
@@ -178,7 +178,7 @@ def plan_graph(
 
 
 def _closest(refused: Sequence[tuple[Mesh, AutoparError]]) -> AutoparError:
-    """Of meshes that are all refused, the one on which the least memory would do; else the first."""
+    """Return the error to raise when no mesh works: the one that needs the least memory, else the first."""
     short = [(mesh, error) for mesh, error in refused if isinstance(error, NoFeasiblePlan)]
     if not short or len(refused) == 1:
         return refused[0][1]
@@ -200,7 +200,7 @@ def _on_mesh(
     cluster = asked.where()
     given = None if layout is None else choose_layout(layout, axes)
     limit = asked.limit_bytes(cluster, given)
-    # What is asked for of memory is settled; a mesh statement is checked where it is read.
+    # The limit is in `limit` already. A mesh statement is checked where the layout is read.
     said = None if given is None else Layout(tuple(one for one in given if not _is_limit(one)), given.name)
     demanded = None if said is None else Layout(tuple(one for one in said if not isinstance(one, MeshStatement)))
     options = asked.options_on(mesh)
@@ -239,12 +239,12 @@ def _on_mesh(
 
 
 def _is_answer(plan: Plan, mesh: Mesh, limit: int, options: TrainingOptions) -> bool:
-    """Whether a plan of the cache is for what is asked; it is a file, which anything may have changed."""
+    """Return True if a cached plan answers the request; anyone may have changed its file."""
     return plan.mesh == mesh and plan.memory_bytes <= limit and plan.decided.options == options
 
 
 def _with_its_line(error: NoFeasiblePlan, given: Layout, limit: int, cluster: Cluster) -> NoFeasiblePlan:
-    """With the line that sets the limit on memory, where the layout does."""
+    """Add the line of the layout that sets the memory limit."""
     lowest = memory_limit(given, cluster.device.memory_bytes)
     if error.least_bytes is None or lowest is None or int(lowest[1]) > limit:
         return error
@@ -254,7 +254,7 @@ def _with_its_line(error: NoFeasiblePlan, given: Layout, limit: int, cluster: Cl
 
 
 def _with_all_memory(error: NoFeasiblePlan, has_bytes: float) -> NoFeasiblePlan:
-    """Where all that a device has would do, and a share of it was planned for as nobody said otherwise."""
+    """Add the fix `memory='100%'`, where the whole memory of a device suffices and the default limit does not."""
     if error.least_bytes is None or error.least_bytes > has_bytes:
         return error
     fix = f"{error.fix}; a device has {size_text(has_bytes)}, and memory='100%', --memory 100%, plans for all of it"
@@ -266,7 +266,7 @@ def _is_limit(statement: object) -> bool:
 
 
 def canonical(graph: NamedGraph, decided: StepPlan) -> StepPlan:
-    """What was searched as a layout says it: parameters are used as axes split them, broadcasts begin at their uses."""
+    """Return the plan as a layout expresses it: parameters without partial sums, broadcasts begin at their uses."""
     assignment = decided.assignment
     values = {
         name: replace(layout, partial=frozenset(), broadcast=frozenset())
@@ -279,7 +279,7 @@ def canonical(graph: NamedGraph, decided: StepPlan) -> StepPlan:
 
 
 def under(graph: NamedGraph, mesh: Mesh, layout: str | Path | Layout, asked: PlanRequest, origin: str = "") -> Plan:
-    """What a layout comes to without a search."""
+    """Return the plan of a layout, completed by propagation and not by search."""
     axes = mesh.whole
     cluster = asked.where()
     said = choose_layout(layout, axes)

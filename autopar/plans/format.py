@@ -1,4 +1,4 @@
-"""Numbers with units, and tables, as people read them."""
+"""Text for people: numbers with units, shardings, tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def percent_text(share: float) -> str:
 
 
 def layout_text(tensor: NamedTensor, layout: Sharding) -> str:
-    """`d_ff -> tp`, `partial(tp)`, `whole`."""
+    """Return a sharding as text: `d_ff -> tp`, `partial(tp)`, `whole`."""
     places: dict[str, list[str]] = {}
     for i, axes in enumerate(layout.splits):
         if axes:
@@ -41,7 +41,7 @@ def layout_text(tensor: NamedTensor, layout: Sharding) -> str:
 
 
 def _atom_text(tensor: NamedTensor, number: int) -> str:
-    """Its innermost name, and of which dim it is a part where the tensor's own dims do not say so."""
+    """Return the innermost name of an atom, with its dim where the dims of the tensor do not show it."""
     atom = tensor.atoms[number]
     if not atom.names:
         return f"_.{number}"
@@ -50,7 +50,7 @@ def _atom_text(tensor: NamedTensor, number: int) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "  ") -> list[str]:
-    """Lines with columns of one width; those in `right` end at one place."""
+    """Return the rows as lines with aligned columns; those in `right` are right-aligned."""
     if not rows:
         return []
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

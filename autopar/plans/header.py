@@ -1,4 +1,4 @@
-"""The head of a plan's file: what it was made for and what it is predicted to cost, as comments that are read again."""
+"""Head of a plan's file: origin and predicted costs, as comments that are read back."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.f
 
 @dataclass(frozen=True)
 class Header:
-    """What a plan's file says beside its layout."""
+    """Head of a plan's file: the model it is for, its options, its predicted costs."""
 
+    # Name of the class of the model.
     model: str
-    """The name of the model's class."""
+    # Hash of parameter names and shapes: equal for all inputs of one model.
     parameters: str
-    """The same for one model, whatever its inputs."""
+    # Fingerprint of the graph: differs by input sizes.
     graph: str
-    """The fingerprint of the graph."""
     cluster: str
     options: TrainingOptions = field(default_factory=TrainingOptions)
     target: str = ""
@@ -41,8 +41,8 @@ class Header:
     memory_bytes: float = 0.0
     origin: str = ""
     within_layout: bool = False
+    # Number of statements of the file, to detect one that was cut off.
     statements: int = 0
-    """How many follow: a file that was cut off has fewer."""
 
     def lines(self) -> list[str]:
         """Return the lines of the head; values that equal their default are left out."""
@@ -74,6 +74,7 @@ def _amount(value: float) -> bool:
     return isfinite(value) and value >= 0
 
 
+# Check of each value, and the expectation that an error names. A head may come from anyone, so nothing is trusted.
 _IS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "outputs": (get_args(Outputs).__contains__, f"one of {', '.join(get_args(Outputs))}"),
     "optimizer": (OPTIMIZERS.__contains__, f"one of {', '.join(OPTIMIZERS)}"),
@@ -86,11 +87,10 @@ _IS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "memory_bytes": (_amount, "a finite number from 0 up"),
     "statements": (lambda value: value >= 0, "a whole number from 0 up"),
 }
-"""What a value in a head must be, and how that is told."""
 
 
 def _value(key: str, kind: str, text: str) -> Any:
-    """A value of the head; ValueError or KeyError where it is none."""
+    """Return the parsed value of a key; ValueError or KeyError if it is invalid."""
     if not text.isprintable() or (kind == "int" and len(text) > MAX_DIGITS):
         raise ValueError
     value = _READ.get(kind, str)(text)
@@ -100,7 +100,7 @@ def _value(key: str, kind: str, text: str) -> Any:
 
 
 def read_header(text: str, name: str) -> Header | None:
-    """The head of a plan's text; None where a layout is none."""
+    """Return the head of a plan's text; None if the text has none and is a plain layout."""
     lines = text.splitlines()
     if not lines or not lines[0].startswith(FIRST):
         return None
@@ -132,7 +132,7 @@ def _broken(name: str, number: int, line: str, message: str) -> AutoparError:
 
 
 def check_whole(header: Header, statements: int, name: str) -> None:
-    """Raise where the end of a plan's file is missing."""
+    """Raise if the end of a plan's file is missing."""
     if statements < header.statements:
         raise AutoparError(
             f"{name} is cut off: its head says {header.statements} statements, {statements} are there\n"
@@ -142,7 +142,7 @@ def check_whole(header: Header, statements: int, name: str) -> None:
 
 
 def parameters_of(graph: NamedGraph) -> str:
-    """The same for one model whatever the sizes of its inputs: its parameters, by name and shape."""
+    """Return a hash of the names and shapes of the parameters: equal for all input sizes of a model."""
     text = sha256()
     for tensor in graph.parameters:
         text.update(f"{tensor.name} {tensor.shape}\n".encode())
@@ -150,7 +150,7 @@ def parameters_of(graph: NamedGraph) -> str:
 
 
 def check_model(header: Header, graph: NamedGraph, name: str) -> None:
-    """Raise where a plan is for another model than a graph's."""
+    """Raise if a plan was made for another model than that of a graph."""
     own = parameters_of(graph)
     if header.parameters == own:
         return
@@ -169,5 +169,5 @@ def dtype_text(dtype: torch.dtype | None) -> str:
 
 
 def dtype_of(text: str) -> torch.dtype | None:
-    """The floating dtype of a name; a name in a file is looked up among them, and nowhere else."""
+    """Return the floating dtype of a name. A file chooses among these only: no attribute of torch is looked up."""
     return {dtype_text(dtype): dtype for dtype in FLOATING}.get(text)

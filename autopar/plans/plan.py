@@ -1,4 +1,4 @@
-"""`Plan`: how one model runs on one mesh, and what that costs; read from and written to text."""
+"""`Plan`: sharding and predicted costs of one model on one mesh, read from and written to text."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Plan(PlanRecord):
         return Plan(graph, made.with_options(options), layout.mesh, place, *asked)._with_claim(header if same else None)
 
     def _with_claim(self, header: Header | None) -> Plan:
-        """With the bound of its file, if that was said of a step that takes as long as this one."""
+        """Add the bound of its file, if the file predicts the same step time."""
         bound = None if header is None else header.bound_seconds
         if header is None or bound is None or not isclose(self.step_seconds, header.step_seconds, rel_tol=1e-6):
             return self
@@ -210,7 +210,7 @@ class Plan(PlanRecord):
 
 
 def _shipped(cluster: str, name: str) -> str:
-    """The cluster of a plan's head, which is the name of one that autopar ships: a head names no file to open."""
+    """Return the name of the cluster in a head, which must be a shipped one: a head names no file to open."""
     names = cluster_names()
     if cluster not in names:
         raise AutoparError(

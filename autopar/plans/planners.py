@@ -31,7 +31,7 @@ __all__ = ["LayoutPlanner", "PlanFilePlanner", "SearchPlanner", "has_holes"]
 
 
 def has_holes(layout: Layout) -> bool:
-    """Whether a layout, by a `?`, asks for a search; a strategy of an expert does not."""
+    """Return True if a layout leaves a place open with `?`; published strategies are complete."""
     rules: list[DimRule] = []
     for statement in layout if layout.strategy is None else ():
         if isinstance(statement, DimRule):
@@ -43,7 +43,7 @@ def has_holes(layout: Layout) -> bool:
 
 @dataclass(frozen=True)
 class LayoutPlanner:
-    """A call's graph and decisions, under a layout."""
+    """Planner that completes a layout by propagation."""
 
     layout: Layout
     axes: SubMesh
@@ -66,7 +66,7 @@ class LayoutPlanner:
         check_memory(self.layout, graph, plan, self._device_bytes())
 
     def _device_bytes(self) -> float | None:
-        """What a device has; of a CPU, which the ranks of one machine share, that is not known."""
+        """Return the memory of the device in bytes; None for a CPU, which the ranks of a machine share."""
         if self.device_type == "cpu":
             return None
         properties = torch.get_device_module(self.device_type).get_device_properties()
@@ -76,8 +76,8 @@ class LayoutPlanner:
         return {name: self._whole(graph.tensors[name]) for name in graph.inputs}
 
     def _whole(self, tensor: NamedTensor) -> tuple[int, ...]:
-        """The shape of an input of which one rank has a shard of this shape."""
-        # Asked about a tensor that all axes divide: what the shard itself could still be split into does not matter.
+        """Return the whole shape of an input, given the shape of one rank's shard."""
+        # Resolve the rules on a tensor that all axes divide: the sizes of the shard must not close a split.
         scale = prod(self.axes.values())
         atoms = tuple(atom._replace(size=atom.size * scale if atom.names else atom.size) for atom in tensor.atoms)
         sizes = [prod(atom.size for atom in atoms if atom.dim == dim) for dim in range(len(tensor.shape))]
@@ -95,7 +95,7 @@ class LayoutPlanner:
 
 @dataclass
 class PlanFilePlanner:
-    """A plan's text decides; for inputs of other sizes than it was made for it is lowered again."""
+    """Planner that reads the text of a plan; inputs of other sizes are retargeted."""
 
     text: str
     name: str
@@ -120,7 +120,7 @@ class PlanFilePlanner:
         return lowered(graph, layout, self.axes).assignment
 
     def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
-        """A plan's own guards."""
+        """Check the guards of the plan itself."""
         check_contracts(parse_layout(self.text, self.name), graph, assignment, inserted)
 
     def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
@@ -141,7 +141,7 @@ class PlanFilePlanner:
 
 @dataclass
 class SearchPlanner:
-    """The first call is planned; others are lowered from that plan's text."""
+    """Planner that searches a plan at the first call and retargets it for later ones."""
 
     layout: Layout | None
     mesh: Mesh

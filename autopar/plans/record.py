@@ -28,7 +28,7 @@ __all__ = ["PlanRecord", "PricedCollective", "collective_lines"]
 
 @dataclass(frozen=True)
 class PricedCollective(StepCollective):
-    """A collective of a plan, with what it takes by itself; parameters travel several at once, and take less."""
+    """Collective of a plan with its time in seconds when sent alone; parameters share buckets and take less."""
 
     seconds: float = 0.0
 
@@ -41,18 +41,18 @@ class PlanRecord:
     decided: StepPlan = field(repr=False)
     mesh: Mesh
     cluster: Cluster = field(repr=False)
+    # Memory limit of a device.
     limit_bytes: int
-    """What it may hold on each device."""
+    # Lower bound on the step time: 0 if the search proved nothing useful, None without a search.
     bound_seconds: float | None = None
-    """No plan that does what was asked takes less; 0 where a search proved nothing of use, None where none was made."""
+    # `search`, the name of a strategy, or a layout.
     origin: str = ""
-    """Where it comes from: `search`, or a strategy, or a layout."""
+    # TARGET of the command line, so that a file can be planned again.
     target: str = ""
-    """The TARGET of the command line, if it comes from there."""
+    # True if a layout fixed a part: the bound then covers only plans that follow it.
     within_layout: bool = False
-    """Whether a layout said some of it: the bound is then that of the plans which do what it says."""
+    # True if the bound was read from a file: costs are predicted anew, a bound would take a search.
     claimed: bool = False
-    """Whether the bound is the word of a file: time and memory are predicted anew, a bound takes a search."""
 
     @cached_property
     def costs(self) -> Costs:
@@ -60,12 +60,12 @@ class PlanRecord:
 
     @property
     def step_seconds(self) -> float:
-        """The predicted time of a step."""
+        """Return the predicted time of a step."""
         return self.costs.step_seconds
 
     @property
     def memory_bytes(self) -> float:
-        """The predicted peak of memory on the device that holds most."""
+        """Return the predicted peak memory of the fullest device."""
         return self.costs.memory.peak_bytes
 
     @property
@@ -74,15 +74,15 @@ class PlanRecord:
 
     @property
     def gap(self) -> float | None:
-        """How far from the best of all plans it can be, as a part of its time; None where nothing was proved.
+        """Return the largest possible distance from the best plan, as a share of its time; None without a bound.
 
-        Where a layout was given, of all plans that do what it says.
+        With a layout, the best plan is the best one that follows it.
         """
         return relative_gap(self.step_seconds, self.bound_seconds) if self.bound_seconds else None
 
     @cached_property
     def collectives(self) -> tuple[PricedCollective, ...]:
-        """Every collective of one forward and backward, in the order of the graph."""
+        """Return the collectives of one forward and backward, in the order of the graph."""
         decided = self.decided
         network = Network(self.cluster, decided.axes, decided.options.links)
         found = []
@@ -116,7 +116,7 @@ class PlanRecord:
 
     @property
     def layout(self) -> Layout:
-        """The plan in the layout language, without holes."""
+        """Return the plan as a layout without holes."""
         return self.written.layout
 
     @property
@@ -139,7 +139,7 @@ class PlanRecord:
 
     @cached_property
     def text(self) -> str:
-        """What `save` writes."""
+        """Return the text of the file that `save` writes."""
 
         said = self.written
         count = sum(map(len, (said.mesh, said.rules, said.tensors, said.ops, said.holds)))
@@ -170,7 +170,7 @@ class PlanRecord:
 
 
 def collective_lines(plan: PlanRecord) -> list[str]:
-    """The collectives of a step, equal ones of repeated layers once: count, bytes and time of each."""
+    """Return the lines of the collectives of a step: count, bytes, time; repeated layers are counted together."""
     counts: dict[tuple[str, str, str, str, str], int] = {}
     prices: dict[tuple[str, str, str, str, str], PricedCollective] = {}
     for one in plan.collectives:

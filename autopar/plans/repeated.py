@@ -1,4 +1,4 @@
-"""The tensors that stand at the same place of repeated layers."""
+"""Tensors at the same place of repeated layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["alike"]
 
 
 def alike(graph: NamedGraph, name: str) -> tuple[str, ...]:
-    """The names of one tensor in all the layers of its stack, in their order; its own alone where none repeats."""
+    """Return the names of a tensor in all layers of its stack, in order; the name alone if nothing repeats."""
     nodes = {node.node: node for node in graph.nodes}
     found = {name: None}
     for repeat in graph.repeats:
@@ -22,6 +22,6 @@ def alike(graph: NamedGraph, name: str) -> tuple[str, ...]:
     return tuple(
         tensor.name
         for tensor in graph.tensors.values()
-        # What enters the first layer is another thing than what one layer hands to the next.
+        # The input of the first layer is another tensor than the output of each layer.
         if tensor.name in found and tensor.kind == kind and skeleton(tensor.name) == shown
     )

@@ -1,7 +1,7 @@
-"""A plan for inputs of other sizes than it was made for: it speaks of dims, so most of it holds as it stands.
+"""Retargeting: a plan for inputs of other sizes. A plan speaks of dims, so most statements stay valid.
 
-What it says of ops and values that are not there is left out; sizes that no longer divide are cut unevenly; where its
-pins cannot be had at the new sizes, its rules alone hold.
+Statements about absent ops and values are dropped, and sizes that no longer divide are split unevenly. If the pins
+are infeasible at the new sizes, only the rules remain.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["lowered"]
 
 
 def lowered(graph: NamedGraph, layout: Layout, axes: SubMesh) -> StepPlan:
-    """What a plan's layout comes to for another graph of its model."""
+    """Return the plan of a layout on another graph of the same model."""
     words = words_of(graph)
     known = [kept for statement in layout for kept in _known(statement, words)]
     without_ops = [statement for statement in known if not isinstance(statement, OpPin)]
@@ -53,7 +53,7 @@ def lowered(graph: NamedGraph, layout: Layout, axes: SubMesh) -> StepPlan:
 
 
 def _known(statement: Statement, words: LayoutWords) -> Iterator[Statement]:
-    """The statement without what the graph has no name for; uneven pieces are fine."""
+    """Yield the part of a statement that the graph has names for; uneven pieces are allowed."""
     if isinstance(statement, DimRule):
         yield from _rule(statement, words)
     elif isinstance(statement, Pin):
@@ -81,7 +81,7 @@ def _rule(rule: DimRule, words: LayoutWords) -> Iterator[DimRule]:
     dims = tuple(dim for dim in rule.dims if dim.startswith(POSITION) or any(matches(dim, own) for own in words.dims))
     if dims:
         *others, last = rule.place.terms
-        # What may stay whole stays whole, so that parameters are stored as they were.
+        # A size that no longer divides is padded, so that parameters keep the storage of the old plan.
         terms = (*others, replace(last, pad=True) if isinstance(last, SplitTerm) else last)
         yield replace(rule, dims=dims, place=TensorPattern(terms, rule.place.priority))
 

@@ -1,7 +1,7 @@
-"""What the page shows, as plain data: the script of the page draws it, and a test can read it.
+"""Contents of the report page as plain data: the page's script draws it, and a test can read it.
 
-Tensors are named by their place in one list, so that a tensor that many ops take is described once. Layers that repeat
-are shown once. The timeline keeps all its events: it is looked at closely.
+Ops refer to tensors by their index in one list, so that each tensor is described once. Repeated layers are shown
+once. The timeline keeps all its events.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WAYS: tuple[Literal["forward"], Literal["backward"]] = ("forward", "backward")
 
 @dataclass(frozen=True)
 class ComparedPlan:
-    """Another plan for the same graph and mesh, to compare with."""
+    """Another plan for the same graph and mesh, listed for comparison."""
 
     name: str
     step_seconds: float
@@ -50,7 +50,7 @@ def contents(
     within_layout: bool = False,
     rivals: Sequence[ComparedPlan] = (),
 ) -> dict[str, Any]:
-    """Everything on the page; `memory_bytes` is the limit of a device, by default all that it has."""
+    """Return everything on the page; `memory_bytes` is the limit of a device, by default its memory."""
     costs = evaluate(graph, plan, cluster)
     tensors = _Tensors(graph, plan)
     wired = LoweredStep(graph, plan)
@@ -118,7 +118,7 @@ def _memory(costs: Costs, limit: float, moments: Sequence[MemoryMoment]) -> dict
 
 
 class _Tensors:
-    """Descriptions of tensors in layouts, each once."""
+    """Table of tensors and shardings; equal ones share one entry."""
 
     def __init__(self, graph: NamedGraph, plan: StepPlan) -> None:
         self.graph = graph
@@ -154,7 +154,7 @@ class _Tensors:
 
 
 def _sections(graph: NamedGraph, plan: StepPlan, tensors: _Tensors, sending: _OpTraffic) -> list[dict[str, Any]]:
-    """The ops in stretches: what stands alone, and one layer of each stack of equal ones."""
+    """Return the ops by section: those outside of repeated layers, and one layer of each stack."""
     later = {name for repeat in graph.repeats for layer in repeat.layers[1:] for name in layer}
     stack = {name: number for number, repeat in enumerate(graph.repeats) for name in repeat.layers[0]}
     shown = [node for node in graph.nodes if node.node not in later]
@@ -197,9 +197,10 @@ def _op(node: NamedNode, plan: StepPlan, tensors: _Tensors, sent: list[dict[str,
 
 
 class _OpTraffic:
-    """What is sent for each op, with its price: of its operands and results, by itself, of its parameters.
+    """Traffic of each op with its price: operands and results, its own collectives, its parameters.
 
-    Parameters of many ops, also of several layers, travel together: what is sent of all is shown at each of the ops.
+    Parameters of many ops share a bucket: the traffic of the bucket appears at each of these ops.
+
     """
 
     def __init__(self, wired: LoweredStep, cluster: Cluster) -> None:
@@ -228,7 +229,7 @@ class _OpTraffic:
 
 
 def _sent(task: Task, tensor: str, together: int) -> dict[str, Any]:
-    """Of a bucket, bytes and seconds are those of all that travel together."""
+    """Return one collective as plain data; bytes and seconds of a bucket are those of the whole bucket."""
     return {
         "tensor": tensor,
         "kind": task.kind,
@@ -242,7 +243,7 @@ def _sent(task: Task, tensor: str, together: int) -> dict[str, Any]:
 
 
 def _dims(graph: NamedGraph, plan: StepPlan) -> list[dict[str, Any]]:
-    """Each named dim, and how many of its tensors have it split over which axes; those that are split come first."""
+    """Return the number of tensors by axes for each named dim, split dims first."""
     counts: dict[str, dict[str, int]] = {}
     layouts = {**plan.assignment.values, **plan.assignment.stored}
     for name, layout in layouts.items():
@@ -258,7 +259,7 @@ def _dims(graph: NamedGraph, plan: StepPlan) -> list[dict[str, Any]]:
 
 
 def _timeline(found: Profile, plan: StepPlan) -> dict[str, Any]:
-    """Events as rows of numbers: stream, start, length (microseconds), name, whether it is of the backward."""
+    """Return the events as rows: stream, start and length in microseconds, name, 1 for the backward, axes."""
     line = timeline_of(found, plan.options.micro_batches)
     names: dict[str, int] = {}
     rows = []

@@ -1,4 +1,4 @@
-"""The page: one file that needs no network, with its data, style and script inside."""
+"""Report page: one file that needs no network, with data, style and script inside."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Page:
-    """A page, as a notebook shows it or a browser opens it."""
+    """HTML page for a notebook or a browser."""
 
     text: str = field(repr=False)
 
     def save(self, path: str | Path) -> None:
-        """Write it, as in `report.html`."""
+        """Write the page to a file, as in `report.html`."""
         write_text(path, self.text)
 
     def _repr_html_(self) -> str:
@@ -34,7 +34,7 @@ class Page:
 
 
 def report(plan: PlanRecord, experts: Mapping[str, PlanRecord] | None = None) -> Page:
-    """The page of a plan, with other plans for the same model and mesh to compare with."""
+    """Return the page of a plan, compared with other plans for the same model and mesh."""
     rivals = [ComparedPlan(name, one.step_seconds, one.memory_bytes, one.fits) for name, one in (experts or {}).items()]
     shown = contents(
         plan.graph,
@@ -51,9 +51,9 @@ def report(plan: PlanRecord, experts: Mapping[str, PlanRecord] | None = None) ->
 
 
 def page(shown: dict[str, Any]) -> str:
-    """The whole page, of what `autopar.plans.report.contents` gathers."""
+    """Return the text of the page for the data of `contents`."""
     parts = {name: (_HERE / name).read_text(encoding="utf-8") for name in ("page.html", "style.css", "script.js")}
-    # Nothing in the data may end the script that it stands in.
+    # No text in the data may end the script element: `</script>` in a name would.
     data = json.dumps(shown, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return Template(parts["page.html"]).substitute(
         title=html.escape(str(shown["title"])), style=parts["style.css"], script=parts["script.js"], data=data

@@ -1,12 +1,12 @@
-"""The few rules that say most of a plan: one for each dim that is split, and how parameters are stored.
+"""Few rules that cover most of a plan: one for each split dim, and the storage of parameters.
 
     least  Σ over kinds of tensors that the rules do not lay out as decided: 1,  + a little for each rule
     over   one place for each dim (axes that it has somewhere; alternatives and priorities where dims claim one axis)
            one block, or none, for what is stored
            and blocks for tensors that have some dim: `act[d_model] { seq -> tp }`, `param[d_ff], ... { d_ff -> dp }`
 
-A kind of tensor is one name in repeated layers. Dims are settled in turn, until none changes; then the blocks that
-spare most are added.
+A kind of tensor is one name in repeated layers. Dims are fitted in turn until none changes; then the blocks that save
+most are added.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from autopar.sharding.layout.syntax import (
 
 __all__ = ["bare_rules"]
 
+# Number of axes per dim that are tried, the most frequent first.
 MOST_OPTIONS = 3
-"""Of the axes that a dim has somewhere, those that it has most often are tried."""
 SWEEPS = 3
+# In kinds of tensors: a rule is written only if it saves at least one pin.
 PRICE_OF_RULE = 0.4
-"""Of a kind of tensor: a rule is written if it spares at least one pin."""
 
 STORED: tuple[Kind, ...] = ("param", "grad", "opt")
 MOST_BLOCKS = 5
+# In kinds of tensors: a block is harder to read than a pin, so it must save more.
 LEAST_GAIN = 1.5
-"""In kinds of tensors: a block is read less easily than a pin."""
 
+# Storage block: its kinds, the axes that split one dim of each tensor, True if unevenly.
 Stored = tuple[tuple[str, ...], Axes, bool]
-"""The kinds of a block for what is stored, the axes that split one dim of each tensor, whether unevenly."""
 
 
 @dataclass(frozen=True)
 class _TensorClass:
-    """Tensors that are cut alike and wanted alike, and how many kinds of names they have."""
+    """Tensors with equal atoms and splits, with the number of their kinds of names."""
 
     wish: TensorAxes
     weight: int
@@ -58,7 +58,7 @@ class _TensorClass:
 
 
 def bare_rules(wishes: Iterable[TensorAxes], axes: SubMesh) -> tuple[Statement, ...]:
-    """Rules for all tensors; they may be wrong for some."""
+    """Return rules for all tensors; pins correct those for which they are wrong."""
     return _RuleFitter(_kinds(wishes), axes).run()
 
 
@@ -98,7 +98,7 @@ class _RuleFitter:
         return (*self._statements(self.places, self.stored), *self.scoped)
 
     def _add_blocks(self, options: Mapping[str, list[TensorPattern]]) -> None:
-        """Blocks one by one, each for what it spares."""
+        """Add blocks one at a time while each saves enough pins."""
         while len(self.scoped) < MOST_BLOCKS:
             wrong = [kind for kind in self.kinds if not self._fits(kind, self.places, self.stored)]
             blocks = dict.fromkeys((*self._scoped(wrong, options), *self._storing(wrong)))
@@ -117,7 +117,7 @@ class _RuleFitter:
                         yield Block((Scope("act", (other,)),), (DimRule((dim,), place),))
 
     def _storing(self, wrong: Iterable[_TensorClass]) -> Iterator[Block]:
-        """What parameters with some dim are stored as."""
+        """Yield a storage block for each dim of the parameters that the rules get wrong."""
         for kind in wrong:
             if len(kind.wish.roles) == 1 or len({kind.wish.of(role) for role in STORED}) > 1:
                 continue
@@ -126,7 +126,7 @@ class _RuleFitter:
                 yield Block(tuple(Scope(role, (dim,)) for role in STORED), rules)
 
     def _gain(self, block: Block) -> float:
-        """How many kinds more are wrong with a block."""
+        """Return the change of the number of wrong kinds that a block causes; negative is better."""
         about = [kind for kind in self.kinds if set(block.scopes[0].dims) <= kind.dims]
         before = self._price(about, self.places, self.stored)
         kept = self.scoped
@@ -140,7 +140,7 @@ class _RuleFitter:
         return [dim for dim in dict.fromkeys(every) if dim not in RESERVED]
 
     def _options(self, dim: str) -> list[TensorPattern]:
-        """The places that a dim may be given; the axes that it has most often first. None if it is never split."""
+        """Return the candidate places of a dim, most frequent axes first; empty if it is never split."""
         counts: dict[Axes, int] = {}
         uneven: set[Axes] = set()
         for kind in self.kinds:
@@ -162,7 +162,7 @@ class _RuleFitter:
         for kind in self.kinds:
             stored = dict(kind.wish.roles).get("opt", ())
             for i, split in enumerate(stored):
-                # With the rules for its dims repeated in the block, only what is split beyond them is missing.
+                # The block repeats the rules for its dims, so it has to add only the axes beyond them.
                 for k in range(len(split)):
                     size = kind.wish.tensor.atoms[i].size
                     found[split[k:], is_uneven(size, split, self.axes)] = None
@@ -213,7 +213,7 @@ class _RuleFitter:
             return (*rules, NONE)
         kinds, axes, uneven = stored
         one = DimRule(("*",), TensorPattern((SplitTerm(axes, pad=uneven), NotSplit())))
-        # A rule of the block is more specific than one by itself, so what dims are split by is said again.
+        # A rule of the block overrides rules outside, so the splits of dims are repeated inside.
         held = {name for kind in self.kinds if len(kind.wish.roles) > 1 for name in kind.dims}
         own = (replace(rule, dims=tuple(dim for dim in rule.dims if dim in held)) for rule in rules)
         kept = tuple(rule for rule in own if rule.dims and not _mention(rule, axes))
@@ -225,7 +225,7 @@ def _mention(rule: DimRule, axes: Axes) -> bool:
 
 
 def _splits_of(wish: TensorAxes, dim: str) -> Iterator[tuple[Axes, int]]:
-    """The axes that split a dim of a tensor, in the roles that rules by themselves are about; and its extent."""
+    """Yield the axes of a dim of a tensor with its extent, in the roles that bare rules set."""
     members = [i for i, atom in enumerate(wish.tensor.atoms) if dim in atom.names]
     if not members:
         return

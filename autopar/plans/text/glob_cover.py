@@ -1,4 +1,4 @@
-"""Names of repeated layers as few patterns: `layers.*.mlp/mul` for thirty-two names, but never one name too many."""
+"""Covers of names by patterns: `layers.*.mlp/mul` for thirty-two names, and never one name too many."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["cover", "skeleton"]
 
 _NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.|/|$)")
 
+# Longer names keep their first numbers: four forms of each would be too many patterns.
 MOST_NUMBERS = 3
-"""Of a name with more numbers the first ones stay as they are."""
 
 
 def skeleton(name: str) -> str:
-    """The name with a `*` for each of its numbers: equal for the same place in repeated layers."""
+    """Return the name with `*` for each number: equal at the same place of repeated layers."""
     return _NUMBER.sub("*", name)
 
 
 def cover(wanted: Sequence[str], harmless: Collection[str], names: Sequence[str]) -> tuple[str, ...]:
-    """Few patterns that match all wanted names and, of all names, none but harmless ones."""
+    """Return few patterns that match all wanted names and no others but harmless ones."""
     text = "\n".join(names)
     allowed = {*wanted, *harmless}
     left = dict.fromkeys(wanted)
@@ -39,7 +39,7 @@ def cover(wanted: Sequence[str], harmless: Collection[str], names: Sequence[str]
 
 
 def _finer(wanted: Iterable[str]) -> Iterator[str]:
-    """Patterns for numbers of one length, or with the same first digits; those that match most names first."""
+    """Return patterns for numbers of one length or with equal first digits, most matches first."""
     counts: dict[str, int] = {}
     for name in wanted:
         for glob in dict.fromkeys(_patterns(name)):
@@ -64,6 +64,6 @@ def _matched(glob: str, text: str) -> set[str]:
 
 @lru_cache(maxsize=4096)
 def _lines(glob: str) -> re.Pattern[str]:
-    """The lines that a pattern matches."""
+    """Return the regular expression of the lines that a pattern matches."""
     words = {"*": "[^\n]*", "?": "[^\n]"}
     return re.compile(f"^{''.join(words.get(c, re.escape(c)) for c in glob)}$", re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What decisions come to for each tensor in the words of a layout: the axes that split it, in each of its roles."""
+"""Mesh axes of each tensor by role (param, grad, opt, use, act), read from an assignment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NONE = DimRule(("*",), TensorPattern((NotSplit(),)))
 
 @dataclass(frozen=True)
 class TensorAxes:
-    """One tensor: the axes that split its atoms, by role. Only a parameter has several roles."""
+    """Axes that split the atoms of one tensor, by role; only a parameter has several roles."""
 
     tensor: NamedTensor
     roles: tuple[tuple[str, Splits], ...]
@@ -38,16 +38,16 @@ class TensorAxes:
 
     @property
     def is_one(self) -> bool:
-        """Whether all roles want the same."""
+        """Return True if the axes are the same in all roles."""
         return len({splits for _, splits in self.roles}) == 1
 
     @property
     def alike(self) -> object:
-        """Equal for tensors of which rules that name no tensor are equally right."""
+        """Return a key: equal for tensors on which rules without tensor names act alike."""
         return self.tensor.atoms, self.tensor.shape, self.roles
 
     def right_roles(self, layout: Layout, axes: SubMesh) -> frozenset[str]:
-        """The roles in which a layout gives the tensor what it should have."""
+        """Return the roles in which a layout gives the tensor its decided axes."""
         try:
             if len(self.roles) == 1:
                 ((role, splits),) = self.roles
@@ -69,7 +69,7 @@ def _closed(layout: Layout, tensor: NamedTensor, role: str, axes: SubMesh) -> Sp
 
 
 def wishes_of(graph: NamedGraph, assignment: Assignment) -> dict[str, TensorAxes]:
-    """Of every tensor that a layout can speak of."""
+    """Return the axes of every tensor that a layout can name."""
     return {tensor.name: wish for tensor in graph.tensors.values() for wish in _wish(graph, tensor, assignment)}
 
 
@@ -93,7 +93,7 @@ def _in_order(axes: frozenset[str], assignment: Assignment) -> tuple[str, ...]:
 
 
 def _storage(name: str, opt: Splits, used: Splits, gather_policy: GatherPolicy | None) -> Iterator[tuple[str, Splits]]:
-    """What `param`, `grad` and `opt` say of a parameter that is registered as `opt` and used and held like this."""
+    """Return the axes of the roles `param`, `grad` and `opt`, given storage, use and gather policy."""
     policy = gather_policy or GatherPolicy(keep_gathered=False, defer_reduction=opt == used, regather=False)
     whole = all(part[: len(axes)] == axes for axes, part in zip(used, opt, strict=True))
     less = used if whole and used != opt else ((),) * len(opt)
@@ -110,7 +110,7 @@ def _storage(name: str, opt: Splits, used: Splits, gather_policy: GatherPolicy |
 
 
 def word_of(tensor: NamedTensor, i: int) -> str:
-    """How a rule speaks of an atom of a tensor: by its innermost name, or by its place."""
+    """Return the word of a rule for an atom: its innermost name, or its position."""
     names = tensor.atoms[i].names
     others = [name for k, atom in enumerate(tensor.atoms) if k != i for name in atom.names]
     if not names or names[-1] in others or names[-1] in RESERVED:
@@ -119,7 +119,7 @@ def word_of(tensor: NamedTensor, i: int) -> str:
 
 
 def is_uneven(size: int, split: Axes, axes: SubMesh) -> bool:
-    """Whether pieces of an extent have different lengths."""
+    """Return True if the axes split an extent into pieces of different lengths."""
     for axis in split:
         if size % axes[axis]:
             return True
@@ -128,7 +128,7 @@ def is_uneven(size: int, split: Axes, axes: SubMesh) -> bool:
 
 
 def rules_for(tensor: NamedTensor, splits: Splits, axes: SubMesh) -> tuple[DimRule, ...]:
-    """Rules that leave nothing open: `(heads, d_ff) -> tp, * -> none`."""
+    """Return rules that leave nothing open: `(heads, d_ff) -> tp, * -> none`."""
     places: dict[SplitTerm, list[str]] = {}
     for i, split in enumerate(splits):
         if split:

@@ -1,9 +1,8 @@
-"""Decisions as a layout without holes: completed, it gives the same decisions.
+"""Layout without holes from an assignment; propagation of the layout gives the same assignment.
 
-First the few rules that say most (`bare`), then a pin for each tensor that they do not lay out as decided. So every
-tensor is where it should be, whatever the ops do, and the completion is asked which choices it would take: an op for
-which that is another one is pinned. A broadcast that the completion begins elsewhere is pinned where it is. Pins may
-change where others begin, so this is repeated until nothing differs.
+First come few rules that cover most (`fit_rules`), then a pin for each tensor that they get wrong. Propagation then
+shows the choices it would take: ops that decide otherwise are pinned, and broadcasts that begin elsewhere. Pins may
+move other broadcasts, so this repeats until nothing differs.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ from autopar.sharding.propagation import PropagationCache, propagate_partly
 
 __all__ = ["WrittenLayout", "choice_words", "written"]
 
+# Rounds before all ops and values are pinned; pins may change where other broadcasts begin.
 ROUNDS = 8
-"""After so many all ops and values are pinned."""
 
 
+# Words of an op's pin, and the factors that are split unevenly.
 _Choice = tuple[tuple[tuple[str, Axes], ...], tuple[str, ...]]
-"""What an op's pin says, and the factors that are cut unevenly."""
 
 
 @dataclass(frozen=True)
 class WrittenLayout:
-    """The statements of a plan, by what they are about."""
+    """Statements of a plan by subject."""
 
     mesh: tuple[Statement, ...]
     rules: tuple[Statement, ...]
@@ -62,7 +61,7 @@ class WrittenLayout:
 
 
 def written(graph: NamedGraph, assignment: Assignment, mesh: Mesh | None = None) -> WrittenLayout:
-    """The layout from which `propagate` makes this assignment."""
+    """Return the layout from which `propagate` makes this assignment."""
     return _LayoutWriter(graph, assignment, mesh or Mesh(**assignment.axes)).run()
 
 
@@ -71,10 +70,10 @@ class _LayoutWriter:
     graph: NamedGraph
     assignment: Assignment
     mesh: Mesh
+    # Names of ops with a pin.
     pinned: set[str] = field(default_factory=set)
-    """Ops."""
+    # Names of values whose pin sets partial sums or broadcasts.
     stated: set[str] = field(default_factory=set)
-    """Values of which a pin says that they are sums or broadcasts."""
     known: PropagationCache = field(default_factory=PropagationCache)
 
     def __post_init__(self) -> None:
@@ -99,7 +98,7 @@ class _LayoutWriter:
         raise AssertionError("these decisions are none that a layout comes to")
 
     def _right_roles(self, rules: Layout) -> Mapping[str, frozenset[str]]:
-        """By tensor, the roles in which rules that name no tensor give it what it should have."""
+        """Return by tensor the roles that rules without tensor names get right."""
         known: dict[object, frozenset[str]] = {}
         found = {}
         for name, wish in self.wishes.items():
@@ -110,7 +109,7 @@ class _LayoutWriter:
         return found
 
     def _pin_what_differs(self, layout: Layout) -> bool:
-        """Whether the completion decides otherwise; what it does is pinned from now on."""
+        """Pin what propagation decides otherwise; return True if anything differed."""
         found, undecided = propagate_partly(self.graph, layout, self.axes, self.assignment, self.known)
         differs = False
         for node in self.graph.nodes:
@@ -130,13 +129,13 @@ class _LayoutWriter:
         return differs
 
     def _is_open(self, name: str) -> bool:
-        """Whether a pin can say something about the states of a value, which is broadcast or might be."""
+        """Return True if a pin may set the states of a value."""
         return bool(self.wishes[name].broadcast)
 
     # -- tensors
 
     def _tensors(self, right: Mapping[str, frozenset[str]]) -> Iterator[Statement]:
-        """A pin, or blocks, for each kind of tensor that the rules do not lay out as decided."""
+        """Yield a pin or blocks for each kind of tensor that the rules get wrong."""
         texts = {name: self._text(name) for name in self.wishes}
         groups: dict[object, list[str]] = {}
         for name, wish in self.wishes.items():
@@ -151,7 +150,7 @@ class _LayoutWriter:
                 yield from self._statements(glob, wish, names[0] in self.stated, right[names[0]])
 
     def _text(self, name: str) -> object:
-        """Equal for tensors of which the same statements say all."""
+        """Return a key: equal for tensors that the same statements describe."""
         wish = self.wishes[name]
         said = tuple((role if len(wish.roles) > 1 else "", self._rules(wish, role)) for role, _ in wish.roles)
         return said, (wish.partial, wish.broadcast) if name in self.stated else ()
@@ -180,7 +179,7 @@ class _LayoutWriter:
                 yield Block(scopes, self._rules(wish, roles[0]))
 
     def _common(self, wish: TensorAxes) -> DimRule:
-        """A rule of a parameter that holds in all roles, since a pin is about all of them."""
+        """Return a rule of a parameter that is true in all roles, since a pin sets all of them."""
         for i, atom in enumerate(wish.tensor.atoms):
             splits = {splits[i] for _, splits in wish.roles}
             if len(splits) == 1 and (split := splits.pop()):
@@ -222,7 +221,7 @@ class _LayoutWriter:
 
 
 def choice_words(node: NamedNode, choice: Choice, axes: SubMesh) -> _Choice:
-    """All that an op does along each axis."""
+    """Return the words for the behaviour of an op along each axis."""
     said: list[tuple[str, Axes]] = []
     uneven: list[str] = []
     for (factor, atom), split in choice.splits:

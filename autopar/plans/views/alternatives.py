@@ -1,9 +1,8 @@
-"""What else a tensor or an op of a plan could do, and what a step would then take.
+"""Alternatives of a tensor or op of a plan, each with the step time it would cause.
 
-Each alternative is one line that could be added to the plan: one axis splits another dim of the tensor, or none, or
-another factor of the op. That line is forced; the ops that it touches do as they did, or as a layout without a search
-decides, whichever is faster; all else stays as it is. So what is told is the price of that one change. The best plan
-with it, in which the rest may change too, is what a search with the line finds.
+Each alternative adds one line to the plan: one axis splits another dim of the tensor, none, or another factor of the
+op. The ops that the line touches keep their choices or are completed by propagation, whichever is faster; all else
+stays. The result prices that one change. A search with the line finds the best plan in which the rest changes too.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ __all__ = ["MOST_PRICED", "Alternative", "alternatives", "forced", "shown"]
 
 STORED: tuple[Kind, ...] = ("param", "grad", "opt")
 FORCED = "<forced>"
+# Per tensor and per op: pricing more takes minutes on a large model.
 MOST_PRICED = 12
-"""Of a tensor, and of an op; more would be told by nobody and take minutes on a large model."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """One line that could be added to a plan, and the plan that it makes; or why it makes none."""
+    """A line that could be added to a plan, with the plan that it makes or the reason why it is infeasible."""
 
     change: str
     plan: PlanRecord | None
@@ -44,7 +43,7 @@ class Alternative:
 
 
 def alternatives(plan: PlanRecord, name: str) -> tuple[Alternative, ...]:
-    """Of a tensor and of the op of this name: the fastest first, then what cannot be had; what is the same once."""
+    """Return the alternatives of the tensor and op of this name, fastest first, infeasible ones last."""
     found: list[Alternative] = []
     known: list[tuple[StepPlan, tuple[DimRule, ...], Costs]] = [(plan.decided, (), plan.costs)]
     for line in (*islice(_of_tensor(plan, name), MOST_PRICED), *islice(_of_op(plan, name), MOST_PRICED)):
@@ -52,7 +51,7 @@ def alternatives(plan: PlanRecord, name: str) -> tuple[Alternative, ...]:
         if one.plan is not None:
             rules = () if isinstance(line, OpPin) else line.rules
             key = one.plan.decided, rules, one.plan.costs
-            # A parameter that is held like this and used like this may do as one that is only held like this.
+            # For a parameter, a pin of storage and use may equal a pin of storage alone.
             if any(key[0] == other[0] or (rules and key[1:] == other[1:]) for other in known):
                 continue
             known.append(key)
@@ -61,7 +60,7 @@ def alternatives(plan: PlanRecord, name: str) -> tuple[Alternative, ...]:
 
 
 def shown(plan: PlanRecord, found: Sequence[Alternative], alike: int = 1) -> str:
-    """As a table, beside what the plan takes; `alike`: how many layers have such a tensor or op."""
+    """Return the alternatives as a table below the plan; `alike` is the number of equal layers."""
     if not found:
         return "no alternatives: nothing here can be split otherwise"
     rows = [("step", "", "memory", "fits", "")]
@@ -79,7 +78,7 @@ def shown(plan: PlanRecord, found: Sequence[Alternative], alike: int = 1) -> str
 
 
 def _short(change: str) -> str:
-    """What is held of a parameter is said of `param`, `grad` and `opt`, with its name in each: once is enough here."""
+    """Shorten a storage block: `param`, `grad` and `opt` repeat the name of the parameter."""
     scopes, brace, rules = change.partition(" { ")
     return f"only as it is held: {rules.removesuffix(' }')}" if brace and "," in scopes else change
 
@@ -107,7 +106,7 @@ def _of_op(plan: PlanRecord, name: str) -> Iterator[OpPin]:
 
 
 def forced(plan: PlanRecord, line: Pin | Block | OpPin) -> Alternative:
-    """The plan with a line, as far as it touches anything."""
+    """Return the fastest plan with a line added."""
     change = " ".join(print_statement(line).replace("\n}", " }").replace("\n  ", ", ").replace("{,", "{").split())
     ways: list[Assignment] = []
     why = ""
@@ -127,7 +126,7 @@ def _with(plan: PlanRecord, assignment: Assignment, origin: str) -> PlanRecord:
 
 
 def _ways(plan: PlanRecord, line: Pin | Block | OpPin) -> Iterator[Callable[[], Assignment]]:
-    """The ops that it touches do as they did; they do what sends least, and take parameters as they did; or freely."""
+    """Yield reassignments with the line: ops keep their choices, or uses of parameters stay, or all is free."""
     graph, known, axes = plan.graph, plan.decided.assignment, plan.decided.axes
     if isinstance(line, Block):
         (name,) = {scope.glob for scope in line.scopes if scope.glob is not None}
@@ -150,7 +149,7 @@ def _ways(plan: PlanRecord, line: Pin | Block | OpPin) -> Iterator[Callable[[], 
 
 
 def _results(plan: PlanRecord, ops: Collection[str], but: str) -> Iterator[Pin]:
-    """What the plan says about the results of some ops."""
+    """Yield pins of the results of some ops, as the plan has them."""
     axes = plan.decided.axes
     values = plan.decided.assignment.values
     for node in plan.graph.nodes:
@@ -171,14 +170,14 @@ def _in_order(held: Collection[str], axes: Collection[str]) -> Axes:
 
 
 def _storages(plan: PlanRecord, tensor: NamedTensor) -> Iterator[Splits]:
-    """Of a parameter that is used as it is: held with one axis elsewhere."""
+    """Yield storages of a parameter with one axis moved; its use stays."""
     if tensor.kind == "param" and tensor.name in plan.decided.assignment.values:
         now = plan.layout_of(tensor.name).splits
         yield from (splits for splits in dict.fromkeys(_moved(tensor, now, plan)) if splits != now)
 
 
 def _layouts(plan: PlanRecord, tensor: NamedTensor) -> Iterator[Splits]:
-    """One axis elsewhere; a parameter held as it is used, or used as it is held; a sum that is made; whole."""
+    """Yield layouts: one axis moved, stored as used, used as stored, reduced, whole."""
     values = plan.decided.assignment.values
     if tensor.kind in ("buffer", "constant") or tensor.name not in values:
         return
@@ -191,7 +190,7 @@ def _layouts(plan: PlanRecord, tensor: NamedTensor) -> Iterator[Splits]:
 
 
 def _real(splits: Splits, plan: PlanRecord) -> Splits:
-    """Without axes of one rank, which split nothing."""
+    """Return the splits without axes of one rank, which split nothing."""
     return tuple(tuple(axis for axis in split if plan.decided.axes[axis] > 1) for split in splits)
 
 
@@ -210,7 +209,7 @@ def _moved(tensor: NamedTensor, now: Splits, plan: PlanRecord) -> Iterator[Split
 
 
 def _choices(plan: PlanRecord, node: NamedNode) -> Iterator[Choice]:
-    """One axis splits another factor, or none."""
+    """Yield choices in which one axis splits another factor, or none."""
     axes = plan.decided.axes
     now = plan.decided.assignment.ops[node.name].choice
     sites = [(factor, atom) for factor in node.atoms for atom in range(len(node.atoms[factor]))]

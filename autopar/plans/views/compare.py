@@ -1,4 +1,4 @@
-"""Plans side by side: what each costs, and where tensors lie otherwise."""
+"""Comparison of plans: costs, and tensors with different shardings."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MOST_DIFFERENCES = 40
 
 
 def difference(one: PlanRecord, other: PlanRecord) -> str:
-    """What the second does otherwise."""
+    """Return the differences of a second plan."""
     return side_by_side({"this": one, "other": other})
 
 
 def side_by_side(plans: Mapping[str, PlanRecord]) -> str:
-    """Costs as a table, then the tensors that differ from the first plan's."""
+    """Return a table of costs, then the tensors that differ from the first plan."""
     names = list(plans)
     lines = table(cost_rows(plans), right=range(1, len(names) + 1), indent="")
     for name in names[1:]:
@@ -37,7 +37,7 @@ def side_by_side(plans: Mapping[str, PlanRecord]) -> str:
 
 
 def cost_rows(plans: Mapping[str, PlanRecord]) -> list[Sequence[str]]:
-    """Step, its parts, memory, and what is sent over which axes."""
+    """Return rows of costs: step, its parts, memory, bytes by collective."""
     every = list(plans.values())
     rows: list[Sequence[str]] = [("", *plans)]
     rows.append(("step", *(seconds_text(plan.step_seconds) for plan in every)))
@@ -66,7 +66,7 @@ def _sent(plan: PlanRecord) -> dict[str, float]:
 
 
 def differences(one: PlanRecord, other: PlanRecord) -> dict[str, tuple[str, str]]:
-    """Kinds of tensors (one name for repeated layers) that lie otherwise, with both layouts."""
+    """Return both shardings of each tensor that differs, repeated layers under one name."""
     found: dict[str, tuple[str, str]] = {}
     shared = [name for name in one.graph.tensors if name in other.graph.tensors]
     if not shared:

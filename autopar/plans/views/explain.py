@@ -1,4 +1,4 @@
-"""Why a tensor or an op of a plan is as it is: the lines that say so, the rule of the op, what is sent for it."""
+"""Reasons for the sharding of a tensor or op: lines of the plan, rule, collectives."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from autopar.sharding.layout.syntax import Block, DimRule, GatherStatement, OpPi
 
 __all__ = ["Explanation", "Line", "OpFacts", "TensorFacts", "explained"]
 
+# Number and text of a line of the plan.
 Line = tuple[int, str]
-"""A line of the plan's text, with its number."""
 
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """Where a tensor is, and the lines that say so."""
+    """Sharding of a tensor and the lines that set it."""
 
     tensor: NamedTensor
     layout: str
+    # Sharding in which ops use a parameter.
     used: str | None
-    """Of a parameter: where ops use it."""
+    # How long a parameter stays gathered.
     held: str | None
-    """Of a parameter that is gathered: for how long."""
     lines: tuple[Line, ...]
 
 
 @dataclass(frozen=True)
 class OpFacts:
-    """What an op does."""
+    """Rule, choice, operands and collectives of an op."""
 
     node: NamedNode
     choice: str
     pinned: tuple[Line, ...]
+    # Operands with their shardings.
     takes: tuple[tuple[str, str], ...]
-    """Operands and their layouts."""
     sends: tuple[PricedCollective, ...]
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a plan says about a name; its text is what `Plan.explain` gives."""
+    """Explanation of a name; its text is the result of `Plan.explain`."""
 
     tensor: TensorFacts | None
     ops: tuple[OpFacts, ...]
+    # Ops that take the tensor, with its sharding there.
     used_by: tuple[tuple[str, str], ...]
-    """Ops and the layouts in which they take the tensor."""
 
     def __str__(self) -> str:
         lines = [] if self.tensor is None else list(_tensor_lines(self.tensor))
@@ -61,7 +61,7 @@ class Explanation:
 
 
 def explained(plan: PlanRecord, name: str) -> Explanation:
-    """The name is that of a tensor or op, as the summary and `autopar trace` show them."""
+    """Return the explanation of a tensor or op, named as in the summary and `autopar trace`."""
     nodes = {node.name: node for node in plan.graph.nodes}
     tensor = plan.graph.tensors.get(name)
     if tensor is None and name not in nodes:
@@ -108,7 +108,7 @@ def _tensor_lines(facts: TensorFacts) -> Iterator[str]:
 
 
 def _lines(plan: PlanRecord, tensor: NamedTensor) -> list[Line]:
-    """The lines of the plan's text that say where the tensor's dims go."""
+    """Return the lines of the plan's text that set the splits of a tensor."""
     text = plan.text.splitlines()
     found: dict[int, str] = {}
     for statement in parse_layout(plan.text, "<plan>"):

@@ -1,4 +1,4 @@
-"""What the strategies of experts would cost where a plan runs: each on its best assignment of axes."""
+"""Published strategies priced beside a plan, each with its best assignment of axes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["experts_beside", "least_of"]
 
 
 def experts_beside(plan: Plan) -> dict[str, Plan]:
-    """By what each is called; those that say the same on this mesh once, under the first name; fast ones first."""
+    """Return a plan for each applicable strategy, fastest first; equal plans appear once, under the first name."""
     asked = asked_as(plan)
     used = plan.decided.axes.used
     found: dict[str, Plan] = {}
@@ -40,7 +40,7 @@ def experts_beside(plan: Plan) -> dict[str, Plan]:
 
 
 def least_of(plan: Plan, experts: Mapping[str, Plan]) -> Plan:
-    """The plan that was searched, or a faster strategy that fits: a search may have had no time to price them all."""
+    """Return the searched plan, or a faster strategy that fits: a search may run out of time to price it."""
     name = min((name for name, one in experts.items() if one.fits), key=lambda name: _rank(experts[name]), default=None)
     if name is None or plan.within_layout or experts[name].step_seconds >= plan.step_seconds:
         return plan
@@ -52,7 +52,7 @@ def _rank(plan: Plan) -> tuple[bool, float]:
 
 
 def _calls(name: str, axes: SubMesh, dims: Iterable[str]) -> Iterator[str]:
-    """`fsdp(fsdp=dp*tp)`: axes of the same name are matched, all others of the mesh dealt in every way.
+    """Yield calls of a strategy, `fsdp(fsdp=dp*tp)`: equal names are matched, other axes assigned in every way.
 
     An axis of the strategy whose dims the model lacks gets none; where a strategy has one axis, some may be idle.
     """

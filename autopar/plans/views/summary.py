@@ -1,4 +1,4 @@
-"""A plan for an engineer with half a minute: where the dims go, one layer, what is sent, time, memory."""
+"""Summary of a plan on one screen: dims, one layer, communication, time, memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["collectives_by_place", "dims_by_place", "layer_rows", "summary"]
 
 
 def summary(plan: PlanRecord) -> str:
-    """All of it, in blocks."""
+    """Return the summary of a plan."""
     blocks = [
         _head(plan),
         _dims(plan),
@@ -56,7 +56,7 @@ def _head(plan: PlanRecord) -> list[str]:
 
 
 def dims_by_place(plan: PlanRecord) -> dict[str, list[str]]:
-    """Axes -> the dims that they split somewhere, those that they split in most tensors first."""
+    """Return the dims that axes split, by axes; those split in most tensors first."""
     counts: dict[tuple[str, str], int] = {}
     for tensor in plan.graph.tensors.values():
         if tensor.name not in plan.decided.assignment.values:
@@ -71,12 +71,12 @@ def dims_by_place(plan: PlanRecord) -> dict[str, list[str]]:
     return found
 
 
+# Characters of a line of dims, so that rows with axes fit a terminal of 80.
 WIDTH = 60
-"""Of a list of dims."""
 
 
 def _dims(plan: PlanRecord) -> list[str]:
-    """Dims that go to the same places in one row; of several places, that of most tensors first."""
+    """Return rows of dims with equal axes; dims with several places list the most frequent first."""
     places: dict[str, list[str]] = {}
     for axes, dims in dims_by_place(plan).items():
         for dim in dims:
@@ -99,7 +99,7 @@ def _dims(plan: PlanRecord) -> list[str]:
 
 
 def collectives_by_place(collectives: Iterable[PricedCollective]) -> dict[tuple[str, str], list[PricedCollective]]:
-    """By tensor and op."""
+    """Return the collectives by tensor and op."""
     found: dict[tuple[str, str], list[PricedCollective]] = {}
     for one in collectives:
         found.setdefault((one.tensor, one.op), []).append(one)
@@ -112,7 +112,7 @@ WHOLE = "whole"
 
 
 def layer_rows(plan: PlanRecord, names: Iterable[str], path: str = "", repeated: bool = False) -> list[Row]:
-    """Tensor, dims, layout, collectives: of each parameter that some ops use, and each value that is sent for them."""
+    """Return rows for the parameters of some ops and the values sent for them."""
     nodes = {node.name: node for node in plan.graph.nodes}
     sent = collectives_by_place(plan.collectives)
     rows: dict[str, Row] = {}
@@ -164,7 +164,7 @@ def _is_quiet(row: Row) -> bool:
 
 
 def _rows(rows: Sequence[Row]) -> list[str]:
-    """A table; parameters that are whole and of which nothing is sent are counted."""
+    """Return the rows as a table; whole parameters without traffic are counted only."""
     shown = [row for row in rows if not _is_quiet(row)]
     quiet = len(rows) - len(shown)
     more = [f"  and {len(shown) - MOST_ROWS} more"] if len(shown) > MOST_ROWS else []
@@ -187,7 +187,7 @@ def _is_below(name: str, path: str) -> bool:
 
 
 def _shared_path(plan: PlanRecord, ops: Sequence[str], path: str) -> str:
-    """The path of a layer; none where some parameters of the layer are numbered elsewhere."""
+    """Return the path of a layer; empty if parameters of the layer have names elsewhere."""
     nodes = {node.name: node for node in plan.graph.nodes}
     taken = {name for op in ops for name in nodes[op].operands if name is not None}
     own = [name for name in taken if plan.graph.tensors[name].kind == "param" and skeleton(name) != name]
@@ -203,7 +203,7 @@ def _outside(plan: PlanRecord) -> list[str]:
 
 
 def _once(rows: Iterable[Row]) -> list[Row]:
-    """Rows that differ in the numbers of a name alone, as those of layers that are not quite equal, in one."""
+    """Merge rows that differ only in the numbers of a name, as in almost equal layers."""
     alike: dict[Row, list[str]] = {}
     for name, dims, layout, sends in rows:
         alike.setdefault((skeleton(name), dims, layout, sends), []).append(name)

@@ -1,4 +1,4 @@
-"""A plan as plain data, for programs; the format is documented in docs/plans.md."""
+"""Plans as plain data for programs; docs/plans.md documents the format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["costs_data", "explanation_data", "plan_data", "short_data"]
 
 
 def plan_data(plan: PlanRecord) -> dict[str, Any]:
-    """What `autopar plan --json` prints."""
+    """Return the data of `autopar plan --json`."""
     return {
         "model": type(plan.graph.model).__name__,
         "graph": plan.decided.graph,
@@ -40,7 +40,7 @@ def plan_data(plan: PlanRecord) -> dict[str, Any]:
 
 
 def costs_data(plan: PlanRecord) -> dict[str, Any]:
-    """Time and memory."""
+    """Return the costs of a plan."""
     costs, memory = plan.costs, plan.costs.memory
     return {
         "step_seconds": costs.step_seconds,
@@ -71,14 +71,14 @@ def costs_data(plan: PlanRecord) -> dict[str, Any]:
 
 
 def short_data(plan: PlanRecord | None) -> dict[str, Any]:
-    """Time and memory in three numbers; null where there is no plan."""
+    """Return step time, memory and fit; null without a plan."""
     if plan is None:
         return dict.fromkeys(("step_seconds", "memory_bytes", "fits"))
     return {"step_seconds": plan.step_seconds, "memory_bytes": plan.memory_bytes, "fits": plan.fits}
 
 
 def explanation_data(explanation: Explanation, alternatives: Sequence[Alternative]) -> dict[str, Any]:
-    """What `autopar explain --json` prints of a name."""
+    """Return the data of `autopar explain --json` for a name."""
     facts = explanation.tensor
     tensor = facts and {
         "dims": list(facts.tensor.dims),
