@@ -177,9 +177,8 @@ class TaskBuilder:
         share = self.share(one.tensor) if way == "forward" else 1.0
         for cost in self.reshard_costs.value_steps(sizes, one.itemsize, share):
             kind = "copy" if cost.step.local else cost.step.kind
-            yield Task(
-                one.tensor, kind, shown, cost.seconds, cost.step.axes, cost.bytes, host_seconds=cost.host_seconds
-            )
+            host = cost.host_seconds
+            yield Task(one.tensor, kind, shown, cost.seconds, cost.step.axes, cost.bytes, host_seconds=host)
 
     def share(self, tensor: str) -> float:
         """Return a tensor's share of a collective that adds up several small tensors; 1 for all others."""
@@ -314,12 +313,8 @@ class _Profiler:
         if self.last_use[name] != node.name:
             yield self.tasks.gradient_sum(name, plan.assignment.values[name])
         # At the first use the gradient is complete, and is added to that of earlier micro-batches.
-        is_param = self.graph.tensors[name].kind == "param"
-        if (
-            is_param
-            and self.first_use[name] == node.name
-            and (plan.options.micro_batches > 1 or plan.options.gradient_dtype is not None)
-        ):
+        accumulates = plan.options.micro_batches > 1 or plan.options.gradient_dtype is not None
+        if accumulates and self.graph.tensors[name].kind == "param" and self.first_use[name] == node.name:
             layout = plan.assignment.values[name] if name in plan.defer_reduction else plan.assignment.stored[name]
             yield self.tasks.gradient_accumulation(name, layout, plan.options.master_dtype)
 

@@ -106,10 +106,9 @@ class Network:
     def curves(self, kind: str, axes: tuple[str, ...]) -> tuple[Curve, ...]:
         """Return the curves of all algorithms; none where nothing is sent."""
         key = (kind, axes)
-        found = self._curves.get(key)
-        if found is None:
-            found = self._curves[key] = self._all_curves(kind, axes)
-        return found
+        if key not in self._curves:
+            self._curves[key] = self._all_curves(kind, axes)
+        return self._curves[key]
 
     def _undominated(self, kind: str, axes: tuple[str, ...]) -> tuple[Curve, ...]:
         """Return the curves that are the fastest at some size."""
