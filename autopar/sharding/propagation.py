@@ -412,10 +412,10 @@ class _Propagation:
         return f"the factor {site[0]} cannot be split by {over}: the op needs all of it"
 
 
-def sent_numel(conversion: Reshard, differentiable: bool) -> int:
+def sent_numel(found: Reshard, differentiable: bool) -> int:
     """Return the number of elements that the busiest rank sends, forward and backward."""
-    ways = (*conversion.forward, *conversion.backward) if differentiable else conversion.forward
-    return sum(step.sent_numel for step in ways)
+    steps = (*found.forward, *found.backward) if differentiable else found.forward
+    return sum(step.sent_numel for step in steps)
 
 
 def propagate_plan(graph: NamedGraph, layout: Layout, axes: SubMesh, cache: PropagationCache | None = None) -> StepPlan:
