@@ -9,16 +9,11 @@ import torch
 from autopar.rules.bind_call import fresh_names
 from autopar.rules.call import Call
 from autopar.rules.ops._names import text
+from autopar.rules.ops.elementwise import aligned
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample
 from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
-
-
-def _aligned(shape: Sequence[int], dims: Sequence[str], out: Sequence[int]) -> list[str]:
-    """Return the dims of a tensor that broadcasts to `out`, aligned to the right."""
-    offset = len(out) - len(shape)
-    return ["1" if size == 1 != out[offset + i] else dims[offset + i] for i, size in enumerate(shape)]
 
 
 def _leading(call: Call) -> tuple[list[str], list[str], list[int]]:
@@ -38,14 +33,14 @@ def _attention(call: Call) -> str:
     """Write `b h s e, b h t e, b h t v -> b h s v`; the op is linear in the values alone."""
     query_dims, key_dims, sizes = _leading(call)
     key_sizes = [*sizes[:-1], *call.operand(1).shape[-3:-2]] if call.operand(1).rank > 2 else sizes
-    queries = [*_aligned(call.operand(0).shape[:-2], query_dims, sizes), "s", "e!"]
-    keys = [*_aligned(call.operand(1).shape[:-2], key_dims, key_sizes), "t!", "e!"]
+    queries = [*aligned(call.operand(0).shape[:-2], query_dims, sizes), "s", "e!"]
+    keys = [*aligned(call.operand(1).shape[:-2], key_dims, key_sizes), "t!", "e!"]
     width = "v!" if call["dropout_p"] > 0 else "v"  # the columns of the values share the dropped weights
-    values = [*_aligned(call.operand(2).shape[:-2], key_dims, key_sizes), "t!", width]
+    values = [*aligned(call.operand(2).shape[:-2], key_dims, key_sizes), "t!", width]
     # The mask broadcasts to the scores, one row for each query and one column for each key.
     scores = (*call.output.shape[:-1], call.operand(1).shape[-2])
     mask_dims = [*query_dims, "s", "t!"]
-    masks = [None if spec is None else _aligned(spec.shape, mask_dims, scores) for spec in call.operands[3:]]
+    masks = [None if spec is None else aligned(spec.shape, mask_dims, scores) for spec in call.operands[3:]]
     clauses = [
         "linear 2",
         "random" if call["dropout_p"] > 0 else "",

@@ -13,7 +13,16 @@ from autopar.rules.call import Call, takes_tensors
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample, sample_calls
 from autopar.rules.table import OpFamily
 
-__all__ = ["FAMILIES", "TABLE", "aligned_dims", "broadcast_samples", "broadcast_shape", "dims_text", "pointwise"]
+__all__ = [
+    "FAMILIES",
+    "TABLE",
+    "aligned",
+    "aligned_dims",
+    "broadcast_samples",
+    "broadcast_shape",
+    "dims_text",
+    "pointwise",
+]
 
 
 def dims_text(dims: Sequence[str]) -> str:
@@ -21,15 +30,15 @@ def dims_text(dims: Sequence[str]) -> str:
     return " ".join(dims) or "()"
 
 
+def aligned(shape: Sequence[int], names: Sequence[str], out: Sequence[int]) -> list[str]:
+    """Return the dims of one tensor that broadcasts to `out`, aligned to the right."""
+    offset = len(out) - len(shape)
+    return ["1" if size == 1 != out[offset + i] else names[offset + i] for i, size in enumerate(shape)]
+
+
 def aligned_dims(shapes: Iterable[tuple[int, ...]], names: Sequence[str], out: Sequence[int]) -> list[str]:
     """Return dims of operands that broadcast to `out`, whose dims are `names`; `1` where one is broadcast."""
-    texts = []
-    for shape in shapes:
-        offset = len(out) - len(shape)
-        texts.append(
-            dims_text(["1" if size == 1 != out[offset + i] else names[offset + i] for i, size in enumerate(shape)])
-        )
-    return texts
+    return [dims_text(aligned(shape, names, out)) for shape in shapes]
 
 
 def broadcast_shape(call: Call) -> tuple[int, ...]:

@@ -46,13 +46,6 @@ def _embedding(call: Call) -> str:
     return text([["v", "d"], lookups], [[*lookups, "d"]], "index 1 v", "lower v masked_lookup", localised)
 
 
-def _embedding_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, padding, scaled in (((), -1, False), ((4, 3), -1, False), ((4, 9), 2, False), ((4, 9), 0, True)):
-        arguments = {"padding_idx": padding, "scale_grad_by_freq": scaled}
-        yield make_sample(op, [Draw((7, 5)), Draw(shape, "index", 7)], arguments)
-    yield make_sample(op, [Draw((7, 5)), Draw((4, 9), "index", 7)], {"padding_idx": 2, "sparse": True})
-
-
 # -- indexing with tensors --------------------------------------------------------------------------------------------
 
 
@@ -230,12 +223,6 @@ def _one_hot(call: Call) -> str:
     return text([dims], [[*dims, "c"]], "lower c own_part")
 
 
-def _one_hot_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape in ((), (5,), (4, 5)):
-        yield make_sample(op, [Draw(shape, "index", 7)], {"num_classes": 7})
-        yield make_sample(op, [Draw(shape, "index", 7)], {"num_classes": -1})
-
-
 def _buckets(call: Call) -> str:
     """Write the rule: a count of lower bounds is a sum over parts of the bounds; a sorter keeps them whole."""
     names = Names()
@@ -345,7 +332,17 @@ autopar.bags.default                                        bags; try @autopar.r
 """
 
 FAMILIES = {
-    "embedding": OpFamily(_embedding, _embedding_samples),
+    "embedding": OpFamily(
+        _embedding,
+        sample_calls(
+            "padding_idx scale_grad_by_freq sparse",
+            ((7, 5), Draw((), "index", 7), -1, False, False),
+            ((7, 5), Draw((4, 3), "index", 7), -1, False, False),
+            ((7, 5), Draw((4, 9), "index", 7), 2, False, False),
+            ((7, 5), Draw((4, 9), "index", 7), 0, True, False),
+            ((7, 5), Draw((4, 9), "index", 7), 2, False, True),
+        ),
+    ),
     "index": OpFamily(_index, _index_samples),
     "index_select": OpFamily(
         _index_select,
@@ -381,7 +378,12 @@ FAMILIES = {
         ),
     ),
     "embedding_bag": OpFamily(all_whole, _embedding_bag_samples),
-    "one_hot": OpFamily(_one_hot, _one_hot_samples),
+    "one_hot": OpFamily(
+        _one_hot,
+        sample_calls(
+            "num_classes", *((Draw(shape, "index", 7), classes) for shape in ((), (5,), (4, 5)) for classes in (7, -1))
+        ),
+    ),
     "buckets": OpFamily(_buckets, _bucket_samples),
     "bags": OpFamily(_bags, _samples),
 }

@@ -57,14 +57,6 @@ def _linear(call: Call) -> str:
     return f"... k, {'k' if row else 'n k'}, {added} -> {'...' if row else '... n'}; linear 0+2 1+2"
 
 
-def _linear_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for rows in ((), (3,), (3, 4)):
-        for bias in (Draw((7,)), None):
-            yield make_sample(op, [*_draws((*rows, 5), (7, 5)), bias], {}, tries)
-    yield make_sample(op, [*_draws((3, 5), (5,)), None], {}, tries)
-    yield make_sample(op, [*_draws((3, 5), (1, 5)), Draw((1,))], {}, tries)
-
-
 def _added(call: Call, left: str, right: str, output: str) -> str:
     """Write `beta * self + alpha * product`; `letters` are the product's factors, to which `self` broadcasts."""
     (added,) = aligned_dims([call.operand(0).shape], output, call.output.shape)
@@ -188,11 +180,6 @@ def _chain(call: Call) -> str:
     return f"{', '.join(map(dims_text, dims))} -> {dims_text(output)}; linear {linear}"
 
 
-def _chain_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for first, last in (((3, 4), (5, 7)), ((4,), (5, 7)), ((4,), (5,))):
-        yield make_sample(op, [_draws(first, (4, 5), last)], {}, tries)
-
-
 # -- rows in groups, each with a matrix of its own --------------------------------------------------------------------
 
 
@@ -252,12 +239,6 @@ def _cdist(call: Call) -> str:
     return f"{dims}; max d" if power == inf else dims.replace("d", "d!")
 
 
-def _cdist_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for power in (2.0, 1.0, 3.0, inf):
-        for first, second in (((4, 5), (7, 5)), ((3, 4, 5), (1, 7, 5))):
-            yield make_sample(op, _draws(first, second), {"p": power}, tries)
-
-
 def _batched(call: Call, *linear: str) -> str:
     """Write the rule: dims of the batch are parallel, those of the matrices whole."""
     batch = call.operand(0).rank - 2
@@ -283,7 +264,20 @@ def _batched_samples(op: torch._ops.OpOverload, tries: Tries, *linear: str) -> I
 
 FAMILIES = {
     "matmul": OpFamily(_matmul, _matmul_samples),
-    "linear": OpFamily(_linear, _linear_samples),
+    "linear": OpFamily(
+        _linear,
+        sample_calls(
+            "",
+            ((5,), (7, 5), (7,)),
+            ((5,), (7, 5), None),
+            ((3, 5), (7, 5), (7,)),
+            ((3, 5), (7, 5), None),
+            ((3, 4, 5), (7, 5), (7,)),
+            ((3, 4, 5), (7, 5), None),
+            ((3, 5), (5,), None),
+            ((3, 5), (1, 5), (1,)),
+        ),
+    ),
     "added": OpFamily(_added, _added_samples),
     "inner": OpFamily(_inner, sample_calls("", ((5,), (5,)), ((4, 5), (5,)), ((4, 5), (3, 7, 5)), ((), (4, 5)))),
     "tensordot": OpFamily(
@@ -297,10 +291,22 @@ FAMILIES = {
     ),
     "einsum": OpFamily(_einsum, _einsum_samples),
     "kron": OpFamily(_kron, sample_calls("", ((4, 5), (3, 7)), ((4,), (3, 7)), ((5,), (4,)), ((), (4,)))),
-    "chain": OpFamily(_chain, _chain_samples),
+    "chain": OpFamily(
+        _chain, sample_calls("", ([(3, 4), (4, 5), (5, 7)],), ([(4,), (4, 5), (5, 7)],), ([(4,), (4, 5), (5,)],))
+    ),
     "grouped": OpFamily(_grouped, _grouped_samples),
     "expert_rows": OpFamily(_expert_rows, _expert_rows_samples),
-    "cdist": OpFamily(_cdist, _cdist_samples),
+    "cdist": OpFamily(
+        _cdist,
+        sample_calls(
+            "p",
+            *(
+                (*shapes, power)
+                for power in (2.0, 1.0, 3.0, inf)
+                for shapes in (((4, 5), (7, 5)), ((3, 4, 5), (1, 7, 5)))
+            ),
+        ),
+    ),
     "batched": OpFamily(_batched, _batched_samples),
 }
 

@@ -74,11 +74,6 @@ def _broadcast(call: Call) -> str:
     return f"{', '.join(read)} -> {text([], [dims] * len(read)).removeprefix(' -> ')}"
 
 
-def _broadcast_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shapes in (((5, 7), (5, 7)), ((5, 7), (7,), ()), ((5, 1), (1, 7)), ((5,),)):
-        yield make_sample(op, [[Draw(shape) for shape in shapes]], {})
-
-
 def _diagonal_matrix(call: Call) -> str:
     """Write the rule of a matrix with this diagonal, or of the diagonal of a matrix."""
     return "a! -> b! c!" if call.operand(0).rank == 1 else "a! b! -> c!"
@@ -226,11 +221,13 @@ aten.{fft_fftfreq,fft_rfftfreq}.default              -> n; lower n own_part; try
 """
 
 FAMILIES = {
-    "broadcast": OpFamily(_broadcast, _broadcast_samples),
+    "broadcast": OpFamily(
+        _broadcast, sample_calls("", ([(5, 7), (5, 7)],), ([(5, 7), (7,), ()],), ([(5, 1), (1, 7)],), ([(5,)],))
+    ),
     "diagonal_matrix": OpFamily(
         _diagonal_matrix, sample_calls("diagonal", ((5,), 0), ((5,), 1), ((5, 5), 0), ((4, 5), -1))
     ),
-    "blocks": OpFamily(all_whole, sample_calls("", ([Draw((4, 5)), Draw((3, 7))],))),
+    "blocks": OpFamily(all_whole, sample_calls("", ([(4, 5), (3, 7)],))),
     "spectrogram": OpFamily(
         _spectrogram,
         sample_calls("n_fft hop_length return_complex", ((3, 20), (6,), 6, 2, True), ((20,), (6,), 6, 2, True)),

@@ -8,16 +8,11 @@ import torch
 
 from autopar.rules.bind_call import fresh_names
 from autopar.rules.call import Call
-from autopar.rules.ops.elementwise import dims_text
+from autopar.rules.ops._names import text
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample, sample_calls
 from autopar.rules.table import OpFamily
 
 __all__ = ["FAMILIES", "TABLE"]
-
-
-def _line(operands: Sequence[Sequence[str] | None], outputs: Sequence[Sequence[str] | None], *clauses: str) -> str:
-    left, right = (", ".join("?" if dims is None else dims_text(dims) for dims in side) for side in (operands, outputs))
-    return "; ".join([f"{left} -> {right}", *(clause for clause in clauses if clause)])
 
 
 def _affine(call: Call, weight: int, bias: int) -> str:
@@ -42,7 +37,7 @@ def _layer_norm(call: Call) -> str:
         outputs.append([*dims[: rank - width], *["1"] * (spec.rank - rank + width)])
     biased = len(call.operands) > 2
     clause = "" if len(outputs) > 1 else _affine(call, 1, 2) if biased else f"linear {1}" if operands[1] else ""
-    return _line(operands, outputs, clause)
+    return text(operands, outputs, clause)
 
 
 def _layer_norm_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
@@ -66,14 +61,7 @@ def _group_norm(call: Call) -> str:
     channels = "(g c!)"
     dims = ["b", channels, *(f"{name}!" for name in names[: rank - 2])]
     operands = [dims, *(None if spec is None else [channels] for spec in call.operands[1:])]
-    return _line(operands, [dims], _affine(call, 1, 2), "localise num_groups=g")
-
-
-def _group_norm_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    affine = ((True, True), (True, False), (False, False))
-    for shape, present in zip(((3, 12, 5), (3, 12), (3, 12, 4, 5)), affine, strict=True):
-        added = [Draw((12,)) if here else None for here in present]
-        yield make_sample(op, [Draw(shape), *added], {"num_groups": 4, "eps": 1e-5}, tries)
+    return text(operands, [dims], _affine(call, 1, 2), "localise num_groups=g")
 
 
 # -- over the batch ---------------------------------------------------------------------------------------------------
@@ -92,7 +80,7 @@ def _batch_norm(call: Call, mode: str) -> str:
     for spec in call.outputs[1:]:
         assert spec is not None, call
         outputs.append(["c"] if spec.shape == call.operand(0).shape[1:2] else [next(empty)])  # of size 0
-    return _line(operands, outputs, _batch_norm_linear(call, training))
+    return text(operands, outputs, _batch_norm_linear(call, training))
 
 
 def _batch_norm_linear(call: Call, training: bool) -> str:
@@ -136,7 +124,7 @@ def _instance_norm(call: Call) -> str:
     batch = f"{names[0]}!" if tracked and not given else names[0]
     dims = [batch, "c", *(name if given else f"{name}!" for name in names[1:])]
     operands = [dims, *(None if spec is None else ["c"] for spec in call.operands[1:])]
-    return _line(operands, [dims], _affine(call, 1, 2))
+    return text(operands, [dims], _affine(call, 1, 2))
 
 
 def _instance_norm_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
@@ -159,14 +147,8 @@ def _weight_norm(call: Call) -> str:
     norm = [name if name == kept else "1" for name in names]
     sides = [["1"] * spec.rank if kept is None else norm for spec in call.operands[1:] if spec]
     if call.op.startswith("aten.norm_except_dim"):
-        return _line([dims], [["1"] * call.output.rank if kept is None else norm])
-    return _line([dims, *sides], [dims], "linear 1")
-
-
-def _weight_norm_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, dim in (((5, 7), 0), ((3, 4, 5), 0), ((3, 4, 5), 2), ((5, 7), -1)):
-        norm = tuple(size if d == dim else 1 for d, size in enumerate(shape)) if dim >= 0 else ()
-        yield make_sample(op, [Draw(shape), Draw(norm)], {"dim": dim, "pow": 2}, tries)
+        return text([dims], [["1"] * call.output.rank if kept is None else norm])
+    return text([dims, *sides], [dims], "linear 1")
 
 
 def _renorm(call: Call) -> str:
@@ -174,15 +156,32 @@ def _renorm(call: Call) -> str:
     names = fresh_names(call.operand(0).rank, set())
     kept = names[call["dim"] % len(names)]
     dims = [name if name == kept else f"{name}!" for name in names]
-    return _line([dims], [dims])
+    return text([dims], [dims])
 
 
 FAMILIES = {
     "layer_norm": OpFamily(_layer_norm, _layer_norm_samples),
-    "group_norm": OpFamily(_group_norm, _group_norm_samples),
+    "group_norm": OpFamily(
+        _group_norm,
+        sample_calls(
+            "num_groups eps",
+            ((3, 12, 5), (12,), (12,), 4, 1e-5),
+            ((3, 12), (12,), None, 4, 1e-5),
+            ((3, 12, 4, 5), None, None, 4, 1e-5),
+        ),
+    ),
     "batch_norm": OpFamily(_batch_norm, _batch_norm_samples),
     "instance_norm": OpFamily(_instance_norm, _instance_norm_samples),
-    "weight_norm": OpFamily(_weight_norm, _weight_norm_samples),
+    "weight_norm": OpFamily(
+        _weight_norm,
+        sample_calls(
+            "dim pow",
+            ((5, 7), (5, 1), 0, 2),
+            ((3, 4, 5), (3, 1, 1), 0, 2),
+            ((3, 4, 5), (1, 1, 5), 2, 2),
+            ((5, 7), (), -1, 2),
+        ),
+    ),
     "renorm": OpFamily(_renorm, sample_calls("p dim maxnorm", ((5, 7), 2, 0, 1.0), ((5, 7), 2, -1, 1.0))),
 }
 

@@ -99,13 +99,6 @@ def _select(call: Call) -> str:
     return text([left], [right])
 
 
-def _select_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, dim, index in (((5, 7), 0, 0), ((5, 7), 1, -1), ((3, 5, 7), -2, 3), ((5,), 0, 2)):
-        part = list(shape)
-        del part[dim]
-        yield make_sample(op, [Draw(shape), Draw(tuple(part))], {"dim": dim, "index": index}, tries)
-
-
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
@@ -207,11 +200,6 @@ def _stack(call: Call) -> str:
     part = names.some(call.output.rank - 1)
     dim = wrap(call["dim"], call.output.rank)
     return text([part] * len(call.operands), [[*part[:dim], names.whole(), *part[dim:]]])
-
-
-def _stack_samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
-    for shape, count, dim in (((5, 4), 3, 1), ((5, 4), 2, -1), ((), 3, 0), ((5,), 1, 0)):
-        yield make_sample(op, [[Draw(shape)] * count], {"dim": dim})
 
 
 # -- edges ------------------------------------------------------------------------------------------------------------
@@ -381,11 +369,16 @@ aten.{as_strided,as_strided_copy}.default            as_strided; linear 0
 FAMILIES = {
     "slice": OpFamily(_slice, _slice_samples),
     "slice_scatter": OpFamily(_slice_scatter, _slice_scatter_samples),
-    "select": OpFamily(_select, _select_samples),
+    "select": OpFamily(
+        _select,
+        sample_calls(
+            "dim index", ((5, 7), (7,), 0, 0), ((5, 7), (5,), 1, -1), ((3, 5, 7), (3, 7), -2, 3), ((5,), (), 0, 2)
+        ),
+    ),
     "split": OpFamily(_split, _split_samples),
     "unbind": OpFamily(_unbind, sample_calls("dim", ((3, 5), 0), ((5, 7, 3), -1), ((4,), 0))),
     "cat": OpFamily(_cat, _cat_samples),
-    "stack": OpFamily(_stack, _stack_samples),
+    "stack": OpFamily(_stack, sample_calls("dim", ([(5, 4)] * 3, 1), ([(5, 4)] * 2, -1), ([()] * 3, 0), ([(5,)], 0))),
     "pad": OpFamily(_pad, _pad_samples),
     "roll": OpFamily(
         _roll,

@@ -12,7 +12,7 @@ import torch
 
 from autopar.rules.call import Call, takes_tensors
 from autopar.rules.ops._names import Names, compound, text, whole, wrap
-from autopar.rules.ops.elementwise import aligned_dims
+from autopar.rules.ops.elementwise import aligned
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample, sample_calls
 from autopar.rules.table import OpFamily
 
@@ -174,9 +174,8 @@ def _unsqueeze(call: Call) -> str:
 def _expand(call: Call) -> str:
     """Write the rule: dims of size 1, and new ones, become factors that only the output has."""
     names = Names().some(call.output.rank)
-    dims = aligned_dims([call.operand(0).shape], names, call.output.shape)[0].split()
-    operands = [[] if dims == ["()"] else dims, *([names] if len(call.operands) > 1 else [])]
-    return text(operands, [names])
+    dims = aligned(call.operand(0).shape, names, call.output.shape)
+    return text([dims, *([names] if len(call.operands) > 1 else [])], [names])
 
 
 EXPANSIONS: tuple[tuple[Sizes, Sizes], ...] = (

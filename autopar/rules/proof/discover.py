@@ -102,7 +102,8 @@ def _request(op: torch._ops.OpOverload, call: Call, labels: Labels) -> _Request 
     if op._schema.is_mutable or not any(spec and spec.rank for spec in call.operands):
         return None
     extents: dict[Hashable, int] = {}
-    for spec, dims in _labelled(call, labels):
+    labelled = [(spec, dims) for spec, dims in zip(call.operands, labels, strict=True) if spec and dims is not None]
+    for spec, dims in labelled:
         for label, size in zip(dims, spec.shape, strict=True):
             # One label may stand on a dim of size 1 that broadcasts; the longest is the extent.
             extents[label] = max(size, extents.get(label, 1))
@@ -127,12 +128,6 @@ def _request(op: torch._ops.OpOverload, call: Call, labels: Labels) -> _Request 
         if isinstance(value, int) and not isinstance(value, bool) and value > 1 and value in sizes.values()
     }
     return _Request(op, call, tuple(operands), sizes, followers)
-
-
-def _labelled(call: Call, labels: Labels) -> Iterator[tuple[TensorSpec, Sequence[Hashable]]]:
-    for spec, dims in zip(call.operands, labels, strict=True):
-        if spec is not None and dims is not None:
-            yield spec, dims
 
 
 # -- trials -----------------------------------------------------------------------------------------------------------

@@ -127,11 +127,15 @@ def sample_calls(names: str, *rows: Sequence[Any]) -> Callable[..., Iterable[Sam
     """
     arguments = names.split()
 
+    def drawn(operand: Any) -> Any:
+        if isinstance(operand, list):
+            return [*map(drawn, operand)]
+        return Draw(operand) if isinstance(operand, tuple) else operand
+
     def samples(op: torch._ops.OpOverload, tries: Tries) -> Iterable[Sample]:
         for row in rows:
             operands, values = row[: len(row) - len(arguments)], row[len(row) - len(arguments) :]
-            drawn = [Draw(operand) if isinstance(operand, tuple) else operand for operand in operands]
-            yield make_sample(op, drawn, dict(zip(arguments, values, strict=True)), tries)
+            yield make_sample(op, [*map(drawn, operands)], dict(zip(arguments, values, strict=True)), tries)
 
     return samples
 
