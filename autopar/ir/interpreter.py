@@ -15,7 +15,7 @@ from autopar.ir.call_arguments import bind_call, check_overlaps, flatten_argumen
 from autopar.ir.exported import Autocast, Exported, autocast_state, entered
 from autopar.ir.fx_graphs import is_factory, with_checkpoints
 from autopar.ir.pytree import Flattened, Mapped, difference, unflatten
-from autopar.rules.shard_call.grouped_heads import repeat_masked_heads
+from autopar.rules.shard_call.attention import repeat_masked_heads
 
 
 class TracedModule(nn.Module):

@@ -38,9 +38,9 @@ from autopar.lowering.passes.recompute_regions import KEPT, REGION, with_regions
 from autopar.lowering.verify import verify_emitted
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.notation import FactorKind
+from autopar.rules.shard_call.attention import repeat_masked_heads
 from autopar.rules.shard_call.dispatch import localiser
 from autopar.rules.shard_call.empty import amounts
-from autopar.rules.shard_call.grouped_heads import repeat_masked_heads
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.choices import Choice

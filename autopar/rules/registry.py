@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from autopar.errors import RuleError
-from autopar.rules.call import takes_tensors
+from autopar.rules.call import display_name, find_op, takes_tensors
 from autopar.rules.notation import Rule, parse_rule
-from autopar.rules.op_names import display_name, find_op
 from autopar.rules.ops import (
     attention,
     conv_pool,

@@ -18,8 +18,7 @@ from autopar.cost.compute.op_time import OpWork, op_work
 from autopar.cost.hardware.cluster import Device
 from autopar.errors import RuleError
 from autopar.ir.analysis.contractions import ATTENTION
-from autopar.rules.call import Call, operands_of, takes_tensors
-from autopar.rules.op_names import resolve_op
+from autopar.rules.call import Call, operands_of, resolve_op, takes_tensors
 from autopar.rules.proof.run_shards import RUN_ERRORS, ShardedRun, execute, materialise, reference
 from autopar.rules.registry import rule_table
 from autopar.sharding.layout.language import parse_layout

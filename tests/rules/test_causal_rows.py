@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.rules.notation import parse_rule
-from autopar.rules.shard_call import causal_rows as causal
-from autopar.rules.shard_call.causal_rows import causal_rows
+from autopar.rules.shard_call import attention as causal
+from autopar.rules.shard_call.attention import causal_rows
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from tests.masks import Masks
 

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.rules.call import Call, describe_call
+from autopar.rules.call import Call, describe_call, resolve_op
 from autopar.rules.notation import FactorKind, Rule
-from autopar.rules.op_names import resolve_op
 from autopar.rules.proof import discover as discover_module
 from autopar.rules.proof.discover import Discoveries, Labels, discover, no_rule_message
 from autopar.rules.proof.run_shards import materialise

@@ -6,7 +6,7 @@ import torch
 from torch.fx import Graph
 
 import autopar
-from autopar.rules.shard_call.grouped_heads import SDPA, attention_with_all_heads, repeat_masked_heads
+from autopar.rules.shard_call.attention import SDPA, attention_with_all_heads, repeat_masked_heads
 from examples.hf import hf
 
 

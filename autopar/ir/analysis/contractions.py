@@ -8,7 +8,7 @@ from math import prod
 
 from autopar.ir.values import NamedNode
 from autopar.rules.notation import Operand, Rule
-from autopar.rules.shard_call.expert_rows import GROUPED
+from autopar.rules.ops.matmul import GROUPED
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 # Recurrences: op -> position of the first operand that is a parameter.

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.ir.exported import Exported
 from autopar.rules.call import arguments_by_name, operands_of
-from autopar.rules.shard_call.grouped_heads import with_most_memory
+from autopar.rules.shard_call.attention import with_most_memory
 
 
 def differentiable(exported: Exported) -> frozenset[Node]:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autopar.ir.analysis.op_memory import address_of, arguments_on, silent_failures
 from autopar.ir.exported import Exported
 from autopar.ir.fx_graphs import checkpoint_regions
-from autopar.rules.shard_call.grouped_heads import with_most_memory
+from autopar.rules.shard_call.attention import with_most_memory
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import inf
 
 import torch
+from torch import Tensor
 
 from autopar.rules.bind_call import fresh_names
 from autopar.rules.call import Call
 from autopar.rules.ops.elementwise import aligned_dims, dims_text
 from autopar.rules.proof.samples import Draw, Sample, Tries, make_sample, sample_calls
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from autopar.rules.table import OpFamily
 
-__all__ = ["FAMILIES", "TABLE"]
+__all__ = ["FAMILIES", "GROUPED", "TABLE", "expert_rows", "grouped_experts", "grouped_rows"]
 
 
 def _draws(*shapes: Sequence[int]) -> list[Draw]:
@@ -262,6 +265,86 @@ def _batched_samples(op: torch._ops.OpOverload, tries: Tries, *linear: str) -> I
         yield make_sample(op, operands, {"upper": True, "n": 3} if linear else {"n": 3}, tries)
 
 
+# -- rows of experts --------------------------------------------------------------------------------------------------
+
+# Products of sorted rows, called with rows, a matrix for each expert, and where the rows of each expert end.
+GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+
+
+# Models sort their rows by expert, multiply group by group, and put the rows back. Sorted, a row may stand anywhere, so
+# nothing of that can be split by batch. As one op with rows that stay where they are, it can; each shard sorts its own.
+def expert_rows(rows: Tensor, matrices: Tensor, experts: Tensor, product: str) -> Tensor:
+    """Multiply rows `[n, k]` by matrices `[e, k, m]`; each row has an expert, and GROUPED names the kernel."""
+    namespace, name, overload = product.split(".")
+    multiply = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    ordered, order = experts.sort(stable=True)
+    each = torch.arange(matrices.shape[0], device=experts.device, dtype=experts.dtype)
+    ends = torch.searchsorted(ordered, each, right=True).to(torch.int32)
+    found = multiply(rows.index_select(0, order), matrices, ends)
+    return torch.zeros_like(found).index_copy(0, order, found)
+
+
+# Autograd and shapes come from the ops inside.
+torch.library.define("autopar::expert_rows", "(Tensor rows, Tensor matrices, Tensor experts, str product) -> Tensor")
+torch.library.impl("autopar::expert_rows", "CompositeImplicitAutograd", expert_rows)
+
+
+def grouped_rows(local: LocalCall, piece: FactorSlice) -> LocalCall:
+    """Run some of the rows: groups keep their ends, counted from the first of these rows."""
+    return local.with_arguments(offs=(local.arguments["offs"] - piece.start).clamp(0, piece.length))
+
+
+def grouped_experts(local: LocalCall, piece: FactorSlice) -> LocalCall:
+    """Run some of the experts: rows of the others become zero rows, whose product is zero.
+
+    So every size is known beforehand, and neither rows nor weights are copied into another order.
+    """
+    rows, ends = next(iter(local.arguments)), local.arguments["offs"]
+    total = local.arguments[rows]
+    position = torch.arange(total.shape[0], device=ends.device)
+    own = position < ends[piece.stop - 1]
+    if piece.start:
+        own = own & (position >= ends[piece.start - 1])
+    kept = ends[piece.start : piece.stop].clone()
+    kept[-1] = total.shape[0]
+    return replace(local, arguments={**local.arguments, rows: torch.where(own[:, None], total, 0), "offs": kept})
+
+
+TABLE = """
+# products
+aten.linear.default                                         linear
+aten.{matmul,linalg_matmul}.default                         matmul
+aten.mm.default                                             m k, k n -> m n; linear 0 1
+aten.bmm.default                                            b m k, b k n -> b m n; linear 0 1
+aten.mv.default                                             m k, k -> m; linear 0 1
+aten.{dot,vdot}.default                                     k, k ->; linear 0 1
+aten.{outer,ger}.default                                    m, n -> m n; linear 0 1
+aten.inner.default                                          inner
+aten.bilinear.default                                       ... i, ... j, o i j, o? -> ... o; linear 0+3 1+3 2+3
+aten.addmm.default                                          added mk kn mn
+aten.addmv.default                                          added mk k m
+aten.addr.default                                           added m n mn
+aten.baddbmm.default                                        added bmk bkn bmn
+aten.addbmm.default                                         added bmk bkn mn
+aten.einsum.default                                         einsum
+aten.tensordot.default                                      tensordot
+aten.kron.default                                           kron
+aten.linalg_multi_dot.default                               chain
+aten._grouped_mm.default                                    grouped
+autopar.expert_rows.default                                 expert_rows; try @autopar.rules.ops.matmul
+transformers.grouped_mm_fallback.default                    grouped; try @transformers.integrations.moe
+aten.cdist.default                                          cdist
+aten.pdist.default                                          n! d! -> pairs!
+
+# linear algebra, matrix by matrix
+aten.{linalg_inv,inverse,linalg_det,det,linalg_slogdet,slogdet,logdet}.default  batched
+aten.{linalg_matrix_exp,matrix_exp,linalg_cholesky,linalg_cholesky_ex}.default  batched
+aten.{linalg_eigh,linalg_eigvalsh,linalg_svd,linalg_svdvals,linalg_qr}.default  batched
+aten.{linalg_matrix_power,matrix_power}.default             batched
+aten.linalg_pinv.{atol_rtol_float,default}                  batched
+aten.{linalg_solve,linalg_solve_triangular}.default         batched 1
+"""
+
 FAMILIES = {
     "matmul": OpFamily(_matmul, _matmul_samples),
     "linear": OpFamily(
@@ -309,38 +392,3 @@ FAMILIES = {
     ),
     "batched": OpFamily(_batched, _batched_samples),
 }
-
-TABLE = """
-# products
-aten.linear.default                                         linear
-aten.{matmul,linalg_matmul}.default                         matmul
-aten.mm.default                                             m k, k n -> m n; linear 0 1
-aten.bmm.default                                            b m k, b k n -> b m n; linear 0 1
-aten.mv.default                                             m k, k -> m; linear 0 1
-aten.{dot,vdot}.default                                     k, k ->; linear 0 1
-aten.{outer,ger}.default                                    m, n -> m n; linear 0 1
-aten.inner.default                                          inner
-aten.bilinear.default                                       ... i, ... j, o i j, o? -> ... o; linear 0+3 1+3 2+3
-aten.addmm.default                                          added mk kn mn
-aten.addmv.default                                          added mk k m
-aten.addr.default                                           added m n mn
-aten.baddbmm.default                                        added bmk bkn bmn
-aten.addbmm.default                                         added bmk bkn mn
-aten.einsum.default                                         einsum
-aten.tensordot.default                                      tensordot
-aten.kron.default                                           kron
-aten.linalg_multi_dot.default                               chain
-aten._grouped_mm.default                                    grouped
-autopar.expert_rows.default                                 expert_rows; try @autopar.rules.shard_call.expert_rows
-transformers.grouped_mm_fallback.default                    grouped; try @transformers.integrations.moe
-aten.cdist.default                                          cdist
-aten.pdist.default                                          n! d! -> pairs!
-
-# linear algebra, matrix by matrix
-aten.{linalg_inv,inverse,linalg_det,det,linalg_slogdet,slogdet,logdet}.default  batched
-aten.{linalg_matrix_exp,matrix_exp,linalg_cholesky,linalg_cholesky_ex}.default  batched
-aten.{linalg_eigh,linalg_eigvalsh,linalg_svd,linalg_svdvals,linalg_qr}.default  batched
-aten.{linalg_matrix_power,matrix_power}.default             batched
-aten.linalg_pinv.{atol_rtol_float,default}                  batched
-aten.{linalg_solve,linalg_solve_triangular}.default         batched 1
-"""

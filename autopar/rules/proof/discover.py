@@ -18,9 +18,8 @@ import torch
 
 from autopar.errors import RuleError
 from autopar.rules.bind_call import factor_sizes, fresh_names
-from autopar.rules.call import Call, TensorSpec, flat_results, takes_tensors
+from autopar.rules.call import Call, TensorSpec, display_name, flat_results, takes_tensors
 from autopar.rules.notation import CONTRACTIONS, FactorKind, Operand, Rule, Term
-from autopar.rules.op_names import display_name
 from autopar.rules.proof.random_ops import DrawnRuns, draws_of, is_random, recombines
 from autopar.rules.proof.run_shards import RUN_ERRORS, ShardedRun, additivity, materialise, pieces_of, reference
 from autopar.rules.proof.samples import Draw, Sample

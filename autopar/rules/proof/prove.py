@@ -24,9 +24,8 @@ from typing import Any
 import torch
 
 from autopar.errors import RuleError
-from autopar.rules.call import operands_of
+from autopar.rules.call import display_name, find_op, operands_of, resolve_op
 from autopar.rules.notation import CONTRACTIONS, FactorKind, Rule
-from autopar.rules.op_names import display_name, find_op, resolve_op
 from autopar.rules.proof.random_ops import DrawnRuns, draws_of, is_random, recombines
 from autopar.rules.proof.run_shards import (
     RUN_ERRORS,

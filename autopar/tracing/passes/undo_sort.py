@@ -18,8 +18,8 @@ from torch.fx import Graph, Node
 
 from autopar.rules.call import describe_call, operands_of
 from autopar.rules.notation import FactorKind, Rule
+from autopar.rules.ops.matmul import GROUPED
 from autopar.rules.registry import rule_table
-from autopar.rules.shard_call.expert_rows import GROUPED
 from autopar.tracing.passes.edit import arguments_of, insert, replaced
 from autopar.tracing.passes.paired_index import value_of
 

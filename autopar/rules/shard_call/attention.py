@@ -1,24 +1,33 @@
-"""Ops whose rows depend on their position in the whole: causal attention, grouped products.
+"""Attention on one shard: causal attention of some of the queries, and grouped heads beside a mask.
 
-The last query sees all keys, each one before it sees one key less. Fused kernels of GPUs know this form. That of CPUs
-does not: it works on the keys before the first query and on the square of the rest, and the two are merged by the
-logarithms of the sums of their weights. Where there is no fused kernel, blocks of queries are written out in turn.
+In causal attention the last query sees all keys, each one before it sees one key less. Fused kernels of GPUs know this
+form. That of CPUs does not: it works on the keys before the first query and on the square of the rest, and the two are
+merged by the logarithms of the sums of their weights. Where there is no fused kernel, blocks of queries are written out
+in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Graph, Node
 from torch.nn import functional
 
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 
-__all__ = ["attend_last_rows", "causal_rows", "grouped_experts", "grouped_rows"]
+__all__ = [
+    "attend_last_rows",
+    "attention_with_all_heads",
+    "causal_rows",
+    "repeat_masked_heads",
+    "with_all_heads",
+    "with_most_memory",
+]
 
 
 aten = torch.ops.aten
@@ -284,22 +293,53 @@ def _rows(
     return torch.cat([found, later], -2)
 
 
-def grouped_rows(local: LocalCall, piece: FactorSlice) -> LocalCall:
-    """Run some of the rows: groups keep their ends, counted from the first of these rows."""
-    return local.with_arguments(offs=(local.arguments["offs"] - piece.start).clamp(0, piece.length))
+# -- grouped heads -----------------------------------------------------------------------------------------------------
 
 
-def grouped_experts(local: LocalCall, piece: FactorSlice) -> LocalCall:
-    """Run some of the experts: rows of the others become zero rows, whose product is zero.
+# On CUDA the kernel that takes a mask wants as many heads of keys as of queries; with fewer, torch computes all scores
+# by plain products and keeps them. There the heads are repeated just before the kernel; the CPU's kernel takes both.
+SDPA = aten.scaled_dot_product_attention.default
 
-    So every size is known beforehand, and neither rows nor weights are copied into another order.
-    """
-    rows, ends = next(iter(local.arguments)), local.arguments["offs"]
-    total = local.arguments[rows]
-    position = torch.arange(total.shape[0], device=ends.device)
-    own = position < ends[piece.stop - 1]
-    if piece.start:
-        own = own & (position >= ends[piece.start - 1])
-    kept = ends[piece.start : piece.stop].clone()
-    kept[-1] = total.shape[0]
-    return replace(local, arguments={**local.arguments, rows: torch.where(own[:, None], total, 0), "offs": kept})
+
+def with_all_heads(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of attention with keys and values repeated to the queries' heads."""
+    if not arguments["enable_gqa"]:
+        return dict(arguments)
+    heads = arguments["query"].shape[-3]
+    pairs = {name: arguments[name] for name in ("key", "value")}
+    repeated = {
+        name: x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3) for name, x in pairs.items()
+    }
+    return {**arguments, **repeated, "enable_gqa": False}
+
+
+def attention_with_all_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Run `scaled_dot_product_attention` with as many heads of keys as of queries."""
+    given = with_all_heads({"query": query, "key": key, "value": value, "enable_gqa": enable_gqa})
+    operands = given["query"], given["key"], given["value"]
+    result: Tensor = SDPA(*operands, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=given["enable_gqa"])
+    return result
+
+
+def repeat_masked_heads(graph: Graph, device_type: str) -> None:
+    """Repeat heads before attention with a mask, in place, where the kernels of a device need it."""
+    if device_type == "cuda":
+        for node in graph.find_nodes(op="call_function", target=SDPA):
+            node.target = with_most_memory(node)
+
+
+def with_most_memory(node: Node) -> Any:
+    """Return the target of a node in its form of most memory: with all heads, beside a mask."""
+    if node.target is not SDPA or not node.kwargs.get("enable_gqa"):
+        return node.target
+    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    return node.target if mask is None else attention_with_all_heads
