@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import autopar
-from autopar.plans.views.strategies import experts_beside
+from autopar.plans.find import experts_beside
 from benchmarks.interleaved import Make, Run, faster_share, measured_seconds, undisturbed
 from examples.gpt import gpt
 from examples.moe import moe

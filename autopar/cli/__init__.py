@@ -11,9 +11,8 @@ from typing import Any
 
 from autopar import __version__
 from autopar.cli import calibrate, check, clusters, compare, explain, plan, report, solve, strategies, trace, verify
-from autopar.cli.completion import SHELLS, PrintCompletion
-from autopar.cli.early_checks import check_words
-from autopar.cli.help import CommandParser, HelpText
+from autopar.cli.parser import SHELLS, CommandParser, HelpText, PrintCompletion
+from autopar.cli.plan_arguments import check_words
 from autopar.errors import AutoparError, AutoparWarning, TraceError
 from autopar.names import printable
 

@@ -13,7 +13,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.help import HelpText
+from autopar.cli.parser import HelpText
 from autopar.cost.hardware.cluster import cluster_path
 from autopar.cost.hardware.describe import links_of
 from autopar.cost.hardware.toml_reader import measure_of, parse_quantity

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.help import HelpText
 from autopar.cli.json_output import add_json, print_data
+from autopar.cli.parser import HelpText
 from autopar.cli.plan_arguments import CANNOT_BE_HAD, ProgressLine, add_question, add_target, asked_of, meshes, traced
 from autopar.errors import AutoparWarning, LayoutError, MeshError
 

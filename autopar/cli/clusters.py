@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from autopar.cli.help import HelpText
 from autopar.cli.json_output import add_json, print_data
+from autopar.cli.parser import HelpText
 from autopar.cost.hardware.cluster import cluster_names, load_cluster
 from autopar.cost.hardware.describe import cluster_data, cluster_table, describe, standalone
 from autopar.errors import ClusterError

@@ -6,8 +6,8 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.help import HelpText
 from autopar.cli.json_output import add_json, print_data
+from autopar.cli.parser import HelpText
 from autopar.cli.plan_arguments import ProgressLine, add_plan, planned
 from autopar.errors import AutoparError
 
@@ -46,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read or make a plan and explain a name in it."""
-    from autopar.plans.repeated import alike
+    from autopar.plans.glob_cover import alike
     from autopar.plans.views.alternatives import shown
     from autopar.plans.views.explain import explained
     from autopar.plans.views.to_json import explanation_data, short_data
@@ -92,7 +92,7 @@ class _Forced:
 
 def _asked(plan: Plan, arguments: argparse.Namespace) -> tuple[tuple[str, ...], Any]:
     """Return the tensors and pins of --why-not; errors appear before anything is priced."""
-    from autopar.plans.repeated import alike
+    from autopar.plans.glob_cover import alike
     from autopar.sharding.layout.check import check_layout
     from autopar.sharding.layout.language import parse_layout
     from autopar.sharding.op_pins import words_of

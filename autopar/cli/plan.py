@@ -7,8 +7,8 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.help import HelpText
 from autopar.cli.json_output import add_json, print_data
+from autopar.cli.parser import HelpText
 from autopar.cli.plan_arguments import ProgressLine, add_question, add_target, asked_of, meshes, target_text, traced
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     asked = asked_of(arguments)
     progress.say(f"tracing {arguments.target}")
     graph = traced(arguments)
-    from autopar.plans.find import plan_graph
-    from autopar.plans.views.strategies import least_of
+    from autopar.plans.find import least_of, plan_graph
     from autopar.solver.infeasible.errors import NoFeasiblePlan
 
     try:
@@ -87,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _experts(plan: Plan, progress: ProgressLine) -> dict[str, Plan]:
-    from autopar.plans.views.strategies import experts_beside
+    from autopar.plans.find import experts_beside
 
     progress.say("pricing the strategies of experts")
     return experts_beside(plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.help import HelpText
+from autopar.cli.parser import HelpText
 from autopar.cli.plan_arguments import ProgressLine, add_plan, is_plan, planned
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = planned(arguments, progress)
     experts: dict[str, Plan] = {}
     if not arguments.no_experts:
-        from autopar.plans.views.strategies import experts_beside, least_of
+        from autopar.plans.find import experts_beside, least_of
 
         progress.say("pricing the strategies of experts")
         experts = experts_beside(plan)

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.help import HelpText
 from autopar.cli.json_output import add_json, print_data
+from autopar.cli.parser import HelpText
 from autopar.errors import ProblemError
 from autopar.files import write_text
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from autopar.cli.help import HelpText
 from autopar.cli.json_output import add_json, print_data
+from autopar.cli.parser import HelpText
 from autopar.sharding.layout.language import axes_of, load_strategy, strategy_names, strategy_path
 
 __all__ = ["add_parser"]

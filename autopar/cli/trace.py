@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-from autopar.cli.help import HelpText
 from autopar.cli.json_output import add_json, print_data
+from autopar.cli.parser import HelpText
 from autopar.cli.plan_arguments import add_target
 from autopar.cli.target import load_target, parse_dims, parse_settings
 

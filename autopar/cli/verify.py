@@ -7,8 +7,8 @@ import sys
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.help import HelpText
 from autopar.cli.json_output import add_json, print_data
+from autopar.cli.parser import HelpText
 from autopar.cli.plan_arguments import add_target
 from autopar.cli.target import parse_dims, parse_settings
 from autopar.errors import AutoparError, MeshError

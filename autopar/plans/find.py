@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
@@ -17,12 +18,21 @@ from autopar.cost.hardware.cluster import Cluster, load_cluster, shipped_for
 from autopar.cost.memory.peak import memory_limit, size_text
 from autopar.errors import AutoparError, LayoutError, MeshError
 from autopar.ir.graph import NamedGraph
-from autopar.mesh import Mesh, MeshAxis
+from autopar.mesh import Mesh, MeshAxis, SubMesh
 from autopar.plans import cache
 from autopar.plans.plan import Plan
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.contracts import check_contracts
-from autopar.sharding.layout.language import Layout, choose_layout, parse_memory
+from autopar.sharding.layout.language import (
+    Layout,
+    applies_to,
+    axes_of,
+    choose_layout,
+    load_strategy,
+    parse_memory,
+    roles_of,
+    strategy_names,
+)
 from autopar.sharding.layout.source import excerpts
 from autopar.sharding.layout.syntax import Limit, MeshStatement
 from autopar.sharding.options import Outputs, TrainingOptions
@@ -31,8 +41,20 @@ from autopar.sharding.reshard_insertion import inserted_reshards
 from autopar.solver.infeasible.errors import NoFeasiblePlan
 from autopar.solver.progress import Progress
 from autopar.solver.solve import solve_plan
+from autopar.solver.strategies import WHOLE, splits_nothing
 
-__all__ = ["PlanRequest", "asked_as", "check_outputs", "cluster_here", "meshes_of", "plan_graph", "under"]
+__all__ = [
+    "PlanRequest",
+    "asked_as",
+    "check_outputs",
+    "cluster_here",
+    "experts_beside",
+    "least_of",
+    "meshes_of",
+    "plan_graph",
+    "under",
+]
+
 
 LOCAL = "local-cpu"
 
@@ -287,3 +309,57 @@ def under(graph: NamedGraph, mesh: Mesh, layout: str | Path | Layout, asked: Pla
     kept = Layout(tuple(one for one in said if not _is_limit(one)), said.name)
     decided = propagate_plan(graph, kept, axes).with_options(asked.options_on(mesh))
     return Plan(graph, decided, mesh, cluster, limit, None, origin)
+
+
+# -- published strategies ----------------------------------------------------------------------------------------------
+
+
+def experts_beside(plan: Plan) -> dict[str, Plan]:
+    """Return a plan for each applicable strategy, fastest first; equal plans appear once, under the first name."""
+    asked = asked_as(plan)
+    used = plan.decided.axes.used
+    found: dict[str, Plan] = {}
+    for name in strategy_names():
+        best: tuple[str, Plan] | None = None
+        for call in _calls(name, used, plan.graph.dims):
+            try:
+                one = under(plan.graph, plan.mesh, call, asked, call)
+            except AutoparError:
+                continue  # it does not apply here
+            if any(one.decided == other.decided for other in found.values()):
+                continue
+            if splits_nothing(one.decided):  # with all axes idle: not the best of this strategy, even if it is faster
+                found[WHOLE] = one
+            elif best is None or _rank(one) < _rank(best[1]):
+                best = call, one
+        if best is not None:
+            found[best[0]] = best[1]
+    return dict(sorted(found.items(), key=lambda item: _rank(item[1])))
+
+
+def least_of(plan: Plan, experts: Mapping[str, Plan]) -> Plan:
+    """Return the searched plan, or a faster strategy that fits: a search may run out of time to price it."""
+    name = min((name for name, one in experts.items() if one.fits), key=lambda name: _rank(experts[name]), default=None)
+    if name is None or plan.within_layout or experts[name].step_seconds >= plan.step_seconds:
+        return plan
+    return replace(experts[name], bound_seconds=plan.bound_seconds, origin=name, target=plan.target)
+
+
+def _rank(plan: Plan) -> tuple[bool, float]:
+    return not plan.fits, plan.step_seconds
+
+
+def _calls(name: str, axes: SubMesh, dims: Iterable[str]) -> Iterator[str]:
+    """Yield calls of a strategy, `fsdp(fsdp=dp*tp)`: equal names are matched, other axes assigned in every way.
+
+    An axis of the strategy whose dims the model lacks gets none; where a strategy has one axis, some may be idle.
+    """
+    strategy = load_strategy(name)
+    if not applies_to(strategy, dims):
+        return
+    own, roles = axes_of(strategy), roles_of(strategy, dims)
+    options = [(axis,) if axis in roles and len(own) > 1 else roles for axis in axes]
+    for dealt in product(*options):
+        meaning = {role: [axis for axis, to in zip(axes, dealt, strict=True) if to == role] for role in own}
+        given = ", ".join(f"{role}={'*'.join(dealt_to) or 'none'}" for role, dealt_to in meaning.items())
+        yield f"{name}({given})"

@@ -13,9 +13,9 @@ from autopar.files import write_text
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
 from autopar.plans.format import bytes_text, seconds_text, table
+from autopar.plans.glob_cover import skeleton
 from autopar.plans.header import Header, parameters_of
-from autopar.plans.text.glob_cover import skeleton
-from autopar.plans.text.to_layout import WrittenLayout, written
+from autopar.plans.to_layout import WrittenLayout, written
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.syntax import print_statement

@@ -9,7 +9,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
 from autopar.plans.find import PlanRequest, under
 from autopar.plans.plan import Plan
-from autopar.plans.text.to_layout import choice_words
+from autopar.plans.to_layout import choice_words
 from autopar.plans.views.alternatives import alternatives, forced, shown
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.layout.resolve import resolve

@@ -12,7 +12,7 @@ import torch
 
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
-from autopar.plans.text.to_layout import written
+from autopar.plans.to_layout import written
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.language import (
     axes_of,

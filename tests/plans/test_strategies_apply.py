@@ -9,8 +9,7 @@ import pytest
 import autopar
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.mesh import Mesh, SubMesh
-from autopar.plans.find import PlanRequest, under
-from autopar.plans.views.strategies import experts_beside
+from autopar.plans.find import PlanRequest, experts_beside, under
 from autopar.sharding.layout.language import applies_to, load_strategy, usable_axes
 from autopar.sharding.options import TrainingOptions
 from autopar.solver.setting import PlanningProblem

@@ -8,8 +8,8 @@ from autopar.ir.values import Atom, NamedTensor
 from autopar.mesh import Mesh
 from autopar.plans.find import PlanRequest, plan_graph, under
 from autopar.plans.format import layout_text
+from autopar.plans.glob_cover import alike
 from autopar.plans.plan import Plan
-from autopar.plans.repeated import alike
 from autopar.sharding.sharding import Sharding
 from autopar.tracing.trace import trace
 from examples.mlp import mlp

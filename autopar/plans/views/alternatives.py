@@ -15,10 +15,10 @@ from math import inf
 from autopar.cost.evaluate import Costs
 from autopar.errors import LayoutError
 from autopar.ir.values import NamedNode, NamedTensor
+from autopar.plans.fit_rules import Splits, is_uneven, rules_for
 from autopar.plans.format import bytes_text, seconds_text, table
 from autopar.plans.record import PlanRecord
-from autopar.plans.text.tensor_axes import Splits, is_uneven, rules_for
-from autopar.plans.text.to_layout import choice_words
+from autopar.plans.to_layout import choice_words
 from autopar.sharding.assignment import Assignment, StepPlan
 from autopar.sharding.choices import Choice, can_split, shardings_of
 from autopar.sharding.layout.language import Layout

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from autopar.errors import AutoparError
 from autopar.plans.format import bytes_text, layout_text, percent_text, seconds_text, table
+from autopar.plans.glob_cover import skeleton
 from autopar.plans.record import PlanRecord
-from autopar.plans.text.glob_cover import skeleton
 
 __all__ = ["MOST_DIFFERENCES", "cost_rows", "difference", "differences", "side_by_side"]
 

@@ -8,8 +8,8 @@ from textwrap import wrap
 from autopar.cost.compute.rates import rate_notes
 from autopar.ir.analysis.repeated_layers import RepeatedLayers
 from autopar.plans.format import bytes_text, layout_text, percent_text, seconds_text, table
+from autopar.plans.glob_cover import skeleton
 from autopar.plans.record import PlanRecord, PricedCollective
-from autopar.plans.text.glob_cover import skeleton
 
 __all__ = ["collectives_by_place", "dims_by_place", "layer_rows", "summary"]
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import Mesh, SubMesh
-from autopar.plans.text.fit_rules import bare_rules
-from autopar.plans.text.glob_cover import cover
-from autopar.plans.text.tensor_axes import TensorAxes, is_uneven, rules_for, wishes_of, word_of
+from autopar.plans.fit_rules import TensorAxes, bare_rules, is_uneven, rules_for, wishes_of, word_of
+from autopar.plans.glob_cover import cover
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.choices import BROADCAST, Choice, can_split
 from autopar.sharding.layout.language import Layout

@@ -1,16 +1,40 @@
-"""`autopar --print-completion SHELL`: the completion of the command line, from the parser itself."""
+"""Parser of the command line: layout of `--help`, messages with a fix, completion of shells."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from autopar.cost.hardware.cluster import cluster_names
 from autopar.sharding.layout.language import strategy_names
 
-__all__ = ["SHELLS", "PrintCompletion"]
+__all__ = ["SHELLS", "CommandParser", "HelpText", "PrintCompletion"]
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser whose messages add a fix where argparse gives none."""
+
+    def error(self, message: str) -> NoReturn:
+        """Add a fix for a value that begins with '-': argparse takes `--memory -1GiB` for two options."""
+        option = message.removeprefix("argument ").partition(":")[0].split("/")[-1]
+        if message.endswith("expected one argument"):
+            message += f"\nfix: give {option} a value; one that begins with '-' is written with '=', as in {option}=-1"
+        super().error(message)
+
+
+class HelpText(argparse.HelpFormatter):
+    """Formatter that wraps text of one line and keeps text of several lines, such as examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:
+            return "".join(f"{indent}{line}" for line in text.splitlines(keepends=True))
+        return super()._fill_text(text, width, indent)
+
+
+# -- completion of shells ----------------------------------------------------------------------------------------------
+
 
 SHELLS = ("bash", "zsh", "fish")
 # Names of arguments, as in `--help`, that complete to files.

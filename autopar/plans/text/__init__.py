@@ -1,1 +1,0 @@
-"""From an assignment to the statements of a layout."""
