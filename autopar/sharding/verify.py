@@ -228,26 +228,26 @@ def _absent_values(given: _Wired) -> Iterator[str]:
     there = {(name, sharding) for name, sharding in given.assignment.stored.items() if name not in plan.inputs}
     there |= {(name, Sharding.replicated(atoms_of(tensors[name]))) for name in plan.inputs}
 
-    def converted(one: InsertedReshard) -> Iterator[str]:
+    def resharded(one: InsertedReshard) -> Iterator[str]:
         if (one.tensor, one.reshard.source) not in there:
             yield f"{one.tensor} for {one.op} is resharded from {one.reshard.source}, which it does not have"
         there.add((one.tensor, one.reshard.target))
 
     for one in plan.inputs.values():
-        yield from converted(one)
+        yield from resharded(one)
     for node in given.graph.nodes:
         wired = plan.ops[node.name]
         for one in wired.before:
-            yield from converted(one)
+            yield from resharded(one)
         for place in wired.operands:
             if place is not None and place not in there:
                 yield f"{node.name} takes {place[0]} as {place[1]}, which it does not have"
         produced = given.assignment.ops[node.name].produced
         there |= {(name, one) for name, one in zip(node.outputs, produced, strict=True) if name and one}
         for one in wired.after:
-            yield from converted(one)
+            yield from resharded(one)
     for one in plan.outputs:
-        yield from converted(one)
+        yield from resharded(one)
     for place in plan.results:
         if place is not None and place not in there:
             yield f"{place[0]} is handed out as {place[1]}, which it does not have"

@@ -20,7 +20,7 @@ from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.verify import verify_assignment
 from autopar.solver.infeasible.errors import NoFeasiblePlan, OutOfTime
-from autopar.solver.infeasible.explain import refusal
+from autopar.solver.infeasible.explain import infeasible_error
 from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.progress import Progress, relative_gap
 from autopar.solver.search.incumbent import Incumbent
@@ -127,7 +127,7 @@ def _solved(
     work = replace(work, deadline=began + time_limit, gives_up=math.inf, until_one_fits=True)
     if priced:
         incumbent.tell("search", ended.bound)
-        _with_experts(incumbent, ended.bound, work.deadline)
+        _offer_strategies(incumbent, ended.bound, work.deadline)
         incumbent.tell("experts", ended.bound)
         if incumbent.plan is None and ended.is_cut:
             ended = _searched(work, beat_seconds)
@@ -138,7 +138,7 @@ def _solved(
         bound = search.proved if search.is_listed else max(bound, search.proved)
     incumbent.tell("search", bound)
     if incumbent.plan is None or incumbent.costs is None:
-        raise refusal(work)
+        raise infeasible_error(work)
     if verifying():
         verify_assignment(incumbent.setting.graph, incumbent.plan.assignment)
     variables = () if search is None else search.model.variables
@@ -165,7 +165,7 @@ def _searched(work: SearchPhases, beat_seconds: float) -> SearchResult:
     return replace(settle(work), bound=0.0, is_part=True)
 
 
-def _with_experts(incumbent: Incumbent, bound: float, deadline: float) -> None:
+def _offer_strategies(incumbent: Incumbent, bound: float, deadline: float) -> None:
     """The strategies of experts, as long as one of them could be better and there is time, or nothing that fits."""
     priced = 0
 

@@ -71,7 +71,7 @@ def put_in_buckets(
     limit_bytes: int = BUCKET_BYTES,
 ) -> None:
     """Replace the single conversions of parameters by buckets, in place; `tensors` are those of the placeholders."""
-    found = [one for node in graph.nodes if (one := _converted(node, modules, tensors, parameters)) is not None]
+    found = [one for node in graph.nodes if (one := _reshard_of(node, modules, tensors, parameters)) is not None]
     places = {node: place for place, node in enumerate(graph.nodes)}
     beginning = next((node for node in graph.nodes if node.op != "placeholder"), None)
     ends: list[Node] = []
@@ -145,7 +145,7 @@ def _cast(
         node.replace_all_uses_with(cast, delete_user_cb=lambda user, users=users: user in users)
 
 
-def _converted(
+def _reshard_of(
     node: Node, modules: Mapping[str, nn.Module], tensors: Mapping[str, NamedTensor], parameters: BucketedParameters
 ) -> _ReshardedParameter | None:
     conversion = getattr(modules.get(str(node.target)), "conversion", None) if node.op == "call_module" else None

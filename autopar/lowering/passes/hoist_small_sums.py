@@ -192,7 +192,7 @@ def move_to_ends(graph: Graph, modules: dict[str, nn.Module], inputs: Iterable[s
     `inputs`: the placeholders that are inputs without a gradient.
     """
     found = _find(graph, modules, frozenset(inputs))
-    late = [(node, [_conversion(one, modules) for one in sums]) for node, sums in found.late.items()]
+    late = [(node, [_reshard_of(one, modules) for one in sums]) for node, sums in found.late.items()]
     (output,) = graph.find_nodes(op="output")
     places = [(place, each[0]) for place, value in enumerate(output.args[0]) for node, each in late if node is value]
     sums = [one for each in found.late.values() for one in each]
@@ -200,7 +200,7 @@ def move_to_ends(graph: Graph, modules: dict[str, nn.Module], inputs: Iterable[s
         tuple(note for node in nodes for note in modules[str(node.target)].notes)  # type: ignore[union-attr]
         for nodes in (found.early, sums)
     )
-    early = tuple(_conversion(node, modules) for node in found.early)
+    early = tuple(_reshard_of(node, modules) for node in found.early)
     before, used = _graph_before(graph, modules, found.early) if early else (None, ())
     *_, last = graph.find_nodes(op="placeholder")
     for number, node in enumerate(found.early):
@@ -237,7 +237,7 @@ def _find(graph: Graph, modules: Mapping[str, nn.Module], inputs: frozenset[str]
         elif node.meta.get(REGION) is not None or not operands:
             continue
         elif small_sum(node, modules) is not None:
-            numbers = 2 * prod(_conversion(node, modules).shape)  # complex numbers take two places
+            numbers = 2 * prod(_reshard_of(node, modules).shape)  # complex numbers take two places
             if operands[0] in found.given and numbers <= room and len(_made_for([node])) <= MOST_NODES:
                 room -= numbers
                 found.early.append(node)
@@ -252,7 +252,7 @@ def _find(graph: Graph, modules: Mapping[str, nn.Module], inputs: frozenset[str]
     for result in dict.fromkeys(value for value in output.args[0] if isinstance(value, Node)):
         sums = _linear(result, found, modules)
         if sums and not any(one in found.early for one in sums):
-            numbers = 2 * prod(_conversion(sums[0], modules).shape)
+            numbers = 2 * prod(_reshard_of(sums[0], modules).shape)
             if numbers <= room:
                 room -= numbers
                 found.late[result] = sums
@@ -276,7 +276,7 @@ def _linear(node: Node, found: _FoundSums, modules: Mapping[str, nn.Module]) -> 
         sums = parts[0]
     else:
         return []
-    conversions = [_conversion(one, modules) for one in sums]
+    conversions = [_reshard_of(one, modules) for one in sums]
     shapes = {one.result_shape for one in conversions} | {node.meta.get("local_shape")}
     return sums if len(shapes) == 1 and len({one.forward[0].group for one in conversions}) == 1 else []
 
@@ -299,7 +299,7 @@ def _is_plain(node: Node, modules: Mapping[str, nn.Module]) -> bool:
     )
 
 
-def _conversion(node: Node, modules: Mapping[str, nn.Module]) -> LocalReshard:
+def _reshard_of(node: Node, modules: Mapping[str, nn.Module]) -> LocalReshard:
     found = modules[str(node.target)].conversion
     assert isinstance(found, LocalReshard), node
     return found

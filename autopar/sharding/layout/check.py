@@ -54,9 +54,9 @@ def check_layout(layout: Layout, words: LayoutWords, axes: SubMesh) -> None:
     for statement in layout:
         _check_mesh(statement, axes)
         _check_names(statement, words, axes, any_dims=layout.strategy is not None)
-        refusal = _refusal(statement, words)
-        if refusal is not None:
-            raise refusal
+        unsupported = _unsupported(statement, words)
+        if unsupported is not None:
+            raise unsupported
 
 
 def _check_mesh(statement: Statement, axes: SubMesh) -> None:
@@ -120,7 +120,7 @@ def _at(span: SourceSpan | None, word: str) -> SourceSpan | None:
     return None if span is None else span.at(word)
 
 
-def _refusal(statement: Statement, words: LayoutWords) -> LayoutError | None:
+def _unsupported(statement: Statement, words: LayoutWords) -> LayoutError | None:
     """Return the error for a statement of the language that autopar cannot run."""
     match statement:
         case GatherStatement(action="regather", glob=glob, span=span):

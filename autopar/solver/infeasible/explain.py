@@ -18,10 +18,10 @@ from autopar.solver.search.elimination import Elimination
 from autopar.solver.search.incumbent import Incumbent
 from autopar.solver.search.phases import SearchPhases, least_memory
 
-__all__ = ["refusal"]
+__all__ = ["infeasible_error"]
 
 
-def refusal(work: SearchPhases) -> AutoparError:
+def infeasible_error(work: SearchPhases) -> AutoparError:
     """What to raise where nothing was found. The lines to blame are sought as long as there is time."""
     incumbent = work.incumbent
     broken = None if incumbent.broken is None else _broken(work, incumbent.bound_layout)

@@ -220,7 +220,7 @@ class ModelBuilder:
         sums[Sum.BACKWARD_ROOM] += times * task.seconds
         sums[Sum.HOST] += times * task.host_seconds
 
-    def _converted(
+    def _add_reshard(
         self, sums: Floats, tensor: NamedTensor, source: Sharding, target: Sharding, backward: bool = True
     ) -> None:
         sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
@@ -242,7 +242,7 @@ class ModelBuilder:
                 wanted = Sharding(layout.splits)
             if wanted not in done:
                 done.add(wanted)
-                self._converted(sums, tensor, layout, wanted)
+                self._add_reshard(sums, tensor, layout, wanted)
 
 
 def parts_of(sums: Floats) -> Parts:

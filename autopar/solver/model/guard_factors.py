@@ -30,13 +30,13 @@ from autopar.solver.model.cost_tables import CostTable, CostTables, Parts
 from autopar.solver.model.model import Factor, Model, Variable
 from autopar.solver.model.objective import Sum
 
-__all__ = ["promised"]
+__all__ = ["forbid_broken"]
 
 Broken = tuple[tuple[str, str, frozenset[str]], ...]
 """What must not be done to a tensor: direction, collective, axes."""
 
 
-def promised(model: Model, bound_layout: BoundLayout, tables: CostTables) -> Model:
+def forbid_broken(model: Model, bound_layout: BoundLayout, tables: CostTables) -> Model:
     """The model with what breaks a promise forbidden."""
     statements = bound_layout.given.statements
     if not any(isinstance(one, Contract) for one in statements):
@@ -66,7 +66,7 @@ class _Contracts:
         for tensor in self.graph.tensors.values():
             broken = self._broken(tensor)
             if broken:
-                self._converted(tensor, broken)
+                self._forbid_reshards(tensor, broken)
         for statement in self.bound_layout.given:
             if isinstance(statement, Same):
                 self._same(statement)
@@ -117,7 +117,7 @@ class _Contracts:
 
     # -- conversions
 
-    def _converted(self, tensor: NamedTensor, broken: Broken) -> None:
+    def _forbid_reshards(self, tensor: NamedTensor, broken: Broken) -> None:
         model, name = self.model, tensor.name
         place = model.place.get(("held" if tensor.kind != "activation" else "value", name))
         if tensor.kind == "activation":

@@ -108,7 +108,7 @@ class StorageVariables(ModelBuilder):
                 self._stored_memory(sums[:, i], tensor, one)
                 if tensor.kind == "input" and not options.local_inputs:
                     whole = Sharding.replicated(atoms_of(tensor))
-                    self._converted(sums[:, i], tensor, whole, one.layout, backward=False)
+                    self._add_reshard(sums[:, i], tensor, whole, one.layout, backward=False)
                 self._handed_out(sums[:, i], tensor, one.layout)
             self.known[key] = parts_of(sums)
         return (self.known[key],)

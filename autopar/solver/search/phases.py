@@ -19,7 +19,7 @@ from autopar.solver.decode import plan_of
 from autopar.solver.infeasible.errors import OutOfTime
 from autopar.solver.model.build import build
 from autopar.solver.model.cost_tables import CostTables
-from autopar.solver.model.guard_factors import promised
+from autopar.solver.model.guard_factors import forbid_broken
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import HOST
 from autopar.solver.model.recompute_variables import STATES, layers_of
@@ -87,7 +87,7 @@ class SearchPhases:
         made = build(
             self.setting, self.bound_layout, self.tables, is_limited, again, self.ways, is_open, self.ends, lasting
         )
-        return promised(made, self.bound_layout, self.tables)
+        return forbid_broken(made, self.bound_layout, self.tables)
 
     def offer(self, plan: StepPlan) -> Costs:
         if self.joined is None:
@@ -126,7 +126,7 @@ class SearchPhases:
             search.mix()
         return search
 
-    def lasting_too(
+    def search_keep_gathered(
         self, limit_gib: float, deadline: float, hint: Floats | None = None, lasting: bool = False
     ) -> LagrangianSearch:
         """Where the host has a price, parameters may also stay gathered until the optimizer steps.
@@ -170,14 +170,14 @@ def settle(work: SearchPhases, beat_seconds: float = np.inf) -> SearchResult:
     try:
         if work.least_bytes <= incumbent.limit:
             now = time.monotonic()
-            search = work.lasting_too(np.inf, now + (work.deadline - now) * FREE_SHARE)
+            search = work.search_keep_gathered(np.inf, now + (work.deadline - now) * FREE_SHARE)
             bound, hint = search.bound, search.prices_of_hinges()
         is_free = incumbent.plan is not None and incumbent.seconds <= incumbent.passed_seconds
         if not is_free and bound < beat_seconds:
             lasting = hint is not None and bool(hint[HOST] > 0)
-            search = work.lasting_too(incumbent.limit / 2**30, work.deadline, hint, lasting)
+            search = work.search_keep_gathered(incumbent.limit / 2**30, work.deadline, hint, lasting)
             if incumbent.plan is None and hint is not None:  # as the least that would do is found
-                search = work.lasting_too(incumbent.limit / 2**30, work.deadline)
+                search = work.search_keep_gathered(incumbent.limit / 2**30, work.deadline)
             bound = max(bound, search.bound)
     except OutOfTime:
         return SearchResult(search, bound, is_cut=True)

@@ -52,7 +52,7 @@ def name_dims(
         names[dim] = name
         sources[dim] = "generated"
     ordered = sorted(_in_order(binding), key=lambda dim: sources.get(dim) in ("structure", "generated"))
-    return DimNames(binding, _told_apart(binding, names, ordered), sources)
+    return DimNames(binding, _distinguished(binding, names, ordered), sources)
 
 
 def _in_order(binding: BoundGraph) -> list[int]:
@@ -99,7 +99,7 @@ def _first_of_repeat(binding: BoundGraph, repeats: tuple[RepeatedLayers, ...]) -
     return first
 
 
-def _told_apart(binding: BoundGraph, names: Mapping[int, str], ordered: list[int]) -> dict[int, str]:
+def _distinguished(binding: BoundGraph, names: Mapping[int, str], ordered: list[int]) -> dict[int, str]:
     """Where two classes of one name meet on a tensor, the later one is `name.1`, then `name.2` ..."""
     rank = {dim: i for i, dim in enumerate(ordered)}
     neighbours: dict[int, set[int]] = defaultdict(set)
