@@ -67,7 +67,7 @@ class StepPlan:
 
     @cached_property
     def regather(self) -> frozenset[str]:
-        """Parameters whose gathered copies are freed after the forward and gathered again in the backward."""
+        """Parameters that the backward gathers again, and whose copies are freed before."""
         return frozenset(name for name, policy in self.assignment.gather_policies.items() if policy.regather)
 
     def with_regather(self, names: Collection[str]) -> StepPlan:

@@ -66,7 +66,7 @@ class BoundLayout:
 
     @cached_property
     def whole(self) -> Layout:
-        """The given layout with the pins of the model, checked against the names of graph and mesh."""
+        """The given layout with the pins of the model, checked against graph and mesh."""
         if not self.constrained:
             return self.given
         whole = with_constraints(self.given, self.graph, self.axes)
@@ -87,7 +87,7 @@ class BoundLayout:
 
     @cached_property
     def recompute(self) -> dict[str, Recompute]:
-        """The levels of the repeated layers that the layout names, `none` included, by module path."""
+        """Levels of the repeated layers that the layout names, by module path."""
         return recompute_of(self.layout, (path for repeat in self.graph.repeats for path in repeat.module_paths))
 
     def equivalence_key(self) -> Hashable | None:
@@ -135,7 +135,7 @@ class BoundLayout:
         )
 
     def stored_requests(self, tensor: NamedTensor) -> tuple[SplitRequest, ...]:
-        """Return the requests for a parameter as it is registered, `grad` and `opt` blocks included."""
+        """Return the requests for the registered parameter, with `grad` and `opt` blocks."""
         if not self._has_storage_blocks:
             return self.requests(tensor, "param")
         return self._once(
@@ -143,7 +143,7 @@ class BoundLayout:
         )
 
     def storage(self, tensor: NamedTensor) -> StoredTensor:
-        """Return the storage of a tensor that no op produces; atoms that the layout leaves open are not split."""
+        """Return the storage of a tensor that no op produces, with open atoms whole."""
         return self._once("storage", tensor, lambda part: self._storage(part, tensor))
 
     def close(self, tensor: NamedTensor, produced: Sharding) -> tuple[Sharding, ...]:
@@ -161,7 +161,7 @@ class BoundLayout:
         return any_matches(self.requests(tensor), sharding)
 
     def allows_use(self, tensor: NamedTensor, sharding: Sharding, pinned: bool) -> bool:
-        """Return whether an op may take a stored tensor in this sharding; `pinned`: the choice of the op is."""
+        """Return whether an op, pinned or not, may take a stored tensor in this sharding."""
         if self.is_empty:
             return True
         if not self.states(tensor).broadcast <= sharding.broadcast:
@@ -311,7 +311,7 @@ def any_matches(requests: Iterable[SplitRequest], sharding: Sharding) -> bool:
 
 
 def close_request(request: SplitRequest, states: PinnedStates, produced: Sharding) -> Sharding:
-    """Return the sharding of a request whose open atoms stay as produced, but for axes that it uses elsewhere."""
+    """Return the sharding of a request, with open atoms as produced."""
     claimed = {axis for axes in request if axes for axis in axes} | states.axes
     splits = tuple(
         tuple(axis for axis in produced.splits[i] if axis not in claimed) if axes is None else axes

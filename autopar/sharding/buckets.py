@@ -58,7 +58,7 @@ class Bucket:
 
     @property
     def is_sum(self) -> bool:
-        """Return whether the backward only all-reduces: gradients then stay views of one lasting buffer."""
+        """Return whether the backward only all-reduces, in one lasting buffer."""
         return all(
             one.differentiable and [step.kind for step in one.reshard.backward] == [StepKind.ALL_REDUCE]
             for one in self.members
@@ -125,7 +125,7 @@ def buffers_of(step: Step, one: InsertedReshard) -> float:
 
 
 def copied(step: Step, one: InsertedReshard) -> float:
-    """Return the bytes of the copy that a step makes of pieces that are not contiguous in memory."""
+    """Return the bytes that a step copies to make its pieces contiguous."""
     if step.atom is None or step.kind is StepKind.ALL_REDUCE:
         return 0.0
     leading = shape_of(one, step.before)[: step.atom]
@@ -133,13 +133,13 @@ def copied(step: Step, one: InsertedReshard) -> float:
 
 
 def goes_in_bucket(forward: tuple[StepKind, ...], backward: tuple[StepKind, ...]) -> bool:
-    """Return whether a reshard of these steps can share a bucket: each direction only sends, or is only local."""
+    """Return whether reshards of these steps can share a bucket."""
     ways = [kinds for kinds in (forward, backward) if not LOCAL.issuperset(kinds)]
     return bool(ways) and all(_BUCKETED.issuperset(kinds) for kinds in ways)
 
 
 def in_buckets(found: Iterable[Member], limit_bytes: int = BUCKET_BYTES) -> Iterator[list[Member]]:
-    """Yield buckets of reshards of one kind, in the order of first use; reductions join small blocks of layers."""
+    """Yield buckets of reshards of one kind, in the order of their first use."""
     found = list(found)
     sizes: dict[tuple[Any, ...], int] = {}
     for one in found:

@@ -63,7 +63,7 @@ class Choice:
 
 
 def sites_of(node: NamedNode, operand: Operand | None, tensor: NamedTensor) -> tuple[Site | None, ...] | None:
-    """Return the site of each atom of an operand or a result; None where op and tensor unfold a dim differently."""
+    """Return the site of each atom of a tensor, None if the op unfolds it otherwise."""
     if operand is None:
         return None
     sites: list[Site | None] = []
@@ -79,7 +79,7 @@ def sites_of(node: NamedNode, operand: Operand | None, tensor: NamedTensor) -> t
 
 
 def _matched(own: list[int], found: list[tuple[Site, int]]) -> list[Site | None]:
-    """Return the sites of atoms of these sizes, if the op has the same sizes up to atoms of size 1."""
+    """Return the sites of atoms that equal those of the op up to size 1."""
     if own == [extent for _, extent in found]:
         return [site for site, _ in found]
     long = [(site, extent) for site, extent in found if extent != 1]
@@ -96,7 +96,7 @@ def choices(
     uneven: Uneven = (),
     passing: Mapping[str, Iterable[Passing]] | None = None,
 ) -> Iterator[Choice]:
-    """Yield all choices that give each axis one of its candidate sites, one of its passings, or nothing.
+    """Yield all choices that give each axis a candidate site, a passing, or nothing.
 
     Axes that split one site do so in every order; the order of the mesh comes first.
     """
@@ -119,7 +119,7 @@ def choices(
 
 
 def can_split(node: NamedNode, site: Site, used: tuple[str, ...], axes: SubMesh, uneven: bool = False) -> bool:
-    """Return whether an op allows these axes, together, to split an atom of a factor; `uneven`: in unequal pieces."""
+    """Return whether these axes together may split an atom of a factor of an op."""
     factor, atom = site
     kind = node.rule.kinds.get(factor)
     if atom >= len(node.atoms.get(factor, ())):
@@ -158,7 +158,7 @@ def passings_of(graph: NamedGraph, node: NamedNode) -> tuple[Passing, ...]:
 def shardings_of(
     graph: NamedGraph, node: NamedNode, choice: Choice
 ) -> tuple[tuple[Sharding | None, ...], tuple[Sharding | None, ...]] | None:
-    """Return the shardings of operands and results under a choice; None where the op cannot run so."""
+    """Return the shardings of operands and results under a choice, None if infeasible."""
     if any(way and way not in graph.passable_sums[node.name] for _, way in choice.passes):
         return None
     operands: list[Sharding | None] = []

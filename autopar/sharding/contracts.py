@@ -40,7 +40,7 @@ class _Sent:
 def check_contracts(
     layout: Layout, graph: NamedGraph, assignment: Assignment, inserted: Iterable[InsertedReshard]
 ) -> None:
-    """Raise E6 for a guard or a limit that the assignment breaks, E7 for a `same` whose tensors differ."""
+    """Raise E6 for a guard or limit that is broken, E7 for a `same` that differs."""
     sent = [
         _Sent(step.kind.value, step.axes, direction, graph.tensors[one.tensor], one.op, step.numel * one.itemsize)
         for one in inserted
@@ -130,7 +130,7 @@ def _check_halo(limit: Limit, graph: NamedGraph, assignment: Assignment) -> None
 
 
 def _over_halo_limit(limit: Limit, split: LoweredOpContext) -> list[tuple[str, float]]:
-    """Return the factors whose neighbours send more than the limit, as a share of a shard's extent."""
+    """Return the factors with a larger halo, as a share of a shard's extent."""
     assert limit.percent is not None, limit
     # Only windows that slide along a split dim, as in a convolution, read the edges of the neighbours.
     shares = received_share(split) if isinstance(split.lowering, Window) else {}

@@ -18,7 +18,7 @@ from autopar.sharding.sharding import Atoms, Sharding
 
 
 def to_placements(sharding: Sharding, atoms: Atoms, axes: SubMesh, tensor: str = "the tensor") -> tuple[Placement, ...]:
-    """Return one placement per axis of the mesh, or raise E4 naming `tensor`. Broadcast becomes replicated."""
+    """Return one placement per mesh axis, or raise E4 naming `tensor`."""
     sharding.check(atoms, axes)
     dims = {atom: dim for dim, members in enumerate(atoms.members) for atom in members}
     placements: list[Placement] = []
@@ -35,7 +35,7 @@ def to_placements(sharding: Sharding, atoms: Atoms, axes: SubMesh, tensor: str =
 
 
 def _stride(sharding: Sharding, atoms: Atoms, axes: SubMesh, axis: str, dim: int) -> int:
-    """Return the number of blocks of a dim, after the cuts of earlier mesh axes, in each of which the axis cuts."""
+    """Return the number of blocks of a dim in each of which the axis cuts."""
     order = list(axes)
     earlier = set(order[: order.index(axis)])
     stride = 1

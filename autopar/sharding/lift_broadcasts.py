@@ -17,8 +17,8 @@ from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.choices import BROADCAST, shardings_of
 
 
-def begin_at_parameters(graph: NamedGraph, assignment: Assignment, pinned: Collection[str]) -> Assignment:
-    """Return the assignment with broadcasts moved to the parameters where that sends no more; `pinned` ops stay."""
+def lift_broadcasts(graph: NamedGraph, assignment: Assignment, pinned: Collection[str]) -> Assignment:
+    """Return the assignment with broadcasts of all but `pinned` ops moved up."""
     return _Lifting(graph, assignment, pinned).run()
 
 

@@ -28,12 +28,12 @@ def pin_of(layout: Layout, node: NamedNode) -> OpPin | None:
 
 
 def pinned_sites(pin: OpPin, node: NamedNode) -> dict[str, list[Site]]:
-    """Return the sites that each axis of a pin may split: the atoms of its factor, or the one that it names."""
+    """Return the sites that each axis of a pin may split."""
     return {axis: _sites(factor, node) for factor, axes in pin.choice if _splits(factor) for axis in axes}
 
 
 def uneven_sites(pin: OpPin, node: NamedNode) -> set[tuple[Site, tuple[str, ...]]]:
-    """Return the sites that a pin allows to be cut in pieces of different lengths, with their axes."""
+    """Return the sites, with their axes, that a pin lets be cut in uneven pieces."""
     return {(site, axes) for factor, axes in pin.choice if factor in pin.uneven for site in _sites(factor, node)}
 
 
@@ -66,7 +66,7 @@ def _sites(word: str, node: NamedNode) -> list[Site]:
 
 
 def allows(pin: OpPin, choice: Choice, node: NamedNode) -> bool:
-    """Return whether a choice equals the pin; the order of axes counts where the pin names one atom."""
+    """Return whether a choice equals the pin, up to the order of axes over atoms."""
     splits = dict(choice.splits)
     for factor, axes in pin.choice:
         if not _splits(factor):
@@ -115,7 +115,7 @@ def infeasible_pin(pin: OpPin, node: NamedNode, axes: SubMesh, graph: NamedGraph
 
 
 def kinds_of(tensor: NamedTensor, returned: Collection[str]) -> tuple[str, ...]:
-    """Return the kinds of scopes that may speak of a tensor; `returned` are the graph's outputs."""
+    """Return the kinds of scopes that may cover a tensor, given the graph's outputs."""
     if tensor.kind == "activation":
         return ("output",) if tensor.name in returned else ("act",)
     return {"param": ("param", "use"), "input": ("input",)}.get(tensor.kind, ("buffer",))
@@ -136,7 +136,7 @@ def words_of(graph: NamedGraph) -> LayoutWords:
 
 
 def with_constraints(layout: Layout, graph: NamedGraph, axes: SubMesh) -> Layout:
-    """Return the layout with one pin for each value that the model constrains by `autopar.constrain`."""
+    """Return the layout with a pin for each value that `autopar.constrain` names."""
     sources = {node.name: node for node in graph.exported.graph_module.graph.nodes}
     pins: list[Pin] = []
     for tensor in graph.tensors.values():

@@ -31,7 +31,7 @@ from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.parameter_storage import GatherPolicy
 from autopar.sharding.layout.resolve import UNPINNED, SplitRequest
 from autopar.sharding.layout.syntax import Axes, OpPin, Pin
-from autopar.sharding.lift_broadcasts import begin_at_parameters
+from autopar.sharding.lift_broadcasts import lift_broadcasts
 from autopar.sharding.lowered_ops import lowered_context
 from autopar.sharding.op_pins import allows, infeasible_pin, pinned_passings, pinned_sites, uneven_sites
 from autopar.sharding.reshard.reshard import Reshard, reshard
@@ -53,7 +53,7 @@ class PropagationCache:
 
 
 def propagate(graph: NamedGraph, layout: Layout, axes: SubMesh, cache: PropagationCache | None = None) -> Assignment:
-    """Return the assignment of a graph under a layout; `cache` keeps propagations under other layouts."""
+    """Return the assignment of a graph under a layout."""
     bound = BoundLayout(graph, layout, axes)
     cache = cache or PropagationCache()
     options = options_of(bound.whole, axes)
@@ -62,7 +62,7 @@ def propagate(graph: NamedGraph, layout: Layout, axes: SubMesh, cache: Propagati
     if key is not None and key in cache.assignments:
         return cache.assignments[key]
     found = _HoleFiller(bound, options, cache).run() if options else _Propagation(bound, cache).run()
-    found = begin_at_parameters(graph, found, bound.pinned_ops())
+    found = lift_broadcasts(graph, found, bound.pinned_ops())
     if verifying():
         verify_assignment(graph, found)
     if key is not None:
@@ -81,13 +81,13 @@ def propagate_partly(
     propagation = _Propagation(bound, cache or PropagationCache())
     found = propagation.run(decided)
     undecided = frozenset(propagation.undecided)
-    return begin_at_parameters(graph, found, bound.pinned_ops() | undecided), undecided
+    return lift_broadcasts(graph, found, bound.pinned_ops() | undecided), undecided
 
 
 def reassign_ops(
     graph: NamedGraph, layout: Layout, known: Assignment, ops: Collection[str], uses_stay: bool = True
 ) -> Assignment:
-    """Return an assignment in which some ops, and stored tensors that the layout pins, are decided anew.
+    """Return an assignment with some ops and pinned stored tensors decided anew.
 
     The layout gives the shardings of the results of these ops. All else stays as known; with `uses_stay`, also the
     shardings in which the ops use parameters.
@@ -113,11 +113,11 @@ def reassign_ops(
         ops=propagation.ops,
         gather_policies=propagation.gather_policies,
     )
-    return begin_at_parameters(graph, found, {node.name for node in graph.nodes if node.name not in ops})
+    return lift_broadcasts(graph, found, {node.name for node in graph.nodes if node.name not in ops})
 
 
 def reassign_storage(graph: NamedGraph, layout: Layout, known: Assignment, name: str) -> Assignment:
-    """Return an assignment with one parameter stored as the layout says; its use and all ops stay."""
+    """Return an assignment with one parameter stored by the layout; its use stays."""
     held = BoundLayout(graph, layout, known.axes, constrained=False).storage(graph.tensors[name])
     assert held.gather_policy is not None, f"{name} is a parameter"
     stored, gather_policies = {**known.stored, name: held.stored}, {**known.gather_policies, name: held.gather_policy}
@@ -161,7 +161,7 @@ class _HoleFiller:
         return best
 
     def _sent_bytes(self, picks: tuple[Axes, ...]) -> float:
-        """Return the bytes that the graph sends with these picks; infinite where they are infeasible."""
+        """Return the bytes that the graph sends with these picks, infinite if infeasible."""
         if picks not in self.tried:
             try:
                 layout = fill_holes(self.bound.whole, self.bound.axes, picks)
@@ -289,7 +289,7 @@ class _Propagation:
     def _candidates(
         self, node: NamedNode, targets: list[SplitRequest | None]
     ) -> tuple[dict[str, list[Site]], set[tuple[Site, Axes]]]:
-        """Return the sites that each axis splits in an operand or a requested result, and all sites with their axes.
+        """Return the sites of each axis in operands and results, and all with their axes.
 
         The latter may be cut in uneven pieces, as that tensor is.
         """
@@ -313,7 +313,7 @@ class _Propagation:
         return {axis: sites for axis, sites in found.items() if sites}, whole
 
     def _passing(self, node: NamedNode) -> dict[str, tuple[Passing, ...]]:
-        """Return the passings of each axis along which an operand or a pinned result is partial or broadcast."""
+        """Return the passings of axes along which a tensor is partial or broadcast."""
         tensors = (self.graph.tensors[name] for name in node.outputs if name is not None)
         axes = {axis for tensor in tensors for axis in self.bound.states(tensor).axes}
         for name in node.operands:
@@ -336,7 +336,7 @@ class _Propagation:
         return True
 
     def sent_bytes(self) -> int:
-        """Return the bytes that all ops send; ops that want a value in one sharding share its reshard."""
+        """Return the bytes that all ops send; ops of equal needs share a reshard."""
         # By tensor and shardings, so that a reshard that several ops share counts once.
         found: dict[tuple[str, Sharding | None, Sharding | None], int] = {}
         for node in self.graph.nodes:
@@ -346,7 +346,7 @@ class _Propagation:
     def _sent(
         self, node: NamedNode, op_assignment: OpAssignment
     ) -> dict[tuple[str, Sharding | None, Sharding | None], int]:
-        """Return the bytes sent for one op: to reshard its operands, by itself, and to reshard its results."""
+        """Return the bytes sent for one op, with the reshards of its operands and results."""
         found: dict[tuple[str, Sharding | None, Sharding | None], int] = {}
         for name, wanted in zip(node.operands, op_assignment.operands, strict=True):
             if name is not None and wanted is not None:
@@ -373,7 +373,7 @@ class _Propagation:
         return priced[key] * tensor.dtype.itemsize
 
     def _no_choice(self, node: NamedNode) -> str:
-        """Return the message for an op that cannot take its parameters as the layout wants them used."""
+        """Return the message for an op that cannot use its parameters as requested."""
         used: list[str] = []
         reasons: dict[str, None] = {}
         for operand, name in zip(node.rule.operands, node.operands, strict=False):

@@ -49,7 +49,7 @@ def recompute_regions(graph: NamedGraph, recompute: Mapping[str, Recompute]) -> 
 
 
 def _joined(regions: Iterable[RecomputeRegion], own: RecomputeRegion) -> list[RecomputeRegion]:
-    """Return the regions with a checkpoint region added, joined with those that it shares ops with."""
+    """Return the regions with a checkpoint region added, or joined where ops overlap."""
     apart: list[RecomputeRegion] = []
     touched: list[RecomputeRegion] = []
     for region in regions:

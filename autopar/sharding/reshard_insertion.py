@@ -159,7 +159,7 @@ class _ReshardInserter:
         return OpReshards(operands, tuple(before), split, _messages(split), tuple(after))
 
     def _result(self, name: str, whole: bool, handed: list[InsertedReshard]) -> tuple[str, Sharding]:
-        """Return the sharding of a returned value; scalars and values written back to buffers are whole."""
+        """Return the sharding of a returned value; scalars and written buffers are whole."""
         tensor = self.graph.tensors[name]
         if whole or self.whole_outputs or not tensor.shape:
             wanted = Sharding.replicated(atoms_of(tensor))
@@ -169,7 +169,7 @@ class _ReshardInserter:
         return name, self._as(name, wanted, "the outputs", handed)
 
     def _as(self, name: str, wanted: Sharding | None, op: str, made: list[InsertedReshard]) -> Sharding:
-        """Return the sharding in which a value is used; add its reshard to `made` if no earlier op needed it."""
+        """Return the sharding in which a value is used; add a new reshard to `made`."""
         have = self.shardings[name]
         if wanted is None or wanted == have:
             return have

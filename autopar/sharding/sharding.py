@@ -149,12 +149,12 @@ class Sharding:
 
     @cached_property
     def value(self) -> Sharding:
-        """The sharding of the values alone: B, which differs from R in the gradient only, becomes R."""
+        """The sharding of the values alone: B becomes R, as only their gradients differ."""
         return replace(self, broadcast=frozenset()) if self.broadcast else self
 
     @cached_property
     def gradient(self) -> Sharding:
-        """The sharding of the gradient: B and P change places, so the gradient of the gradient has this one."""
+        """The sharding of the gradient: B and P change places."""
         return Sharding(self.splits, partial=self.broadcast, broadcast=self.partial)
 
     def without(self, axes: Iterable[str]) -> Sharding:
@@ -200,7 +200,7 @@ def _largest_sizes(sizes: tuple[int, ...], splits: tuple[tuple[str, ...], ...], 
 
 
 def chunk(extent: int, count: int, index: int) -> Piece:
-    """Return one piece of `torch.chunk`, as DTensor cuts: all of the ceiling size, the last ones shorter or empty."""
+    """Return a piece of `torch.chunk`: of the ceiling size, the last ones shorter."""
     step = -(-extent // count)
     start = min(index * step, extent)
     return start, min(step, extent - start)

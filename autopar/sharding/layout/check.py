@@ -40,14 +40,14 @@ class LayoutWords:
     layers: tuple[str, ...] = ()
 
     def of_kind(self, kind: str | None) -> frozenset[str]:
-        """Return the tensors that a scope of this kind may cover; `use`, `grad` and `opt` cover parameters."""
+        """Return the tensors that a scope of this kind may cover."""
         if kind is None:
             return frozenset().union(*self.tensors.values())
         return self.tensors.get("param" if kind in ("use", "grad", "opt") else kind, frozenset())
 
 
 def check_layout(layout: Layout, words: LayoutWords, axes: SubMesh) -> None:
-    """Raise for the first statement with an unknown name, or with a request that autopar cannot run.
+    """Raise for the first statement with an unknown name or a request without effect.
 
     A strategy may name dims that the model lacks: its rules about them are skipped.
     """

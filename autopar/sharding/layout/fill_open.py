@@ -69,7 +69,7 @@ def _options(term: Term, axes: SubMesh) -> tuple[Axes, ...]:
 
 
 def _with_terms(statement: Statement, change: Callable[[Term], Term]) -> Statement:
-    """Return the statement with `change` applied to every term of its rules, in the order of the text."""
+    """Return the statement with every term of its rules changed, in text order."""
 
     def rule(given: DimRule) -> DimRule:
         return replace(given, place=TensorPattern(tuple(map(change, given.place.terms)), given.place.priority))
@@ -91,7 +91,7 @@ def groups_of(layout: Layout, names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def spell_out_same(layout: Layout, tensors: Mapping[str, tuple[HasAtoms, tuple[str, ...]]], axes: SubMesh) -> Layout:
-    """Return the layout with a block for each tensor that takes axes over; `tensors` come with their kinds."""
+    """Return the layout with a block for each tensor that takes axes over."""
     added: list[Block] = []
     for group in groups_of(layout, list(tensors)):
         for name in group:
@@ -109,7 +109,7 @@ def spell_out_same(layout: Layout, tensors: Mapping[str, tuple[HasAtoms, tuple[s
 
 
 def fill_from(tensor: HasAtoms, wanted: SplitRequest, other: HasAtoms, theirs: SplitRequest) -> SplitRequest:
-    """Return a request with its open atoms filled from that of another tensor with equal atoms."""
+    """Return a request with open atoms filled from that of a tensor of equal atoms."""
     if atoms_of(tensor) != atoms_of(other):
         return wanted
     taken = {axis for axes in wanted for axis in axes or ()}

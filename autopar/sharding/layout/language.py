@@ -96,7 +96,7 @@ def parse_memory(text: str) -> Limit:
 
 
 def parse_strategy_call(text: str) -> tuple[str, dict[str, Axes]]:
-    """Read `fsdp(fsdp=dp*tp)`: the strategy, and the mesh axes for each of its axes, `()` for `none`."""
+    """Read `fsdp(fsdp=dp*tp)`: a strategy, and the mesh axes for each of its axes."""
     return LayoutParser(text, "<strategy>").call()
 
 
@@ -164,7 +164,7 @@ def dims_of_axes(layout: Layout) -> dict[str, frozenset[str]]:
 
 
 def usable_axes(layout: Layout, dims: Iterable[str]) -> tuple[str, ...]:
-    """Return the axes of a strategy that a model with these dims can use: not `ep` without experts."""
+    """Return the axes of a strategy that a model can use: not `ep` without experts."""
     known = tuple(dims)
     return tuple(
         axis
@@ -174,13 +174,13 @@ def usable_axes(layout: Layout, dims: Iterable[str]) -> tuple[str, ...]:
 
 
 def applies_to(layout: Layout, dims: Iterable[str]) -> bool:
-    """Return whether a model has the dims that the strategy is for, as experts for `gshard_moe`."""
+    """Return whether a model has the dims of a strategy, as experts for `gshard_moe`."""
     special = {axis for axis, patterns in dims_of_axes(layout).items() if patterns}
     return not special or not special.isdisjoint(usable_axes(layout, dims))
 
 
 def roles_of(layout: Layout, dims: Iterable[str]) -> tuple[str, ...]:
-    """Return the usable axes of a strategy, and "" if it has one axis: a mesh axis may then stay idle."""
+    """Return the usable axes of a strategy, and "" for an idle axis if it has one."""
     usable = usable_axes(layout, dims)
     return (*usable, "") if usable and len(axes_of(layout)) == 1 else usable
 

@@ -45,7 +45,7 @@ class Specificity(NamedTuple):
 
 
 def specificity(where: Pin | Scope | None, pattern: str) -> Specificity:
-    """Return the rank of a rule for `pattern` in a pin, in one scope of a block, or by itself (None)."""
+    """Return the rank of a rule for `pattern` in a pin, in a scope, or bare (None)."""
     exactness = Exactness.PREFIX if pattern.endswith("*") else Exactness.NAME
     if pattern == "*":
         exactness = Exactness.ANY
@@ -59,7 +59,7 @@ def specificity(where: Pin | Scope | None, pattern: str) -> Specificity:
 
 
 def matches(pattern: str, dim: str) -> bool:
-    """Return whether a dim of a rule (`seq`, `seq*`, `*`) matches a dim: `seq*` matches `seq.1`, `seq` does not."""
+    """Return whether a pattern matches a dim: `seq*` matches `seq.1`, `seq` does not."""
     # A dim without a name is meant only where it is written: `*` does not match it.
     if dim.startswith(POSITION):
         return pattern == dim
@@ -67,7 +67,7 @@ def matches(pattern: str, dim: str) -> bool:
 
 
 def glob_matches(glob: str, name: str) -> bool:
-    """Return whether `@glob` matches a name: `*` is any text, dots included, `?` any one character."""
+    """Return whether `@glob` matches a name: `*` is any text, dots included."""
     return _compiled(glob)(name) is not None
 
 
@@ -116,7 +116,7 @@ class StatementIndex:
 
 
 def _globs(statement: Statement) -> Iterator[str | None]:
-    """Yield the patterns of the names that a statement is about, None for all; none for a contract."""
+    """Yield the name patterns of a statement, None for all; none for a contract."""
     if isinstance(statement, DimRule):
         yield None
     elif isinstance(statement, Block):

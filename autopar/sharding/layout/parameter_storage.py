@@ -29,7 +29,7 @@ def stored_splits(layout: Layout, tensor: HasAtoms, axes: SubMesh) -> Splits:
 
 
 def storage_of(layout: Layout, tensor: HasAtoms, axes: SubMesh) -> tuple[Splits, Splits, Splits]:
-    """Return the splits of `param`, `grad` and `opt`; the latter two follow `param` where no block names them."""
+    """Return the splits of `param`, `grad` and `opt`, by default those of `param`."""
     param = _closed(layout, tensor, "param", axes)
     opt = _closed(layout, tensor, "opt", axes) if _block(layout, tensor, "opt") else param
     grad = _closed(layout, tensor, "grad", axes) if _block(layout, tensor, "grad") else param
@@ -101,7 +101,7 @@ def gather_policy_of(layout: Layout, tensor: HasAtoms, used: tuple[Axes, ...], a
 
 
 def gather_action(layout: Layout, tensor: HasAtoms) -> Literal["keep", "regather"] | None:
-    """Return whether the gathered copy of a parameter is kept or regathered; None where the layout is silent."""
+    """Return "keep" or "regather" for a parameter, None without a statement."""
     best = _about(layout, tensor.name, ("keep", "regather"))
     if len({one.action for one in best}) > 1:
         raise layout_error(

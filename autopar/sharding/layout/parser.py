@@ -304,7 +304,7 @@ class LayoutParser(TokenReader):
         return DimRule(dims, self.place(), first.span)
 
     def _no_arrow(self, first: Token, maybe_word: bool) -> LayoutError:
-        """Return the error for dims without an arrow; the first word may be a misspelt keyword or kind."""
+        """Return the error for dims without an arrow, perhaps after a misspelt keyword."""
         meant = did_you_mean(first.text, [*STATEMENT, *KINDS]) if maybe_word else ""
         if maybe_word and (self.at("{", "[") or self.is_a("glob") or (meant and self.at(","))):
             return unknown_name("kind", first.text, KINDS, first.span)

@@ -43,7 +43,7 @@ class _AxisClaim:
 
 
 def resolve(layout: Layout, tensor: HasAtoms, kind: str, axes: SubMesh) -> SplitRequest:
-    """Return the request for a tensor in its role as `kind`: param, use, act, input, output, buffer, grad or opt."""
+    """Return the request for a tensor in its role as `kind`, such as param or use."""
     claims: list[_AxisClaim] = []
     one_dim: DimRule | None = None
     for claim in _claims(layout, tensor, kind):
@@ -64,7 +64,7 @@ def resolve(layout: Layout, tensor: HasAtoms, kind: str, axes: SubMesh) -> Split
 
 
 def _claims(layout: Layout, tensor: HasAtoms, kind: str) -> list[_AxisClaim]:
-    """Return the claims of the dims of a tensor, or of their parts where a rule about a part is more specific."""
+    """Return the claims of the dims of a tensor, or of their parts."""
     dims: dict[int, list[int]] = {}
     for i, atom in enumerate(tensor.atoms):
         dims.setdefault(atom.dim, []).append(i)
@@ -186,7 +186,7 @@ def _grant(
 def _spread(
     members: Sequence[int], wanted: Axes, tensor: HasAtoms, axes: SubMesh, uneven: bool
 ) -> dict[int, Axes] | None:
-    """Return the axes dealt to the atoms of a dim, major first; None where one does not divide its atom evenly."""
+    """Return the axes of each atom of a dim, major first; None if one does not divide."""
     granted: dict[int, Axes] = {}
     atoms = list(members)
     left = {i: tensor.atoms[i].size for i in atoms}
@@ -220,7 +220,7 @@ def _grant_one_dim(
     spoken: set[int],
     wanted: list[Axes | None],
 ) -> None:
-    """Split the first dim without a rule of its own that the axes divide, for `param { * -> fsdp }`."""
+    """Split the first free dim that the axes divide, for `param { * -> fsdp }`."""
     for i, axes_of in enumerate(wanted):
         wanted[i] = () if axes_of is None else axes_of
     for term in rule.place.terms:
@@ -246,7 +246,7 @@ def _grant_one_dim(
 
 
 def _free_atoms(tensor: HasAtoms, spoken: set[int], strided: bool) -> Iterator[tuple[int, ...]]:
-    """Yield the atoms of each dim without a rule of its own, then, if `strided`, each minor atom of such a dim."""
+    """Yield the atoms of each free dim, then, if `strided`, each minor atom of one."""
     # Shards of a minor atom are strided in its dim, which a DTensor can be along one axis only.
     dims: dict[int, list[int]] = {}
     for i, atom in enumerate(tensor.atoms):
@@ -304,7 +304,7 @@ def _of_pin(pin: Pin) -> PinnedStates:
 
 
 def check_states(states: PinnedStates, name: str, splits: Iterable[tuple[str, Axes]]) -> None:
-    """Raise E3 for a pinned axis that splits the tensor too; `splits` are the axes of each of its dims."""
+    """Raise E3 for a pinned axis that splits a dim of the tensor too."""
     for dim, axes in splits:
         for axis in axes:
             if axis in states.axes:

@@ -64,7 +64,7 @@ def read_text(path: str | Path) -> str:
 
 
 def layout_error(code: str, message: str, fix: str, *places: SourceSpan | str | None) -> LayoutError:
-    """Return an error that shows each place with a caret; a string is a place outside of any file."""
+    """Return an error that shows each place with a caret, or as given if no span."""
     return LayoutError(code, "\n".join([f"{code}: {message}", *excerpts(*places), f"fix: {fix}"]))
 
 
@@ -79,7 +79,7 @@ def excerpts(*places: SourceSpan | str | None) -> list[str]:
 
 
 def unknown_name(what: str, name: str, known: Iterable[str], *places: SourceSpan | str | None) -> LayoutError:
-    """Return the error E1 for a name of a `what` ("dim", "axis") that is none of the known ones."""
+    """Return the error E1 for an unknown name of a `what`, such as "dim"."""
     names = sorted(known)
     if not names:
         fix = f"there is no {what} at all here"

@@ -46,7 +46,7 @@ def expand_lets(statements: Sequence[Statement]) -> tuple[Statement, ...]:
 
 
 def replace_axes(statement: Statement, meaning: Mapping[str, Axes]) -> Statement | None:
-    """Return the statement with other axes, `()` for one of size 1; None if it then says nothing.
+    """Return the statement with other axes, or None if nothing is left of it.
 
     Without their axes `tp` is `none`, `tp?` is `?`, and guards and pinned states are gone.
     """

@@ -67,7 +67,7 @@ class Token:
 
 
 def tokenize(text: str, name: str) -> list[Token]:
-    """Return the words of a layout; every line ends with a "line end" token, the layout with "end"."""
+    """Return the words of a layout, with "line end" after each line and "end" last."""
     if len(text) > MAX_CHARACTERS:
         message = f"a layout has at most {MAX_CHARACTERS:,} characters, and this text has {len(text):,}"
         raise layout_error("E0", message, "give a layout", name)

@@ -22,7 +22,7 @@ __all__ = ["LoweredOp", "LoweredOpContext", "OpMessage", "communicating", "lower
 
 @cache
 def lowered_ops() -> Mapping[str, LoweredOp]:
-    """Return the lowered op of every op that has one: the `LOWERED_OPS` tables of the modules of this package."""
+    """Return all lowered ops: the `LOWERED_OPS` tables of the modules of this package."""
     # Imported at the first call: the modules import this package.
     found: dict[str, LoweredOp] = {}
     for module in iter_modules(__path__):
@@ -33,7 +33,7 @@ def lowered_ops() -> Mapping[str, LoweredOp]:
 
 
 def lowered_op_of(node: NamedNode, factor: str) -> LoweredOp | None:
-    """Return the lowered op that runs a node with `factor` split, where its rule alone does not allow it."""
+    """Return the lowered op that splits `factor` of a node, if its rule alone cannot."""
     # Lowered ops draw no random numbers.
     lowering = None if node.rule.random else lowered_ops().get(node.op)
     return lowering if lowering is not None and node.source == "table" and lowering.takes(node, factor) else None
@@ -47,7 +47,7 @@ def lowered_context(
     axes: SubMesh,
     at: Mapping[str, int] | None = None,
 ) -> LoweredOpContext | None:
-    """Return the lowered op of a choice, by its splits and operands; None where the rule alone suffices.
+    """Return the lowered op of a choice; None where the rule alone suffices.
 
     `at` are the coordinates of a rank, by default of the first one, which has the longest shards.
     """

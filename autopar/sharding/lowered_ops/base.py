@@ -65,7 +65,7 @@ class LoweredOp(Protocol):
         """Return whether it can run this op with this factor split."""
 
     def allows(self, node: NamedNode, factor: str, atom: int) -> bool:
-        """Return whether an atom of the factor may be split; the last pieces may be shorter, or empty."""
+        """Return whether an atom of the factor may be split, perhaps with empty pieces."""
 
     def messages(self, split: LoweredOpContext) -> tuple[OpMessage, ...]:
         """Return its messages, in the order of sending."""
@@ -113,7 +113,7 @@ def local_maximum(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to sum in: float32 for 16-bit floats, in which long sums lose their last digits."""
+    """Return the dtype to sum in: float32 for 16-bit floats, which lose digits."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -125,7 +125,7 @@ class Maximum(OpMessage):
 
 
 def total(split: LoweredOpContext, shape: tuple[int, ...], *, shared: bool) -> OpMessage:
-    """Return the message that sums over the shards; with `shared` the gradients are summed too.
+    """Return the message that sums over shards, with `shared` the gradients too.
 
     They must be, where each rank continues with the sum for its own shard.
     """

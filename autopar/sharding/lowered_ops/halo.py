@@ -128,7 +128,7 @@ class HaloStretch:
         return reach(self.halo, start, start + length, self.extent) if length else WindowReach(0, 0, 0, 0)
 
     def shared(self, holder: int, reader: int) -> tuple[int, int]:
-        """Return start and length, in a piece of the input, of the positions that a piece of the output reads."""
+        """Return start and length of the part of an input piece that an output reads."""
         (start, length), part = self.held(holder), self.reach(reader)
         first, last = max(start, part.first), min(start + length, part.last)
         return (first - start, last - first) if last > first else (0, 0)

@@ -133,7 +133,7 @@ class ScaledReshards:
         self.ranks = prod(self.axes.values())
 
     def of(self, sizes: tuple[int, ...], source: Sharding, target: Sharding) -> tuple[StepSize, ...]:
-        """Return the steps from one sharding of values to another, of a tensor with atoms of these sizes."""
+        """Return the steps between two shardings of a tensor with atoms of these sizes."""
         if source.splits == target.splits and source.partial == target.partial:
             return ()
         change = self.changes.get((source, target))

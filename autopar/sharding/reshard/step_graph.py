@@ -260,7 +260,7 @@ class _StepMaker:
         return Step(StepKind.REDUCE_SCATTER, axes, atom, sharding, after, numel=numel, sent_numel=numel - chunk)
 
     def _exchanged(self, atom: int, axes: tuple[str, ...], to_atom: int, to_axes: tuple[str, ...]) -> int:
-        """Return the elements that the busiest rank of an all-to-all sends: all but those that it keeps."""
+        """Return the elements that the busiest rank of an all-to-all sends."""
         splits = self.sharding.splits
         extent = self._extent(atom, splits[atom][: -len(axes)])
         other = None if to_atom == atom else self._extent(to_atom, splits[to_atom])
@@ -270,7 +270,7 @@ class _StepMaker:
 
 @lru_cache(maxsize=65536)
 def _busiest(extent: int, other: int | None, sizes: tuple[int, ...], order: tuple[int, ...]) -> int:
-    """Return the most that one rank sends when it exchanges pieces of one extent for pieces of another.
+    """Return the most that a rank sends in an exchange of pieces of two extents.
 
     Without another extent only the order of the pieces changes. Ranks at 0 of all other axes have the longest pieces,
     so only the axes of the exchange count.
