@@ -315,7 +315,7 @@ class _Emitter:
         return self.out.call_function(local.op, args, kwargs)
 
     def _pieces(self, node: NamedNode, choice: Choice) -> Iterator[FactorSlice]:
-        """What this rank has of each split factor. Of a factor split in an inner atom only the length is meant."""
+        """Return the slice of each split factor on this rank; of a split inner atom only the length counts."""
         for factor in dict.fromkeys(factor for (factor, _), _ in choice.splits):
             parts = []
             for atom, size in enumerate(node.atoms[factor]):

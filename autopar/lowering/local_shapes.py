@@ -30,7 +30,7 @@ from autopar.sharding.sharding import atoms_of
 __all__ = ["SHARD", "wrong_shapes"]
 
 SHARD = "shard"
-"""What emit notes of a node: the tensor that it holds a shard of, and in which sharding."""
+"""Metadata of a node from emit: the tensor that it holds a shard of, and the sharding."""
 
 # Shapes that depend on data are taken from the sharding.
 _OPEN = (

@@ -75,7 +75,7 @@ class Planner(Protocol):
         ...
 
     def facts(self) -> Mapping[str, str]:
-        """What it decides by, as text."""
+        """Return its inputs for a decision, as text."""
         ...
 
 
@@ -239,7 +239,7 @@ class CallCache:
         return plan, given
 
     def _is_quick_for(self, plan: CompiledCall) -> bool:
-        """Whether a call may begin before it is known that all ranks make it."""
+        """Return whether a call may begin before all ranks are known to make it."""
         if plan.emitted.draws or not self.agreement.is_quick:
             return False
         return self.agreement.is_cheap or not plan.emitted.ends.early  # else that is sent without a comparison
@@ -253,7 +253,7 @@ class CallCache:
         return everyone is not None
 
     def _is_compared(self, differ: bool) -> bool:
-        """Whether a call is, where comparing makes the device wait."""
+        """Return whether a call is compared where a comparison makes the device wait."""
         self.calls += not differ
         return self.agreement.size > 1 and (self.calls <= FIRST_CALLS or self.calls % LATER_CALLS == 0)
 

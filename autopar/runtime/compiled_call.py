@@ -35,14 +35,14 @@ __all__ = ["CallResults", "CallSignature", "CompiledCall"]
 
 @dataclass(frozen=True)
 class CallSignature:
-    """What a module is called with, and the state that it is in."""
+    """Arguments of a call of a module, and the state of the module."""
 
     signature: inspect.Signature
     flat: Flattened
     training: tuple[bool, ...]
     trained: tuple[bool, ...]
     dtypes: tuple[torch.dtype, ...]
-    """Of all parameters, then of all buffers."""
+    """One for each parameter, then for each buffer."""
     grad_enabled: bool
     autocast: tuple[Autocast, ...]
 
@@ -53,7 +53,7 @@ class CallSignature:
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """What two calls have in common that run the same graph, but for what is no tensor among the arguments."""
+        """Return the key of calls that run the same graph, apart from arguments that are no tensors."""
         kinds = tuple((tensor.shape, tensor.dtype, tensor.requires_grad, _sharded(tensor)) for tensor in self.tensors)
         return kinds, self.training, self.trained, self.dtypes, self.grad_enabled, self.autocast
 
@@ -68,7 +68,7 @@ class CallSignature:
         return without_defaults(self.signature, self.flat.node)
 
     def facts(self) -> dict[str, str]:
-        """What all ranks must have in common, as text."""
+        """Return the values that all ranks must share, as text."""
         found = {"structure of the inputs": outline(self.structure)}
         for path, tensor in zip(self.flat.paths, self.tensors, strict=True):
             placements = f" {tensor.placements}" if isinstance(tensor, DTensor) else ""
@@ -187,7 +187,7 @@ class CompiledCall:
         """In how many parts each result is split."""
 
     def values(self, given: CallSignature, compiled: bool = False) -> list[Tensor]:
-        """What the graph is called with, compiled or not: this rank's shards of everything."""
+        """Return the arguments of the graph, compiled or not: this rank's shards of everything."""
         inputs = dict(zip(self.inputs, given.tensors, strict=True))
         if self.changed:
             self._check_overlaps(inputs)

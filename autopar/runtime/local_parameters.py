@@ -122,7 +122,7 @@ def _waited(gradients: Sequence[Tensor | None]) -> None:
 
 
 def _only_put(parameter: DTensor, node: Any) -> bool:
-    """Whether all that autograd would do with the gradient of a parameter is to put it in `.grad`."""
+    """Return whether autograd would only put the gradient of a parameter in `.grad`."""
     return (
         parameter.grad is None
         and parameter.requires_grad
@@ -135,7 +135,7 @@ def _only_put(parameter: DTensor, node: Any) -> bool:
 
 
 def _will_be_put(node: Any) -> bool:
-    """Whether this backward comes to the place where a parameter's gradient is put in `.grad`."""
+    """Return whether this backward puts the gradient of a parameter in `.grad`."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # it is `torch.autograd.grad`, which gives the gradient to whoever has asked for it

@@ -222,7 +222,7 @@ class ParallelModule(ClosedModule):
 
     @property
     def assignment(self) -> Assignment:
-        """What was decided about that graph."""
+        """Return the assignment of that graph."""
         return self._plans.current().assignment
 
     @property

@@ -29,7 +29,7 @@ REMEMBERED = 4096
 
 
 class RandomKeys:
-    """What the random numbers of a module's calls are drawn from."""
+    """Source of the random numbers of a module's calls."""
 
     def __init__(self, agreement: Agreement, device: torch.device) -> None:
         self.agreement = agreement

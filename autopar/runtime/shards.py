@@ -292,7 +292,7 @@ def placed(shell: nn.Module, held: Mapping[str, LocalShard], state_dict: Mapping
 
 
 def _stored(shell: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What a state dict has: parameters and persistent buffers, all names."""
+    """Return the content of a state dict: parameters and persistent buffers, all names."""
     yield from shell.named_parameters(remove_duplicate=False)
     for path, module in shell.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():

@@ -82,7 +82,7 @@ def _gather_as_cut() -> None:
 
 
 def _is_uneven(step: Any, mesh: DeviceMesh) -> bool:
-    """Whether a step gathers shards of different sizes; if so on one rank, then on all, at this axis or one before."""
+    """Return whether a step gathers shards of different sizes: on one rank, then on all, at this axis or one before."""
     source = step.src_dst_placements[0]
     return isinstance(source, Shard) and step.logical_shape[source.dim] % mesh.size(step.mesh_dim) != 0
 

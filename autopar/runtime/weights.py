@@ -27,7 +27,7 @@ _training, _requires_grad, _dtype = map(attrgetter, ("training", "requires_grad"
 
 
 class Weights:
-    """What a module holds on this rank, and the model without its values that calls are traced with."""
+    """Parameters and buffers of a module on this rank, and the model without values that calls are traced with."""
 
     def __init__(
         self, shell: nn.Module, model: nn.Module, device: torch.device, compute_dtype: torch.dtype | None
@@ -45,13 +45,13 @@ class Weights:
         self.unset = {name for name, buffer in model.named_buffers() if buffer.is_meta}
         """Buffers that were built without values and have not been given any."""
         self.loaded = False
-        """Whether some state dict was."""
+        """True after a state dict was loaded."""
         self.shells: list[nn.Module] = []
         self.tables: list[tuple[dict[str, nn.Parameter | None], str]] = []
         self.buffer_tables: list[tuple[dict[str, Tensor | None], str]] = []
 
     def facts(self) -> dict[str, str]:
-        """What must be the same on all ranks before the weights are split, apart from values."""
+        """Return the properties, apart from values, that all ranks must share before the weights are split."""
         model = self._whole()
         facts = {"model": self.owner}
         facts.update({f"shape of parameter {name}": kind_of(p) for name, p in model.named_parameters()})
@@ -68,7 +68,7 @@ class Weights:
         }
 
     def state(self) -> tuple[tuple[bool, ...], tuple[bool, ...], tuple[torch.dtype, ...]]:
-        """Of each module whether it trains, of each parameter whether it does, and the type of each tensor."""
+        """Return for each module whether it trains, for each parameter likewise, and the type of each tensor."""
         if self.shells:
             parameters: list[Any] = [table[name] for table, name in self.tables]
             buffers: list[Any] = [table[name] for table, name in self.buffer_tables]

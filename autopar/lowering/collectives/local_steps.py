@@ -51,7 +51,7 @@ class LocalStep:
 
     @property
     def local(self) -> bool:
-        """Whether it sends nothing."""
+        """Return whether it sends nothing."""
         return self.kind in LOCAL
 
     @property
@@ -124,7 +124,7 @@ def _replaced(sizes: tuple[int, ...], atom: int, length: int) -> tuple[int, ...]
 
 
 def _leading(sizes: tuple[int, ...], atom: int) -> bool:
-    """Whether pieces along this atom lie in memory one after the other."""
+    """Return whether pieces along this atom are contiguous in memory."""
     return all(size == 1 for size in sizes[:atom])
 
 
@@ -133,7 +133,7 @@ def _order(members: list[tuple[Piece, ...]], atom: int) -> tuple[int, ...]:
 
 
 def _shared(mine: Piece, other: Piece) -> Piece:
-    """What two pieces have in common, counted from the start of the first."""
+    """Return the intersection of two pieces, counted from the start of the first."""
     start = max(mine[0], other[0])
     length = min(mine[0] + mine[1], other[0] + other[1]) - start
     return (start - mine[0], length) if length > 0 else (0, 0)

@@ -34,11 +34,11 @@ SUMMED: Mapping[torch.dtype, torch.dtype] = {
     torch.float8_e5m2: torch.float32,
     torch.float8_e5m2fnuz: torch.float32,
 }
-"""What no library adds up as it is, and in which dtype it is added up."""
+"""Dtypes that no library adds up, and the dtypes in which they are added up."""
 
 
 def is_known(dtype: torch.dtype, gathered: bool) -> bool:
-    """Whether a dtype is moved as it is; complex numbers only where they are gathered."""
+    """Return whether a dtype is sent unchanged; complex numbers only where they are gathered."""
     return dtype in _KNOWN or (gathered and dtype in _COMPLEX)
 
 

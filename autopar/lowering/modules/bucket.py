@@ -52,9 +52,9 @@ class BucketCollectives:
     """For each step, what it is for each tensor; none where nothing is sent that way."""
     backward: tuple[tuple[LocalStep, ...], ...] = field(init=False)
     is_sum: bool = field(init=False)
-    """Whether all that is done with gradients is to add them up."""
+    """Return whether gradients are only added up."""
     is_idle: bool = field(init=False)
-    """Whether nothing is done with the parameters."""
+    """Return whether the parameters need no step."""
 
     def __post_init__(self) -> None:
         forward, backward = [one.forward for one in self.conversions], [one.backward for one in self.conversions]
@@ -149,7 +149,7 @@ def _parted(first: LocalStep, sent: Tensor, sizes: list[int]) -> tuple[Tensor, .
 
 
 def is_view(move: LocalStep) -> bool:
-    """Whether what comes of a move is cut from what was sent: it may then be cut before that has come."""
+    """Return whether the result of a step is a slice of the sent buffer, which may be taken before it arrives."""
     return move.kind is StepKind.ALL_REDUCE or move.longest == move.after[move.atom]
 
 

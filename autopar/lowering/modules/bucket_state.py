@@ -1,4 +1,4 @@
-"""What a bucket remembers from one place of a step to the next, and what of the gradients is still to come."""
+"""State of a bucket between two places of a step: gathered parameters and pending gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["BucketState", "GradientSync", "Regathered", "is_alone"]
 
 @dataclass
 class GradientSync:
-    """Whether gradients are sent in the backward, and what of them is still to come.
+    """State of gradient communication: sent in the backward or deferred, and pending parts.
 
     `ParallelModule.no_sync()` switches it off for a while.
     """
@@ -34,7 +34,7 @@ class GradientSync:
             waited(self.unfinished.popitem()[1])
 
     def note_write(self) -> None:
-        """What was gathered of parameters is no longer what they are."""
+        """Mark the gathered parameters as outdated."""
         self.writes += 1
 
     def later(self, running: BucketState, pieces: Sequence[Tensor]) -> None:
@@ -70,7 +70,7 @@ class BucketState:
     lasting: KeptGathered | None = None
     again: Regathered | None = None
     ended: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
-    """What came in and went out at the end of a bucket that does nothing in the forward, in the call before."""
+    """Inputs and outputs at the end of a bucket without work in the forward, of the call before."""
 
     def free_buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """The buffer of the step before, unless somebody still holds a gradient of it."""
@@ -80,7 +80,7 @@ class BucketState:
         return self.buffer
 
     def kept(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        """What was gathered before, if the stored tensors are still the same."""
+        """Return the gathered copies, if the stored tensors are still the same."""
         if self.lasting is not None:
             is_same = self.lasting.writes == self.synchronisation.writes and self.lasting.states == _states(tensors)
             self.lasting = self.lasting if is_same else None
@@ -100,16 +100,16 @@ def _holders(tensor: Tensor) -> int:
 
 
 def is_alone(tensor: Tensor) -> bool:
-    """Whether a tensor fills the memory that it lies in: it may be given up and filled again without harm to others."""
+    """Return whether a tensor fills its storage, which may then be freed and filled again."""
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 @dataclass(eq=False)
 class KeptGathered:
-    """What was gathered once for several forwards."""
+    """Copies that were gathered once for several forwards."""
 
     stored: list[Tensor]
-    """What it was gathered of; kept, so that no other tensor comes to lie there."""
+    """Source of the copy; kept, so that no other tensor takes its memory."""
     states: tuple[tuple[int, int], ...]
     writes: int
     gathered: list[Tensor]

@@ -25,7 +25,7 @@ class LateTensor(Tensor):
 
     @staticmethod
     def of(like: Tensor, arrival: Callable[[], Tensor | complex]) -> LateTensor:
-        """Of this shape, dtype and device; `arrival` waits, and gives the values or one for all."""
+        """Make a tensor of this shape, dtype and device; `arrival` waits, and returns the values or one for all."""
         own = torch.full_like(like, torch.nan if like.is_floating_point() else -1, requires_grad=False)
         made: LateTensor = torch.Tensor._make_subclass(LateTensor, own)
         made._own, made._arrival = own, arrival
@@ -70,4 +70,4 @@ _BLIND = frozenset(
         Tensor.grad_fn.__get__,  # type: ignore[union-attr]
     )
 )
-"""What is done with a loss before and in its backward, and does not look at its value."""
+"""Ops on a loss before and in its backward that do not read its value."""

@@ -165,7 +165,7 @@ class RreluSlopes:
 
 @dataclass(frozen=True)
 class OpSample:
-    """What an op draws that needs nothing but its arguments: `operands` are the tensors, with their whole strides."""
+    """Draw of an op from its arguments alone: `operands` are the tensors, with their whole strides."""
 
     shard: DrawShard
     cut: LocalRegion

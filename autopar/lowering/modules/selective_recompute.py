@@ -41,9 +41,9 @@ class Segment:
     writes: tuple[str, ...]
     kept: bool
     draws: bool
-    """Whether it may draw from the default generator."""
+    """True where it may draw from the default generator."""
     acts: bool
-    """Whether it does something beside what it returns."""
+    """True where it has an effect beside its results."""
 
 
 class SelectiveRecompute(nn.Module):
@@ -115,7 +115,7 @@ def _module_of(body: GraphModule, nodes: Sequence[Node], reads: Sequence[Node], 
 
 @dataclass(eq=False)
 class _Saved:
-    """What stands in autograd's graph for a tensor that is computed again."""
+    """Stand in autograd's graph for a recomputed tensor."""
 
     run: _RegionCall
     tensor: Tensor | None = None
@@ -142,13 +142,13 @@ class _RegionCall:
 
     region: SelectiveRecompute
     saved: dict[Segment, list[weakref.ref[_Saved]]] = field(default_factory=dict)
-    """What each stretch has saved, in order."""
+    """Values that each stretch has saved, in order."""
     views: dict[str, list[weakref.ref[_View]]] = field(default_factory=dict)
-    """By the value that they are views of."""
+    """Keyed by the value that they are views of."""
     made: dict[StorageWeakRef, str] = field(default_factory=dict)
     """The memory of values that are computed again. A weak reference keeps it from being taken for other memory."""
     held: dict[str, Any] = field(default_factory=dict)
-    """What is needed to compute again."""
+    """Values that the recomputation needs."""
     again: list[Segment] = field(default_factory=list)
     states: dict[Segment, Any] = field(default_factory=dict)
     """Those of the default generators before stretches that draw."""

@@ -11,7 +11,7 @@ from torch.fx import Node
 __all__ = ["FRESH", "is_idle_copy", "makes_new_memory", "readers"]
 
 FRESH = "fresh"
-"""What is noted of a module of ours that stands for an op whose results share no memory with its operands."""
+"""Attribute of a module that stands for an op whose results share no memory with its operands."""
 
 
 def readers(values: Iterable[Node]) -> set[Node]:
@@ -30,20 +30,20 @@ def readers(values: Iterable[Node]) -> set[Node]:
 
 
 def _may_alias(node: Node) -> bool:
-    """Whether the result of an op may share the memory of an operand."""
+    """Return whether the result of an op may share the memory of an operand."""
     if isinstance(node.target, torch._ops.OpOverload):
         return any(result.alias_info is not None for result in node.target._schema.returns)
     return node.op != "output" and not node.meta.get(FRESH)
 
 
 def makes_new_memory(op: torch._ops.OpOverload) -> bool:
-    """Whether the results of an op never share the memory of an operand; padding by nothing may be done by a view."""
+    """Return whether the results of an op never share the memory of an operand; padding by nothing may be a view."""
     shared = any(result.alias_info is not None for result in op._schema.returns)
     return not shared and op is not torch.ops.aten.constant_pad_nd.default
 
 
 def is_idle_copy(node: Node) -> bool:
-    """Whether an op of a functional graph makes a copy that nobody can tell from the original (dropout of nothing).
+    """Return whether an op of a functional graph makes an equal copy (dropout of nothing).
 
     Nothing in the graph changes a value, so only who gets a result of it could tell, by changing that.
     """

@@ -39,11 +39,11 @@ class _ReshardedParameter:
     block: str
     bytes: int
     kind: tuple[Any, ...]
-    """What all conversions of a bucket have in common."""
+    """Properties that all reshards of a bucket share."""
 
 
 class CallGate(Protocol):
-    """What a call must pass before its first collective."""
+    """Check that a call passes before its first collective."""
 
     def check(self) -> None: ...
 
@@ -56,7 +56,7 @@ class BucketedParameters:
     synchronisation: GradientSync = field(default_factory=GradientSync)
     gate: CallGate | None = None
     awaited: bool = False
-    """Whether whoever gives the parameters waits for what is sent of their gradients."""
+    """True where the owner of the parameters waits for the communication of their gradients."""
 
     def of(self, tensor: NamedTensor) -> ParameterHandling:
         found = self.handling.get(tensor.name)

@@ -28,7 +28,7 @@ from autopar.lowering.passes.recompute_regions import REGION
 __all__ = ["ROOM", "HoistedSums", "NumberExchange", "move_to_ends", "wrapped"]
 
 MOST_NODES = 64
-"""Of the graph before the graph: targets that are shifted, flattened, compared and counted take ten."""
+"""Most ops of the graph before the graph: targets that are shifted, flattened, compared and counted take ten."""
 ROOM = 7
 """For so many numbers there is room in a comparison of the ranks, so that what a call sends may go with it."""
 _ATEN = torch.ops.aten
@@ -41,7 +41,7 @@ class NumberExchange(Protocol):
 
     @property
     def is_cheap(self) -> bool:
-        """Whether no device waits for it; else collectives are cheaper."""
+        """True where no device waits for it; else collectives are cheaper."""
         ...
 
     def exchange(self, numbers: Sequence[int | float], last: bool) -> Callable[[str], Rows]:
@@ -54,7 +54,7 @@ class NumberExchange(Protocol):
 
 @dataclass(frozen=True)
 class HoistedSums:
-    """What is sent before and after a graph, which has the sums of the former as its last inputs."""
+    """Sums before and after a graph, which has the former as its last inputs."""
 
     before: GraphModule | None = None
     """From some of the other inputs to this rank's parts of the sums that are sent before the graph."""
@@ -64,11 +64,11 @@ class HoistedSums:
     late: tuple[tuple[int, LocalReshard], ...] = ()
     """Which results of the graph are this rank's parts of sums."""
     notes: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    """What is sent before, and after."""
+    """Sums that are sent before, and after."""
 
     @property
     def outline(self) -> str:
-        """What all ranks must have in common for their exchanges to meet."""
+        """Return the values that all ranks must share for their exchanges to match."""
         early = [(one.result_shape, one.reshard.forward) for one in self.early]
         return f"{early} {[(place, one.result_shape, one.reshard.forward) for place, one in self.late]}"
 
@@ -183,7 +183,7 @@ class _FoundSums:
     """Nodes that follow from those and from sums of them."""
     early: list[Node]
     late: dict[Node, list[Node]]
-    """By result, the sums of which it is a linear function, which is applied to the parts instead."""
+    """Map each result to the sums of which it is a linear function, which is applied to the parts instead."""
 
 
 def move_to_ends(graph: Graph, modules: dict[str, nn.Module], inputs: Iterable[str]) -> HoistedSums:
@@ -286,7 +286,7 @@ def _is_constant(value: Any, found: _FoundSums) -> bool:
 
 
 def _is_plain(node: Node, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a node gives the same from the same, changes nothing, and sends nothing."""
+    """Return whether a node is deterministic, changes nothing, and sends nothing."""
     if node.op == "call_module":
         conversion = getattr(modules[str(node.target)], "conversion", None)
         return isinstance(conversion, LocalReshard) and all(move.local for move in conversion.forward)

@@ -35,7 +35,7 @@ class DrawnOp:
     op: str
     choice: str
     exact: bool
-    """Whether its shards can draw what one process draws."""
+    """True where its shards can draw the numbers of one process."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def put_gate(graph: Graph, modules: dict[str, nn.Module], gate: CallGate) -> Non
 
 
 def _may_send(node: Node, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether the forward of a module of ours may send something; ops of torch do not."""
+    """Return whether the forward of one of our modules may send something; ops of torch do not."""
     if node.op != "call_module":
         return False
     module = modules[str(node.target)]

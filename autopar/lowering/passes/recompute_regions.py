@@ -28,7 +28,7 @@ from autopar.sharding.recompute import RecomputeRegion
 __all__ = ["KEPT", "REGION", "with_regions"]
 
 REGION, KEPT = "region", "kept"
-"""What is noted of a node: the number of the region that it is in, and whether its result is kept there."""
+"""Metadata of a node: the number of its region, and whether its result is saved there."""
 
 
 class RegatherBeforeRecompute(nn.Module):
@@ -38,7 +38,7 @@ class RegatherBeforeRecompute(nn.Module):
         super().__init__()
         self.running = running
         self.known: weakref.WeakValueDictionary[int, Regathered] = weakref.WeakValueDictionary()
-        """By their memory, which stands for the forward that they were gathered in."""
+        """Keyed by their memory, which identifies the forward that gathered them."""
 
     def forward(self, *values: Tensor) -> None:
         if torch.compiler.is_compiling():

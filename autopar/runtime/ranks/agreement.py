@@ -101,16 +101,16 @@ class Agreement:
 
     @property
     def is_cheap(self) -> bool:
-        """Whether a few numbers of the device can be exchanged without making it wait."""
+        """Return whether a few numbers of the device can be exchanged without a wait."""
         return self.size > 1 and self.device.type == "cpu"
 
     @property
     def is_quick(self) -> bool:
-        """Whether a few numbers of the host can be."""
+        """Return whether a few numbers of the host can be exchanged without a wait."""
         return self.is_cheap or self.channel is not None
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """What `work` gives on this rank; an error on any rank is an error on all."""
+        """Return the result of `work` on this rank; an error on any rank is an error on all."""
         result: Result | None = None
         own: AutoparError | None = None
         try:
@@ -126,7 +126,7 @@ class Agreement:
         return result  # type: ignore[return-value]
 
     def decided_by_first(self, decide: Callable[[], Result]) -> Result:
-        """What `decide` gives on the first rank, on all ranks."""
+        """Return the result of `decide` on the first rank, on all ranks."""
         if self.group is None:
             return decide()
         sent: list[Any] = [None]

@@ -30,14 +30,14 @@ SAID = ROOM + 1
 WIDTH = SAID + 2
 """Numbers in a row: which exchange, what is said, a check."""
 REST_SECONDS = 5e-5
-"""Of a rank that waits, before it looks again: the others may need its core."""
+"""Seconds that a waiting rank sleeps before it looks again: the others may need its core."""
 LONGEST_REST_SECONDS = 1e-3
 ALIVE_SECONDS = 0.2
 """How often a rank that waits looks whether the others are still there."""
 
 
 class SharedExchange:
-    """What all ranks say, as soon as they have."""
+    """Return the values of all ranks, as soon as they are there."""
 
     def __init__(self, channel: SharedMemory, number: int) -> None:
         self._channel = channel
@@ -65,7 +65,7 @@ class SharedMemory:
             [memory[begin : begin + WIDTH] for begin in range(ranks + first * WIDTH, len(memory), EXCHANGES * WIDTH)]
             for first in range(EXCHANGES)
         ]
-        """By exchange and rank."""
+        """Indexed by exchange and rank."""
         self._number = 0
         self._unread: dict[int, SharedExchange] = {}
 
@@ -165,5 +165,5 @@ def _bytes(ranks: int) -> int:
 
 
 def _check(numbers: Sequence[int]) -> int:
-    """Of 63 bits, and not zero for a row of zeros."""
+    """Return a hash of 63 bits, not zero for a row of zeros."""
     return hash((WIDTH, *numbers)) >> 1

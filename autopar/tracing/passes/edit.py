@@ -12,7 +12,7 @@ __all__ = ["arguments_of", "insert", "replaced"]
 
 
 MARKS = ("named", "constrain")
-"""What users say of a value."""
+"""Annotations of users on a value."""
 
 
 def arguments_of(node: Node) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def _drop_nothing(node: Node) -> None:
 
 
 def _is_nothing(val: torch.Tensor) -> bool:
-    """Whether a tensor has the shape [0]."""
+    """Return whether a tensor has the shape [0]."""
     return tuple(val.shape) == (0,)
 
 

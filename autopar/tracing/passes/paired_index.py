@@ -74,7 +74,7 @@ class _PairedIndexPass:
     node: Node
     x: Node
     shape: tuple[int, ...]
-    """Of all indices together."""
+    """Shape of all indices together."""
     aligned: dict[int, int]
     """A dim of the indices -> the dim of x that stands beside it."""
     lookup: tuple[int, Node] | None
@@ -220,7 +220,10 @@ def _value(node: Node, known: dict[Node, Tensor | None], steps: int, most: int) 
 
 
 def _computed(node: Node, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """What an op gives on the CPU. Some lack a kernel there that the traced device has, `histc` that of integers."""
+    """Return the result of an op on the CPU.
+
+    Some ops lack a kernel there that the traced device has: `histc` the kernel of integers.
+    """
     op: Any = node.target
     try:
         found = op(*args, **kwargs)

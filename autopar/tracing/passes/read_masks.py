@@ -27,7 +27,7 @@ aten = torch.ops.aten
 ATTENTION_NOTE = "attention"
 """The key of an `AttentionNote` in the meta of a node."""
 HIDDEN = -1e4
-"""What adds less than this to a score gives a weight of 0: a float32 exponential is 0 below -104."""
+"""A mask value below this gives a weight of 0: a float32 exponential is 0 below -104."""
 
 
 def read_masks(graph: Graph, known: Mapping[Node, Tensor], sources: Mapping[Node, str]) -> None:
@@ -56,7 +56,7 @@ def _rewrite(node: Node, changed: Mapping[str, Any]) -> None:
 
 
 def _mask(reader: IndexReader, node: Node, arguments: Mapping[str, Any]) -> tuple[AttentionNote, dict[str, Any]]:
-    """What a mask is, and the arguments that say the same without it."""
+    """A kind of mask, and the arguments of attention that replace it."""
     mask = arguments["attn_mask"]
     if not isinstance(mask, Node):
         return AttentionNote("causal" if arguments["is_causal"] else "no mask"), {}
@@ -77,7 +77,7 @@ def _mask(reader: IndexReader, node: Node, arguments: Mapping[str, Any]) -> tupl
 
 
 def _keeps_shape(node: Node, arguments: Mapping[str, Any]) -> bool:
-    """Whether the result has its leading dims without the mask, too."""
+    """Return whether the result has its leading dims without the mask, too."""
     query, key, value = (arguments[name].meta["val"] for name in ("query", "key", "value"))
     others = () if arguments["enable_gqa"] else (key.shape[:-2], value.shape[:-2])
     leading = torch.broadcast_shapes(query.shape[:-2], *others)  # type: ignore[no-untyped-call]

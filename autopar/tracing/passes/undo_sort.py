@@ -110,7 +110,7 @@ class _SortedRows:
     # -- where values leave the order
 
     def _put_back(self, node: Node, depending: set[Node]) -> Node | None:
-        """What a node gives that puts a sorted value back, computed in the original order."""
+        """Return the result, in the original order, of a node that puts a sorted value back."""
         if node.target in LOOKUPS:
             source, index = _lookup(node)
             if source in depending and index in depending and self._undoes(index):
@@ -195,7 +195,7 @@ class _SortedRows:
 
 
 def _lookup(node: Node) -> tuple[Any, Any]:
-    """What rows are taken from, and which, where nothing else is indexed."""
+    """Return the source of rows and their index, where nothing else is indexed."""
     if node.target is aten.index.Tensor:
         source, indices = node.args[:2]
         single = isinstance(indices, list | tuple) and len(indices) == 1
@@ -212,7 +212,7 @@ def _operands(node: Node) -> Iterator[Node | None]:
 
 
 def _keeps_rows_apart(rule: Rule, operands: list[Node | None], ours: set[Node]) -> bool:
-    """Whether the first dim of our operands is one parallel factor, which leads every result and which others lack."""
+    """Return whether the first dim of our operands is a parallel factor that leads every result and others lack."""
     firsts = {
         operand.terms[0] if operand is not None and operand.terms else None
         for operand, node in zip(rule.operands, operands, strict=False)

@@ -244,6 +244,6 @@ def head_parts(structure: Structure) -> Iterator[Proposal]:
 
 
 def _stand_apart(structure: Structure, first: int, second: int) -> bool:
-    """Whether a tensor has both as dims of their own: pieces put side by side have only the second."""
+    """Return whether a tensor has both as separate dims: concatenated pieces have only the second."""
     numbers = structure.space.tensors(first) & structure.space.tensors(second)
     return any({first, second} <= {*structure.dims(structure.binding.numbers[number])} for number in numbers)

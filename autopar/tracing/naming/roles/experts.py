@@ -36,7 +36,7 @@ def experts(structure: Structure) -> Iterator[Proposal]:
 
 
 def _chosen(structure: Structure, routed: set[int]) -> Iterator[Proposal]:
-    """What a router's layer makes and `topk` chooses from."""
+    """Return the dims that a router's layer makes and `topk` chooses from."""
     for bound in structure.binding.nodes:
         if op_name(bound) == "topk":
             whole = (structure.factor_dim(bound, factor) for factor in bound.rule.whole if factor in bound.factors)

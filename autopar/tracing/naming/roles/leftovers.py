@@ -1,4 +1,4 @@
-"""What the user feeds, and dims that stand beside named ones."""
+"""Names for dims of inputs, and for dims beside named ones."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ __all__ = ["inputs", "tied"]
 
 
 def inputs(structure: Structure) -> Iterator[Proposal]:
-    """What the user feeds: `batch` leads, unless it is taken apart at once (the ends of edges); the second dim of ids
-    is `seq`, and what stands between it and `d_model`."""
+    """Name the dims of inputs: `batch` leads, unless it is split at once (the ends of edges).
+
+    The second dim of ids is `seq`, and so are the dims between it and `d_model`.
+    """
     for placeholder in structure.inputs:
         value = structure.values[placeholder.node]
         dims = structure.dims(placeholder.node)

@@ -48,7 +48,7 @@ def _summed(structure: Structure, bound: BoundNode) -> Iterator[int]:
 
 SPACE = {"height", "width", "depth"}
 POSITIONS = {"seq", *SPACE}
-"""What layers may mix as they mix features; it stays what it is."""
+"""Roles that layers may mix as features; they keep their name."""
 SCALING = ("mul", "div", "clone", "_to_copy", "dropout", "native_dropout")
 
 

@@ -1,4 +1,4 @@
-"""What the detectors of roles ask of a bound graph."""
+"""Queries of the role detectors on a bound graph."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Structure:
         return set().union(*(self._beside.get(atom, ()) for atom in wanted)) - wanted
 
     def is_inner(self, dim: int) -> bool:
-        """Whether no input and no table that is looked up has a dim: only layers make it and use it."""
+        """Return whether only layers make and use a dim: no input and no lookup table has it."""
         if self.space.parts(dim):
             return False
         keys = {self.binding.numbers[number] for number in self.space.tensors(dim)}
@@ -92,7 +92,7 @@ class Structure:
                 yield factor
 
     def is_whole(self, key: ValueKey, place: int) -> bool:
-        """Whether no op that takes a value could split this dim of it."""
+        """Return whether no op that takes a value could split this dim of it."""
         taken = [
             set(operand.terms[place]) <= bound.rule.whole
             for bound in self.users.get(key, ())

@@ -98,7 +98,7 @@ def columns(structure: Structure) -> set[int]:
 
 
 def _is_output(structure: Structure, dim: int) -> bool:
-    """Whether a dim is also made by a linear layer: a table tied to the head."""
+    """Return whether a linear layer also makes a dim: a table tied to the head."""
     return any(
         structure.factor_dim(bound, factor) == dim
         for bound in structure.binding.nodes
