@@ -1,4 +1,4 @@
-"""How much of each architecture the rule table covers: `python -m benchmarks.coverage [names...]`.
+"""Measure the share of each architecture that the rule table covers: `python -m benchmarks.coverage [names...]`.
 
 With no names, the standard architectures; `--all` for every architecture known to this benchmark; `--train` for the
 graphs of training (with dropout); `--json` for programs.

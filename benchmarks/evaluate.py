@@ -1,4 +1,4 @@
-"""How long it takes to price one plan of Llama-3-8B: the first time, and again.
+"""Measure the time to evaluate one plan of Llama-3-8B: the first time, and again.
 
 python -m benchmarks.evaluate [--layers 32] [--layout megatron] [--mesh dp=8,tp=8] [--cluster h100]
 """
@@ -21,7 +21,7 @@ from examples.llama3_8b import llama3_8b
 
 
 def timed(name: str, call: object, times: int = 1) -> float:
-    """The processor's time, which other programs do not count into."""
+    """Return the processor time, which excludes other programs."""
     assert callable(call)
     found = []
     for _ in range(times):

@@ -34,7 +34,7 @@ class Row:
 
 
 def read(path: Path, gpu: str) -> list[Row]:
-    """The rows of a GPU; those whose rate was rounded to nothing are left out."""
+    """Return the rows of a GPU; those whose rate was rounded to nothing are left out."""
     found = []
     with path.open() as lines:
         for row in csv.DictReader(lines):
@@ -63,7 +63,7 @@ def report(rows: list[Row], matrix: MatmulUnit | None, device: Device) -> None:
 
 
 def fit(rows: list[Row], device: Device, processors: int, rounds: int = 20) -> MatmulUnit:
-    """The constants with the smallest mean |log error|, every sweep counting alike; one constant at a time."""
+    """Return the constants with the smallest mean |log error|, every sweep counting alike; one constant at a time."""
     draw = random.Random(0)
     sweeps: dict[str, list[Row]] = defaultdict(list)
     for row in rows:

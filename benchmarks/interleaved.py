@@ -38,7 +38,7 @@ class Run:
 
 
 def measured_seconds(make: Make, runs: Mapping[str, Run], ranks: int, steps: int) -> dict[str, list[float]]:
-    """By run, of every real step with SGD: as long as its slowest rank takes."""
+    """Return the seconds of every real step with SGD, by run; the slowest rank counts."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "times.json")
         spawn(_rank, (make, dict(runs), ranks, steps, str(result)), nprocs=ranks)
@@ -47,7 +47,7 @@ def measured_seconds(make: Make, runs: Mapping[str, Run], ranks: int, steps: int
 
 
 def undisturbed(seconds: Sequence[float]) -> float:
-    """The median of the faster half."""
+    """Return the median of the faster half."""
     return statistics.median(sorted(seconds)[: (len(seconds) + 1) // 2])
 
 

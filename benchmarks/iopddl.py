@@ -1,4 +1,4 @@
-"""How well and how fast `autopar solve` does on instances in the format of the IOPDDL contest.
+"""Measure costs and seconds of `autopar solve` on instances in the format of the IOPDDL contest.
 
     python -m benchmarks.iopddl FOLDER                       # every *.json and *.json.gz in it, 60 s each
     python -m benchmarks.iopddl FOLDER --seeds 3 --limits limits.csv
@@ -28,7 +28,7 @@ from autopar.solver.pairwise.problem import cost_of, excess_of
 
 @dataclass(frozen=True)
 class Target:
-    """What a table says of an instance."""
+    """Limits of one instance in a table."""
 
     time_limit: float | None
     best_known: float | None

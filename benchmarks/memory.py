@@ -107,7 +107,7 @@ def bert() -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def measure(graph: NamedGraph, plan: StepPlan, rank: int = 0) -> Measured:
-    """The second step of one rank, when the optimizer's states are there."""
+    """Return the memory of one rank's second step, when the optimizer's states exist."""
     with _groups(plan.axes, rank) as groups:
         handling = _parameters(graph, plan)
         emitted = emit(
@@ -140,7 +140,7 @@ def _step(module: nn.Module, values: list[Tensor], optimizer: torch.optim.Optimi
 
 
 def _parameters(graph: NamedGraph, plan: StepPlan) -> BucketedParameters:
-    """How the plan handles parameters, in the words of the generated graph."""
+    """Return the options for parameters, in the words of the generated graph."""
     return BucketedParameters(
         {
             tensor.name: ParameterHandling(
@@ -204,7 +204,7 @@ class _groups:
 def _values(
     graph: NamedGraph, plan: StepPlan, coordinate: Mapping[str, int]
 ) -> tuple[list[Tensor], list[nn.Parameter]]:
-    """What the graph is called with: shards of parameters, whole inputs."""
+    """Return the inputs of the graph: shards of parameters, whole inputs."""
     values: list[Tensor] = []
     parameters: list[nn.Parameter] = []
     for placeholder in graph.exported.placeholders:

@@ -40,21 +40,21 @@ __all__ = ["DTYPES", "Checked", "check_op", "check_ops", "opinfo_names"]
 
 DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool)
 SHARDS = (2, 3)
+# Calls on larger tensors are left out: they say nothing that smaller ones do not.
 MOST_ELEMENTS = 200_000
-"""Calls on larger tensors are left out: they say nothing that smaller ones do not."""
 
 
 @dataclass
 class Checked:
-    """What came of one op of the database."""
+    """Outcome of one op of the database."""
 
     op: str
     calls: int = 0
     factor_cases: int = 0
     linear_cases: int = 0
     wrong: list[str] = field(default_factory=list)
+    # Calls, or cases of a call, that are not checked, by reason.
     refused: dict[str, int] = field(default_factory=dict)
-    """Calls, or cases of a call, that are not checked, by reason."""
     without_rule: dict[str, int] = field(default_factory=dict)
 
     def refuse(self, reason: str) -> None:
@@ -84,7 +84,7 @@ def _copied(value: Any) -> Any:
 
 
 def captured(opinfo: Any, dtype: torch.dtype, limit: int | None) -> Iterator[tuple[Any, Sample] | None]:
-    """The ATen calls of an op's samples; None for a sample that does not run."""
+    """Yield the ATen calls of an op's samples; None for a sample that does not run."""
     samples = opinfo.sample_inputs("cpu", dtype, requires_grad=False)
     for number, sample in enumerate(samples):
         if limit is not None and number >= limit:
@@ -215,7 +215,7 @@ def _described(run: ShardedRun, subject: str, reason: str) -> str:
 
 
 def opinfo_names() -> dict[str, Any]:
-    """The ops of torch's database, by name."""
+    """Return the ops of torch's database, by name."""
     from torch.testing._internal.common_methods_invocations import op_db  # seconds to import
 
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Whether the cost model puts strategies in the order in which they really run here, on Gloo processes.
+"""Compare the predicted order of strategies with the measured one, on Gloo processes.
 
     python -m benchmarks.order                       # against cost_models/local-cpu.toml
     autopar calibrate --output here.toml && python -m benchmarks.order --cluster here.toml
@@ -30,21 +30,21 @@ from benchmarks.published.metrics import Pair, kendall_tau
 from examples.gpt import gpt
 
 STRATEGIES = ("ddp", "fsdp", "megatron", "megatron_sp")
+# Sizes of the GPT: `wide` has more bytes of weights, `long` more of activations.
 SIZES: dict[str, dict[str, Any]] = {
     "small": {"layers": 4, "d_model": 256, "heads": 4, "vocab": 1024, "seq": 64, "batch": 8},
     "wide": {"layers": 2, "d_model": 1024, "heads": 8, "vocab": 1024, "seq": 32, "batch": 4},
     "long": {"layers": 4, "d_model": 128, "heads": 4, "vocab": 512, "seq": 256, "batch": 16},
 }
-"""Of which weights weigh more (wide), or activations (long)."""
 
 
 def axis_of(strategy: str) -> str:
-    """The axis that it speaks of."""
+    """Return the mesh axis that a strategy names."""
     return {"ddp": "dp", "fsdp": "fsdp"}.get(strategy, "tp")
 
 
 def predicted_seconds(size: str, ranks: int, cluster: str) -> dict[str, float]:
-    """By strategy."""
+    """Return the predicted seconds of a step, by strategy."""
     graph = autopar.trace(*gpt(**SIZES[size], device="meta"))
     found = {}
     for strategy in STRATEGIES:
@@ -54,8 +54,8 @@ def predicted_seconds(size: str, ranks: int, cluster: str) -> dict[str, float]:
     return found
 
 
+# Share of the rounds below which the faster of two is noise.
 SURE = 0.75
-"""Below this share of the rounds, which of two is faster is noise."""
 
 
 def _line(name: str, measured: float, predicted: float, share: float | None) -> str:

@@ -1,4 +1,4 @@
-"""How long it takes from a model to the graph of one rank, stage by stage, beside a bare export of the same model.
+"""Measure the time from a model to the graph of one rank, by stage, beside a bare export of the same model.
 
     python -m benchmarks.plan                       # Llama-3-8B on dp=8,tp=8, cluster h100, 70 GiB a device
     python -m benchmarks.plan --layers 8 --dtype bfloat16 --mesh dp=64 --memory 80
@@ -56,8 +56,8 @@ class Clock:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self.last
         self.last = now
 
-    def told(self, progress: Progress) -> None:
-        """What the planner tells of itself."""
+    def record_stage(self, progress: Progress) -> None:
+        """Record the end of a stage that the planner reports."""
         self.done(progress.stage)
 
 
@@ -71,7 +71,7 @@ def llama(layers: int, dtype: torch.dtype) -> tuple[nn.Module, dict[str, torch.T
 
 @contextmanager
 def silent_groups(mesh: Mesh) -> Iterator[Groups]:
-    """The process groups of as many processes, of which this is the first; nothing is sent."""
+    """Yield the process groups of as many processes, of which this is the first; nothing is sent."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.size)
     try:
         yield Groups(init_device_mesh("cpu", tuple(mesh.sizes), mesh_dim_names=mesh.names))
@@ -80,7 +80,7 @@ def silent_groups(mesh: Mesh) -> Iterator[Groups]:
 
 
 def measured(layers: int, dtype: torch.dtype, mesh: Mesh, asked: PlanRequest) -> tuple[dict[str, float], autopar.Plan]:
-    """The seconds of every stage, and the plan."""
+    """Return the seconds of every stage, and the plan."""
     model, inputs = llama(layers, dtype)
     clock = Clock()
     with warnings.catch_warnings():
@@ -92,7 +92,7 @@ def measured(layers: int, dtype: torch.dtype, mesh: Mesh, asked: PlanRequest) ->
     clock.last = time.process_time()
     graph = autopar.trace(model, inputs)
     clock.done("trace")
-    plan = plan_graph(graph, (mesh,), None, asked, clock.told)
+    plan = plan_graph(graph, (mesh,), None, asked, clock.record_stage)
     _ = plan.costs
     clock.done("search")
     text = plan.text

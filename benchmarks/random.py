@@ -68,7 +68,7 @@ def _on_processes(seeds: range) -> Iterator[list[Outcome]]:
         for axes in MESHES:
             mesh = Mesh(**axes)
             ranks = launch(random_cases.run_on_processes, str(mesh), chunk, ranks=mesh.size)
-            # What is wrong on one rank is wrong.
+            # An error on one rank is an error.
             yield [max(each, key=lambda one: one.kind in ("wrong", "error")) for each in zip(*ranks, strict=True)]
 
 

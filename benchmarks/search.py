@@ -1,4 +1,4 @@
-"""How long the planner searches, beside a bare export of the same model, and what it proves.
+"""Measure the time of the search beside a bare export of the same model, and the gap that it proves.
 
     python -m benchmarks.search                                  # Llama-3-8B on dp=8,tp=8
     python -m benchmarks.search --mesh dp=8,tp=8 --mesh dp=64 --mesh pod=2,dp=8,tp=8
@@ -27,12 +27,12 @@ from autopar.sharding.options import TrainingOptions
 from autopar.solver.solve import solve_plan
 from examples.llama3_8b import llama3_8b
 
+# Sizes of Llama 3: layers, and the config entries that differ from those of 8B.
 SHAPES = {
     "8b": (32, {}),
     "70b": (80, {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}),
     "405b": (126, {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128}),
 }
-"""Of Llama 3: layers, and what else is not as in the one of 8B."""
 
 HEAD = (
     f"{'shape':>6} {'layers':>6} {'mesh':>16} {'nodes':>6} {'variables':>9} {'search s':>9} {'/ export':>8} "
@@ -41,7 +41,7 @@ HEAD = (
 
 
 def exported_seconds(shape: str, layers: int, dtype: torch.dtype) -> float:
-    """A bare export, as any tool that starts from it pays."""
+    """Return the processor seconds of a bare export, which every tool on top of it needs."""
     model, inputs = _model(shape, layers, dtype)
     gc.collect()
     begin = time.process_time()

@@ -1,4 +1,4 @@
-"""Whether the plan that is found is really as fast as the best strategy of an expert, here, on Gloo processes.
+"""Compare measured steps of the plan found with those of expert strategies, on Gloo processes.
 
     python -m benchmarks.solved                                    # against cost_models/local-cpu.toml
     autopar calibrate --processes 4 --output here.toml && python -m benchmarks.solved --cluster here.toml
@@ -36,7 +36,7 @@ FOUND = "the plan found"
 
 
 def compared(name: str, mesh: str, cluster: str, steps: int, time_limit: float) -> dict[str, Any]:
-    """What a step takes under the plan found and under the strategies, predicted and measured."""
+    """Return the seconds of a step under the plan found and the strategies, predicted and measured."""
     make = MODELS[name]
     plan = autopar.plan(*_shaped(make, mesh), cluster=cluster, optimizer="sgd", time_limit=time_limit, cache=False)
     plans = {FOUND: plan, **experts_beside(plan)}

@@ -247,7 +247,7 @@ def _slowest(seconds: list[float]) -> list[float]:
 
 
 def _mean(loss: Tensor) -> float:
-    """The loss of the whole batch: ours has it, a data-parallel peer has its rank's."""
+    """Return the loss of the whole batch: ours has it, a data-parallel peer has its rank's."""
     local = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
     total = local.to(torch.float64).clone()
     dist.all_reduce(total)

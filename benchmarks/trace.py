@@ -1,4 +1,4 @@
-"""How long a trace takes beside the bare export it stands on, and how much memory.
+"""Measure time and memory of a trace beside the bare export that it builds on.
 
     python -m benchmarks.trace                 # Llama-3-8B, 32 layers, batch 16, sequence 8192, on the meta device
     python -m benchmarks.trace --layers 80 --rounds 5
@@ -25,7 +25,7 @@ from examples.llama3_8b import llama3_8b
 
 
 def bare(model: nn.Module, inputs: dict[str, Any]) -> None:
-    """What any tool that starts from torch.export pays."""
+    """Run the part that any tool that starts from torch.export needs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         torch.export.export(model, (), inputs, strict=False).run_decompositions({})

@@ -37,6 +37,7 @@ from benchmarks.architectures import STANDARD
 from examples.hf import hf, small_config
 from tests.runtime.launcher import launch
 
+# Each strategy with its axis for data and its axis for the model.
 STRATEGIES = {
     "ddp": ("dp", None),
     "fsdp": ("fsdp", None),
@@ -44,8 +45,8 @@ STRATEGIES = {
     "megatron_sp": ("dp", "tp"),
     "fsdp_tp": ("fsdp", "tp"),
 }
-"""Each strategy with its axis for data and its axis for the model."""
 
+# Use of each axis of a mesh of one, two or three: data (d) or the model (m).
 ASSIGNMENTS: dict[str, dict[int, str]] = {
     "ddp": {1: "d", 2: "dd", 3: "ddd"},
     "fsdp": {1: "d", 2: "dd", 3: "ddd"},
@@ -53,32 +54,31 @@ ASSIGNMENTS: dict[str, dict[int, str]] = {
     "megatron_sp": {1: "m", 2: "dm", 3: "ddm"},
     "fsdp_tp": {1: "m", 2: "dm", 3: "ddm"},
 }
-"""What each axis of a mesh of one, two or three is taken for: data or the model."""
 
 MESHES = ("2", "4", "2x2", "2x2x2")
 
 MODEL_DIMS = {"heads", "kv_heads", "d_ff", "vocab"}
+# The reason of a strategy that splits dims which a model lacks.
 NO_DIMS = "no dims"
-"""The reason of a strategy that splits dims which a model lacks."""
 
 AXES = "abc"
 BATCH, SEQ, VOCAB = 8, 16, 104
 ALLOWED, ALLOWED_FLOAT32 = 1e-9, 1e-5
+# Models that cast to float32 inside, whatever their dtype: now and then the order of a sum shows there.
 FLOAT32 = {"llama", "mistral", "qwen3", "gemma2", "phi3", "t5"}
-"""Models that cast to float32 inside, whatever their dtype: now and then the order of a sum shows there."""
 
+# Sizes that examples/hf.py makes odd.
 DIVIDED: dict[str, dict[str, Any]] = {"swin": {"num_heads": [4, 4, 8, 8]}}
-"""Sizes that examples/hf.py makes odd."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one model under one strategy: the error, or the reason why there is none."""
+    """Outcome of one model under one strategy: the error, or the reason why there is none."""
 
     strategy: str
     error: float | None
+    # The value that differs most, or the reason.
     where: str
-    """What differs most, or the reason."""
     collectives: int = 0
 
 
@@ -120,7 +120,7 @@ def main(arguments: list[str]) -> int:
 
 
 def is_right(architecture: str, outcome: Outcome) -> bool:
-    """Whether outputs and gradients are those of one process."""
+    """Return True if outputs and gradients agree with those of one process."""
     allowed = ALLOWED_FLOAT32 if architecture in FLOAT32 else ALLOWED
     return outcome.error is not None and outcome.error <= allowed
 
@@ -140,7 +140,7 @@ def zoo_outcomes(
     dropout: float = 0.0,
     recompute: Recompute = "none",
 ) -> list[Outcome]:
-    """All strategies in one launch; if some rank fails, each in its own."""
+    """Run all strategies in one launch; if some rank fails, run each in its own."""
     strategies = tuple(strategies)
     try:
         found: list[Outcome] = launch(
@@ -171,7 +171,7 @@ def rank_outcomes(
     dropout: float = 0.0,
     recompute: Recompute = "none",
 ) -> list[Outcome]:
-    """What one rank finds."""
+    """Return the outcomes on one rank."""
     warnings.simplefilter("ignore", AutoparWarning)
     parts = max(model_parts(strategy, sizes) for strategy in strategies)
     model, inputs = zoo_model(architecture, train, dropout, parts)
@@ -203,7 +203,7 @@ def rank_outcomes(
 
 
 def strategy_call(strategy: str, count: int) -> str:
-    """The strategy with its axes on a mesh of so many axes."""
+    """Return the strategy with its axes on a mesh of so many axes."""
     given = []
     for axis, what in zip(STRATEGIES[strategy], "dm", strict=True):
         taken = [mine for mine, use in zip(AXES, ASSIGNMENTS[strategy][count], strict=False) if use == what]
@@ -219,7 +219,7 @@ def model_parts(strategy: str, sizes: tuple[int, ...]) -> int:
 
 
 def has_batch_statistics(architecture: str) -> bool:
-    """Whether a model keeps statistics of batches, which change as it trains."""
+    """Return True if a model has batch statistics, which change in training."""
     model, _ = zoo_model(architecture, train=False)
     return any(name.endswith("running_mean") for name, _ in model.named_buffers())
 
@@ -227,7 +227,7 @@ def has_batch_statistics(architecture: str) -> bool:
 def zoo_model(
     architecture: str, train: bool, dropout: float = 0.0, parts: int = 1
 ) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The model in float64, with sizes that small meshes divide: groups of queries into at least so many parts."""
+    """Return the model in float64, with sizes that small meshes divide; `parts` divides the groups of queries."""
     torch.manual_seed(0)
     default = small_config(architecture, SEQ)
     sizes: dict[str, Any] = {"vocab_size": VOCAB} if hasattr(default, "vocab_size") else {}

@@ -1,4 +1,4 @@
-"""A plain GPT of any size, written in plain PyTorch: no line of it knows about parallelism.
+"""A GPT of any size in plain PyTorch, without code for parallelism.
 
 `gpt()` is small and on the CPU. GPT-2 XL, without its memory, is
 `gpt(layers=48, d_model=1600, heads=25, vocab=50257, seq=1024, batch=8, device="meta")`.

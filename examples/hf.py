@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# What an integer in a config becomes, by the name of the attribute. Sizes that mean different things differ
+# Replacement of each integer in a config, by the name of the attribute. Sizes that mean different things differ
 # where the architectures allow it, so that two dims which happen to be equal do not look like one.
 SIZES: dict[int, str] = {
     48: "hidden_size d_model n_embd embed_dim emb_dim dim d_embed attention_hidden_size encoder_hidden_size "
@@ -60,7 +60,7 @@ POSITIONS = (
 )
 ZERO = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "mask_time_prob", "mask_feature_prob")
 
-# What the table cannot know: constraints that one architecture has between its sizes.
+# Constraints of single architectures between their sizes, which the table above does not have.
 SPECIAL: dict[str, dict[str, Any]] = {
     "audio-spectrogram-transformer": {"max_length": 40},
     "bamba": {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_chunk_size": 5},

@@ -1,4 +1,4 @@
-"""What the training examples share: their options, a text to learn, and what they print.
+"""Shared parts of the training examples: options, a text to learn, and printing.
 
 `autopar.parallelize` and the training loop stand in each example itself.
 """

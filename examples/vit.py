@@ -1,4 +1,4 @@
-"""A plain vision transformer, written in plain PyTorch: no line of it knows about parallelism.
+"""A vision transformer in plain PyTorch, without code for parallelism.
 
 `vit()` is small and on the CPU. ViT-L/16, without its memory, is
 `vit(layers=24, d_model=1024, heads=16, side=224, patch=16, classes=1000, batch=256, device="meta")`.

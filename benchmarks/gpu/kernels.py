@@ -19,8 +19,8 @@ from benchmarks.gpu.setting import Setting
 
 __all__ = ["attn", "calib", "rules"]
 
+# Topics whose kernels differ most between devices: proved first, in case the time ends.
 DEVICES_DIFFER = ["attention", "norm", "matmul", "conv", "loss", "index", "scatter", "pool", "randomness", "reduce"]
-"""Topics whose kernels differ most between devices: proved first, in case the time ends."""
 
 
 def calib(setting: Setting) -> None:

@@ -20,6 +20,7 @@ from tests.runtime.launcher import launch
 
 __all__ = ["ranks"]
 
+# Mesh, layout and model.
 CASES: dict[str, tuple[str, str, str]] = {
     "ddp": ("dp=2", "ddp", "gpt"),
     "zero1": ("dp=2", "zero1", "gpt"),
@@ -33,7 +34,6 @@ CASES: dict[str, tuple[str, str, str]] = {
     "megatron_sp": ("dp=2,tp=2", "megatron_sp", "gpt"),
     "fsdp_tp": ("fsdp=2,tp=2", "fsdp_tp", "gpt"),
 }
-"""Mesh, layout and model."""
 TINY = ("ddp", "fsdp_regather")
 
 

@@ -125,7 +125,7 @@ def one_rank_of(sizes: Mapping[str, int], device: torch.device) -> Iterator[Devi
 
 
 def llama(setting: Setting, layers: int = 16, batch: int = 4, seq: int = 2048, **sizes: int) -> tuple[nn.Module, Any]:
-    """A Llama of transformers in bfloat16, by default about 1.2 billion parameters."""
+    """Return a Llama of transformers in bfloat16, by default about 1.2 billion parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config: dict[str, int] = {"vocab_size": 32768, "hidden_size": 2048, "intermediate_size": 8192}
@@ -141,7 +141,7 @@ def llama(setting: Setting, layers: int = 16, batch: int = 4, seq: int = 2048, *
 
 
 def stepper(module: nn.Module, inputs: Any, optimizer: torch.optim.Optimizer | None = None) -> Step:
-    """A step: forward, backward and, with an optimizer, the update."""
+    """Return a step: forward, backward and, with an optimizer, the update."""
     parameters = list(module.parameters())
 
     def step() -> None:

@@ -23,6 +23,7 @@ from examples.resnet import resnet
 __all__ = ["predict", "shards", "sync"]
 
 REGATHER = "batch -> fsdp; * -> none; param, grad, opt { * -> fsdp | none }; regather @*"
+# Mesh and layout.
 CASES: dict[str, tuple[dict[str, int], str]] = {
     "ddp": ({"dp": 8}, "ddp"),
     "fsdp": ({"fsdp": 8}, "fsdp"),
@@ -30,7 +31,6 @@ CASES: dict[str, tuple[dict[str, int], str]] = {
     "megatron_sp": ({"dp": 2, "tp": 4}, "megatron_sp"),
     "fsdp_tp": ({"fsdp": 2, "tp": 4}, "fsdp_tp"),
 }
-"""Mesh and layout."""
 WAITS = {**CASES, "zero1": ({"dp": 8}, "zero1"), "fsdp_regather": ({"fsdp": 8}, REGATHER)}
 
 

@@ -4,8 +4,8 @@
     python -m benchmarks.published --json TABLE.csv ...    # the same as JSON
     python -m benchmarks.published --rows TABLE.csv ...    # and every run
 
-Tables are told apart by their names; `--tables` lists those that are known. Every run is rebuilt: a model of its sizes,
-traced without memory, its cluster, its strategy as a layout. Nothing is fitted to these tables.
+The file's name says which table it is; `--tables` lists those that are known. Every run is rebuilt: a model of its
+sizes, traced without memory, its cluster, its strategy as a layout. Nothing is fitted to these tables.
 """
 
 from __future__ import annotations

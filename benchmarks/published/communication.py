@@ -22,8 +22,8 @@ from benchmarks.published.sizes import JudgedBySize, Timing, judge_by_size
 __all__ = ["READERS", "Measured", "cluster_of", "judge", "predicted_seconds", "tables"]
 
 Row = Mapping[str, str]
+# From here on bandwidth counts, below it latency: the two are judged apart.
 BOUNDARY_BYTES = 4 * 2**20
-"""From here on bandwidth counts, below it latency: the two are judged apart."""
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,20 @@ class Measured:
     """One collective, as it was measured."""
 
     table: str
+    # None: autopar has no such device or network, or the row does not say which it is.
     cluster: Cluster | None
-    """None: autopar has no such device or network, or the row does not say which it is."""
     nodes: int
     ranks: int
     kind: str
     buffer_bytes: float
     seconds: float
+    # The one algorithm that was allowed.
     only: str = ""
-    """The one algorithm that was allowed."""
     label: str = ""
 
 
 def tables(paths: Iterable[Path]) -> list[JudgedBySize]:
-    """Of each file that is one of these tables: the whole of it, then each system in it."""
+    """Judge each file that is one of these tables: the whole of it, then each system in it."""
     results = []
     for path in paths:
         reader = next((reader for part, reader in READERS.items() if part in path.name), None)
@@ -68,7 +68,7 @@ def _timing(one: Measured) -> Timing:
 
 
 def predicted_seconds(one: Measured) -> float:
-    """What autopar says: all ranks of all nodes take part."""
+    """Return autopar's prediction; all ranks of all nodes take part."""
     assert one.cluster is not None, f"{one.label} has no cluster"
     inside = one.ranks // one.nodes
     network = Network(_with_ranks(one.cluster, inside, one.nodes), {"outer": one.nodes, "inner": inside})
@@ -80,7 +80,7 @@ def predicted_seconds(one: Measured) -> float:
 
 
 def _with_ranks(cluster: Cluster, ranks: int, nodes: int) -> Cluster:
-    """The same with fewer ranks in a node, where several nodes have fewer."""
+    """Return the cluster with fewer ranks in a node, where several nodes have fewer."""
     inner, *outer = cluster.level
     if nodes > 1 and inner.units is not None and ranks < inner.units:
         wires = tuple(row[:ranks] for row in inner.wires[:ranks])
@@ -122,7 +122,7 @@ _NDR = re.compile(r"(\d+)\s*x\s*(?:NDR|HDR)\s*(\d+)", re.IGNORECASE)
 
 
 def cluster_of(device: str, network: str) -> Cluster | None:
-    """The cluster with this device and this network; None when autopar has none."""
+    """Return the cluster with this device and this network; None when autopar has none."""
     known = next((name for name in sorted(CLUSTERS, key=len, reverse=True) if device.startswith(name)), None)
     kind = next((kind for words, kind in NETWORKS if re.search(words, network, re.IGNORECASE)), None)
     if known is None or kind is None:
@@ -137,7 +137,7 @@ def cluster_of(device: str, network: str) -> Cluster | None:
 
 
 def _with_links(cluster: Cluster, ports: int, port: float) -> Cluster:
-    """The same with another network: what is achieved of a port is the same share of it."""
+    """Return the cluster with another network; the achieved share of a port's bandwidth stays."""
     *inner, outer = cluster.level
     share = outer.rate_bytes_per_second / outer.port_bytes_per_second
     if outer.units is None and (outer.ports, outer.port_bytes_per_second) != (ports, port):
@@ -176,7 +176,7 @@ def _sweep(rows: Sequence[Row]) -> list[Measured]:
 
 
 def _racks(cluster: Cluster | None, ranks: int, nodes: int) -> int:
-    """How many units of the innermost links there are: of GB200 the racks, not the trays."""
+    """Return the number of units of the innermost links: racks of GB200, not trays."""
     joined = cluster.ranks_per_node if cluster else None
     return nodes if joined is None or ranks // nodes >= joined else -(-ranks // joined) if joined > 8 else nodes
 
@@ -216,7 +216,7 @@ def _plateau(rows: Sequence[Row]) -> list[Measured]:
 
 
 def _by_nodes(rows: Sequence[Row]) -> list[Measured]:
-    """The Ultra-Scale Playbook's bus bandwidths by nodes, of H100 nodes on AWS."""
+    """Return the Ultra-Scale Playbook's bus bandwidths by nodes, of H100 nodes on AWS."""
     found = []
     cluster = load_cluster("h100-efa")
     for row in rows:
@@ -237,10 +237,10 @@ def _by_bus_bandwidth(
     return Measured(table, cluster, nodes, ranks, kind, size, seconds, only, label)
 
 
+# Keys are parts of the file's name.
 READERS: Mapping[str, Callable[[Sequence[Row]], list[Measured]]] = {
     "micro_allreduce": _single_node,
     "micro_nccl_sweeps": _sweep,
     "micro_collective_plateau": _plateau,
     "micro_ultrascale_collective": _by_nodes,
 }
-"""By a part of the file's name."""

@@ -1,4 +1,4 @@
-"""How well predictions agree with measurements: by rank, by the choice they lead to, by size, and by what fits."""
+"""Agreement of predictions with measurements: by rank, by the choice they lead to, by size, and by what fits."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def _sign(number: float) -> int:
 
 
 def regret(pairs: Sequence[Pair]) -> float:
-    """What it costs to follow the predicted times: measured time of the favourite, over the best measured, less one."""
+    """Return the measured time of the predicted best over the best measured time, less one."""
     favourite = min(pairs, key=lambda pair: (pair.predicted, -pair.measured))  # of equal ones the worst
     return favourite.measured / min(pair.measured for pair in pairs) - 1
 
 
 def median_error(pairs: Iterable[Pair]) -> float | None:
-    """The median of |predicted − measured| / measured."""
+    """Return the median of |predicted − measured| / measured."""
     errors = [abs(pair.predicted / pair.measured - 1) for pair in pairs]
     return median(errors) if errors else None
 
 
 @dataclass(frozen=True)
 class Hits:
-    """How a prediction of yes and no turned out."""
+    """Precision and recall of predictions of yes and no."""
 
     precision: float | None
     recall: float | None
@@ -56,7 +56,7 @@ class Hits:
 
 
 def precision_recall(outcomes: Iterable[tuple[bool, bool]]) -> Hits:
-    """Of (predicted, real): the share of the predicted that are real, and of the real that are predicted."""
+    """Return the share of the predicted that are real, and of the real that are predicted; pairs (predicted, real)."""
     listed = list(outcomes)
     both = sum(predicted and real for predicted, real in listed)
     predicted, real = sum(one for one, _ in listed), sum(one for _, one in listed)
@@ -64,6 +64,6 @@ def precision_recall(outcomes: Iterable[tuple[bool, bool]]) -> Hits:
 
 
 def mean_of(numbers: Iterable[float | None]) -> float | None:
-    """The mean of those that are defined."""
+    """Return the mean of those that are defined."""
     defined = [number for number in numbers if number is not None]
     return mean(defined) if defined else None

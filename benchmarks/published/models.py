@@ -29,14 +29,14 @@ class Decoder:
     vocab: int
     seq: int
     tied: bool = True
+    # Attention in one kernel; else the scores are written out.
     fused_attention: bool = True
-    """Attention in one kernel; else the scores are written out."""
     dropout: float = 0.0
     dtype: torch.dtype = torch.bfloat16
 
     @property
     def block_parameters(self) -> int:
-        """Of one block; what is as small as a bias is left out."""
+        """Parameters of one block; biases and norms are left out."""
         matrices = 3 if self.family == "llama" else 2
         return 4 * self.d_model**2 + matrices * self.d_model * self.d_ff
 
@@ -142,13 +142,13 @@ def padded_vocab(vocab: int, tp: int) -> int:
 
 
 def decoder_model(decoder: Decoder) -> nn.Module:
-    """The model on the meta device."""
+    """Return the model on the meta device."""
     with torch.device("meta"):
         return DecoderModel(decoder).to(decoder.dtype)
 
 
 def decoder_inputs(decoder: Decoder, batch: int) -> dict[str, Tensor]:
-    """Its inputs for a whole micro-batch of all data-parallel ranks."""
+    """Return its inputs for a whole micro-batch of all data-parallel ranks."""
     with torch.device("meta"):
         ids = torch.zeros(batch, decoder.seq, dtype=torch.int64)
     return {"ids": ids, "targets": ids}

@@ -29,38 +29,38 @@ from benchmarks.published.runs import Run, Software, layout_of
 
 __all__ = ["BLOCKS", "Amounts", "Parts", "parts_of"]
 
+# Blocks of the decoder that is traced: the fewest in which a layer repeats.
 BLOCKS = 2
-"""Of the decoder that is traced: the fewest in which a layer repeats."""
+# The place of the part after the blocks.
 AFTER = 2
-"""The place of the part after the blocks."""
 
 
 @dataclass(frozen=True)
 class Amounts:
-    """What a part takes in one micro-batch, and what it holds."""
+    """Time and memory of one part in one micro-batch."""
 
+    # With the communication that ops wait for.
     forward_seconds: float = 0.0
-    """With the communication that ops wait for."""
     backward_seconds: float = 0.0
+    # Time to launch all kernels of the part.
     forward_host_seconds: float = 0.0
-    """What it takes to launch it all."""
     backward_host_seconds: float = 0.0
+    # Communication of parameters in every micro-batch.
     each_seconds: float = 0.0
-    """Communication of parameters in every micro-batch."""
+    # Reduction of gradients in one micro-batch of a step.
     once_seconds: float = 0.0
-    """Reduction of gradients in one micro-batch of a step."""
+    # Gathers of parameters, once per step, one by one.
     gathered_seconds: float = 0.0
-    """Gathers of parameters, once per step, one by one."""
     gathered_bytes: float = 0.0
+    # Gradients, as they are sent.
     reduced_bytes: float = 0.0
-    """Gradients, as they are sent."""
+    # Number of tensors.
     parameters: float = 0.0
-    """How many tensors, that is."""
     optimizer_seconds: float = 0.0
+    # Parameters, gradients, optimizer state.
     held_bytes: float = 0.0
-    """Parameters, gradients, optimizer state."""
+    # From the forward of a micro-batch to its backward.
     saved_bytes: float = 0.0
-    """From the forward of a micro-batch to its backward."""
 
     def __add__(self, other: Amounts) -> Amounts:
         return Amounts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
@@ -74,18 +74,18 @@ class Parts:
     before: Amounts
     block: Amounts
     after: Amounts
+    # Held at the peak, at the loss, beyond what the forward keeps: gradients of values, temporaries.
     passing_bytes: float
-    """Held at the peak, at the loss, beyond what the forward keeps: gradients of values, temporaries."""
 
 
 def parts_of(run: Run) -> Parts:
-    """The parts of a run's decoder, under its strategy on its cluster."""
+    """Return the parts of a run's decoder, under its strategy on its cluster."""
     parts = _parts(Setting(replace(run.decoder, layers=BLOCKS, tied=False), run))
     return replace(parts, after=_tied(parts.after, run)) if run.decoder.tied and run.pp == 1 else parts
 
 
 def _tied(after: Amounts, run: Run) -> Amounts:
-    """The head without a matrix of its own: what is left is the norm. One trace serves both kinds of models."""
+    """Return the amounts without the head's own matrix. One trace serves both kinds of models."""
     left = run.decoder.d_model / (run.decoder.d_model + run.decoder.vocab * run.decoder.d_model)
     return replace(
         after,
@@ -176,7 +176,7 @@ def _parts(setting: Setting) -> Parts:
 
 
 def _loss_seconds(forward: Sequence[Task], backward: Sequence[Task], run: Run, cluster: Cluster) -> tuple[float, float]:
-    """What the authors' loss takes beyond torch's, in each direction."""
+    """Return the seconds of the authors' loss beyond torch's, in each direction."""
     if run.software.logit_bytes is None:
         return 0.0, 0.0
     logits = run.micro_batch * run.decoder.seq * run.decoder.vocab / run.tp
@@ -186,14 +186,14 @@ def _loss_seconds(forward: Sequence[Task], backward: Sequence[Task], run: Run, c
 
 
 def _is_of_loss(task: Task) -> bool:
-    """The loss is worked out by the model itself, all else after the blocks by a module in it."""
+    """Return True for ops of the loss: the model computes it, modules compute all else after the blocks."""
     return task.kind == "compute" and task.name.startswith("/")
 
 
 def _beside_gathers(
     forward: Sequence[Task], backward: Sequence[Task], software: Software, launch_seconds: float
 ) -> tuple[float, float, float]:
-    """What gathered values cost beyond the plan: on the device in the backward, and on the host in each direction.
+    """Return the cost of gathered values beyond the plan: device seconds backward, host seconds in each direction.
 
     What is gathered again in the backward comes while the product that does not need it runs.
     """
@@ -208,7 +208,7 @@ def _beside_gathers(
 
 
 def _gathered_bytes(forward: Sequence[Task], tp: int) -> float:
-    """What is kept of gathered values beyond the rank's own part."""
+    """Return the bytes of gathered values beyond the rank's own part."""
     return sum(task.bytes * (1 - 1 / tp) for task in forward if _is_gather(task))
 
 
@@ -226,13 +226,13 @@ def _cut(tasks: Sequence[Task]) -> tuple[Sequence[Task], ...]:
 
 
 def _cut_by(items: Sequence[Item], is_inside: Callable[[Item], bool]) -> tuple[Sequence[Item], ...]:
-    """What comes before the blocks, the blocks, and what comes after them."""
+    """Return the items before the blocks, the blocks, and the items after them."""
     inside = [i for i, item in enumerate(items) if is_inside(item)]
     return items[: inside[0]], items[inside[0] : inside[-1] + 1], items[inside[-1] + 1 :]
 
 
 def _elements(graph: NamedGraph, plan: StepPlan) -> list[float]:
-    """The parameters of each part that one rank stores."""
+    """Return the parameters of each part that one rank stores."""
     counts = [0.0, 0.0, 0.0]
     for tensor in graph.parameters:
         size = local_bytes(graph, tensor.name, plan.assignment.stored[tensor.name], plan.axes)
@@ -246,7 +246,7 @@ def _part_of(parameter: str) -> int:
 
 
 def _saved(graph: NamedGraph, plan: StepPlan) -> list[float]:
-    """What each part keeps for the backward; of blocks that are computed again, their inputs."""
+    """Return the bytes that each part saves for the backward; inputs only for recomputed blocks."""
     cut = _cut_by(graph.nodes, lambda node: node.name.startswith("blocks."))
     place = {name: i for i, nodes in enumerate(cut) for node in nodes for name in node.outputs if name is not None}
     makers = {node.node: i for i, nodes in enumerate(cut) for node in nodes}
@@ -271,7 +271,7 @@ def _saved(graph: NamedGraph, plan: StepPlan) -> list[float]:
 
 
 def _cluster(run: Run) -> Cluster:
-    """The cluster, with attention as fast as the kernel that the run had."""
+    """Return the cluster, with attention as fast as the kernel that the run had."""
     cluster, share = load_cluster(run.cluster), run.software.attention_fraction
     rates = cluster.device.attention
     slower = replace(
@@ -286,7 +286,7 @@ def _traced(decoder: Decoder, batch: int) -> NamedGraph:
 
 
 def _plan(graph: NamedGraph, run: Run) -> StepPlan:
-    """The run's strategy as a plan: stages are furthest apart, tensor-parallel ranks next to each other."""
+    """Return the run's strategy as a plan: stages are furthest apart, tensor-parallel ranks next to each other."""
     axes: Mapping[str, int] = {"pp": run.pp, "dp": run.dp, "tp": run.tp}
     plan = propagate_plan(graph, layout_of(run.sharding, run.sequence_parallel, run.dp, run.tp), axes)
     layers = {path: run.recompute for repeat in graph.repeats for path in repeat.module_paths}

@@ -1,4 +1,4 @@
-"""What the cost model says of a published run: its stages from the parts of its model, its step from the schedule."""
+"""Price of a published run by the cost model: stages from the parts of its model, the step from the schedule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["price"]
 
 
 def price(run: Run) -> Priced:
-    """The time of a step and the memory of the fullest device, in the fastest of the ways that it may have gone."""
+    """Return the time of a step and the peak memory, in the fastest of the ways that the run may have gone."""
     tried = [_priced(way, run) for way in (run, *run.tries)]
     return min(tried, key=lambda one: (not one.fits, one.step_seconds))
 
@@ -43,7 +43,7 @@ def _priced(way: Run, run: Run) -> Priced:
 
 
 def _end_seconds(one: Amounts, run: Run, cluster: Cluster) -> float:
-    """What a stage does once per step: the last backward may hide reductions, the first forward gathers."""
+    """Return the seconds of a stage once per step; the last backward may hide reductions, the first forward gathers."""
     software = run.software
     if software.sums_at_once and run.sharding == "zero1" and run.dp > 1:
         network = _network(run)
@@ -58,7 +58,7 @@ def _end_seconds(one: Amounts, run: Run, cluster: Cluster) -> float:
 
 
 def _tied_seconds(run: Run) -> float:
-    """The sum of the gradients of a table that the first and the last stage both have."""
+    """Return the sum of the gradients of a table that the first and the last stage both have."""
     if not (run.software.sums_tied and run.decoder.tied and run.pp > 1):
         return 0.0
     axes = {"ends": 2, "between": run.pp // 2, "dp": run.dp, "tp": run.tp}
@@ -73,7 +73,7 @@ def _amounts(stage: Stage, parts: Parts) -> Amounts:
 
 
 def _stage_costs(one: Amounts, send_seconds: float, cluster: Cluster, run: Run) -> StageCosts:
-    """Of a micro-batch; a host that is slower than its device sets the pace.
+    """Return the costs of a micro-batch; a host that is slower than its device determines the time.
 
     Where a stage reads on its host what the other sends of a tensor's sizes, it cannot run ahead of what arrives: then
     forward and backward each wait for it.
@@ -92,7 +92,7 @@ def _stage_costs(one: Amounts, send_seconds: float, cluster: Cluster, run: Run) 
 
 
 def _send_seconds(run: Run) -> float:
-    """The stream of one micro-batch from a stage to the next; with sequence parallelism each rank sends its part."""
+    """Return the seconds to send one micro-batch to the next stage; sequence parallelism sends each rank's part."""
     if run.pp == 1:
         return 0.0
     width = run.decoder.d_model * run.decoder.dtype.itemsize / (run.tp if run.sequence_parallel else 1)
@@ -101,10 +101,10 @@ def _send_seconds(run: Run) -> float:
     return small + network.seconds("send", ("pp",), size)
 
 
+# Each rank's piece of each parameter that was gathered in one call is cut out of the buffer and copied.
 PIECE_OPS = 2
-"""Each rank's piece of each parameter that was gathered in one call is cut out of the buffer and copied."""
+# Bytes of a message that announces the next tensor.
 SMALL_BYTES = 64
-"""Of a message that says what comes next."""
 
 
 def _network(run: Run) -> Network:

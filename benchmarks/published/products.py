@@ -14,22 +14,22 @@ from benchmarks.published.sizes import JudgedBySize, Timing, judge_by_size
 
 __all__ = ["READERS", "MeasuredProduct", "judge", "tables"]
 
+# Flops below which the start of a kernel counts for more than its rate.
 LARGE_FLOPS = 1e9
-"""Below, the start of a kernel counts for more than its rate."""
 ITEMSIZE = 2
 
 
 @dataclass(frozen=True)
 class MeasuredProduct:
+    # None: autopar has no such device.
     device: str | None
-    """None: autopar has no such device."""
     dtype: str
     product: MatmulShape
     seconds: float
 
 
 def tables(paths: Iterable[Path]) -> list[JudgedBySize]:
-    """Of each file that is one of these tables: the whole of it, then each device in it."""
+    """Judge each file that is one of these tables: the whole of it, then each device in it."""
     found: list[JudgedBySize] = []
     for path in paths:
         reader = next((reader for part, reader in READERS.items() if part in path.name), None)
@@ -75,7 +75,7 @@ def _swept(row: Row) -> MeasuredProduct:
 
 
 def _best(row: Row) -> MeasuredProduct:
-    """The best shape that was found for a device."""
+    """Return the best shape that was found for a device."""
     dtype = DTYPES.get(row.text("dtype"), "")
     device = BEST.get(row.text("accelerator").removeprefix("NVIDIA ")) if dtype else None
     try:
@@ -86,5 +86,5 @@ def _best(row: Row) -> MeasuredProduct:
     return MeasuredProduct(device, dtype, product, product.flops / (row.number("max_achieved_tflops") * 1e12))
 
 
+# Keys are parts of the file's name.
 READERS: Mapping[str, Callable[[Row], MeasuredProduct]] = {"micro_gemm_sweeps": _swept, "micro_gemm_mamf": _best}
-"""By a part of the file's name."""

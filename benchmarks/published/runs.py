@@ -31,49 +31,49 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Software:
-    """What the authors' training code does, where it differs from code to code and costs time or memory."""
+    """Features of the authors' training code that cost time or memory."""
 
+    # Pointwise chains run as one kernel.
     compiled: bool = False
-    """Pointwise chains run as one kernel."""
+    # Dtype in which the gradients of the micro-batches add up.
     gradient_dtype: torch.dtype = torch.float32
-    """In which the gradients of the micro-batches add up."""
+    # Dtype in which gradients are sent.
     reduce_dtype: torch.dtype = torch.float32
-    """In which gradients are sent."""
+    # The speed of its fused attention, of FlashAttention-2's.
     attention_fraction: float = 1.0
-    """The speed of its fused attention, of FlashAttention-2's."""
+    # Bytes that its loss reads and writes for each logit, forward and backward; None: as torch's cross entropy.
     logit_bytes: tuple[int, int] | None = None
-    """What its loss reads and writes for each logit, forward and backward; None: as torch's cross entropy does."""
+    # Communication about parameters runs beside the backward.
     overlaps: bool = True
-    """Communication about parameters runs beside the backward."""
+    # ZeRO-1 gathers parameters beside the next forward; else right after the optimizer step.
     gathers_beside: bool = True
-    """What ZeRO-1 gathers is gathered beside the next forward; else right after the optimizer has stepped."""
+    # ZeRO-1 too sums whole gradients, all in one call after the last backward, and gathers parameters in one call.
     sums_at_once: bool = False
-    """ZeRO-1 too sums whole gradients, all in one call after the last backward, and gathers parameters in one call."""
+    # Messages that go one after the other where a stage hands on what it has: all but one of them are small.
     send_rounds: int = 1
-    """Messages that go one after the other where a stage hands on what it has: all but one of them are small."""
+    # The first and the last stage each have the table of a tied model, and sum its gradients at the end.
     sums_tied: bool = False
-    """The first and the last stage each have the table of a tied model, and sum its gradients at the end."""
+    # Sequence parallelism keeps the pieces of a gathered value and gathers them again in the backward.
     gathers_again: bool = False
-    """Sequence parallelism keeps the pieces of a gathered value and gathers them again in the backward."""
+    # Number of products that multiply a gathered value, so that the first begins before all of it is there.
     pieces: int = 1
-    """In how many products a gathered value is multiplied, to begin before all of it is there."""
+    # Small kernels of a block, forward and backward, beyond those of the model that stands in for it.
     block_launches: int = 0
-    """Small kernels of a block, forward and backward, beyond those of the model that stands in for it."""
+    # Seconds of its host for a block beyond launching kernels.
     block_host_seconds: float = 0.0
-    """What its host takes for a block beyond launching kernels."""
 
 
+# Megatron-LM's loss, which nanotron has too, kernel by kernel: a cast to float32 (6), max (4), subtract (8), exp (8),
+# sum (4), divide (8); the gradient is scaled (8) and cast back (6).
 VOCAB_PARALLEL_LOSS = (38, 14)
-"""Megatron-LM's loss, which nanotron has too, kernel by kernel: a cast to float32 (6), max (4), subtract (8), exp (8),
-sum (4), divide (8); the gradient is scaled (8) and cast back (6)."""
 
 
 @dataclass(frozen=True)
 class Measured:
     step_seconds: float | None = None
     memory_bytes: float | None = None
+    # None where the source does not say.
     fits: bool | None = None
-    """None where the source does not say."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class Run:
     """One row of a table."""
 
     label: str
+    # Rows of one group are alternatives: the same model and batch on the same devices.
     group: str
-    """Rows of one group are alternatives: the same model and batch on the same devices."""
     decoder: Decoder
     cluster: str
     nodes: int
@@ -90,32 +90,32 @@ class Run:
     dp: int
     tp: int
     pp: int
+    # Sequences for each data-parallel rank.
     micro_batch: int
-    """Sequences for each data-parallel rank."""
     micro_batches: int
     measured: Measured
     software: Software
     sharding: Sharding = "none"
     sequence_parallel: bool = False
+    # Gathered parameters are freed after the forward and gathered again in the backward.
     regathers: bool = False
-    """Gathered parameters are let go of after the forward and gathered again in the backward."""
     recompute: Recompute = "none"
     schedule: Schedule = "1f1b"
     chunks: int = 1
+    # Its memory is worked out too.
     weighted: bool = True
-    """Its memory is worked out too."""
+    # Only one block of the model was measured.
     one_block: bool = False
-    """Only one block of the model was measured."""
+    # The same run in other ways, where the source tuned what it does not tell: the fastest counts.
     tries: tuple[Run, ...] = ()
-    """The same run in other ways, where the source tuned what it does not tell: the fastest counts."""
+    # Blocks, and the head as one of them, are dealt to the stages by their parameters; else as evenly as they go.
     balanced: bool = False
-    """Blocks, and the head as one of them, are dealt to the stages by their parameters; else as evenly as they go."""
+    # Further groups that count the row beside the whole table: `pp=1`.
     tags: frozenset[str] = frozenset()
-    """What the row is counted under beside the whole table: `pp=1`."""
 
     @property
     def tokens(self) -> int:
-        """Of a step, on all devices."""
+        """Tokens of a step, on all devices."""
         return self.micro_batch * self.micro_batches * self.dp * self.decoder.seq
 
     @property
@@ -124,7 +124,7 @@ class Run:
 
 
 def layout_text(sharding: Sharding, sequence_parallel: bool, tensor_parallel: bool) -> str:
-    """The strategy of a run in the layout language: one of `strategies/`, and where the parameters' states lie."""
+    """Return the strategy of a run in the layout language: one of `strategies/`, and the states' sharding."""
     name = ("megatron_sp" if sequence_parallel else "megatron") if tensor_parallel else "ddp"
     text = (data_folder("strategies") / f"{name}.lay").read_text()
     split = "(heads, kv_heads, d_ff) -> tp, vocab -> tp pad, * -> dp | none" if tensor_parallel else "* -> dp | none"

@@ -1,4 +1,4 @@
-"""How the rows of a micro-benchmark came out: large ones, where a rate counts, and small ones, where a start does."""
+"""Judgement of a micro-benchmark's rows: large ones, where a rate counts, and small ones, where a start does."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Timing:
     """One row."""
 
     large: bool
+    # None: autopar has no such hardware, or the row does not say which it is.
     pair: Pair | None
-    """None: autopar has no such hardware, or the row does not say which it is."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How the blocks of a decoder are dealt to the stages of a pipeline."""
+"""Assignment of a decoder's blocks to the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Stage", "stages_of"]
 @dataclass(frozen=True)
 class Stage:
     blocks: int
+    # It has the embedding.
     first: bool
-    """It has the embedding."""
+    # It has the head and the loss.
     last: bool
-    """It has the head and the loss."""
 
 
 def stages_of(decoder: Decoder, pp: int, balanced: bool) -> list[Stage]:
-    """The stages in their order."""
+    """Return the stages in their order."""
     counts, head = _balanced(decoder, pp) if balanced else (_even(decoder.layers, pp), pp - 1)
     return [Stage(count, first=i == 0, last=i == head) for i, count in enumerate(counts)]
 
@@ -30,7 +30,7 @@ def _even(layers: int, pp: int) -> list[int]:
 
 
 def _balanced(decoder: Decoder, pp: int) -> tuple[list[int], int]:
-    """The blocks of each stage, and the stage of the head, which counts as a block.
+    """Return the blocks of each stage, and the stage of the head, which counts as a block.
 
     nanotron's way (`build_model` in its models/base.py): a stage takes blocks until it has more than its share of the
     parameters. Stages may be left with nothing at the end.

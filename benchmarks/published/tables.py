@@ -1,4 +1,4 @@
-"""Which table a file is, told by its name, and how its predictions are judged."""
+"""Readers of the tables, by file name, and the judgement of their predictions."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ __all__ = ["READERS", "Judged", "Priced", "judge", "reader_of"]
 
 Reader = Callable[[Sequence[Row]], list[Run]]
 
+# Keys are parts of the file's name.
 READERS: Mapping[str, Reader] = {
     "e2e_ultrascale_playbook_h100": playbook_runs,
     "e2e_vtrain": vtrain_runs,
@@ -27,7 +28,6 @@ READERS: Mapping[str, Reader] = {
     "e2e_reducing_act_recompute_tab4": layer_runs,
     "e2e_reducing_act_recompute_tab5": recompute_runs,
 }
-"""By a part of the file's name."""
 
 
 def reader_of(path: Path) -> Reader | None:
@@ -40,14 +40,14 @@ class Priced:
 
     run: Run
     step_seconds: float
+    # None where nothing is known to compare it with.
     memory_bytes: float | None
-    """None where nothing is known to compare it with."""
     fits: bool
 
 
 @dataclass(frozen=True)
 class Judged:
-    """How some rows of a table came out."""
+    """Judgement of some rows of a table."""
 
     name: str
     rows: int
@@ -58,14 +58,14 @@ class Judged:
     regret: float | None
     time_error: float | None
     memory_error: float | None
+    # Counts the rows that ran, and those that failed for what may have been memory.
     does_not_fit: Hits | None
-    """Of the rows that ran, or that failed for what may have been memory."""
+    # The same with every row that failed, whatever for.
     crashes: Hits | None
-    """The same with every row that failed, whatever for."""
 
 
 def judge(name: str, priced: Sequence[Priced]) -> list[Judged]:
-    """The whole table, and the rows of each tag."""
+    """Return the whole table, and the rows of each tag."""
     tags = sorted({tag for one in priced for tag in one.run.tags})
     parts = [(name, list(priced))]
     parts += [(f"{name}, {tag}", [one for one in priced if tag in one.run.tags]) for tag in tags]

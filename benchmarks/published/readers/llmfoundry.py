@@ -26,7 +26,7 @@ MODELS = {
 }
 VOCAB = 50368
 CLUSTERS = {"h100_80gb": "h100-roce", "a100_80gb": "a100-80", "a100_40gb": "a100-40"}
-# Whether gathered parameters are gathered again in the backward.
+# True: gathered parameters are freed and gathered again in the backward.
 REGATHERS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 # The first FlashAttention: Dao, FlashAttention-2 (arXiv 2307.08691), is twice as fast.
 ATTENTION_FRACTION = 0.5

@@ -92,16 +92,16 @@ def _tag(pp: int, nodes: int) -> str:
 
 
 def _not_for_memory(row: Row, ran: Sequence[Row], decoder: Decoder) -> bool:
-    """Whether a crash must have had another cause: more stages than blocks, or less memory than there is."""
+    """Return True if a crash had another cause: more stages than blocks, or less memory than there is."""
     if row.whole("pp") > decoder.layers:
         return True
     return any(_at_most_bytes(row, other, decoder) < FULL_BYTES for other in ran if _comparable(row, other))
 
 
+# Runs of this table went through with up to 77 GB.
 FULL_BYTES = 70 * 2**30
-"""Runs of this table went through with up to 77 GB."""
+# Bytes of each parameter that ZeRO-1 shards: a float32 copy and AdamW's two moments.
 STATES_BYTES = 12
-"""Of a parameter, which ZeRO-1 shards: a float32 copy and AdamW's two moments."""
 
 
 def _comparable(one: Row, other: Row) -> bool:
@@ -109,7 +109,7 @@ def _comparable(one: Row, other: Row) -> bool:
 
 
 def _at_most_bytes(row: Row, ran: Row, decoder: Decoder) -> float:
-    """What a run can have needed at most, by what was measured of one on the same grid of devices.
+    """Return an upper bound of a run's bytes, by what was measured of one on the same grid of devices.
 
     Memory grows no faster than the micro-batch. Without ZeRO-1 its states are whole; a stage has up to twice its share.
     """

@@ -55,7 +55,7 @@ class Row:
 
 
 def read_rows(path: Path) -> tuple[Row, ...]:
-    """All rows of a table; the first line names the columns."""
+    """Return all rows of a table; the first line names the columns."""
     try:
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
