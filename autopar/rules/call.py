@@ -55,6 +55,7 @@ class Call:
     numbers: frozenset[int] = frozenset()
 
     def __getitem__(self, name: str) -> Any:
+        # Pairs in place of a dict: a call is hashable, and has few arguments.
         for key, value in self.arguments:
             if key == name:
                 return value

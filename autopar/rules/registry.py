@@ -49,6 +49,7 @@ MODULES: tuple[ModuleType, ...] = (
     misc,
 )
 
+# Rules of users, by op; a later registration replaces an earlier one.
 _registered: dict[str, TableEntry] = {}
 
 

@@ -32,6 +32,7 @@ def _leading(call: Call) -> tuple[list[str], list[str], list[int]]:
 def _attention(call: Call) -> str:
     """Write `b h s e, b h t e, b h t v -> b h s v`; the op is linear in the values alone."""
     query_dims, key_dims, sizes = _leading(call)
+    # Keys and values may have fewer heads than queries: they broadcast to leading sizes of their own.
     key_sizes = [*sizes[:-1], *call.operand(1).shape[-3:-2]] if call.operand(1).rank > 2 else sizes
     queries = [*aligned(call.operand(0).shape[:-2], query_dims, sizes), "s", "e!"]
     keys = [*aligned(call.operand(1).shape[:-2], key_dims, key_sizes), "t!", "e!"]

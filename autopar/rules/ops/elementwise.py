@@ -115,6 +115,7 @@ def _cast_like(call: Call) -> str:
     names = fresh_names(first.rank + other.rank, set())
     dims = dims_text(names[: first.rank])
     read = names[first.rank :]
+    # All shards of the second operand give the same result, and a maximum of equal numbers is exact.
     clause = f"; max {' '.join(read)}" if read else ""
     return f"{dims}, {dims_text(read)} -> {dims}; linear 0 0+1{clause}"
 
@@ -124,6 +125,7 @@ def _glu(call: Call) -> str:
     rank = call.operand(0).rank
     names = fresh_names(rank, {"halves"})
     left = list(names)
+    # A plain split of this dim would give the gates to one shard and the values to another.
     left[call["dim"] % rank] = f"(halves! {names[call['dim'] % rank]})"
     return f"{' '.join(left)} -> {' '.join(names)}"
 
@@ -163,6 +165,7 @@ def _isin(call: Call) -> str:
     assert tested is not None
     names = fresh_names(out + tested.rank, set())
     read = names[out:]
+    # An element is in the set if it is in the part of any shard.
     clause = f"; {'min' if call['invert'] else 'max'} {' '.join(read)}" if read else ""
     first = f"{dims_text(names[:out])}, " if operands[0] is not None else ""
     return f"{first}{dims_text(read)} -> {dims_text(names[:out])}{clause}"

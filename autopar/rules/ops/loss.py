@@ -78,6 +78,7 @@ def _by_class(call: Call) -> str:
     """Write the rule of a log likelihood by class number. The mean divides by the weights of counted ones."""
     scores, others = _class_dims(call)
     reduction = call["reduction"]
+    # A shard would divide by the weights of its own labels, not of all.
     if reduction == MEAN:
         scores, others = ([name.rstrip("!") + "!" for name in dims] for dims in (scores, others))
     operands = f"{dims_text(scores)}, {dims_text(others)}, {'?' if call.operands[2] is None else 'c!'}"
@@ -88,6 +89,7 @@ def _by_class(call: Call) -> str:
 def _nll_loss(call: Call) -> str:
     """Write the rule: linear in the log likelihoods, and in class weights that the result is not divided by."""
     reduction, counts = call["reduction"], len(call.outputs) > 1
+    # The second output is the sum of the weights: it does not follow the scores, so the op is not linear in them.
     scores = "0" if not counts or (reduction == NONE and call.operand(0).rank > 1) else ""
     weights = "2" if reduction != MEAN else ""
     return _by_class(call) + _linear(scores, weights)
@@ -192,6 +194,7 @@ def _ctc(call: Call) -> str:
     if scores.rank == 3 and targets.rank == 2 and len(call.operands) == 4:
         output, clause = _reduced(["b"], call["reduction"])
         return f"t! b c!, b s!, b, b -> {output}{clause}"
+    # Targets joined in one row, or lengths as plain numbers, cannot be split by sequence.
     names = iter(fresh_names(10, set()))
     sides = [
         ", ".join(dims_text([f"{next(names)}!" for _ in spec.shape]) for spec in specs if spec)

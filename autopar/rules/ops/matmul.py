@@ -73,6 +73,7 @@ def _added_samples(op: torch._ops.OpOverload, tries: Tries, left: str, right: st
     for added in (out, out[1:], (), (*out[:-1], 1)):
         yield make_sample(op, _draws(added, first, second), {}, tries)
     yield make_sample(op, _draws(out, first, second), {"beta": 0.5, "alpha": 2.0}, tries)
+    # With beta 0 torch does not read the added tensor.
     yield make_sample(op, _draws(out, first, second), {"beta": 0, "alpha": 2.0}, tries)
 
 

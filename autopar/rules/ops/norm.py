@@ -76,6 +76,7 @@ def _batch_norm(call: Call, mode: str) -> str:
     dims = [others[0], "c", *others[1:]]
     operands = [dims, *(None if spec is None else ["c"] for spec in call.operands[1:])]
     outputs: list[Sequence[str] | None] = [dims]
+    # Outputs that a mode does not use have size 0 and need factors of their own.
     empty = iter(fresh_names(len(call.outputs), {"c", *names}))
     for spec in call.outputs[1:]:
         assert spec is not None, call
@@ -121,6 +122,7 @@ def _instance_norm(call: Call) -> str:
     """Write the rule: statistics of each image over space; running ones also over the batch."""
     tracked, given = call.operands[3] is not None, not call["use_input_stats"]
     names = fresh_names(call.operand(0).rank - 1, {"c"})
+    # Running statistics are updated by means over the batch, which a shard does not have.
     batch = f"{names[0]}!" if tracked and not given else names[0]
     dims = [batch, "c", *(name if given else f"{name}!" for name in names[1:])]
     operands = [dims, *(None if spec is None else ["c"] for spec in call.operands[1:])]

@@ -16,6 +16,7 @@ __all__ = ["FAMILIES", "TABLE"]
 
 
 def _draws_masks(call: Call) -> bool:
+    # Otherwise torch returns the input as it is and draws nothing.
     return call["train"] is not False and call["p"] > 0
 
 

@@ -84,12 +84,14 @@ def _draw(request: Draw, generator: torch.Generator) -> torch.Tensor:
         holes = torch.rand(shape, generator=generator) < 0.3
         return torch.randn(shape, generator=generator, dtype=torch.float64).masked_fill(holes, float("nan"))
     if kind == "definite":
+        # The identity keeps the product away from singular matrices, where inverses lose precision.
         root = torch.randn(shape, generator=generator, dtype=torch.float64)
         return root @ root.mT + torch.eye(shape[-1], dtype=torch.float64)
     if kind in ("normal", "wide"):
         return torch.randn(shape, generator=generator, dtype=torch.float64) * (8 if kind == "wide" else 1)
     if kind == "complex":
         return torch.randn(shape, generator=generator, dtype=torch.complex128)
+    # Away from 0 and 1, where derivatives of logarithms and inverse functions grow without bound.
     uniform = torch.rand(shape, generator=generator, dtype=torch.float64) * 0.8 + 0.1
     if kind in ("positive", "probability"):
         return uniform
