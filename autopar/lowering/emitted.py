@@ -20,9 +20,9 @@ class Emitted:
 
     graph_module: GraphModule
     inserted: tuple[InsertedReshard, ...]
+    # Name and sharding of each result of the model; None for one that is no tensor.
     results: tuple[tuple[str, Sharding] | None, ...]
-    """Name and sharding of each result of the model; None for one that is no tensor."""
+    # Ops that draw random numbers on several ranks; with any, the graph has one more input, their key.
     draws: tuple[DrawnOp, ...] = ()
-    """Ops that draw random numbers on several ranks; with any, the graph has one more input, their key."""
+    # Small sums that are made before and after the graph.
     ends: HoistedSums = field(default_factory=HoistedSums)
-    """Small sums that are made before and after the graph."""

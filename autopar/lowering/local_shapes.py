@@ -29,8 +29,8 @@ from autopar.sharding.sharding import atoms_of
 
 __all__ = ["SHARD", "wrong_shapes"]
 
+# Metadata of a node from emit: the tensor that it holds a shard of, and the sharding.
 SHARD = "shard"
-"""Metadata of a node from emit: the tensor that it holds a shard of, and the sharding."""
 
 # Shapes that depend on data are taken from the sharding.
 _OPEN = (

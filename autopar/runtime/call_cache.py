@@ -51,8 +51,8 @@ LOCAL = (
     "a plain tensor is the whole input: give every rank the same batch, all of it; if each rank loads a part of the "
     "batch of its own (a DistributedSampler, another seed), say parallelize(..., local_inputs=True)"
 )
+# Where a comparison makes a device wait, these calls are compared: the first, and then each of so many.
 FIRST_CALLS, LATER_CALLS = 10, 100
-"""Where a comparison makes a device wait, these calls are compared: the first, and then each of so many."""
 
 
 class Planner(Protocol):

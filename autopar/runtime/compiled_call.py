@@ -41,8 +41,8 @@ class CallSignature:
     flat: Flattened
     training: tuple[bool, ...]
     trained: tuple[bool, ...]
+    # One for each parameter, then for each buffer.
     dtypes: tuple[torch.dtype, ...]
-    """One for each parameter, then for each buffer."""
     grad_enabled: bool
     autocast: tuple[Autocast, ...]
 

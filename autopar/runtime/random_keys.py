@@ -24,8 +24,8 @@ from autopar.runtime.ranks.agreement import Agreement
 
 __all__ = ["RandomKeys", "kept_generators"]
 
+# Calls whose backward may be outstanding: more than any pipeline has in flight.
 REMEMBERED = 4096
-"""Calls whose backward may be outstanding: more than any pipeline has in flight."""
 
 
 class RandomKeys:

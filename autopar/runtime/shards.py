@@ -43,8 +43,8 @@ class ShardOwner:
 
     mesh: DeviceMesh
     axes: SubMesh
+    # Its coordinates.
     at: Mapping[str, int]
-    """Its coordinates."""
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,8 @@ def checksum_of_all(tensors: Iterable[Tensor]) -> int:
     return found
 
 
+# Tensors from this size on are summed in so many blocks first: about 0.02 ms per MiB instead of 1 ms.
 LARGE_BYTES, BLOCKS = 2**17, 1024
-"""Tensors from this size on are summed in so many blocks first: about 0.02 ms per MiB instead of 1 ms."""
 
 
 def quick_checksum(tensor: Tensor) -> int:

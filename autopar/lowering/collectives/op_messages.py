@@ -24,8 +24,8 @@ class _HaloExchange:
 
     stretch: HaloStretch
     own: int
+    # The places of the ranks of the group; none where nothing is sent.
     members: tuple[int, ...]
-    """The places of the ranks of the group; none where nothing is sent."""
     group: str
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ _KNOWN = (
 )
 _COMPLEX = (torch.complex128, torch.complex64)
 
+# Dtypes that no library adds up, and the dtypes in which they are added up.
 SUMMED: Mapping[torch.dtype, torch.dtype] = {
     torch.bool: torch.int32,
     torch.int16: torch.int32,
@@ -34,7 +35,6 @@ SUMMED: Mapping[torch.dtype, torch.dtype] = {
     torch.float8_e5m2: torch.float32,
     torch.float8_e5m2fnuz: torch.float32,
 }
-"""Dtypes that no library adds up, and the dtypes in which they are added up."""
 
 
 def is_known(dtype: torch.dtype, gathered: bool) -> bool:

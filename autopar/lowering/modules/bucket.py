@@ -21,9 +21,9 @@ from autopar.sharding.reshard.reshard import StepKind
 
 __all__ = ["BucketCollectives", "ParameterHandling", "begin_steps", "is_view", "locally", "waited"]
 
+# From this size on, a tensor is sent from where it lies: copying it into a buffer, and out of one, takes longer than
+# that the collective has one buffer more.
 ALONE_BYTES = 2**20
-"""From this size on, a tensor is sent from where it lies: copying it into a buffer, and out of one, takes longer than
-that the collective has one buffer more."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class ParameterHandling:
 
     stored: torch.dtype
     used: torch.dtype
+    # The type in which gradients are added up.
     reduced: torch.dtype
-    """The type in which gradients are added up."""
+    # Without synchronisation the whole gradient is kept on each rank; else every backward sends it.
     deferred: bool = False
-    """Without synchronisation the whole gradient is kept on each rank; else every backward sends it."""
+    # Gathered again for the backward.
     again: bool = False
-    """Gathered again for the backward."""
+    # While gradients are accumulated without being sent, what is gathered serves all forwards.
     lasting: bool = False
-    """While gradients are accumulated without being sent, what is gathered serves all forwards."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class BucketCollectives:
 
     conversions: tuple[LocalReshard, ...]
     handling: ParameterHandling
+    # For each step, what it is for each tensor; none where nothing is sent that way.
     forward: tuple[tuple[LocalStep, ...], ...] = field(init=False)
-    """For each step, what it is for each tensor; none where nothing is sent that way."""
     backward: tuple[tuple[LocalStep, ...], ...] = field(init=False)
+    # True where gradients are only added up.
     is_sum: bool = field(init=False)
-    """Return whether gradients are only added up."""
+    # True where the parameters need no step.
     is_idle: bool = field(init=False)
-    """Return whether the parameters need no step."""
 
     def __post_init__(self) -> None:
         forward, backward = [one.forward for one in self.conversions], [one.backward for one in self.conversions]

@@ -25,8 +25,8 @@ class GradientSync:
 
     enabled: bool = True
     unfinished: dict[BucketState, Sequence[Tensor]] = field(default_factory=dict)
+    # How often parameters were found to have been written to between two calls.
     writes: int = 0
-    """How often parameters were found to have been written to between two calls."""
 
     def finish(self) -> None:
         """Wait for all that has been sent."""
@@ -62,15 +62,15 @@ class BucketState:
     bucket: BucketCollectives
     synchronisation: GradientSync
     has_start: bool = True
+    # The bucket that the backward comes to next, if it too gathers again.
     before: BucketState | None = None
-    """The bucket that the backward comes to next, if it too gathers again."""
     unsent: list[Tensor | None] = field(default_factory=list)
+    # Where gradients are added up; the gradients that come of it are views of it.
     buffer: Tensor | None = None
-    """Where gradients are added up; the gradients that come of it are views of it."""
     lasting: KeptGathered | None = None
     again: Regathered | None = None
+    # Inputs and outputs at the end of a bucket without work in the forward, of the call before.
     ended: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
-    """Inputs and outputs at the end of a bucket without work in the forward, of the call before."""
 
     def free_buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """The buffer of the step before, unless somebody still holds a gradient of it."""
@@ -108,8 +108,8 @@ def is_alone(tensor: Tensor) -> bool:
 class KeptGathered:
     """Copies that were gathered once for several forwards."""
 
+    # Source of the copy; kept, so that no other tensor takes its memory.
     stored: list[Tensor]
-    """Source of the copy; kept, so that no other tensor takes its memory."""
     states: tuple[tuple[int, int], ...]
     writes: int
     gathered: list[Tensor]

@@ -19,8 +19,8 @@ __all__ = ["LateTensor"]
 class LateTensor(Tensor):
     """An ordinary tensor as soon as its values have come."""
 
+    # The tensor without autograd, in the same memory.
     _own: Tensor
-    """Without autograd, in the same memory."""
     _arrival: Callable[[], Tensor | complex]
 
     @staticmethod
@@ -61,6 +61,7 @@ class LateTensor(Tensor):
             return function(*args, **(kwargs or {}))
 
 
+# Ops on a loss before and in its backward that do not read its value.
 _BLIND = frozenset(
     (
         Tensor.backward,
@@ -70,4 +71,3 @@ _BLIND = frozenset(
         Tensor.grad_fn.__get__,  # type: ignore[union-attr]
     )
 )
-"""Ops on a loss before and in its backward that do not read its value."""

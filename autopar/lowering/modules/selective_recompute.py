@@ -40,10 +40,10 @@ class Segment:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     kept: bool
+    # True where it may draw from the default generator.
     draws: bool
-    """True where it may draw from the default generator."""
+    # True where it has an effect beside its results.
     acts: bool
-    """True where it has an effect beside its results."""
 
 
 class SelectiveRecompute(nn.Module):
@@ -141,17 +141,17 @@ class _RegionCall:
     """One call of a region, until its backward is over."""
 
     region: SelectiveRecompute
+    # Values that each stretch has saved, in order.
     saved: dict[Segment, list[weakref.ref[_Saved]]] = field(default_factory=dict)
-    """Values that each stretch has saved, in order."""
+    # Keyed by the value that they are views of.
     views: dict[str, list[weakref.ref[_View]]] = field(default_factory=dict)
-    """Keyed by the value that they are views of."""
+    # The memory of values that are computed again. A weak reference keeps it from being taken for other memory.
     made: dict[StorageWeakRef, str] = field(default_factory=dict)
-    """The memory of values that are computed again. A weak reference keeps it from being taken for other memory."""
+    # Values that the recomputation needs.
     held: dict[str, Any] = field(default_factory=dict)
-    """Values that the recomputation needs."""
     again: list[Segment] = field(default_factory=list)
+    # Those of the default generators before stretches that draw.
     states: dict[Segment, Any] = field(default_factory=dict)
-    """Those of the default generators before stretches that draw."""
 
     def forward(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         values: dict[str, Any] = dict(zip(self.region.inputs, inputs, strict=True))

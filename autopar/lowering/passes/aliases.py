@@ -10,8 +10,8 @@ from torch.fx import Node
 
 __all__ = ["FRESH", "is_idle_copy", "makes_new_memory", "readers"]
 
+# Attribute of a module that stands for an op whose results share no memory with its operands.
 FRESH = "fresh"
-"""Attribute of a module that stands for an op whose results share no memory with its operands."""
 
 
 def readers(values: Iterable[Node]) -> set[Node]:

@@ -38,8 +38,8 @@ class _ReshardedParameter:
     note: str
     block: str
     bytes: int
+    # Properties that all reshards of a bucket share.
     kind: tuple[Any, ...]
-    """Properties that all reshards of a bucket share."""
 
 
 class CallGate(Protocol):
@@ -55,8 +55,8 @@ class BucketedParameters:
     handling: Mapping[str, ParameterHandling] = field(default_factory=dict)
     synchronisation: GradientSync = field(default_factory=GradientSync)
     gate: CallGate | None = None
+    # True where the owner of the parameters waits for the communication of their gradients.
     awaited: bool = False
-    """True where the owner of the parameters waits for the communication of their gradients."""
 
     def of(self, tensor: NamedTensor) -> ParameterHandling:
         found = self.handling.get(tensor.name)

@@ -24,8 +24,8 @@ from autopar.rules.shard_call.local_call import call_by_name
 __all__ = ["EmptyShardOp", "Result", "nodes_of", "reached"]
 
 
+# The shape and dtype of what an op gives, and the operands that its gradient would go to.
 Result = tuple[tuple[int, ...], torch.dtype, frozenset[int]]
-"""The shape and dtype of what an op gives, and the operands that its gradient would go to."""
 
 
 class EmptyShardOp(nn.Module):

@@ -27,10 +27,10 @@ from autopar.lowering.passes.recompute_regions import REGION
 
 __all__ = ["ROOM", "HoistedSums", "NumberExchange", "move_to_ends", "wrapped"]
 
+# Most ops of the graph before the graph: targets that are shifted, flattened, compared and counted take ten.
 MOST_NODES = 64
-"""Most ops of the graph before the graph: targets that are shifted, flattened, compared and counted take ten."""
+# Numbers that fit in a comparison of the ranks: so many sums of a call are sent with it.
 ROOM = 7
-"""For so many numbers there is room in a comparison of the ranks, so that what a call sends may go with it."""
 _ATEN = torch.ops.aten
 _BY_NUMBERS = (_ATEN.neg.default, _ATEN.div.Scalar, _ATEN.mul.Scalar)
 Rows = Sequence[Sequence[int | float]]
@@ -56,15 +56,15 @@ class NumberExchange(Protocol):
 class HoistedSums:
     """Sums before and after a graph, which has the former as its last inputs."""
 
+    # Graph from some of the inputs to this rank's parts of the sums that are sent before.
     before: GraphModule | None = None
-    """From some of the other inputs to this rank's parts of the sums that are sent before the graph."""
+    # Nodes that these parts are computed from.
     places: tuple[int, ...] = ()
-    """From which."""
     early: tuple[LocalReshard, ...] = ()
+    # Which results of the graph are this rank's parts of sums.
     late: tuple[tuple[int, LocalReshard], ...] = ()
-    """Which results of the graph are this rank's parts of sums."""
+    # Sums that are sent before, and after.
     notes: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-    """Sums that are sent before, and after."""
 
     @property
     def outline(self) -> str:
@@ -177,13 +177,13 @@ def _received(
 
 @dataclass
 class _FoundSums:
+    # Nodes that follow from inputs without a gradient.
     given: set[Node]
-    """Nodes that follow from inputs without a gradient."""
+    # Nodes that follow from those and from sums of them.
     known: set[Node]
-    """Nodes that follow from those and from sums of them."""
     early: list[Node]
+    # Map each result to the sums of which it is a linear function, which is applied to the parts instead.
     late: dict[Node, list[Node]]
-    """Map each result to the sums of which it is a linear function, which is applied to the parts instead."""
 
 
 def move_to_ends(graph: Graph, modules: dict[str, nn.Module], inputs: Iterable[str]) -> HoistedSums:

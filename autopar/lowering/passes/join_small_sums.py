@@ -22,8 +22,8 @@ from autopar.sharding.reshard.reshard import StepKind
 
 __all__ = ["JoinedSums", "join_totals", "joined", "small_sum"]
 
+# Elements: a smaller sum takes longer to start than to send.
 FEW = 1024
-"""Elements: what takes longer to start than to send."""
 
 
 class JoinedSums(nn.Module):

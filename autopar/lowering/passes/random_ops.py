@@ -34,8 +34,8 @@ class DrawnOp:
     name: str
     op: str
     choice: str
+    # True where its shards can draw the numbers of one process.
     exact: bool
-    """True where its shards can draw the numbers of one process."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class _PendingOp:
     source: Node
     local: Mapping[str, Any]
     whole: Mapping[str, Any]
+    # Which arguments are tensors.
     tensors: tuple[str, ...]
-    """Which arguments are tensors."""
     cut: Callable[[Iterable[Term]], LocalRegion]
     shard: Callable[[Iterable[Term]], DrawShard]
     device: torch.device
@@ -167,11 +167,11 @@ _MAKERS: dict[str, Callable[[_PendingOp], RandomOp]] = {
     "aten.binomial.default": _flat,
 }
 
+# Ops that draw more or fewer numbers for other operands.
 _BY_VALUE = frozenset(
     f"aten.{name}.default"
     for name in ("rrelu", "rrelu_with_noise_functional", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
 )
-"""Ops that draw more or fewer numbers for other operands."""
 
 
 class RandomOps:

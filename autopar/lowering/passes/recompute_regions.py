@@ -27,8 +27,8 @@ from autopar.sharding.recompute import RecomputeRegion
 
 __all__ = ["KEPT", "REGION", "with_regions"]
 
+# Metadata of a node: the number of its region, and whether its result is saved there.
 REGION, KEPT = "region", "kept"
-"""Metadata of a node: the number of its region, and whether its result is saved there."""
 
 
 class RegatherBeforeRecompute(nn.Module):

@@ -23,17 +23,17 @@ from autopar.lowering.passes.hoist_small_sums import ROOM
 
 __all__ = ["SAID", "SharedExchange", "SharedMemory"]
 
+# So many may be unread.
 EXCHANGES = 8
-"""So many may be unread."""
+# Numbers that a rank says in an exchange: what is compared, and what goes along.
 SAID = ROOM + 1
-"""Numbers that a rank says in an exchange: what is compared, and what goes along."""
+# Numbers in a row: which exchange, what is said, a check.
 WIDTH = SAID + 2
-"""Numbers in a row: which exchange, what is said, a check."""
+# Seconds that a waiting rank sleeps before it looks again: the others may need its core.
 REST_SECONDS = 5e-5
-"""Seconds that a waiting rank sleeps before it looks again: the others may need its core."""
 LONGEST_REST_SECONDS = 1e-3
+# How often a rank that waits looks whether the others are still there.
 ALIVE_SECONDS = 0.2
-"""How often a rank that waits looks whether the others are still there."""
 
 
 class SharedExchange:

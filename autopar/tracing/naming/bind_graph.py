@@ -26,8 +26,8 @@ from autopar.tracing.naming.dim_classes import DimSpace
 
 __all__ = ["BoundGraph", "BoundNode", "DimTie", "bind_graph", "replicated_rule"]
 
+# The name of the fx node that holds a value: of the `getitem` for ops with several outputs.
 ValueKey = str
-"""The name of the fx node that holds a value: of the `getitem` for ops with several outputs."""
 
 Discover = Callable[[torch._ops.OpOverload, Call, tuple[tuple[int, ...] | None, ...]], Rule | None]
 
@@ -40,12 +40,12 @@ class BoundNode:
     call: Call
     rule: Rule
     source: Source
+    # Why there is no table rule; empty when there is one.
     reason: str
-    """Why there is no table rule; empty when there is one."""
     operands: tuple[ValueKey | None, ...]
     outputs: tuple[ValueKey | None, ...]
+    # Factor -> class of dims.
     factors: dict[str, int]
-    """Factor -> class of dims."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class BoundGraph:
     numbers: dict[int, ValueKey] = field(default_factory=dict)
     nodes: list[BoundNode] = field(default_factory=list)
     ties: list[DimTie] = field(default_factory=list)
+    # Parameters, buffers, constants, and what is computed from them alone (a cast or transposed weight).
     stored: set[ValueKey] = field(default_factory=set)
-    """Parameters, buffers, constants, and what is computed from them alone (a cast or transposed weight)."""
 
     def add_value(self, key: ValueKey, shape: Sequence[int]) -> None:
         self.set_dims(key, [self.space.new(size) for size in shape])

@@ -17,8 +17,8 @@ from autopar.tracing.naming.bind_graph import BoundGraph, ValueKey
 
 __all__ = ["UserName", "given_names"]
 
+# One entry per dim: its names, major first (several for a compound), or None where nothing is said.
 Spec = tuple[tuple[str, ...] | None, ...]
-"""One entry per dim: its names, major first (several for a compound), or None where nothing is said."""
 
 _TOKEN = re.compile(r"\s*(?:(\.\.\.)|([A-Za-z_][A-Za-z0-9_]*(?:\.[0-9]+)?)|([0-9]+)|(.))")
 

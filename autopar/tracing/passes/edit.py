@@ -11,8 +11,8 @@ from torch.fx import Node
 __all__ = ["arguments_of", "insert", "replaced"]
 
 
+# Annotations of users on a value.
 MARKS = ("named", "constrain")
-"""Annotations of users on a value."""
 
 
 def arguments_of(node: Node) -> dict[str, Any]:

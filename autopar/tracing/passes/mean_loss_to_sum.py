@@ -18,8 +18,8 @@ __all__ = ["mean_losses_as_sums"]
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
+# In narrower types a sum over many targets could overflow: there the losses are widened before they are added.
 WIDE = (torch.float32, torch.float64)
-"""In narrower types a sum over many targets could overflow: there the losses are widened before they are added."""
 
 
 def mean_losses_as_sums(graph: Graph) -> None:

@@ -25,10 +25,10 @@ aten = torch.ops.aten
 
 _LOOKUPS = (aten.index.Tensor, aten._unsafe_index.Tensor)
 _WRITES = (aten.index_put.default, aten._unsafe_index_put.default)
+# Ops whose results are places counted from the start, never from the end.
 _FROM_THE_START = (aten.argmax.default, aten.argmin.default)
-"""Ops whose results are places counted from the start, never from the end."""
+# Ops that may lead to an index; one that only counts takes a few.
 MOST_STEPS = 32
-"""Ops that may lead to an index; one that only counts takes a few."""
 MOST_ELEMENTS = 2**20
 NOTHING: Mapping[Node, Tensor] = MappingProxyType({})
 
@@ -73,12 +73,12 @@ def _pairing(node: Node) -> _PairedIndexPass | None:
 class _PairedIndexPass:
     node: Node
     x: Node
+    # Shape of all indices together.
     shape: tuple[int, ...]
-    """Shape of all indices together."""
+    # A dim of the indices -> the dim of x that stands beside it.
     aligned: dict[int, int]
-    """A dim of the indices -> the dim of x that stands beside it."""
+    # The dim that is looked up, and with what.
     lookup: tuple[int, Node] | None
-    """The dim that is looked up, and with what."""
     indexed: tuple[int, ...]
 
     def lookups(self) -> Node:

@@ -24,10 +24,10 @@ __all__ = ["ATTENTION_NOTE", "read_masks"]
 
 aten = torch.ops.aten
 
+# The key of an `AttentionNote` in the meta of a node.
 ATTENTION_NOTE = "attention"
-"""The key of an `AttentionNote` in the meta of a node."""
+# A mask value below this gives a weight of 0: a float32 exponential is 0 below -104.
 HIDDEN = -1e4
-"""A mask value below this gives a weight of 0: a float32 exponential is 0 below -104."""
 
 
 def read_masks(graph: Graph, known: Mapping[Node, Tensor], sources: Mapping[Node, str]) -> None:

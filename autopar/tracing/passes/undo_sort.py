@@ -29,8 +29,8 @@ aten = torch.ops.aten
 SORTS = (aten.sort.default, aten.sort.stable)
 ARGSORTS = (aten.argsort.default, aten.argsort.stable)
 LOOKUPS = (aten.index.Tensor, aten.index_select.default)
+# More are not drawn and sorted to see what an index does.
 MOST_ROWS = 2**23
-"""More are not drawn and sorted to see what an index does."""
 
 
 def undo_sorting(graph: Graph) -> None:

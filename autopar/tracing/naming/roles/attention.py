@@ -11,8 +11,8 @@ from autopar.tracing.naming.roles.structure import Proposal, Structure, op_name
 
 __all__ = ["attention", "head_dims", "head_parts"]
 
+# How many ops may lie between attention's softmax and its products, masks included.
 FAR = 80
-"""How many ops may lie between attention's softmax and its products, masks included."""
 
 
 def attention(structure: Structure) -> Iterator[Proposal]:
@@ -71,12 +71,12 @@ def _named_heads(structure: Structure, heads: int, shared: bool) -> Iterator[Pro
 class _Product:
     """A product of two activations: its dims by where they stand."""
 
+    # In both operands and the result.
     shared: tuple[int, ...]
-    """In both operands and the result."""
+    # In the first of the operands and the result.
     query: tuple[int, ...]
-    """In the first of the operands and the result."""
+    # In the second and the result.
     other: tuple[int, ...]
-    """In the second and the result."""
     summed: tuple[int, ...]
 
     def turned(self) -> _Product:

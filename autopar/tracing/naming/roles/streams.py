@@ -47,8 +47,8 @@ def _summed(structure: Structure, bound: BoundNode) -> Iterator[int]:
 
 
 SPACE = {"height", "width", "depth"}
+# Roles that layers may mix as features; they keep their name.
 POSITIONS = {"seq", *SPACE}
-"""Roles that layers may mix as features; they keep their name."""
 SCALING = ("mul", "div", "clone", "_to_copy", "dropout", "native_dropout")
 
 

@@ -13,8 +13,8 @@ __all__ = ["LOOKUPS", "Proposal", "Structure", "op_name"]
 
 LOOKUPS = ("embedding", "index_select", "index", "embedding_bag", "bags")
 
+# A class of dims, and the name its place in the graph suggests.
 Proposal = tuple[int, str]
-"""A class of dims, and the name its place in the graph suggests."""
 
 
 class Structure:

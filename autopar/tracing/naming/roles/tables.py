@@ -50,8 +50,8 @@ KEEPS_VALUES = frozenset(
 )
 PICKS_VALUES = ("gather", "index", "index_select")
 CONSTANTS = ("full", "zeros", "ones", "zeros_like", "new_zeros", "full_like")
+# Ops that say where something is found, and how many results they have then.
 CHOICES = {"topk": 2, "max": 2, "min": 2, "sort": 2, "argsort": 1, "argmax": 1, "argmin": 1, "multinomial": 1}
-"""Ops that say where something is found, and how many results they have then."""
 
 
 def tables(structure: Structure) -> Iterator[Proposal]:
