@@ -55,7 +55,7 @@ WORDS = (
     Retired(
         ("completion", "complete", "completed"),
         "propagation",
-        {"completion": SHELL, "PrintCompletion": SHELL, "complete": "completes a placement of torch"},
+        {"PrintCompletion": SHELL, "complete": "completes a placement of torch"},
     ),
 )
 
@@ -176,3 +176,26 @@ def test_a_planted_phrase_is_found() -> None:
 def test_no_page_has_a_retired_phrase(page: Path) -> None:
     if str(page.relative_to(ROOT)) not in QUOTED:
         assert retired_phrases(page.read_text()) == []
+
+
+BEGINNING = re.compile(r"(What|Whether|Of|By|That)\b")
+# Packages whose docstrings are not rewritten yet.
+PENDING = ("autopar/solver/",)
+
+
+def docstrings(source: str) -> Iterator[tuple[str, int]]:
+    """Yield each string that is a statement: docstrings, and notes below attributes."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value, node.lineno
+
+
+def test_no_docstring_begins_with_a_clause() -> None:
+    assert [line for text, line in docstrings('"""What is sent."""\n') if BEGINNING.match(text)] == [1]
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text[:40]}"
+        for path in sorted((ROOT / "autopar").rglob("*.py"))
+        for text, line in docstrings(path.read_text())
+        if BEGINNING.match(text) and not str(path.relative_to(ROOT)).startswith(PENDING)
+    ]
+    assert found == []

@@ -58,7 +58,7 @@ class HoistedSums:
 
     # Graph from some of the inputs to this rank's parts of the sums that are sent before.
     before: GraphModule | None = None
-    # Nodes that these parts are computed from.
+    # Places of these inputs among all inputs of the graph.
     places: tuple[int, ...] = ()
     early: tuple[LocalReshard, ...] = ()
     # Which results of the graph are this rank's parts of sums.
