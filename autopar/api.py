@@ -79,10 +79,10 @@ def plan(
     (True, True)
     """
     check_outputs(outputs)
-    asked = PlanRequest(cluster, memory, TrainingOptions(outputs, local_inputs, optimizer), time_limit, cache)
+    request = PlanRequest(cluster, memory, TrainingOptions(outputs, local_inputs, optimizer), time_limit, cache)
     meshes = meshes_of(mesh, devices)
     chosen = layout.layout if isinstance(layout, Plan) else layout
-    return plan_graph(trace(model, inputs, dims=dims), meshes, chosen, asked)
+    return plan_graph(trace(model, inputs, dims=dims), meshes, chosen, request)
 
 
 def parallelize(
@@ -148,9 +148,11 @@ def parallelize(
     axes = named_axes.whole
     stored = next((parameter.dtype for parameter in model.parameters()), None) if compute_dtype is not None else None
     options = TrainingOptions(outputs, local_inputs, optimizer, master_dtype=stored, gradient_dtype=reduce_dtype)
-    asked = PlanRequest(cluster, memory, options, time_limit)
+    request = PlanRequest(cluster, memory, options, time_limit)
     # A layout file that one rank alone cannot read stops all of them.
-    planner = Agreement(devices).together(lambda: _planner(layout, named_axes, axes, dims, asked, devices.device_type))
+    planner = Agreement(devices).together(
+        lambda: _planner(layout, named_axes, axes, dims, request, devices.device_type)
+    )
     return ParallelModule(model, devices, planner, CallSettings(options, compute_dtype), inputs)
 
 
@@ -159,7 +161,7 @@ def _planner(
     mesh: Mesh,
     axes: SubMesh,
     dims: Mapping[str, str] | None,
-    asked: PlanRequest,
+    request: PlanRequest,
     device_type: str,
 ) -> Planner:
     """Who decides: a plan, a search where something is left to it, or the layout by itself."""
@@ -172,5 +174,5 @@ def _planner(
     assert not isinstance(layout, Plan)
     chosen = None if layout is None else choose_layout(layout, axes)
     if chosen is None or has_holes(chosen):
-        return SearchPlanner(chosen, mesh, dims, asked)
-    return LayoutPlanner(chosen, axes, dims, asked, device_type)
+        return SearchPlanner(chosen, mesh, dims, request)
+    return LayoutPlanner(chosen, axes, dims, request, device_type)

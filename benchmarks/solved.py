@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import autopar
-from autopar.plans.find import experts_beside
+from autopar.plans.find import price_strategies
 from benchmarks.interleaved import Make, Run, faster_share, measured_seconds, undisturbed
 from examples.gpt import gpt
 from examples.moe import moe
@@ -39,7 +39,7 @@ def compared(name: str, mesh: str, cluster: str, steps: int, time_limit: float) 
     """Return the seconds of a step under the plan found and the strategies, predicted and measured."""
     make = MODELS[name]
     plan = autopar.plan(*_shaped(make, mesh), cluster=cluster, optimizer="sgd", time_limit=time_limit, cache=False)
-    plans = {FOUND: plan, **experts_beside(plan)}
+    plans = {FOUND: plan, **price_strategies(plan)}
     with tempfile.TemporaryDirectory() as folder:
         runs = {}
         for number, (called, one) in enumerate(plans.items()):

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.cli.json_output import add_json, print_data
 from autopar.cli.parser import HelpText
-from autopar.cli.plan_arguments import CANNOT_BE_HAD, ProgressLine, add_question, add_target, asked_of, meshes, traced
+from autopar.cli.plan_arguments import (
+    INFEASIBLE,
+    ProgressLine,
+    add_request,
+    add_target,
+    meshes,
+    request_of,
+    trace_target,
+)
 from autopar.errors import AutoparWarning, LayoutError, MeshError
 
 if TYPE_CHECKING:
@@ -42,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add_target(parser)
     parser.add_argument("--layout", metavar="LAYOUT", required=True, help="a .lay file, a strategy, or text")
-    add_question(parser, mesh=False)
+    add_request(parser, mesh=False)
     add_json(parser, "check")
     parser.set_defaults(run=run)
 
@@ -61,29 +69,29 @@ class _Contract:
 
 def run(arguments: argparse.Namespace) -> int:
     """Complete the layout, check its contracts, print the verdict."""
-    from autopar.plans.find import under
+    from autopar.plans.find import plan_under_layout
     from autopar.sharding.layout.language import choose_layout
 
     progress = ProgressLine()
     mesh = _mesh(arguments)
-    asked = asked_of(arguments)
+    request = request_of(arguments)
     layout = choose_layout(arguments.layout, mesh.whole)
     progress.say(f"tracing {arguments.target}")
-    graph = traced(arguments)
+    graph = trace_target(arguments)
     progress.say("checking")
     plan: Plan | None = None
     try:
-        plan = under(graph, mesh, layout, asked, arguments.layout)
+        plan = plan_under_layout(graph, mesh, layout, request, arguments.layout)
         contracts = [_Contract("every op can do what the layout says", "legal", None, True), *_contracts(layout, plan)]
     except LayoutError as error:
-        if error.code not in CANNOT_BE_HAD:
+        if error.code not in INFEASIBLE:
             raise
         contracts = [_Contract("every op can do what the layout says", "legal", None, False, str(error))]
         contracts += [_Contract(text, kind, span, None) for text, kind, span in _promises(layout)]
     progress.done()
     holds = all(one.holds or one.kind == "warn" for one in contracts)
     if arguments.json:
-        print_data("check", _data(arguments, mesh, asked.where().name, contracts, plan))
+        print_data("check", _data(arguments, mesh, request.cluster_value().name, contracts, plan))
     else:
         print(_text(contracts, plan))
     return 0 if holds else 1

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from autopar.cli.json_output import add_json, print_data
 from autopar.cli.parser import HelpText
 from autopar.cli.plan_arguments import (
-    CANNOT_BE_HAD,
-    add_question,
+    INFEASIBLE,
+    add_request,
     add_target_option,
-    asked_of,
     is_plan,
     meshes,
     read_plan,
-    traced,
+    request_of,
+    trace_target,
 )
 from autopar.errors import AutoparError, LayoutError
 
@@ -49,7 +49,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("plans", metavar="PLAN", nargs="+", help="a plan's file, a strategy, a .lay file, or text")
     add_target_option(parser)
-    add_question(parser, mesh=False)
+    add_request(parser, mesh=False)
     add_json(parser, "compare")
     parser.set_defaults(run=run)
 
@@ -96,14 +96,14 @@ def _data(plans: Mapping[str, Plan | str]) -> dict[str, Any]:
 
 def plans_of(arguments: argparse.Namespace, words: list[str]) -> dict[str, Plan | str]:
     """Return a plan for each word on one graph, or the reason why it is infeasible."""
-    from autopar.plans.find import asked_as, under
+    from autopar.plans.find import plan_under_layout, request_like
 
     saved = [word for word in words if is_plan(word)]
     first = None
     graph: NamedGraph | None = None
     if arguments.target_of_plan is not None:
-        asked_of(arguments)
-        graph = traced(arguments, arguments.target_of_plan)
+        request_of(arguments)
+        graph = trace_target(arguments, arguments.target_of_plan)
     if saved:
         first = read_plan(arguments, saved[0], graph)
         graph = first.graph
@@ -114,21 +114,21 @@ def plans_of(arguments: argparse.Namespace, words: list[str]) -> dict[str, Plan 
     found: dict[str, Plan | str] = {}
     mesh = meshes(arguments)[0] if arguments.mesh is not None else first.mesh if first is not None else None
     assert mesh is not None
-    asked = asked_of(arguments)
+    request = request_of(arguments)
     if first is not None:  # the others take its request, changed by the options of this call
         given = {word: value for word, value in vars(arguments).items() if value is not None}
         options = {word: given[word] for word in ("optimizer", "outputs") if word in given}
         places = {word: given[word] for word in ("cluster", "memory") if word in given}
-        asked = asked_as(first)
-        asked = replace(asked, **places, options=replace(asked.options, **options))
+        request = request_like(first)
+        request = replace(request, **places, options=replace(request.options, **options))
     for word in words:
         if word in saved:
             found[word] = first if first is not None and word == saved[0] else read_plan(arguments, word, graph)
         else:
             try:
-                found[word] = under(graph, mesh, word, asked, word)
+                found[word] = plan_under_layout(graph, mesh, word, request, word)
             except LayoutError as error:
-                if error.code not in CANNOT_BE_HAD:
+                if error.code not in INFEASIBLE:
                     raise
                 found[word] = str(error)
     return found

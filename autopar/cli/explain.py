@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.cli.json_output import add_json, print_data
 from autopar.cli.parser import HelpText
-from autopar.cli.plan_arguments import ProgressLine, add_plan, planned
+from autopar.cli.plan_arguments import ProgressLine, add_plan, load_or_plan
 from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
@@ -46,16 +46,16 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read or make a plan and explain a name in it."""
-    from autopar.plans.glob_cover import alike
+    from autopar.plans.glob_cover import repeated_names
     from autopar.plans.views.alternatives import shown
-    from autopar.plans.views.explain import explained
+    from autopar.plans.views.explain import explain_name
     from autopar.plans.views.to_json import explanation_data, short_data
 
     progress = ProgressLine()
     progress.say("reading the plan" if arguments.plan.endswith(".lay") else f"tracing {arguments.plan}")
-    plan = planned(arguments, progress)
+    plan = load_or_plan(arguments, progress)
     progress.say(f"explaining {arguments.name}")
-    found = explained(plan, arguments.name)
+    found = explain_name(plan, arguments.name)
     asked = None if arguments.why_not is None else _asked(plan, arguments)
     progress.say("pricing alternatives")
     others = () if arguments.no_alternatives else plan.alternatives(arguments.name)
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     print(found)
     if not arguments.no_alternatives:
-        print(f"\n{shown(plan, others, len(alike(plan.graph, arguments.name)))}")
+        print(f"\n{shown(plan, others, len(repeated_names(plan.graph, arguments.name)))}")
     if forced is not None:
         print(f"\n{_beside(plan, forced, arguments.why_not)}")
     return 0
@@ -92,14 +92,14 @@ class _Forced:
 
 def _asked(plan: Plan, arguments: argparse.Namespace) -> tuple[tuple[str, ...], Any]:
     """Return the tensors and pins of --why-not; errors appear before anything is priced."""
-    from autopar.plans.glob_cover import alike
+    from autopar.plans.glob_cover import repeated_names
     from autopar.sharding.layout.check import check_layout
     from autopar.sharding.layout.language import parse_layout
     from autopar.sharding.op_pins import words_of
 
     if arguments.name not in plan.graph.tensors:
         raise AutoparError(f"'{arguments.name}' is an op, and --why-not pins a tensor\nfix: name its result")
-    names = (arguments.name,) if arguments.one_layer else alike(plan.graph, arguments.name)
+    names = (arguments.name,) if arguments.one_layer else repeated_names(plan.graph, arguments.name)
     layout = parse_layout("\n".join(f"@{name}[{arguments.why_not}]" for name in names), "--why-not")
     check_layout(layout, words_of(plan.graph), plan.decided.axes)
     return names, layout
@@ -108,12 +108,12 @@ def _asked(plan: Plan, arguments: argparse.Namespace) -> tuple[tuple[str, ...], 
 def _forced(
     plan: Plan, asked: tuple[tuple[str, ...], Any], arguments: argparse.Namespace, progress: ProgressLine
 ) -> _Forced:
-    from autopar.plans.find import asked_as, plan_graph
+    from autopar.plans.find import plan_graph, request_like
     from autopar.solver.infeasible.errors import NoFeasiblePlan
 
     names, layout = asked
     try:
-        found = plan_graph(plan.graph, (plan.mesh,), layout, asked_as(plan, arguments.time_limit), progress)
+        found = plan_graph(plan.graph, (plan.mesh,), layout, request_like(plan, arguments.time_limit), progress)
     except NoFeasiblePlan as error:
         return _Forced(names, None, str(error))
     return _Forced(names, found)

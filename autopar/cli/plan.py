@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.cli.json_output import add_json, print_data
 from autopar.cli.parser import HelpText
-from autopar.cli.plan_arguments import ProgressLine, add_question, add_target, asked_of, meshes, target_text, traced
+from autopar.cli.plan_arguments import (
+    ProgressLine,
+    add_request,
+    add_target,
+    meshes,
+    request_of,
+    target_text,
+    trace_target,
+)
 
 if TYPE_CHECKING:
     from autopar.plans.plan import Plan
@@ -38,7 +46,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=HelpText,
     )
     add_target(parser)
-    add_question(parser)
+    add_request(parser)
     parser.add_argument("--layout", metavar="LAYOUT", help="what is settled: a .lay file, a strategy, or text")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan, as in gpt.plan.lay")
     parser.add_argument("--time-limit", metavar="SECONDS", type=float, default=30.0, help="of the search (default: 30)")
@@ -52,14 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Trace, search, print, write."""
     progress = ProgressLine()
     possible = meshes(arguments)
-    asked = asked_of(arguments)
+    request = request_of(arguments)
     progress.say(f"tracing {arguments.target}")
-    graph = traced(arguments)
-    from autopar.plans.find import least_of, plan_graph
+    graph = trace_target(arguments)
+    from autopar.plans.find import faster_strategy, plan_graph
     from autopar.solver.infeasible.errors import NoFeasiblePlan
 
     try:
-        plan = plan_graph(graph, possible, arguments.layout, asked, progress)
+        plan = plan_graph(graph, possible, arguments.layout, request, progress)
     except NoFeasiblePlan as error:
         progress.done()
         # A program that asked for data gets none; what is said of it is for whoever looks.
@@ -68,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = replace(plan, target=target_text(arguments))
     experts = {} if arguments.no_experts else _experts(plan, progress)
     if arguments.layout is None:
-        plan = least_of(plan, experts)
+        plan = faster_strategy(plan, experts)
     progress.done()
     if arguments.output is not None:
         plan.save(arguments.output)
@@ -86,10 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _experts(plan: Plan, progress: ProgressLine) -> dict[str, Plan]:
-    from autopar.plans.find import experts_beside
+    from autopar.plans.find import price_strategies
 
     progress.say("pricing the strategies of experts")
-    return experts_beside(plan)
+    return price_strategies(plan)
 
 
 def _expert_data(name: str, plan: Plan) -> dict[str, Any]:

@@ -18,21 +18,21 @@ from autopar.mesh import Mesh, SubMesh
 from autopar.sharding.layout.language import choose_layout, parse_memory
 
 __all__ = [
-    "CANNOT_BE_HAD",
+    "INFEASIBLE",
     "ProgressLine",
     "add_plan",
-    "add_question",
+    "add_request",
     "add_target",
     "add_target_option",
-    "asked_of",
     "check_words",
     "header_of",
     "is_plan",
+    "load_or_plan",
     "meshes",
-    "planned",
     "read_plan",
+    "request_of",
     "target_text",
-    "traced",
+    "trace_target",
 ]
 
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 # Codes of layouts that are infeasible (exit code 1); other codes are mistakes in the layout (2).
-CANNOT_BE_HAD = ("E3", "E4", "E5", "E6", "E7")
+INFEASIBLE = ("E3", "E4", "E5", "E6", "E7")
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +81,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_question(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
+def add_request(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
     """Add the options of a request: mesh, devices, cluster, memory, optimizer, outputs."""
     parser.add_argument(
         "--mesh", metavar="AXES", required=mesh, help="as in dp=2,tp=4; '?' and open sizes, tp=?, need --devices"
@@ -99,24 +99,24 @@ def add_question(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
     )
 
 
-def asked_of(arguments: argparse.Namespace) -> PlanRequest:
+def request_of(arguments: argparse.Namespace) -> PlanRequest:
     """Return the request of the command line, checked before anything is traced."""
     from autopar.plans.find import PlanRequest
     from autopar.sharding.options import TrainingOptions
 
-    asked = PlanRequest(
+    request = PlanRequest(
         arguments.cluster,
         arguments.memory,
         TrainingOptions(outputs=arguments.outputs or "sharded", optimizer=arguments.optimizer or "adamw"),
         time_limit=getattr(arguments, "time_limit", 30.0),
         cache=not getattr(arguments, "no_cache", False),
     )
-    cluster = asked.where()
-    asked.limit_bytes(cluster, None)
+    cluster = request.cluster_value()
+    request.limit_bytes(cluster, None)
     from autopar.cost.compute.optimizers import optimizer_of
 
-    optimizer_of(asked.options.optimizer)
-    return asked
+    optimizer_of(request.options.optimizer)
+    return request
 
 
 def meshes(arguments: argparse.Namespace) -> tuple[Mesh, ...]:
@@ -132,7 +132,7 @@ def target_text(arguments: argparse.Namespace) -> str:
     return shlex.join([arguments.target, *changes])
 
 
-def traced(arguments: argparse.Namespace, target: str | None = None) -> NamedGraph:
+def trace_target(arguments: argparse.Namespace, target: str | None = None) -> NamedGraph:
     """Return the graph of TARGET; `target` is the text of a plan's head."""
     name, changes = (arguments.target, []) if target is None else _target_of(target)
     said = {flag: [word for other, word in changes if other == flag] for flag in ("--set", "--dims")}
@@ -157,27 +157,27 @@ def _target_of(text: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def add_plan(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add PLAN: a file, or a TARGET with the options of `planned`; `what` is the verb of the command."""
+    """Add PLAN: a file, or a TARGET with the options of `load_or_plan`; `what` is the verb of the command."""
     parser.add_argument("plan", metavar="PLAN", help="a plan's file, or a TARGET (with --mesh)")
     parser.add_argument("--layout", metavar="LAYOUT", help=f"for a TARGET: {what} this layout and not a searched plan")
     parser.add_argument("--time-limit", metavar="SECONDS", type=float, default=30.0, help="of a search (default: 30)")
     add_target_option(parser)
-    add_question(parser, mesh=False)
+    add_request(parser, mesh=False)
 
 
-def planned(arguments: argparse.Namespace, progress: ProgressLine | None = None) -> Plan:
+def load_or_plan(arguments: argparse.Namespace, progress: ProgressLine | None = None) -> Plan:
     """Return the plan of a file, or of a TARGET under a layout or by a search."""
-    from autopar.plans.find import plan_graph, under
+    from autopar.plans.find import plan_graph, plan_under_layout
 
     if is_plan(arguments.plan):
         return read_plan(arguments, arguments.plan)
     if arguments.mesh is None:
         raise AutoparError(f"on which mesh is {arguments.plan} planned?\nfix: --mesh dp=2,tp=4, or name a plan's file")
-    possible, asked = meshes(arguments), asked_of(arguments)
-    graph = traced(arguments, arguments.plan)
+    possible, request = meshes(arguments), request_of(arguments)
+    graph = trace_target(arguments, arguments.plan)
     if arguments.layout is not None:
-        return under(graph, possible[0], arguments.layout, asked, arguments.layout)
-    return plan_graph(graph, possible, None, asked, progress)
+        return plan_under_layout(graph, possible[0], arguments.layout, request, arguments.layout)
+    return plan_graph(graph, possible, None, request, progress)
 
 
 def header_of(path: str, text: str) -> Any:
@@ -213,7 +213,7 @@ def read_plan(arguments: argparse.Namespace, path: str, graph: NamedGraph | None
 
     text = read_text(path)
     if graph is None:
-        graph = traced(arguments, arguments.target_of_plan or _trusted_target(arguments, path, text))
+        graph = trace_target(arguments, arguments.target_of_plan or _trusted_target(arguments, path, text))
     return Plan.read(text, graph, path, getattr(arguments, "cluster", None))
 
 

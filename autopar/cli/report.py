@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.parser import HelpText
-from autopar.cli.plan_arguments import ProgressLine, add_plan, is_plan, planned
+from autopar.cli.plan_arguments import ProgressLine, add_plan, is_plan, load_or_plan
 
 if TYPE_CHECKING:
     from autopar.plans.plan import Plan
@@ -41,15 +41,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Read or make a plan and write its page."""
     progress = ProgressLine()
     progress.say("reading the plan" if arguments.plan.endswith(".lay") else f"tracing {arguments.plan}")
-    plan = planned(arguments, progress)
+    plan = load_or_plan(arguments, progress)
     experts: dict[str, Plan] = {}
     if not arguments.no_experts:
-        from autopar.plans.find import experts_beside, least_of
+        from autopar.plans.find import faster_strategy, price_strategies
 
         progress.say("pricing the strategies of experts")
-        experts = experts_beside(plan)
+        experts = price_strategies(plan)
         if arguments.layout is None and not is_plan(arguments.plan):
-            plan = least_of(plan, experts)
+            plan = faster_strategy(plan, experts)
     progress.done()
     from autopar.plans.report.page import report
 

@@ -18,7 +18,7 @@ from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
 from autopar.plans.plan import Plan
-from autopar.plans.retarget import lowered
+from autopar.plans.retarget import retarget
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.layout.source import read_text
@@ -43,8 +43,8 @@ def key(
     time_limit: float,
 ) -> str:
     """Return the key of a request: equal for equal requests to the same version of the planner."""
-    asked = (graph.fingerprint, str(mesh), repr(cluster), str(layout), limit_bytes, repr(options), time_limit)
-    text = "\n".join(map(str, (planner_version(), *asked)))
+    request = (graph.fingerprint, str(mesh), repr(cluster), str(layout), limit_bytes, repr(options), time_limit)
+    text = "\n".join(map(str, (planner_version(), *request)))
     return f"{_family(graph, mesh)}-{sha256(text.encode()).hexdigest()[:24]}"
 
 
@@ -95,7 +95,7 @@ def last(graph: NamedGraph, mesh: Mesh) -> StepPlan | None:
     for path in reversed(paths[-1:]):
         try:
             axes = mesh.whole
-            return lowered(graph, parse_layout(read_text(path), str(path)), axes)
+            return retarget(graph, parse_layout(read_text(path), str(path)), axes)
         except AutoparError:
             continue
     return None

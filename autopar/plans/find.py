@@ -45,14 +45,14 @@ from autopar.solver.strategies import WHOLE, splits_nothing
 
 __all__ = [
     "PlanRequest",
-    "asked_as",
     "check_outputs",
     "cluster_here",
-    "experts_beside",
-    "least_of",
+    "faster_strategy",
     "meshes_of",
     "plan_graph",
-    "under",
+    "plan_under_layout",
+    "price_strategies",
+    "request_like",
 ]
 
 
@@ -76,7 +76,7 @@ class PlanRequest:
     time_limit: float = 30.0
     cache: bool = True
 
-    def where(self) -> Cluster:
+    def cluster_value(self) -> Cluster:
         if isinstance(self.cluster, Cluster):
             return self.cluster
         return load_cluster(self.cluster) if self.cluster is not None else cluster_here()
@@ -101,7 +101,7 @@ class PlanRequest:
         return int(min(found, default=PLANNED_SHARE * has))
 
 
-def asked_as(plan: Plan, time_limit: float = 30.0) -> PlanRequest:
+def request_like(plan: Plan, time_limit: float = 30.0) -> PlanRequest:
     """Return the request that gives another plan comparable with this one."""
     return PlanRequest(plan.cluster, plan.limit_bytes, plan.decided.options, time_limit)
 
@@ -173,14 +173,14 @@ def plan_graph(
     graph: NamedGraph,
     meshes: Sequence[Mesh],
     layout: str | Path | Layout | None,
-    asked: PlanRequest,
+    request: PlanRequest,
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
     """Return the best plan on the best of some meshes."""
-    if not (math.isfinite(asked.time_limit) and asked.time_limit > 0):
-        raise AutoparError(f"time_limit={asked.time_limit!r} is no number of seconds above 0")
-    each = replace(asked, time_limit=asked.time_limit / len(meshes))
-    ends = time.monotonic() + asked.time_limit
+    if not (math.isfinite(request.time_limit) and request.time_limit > 0):
+        raise AutoparError(f"time_limit={request.time_limit!r} is no number of seconds above 0")
+    each = replace(request, time_limit=request.time_limit / len(meshes))
+    ends = time.monotonic() + request.time_limit
     best: Plan | None = None
     refused: list[tuple[Mesh, AutoparError]] = []
     for number, mesh in enumerate(meshes):
@@ -213,25 +213,25 @@ def _on_mesh(
     graph: NamedGraph,
     mesh: Mesh,
     layout: str | Path | Layout | None,
-    asked: PlanRequest,
+    request: PlanRequest,
     progress: Callable[[Progress], None] | None,
     seconds: float,
     beat_seconds: float,
 ) -> Plan:
     axes = mesh.whole
-    cluster = asked.where()
+    cluster = request.cluster_value()
     given = None if layout is None else choose_layout(layout, axes)
-    limit = asked.limit_bytes(cluster, given)
+    limit = request.limit_bytes(cluster, given)
     # The limit is in `limit` already. A mesh statement is checked where the layout is read.
     said = None if given is None else Layout(tuple(one for one in given if not _is_limit(one)), given.name)
     demanded = None if said is None else Layout(tuple(one for one in said if not isinstance(one, MeshStatement)))
-    options = asked.options_on(mesh)
-    key = cache.key(graph, mesh, cluster, demanded, limit, options, asked.time_limit)
-    known = cache.find(key, graph, cluster) if asked.cache else None
+    options = request.options_on(mesh)
+    key = cache.key(graph, mesh, cluster, demanded, limit, options, request.time_limit)
+    known = cache.find(key, graph, cluster) if request.cache else None
     within = demanded is not None and bool(demanded.statements)
     if known is not None and _is_answer(known, mesh, limit, options):
         return replace(known, limit_bytes=limit, within_layout=within, target="")
-    warm = cache.last(graph, mesh) if asked.cache else None
+    warm = cache.last(graph, mesh) if request.cache else None
     try:
         solved = solve_plan(
             graph,
@@ -255,7 +255,7 @@ def _on_mesh(
         check_contracts(said, graph, decided.assignment, sent)
     bound = solved.bound_seconds if solved.gap <= LARGEST_GAP else 0.0
     plan = Plan(graph, decided, mesh, cluster, limit, bound, solved.origin, within_layout=within)
-    if asked.cache:
+    if request.cache:
         cache.keep(key, plan)
     return plan
 
@@ -300,30 +300,32 @@ def canonical(graph: NamedGraph, decided: StepPlan) -> StepPlan:
     return replace(decided, assignment=replace(assignment, values=values, recompute=recompute))
 
 
-def under(graph: NamedGraph, mesh: Mesh, layout: str | Path | Layout, asked: PlanRequest, origin: str = "") -> Plan:
+def plan_under_layout(
+    graph: NamedGraph, mesh: Mesh, layout: str | Path | Layout, request: PlanRequest, origin: str = ""
+) -> Plan:
     """Return the plan of a layout, completed by propagation and not by search."""
     axes = mesh.whole
-    cluster = asked.where()
+    cluster = request.cluster_value()
     said = choose_layout(layout, axes)
-    limit = asked.limit_bytes(cluster, said)
+    limit = request.limit_bytes(cluster, said)
     kept = Layout(tuple(one for one in said if not _is_limit(one)), said.name)
-    decided = propagate_plan(graph, kept, axes).with_options(asked.options_on(mesh))
+    decided = propagate_plan(graph, kept, axes).with_options(request.options_on(mesh))
     return Plan(graph, decided, mesh, cluster, limit, None, origin)
 
 
 # -- published strategies ----------------------------------------------------------------------------------------------
 
 
-def experts_beside(plan: Plan) -> dict[str, Plan]:
+def price_strategies(plan: Plan) -> dict[str, Plan]:
     """Return a plan for each applicable strategy, fastest first; equal plans appear once, under the first name."""
-    asked = asked_as(plan)
+    request = request_like(plan)
     used = plan.decided.axes.used
     found: dict[str, Plan] = {}
     for name in strategy_names():
         best: tuple[str, Plan] | None = None
         for call in _calls(name, used, plan.graph.dims):
             try:
-                one = under(plan.graph, plan.mesh, call, asked, call)
+                one = plan_under_layout(plan.graph, plan.mesh, call, request, call)
             except AutoparError:
                 continue  # it does not apply here
             if any(one.decided == other.decided for other in found.values()):
@@ -337,7 +339,7 @@ def experts_beside(plan: Plan) -> dict[str, Plan]:
     return dict(sorted(found.items(), key=lambda item: _rank(item[1])))
 
 
-def least_of(plan: Plan, experts: Mapping[str, Plan]) -> Plan:
+def faster_strategy(plan: Plan, experts: Mapping[str, Plan]) -> Plan:
     """Return the searched plan, or a faster strategy that fits: a search may run out of time to price it."""
     name = min((name for name, one in experts.items() if one.fits), key=lambda name: _rank(experts[name]), default=None)
     if name is None or plan.within_layout or experts[name].step_seconds >= plan.step_seconds:

@@ -37,7 +37,7 @@ from autopar.sharding.layout.syntax import (
     TensorPattern,
 )
 
-__all__ = ["NONE", "Splits", "TensorAxes", "bare_rules", "is_uneven", "rules_for", "wishes_of", "word_of"]
+__all__ = ["NONE", "Splits", "TensorAxes", "axes_by_tensor", "bare_rules", "is_uneven", "rules_for", "word_of"]
 
 
 Splits = tuple[Axes, ...]
@@ -89,12 +89,12 @@ def _closed(layout: Layout, tensor: NamedTensor, role: str, axes: SubMesh) -> Sp
     return tuple(split or () for split in resolve(layout, tensor, role, axes))
 
 
-def wishes_of(graph: NamedGraph, assignment: Assignment) -> dict[str, TensorAxes]:
+def axes_by_tensor(graph: NamedGraph, assignment: Assignment) -> dict[str, TensorAxes]:
     """Return the axes of every tensor that a layout can name."""
-    return {tensor.name: wish for tensor in graph.tensors.values() for wish in _wish(graph, tensor, assignment)}
+    return {tensor.name: entry for tensor in graph.tensors.values() for entry in _axes_of(graph, tensor, assignment)}
 
 
-def _wish(graph: NamedGraph, tensor: NamedTensor, assignment: Assignment) -> Iterator[TensorAxes]:
+def _axes_of(graph: NamedGraph, tensor: NamedTensor, assignment: Assignment) -> Iterator[TensorAxes]:
     name = tensor.name
     if tensor.kind == "param":
         stored, value = assignment.stored[name].splits, assignment.values[name]
@@ -177,24 +177,24 @@ Stored = tuple[tuple[str, ...], Axes, bool]
 class _TensorClass:
     """Tensors with equal atoms and splits, with the number of their kinds of names."""
 
-    wish: TensorAxes
+    entry: TensorAxes
     weight: int
     dims: frozenset[str]
 
 
-def bare_rules(wishes: Iterable[TensorAxes], axes: SubMesh) -> tuple[Statement, ...]:
+def bare_rules(tensor_axes: Iterable[TensorAxes], axes: SubMesh) -> tuple[Statement, ...]:
     """Return rules for all tensors; pins correct those for which they are wrong."""
-    return _RuleFitter(_kinds(wishes), axes).run()
+    return _RuleFitter(_kinds(tensor_axes), axes).run()
 
 
-def _kinds(wishes: Iterable[TensorAxes]) -> list[_TensorClass]:
+def _kinds(tensor_axes: Iterable[TensorAxes]) -> list[_TensorClass]:
     names: dict[object, set[str]] = {}
     first: dict[object, TensorAxes] = {}
-    for wish in wishes:
-        names.setdefault(wish.alike, set()).add(skeleton(wish.tensor.name))
-        first.setdefault(wish.alike, wish)
-    dims = {key: frozenset(name for atom in wish.tensor.atoms for name in atom.names) for key, wish in first.items()}
-    return [_TensorClass(wish, len(names[key]), dims[key]) for key, wish in first.items()]
+    for entry in tensor_axes:
+        names.setdefault(entry.alike, set()).add(skeleton(entry.tensor.name))
+        first.setdefault(entry.alike, entry)
+    dims = {key: frozenset(name for atom in entry.tensor.atoms for name in atom.names) for key, entry in first.items()}
+    return [_TensorClass(entry, len(names[key]), dims[key]) for key, entry in first.items()]
 
 
 @dataclass
@@ -234,7 +234,7 @@ class _RuleFitter:
 
     def _scoped(self, wrong: Iterable[_TensorClass], options: Mapping[str, list[TensorPattern]]) -> Iterator[Block]:
         for kind in wrong:
-            if kind.wish.roles[0][0] != "act":
+            if kind.entry.roles[0][0] != "act":
                 continue
             for other in sorted(kind.dims - RESERVED):
                 for dim in sorted(kind.dims.intersection(options) - {other}):
@@ -244,9 +244,9 @@ class _RuleFitter:
     def _storing(self, wrong: Iterable[_TensorClass]) -> Iterator[Block]:
         """Yield a storage block for each dim of the parameters that the rules get wrong."""
         for kind in wrong:
-            if len(kind.wish.roles) == 1 or len({kind.wish.of(role) for role in STORED}) > 1:
+            if len(kind.entry.roles) == 1 or len({kind.entry.of(role) for role in STORED}) > 1:
                 continue
-            rules = rules_for(kind.wish.tensor, kind.wish.of("opt"), self.axes)
+            rules = rules_for(kind.entry.tensor, kind.entry.of("opt"), self.axes)
             for dim in sorted(kind.dims - RESERVED):
                 yield Block(tuple(Scope(role, (dim,)) for role in STORED), rules)
 
@@ -261,7 +261,7 @@ class _RuleFitter:
         return after - before + 0.01 * sum(len(rule.place.terms) for rule in block.rules)
 
     def _dims(self) -> list[str]:
-        every = (name for kind in self.kinds for atom in kind.wish.tensor.atoms for name in atom.names)
+        every = (name for kind in self.kinds for atom in kind.entry.tensor.atoms for name in atom.names)
         return [dim for dim in dict.fromkeys(every) if dim not in RESERVED]
 
     def _options(self, dim: str) -> list[TensorPattern]:
@@ -269,7 +269,7 @@ class _RuleFitter:
         counts: dict[Axes, int] = {}
         uneven: set[Axes] = set()
         for kind in self.kinds:
-            for split, size in _splits_of(kind.wish, dim):
+            for split, size in _splits_of(kind.entry, dim):
                 counts[split] = counts.get(split, 0) + kind.weight
                 if is_uneven(size, split, self.axes):
                     uneven.add(split)
@@ -285,11 +285,11 @@ class _RuleFitter:
     def _blocks(self) -> Iterator[Stored]:
         found: dict[tuple[Axes, bool], None] = {}
         for kind in self.kinds:
-            stored = dict(kind.wish.roles).get("opt", ())
+            stored = dict(kind.entry.roles).get("opt", ())
             for i, split in enumerate(stored):
                 # The block repeats the rules for its dims, so it has to add only the axes beyond them.
                 for k in range(len(split)):
-                    size = kind.wish.tensor.atoms[i].size
+                    size = kind.entry.tensor.atoms[i].size
                     found[split[k:], is_uneven(size, split, self.axes)] = None
         for axes, uneven in found:
             for kinds in (("param", "grad", "opt"), ("opt",), ("grad", "opt")):
@@ -321,12 +321,12 @@ class _RuleFitter:
 
     def _fits(self, kind: _TensorClass, places: Mapping[str, TensorPattern], stored: Stored | None) -> bool:
         own = {dim: place for dim, place in places.items() if dim in kind.dims}
-        block = stored if len(kind.wish.roles) > 1 else None
+        block = stored if len(kind.entry.roles) > 1 else None
         scoped = tuple(one for one in self.scoped if set(one.scopes[0].dims) <= kind.dims)
         key = id(kind), tuple(own.items()), block, scoped
         if key not in self.judged:
             layout = Layout((*self._statements(own, block), *scoped))
-            self.judged[key] = len(kind.wish.right_roles(layout, self.axes)) == len(kind.wish.roles)
+            self.judged[key] = len(kind.entry.right_roles(layout, self.axes)) == len(kind.entry.roles)
         return self.judged[key]
 
     def _statements(self, places: Mapping[str, TensorPattern], stored: Stored | None) -> tuple[Statement, ...]:
@@ -339,7 +339,7 @@ class _RuleFitter:
         kinds, axes, uneven = stored
         one = DimRule(("*",), TensorPattern((SplitTerm(axes, pad=uneven), NotSplit())))
         # A rule of the block overrides rules outside, so the splits of dims are repeated inside.
-        held = {name for kind in self.kinds if len(kind.wish.roles) > 1 for name in kind.dims}
+        held = {name for kind in self.kinds if len(kind.entry.roles) > 1 for name in kind.dims}
         own = (replace(rule, dims=tuple(dim for dim in rule.dims if dim in held)) for rule in rules)
         kept = tuple(rule for rule in own if rule.dims and not _mention(rule, axes))
         return (*rules, NONE, Block(tuple(Scope(kind) for kind in kinds), (*kept, one)))  # type: ignore[arg-type]
@@ -349,11 +349,11 @@ def _mention(rule: DimRule, axes: Axes) -> bool:
     return any(isinstance(term, SplitTerm) and set(term.axes) & set(axes) for term in rule.place.terms)
 
 
-def _splits_of(wish: TensorAxes, dim: str) -> Iterator[tuple[Axes, int]]:
+def _splits_of(entry: TensorAxes, dim: str) -> Iterator[tuple[Axes, int]]:
     """Yield the axes of a dim of a tensor with its extent, in the roles that bare rules set."""
-    members = [i for i, atom in enumerate(wish.tensor.atoms) if dim in atom.names]
+    members = [i for i, atom in enumerate(entry.tensor.atoms) if dim in atom.names]
     if not members:
         return
-    for role, splits in wish.roles:
+    for role, splits in entry.roles:
         if role not in ("grad", "opt"):
-            yield tuple(axis for i in members for axis in splits[i]), wish.tensor.atoms[members[0]].size
+            yield tuple(axis for i in members for axis in splits[i]), entry.tensor.atoms[members[0]].size

@@ -9,7 +9,7 @@ from itertools import product
 
 from autopar.ir.graph import NamedGraph
 
-__all__ = ["alike", "cover", "skeleton"]
+__all__ = ["cover", "repeated_names", "skeleton"]
 
 
 _NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.|/|$)")
@@ -72,7 +72,7 @@ def _lines(glob: str) -> re.Pattern[str]:
     return re.compile(f"^{''.join(words.get(c, re.escape(c)) for c in glob)}$", re.MULTILINE)
 
 
-def alike(graph: NamedGraph, name: str) -> tuple[str, ...]:
+def repeated_names(graph: NamedGraph, name: str) -> tuple[str, ...]:
     """Return the names of a tensor in all layers of its stack, in order; the name alone if nothing repeats."""
     nodes = {node.node: node for node in graph.nodes}
     found = {name: None}

@@ -16,10 +16,10 @@ from autopar.names import did_you_mean
 from autopar.plans.header import Header, check_model, check_whole, read_header
 from autopar.plans.record import PlanRecord
 from autopar.plans.report.page import Page, report
-from autopar.plans.retarget import lowered
+from autopar.plans.retarget import retarget
 from autopar.plans.views.alternatives import Alternative, alternatives
 from autopar.plans.views.compare import difference
-from autopar.plans.views.explain import explained
+from autopar.plans.views.explain import explain_name
 from autopar.plans.views.summary import summary
 from autopar.plans.views.to_json import plan_data
 from autopar.sharding.layout.language import parse_layout
@@ -114,7 +114,7 @@ class Plan(PlanRecord):
         same = header.graph == graph.fingerprint
         # The mesh statement of the file names the links: its head leaves them out.
         options = replace(header.options, links=layout.mesh.links)
-        made = propagate_plan(graph, layout, axes) if same else lowered(graph, layout, axes)
+        made = propagate_plan(graph, layout, axes) if same else retarget(graph, layout, axes)
         place = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or _shipped(header.cluster, name))
         limit = header.limit_bytes or int(place.device.memory_bytes)
         asked = limit, None, header.origin, header.target, header.within_layout
@@ -151,7 +151,7 @@ class Plan(PlanRecord):
           line    17: * -> none
         used by 0/linear as broadcast(dp)
         """
-        return str(explained(self, name))
+        return str(explain_name(self, name))
 
     def alternatives(self, name: str) -> tuple[Alternative, ...]:
         """Return the other shardings of a tensor or choices of an op, each priced by itself.

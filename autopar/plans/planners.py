@@ -17,7 +17,7 @@ from autopar.ir.values import NamedTensor
 from autopar.mesh import Mesh, SubMesh
 from autopar.plans.find import PlanRequest, plan_graph
 from autopar.plans.header import check_model, check_whole, read_header
-from autopar.plans.retarget import lowered
+from autopar.plans.retarget import retarget
 from autopar.sharding.assignment import Assignment, StepPlan
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import Layout, parse_layout
@@ -48,7 +48,7 @@ class LayoutPlanner:
     layout: Layout
     axes: SubMesh
     dims: Mapping[str, str] | None
-    asked: PlanRequest
+    request: PlanRequest
     device_type: str
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
@@ -62,7 +62,7 @@ class LayoutPlanner:
 
     def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
         check_contracts(self.layout, graph, assignment, inserted)
-        plan = StepPlan(graph.fingerprint, assignment, self.asked.options)
+        plan = StepPlan(graph.fingerprint, assignment, self.request.options)
         check_memory(self.layout, graph, plan, self._device_bytes())
 
     def _device_bytes(self) -> float | None:
@@ -117,14 +117,14 @@ class PlanFilePlanner:
         check_whole(header, len(layout.statements), self.name)
         if header.graph == graph.fingerprint:
             return propagate(graph, layout, self.axes)
-        return lowered(graph, layout, self.axes).assignment
+        return retarget(graph, layout, self.axes).assignment
 
     def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
         """Check the guards of the plan itself."""
         check_contracts(parse_layout(self.text, self.name), graph, assignment, inserted)
 
     def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
-        layout = lowered(graph, parse_layout(self.text, self.name), self.axes).assignment
+        layout = retarget(graph, parse_layout(self.text, self.name), self.axes).assignment
         found = {}
         for name in graph.inputs:
             shape = list(graph.tensors[name].shape)
@@ -146,7 +146,7 @@ class SearchPlanner:
     layout: Layout | None
     mesh: Mesh
     dims: Mapping[str, str] | None
-    asked: PlanRequest
+    request: PlanRequest
     found: PlanFilePlanner | None = field(default=None, init=False)
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
@@ -155,7 +155,7 @@ class SearchPlanner:
     def decide(self, graph: NamedGraph) -> Assignment | str:
         if self.found is not None:
             return self.found.decide(graph)
-        return plan_graph(graph, (self.mesh,), self.layout, self.asked).text
+        return plan_graph(graph, (self.mesh,), self.layout, self.request).text
 
     def read(self, graph: NamedGraph, text: str) -> Assignment:
         if self.found is None:
@@ -176,5 +176,5 @@ class SearchPlanner:
         )
 
     def facts(self) -> Mapping[str, str]:
-        found = {"layout": str(self.layout), "asked": str(self.asked)}
+        found = {"layout": str(self.layout), "request": str(self.request)}
         return {**found, "dims": str(dict(self.dims or {})), "mesh": str(self.mesh)}

@@ -15,7 +15,7 @@ from autopar.mesh import Mesh
 from autopar.plans.format import bytes_text, seconds_text, table
 from autopar.plans.glob_cover import skeleton
 from autopar.plans.header import Header, parameters_of
-from autopar.plans.to_layout import WrittenLayout, written
+from autopar.plans.to_layout import WrittenLayout, write_layout
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.syntax import print_statement
@@ -112,7 +112,7 @@ class PlanRecord:
 
     @cached_property
     def written(self) -> WrittenLayout:
-        return written(self.graph, self.decided.assignment, self.mesh)
+        return write_layout(self.graph, self.decided.assignment, self.mesh)
 
     @property
     def layout(self) -> Layout:

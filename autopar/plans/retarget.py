@@ -30,10 +30,10 @@ from autopar.sharding.layout.syntax import (
 from autopar.sharding.op_pins import words_of
 from autopar.sharding.propagation import propagate_plan
 
-__all__ = ["lowered"]
+__all__ = ["retarget"]
 
 
-def lowered(graph: NamedGraph, layout: Layout, axes: SubMesh) -> StepPlan:
+def retarget(graph: NamedGraph, layout: Layout, axes: SubMesh) -> StepPlan:
     """Return the plan of a layout on another graph of the same model."""
     words = words_of(graph)
     known = [kept for statement in layout for kept in _known(statement, words)]

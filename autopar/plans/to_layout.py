@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import Mesh, SubMesh
-from autopar.plans.fit_rules import TensorAxes, bare_rules, is_uneven, rules_for, wishes_of, word_of
+from autopar.plans.fit_rules import TensorAxes, axes_by_tensor, bare_rules, is_uneven, rules_for, word_of
 from autopar.plans.glob_cover import cover
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.choices import BROADCAST, Choice, can_split
@@ -34,7 +34,7 @@ from autopar.sharding.layout.syntax import (
 )
 from autopar.sharding.propagation import PropagationCache, propagate_partly
 
-__all__ = ["WrittenLayout", "choice_words", "written"]
+__all__ = ["WrittenLayout", "choice_words", "write_layout"]
 
 # Rounds before all ops and values are pinned; pins may change where other broadcasts begin.
 ROUNDS = 8
@@ -59,7 +59,7 @@ class WrittenLayout:
         return Layout((*self.mesh, *self.rules, *self.tensors, *self.ops, *self.holds), "<plan>")
 
 
-def written(graph: NamedGraph, assignment: Assignment, mesh: Mesh | None = None) -> WrittenLayout:
+def write_layout(graph: NamedGraph, assignment: Assignment, mesh: Mesh | None = None) -> WrittenLayout:
     """Return the layout from which `propagate` makes this assignment."""
     return _LayoutWriter(graph, assignment, mesh or Mesh(**assignment.axes)).run()
 
@@ -77,13 +77,13 @@ class _LayoutWriter:
 
     def __post_init__(self) -> None:
         self.axes = self.assignment.axes
-        self.wishes = wishes_of(self.graph, self.assignment)
+        self.tensor_axes = axes_by_tensor(self.graph, self.assignment)
         self.names = list(self.graph.tensors)
-        self.stated |= {name for name, wish in self.wishes.items() if wish.partial}
+        self.stated |= {name for name, entry in self.tensor_axes.items() if entry.partial}
 
     def run(self) -> WrittenLayout:
         mesh = (MeshStatement(self.mesh),)
-        rules = bare_rules(self.wishes.values(), self.axes)
+        rules = bare_rules(self.tensor_axes.values(), self.axes)
         holds = tuple(self._holds())
         right = self._right_roles(Layout(rules))
         for count in range(ROUNDS + 1):
@@ -93,17 +93,17 @@ class _LayoutWriter:
                 return found
             if count == ROUNDS - 1:
                 self.pinned |= {node.name for node in self.graph.nodes}
-                self.stated |= {name for name, wish in self.wishes.items() if wish.partial or wish.broadcast}
+                self.stated |= {name for name, entry in self.tensor_axes.items() if entry.partial or entry.broadcast}
         raise AssertionError("these decisions are none that a layout comes to")
 
     def _right_roles(self, rules: Layout) -> Mapping[str, frozenset[str]]:
         """Return by tensor the roles that rules without tensor names get right."""
         known: dict[object, frozenset[str]] = {}
         found = {}
-        for name, wish in self.wishes.items():
-            key = wish.alike
+        for name, entry in self.tensor_axes.items():
+            key = entry.alike
             if key not in known:
-                known[key] = wish.right_roles(rules, self.axes)
+                known[key] = entry.right_roles(rules, self.axes)
             found[name] = known[key]
         return found
 
@@ -117,74 +117,74 @@ class _LayoutWriter:
                 continue
             differs = True
             if got.results != wanted.results or node.name in self.pinned:
-                self.stated |= {name for name in node.outputs if name in self.wishes and self._is_open(name)}
+                self.stated |= {name for name in node.outputs if name in self.tensor_axes and self._is_open(name)}
             if got.choice != wanted.choice or node.name in undecided:
                 self.pinned.add(node.name)
-        for name, wish in self.wishes.items():
+        for name, entry in self.tensor_axes.items():
             if found.values[name] != self.assignment.values[name] and name not in self.stated:
-                assert wish.broadcast, f"{name} is {found.values[name]}, not {self.assignment.values[name]}"
+                assert entry.broadcast, f"{name} is {found.values[name]}, not {self.assignment.values[name]}"
                 self.stated.add(name)
                 differs = True
         return differs
 
     def _is_open(self, name: str) -> bool:
         """Return True if a pin may set the states of a value."""
-        return bool(self.wishes[name].broadcast)
+        return bool(self.tensor_axes[name].broadcast)
 
     # -- tensors
 
     def _tensors(self, right: Mapping[str, frozenset[str]]) -> Iterator[Statement]:
         """Yield a pin or blocks for each kind of tensor that the rules get wrong."""
-        texts = {name: self._text(name) for name in self.wishes}
+        texts = {name: self._text(name) for name in self.tensor_axes}
         groups: dict[object, list[str]] = {}
-        for name, wish in self.wishes.items():
-            if name in self.stated or len(right[name]) < len(wish.roles):
+        for name, entry in self.tensor_axes.items():
+            if name in self.stated or len(right[name]) < len(entry.roles):
                 groups.setdefault(texts[name], []).append(name)
         alike: dict[object, list[str]] = {}
         for name, text in texts.items():
             alike.setdefault(text, []).append(name)
         for text, names in groups.items():
-            wish = self.wishes[names[0]]
+            entry = self.tensor_axes[names[0]]
             for glob in cover(names, alike[text], self.names):
-                yield from self._statements(glob, wish, names[0] in self.stated, right[names[0]])
+                yield from self._statements(glob, entry, names[0] in self.stated, right[names[0]])
 
     def _text(self, name: str) -> object:
         """Return a key: equal for tensors that the same statements describe."""
-        wish = self.wishes[name]
-        said = tuple((role if len(wish.roles) > 1 else "", self._rules(wish, role)) for role, _ in wish.roles)
-        return said, (wish.partial, wish.broadcast) if name in self.stated else ()
+        entry = self.tensor_axes[name]
+        said = tuple((role if len(entry.roles) > 1 else "", self._rules(entry, role)) for role, _ in entry.roles)
+        return said, (entry.partial, entry.broadcast) if name in self.stated else ()
 
-    def _rules(self, wish: TensorAxes, role: str) -> tuple[DimRule, ...]:
-        return rules_for(wish.tensor, wish.of(role), self.axes)
+    def _rules(self, entry: TensorAxes, role: str) -> tuple[DimRule, ...]:
+        return rules_for(entry.tensor, entry.of(role), self.axes)
 
-    def _statements(self, glob: str, wish: TensorAxes, stated: bool, right: frozenset[str]) -> Iterator[Statement]:
+    def _statements(self, glob: str, entry: TensorAxes, stated: bool, right: frozenset[str]) -> Iterator[Statement]:
         states: tuple[PinState, ...] = ()
         if stated:
-            both = (("partial", wish.partial), ("broadcast", wish.broadcast))
+            both = (("partial", entry.partial), ("broadcast", entry.broadcast))
             states = tuple(PinState(word, axes) for word, axes in both if axes)  # type: ignore[arg-type]
-        if wish.is_one:
-            yield Pin(glob, self._rules(wish, wish.roles[0][0]), states)
+        if entry.is_one:
+            yield Pin(glob, self._rules(entry, entry.roles[0][0]), states)
             return
         if states:
-            yield Pin(glob, (self._common(wish),), states)
+            yield Pin(glob, (self._common(entry),), states)
         if "use" not in right:
-            yield Block((Scope("use", glob=glob),), self._rules(wish, "use"))
+            yield Block((Scope("use", glob=glob),), self._rules(entry, "use"))
         if "param" not in right:
             grouped: dict[object, list[str]] = {}
             for role in ("param", "grad", "opt"):
-                grouped.setdefault(wish.of(role), []).append(role)
+                grouped.setdefault(entry.of(role), []).append(role)
             for roles in grouped.values():
                 scopes = tuple(Scope(role, glob=glob) for role in roles)  # type: ignore[arg-type]
-                yield Block(scopes, self._rules(wish, roles[0]))
+                yield Block(scopes, self._rules(entry, roles[0]))
 
-    def _common(self, wish: TensorAxes) -> DimRule:
+    def _common(self, entry: TensorAxes) -> DimRule:
         """Return a rule of a parameter that is true in all roles, since a pin sets all of them."""
-        for i, atom in enumerate(wish.tensor.atoms):
-            splits = {splits[i] for _, splits in wish.roles}
+        for i, atom in enumerate(entry.tensor.atoms):
+            splits = {splits[i] for _, splits in entry.roles}
             if len(splits) == 1 and (split := splits.pop()):
                 pad = is_uneven(atom.size, split, self.axes)
-                return DimRule((word_of(wish.tensor, i),), TensorPattern((SplitTerm(split, pad=pad),)))
-        raise AssertionError(f"nothing holds for {wish.tensor} in all roles")
+                return DimRule((word_of(entry.tensor, i),), TensorPattern((SplitTerm(split, pad=pad),)))
+        raise AssertionError(f"nothing holds for {entry.tensor} in all roles")
 
     # -- ops
 

@@ -33,11 +33,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from dataclasses import replace
 
     from autopar.mesh import Mesh
-    from autopar.plans.find import PlanRequest, under
+    from autopar.plans.find import PlanRequest, plan_under_layout
     from autopar.tracing.trace import trace
     from examples.gpt import gpt
 
-    plan = under(trace(*gpt()), Mesh("dp=2,tp=2"), "megatron", PlanRequest("local-cpu"), "megatron")
+    plan = plan_under_layout(trace(*gpt()), Mesh("dp=2,tp=2"), "megatron", PlanRequest("local-cpu"), "megatron")
     path = tmp_path_factory.mktemp("plans") / "gpt.plan.lay"
     replace(plan, target=GPT).save(path)
     return path

@@ -11,7 +11,7 @@ import autopar
 from autopar.cli import main
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
-from autopar.plans.find import PlanRequest, under
+from autopar.plans.find import PlanRequest, plan_under_layout
 from autopar.plans.plan import Plan
 from examples.gpt import gpt
 
@@ -20,7 +20,7 @@ GPT = f"{Path(__file__).parents[2]}/examples/gpt.py:gpt"
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return under(autopar.trace(*gpt()), Mesh("dp=2,tp=2"), "megatron", PlanRequest("local-cpu"), "megatron")
+    return plan_under_layout(autopar.trace(*gpt()), Mesh("dp=2,tp=2"), "megatron", PlanRequest("local-cpu"), "megatron")
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 import autopar
 from autopar.cli import main
 from autopar.mesh import Mesh
-from autopar.plans.find import PlanRequest, under
+from autopar.plans.find import PlanRequest, plan_under_layout
 from autopar.sharding.options import TrainingOptions
 from examples.gpt import gpt
 
@@ -65,7 +65,7 @@ def test_experts_are_asked_what_the_plan_was(capsys: pytest.CaptureFixture[str],
     """A plan's file says the cluster, the optimizer and the limit; the strategies beside it are priced for the same."""
     path = tmp_path / "gpt.plan.lay"
     asked = PlanRequest("h100", "1GiB", TrainingOptions(optimizer="sgd"))
-    under(autopar.trace(*gpt()), Mesh("dp=2"), "ddp", asked).save(path)
+    plan_under_layout(autopar.trace(*gpt()), Mesh("dp=2"), "ddp", asked).save(path)
     place = tmp_path / "report.html"
     assert run(capsys, str(path), "--target", GPT, "-o", str(place))[0] == 0
     data = shown(place.read_text())

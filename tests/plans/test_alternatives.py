@@ -7,7 +7,7 @@ import pytest
 import autopar
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
-from autopar.plans.find import PlanRequest, under
+from autopar.plans.find import PlanRequest, plan_under_layout
 from autopar.plans.plan import Plan
 from autopar.plans.to_layout import choice_words
 from autopar.plans.views.alternatives import alternatives, forced, shown
@@ -28,7 +28,7 @@ def graph() -> NamedGraph:
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def plan(request: pytest.FixtureRequest, graph: NamedGraph) -> Plan:
-    return under(graph, MESH, request.param, PlanRequest("local-cpu"))
+    return plan_under_layout(graph, MESH, request.param, PlanRequest("local-cpu"))
 
 
 def test_each_is_a_plan_with_that_change_and_no_other(plan: Plan) -> None:
@@ -60,7 +60,7 @@ def test_each_is_a_plan_with_that_change_and_no_other(plan: Plan) -> None:
 
 
 def test_each_can_be_written_and_read(graph: NamedGraph) -> None:
-    plan = under(graph, MESH, "megatron", PlanRequest("local-cpu"))
+    plan = plan_under_layout(graph, MESH, "megatron", PlanRequest("local-cpu"))
     for name in ("blocks.0.up.weight", "blocks.0.up/linear"):
         for one in alternatives(plan, name):
             assert one.plan is not None
@@ -79,7 +79,7 @@ def test_they_are_the_same_each_time_and_the_fastest_comes_first(plan: Plan) -> 
 
 def test_what_an_expert_would_do_is_among_them(graph: NamedGraph) -> None:
     """Under Megatron's layout: to store a shard of a weight on each rank, as ZeRO-3 does, and to use it whole."""
-    plan = under(graph, MESH, "megatron", PlanRequest("local-cpu"))
+    plan = plan_under_layout(graph, MESH, "megatron", PlanRequest("local-cpu"))
     found = {one.change: one.plan for one in alternatives(plan, "blocks.0.up.weight")}
     split = found["@blocks.0.up.weight[d_ff -> tp, d_model -> dp, * -> none]"]
     whole = found["@blocks.0.up.weight[* -> none]"]
@@ -91,7 +91,7 @@ def test_what_an_expert_would_do_is_among_them(graph: NamedGraph) -> None:
 
 
 def test_what_cannot_be_had_says_why(graph: NamedGraph) -> None:
-    plan = under(graph, MESH, "megatron", PlanRequest("local-cpu"))
+    plan = plan_under_layout(graph, MESH, "megatron", PlanRequest("local-cpu"))
     (line,) = parse_layout("@tokens.weight[vocab -> dp*tp, * -> none]")
     assert isinstance(line, Pin)
     one = forced(plan, line)
@@ -101,6 +101,6 @@ def test_what_cannot_be_had_says_why(graph: NamedGraph) -> None:
 
 
 def test_nothing_can_be_split_otherwise(graph: NamedGraph) -> None:
-    plan = under(graph, Mesh("dp=1"), "ddp", PlanRequest("local-cpu"))
+    plan = plan_under_layout(graph, Mesh("dp=1"), "ddp", PlanRequest("local-cpu"))
     assert alternatives(plan, "blocks.0.up/linear") == ()
     assert shown(plan, ()) == "no alternatives: nothing here can be split otherwise"

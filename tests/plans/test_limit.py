@@ -11,7 +11,7 @@ import autopar
 from autopar.cli import main
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.mesh import Mesh
-from autopar.plans.find import PlanRequest, plan_graph, under
+from autopar.plans.find import PlanRequest, plan_graph, plan_under_layout
 from autopar.plans.plan import Plan
 from autopar.sharding.layout.language import parse_layout
 from autopar.solver.infeasible.errors import NoFeasiblePlan
@@ -39,7 +39,7 @@ def test_the_limit(memory: str | float | None, layout: str | None, share: float)
 
 def test_words_and_text_say_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     graph = autopar.trace(*gpt())
-    usual = under(graph, Mesh("dp=2"), "ddp", PlanRequest("h100"))
+    usual = plan_under_layout(graph, Mesh("dp=2"), "ddp", PlanRequest("h100"))
     assert "of 67.06 GiB per device, 90 % of what it has: fits" in usual.summary()
     assert Plan.read(usual.text, graph).limit_bytes == usual.limit_bytes == int(0.9 * HAS)
     words = (f"{Path(__file__).parents[2]}/examples/gpt.py:gpt", "--mesh", "dp=2", "--cluster", "h100")

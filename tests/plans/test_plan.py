@@ -13,7 +13,7 @@ import autopar
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
-from autopar.plans.find import PlanRequest, meshes_of, under
+from autopar.plans.find import PlanRequest, meshes_of, plan_under_layout
 from autopar.plans.plan import Plan
 from examples.gpt import gpt
 
@@ -27,7 +27,7 @@ def graph() -> autopar.NamedGraph:
 
 @pytest.fixture(scope="module")
 def megatron(graph: autopar.NamedGraph) -> Plan:
-    return under(graph, Mesh("dp=2,tp=2"), "megatron_sp", HERE, "megatron_sp")
+    return plan_under_layout(graph, Mesh("dp=2,tp=2"), "megatron_sp", HERE, "megatron_sp")
 
 
 @pytest.fixture(autouse=True)
@@ -232,7 +232,7 @@ def test_words(megatron: Plan, graph: autopar.NamedGraph) -> None:
     assert "rule    a b k, n k, n -> a b n" in megatron.explain("blocks.0.up/linear")
     with pytest.raises(AutoparError, match=r"no op 'blocks\.0\.upp\.weight'; did you mean 'blocks\.0\.up\.weight'"):
         megatron.explain("blocks.0.upp.weight")
-    other = under(graph, megatron.mesh, "ddp(dp=dp*tp)", HERE)
+    other = plan_under_layout(graph, megatron.mesh, "ddp(dp=dp*tp)", HERE)
     diff = megatron.diff(other)
     assert "blocks.*.up.weight" in diff
     row = next(line for line in diff.splitlines() if "blocks.*.up.weight" in line)

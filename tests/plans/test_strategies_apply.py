@@ -9,7 +9,7 @@ import pytest
 import autopar
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.mesh import Mesh, SubMesh
-from autopar.plans.find import PlanRequest, experts_beside, under
+from autopar.plans.find import PlanRequest, plan_under_layout, price_strategies
 from autopar.sharding.layout.language import applies_to, load_strategy, usable_axes
 from autopar.sharding.options import TrainingOptions
 from autopar.solver.setting import PlanningProblem
@@ -41,8 +41,8 @@ def test_which_axes_a_model_has_a_use_for(strategy: str, dims: tuple[str, ...], 
 
 def test_a_strategy_is_not_faster_by_splitting_nothing() -> None:
     """On a model so small that nothing pays, the strategies are still listed under their own names."""
-    plan = under(autopar.trace(*gpt()), Mesh("dp=2"), "ddp", PlanRequest("h100"))
-    names = list(experts_beside(plan))
+    plan = plan_under_layout(autopar.trace(*gpt()), Mesh("dp=2"), "ddp", PlanRequest("h100"))
+    names = list(price_strategies(plan))
     assert {"ddp(dp=dp)", "fsdp(fsdp=dp)", "zero1(dp=dp)", "a layout that splits nothing"} <= {*names}
     assert not any(name.startswith(("gshard_moe", "spatial")) for name in names)
 
@@ -65,8 +65,8 @@ def test_which_strategies_apply(strategy: str, dims: tuple[str, ...], applies: b
 def test_strategies_without_their_dims_are_not_listed(model: object, has_experts: bool) -> None:
     graph = autopar.trace(*(gpt() if model is gpt else moe()))
     setting = PlanningProblem.of(graph, SubMesh.of({"dp": 2, "tp": 2}), load_cluster("local-cpu"), TrainingOptions())
-    plan = under(graph, Mesh("dp=2,tp=2"), "batch -> dp; * -> none", PlanRequest("local-cpu"))
-    for names in ([name for name, _ in strategy_plans(setting)], list(experts_beside(plan))):
+    plan = plan_under_layout(graph, Mesh("dp=2,tp=2"), "batch -> dp; * -> none", PlanRequest("local-cpu"))
+    for names in ([name for name, _ in strategy_plans(setting)], list(price_strategies(plan))):
         assert not any(name.startswith("spatial") for name in names)
         assert any(name.startswith("gshard_moe") for name in names) == has_experts
         assert any(name.startswith("megatron(") for name in names)

@@ -6,9 +6,9 @@ import torch
 
 from autopar.ir.values import Atom, NamedTensor
 from autopar.mesh import Mesh
-from autopar.plans.find import PlanRequest, plan_graph, under
+from autopar.plans.find import PlanRequest, plan_graph, plan_under_layout
 from autopar.plans.format import layout_text
-from autopar.plans.glob_cover import alike
+from autopar.plans.glob_cover import repeated_names
 from autopar.plans.plan import Plan
 from autopar.sharding.sharding import Sharding
 from autopar.tracing.trace import trace
@@ -18,7 +18,7 @@ from examples.mlp import mlp
 def test_a_dim_of_several_places_has_one_row_and_the_usual_place_first() -> None:
     graph = trace(*mlp(), dims={"x": "batch features"})
     text = "batch -> dp; d_ff -> tp; param, grad, opt { d_ff -> dp*tp }; * -> none"
-    plan = under(graph, Mesh("dp=2,tp=2"), text, PlanRequest("h100"), "layout")
+    plan = plan_under_layout(graph, Mesh("dp=2,tp=2"), text, PlanRequest("h100"), "layout")
     rows = [line.split() for line in plan.summary().partition("\ndims\n")[2].partition("\n\n")[0].splitlines()]
     assert ["batch", "->", "dp"] in rows
     assert [row for row in rows if "d_ff" in row] == [["d_ff", "->", "dp*tp,", "or", "tp"]], (
@@ -42,7 +42,7 @@ def test_tensors_of_layers_that_are_not_quite_equal_are_one_row() -> None:
 
     graph = trace(Layers(), (torch.randn(4, 8),), dims={"x": "batch features"})
     assert not graph.repeats
-    plan = under(graph, Mesh("dp=2"), "batch -> dp; * -> none", PlanRequest("h100"), "layout")
+    plan = plan_under_layout(graph, Mesh("dp=2"), "batch -> dp; * -> none", PlanRequest("h100"), "layout")
     rows = [line.split("  ") for line in plan.summary().partition("\ntensors\n")[2].partition("\n\n")[0].splitlines()]
     assert [row[1] for row in rows if "bias" in row[1]] == ["layers.*.bias (×3)"]
 
@@ -68,5 +68,5 @@ def test_the_gap_under_a_layout_is_told_as_such_and_kept() -> None:
 
 def test_what_stands_at_one_place_of_all_layers_is_alike() -> None:
     graph = trace(*mlp())
-    assert alike(graph, "down.1.weight") == ("down.0.weight", "down.1.weight")
-    assert alike(graph, "x") == ("x",)
+    assert repeated_names(graph, "down.1.weight") == ("down.0.weight", "down.1.weight")
+    assert repeated_names(graph, "x") == ("x",)

@@ -68,9 +68,9 @@ def given(folder: str) -> dict[str, Any]:
     """A plan as an object and as a file."""
     model, inputs = small()
     from autopar.mesh import Mesh
-    from autopar.plans.find import PlanRequest, under
+    from autopar.plans.find import PlanRequest, plan_under_layout
 
-    plan = under(autopar.trace(model, inputs), Mesh("tp=2"), "megatron", PlanRequest("local-cpu"))
+    plan = plan_under_layout(autopar.trace(model, inputs), Mesh("tp=2"), "megatron", PlanRequest("local-cpu"))
     path = Path(folder, "gpt.plan.lay")
     if torch.distributed.get_rank() == 0:
         plan.save(path)

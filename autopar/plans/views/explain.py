@@ -14,7 +14,7 @@ from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.matching import Precedence, glob_matches, matches, specificity
 from autopar.sharding.layout.syntax import Block, DimRule, GatherStatement, OpPin, Pin, Scope
 
-__all__ = ["Explanation", "Line", "OpFacts", "TensorFacts", "explained"]
+__all__ = ["Explanation", "Line", "OpFacts", "TensorFacts", "explain_name"]
 
 # Number and text of a line of the plan.
 Line = tuple[int, str]
@@ -60,7 +60,7 @@ class Explanation:
         return "\n".join([*lines, *(f"used by {op} as {layout}" for op, layout in self.used_by)])
 
 
-def explained(plan: PlanRecord, name: str) -> Explanation:
+def explain_name(plan: PlanRecord, name: str) -> Explanation:
     """Return the explanation of a tensor or op, named as in the summary and `autopar trace`."""
     nodes = {node.name: node for node in plan.graph.nodes}
     tensor = plan.graph.tensors.get(name)
