@@ -28,8 +28,8 @@ OPTION = "the option --no-experts and the key `experts` of plans as JSON are pub
 VIEW = "request of a view, a question of the user"
 
 WORDS = (
-    Retired(("asked", "asking"), "PlanRequest, BoundLayout", dict.fromkeys(("_asked", "asked_as", "asked_of"), VIEW)),
-    Retired(("wish", "wishes", "wished"), "tensor axes", dict.fromkeys(("wishes_of", "_wish"), VIEW)),
+    Retired(("asked", "asking"), "PlanRequest, BoundLayout", {"_asked": VIEW}),
+    Retired(("wish", "wishes", "wished"), "tensor axes"),
     Retired(("wanted", "demands", "demanded"), "SplitRequest, BoundLayout"),
     Retired(("decisions",), "assignment"),
     Retired(("weighed",), "weighted"),
@@ -50,7 +50,7 @@ WORDS = (
         ("expert", "experts"),
         "strategy",
         dict.fromkeys(("experts", "expert_rows", "_expert_rows", "_expert_rows_samples", "grouped_experts"), MOE)
-        | dict.fromkeys(("_experts", "_expert_data", "experts_beside"), OPTION),
+        | dict.fromkeys(("_experts", "_expert_data"), OPTION),
     ),
     Retired(
         ("completion", "complete", "completed"),

@@ -1,4 +1,4 @@
-"""The command line. Exit codes: 0, 1 (the answer is no), 2 (the question was wrong)."""
+"""The command line. Exit codes: 0, 1 (the answer is no), 2 (the command was wrong)."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 @contextmanager
 def _warnings_in_words(command: str) -> Iterator[None]:
     """Print warnings as errors are printed: once, without the line of code that warned."""
-    told: set[str] = set()
+    shown: set[str] = set()
     with warnings.catch_warnings():
         usual = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:
             if not issubclass(category, AutoparWarning):
                 usual(message, category, *rest)
-            elif str(message) not in told:
-                told.add(str(message))
+            elif str(message) not in shown:
+                shown.add(str(message))
                 print(f"autopar {command}: warning: {printable(str(message))}", file=sys.stderr)
 
         warnings.showwarning = show  # type: ignore[assignment]  # the rest is passed on as it comes

@@ -34,7 +34,7 @@ EXAMPLES = """examples:
   autopar check examples/gpt.py:gpt --layout gpt.plan.lay --cluster h100
   autopar check examples/gpt.py:gpt --layout "batch -> dp; * -> none; limit memory 1GiB" --mesh dp=2
 
-Exit codes: 0 (it holds), 1 (it does not: a guard, a limit, or an op that cannot), 2 (the question was wrong).
+Exit codes: 0 (it holds), 1 (it does not: a guard, a limit, or an op that cannot), 2 (the command was wrong).
 """
 
 
@@ -194,4 +194,6 @@ def _mesh(arguments: argparse.Namespace) -> Mesh:
         mesh = Layout.load(arguments.layout).mesh
         if mesh is not None and not mesh.is_open:
             return mesh
-    raise MeshError("on which mesh?\nfix: --mesh dp=2,tp=4, or a 'mesh' line in the layout's file")
+    raise MeshError(
+        "no mesh: expected --mesh or a mesh in the layout\nfix: --mesh dp=2,tp=4, or a 'mesh' line in the layout's file"
+    )

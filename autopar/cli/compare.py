@@ -32,9 +32,9 @@ EXAMPLES = """examples:
   autopar compare gpt.plan.lay megatron "fsdp_tp(fsdp=dp)" --trust-target
   autopar compare ddp "fsdp(fsdp=dp*tp)" --target examples/gpt.py:gpt --mesh dp=2,tp=2
 
-Without --mesh it is that of the first plan, and with --trust-target so is the model. What cannot be had on the mesh is
-told with its reason, and the others are compared.
-Exit codes: 0, 1 (none of them can be had), 2 (the question was wrong).
+Without --mesh the mesh is that of the first plan; with --trust-target the model is, too. Infeasible layouts are listed
+with their reasons, and the others are compared.
+Exit codes: 0, 1 (all are infeasible), 2 (the command was wrong).
 """
 
 
@@ -43,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "compare",
         help="put plans, strategies and layouts side by side",
-        description="What each costs, what it sends, and which tensors lie otherwise than in the first.",
+        description="Compare costs, communication, and the tensors that are sharded differently from the first plan.",
         epilog=EXAMPLES,
         formatter_class=HelpText,
     )
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     if priced:
         print(side_by_side(priced))
     for name, why in refused.items():
-        print(f"{chr(10) if priced else ''}{name} cannot be had here: {why}")
+        print(f"{chr(10) if priced else ''}{name} is infeasible here: {why}")
     return 0 if priced else 1
 
 
@@ -109,7 +109,7 @@ def plans_of(arguments: argparse.Namespace, words: list[str]) -> dict[str, Plan 
         graph = first.graph
     if graph is None or (first is None and arguments.mesh is None):
         raise AutoparError(
-            "which model, on which mesh?\nfix: --target file.py:function --mesh dp=2,tp=4, or name a plan's file"
+            "no model or no mesh: expected both\nfix: --target file.py:function --mesh dp=2,tp=4, or name a plan's file"
         )
     found: dict[str, Plan | str] = {}
     mesh = meshes(arguments)[0] if arguments.mesh is not None else first.mesh if first is not None else None

@@ -1,4 +1,4 @@
-"""`autopar explain PLAN NAME`: why a tensor or an op lies as it does, and what another layout of it would cost."""
+"""`autopar explain PLAN NAME`: reasons for the sharding of a tensor or op, and costs of alternatives."""
 
 from __future__ import annotations
 
@@ -27,19 +27,18 @@ def add_parser(subparsers: Any) -> None:
     """Add this command to the command line."""
     parser = subparsers.add_parser(
         "explain",
-        help="why a tensor or an op of a plan lies as it does, and what else it could do",
-        description="The lines of the plan that say so, the rule of the op, its choice, what is sent for it; then "
-        "what else the tensor or the op could do, each priced with the rest of the plan as it is. With --why-not, "
-        "what the best plan costs in which the tensor lies otherwise, and with it those at the same place of the other "
-        "layers of its stack: there the rest is searched again.",
+        help="explain the sharding of a tensor or the choice of an op, and price alternatives",
+        description="Print the lines of the plan that decide, the rule of the op, its choice, its collectives; then "
+        "alternatives, each priced with the rest of the plan unchanged. With --why-not, search the best plan with "
+        "other rules for the tensor and for the tensors at the same place of the other layers.",
         epilog=EXAMPLES,
         formatter_class=HelpText,
     )
     add_plan(parser, "explain")
-    parser.add_argument("name", metavar="NAME", help="of a tensor or an op")
+    parser.add_argument("name", metavar="NAME", help="name of a tensor or an op")
     parser.add_argument("--why-not", metavar="RULES", help='search again with the tensor pinned: "d_ff -> dp"')
     parser.add_argument("--one-layer", action="store_true", help="--why-not pins the tensor of this layer alone")
-    parser.add_argument("--no-alternatives", action="store_true", help="do not price what else it could do")
+    parser.add_argument("--no-alternatives", action="store_true", help="do not price alternatives")
     add_json(parser, "explain")
     parser.set_defaults(run=run)
 
@@ -125,6 +124,6 @@ def _beside(plan: Plan, forced: _Forced, rules: str) -> str:
     first, *_, last = (forced.names[0], *forced.names)
     of = f"{first} ... {last}, {len(forced.names)} alike" if first != last else first
     if forced.plan is None:
-        return f"with {rules} of {of} there is no plan: {forced.why}"
+        return f"no plan is feasible with {rules} of {of}: {forced.why}"
     beside = side_by_side({"as it is": plan, rules: replace(forced.plan, origin="")})
     return f"why not {rules} of {of}: the best plan with it, all else searched again\n\n{beside}"

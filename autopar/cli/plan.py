@@ -30,7 +30,7 @@ EXAMPLES = """examples:
   autopar plan examples/llama3_8b.py:llama3_8b --mesh "?" --devices 64 --cluster h100 --memory 70GiB
   autopar plan examples/gpt.py:gpt --mesh dp=2,tp=2 --layout "batch -> dp" --json
 
---json prints one object; --json-schema says its form. Exit codes: 0, 1 (no plan fits), 2 (the question was wrong).
+--json prints one object; --json-schema prints its schema. Exit codes: 0, 1 (no plan fits), 2 (the command was wrong).
 """
 
 
@@ -38,20 +38,24 @@ def add_parser(subparsers: Any) -> None:
     """Add this command to the command line."""
     parser = subparsers.add_parser(
         "plan",
-        help="find the best plan for a model on a mesh, and say what it costs",
-        description="Decide how a model runs on a mesh of devices: which axes split which dims, what is sent, what is "
-        "held. Prints the plan, its predicted time and memory, how far from the best of all it can be, and what the "
-        "strategies of experts would cost.",
+        help="search the best plan for a model on a mesh and predict its costs",
+        description="Search the best plan of a model on a mesh of devices: splits of dims, collectives, storage. "
+        "Print the plan, its predicted time and memory, a bound on its distance from the best plan, and the costs of "
+        "published strategies.",
         epilog=EXAMPLES,
         formatter_class=HelpText,
     )
     add_target(parser)
     add_request(parser)
-    parser.add_argument("--layout", metavar="LAYOUT", help="what is settled: a .lay file, a strategy, or text")
+    parser.add_argument(
+        "--layout", metavar="LAYOUT", help="layout that the plan must follow: a .lay file, a strategy, or text"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan, as in gpt.plan.lay")
-    parser.add_argument("--time-limit", metavar="SECONDS", type=float, default=30.0, help="of the search (default: 30)")
-    parser.add_argument("--no-cache", action="store_true", help="neither look for the plan in the cache nor keep it")
-    parser.add_argument("--no-experts", action="store_true", help="do not compare with the strategies of experts")
+    parser.add_argument(
+        "--time-limit", metavar="SECONDS", type=float, default=30.0, help="seconds of search (default: 30)"
+    )
+    parser.add_argument("--no-cache", action="store_true", help="neither read nor write the cache of plans")
+    parser.add_argument("--no-experts", action="store_true", help="do not compare with published strategies")
     add_json(parser, "plan")
     parser.set_defaults(run=run)
 
@@ -70,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         plan = plan_graph(graph, possible, arguments.layout, request, progress)
     except NoFeasiblePlan as error:
         progress.done()
-        # A program that asked for data gets none; what is said of it is for whoever looks.
+        # A program that reads stdout gets no data: the reason goes to stderr.
         print(f"autopar plan: {error}", file=sys.stderr if arguments.json else sys.stdout)
         return 1
     plan = replace(plan, target=target_text(arguments))
@@ -96,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _experts(plan: Plan, progress: ProgressLine) -> dict[str, Plan]:
     from autopar.plans.find import price_strategies
 
-    progress.say("pricing the strategies of experts")
+    progress.say("pricing published strategies")
     return price_strategies(plan)
 
 
@@ -117,4 +121,4 @@ def _comparison(plan: Plan, experts: dict[str, Plan]) -> str:
         slower = f"× {one.step_seconds / plan.step_seconds:.3g}" if one is not plan else ""
         fits = "yes" if one.fits else "no"
         rows.append((name, seconds_text(one.step_seconds), slower, bytes_text(one.memory_bytes), fits))
-    return "\n".join(["strategies of experts on this mesh", *table(rows, right=(1, 2, 3))])
+    return "\n".join(["published strategies on this mesh", *table(rows, right=(1, 2, 3))])

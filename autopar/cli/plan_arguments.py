@@ -86,16 +86,18 @@ def add_request(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
     parser.add_argument(
         "--mesh", metavar="AXES", required=mesh, help="as in dp=2,tp=4; '?' and open sizes, tp=?, need --devices"
     )
-    parser.add_argument("--devices", metavar="N", type=int, help="how many, for a mesh that is searched")
+    parser.add_argument("--devices", metavar="N", type=int, help="number of devices of a mesh with open sizes")
     parser.add_argument(
         "--cluster", metavar="NAME", help="a cluster of `autopar clusters`, or a TOML file (default: this machine)"
     )
-    parser.add_argument("--memory", metavar="SIZE", help="what a device may hold, as in 70GiB or 100%% (default: 90%%)")
-    parser.add_argument("--optimizer", metavar="NAME", help="whose states are held (default: adamw)")
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="memory limit per device, as in 70GiB or 100%% (default: 90%%)"
+    )
+    parser.add_argument("--optimizer", metavar="NAME", help="optimizer whose states count as memory (default: adamw)")
     parser.add_argument(
         "--outputs",
         choices=("sharded", "full", "local", "local_sum"),
-        help="how results are handed out (default: sharded)",
+        help="form of the results (default: sharded)",
     )
 
 
@@ -172,7 +174,9 @@ def load_or_plan(arguments: argparse.Namespace, progress: ProgressLine | None = 
     if is_plan(arguments.plan):
         return read_plan(arguments, arguments.plan)
     if arguments.mesh is None:
-        raise AutoparError(f"on which mesh is {arguments.plan} planned?\nfix: --mesh dp=2,tp=4, or name a plan's file")
+        raise AutoparError(
+            f"no mesh for {arguments.plan}: expected --mesh\nfix: --mesh dp=2,tp=4, or name a plan's file"
+        )
     possible, request = meshes(arguments), request_of(arguments)
     graph = trace_target(arguments, arguments.plan)
     if arguments.layout is not None:

@@ -17,8 +17,8 @@ EXAMPLES = """examples:
   autopar report gpt.plan.lay --target examples/gpt.py:gpt -o gpt.html
   autopar report examples/gpt.py:gpt --mesh dp=2,tp=2 --layout megatron --cluster h100 -o megatron.html
 
-One file that needs no network: which dim goes where, the time of a step and its timeline, memory over the step, who
-holds what, the model with what each op sends, and the strategies of experts beside it.
+One file that needs no network: splits of dims, step time and timeline, memory over the step, shards by device, the
+model with the collectives of each op, and published strategies for comparison.
 """
 
 
@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add_plan(parser, "show")
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where to write it, as in report.html")
-    parser.add_argument("--no-experts", action="store_true", help="do not compare with the strategies of experts")
+    parser.add_argument("--no-experts", action="store_true", help="do not compare with published strategies")
     parser.set_defaults(run=run)
 
 
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.no_experts:
         from autopar.plans.find import faster_strategy, price_strategies
 
-        progress.say("pricing the strategies of experts")
+        progress.say("pricing published strategies")
         experts = price_strategies(plan)
         if arguments.layout is None and not is_plan(arguments.plan):
             plan = faster_strategy(plan, experts)

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Read, solve, print, write; 1 when no solution was found."""
     began = time.monotonic()
     output = _checked(arguments)
-    from autopar.solver.pairwise.contest_format import read_problem  # late: a wrong word should be told at once
+    from autopar.solver.pairwise.contest_format import read_problem  # late: a wrong word fails at once
     from autopar.solver.pairwise.solve import Progress, solve
 
     problem = read_problem(arguments.instance)
@@ -64,12 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
         flush=True,
     )
     say("   seconds  stage                      cost                 bound       gap", flush=True)
-    told: list[Progress] = []
+    shown: list[Progress] = []
 
     def tell(progress: Progress) -> None:
-        new = not told or progress.stage != told[-1].stage
-        if new or progress.seconds - told[-1].seconds >= PROGRESS_SECONDS:
-            told.append(progress)
+        new = not shown or progress.stage != shown[-1].stage
+        if new or progress.seconds - shown[-1].seconds >= PROGRESS_SECONDS:
+            shown.append(progress)
             loaded = solving - began
             say(
                 f"{progress.seconds + loaded:10.1f}  {progress.stage:10}{number(progress.cost):>20}  "

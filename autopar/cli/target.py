@@ -125,7 +125,7 @@ def _guarded(target: str, what: str, action: Callable[[], T]) -> T:
 
 
 def _checked(target: str, result: Any) -> tuple[nn.Module, Any]:
-    from torch import nn  # late: a wrong TARGET should be told before torch is loaded
+    from torch import nn  # late: a wrong TARGET fails before torch is loaded
 
     if not isinstance(result, tuple) or len(result) != 2:
         raise TargetError(f"{target} returned {_described(result)}; it should return (model, inputs)")

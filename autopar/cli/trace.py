@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     if sys.stderr.isatty():
         print(f"tracing {arguments.target} ...", file=sys.stderr)
     model, inputs = load_target(arguments.target, settings)
-    from autopar.tracing.trace import trace  # late: torch takes seconds to load, a wrong word should be told at once
+    from autopar.tracing.trace import trace  # late: torch takes seconds to load, a wrong word fails at once
 
     if arguments.train or arguments.eval:
         model.train(arguments.train)

@@ -24,7 +24,7 @@ EXAMPLES = """examples:
   autopar verify examples/hf.py:hf --set architecture=bert --mesh fsdp=2 --layout fsdp
   autopar verify examples/gpt.py:gpt --mesh rows=2 --layout "batch:rows"
 
-Exit codes: 0 they agree, 1 they do not, 2 the question was wrong.
+Exit codes: 0 they agree, 1 they do not, 2 the command was wrong.
 """
 SHOWN = 5
 # Each process loads torch and a part of the model: a thousand would exhaust the machine.
@@ -47,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
         "--dtype",
         choices=["float64", "float32", "own"],
         default="float64",
-        help="what is computed in; own: what the model has (default: float64, so that only mistakes are left)",
+        help="dtype of the computation; own: that of the model (default: float64, so that only mistakes differ)",
     )
     parser.add_argument(
         "--device",
@@ -93,8 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.device,
         not arguments.as_initialised,
     )
-    told = (lambda text: print(text, "...", file=sys.stderr)) if sys.stderr.isatty() else (lambda _: None)
-    found = verify(task, mesh.size, arguments.timeout, told)
+    progress = (lambda text: print(text, "...", file=sys.stderr)) if sys.stderr.isatty() else (lambda _: None)
+    found = verify(task, mesh.size, arguments.timeout, progress)
     agree = found.worst.relative <= arguments.tolerance
     if arguments.json:
         print_data("verify", _plain(arguments, found, agree))

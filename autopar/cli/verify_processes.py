@@ -75,7 +75,7 @@ class VerifyTask:
 
 
 def verify(
-    task: VerifyTask, ranks: int, seconds: float = 600, told: Callable[[str], None] = lambda _: None
+    task: VerifyTask, ranks: int, seconds: float = 600, progress: Callable[[str], None] = lambda _: None
 ) -> Verification:
     """Run the task; raise the error of a process, or a timeout."""
     if task.device == "cuda":
@@ -83,7 +83,7 @@ def verify(
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         (place / "task").write_text(json.dumps(asdict(task)), encoding="utf-8")
-        told(f"starting {ranks} processes")
+        progress(f"starting {ranks} processes")
         running = _start(place, ranks, task.device)
         try:
             _wait(running, place, time.monotonic() + seconds, seconds)
@@ -168,8 +168,8 @@ def _run(place: Path) -> int:
         (place / f"error{rank}").write_text(str(error), encoding="utf-8")
         return 1
     if rank == 0:
-        told = {"differences": [asdict(one) for one in found.differences], "collectives": found.collectives}
-        (place / "found").write_text(json.dumps(told), encoding="utf-8")
+        answer = {"differences": [asdict(one) for one in found.differences], "collectives": found.collectives}
+        (place / "found").write_text(json.dumps(answer), encoding="utf-8")
     return 0
 
 

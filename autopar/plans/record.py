@@ -32,6 +32,11 @@ class PricedCollective(StepCollective):
 
     seconds: float = 0.0
 
+    @property
+    def label(self) -> str:
+        """Return kind and axes: `all_reduce(dp*tp)`."""
+        return f"{self.kind}({'*'.join(self.axes)})"
+
 
 @dataclass(frozen=True, eq=False)
 class PlanRecord:
@@ -174,7 +179,7 @@ def collective_lines(plan: PlanRecord) -> list[str]:
     counts: dict[tuple[str, str, str, str, str], int] = {}
     prices: dict[tuple[str, str, str, str, str], PricedCollective] = {}
     for one in plan.collectives:
-        said = one.direction, f"{one.kind}({'*'.join(one.axes)})", skeleton(one.tensor), skeleton(one.op)
+        said = one.direction, one.label, skeleton(one.tensor), skeleton(one.op)
         key = *said, str(one.bytes)
         counts[key] = counts.get(key, 0) + 1
         prices[key] = one

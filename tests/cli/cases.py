@@ -152,7 +152,7 @@ LATER: list[Case] = [
     (("check", GPT, *MESH, *DDP, "--memory", "10kB"), 1, "no: a device holds "),
     (("check", GPT, *MESH, "--layout", "bacth -> dp"), 2, "did you mean 'batch'?"),
     (("report", "targets.py:nothing", *MESH, "-o", "r.html"), 2, "it should return (model, inputs)"),
-    (("report", GPT, "-o", "r.html"), 2, "on which mesh is"),
+    (("report", GPT, "-o", "r.html"), 2, "no mesh for"),
     (("report", "broken.lay", "-o", "r.html"), 2, "'clutser' is no word of a plan's head"),
     (("report", GPT, *MESH, "--layout", "batch -> dq", "-o", "r.html"), 2, "the names are dp, tp"),
     (("calibrate", "--output", "new.toml", "--processes", "1"), 2, "1 process has no links to measure\nfix: "),

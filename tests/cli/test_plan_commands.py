@@ -164,10 +164,10 @@ def test_compare_tells_what_cannot_be_had(capsys: pytest.CaptureFixture[str]) ->
     assert (code, err) == (0, "")
     assert out.splitlines()[0].split() == ["megatron", "ddp"]
     assert "megatron and ddp differ in" in out
-    assert "\nfsdp(fsdp=dp*tp) cannot be had here: E4: the dim 'batch' of ids can take no alternative" in out
+    assert "\nfsdp(fsdp=dp*tp) is infeasible here: E4: the dim 'batch' of ids can take no alternative" in out
     code, out, err = run(capsys, "compare", "fsdp(fsdp=dp*tp)", "batch -> dp; heads -> dp; * -> none", *where)
     assert (code, err) == (1, "")
-    assert re.findall(r"^(.*) cannot be had here: (E\d)", out, re.MULTILINE) == [
+    assert re.findall(r"^(.*) is infeasible here: (E\d)", out, re.MULTILINE) == [
         ("fsdp(fsdp=dp*tp)", "E4"),
         ("batch -> dp; heads -> dp; * -> none", "E3"),
     ]
@@ -213,16 +213,16 @@ BAD = [
     (("plan", GPT, *WHERE, "--time-limit", "0"), "--time-limit 0: expected a number of seconds above 0"),
     (("plan", GPT, *WHERE, "--layout", ""), "--layout: the layout is empty"),
     (("explain", "other.plan.lay", "x", "--trust-target"), "is the plan of another model"),
-    (("explain", GPT, "x"), "on which mesh"),
+    (("explain", GPT, "x"), "no mesh for"),
     (("explain", "saved.plan.lay", "blocks.0.upp.weight", "--trust-target"), "did you mean 'blocks.0.up.weight'?"),
     (
         ("explain", "saved.plan.lay", "tokens.weight", "--why-not", "vocab -> tq", "--target", GPT),
         "there is no axis 'tq'",
     ),
-    (("compare", "megatron", "ddp"), "which model, on which mesh?"),
+    (("compare", "megatron", "ddp"), "no model or no mesh"),
     (("compare", "saved.plan.lay", "megatrom", "--trust-target"), "did you mean 'megatron'?"),
     (("compare", "saved.plan.lay", "--target", MLP), "is the plan of another model"),
-    (("check", GPT, "--layout", "megatron"), "on which mesh?"),
+    (("check", GPT, "--layout", "megatron"), "no mesh: expected"),
 ]
 
 

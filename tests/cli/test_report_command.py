@@ -81,7 +81,7 @@ def test_experts_are_asked_what_the_plan_was(capsys: pytest.CaptureFixture[str],
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([GPT, "-o", "report.html"], "on which mesh is"),
+        ([GPT, "-o", "report.html"], "no mesh for"),
         ([GPT, "--mesh", "dp=2", "-o", "nowhere/report.html"], "there is no folder"),
         (["nowhere.lay", "-o", "report.html"], "there is no file nowhere.lay"),
         (["nowhere.py:gpt", "--mesh", "dp=2", "-o", "report.html"], "there is no file nowhere.py"),

@@ -97,7 +97,7 @@ def test_what_cannot_be_had_says_why(graph: NamedGraph) -> None:
     one = forced(plan, line)
     assert one.plan is None
     assert one.why.startswith("E4: the dim 'vocab' of tokens.weight")
-    assert f"  {one.change} cannot be had: E4: " in shown(plan, (one,))
+    assert f"  {one.change} is infeasible: E4: " in shown(plan, (one,))
 
 
 def test_nothing_can_be_split_otherwise(graph: NamedGraph) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
-from autopar.plans.to_layout import written
+from autopar.plans.to_layout import write_layout
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.language import (
     axes_of,
@@ -43,7 +43,7 @@ SMALL_MESHES: tuple[Mapping[str, int], ...] = (
 
 def check(graph: NamedGraph, assignment: Assignment) -> str:
     """The text of decisions, which says all of them."""
-    text = print_layout(written(graph, assignment).layout)
+    text = print_layout(write_layout(graph, assignment).layout)
     layout = parse_layout(text)
     assert not any(isinstance(value, Hole) for value in _terms(layout)), "a plan has no holes"
     again = propagate(graph, layout, assignment.axes)
@@ -111,7 +111,7 @@ def test_layouts_by_hand(text: str) -> None:
     axes = {"dp": 2, "fsdp": 2}
     found = check(graph, propagate(graph, parse_layout(text), axes))
     again = propagate(graph, parse_layout(found), axes)
-    assert print_layout(written(graph, again).layout) == found, "written again, it is the same"
+    assert print_layout(write_layout(graph, again).layout) == found, "written again, it is the same"
 
 
 def test_repeated_layers_are_one_line() -> None:
@@ -139,4 +139,4 @@ def test_holdings_are_compared() -> None:
     one = propagate(graph, choose_layout("fsdp", axes), axes)
     name, policy = next((name, policy) for name, policy in one.gather_policies.items() if not policy.regather)
     other = replace(one, gather_policies={**one.gather_policies, name: replace(policy, regather=True)})
-    assert written(graph, one) != written(graph, other)
+    assert write_layout(graph, one) != write_layout(graph, other)

@@ -74,13 +74,13 @@ def shown(plan: PlanRecord, found: Sequence[Alternative], alike: int = 1) -> str
     place = f" in this one of {alike} layers" if alike > 1 else ""
     title = f"alternatives: each line forced by itself{place}, the rest of the plan as it is"
     lines = [title, *table(rows, right=(0, 1, 2))]
-    return "\n".join([*lines, *(f"  {one.change} cannot be had: {one.why}" for one in found if one.plan is None)])
+    return "\n".join([*lines, *(f"  {one.change} is infeasible: {one.why}" for one in found if one.plan is None)])
 
 
 def _short(change: str) -> str:
     """Shorten a storage block: `param`, `grad` and `opt` repeat the name of the parameter."""
     scopes, brace, rules = change.partition(" { ")
-    return f"only as it is held: {rules.removesuffix(' }')}" if brace and "," in scopes else change
+    return f"storage only: {rules.removesuffix(' }')}" if brace and "," in scopes else change
 
 
 def _yes(fits: bool) -> str:

@@ -183,6 +183,6 @@ def _op_lines(facts: OpFacts) -> Iterator[str]:
     yield from (f"  takes   {name}: {layout}" for name, layout in facts.takes)
     for one in facts.sends:
         price = f"{bytes_text(one.bytes)}, {seconds_text(one.seconds)} by itself"
-        yield f"  sends   {one.direction} {one.kind}({'*'.join(one.axes)}) of {one.tensor}: {price}"
+        yield f"  sends   {one.direction} {one.label} of {one.tensor}: {price}"
     if not facts.sends:
         yield "  sends   nothing"

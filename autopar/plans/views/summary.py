@@ -135,7 +135,7 @@ def layer_rows(plan: PlanRecord, names: Iterable[str], path: str = "", repeated:
 
 def _collective(one: PricedCollective) -> str:
     way = "→" if one.direction == "forward" else "←"
-    return f"{way} {one.kind}({'*'.join(one.axes)}) {bytes_text(one.bytes)}"
+    return f"{way} {one.label} {bytes_text(one.bytes)}"
 
 
 def _layers(plan: PlanRecord) -> Iterator[list[str]]:
