@@ -98,6 +98,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'autopar' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
+    # The next access finds the name without this function.
     globals()[name] = value
     return value
 

@@ -143,9 +143,11 @@ def parallelize(
     for argument, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None and not getattr(dtype, "is_floating_point", False):
             raise AutoparError(f"{argument}={dtype!r} is no floating point dtype\nfix: {argument}=torch.bfloat16, say")
+    # A DeviceMesh becomes a Mesh of the same names and sizes.
     named_axes = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     devices = device_mesh(named_axes, device_type_of(model, inputs)) if isinstance(mesh, str | Mesh) else mesh
     axes = named_axes.whole
+    # With a compute dtype the optimizer keeps the dtype of the parameters as they are now.
     stored = next((parameter.dtype for parameter in model.parameters()), None) if compute_dtype is not None else None
     options = TrainingOptions(outputs, local_inputs, optimizer, master_dtype=stored, gradient_dtype=reduce_dtype)
     request = PlanRequest(cluster, memory, options, time_limit)

@@ -30,6 +30,7 @@ def check_writable(path: str | Path, what: str) -> None:
         raise AutoparError(f"{what} {path}: this is a folder\nfix: name a file in it")
     if not file.resolve().parent.is_dir():
         raise AutoparError(f"{what} {path}: there is no folder {file.resolve().parent}\nfix: create it")
+    # Opening is the only reliable test: permissions depend on the file system. A new file is removed again.
     was_there = file.exists()
     try:
         with file.open("a"):

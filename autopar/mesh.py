@@ -76,6 +76,7 @@ class SubMesh(dict[str, int]):
         """Return the rank at these positions along all axes."""
         index = 0
         for name, size in self.items():
+            # Row-major: the first axis varies slowest, so neighbours along the last axis have adjacent ranks.
             index = index * size + coordinate[name]
         return self.ranks[index]
 
@@ -349,6 +350,7 @@ def parse_axes(text: str, fail: Fail) -> tuple[MeshAxis, ...]:
     axes: list[MeshAxis] = []
     column = 0
     for part in text.split(","):
+        # Columns count from the start of the whole text, for the caret of a message.
         axis = _parse_axis(text, part, column, fail)
         if axis.name in (other.name for other in axes):
             at = column + len(part) - len(part.lstrip())
@@ -358,6 +360,7 @@ def parse_axes(text: str, fail: Fail) -> tuple[MeshAxis, ...]:
     return tuple(axes)
 
 
+# Every part is optional, so that each missing part has its own message and column.
 _AXIS = re.compile(rf"\s*(?P<name>{NAME})?(?P<equals>\s*=\s*)?(?P<size>-?{INTEGER}|\?)?(?:\s*@(?P<link>{NAME})?)?\s*")
 
 

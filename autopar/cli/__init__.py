@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code: int = arguments.run(arguments)
     except AutoparError as error:
         print(f"autopar {arguments.command}: {printable(str(error))}", file=sys.stderr)
+        # A model that cannot be traced is an answer; all other errors are mistakes in the command.
         return 1 if isinstance(error, TraceError) else 2
     except BrokenPipeError:  # the reader (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

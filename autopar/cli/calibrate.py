@@ -68,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     from torch.multiprocessing.spawn import spawn
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else arguments.processes or CPU_PROCESSES
+    # One process has no collectives to measure.
     if count < 2:
         _alone(arguments)
         return 0
@@ -136,6 +137,7 @@ def _rank(arguments: argparse.Namespace, largest: int | None, meeting: Path | No
     from autopar.lowering.collectives.process_groups import join_local_group
 
     on_gpu = _on_gpu()
+    # Before the process group: NCCL takes the current device of the process.
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     backend = "nccl" if on_gpu else "gloo"

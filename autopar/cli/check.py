@@ -122,6 +122,7 @@ def _contracts(layout: Layout, plan: Plan) -> Iterator[_Contract]:
         alone = Layout((one,), layout.name)
         why: str | None = None
         with warnings.catch_warnings(record=True) as caught:
+            # A guard of kind `warn` reports by a warning, which Python shows only once by default.
             warnings.simplefilter("always", AutoparWarning)
             try:
                 check_contracts(alone, plan.graph, decided.assignment, sent)

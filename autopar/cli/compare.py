@@ -130,5 +130,6 @@ def plans_of(arguments: argparse.Namespace, words: list[str]) -> dict[str, Plan 
             except LayoutError as error:
                 if error.code not in INFEASIBLE:
                     raise
+                # An infeasible layout is a result of the comparison, not a failure of the command.
                 found[word] = str(error)
     return found

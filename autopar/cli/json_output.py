@@ -42,6 +42,7 @@ def schema_of(command: str) -> dict[str, Any]:
 
 def print_data(command: str, data: Mapping[str, Any]) -> None:
     """Print one JSON object that begins with the version of its schema."""
+    # The schema is the only place of the version, so that both cannot differ.
     version = schema_of(command)["properties"]["version"]["const"]
     # JSON has no infinity and no NaN: callers give null.
     print(json.dumps({"version": version, **data}, indent=1, allow_nan=False))

@@ -18,6 +18,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Add a fix for a value that begins with '-': argparse takes `--memory -1GiB` for two options."""
+        # argparse gives the error as text only: `argument -o/--output: expected one argument`.
         option = message.removeprefix("argument ").partition(":")[0].split("/")[-1]
         if message.endswith("expected one argument"):
             message += f"\nfix: give {option} a value; one that begins with '-' is written with '=', as in {option}=-1"

@@ -79,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     plan = replace(plan, target=target_text(arguments))
     experts = {} if arguments.no_experts else _experts(plan, progress)
+    # A strategy may violate the user's layout, so it replaces only a free search.
     if arguments.layout is None:
         plan = faster_strategy(plan, experts)
     progress.done()

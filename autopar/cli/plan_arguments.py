@@ -207,6 +207,7 @@ def is_plan(word: str) -> bool:
         )
     from autopar.sharding.layout.source import read_text
 
+    # By content: layouts and plans have the same extension.
     return read_text(word).startswith("# autopar plan")
 
 
@@ -241,6 +242,7 @@ class ProgressLine:
     """Line of progress, shown if stderr is a terminal."""
 
     def __init__(self) -> None:
+        # A log file gets no progress: the line is rewritten by control characters.
         self.shown = sys.stderr.isatty()
 
     def say(self, text: str) -> None:

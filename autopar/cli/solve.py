@@ -78,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
 
     solving = time.monotonic()
+    # The limit of the user includes reading, which takes seconds for large instances.
     solution = solve(problem, arguments.time_limit - (solving - began), arguments.seed, progress=tell)
     answer = {
         "solution": None if solution.strategies is None else list(solution.strategies),

@@ -118,6 +118,7 @@ def _guarded(target: str, what: str, action: Callable[[], T]) -> T:
     try:
         return action()
     except (Exception, SystemExit) as error:  # the user's code may raise anything, or leave
+        # Our own frames and those of the import system would hide the user's line.
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
         frames = [frame for frame in frames if not frame.filename.startswith("<")]
         where = f"\n  {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""

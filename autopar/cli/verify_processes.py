@@ -89,6 +89,7 @@ def verify(
             _wait(running, place, time.monotonic() + seconds, seconds)
         finally:
             for process in running:
+                # After a failure the others wait for the failed rank in a collective and never end by themselves.
                 process.kill()
                 process.wait()
         found = json.loads((place / "found").read_text(encoding="utf-8"))
@@ -140,6 +141,7 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], place: Path, deadline: flo
             raise VerifyError(
                 f"after {seconds:.0f} seconds rank {late} had not ended\nfix: --timeout, or a smaller model"
             )
+        # Short against a start of seconds, long enough to leave the cores to the ranks.
         time.sleep(0.02)
 
 
@@ -150,6 +152,7 @@ def _failure(place: Path, failed: Mapping[int, int], ranks: int) -> AutoparError
         if said.exists():
             return VerifyError(said.read_text(encoding="utf-8"))
     killed = [rank for rank, code in failed.items() if code < 0]  # the others only say that it is gone
+    # A signal is the cause, for instance of the kernel out of memory; errors of others follow from it.
     rank = killed[0] if killed else min(failed)
     log = (place / f"log{rank}").read_text(encoding="utf-8", errors="replace").strip()
     how = f"was ended by signal {-failed[rank]}" if killed else "failed"
@@ -182,6 +185,7 @@ def _verify_here(task: VerifyTask, rank: int, meeting: Path) -> Verification:
     from autopar.lowering.collectives.process_groups import join_local_group
 
     torch.set_num_threads(1)
+    # Every rank builds the same model: initial weights come from one seed.
     torch.manual_seed(0)
     model, inputs = load_target(task.target, task.settings)
     dtype = None if task.dtype is None else getattr(torch, task.dtype)
@@ -308,6 +312,7 @@ def _compared(name: str, expected: Any, found: Any, floor: float) -> Difference:
         return Difference(name, 0.0 if same else float("inf"), "" if same else "one of the two is None")
     if expected.shape != found.shape:
         return Difference(name, float("inf"), f"shape {list(found.shape)}, not {list(expected.shape)}")
+    # Relative to the tensor's largest value: single elements near zero have no useful relative error.
     scale = max(_largest(expected), floor)
     is_zero = not name.startswith("buffer") and _largest(expected) == _largest(found) == 0.0
     relative = _largest(_wide(found) - _wide(expected)) / scale if scale else 0.0

@@ -52,6 +52,7 @@ def key(
 def planner_version(package: Path = Path(__file__).parents[1]) -> str:
     """Return a hash of autopar's code and torch's version, whatever version number people read."""
     sources = {str(path.relative_to(package)): path.read_bytes() for path in package.rglob("*.py")}
+    # torch decides decompositions and saved tensors, so another version gives other graphs.
     found = sha256(torch.__version__.encode())
     for name, source in sorted(sources.items()):
         found.update(f"{name} {len(source)}\n".encode() + source)
@@ -79,6 +80,7 @@ def keep(name: str, plan: Plan) -> None:
     path = folder() / f"{name}.lay"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # A reader never sees half a file: the write goes elsewhere and is renamed, which is atomic.
         unfinished = path.with_suffix(f".{os.getpid()}")
         unfinished.write_text(plan.text, encoding="utf-8")
         unfinished.replace(path)
@@ -92,6 +94,7 @@ def last(graph: NamedGraph, mesh: Mesh) -> StepPlan | None:
         paths = sorted(folder().glob(f"{_family(graph, mesh)}-*.lay"), key=lambda path: path.stat().st_mtime)
     except OSError:
         return None
+    # Only the newest: an older plan is rarely a better start than none.
     for path in reversed(paths[-1:]):
         try:
             axes = mesh.whole

@@ -207,6 +207,7 @@ class _RuleFitter:
     judged: dict[object, bool] = field(default_factory=dict)
 
     def run(self) -> tuple[Statement, ...]:
+        # A start near the result: each dim begins at its most frequent place.
         options = {dim: places for dim in self._dims() if (places := self._options(dim))}
         for dim, places in options.items():
             if places[0].terms != (NotSplit(),):
@@ -326,6 +327,7 @@ class _RuleFitter:
         key = id(kind), tuple(own.items()), block, scoped
         if key not in self.judged:
             layout = Layout((*self._statements(own, block), *scoped))
+            # Rules about dims that a kind lacks cannot change its verdict, so the key leaves them out.
             self.judged[key] = len(kind.entry.right_roles(layout, self.axes)) == len(kind.entry.roles)
         return self.judged[key]
 

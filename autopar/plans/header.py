@@ -91,6 +91,7 @@ _IS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 def _value(key: str, kind: str, text: str) -> Any:
     """Return the parsed value of a key; ValueError or KeyError if it is invalid."""
+    # Values are printed in messages: control characters of a file must not reach the terminal.
     if not text.isprintable() or (kind == "int" and len(text) > MAX_DIGITS):
         raise ValueError
     value = _READ.get(kind, str)(text)
@@ -106,6 +107,7 @@ def read_header(text: str, name: str) -> Header | None:
         return None
     found: dict[str, Any] = {}
     for number, line in enumerate(lines[1:], start=2):
+        # The head ends at the first line that is no entry; further comments belong to the layout.
         if not line.startswith("#   "):
             break
         key, _, value = line[4:].strip().partition(" ")
@@ -145,6 +147,7 @@ def parameters_of(graph: NamedGraph) -> str:
     """Return a hash of the names and shapes of the parameters: equal for all input sizes of a model."""
     text = sha256()
     for tensor in graph.parameters:
+        # Names and shapes, no values: a plan stays valid while the model trains.
         text.update(f"{tensor.name} {tensor.shape}\n".encode())
     return text.hexdigest()[:16]
 

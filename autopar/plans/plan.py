@@ -115,6 +115,7 @@ class Plan(PlanRecord):
         # The mesh statement of the file names the links: its head leaves them out.
         options = replace(header.options, links=layout.mesh.links)
         made = propagate_plan(graph, layout, axes) if same else retarget(graph, layout, axes)
+        # Costs are never read from the file: a cluster file may have changed since.
         place = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or _shipped(header.cluster, name))
         limit = header.limit_bytes or int(place.device.memory_bytes)
         asked = limit, None, header.origin, header.target, header.within_layout

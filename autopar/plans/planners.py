@@ -110,6 +110,7 @@ class PlanFilePlanner:
 
     def read(self, graph: NamedGraph, text: str) -> Assignment:
         self.text = text
+        # All ranks read the text of the first rank, so all complete the same plan.
         header = read_header(text, self.name)
         assert header is not None, "only plans come here"
         check_model(header, graph, self.name)

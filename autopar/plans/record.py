@@ -146,6 +146,7 @@ class PlanRecord:
     def text(self) -> str:
         """Return the text of the file that `save` writes."""
 
+        # The count of statements detects a file that was cut off when it is read again.
         said = self.written
         count = sum(map(len, (said.mesh, said.rules, said.tensors, said.ops, said.holds)))
         head = replace(self.header, statements=count)

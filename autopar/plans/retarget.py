@@ -43,6 +43,7 @@ def retarget(graph: NamedGraph, layout: Layout, axes: SubMesh) -> StepPlan:
     ]
     rules += [one for one in without_ops if isinstance(one, Block) and all(scope.glob is None for scope in one.scopes)]
     error: LayoutError | None = None
+    # From the most faithful to the most tolerant; the error of the last attempt is the one to show.
     for tried in (known, without_ops, rules):
         try:
             return propagate_plan(graph, Layout(tuple(tried), layout.name), axes)

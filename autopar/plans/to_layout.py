@@ -92,6 +92,7 @@ class _LayoutWriter:
             if not self._pin_what_differs(found.layout):
                 return found
             if count == ROUNDS - 1:
+                # Pins of everything end the loop: what is left undecided then is a bug.
                 self.pinned |= {node.name for node in self.graph.nodes}
                 self.stated |= {name for name, entry in self.tensor_axes.items() if entry.partial or entry.broadcast}
         raise AssertionError("these decisions are none that a layout comes to")

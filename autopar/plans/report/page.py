@@ -158,6 +158,7 @@ class _Tensors:
 
 def _sections(graph: NamedGraph, plan: StepPlan, tensors: _Tensors, sending: _OpTraffic) -> list[dict[str, Any]]:
     """Return the ops by section: those outside of repeated layers, and one layer of each stack."""
+    # Layers of one stack are equal, so one stands for all of them.
     later = {name for repeat in graph.repeats for layer in repeat.layers[1:] for name in layer}
     stack = {name: number for number, repeat in enumerate(graph.repeats) for name in repeat.layers[0]}
     shown = [node for node in graph.nodes if node.node not in later]
@@ -273,6 +274,7 @@ def _timeline(found: Profile, plan: StepPlan) -> dict[str, Any]:
         place = names.setdefault(name, len(names))
         start, length = round(event.start_seconds * 1e6, 2), round(task.seconds * 1e6, 2)
         axes = [list(plan.axes).index(axis) for axis in task.axes if axis in plan.axes]
+        # Rows of numbers keep the page small: a long step has many events.
         rows.append([STREAMS.index(event.stream), start, length, place, int(task.direction != "forward"), axes])
     return {"streams": list(STREAMS), "names": list(names), "events": rows, "seconds": line.seconds}
 

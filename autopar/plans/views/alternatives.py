@@ -144,6 +144,7 @@ def _ways(plan: PlanRecord, line: Pin | Block | OpPin) -> Iterator[Callable[[], 
         words = [(node.name, choice_words(node, known.ops[node.name].choice, axes)) for node in nodes]
         pins = (OpPin(name, choice, uneven=uneven) for name, (choice, uneven) in words)
         yield lambda: reassign_ops(graph, Layout((*said, *pins), FORCED), known, ops)
+    # Ops choose freely around the pin, but parameters keep the shardings in which they are used.
     yield lambda: reassign_ops(graph, said, known, ops)
     yield lambda: reassign_ops(graph, said, known, ops, uses_stay=False)
 

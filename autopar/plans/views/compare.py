@@ -77,6 +77,7 @@ def differences(one: PlanRecord, other: PlanRecord) -> dict[str, tuple[str, str]
         tensor = one.graph.tensors[name]
         texts = tuple(_text(plan, name) for plan in (one, other))
         if texts[0] != texts[1]:
+            # The first layer stands for all layers with the same difference.
             found.setdefault(skeleton(tensor.name), (texts[0], texts[1]))
     return found
 

@@ -127,6 +127,7 @@ def _lines(plan: PlanRecord, tensor: NamedTensor) -> list[Line]:
             if (named or isinstance(statement, Pin | Block)) and statement.span is not None:
                 found[statement.span.line] = text[statement.span.line - 1]
     if not found:
+        # No rule names the dims of the tensor: the last rule, for all dims, decides.
         found = {number: line for number, line in enumerate(text, start=1) if line == "* -> none"}
     return sorted(found.items())
 

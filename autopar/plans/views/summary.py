@@ -146,6 +146,7 @@ def _layers(plan: PlanRecord) -> Iterator[list[str]]:
             ops = [names[one] for one in layer if one in names]
             rows = layer_rows(plan, ops, _shared_path(plan, ops, _path(repeat, t)), True)
             kinds.setdefault(tuple(rows), []).append(t)
+        # The usual layer first; the others then show only the rows that differ from it.
         kinds = dict(sorted(kinds.items(), key=lambda one: -len(one[1])))
         usual = next(iter(kinds), ())
         for found, layers in kinds.items():
@@ -241,6 +242,7 @@ def _time(plan: PlanRecord) -> list[str]:
         ("parameters, not hidden", costs.exposed_seconds),
         ("waiting for the host", costs.waiting_seconds),
     )
+    # An empty model takes no time: avoid a division by zero.
     step = costs.step_seconds or 1.0
     rows = [(name, seconds_text(s), percent_text(s / step)) for name, s in parts if s > 1e-4 * step]
     head = f"time of a step: {seconds_text(costs.step_seconds)}, {percent_text(costs.mfu)} of the devices' peak"

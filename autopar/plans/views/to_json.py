@@ -22,6 +22,7 @@ def plan_data(plan: PlanRecord) -> dict[str, Any]:
         "cluster": plan.cluster.name,
         "origin": plan.origin,
         **costs_data(plan),
+        # Reversed: of several places of a dim, the most frequent one wins.
         "dims": {dim: axes for axes, dims in reversed(list(dims_by_place(plan).items())) for dim in dims},
         "communication": [
             {
