@@ -59,7 +59,7 @@ def load_target(target: str, settings: Mapping[str, Any]) -> tuple[nn.Module, An
     if not callable(function):
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise TargetError(f"{target}: {place} has no function {name!r}{_nearest(name, functions)}")
-    return _checked(target, _call(target, function, settings))
+    return _checked(target, _guarded(target, "the function failed", lambda: function(**settings)))
 
 
 def check_target(target: str) -> None:
@@ -107,10 +107,6 @@ def _load_module(target: str, name: str) -> ModuleType:
     if known is None:
         raise TargetError(f"{target}: there is no module {name!r} here; {FORM}")
     return _guarded(target, f"{name} cannot be loaded", lambda: importlib.import_module(name))
-
-
-def _call(target: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> Any:
-    return _guarded(target, "the function failed", lambda: function(**settings))
 
 
 def _guarded(target: str, what: str, action: Callable[[], T]) -> T:

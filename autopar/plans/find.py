@@ -229,7 +229,8 @@ def _on_mesh(
     key = cache.key(graph, mesh, cluster, demanded, limit, options, request.time_limit)
     known = cache.find(key, graph, cluster) if request.cache else None
     within = demanded is not None and bool(demanded.statements)
-    if known is not None and _is_answer(known, mesh, limit, options):
+    # A cached plan is a file that anyone may have changed.
+    if known is not None and known.mesh == mesh and known.memory_bytes <= limit and known.decided.options == options:
         return replace(known, limit_bytes=limit, within_layout=within, target="")
     warm = cache.last(graph, mesh) if request.cache else None
     try:
@@ -258,11 +259,6 @@ def _on_mesh(
     if request.cache:
         cache.keep(key, plan)
     return plan
-
-
-def _is_answer(plan: Plan, mesh: Mesh, limit: int, options: TrainingOptions) -> bool:
-    """Return True if a cached plan answers the request; anyone may have changed its file."""
-    return plan.mesh == mesh and plan.memory_bytes <= limit and plan.decided.options == options
 
 
 def _with_its_line(error: NoFeasiblePlan, given: Layout, limit: int, cluster: Cluster) -> NoFeasiblePlan:

@@ -35,7 +35,7 @@ def cover(wanted: Sequence[str], harmless: Collection[str], names: Sequence[str]
     for glob in (*simple, *_finer(wanted)):
         if not left:
             break
-        matched = _matched(glob, text)
+        matched = set(_lines(glob).findall(text))
         # A pattern for a single name is no shorter than the name.
         if matched <= allowed and (len(matched & left.keys()) > 1 or glob in left):
             found.append(glob)
@@ -61,10 +61,6 @@ def _patterns(name: str) -> Iterator[str]:
         for i, part in zip(numbers, picked, strict=True):
             made[i] = part
         yield "".join(made)
-
-
-def _matched(glob: str, text: str) -> set[str]:
-    return set(_lines(glob).findall(text))
 
 
 @lru_cache(maxsize=4096)

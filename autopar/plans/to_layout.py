@@ -118,7 +118,9 @@ class _LayoutWriter:
                 continue
             differs = True
             if got.results != wanted.results or node.name in self.pinned:
-                self.stated |= {name for name in node.outputs if name in self.tensor_axes and self._is_open(name)}
+                self.stated |= {
+                    name for name in node.outputs if name in self.tensor_axes and self.tensor_axes[name].broadcast
+                }
             if got.choice != wanted.choice or node.name in undecided:
                 self.pinned.add(node.name)
         for name, entry in self.tensor_axes.items():
@@ -127,10 +129,6 @@ class _LayoutWriter:
                 self.stated.add(name)
                 differs = True
         return differs
-
-    def _is_open(self, name: str) -> bool:
-        """Return True if a pin may set the states of a value."""
-        return bool(self.tensor_axes[name].broadcast)
 
     # -- tensors
 

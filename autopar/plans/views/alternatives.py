@@ -115,14 +115,11 @@ def forced(plan: PlanRecord, line: Pin | Block | OpPin) -> Alternative:
             ways.append(way())
         except LayoutError as error:
             why = why or str(error).splitlines()[0]
-    plans = [_with(plan, way, change) for n, way in enumerate(ways) if way not in ways[:n]]
+    decided = [replace(plan.decided, assignment=way) for n, way in enumerate(ways) if way not in ways[:n]]
+    plans = [replace(plan, decided=one, bound_seconds=None, origin=change) for one in decided]
     if not plans:
         return Alternative(change, None, why)
     return Alternative(change, min(plans, key=lambda one: one.step_seconds))
-
-
-def _with(plan: PlanRecord, assignment: Assignment, origin: str) -> PlanRecord:
-    return replace(plan, decided=replace(plan.decided, assignment=assignment), bound_seconds=None, origin=origin)
 
 
 def _ways(plan: PlanRecord, line: Pin | Block | OpPin) -> Iterator[Callable[[], Assignment]]:
