@@ -91,7 +91,7 @@ def main() -> None:
                     cluster,
                     memory_bytes=given.memory * 2**30,
                     options=TrainingOptions(),
-                    experts=given.experts,
+                    strategies=given.experts,
                     time_limit=given.time_limit,
                 )
             except AutoparError as error:

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from pathlib import Path
 from typing import get_args
 
@@ -26,11 +25,9 @@ from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import (
     Layout,
     applies_to,
-    axes_of,
     choose_layout,
     load_strategy,
     parse_memory,
-    roles_of,
     strategy_names,
 )
 from autopar.sharding.layout.source import excerpts
@@ -41,7 +38,7 @@ from autopar.sharding.reshard_insertion import inserted_reshards
 from autopar.solver.infeasible.errors import NoFeasiblePlan
 from autopar.solver.progress import Progress
 from autopar.solver.solve import solve_plan
-from autopar.solver.strategies import WHOLE, splits_nothing
+from autopar.solver.strategies import WHOLE, axis_assignments, splits_nothing
 
 __all__ = [
     "PlanRequest",
@@ -355,9 +352,6 @@ def _calls(name: str, axes: SubMesh, dims: Iterable[str]) -> Iterator[str]:
     strategy = load_strategy(name)
     if not applies_to(strategy, dims):
         return
-    own, roles = axes_of(strategy), roles_of(strategy, dims)
-    options = [(axis,) if axis in roles and len(own) > 1 else roles for axis in axes]
-    for dealt in product(*options):
-        meaning = {role: [axis for axis, to in zip(axes, dealt, strict=True) if to == role] for role in own}
-        given = ", ".join(f"{role}={'*'.join(dealt_to) or 'none'}" for role, dealt_to in meaning.items())
+    for meaning in axis_assignments(strategy, axes, dims, match_names=True):
+        given = ", ".join(f"{role}={'*'.join(own) or 'none'}" for role, own in meaning.items())
         yield f"{name}({given})"

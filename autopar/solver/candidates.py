@@ -1,4 +1,4 @@
-"""What may be decided: the choices of an op, and the layouts in which a tensor may be stored."""
+"""Options of the search: the choices of an op, and the shardings in which a tensor may be stored."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from autopar.sharding.sharding import Atoms, Sharding, atoms_of
 from autopar.solver.search.joined_axes import MOST_AXES, AxisRoles, kind_of
 from autopar.solver.setting import PlanningProblem
 
-__all__ = ["OpSharding", "StorageOption", "can_be_held", "options_of", "stored_of"]
+__all__ = ["OpSharding", "StorageOption", "is_dtensor_sharding", "options_of", "stored_of"]
 
+# Uneven shards are an option if the longest is at most this multiple of the mean.
 MOST_WASTE = 1.25
-"""Uneven shards are considered where the longest one is at most so many times the mean."""
 
 
 @dataclass(frozen=True)
 class OpSharding:
-    """One choice of an op with the layouts that it takes and gives."""
+    """Choice of an op with the shardings that it takes and gives."""
 
     choice: Choice
     operands: tuple[Sharding | None, ...]
@@ -37,21 +37,23 @@ class OpSharding:
 
 @dataclass(frozen=True)
 class StorageOption:
-    """How an input, parameter or buffer is held; `again`: what is gathered of it is gathered again in the backward."""
+    """Storage of an input, parameter or buffer; with `again`, the backward gathers it again."""
 
     layout: Sharding
     again: bool = False
     lasting: bool = False
+    # Sharding to which it is resharded once for all ops that need it; other ops reshard for themselves.
     shared: Sharding | None = None
-    """What it is converted to once for all ops that take it so; what others take is made for each of them."""
 
     def defers(self, want: Sharding) -> bool:
-        """Whether a gradient may wait for the last micro-batch: it is stored as it is used, or the copy stays."""
+        """Return whether the gradient may wait for the last micro-batch: it is stored as it is used, or the copy
+        stays.
+        """
         return self.lasting or self.layout.splits == want.splits
 
 
 class _NearlyEven:
-    """The sites that axes cut in pieces of nearly one length, and those that a pin allows to be uneven."""
+    """Sites that axes split into nearly equal pieces, and sites that a pin allows to be uneven."""
 
     def __init__(self, node: NamedNode, axes: SubMesh, pinned: Collection[object]) -> None:
         self.node = node
@@ -74,9 +76,9 @@ class _NearlyEven:
 def options_of(
     setting: PlanningProblem, bound_layout: BoundLayout, node: NamedNode, ways: AxisRoles | None = None
 ) -> tuple[OpSharding, ...]:
-    """All choices of an op that differ in the layouts of its tensors, or, where there is one, all in these `ways`.
+    """Return the choices of an op that differ in the shardings of its tensors; `ways` restricts them.
 
-    The mesh's order of axes comes first.
+    The order of axes in the mesh comes first.
     """
     found = () if ways is None else _options(setting, bound_layout, node, ways)
     return found or _options(setting, bound_layout, node, None)
@@ -87,7 +89,9 @@ def _options(
 ) -> tuple[OpSharding, ...]:
     graph, axes = setting.graph, setting.used
     pin = bound_layout.pin(node)
-    sites: Mapping[str, Sequence[Site]] = dict.fromkeys(axes, _sites(node))
+    # Only sites longer than one can be split.
+    long = [(factor, atom) for factor, extents in node.atoms.items() for atom, one in enumerate(extents) if one > 1]
+    sites: Mapping[str, Sequence[Site]] = dict.fromkeys(axes, long)
     passes: Mapping[str, tuple[Passing, ...]] = dict.fromkeys(axes, passings_of(graph, node))
     if ways is not None:
         kind = kind_of(node)
@@ -106,13 +110,6 @@ def _options(
         if _uses_agree(setting, bound_layout, node, layouts[0]):
             found[layouts] = OpSharding(choice, *layouts)
     return tuple(found.values())
-
-
-def _sites(node: NamedNode) -> list[Site]:
-    """What is longer than one, and so can be split."""
-    return [
-        (factor, atom) for factor, extents in node.atoms.items() for atom, extent in enumerate(extents) if extent > 1
-    ]
 
 
 def _uses_agree(
@@ -139,9 +136,9 @@ def stored_of(
     regather: bool = False,
     lasting: bool = False,
 ) -> tuple[StorageOption, ...]:
-    """In how many ways a tensor may be held: as it is used, whole, or split further by axes that are left.
+    """Return the storage options of a tensor: as used, whole, or split further by the axes that are left.
 
-    `lasting`: what is gathered may stay until the optimizer steps, also where there is one micro-batch.
+    With `lasting`, the gathered copy may stay until the optimizer steps, also with one micro-batch.
     """
     atoms = atoms_of(tensor)
     whole = Sharding.replicated(atoms)
@@ -151,7 +148,7 @@ def stored_of(
     bases = dict.fromkeys([whole, *(Sharding(use.splits) for use in uses)])
     found: dict[Sharding, None] = {}
     for base in bases:
-        if can_be_held(base, atoms, setting.axes):
+        if is_dtensor_sharding(base, atoms, setting.axes):
             found[base] = None
         for layout in _split_further(setting, atoms, base) if tensor.kind == "param" else ():
             found[layout] = None
@@ -172,9 +169,9 @@ def stored_of(
 
 
 def _split_further(setting: PlanningProblem, atoms: Atoms, base: Sharding) -> Iterable[Sharding]:
-    """For each product of axes that are left, one dim that they split as well: the first that they divide.
+    """Yield the shardings that split one more dim: for each product of free axes the first divisible dim.
 
-    On a mesh of many axes only in the mesh's order.
+    On a mesh of many axes only the order of the mesh is tried.
     """
     left = [axis for axis in setting.used if axis not in base.axes]
     ordered = permutations if len(setting.used) <= MOST_AXES else combinations
@@ -192,13 +189,13 @@ def _first_split(setting: PlanningProblem, atoms: Atoms, base: Sharding, added: 
         if size % (count * prod(setting.axes[axis] for axis in own)):
             continue
         splits = tuple((*own, *added) if i == place else axes for i, axes in enumerate(base.splits))
-        if can_be_held(Sharding(splits), atoms, setting.axes):
+        if is_dtensor_sharding(Sharding(splits), atoms, setting.axes):
             return Sharding(splits)
     return None
 
 
-def can_be_held(layout: Sharding, atoms: Atoms, axes: SubMesh) -> bool:
-    """Whether a DTensor can be laid out so."""
+def is_dtensor_sharding(layout: Sharding, atoms: Atoms, axes: SubMesh) -> bool:
+    """Return whether a DTensor can have this sharding."""
     try:
         to_placements(Sharding(layout.splits), atoms, axes)
     except LayoutError:

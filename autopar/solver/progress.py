@@ -8,12 +8,12 @@ from dataclasses import dataclass
 __all__ = ["PROVED", "Progress", "relative_gap"]
 
 
-# A bound this close to the cost is a proof: what is left is rounding of sums.
+# A relative gap below this is a proof: the rest is rounding of sums.
 PROVED = 1e-9
 
 
 def relative_gap(cost: float, bound: float) -> float:
-    """How far the bound is below the cost, as a part of the cost."""
+    """Return how far the bound is below the cost, as a fraction of the cost."""
     if cost == bound:
         return 0.0
     if not (math.isfinite(cost) and math.isfinite(bound)):
@@ -24,7 +24,7 @@ def relative_gap(cost: float, bound: float) -> float:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the search is."""
+    """State of a search, as `progress` callbacks receive it."""
 
     stage: str
     seconds: float

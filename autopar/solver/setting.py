@@ -1,4 +1,4 @@
-"""What a plan is sought for: the graph, the mesh, the cluster, and everything that the user has settled."""
+"""The planning problem: the graph, the mesh, the cluster, and the user's options."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class PlanningProblem:
     options: TrainingOptions
     prices: TaskBuilder
     trains: bool
+    # Axes with more than one rank.
     used: SubMesh
-    """The axes with more than one rank."""
+    # Ops that take each tensor, in order, each once.
     users: Mapping[str, tuple[NamedNode, ...]]
-    """The ops that take each tensor, in order, each once."""
 
     @staticmethod
     def of(graph: NamedGraph, axes: SubMesh, cluster: Cluster, options: TrainingOptions) -> PlanningProblem:

@@ -1,4 +1,4 @@
-"""`solve_plan`: the best plan that is found for a graph on a mesh, and how far from the best of all it can be."""
+"""`solve_plan`: search the best plan of a graph on a mesh, with a lower bound on every plan."""
 
 from __future__ import annotations
 
@@ -25,35 +25,36 @@ from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.progress import Progress, relative_gap
 from autopar.solver.search.incumbent import Incumbent
 from autopar.solver.search.joined_axes import MOST_AXES
-from autopar.solver.search.phases import SearchPhases, SearchResult, settle, worthwhile
+from autopar.solver.search.phases import SearchPhases, SearchResult, promising_choices, settle
+from autopar.solver.search.prove_small import prove_small
 from autopar.solver.setting import PlanningProblem
 from autopar.solver.strategies import plan_under, strategy_plans
 
 __all__ = ["SolvedPlan", "TrainingOptions", "solve_plan"]
 
+# Fraction of the time limit after which published strategies are priced even if the search has not ended.
 SEARCH_SHARE = 0.75
-"""Of the time, after which the strategies of experts are priced if the search has not ended."""
 
+# Strategies that are priced in any case: those of one axis come first, are quick, and are often good.
 LEAST_PRICED = 3
-"""Strategies that are priced however little time there is: those of one axis, which take little, and are often good."""
 
 
 @dataclass(frozen=True)
 class SolvedPlan:
-    """A plan, what `evaluate` says it costs, and what is proved of all plans."""
+    """Plan with its cost by `evaluate` and the lower bound on all plans."""
 
     plan: StepPlan
     costs: Costs
     bound_seconds: float
     search_seconds: float
+    # `search`, or the name of the published strategy that no other plan beat.
     origin: str
-    """Where it comes from: `search`, or the strategy of an expert that nothing was found to beat."""
     variables: int
     states: int
 
     @property
     def gap(self) -> float:
-        """How far the bound is below the step's seconds, as a part of them."""
+        """Distance from the bound to the step time, as a fraction of the step time."""
         return relative_gap(self.costs.step_seconds, self.bound_seconds)
 
 
@@ -68,14 +69,14 @@ def solve_plan(
     time_limit: float = 30.0,
     progress: Callable[[Progress], None] | None = None,
     warm: StepPlan | None = None,
-    experts: bool = True,
+    strategies: bool = True,
     beat_seconds: float = math.inf,
 ) -> SolvedPlan:
-    """Decide what of a plan is open: all of it, or what `layout` leaves.
+    """Search the open decisions of a plan: all of them, or those that `layout` leaves.
 
-    `memory_bytes` is what the plan may hold on each device; by default what the device has. `warm` is a plan to begin
-    from; `experts`: whether the strategies of experts are priced as well, in the time left, or a quarter of it.
-    `beat_seconds`: only a faster plan is of use; that there is none is a `NoFeasiblePlan`.
+    `memory_bytes` limits each device; the default is its capacity. `warm` is a plan to begin from. With `strategies`,
+    published strategies are priced too, in the time left or a quarter of it. Raise `NoFeasiblePlan` if no plan is
+    faster than `beat_seconds`.
     """
     began = time.monotonic()
     with _uncollected():
@@ -83,13 +84,15 @@ def solve_plan(
         limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
         bound_layout = BoundLayout(graph, layout or Layout(()), axes)
         incumbent = Incumbent(setting, limit, began, progress, bound_layout)
-        return _solved(incumbent, time_limit, warm, experts, beat_seconds)
+        return _solved(incumbent, time_limit, warm, strategies, beat_seconds)
 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the collector of cycles: a search makes millions of objects, and cycles of next to none of them; looking
-    for these took a third of the time for a model of 32 layers."""
+    """Run without the collector of cycles.
+
+    A search makes millions of objects and next to no cycles. Looking for cycles took a third of the time on 32 layers.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -100,7 +103,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _solved(
-    incumbent: Incumbent, time_limit: float, warm: StepPlan | None, experts: bool, beat_seconds: float
+    incumbent: Incumbent, time_limit: float, warm: StepPlan | None, strategies: bool, beat_seconds: float
 ) -> SolvedPlan:
     setting, bound_layout, began, layout = (
         incumbent.setting,
@@ -112,11 +115,11 @@ def _solved(
         plan = plan_under(setting, layout)
         if plan is not None:
             incumbent.offer("layout", plan.with_options(setting.options))
-    # A plan that was made for something else may break this layout.
+    # A plan made for another layout may break this one.
     asked = setting.graph.fingerprint, dict(setting.axes)
     if warm is not None and bound_layout.is_empty and (warm.graph, dict(warm.axes)) == asked:
         incumbent.offer("an earlier plan", warm)
-    priced = experts and not layout.statements
+    priced = strategies and not layout.statements
     searching = began + time_limit * (SEARCH_SHARE if priced else 1.0)
     work = SearchPhases(
         setting, bound_layout, incumbent, CostTables(setting), searching, searching, until_one_fits=not priced
@@ -128,14 +131,14 @@ def _solved(
     if priced:
         incumbent.tell("search", ended.bound)
         _offer_strategies(incumbent, ended.bound, work.deadline)
-        incumbent.tell("experts", ended.bound)
+        incumbent.tell("strategies", ended.bound)
         if incumbent.plan is None and ended.is_cut:
             ended = _searched(work, beat_seconds)
     bound, search = max(ended.bound, incumbent.floor), ended.search
     if search is not None and not ended.is_part:
         search.best, search.deadline = incumbent.seconds, work.deadline
-        search.close()
-        bound = search.proved if search.is_listed else max(bound, search.proved)
+        prove_small(search)
+        bound = search.proved if search.is_enumerated else max(bound, search.proved)
     incumbent.tell("search", bound)
     if incumbent.plan is None or incumbent.costs is None:
         raise infeasible_error(work)
@@ -154,19 +157,21 @@ def _solved(
 
 
 def _searched(work: SearchPhases, beat_seconds: float) -> SearchResult:
-    """A mesh of many axes with joined axes first. Of its choices not all are searched, so what is proved is not of all
-    plans."""
+    """Search the mesh; of a mesh of many axes, search joined axes first.
+
+    The second search covers part of the choices, so its bound does not hold for all plans.
+    """
     if len(work.setting.used) <= MOST_AXES:
         return settle(work, beat_seconds)
     try:
-        work = replace(work, ways=worthwhile(work))
+        work = replace(work, ways=promising_choices(work))
     except OutOfTime:
         return SearchResult(None, 0.0, is_cut=True)
     return replace(settle(work), bound=0.0, is_part=True)
 
 
 def _offer_strategies(incumbent: Incumbent, bound: float, deadline: float) -> None:
-    """The strategies of experts, as long as one of them could be better and there is time, or nothing that fits."""
+    """Price published strategies while one could be better and time is left, or while nothing fits."""
     priced = 0
 
     def is_late() -> bool:

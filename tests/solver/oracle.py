@@ -23,8 +23,7 @@ from autopar.sharding.assignment import StepPlan
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.sharding import Sharding
 from autopar.solver.arrays import Floats
-from autopar.solver.decode import plan_of
-from autopar.solver.model.build import build
+from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.cost_tables import CostTables, ValueUse
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import MEMORY, MOMENTS, Hinges, Sum

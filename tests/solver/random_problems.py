@@ -97,7 +97,7 @@ class Drawn:
             layout=self.layout,
             options=self.options,
             memory_bytes=limit_bytes,
-            experts=False,
+            strategies=False,
             time_limit=600,
         )
 

@@ -1,4 +1,4 @@
-"""Elimination with equal parts folded, beside all assignments; a node may have any number of neighbours."""
+"""Elimination with equal parts elimination_order, beside all assignments; a node may have any number of neighbours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from autopar.solver.arrays import Floats
-from autopar.solver.search.bucket_elimination import TooWide, folded
+from autopar.solver.search.bucket_elimination import TooWide, elimination_order
 
 
 def total(
@@ -37,7 +37,7 @@ def test_finds_what_all_assignments_show(seed: int) -> None:
         shape = tuple(sizes[node] for node in scope)
         scopes.append(scope)
         tables.append(made.setdefault(shape, numbers.random(shape)) if draw.random() < 0.5 else numbers.random(shape))
-    value, chosen = folded(sizes, scopes).solve(costs, tables)
+    value, chosen = elimination_order(sizes, scopes).solve(costs, tables)
     every = product(*map(range, sizes))
     assert value == pytest.approx(min(total(costs, scopes, tables, at) for at in every), rel=1e-12)
     assert value == pytest.approx(total(costs, scopes, tables, chosen), rel=1e-12)
@@ -53,7 +53,7 @@ def test_a_node_has_any_number_of_users(users: int, options: int, hubs: int) -> 
     costs = [numbers.random(size) for size in sizes]
     scopes = [(hub, hubs + user) for hub in range(hubs) for user in range(users)]
     tables = [numbers.random((3, options)) for _ in scopes]
-    value, chosen = folded(sizes, scopes).solve(costs, tables)
+    value, chosen = elimination_order(sizes, scopes).solve(costs, tables)
     assert value == pytest.approx(total(costs, scopes, tables, chosen), rel=1e-12)
 
     def beside(at: tuple[int, ...]) -> float:
@@ -74,7 +74,7 @@ def test_a_table_over_many_nodes_of_one_strategy() -> None:
     sizes = [1] * 40 + [2, 2]
     scope = tuple(range(42))
     costs, table = [numbers.random(size) for size in sizes], numbers.random(sizes)
-    value, chosen = folded(sizes, [scope]).solve(costs, [table])
+    value, chosen = elimination_order(sizes, [scope]).solve(costs, [table])
     assert value == pytest.approx(total(costs, [scope], [table], chosen), rel=1e-12)
 
 
@@ -82,4 +82,4 @@ def test_too_many_neighbours_with_a_choice_are_too_wide() -> None:
     """All know all others: no order makes the tables small."""
     scopes = [(i, j) for i in range(70) for j in range(i)]
     with pytest.raises(TooWide):
-        folded([2] * 70, scopes)
+        elimination_order([2] * 70, scopes)

@@ -1,11 +1,11 @@
-"""The prices at which the least of some planes is highest."""
+"""The prices at which the least of some planes is best_multipliers."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from autopar.solver.search.cutting_plane import highest
+from autopar.solver.search.lagrangian import best_multipliers
 
 
 def test_a_program_that_preprocessing_calls_abnormal_is_solved() -> None:
@@ -20,7 +20,7 @@ def test_a_program_that_preprocessing_calls_abnormal_is_solved() -> None:
             [-0.96825, -0.189994, -0.599291, 0.000342, -1.854439, -5.559725, -3.040706],
         ]
     )
-    value, prices = highest(bases, slopes, np.array([1.0] * 4 + [9687.7] * 3))
+    value, prices = best_multipliers(bases, slopes, np.array([1.0] * 4 + [9687.7] * 3))
     assert value == pytest.approx(float((bases + slopes @ prices).min()))
     assert value == pytest.approx(0.835052, abs=1e-5)
 
@@ -30,7 +30,7 @@ def test_no_other_prices_are_higher(seed: int) -> None:
     draw = np.random.default_rng(seed)
     bases, slopes = draw.normal(size=6), draw.normal(size=(6, 4)) * 10.0 ** draw.integers(-3, 4, size=4)
     most = 10.0 ** draw.integers(-2, 4, size=4)
-    value, prices = highest(bases, slopes, most)
+    value, prices = best_multipliers(bases, slopes, most)
     assert value == pytest.approx(float((bases + slopes @ prices).min()), rel=1e-6, abs=1e-6)
     assert (prices >= -1e-9).all()
     assert (prices <= most * (1 + 1e-9)).all()

@@ -50,18 +50,18 @@ def test_axes_on_different_links_are_not_joined(graph: NamedGraph) -> None:
 
 
 def test_three_axes_are_no_worse_than_two_of_them_joined(graph: NamedGraph) -> None:
-    found = solve_plan(graph, AXES, CLUSTER, experts=False, time_limit=3600)
+    found = solve_plan(graph, AXES, CLUSTER, strategies=False, time_limit=3600)
     for axes in ({"pod": 2, "t": 4}, {"d": 4, "tp": 2}):
-        joined = solve_plan(graph, axes, CLUSTER, experts=False, time_limit=3600)
+        joined = solve_plan(graph, axes, CLUSTER, strategies=False, time_limit=3600)
         assert found.costs.step_seconds <= joined.costs.step_seconds * (1 + 1e-9)
     assert evaluate(graph, found.plan, CLUSTER).step_seconds == found.costs.step_seconds
     assert 0 < found.bound_seconds < found.costs.step_seconds
 
 
 def test_a_plan_is_found_however_short_the_time(graph: NamedGraph) -> None:
-    free = solve_plan(graph, AXES, CLUSTER, experts=False, time_limit=1e-3)
+    free = solve_plan(graph, AXES, CLUSTER, strategies=False, time_limit=1e-3)
     limit = 0.7 * free.costs.memory.peak_bytes
-    bound = solve_plan(graph, AXES, CLUSTER, experts=False, time_limit=1e-3, memory_bytes=limit)
+    bound = solve_plan(graph, AXES, CLUSTER, strategies=False, time_limit=1e-3, memory_bytes=limit)
     assert bound.costs.memory.peak_bytes <= limit
 
 
@@ -77,5 +77,5 @@ def test_a_plan_of_three_axes_computes_what_one_process_does() -> None:
     torch.manual_seed(0)
     model, inputs = gpt(layers=1, d_model=16, heads=4, vocab=32, seq=8, batch=8)
     graph, exact = autopar.trace(model, inputs), autopar.trace(model.double(), inputs)
-    plan = solve_plan(graph, AXES, CLUSTER, experts=False, time_limit=3600).plan
+    plan = solve_plan(graph, AXES, CLUSTER, strategies=False, time_limit=3600).plan
     assert difference_of(exact, plan.assignment, list(inputs.values())) < 1e-9

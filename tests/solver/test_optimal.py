@@ -25,6 +25,7 @@ from autopar.solver.model.build import build
 from autopar.solver.model.objective import peak_gib
 from autopar.solver.model.recompute_variables import MODES, layers_of
 from autopar.solver.search.lagrangian import LagrangianSearch
+from autopar.solver.search.prove_small import prove_small
 from tests.solver.oracle import ROUNDED, Complete, Oracle, best_of_all, cheapest, own_problem, whole_problem
 from tests.solver.random_problems import Drawn, drawn, program
 
@@ -182,7 +183,7 @@ def test_the_search_finds_what_the_complete_model_proves(block: int) -> None:
             limit = draw.choice([np.inf, max(some), min(some)]) * (1 + 1e-6)  # as no sum of rounded numbers is
             search = LagrangianSearch(model, sums, np.inf, limit)
             search.run()
-            search.close()
+            prove_small(search)
             chosen = Complete(oracle, limit).solve()
             assert chosen is not None
             seconds, peak = sums(chosen[:-1])

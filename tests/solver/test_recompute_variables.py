@@ -16,9 +16,8 @@ from autopar.mesh import SubMesh
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import TrainingOptions
-from autopar.solver.decode import plan_of
 from autopar.solver.infeasible.errors import NoFeasiblePlan
-from autopar.solver.model.build import build
+from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import MEMORY, Hinges, Sum
 from autopar.solver.model.recompute_variables import STATES, layers_of
@@ -115,11 +114,11 @@ def test_less_memory_is_no_faster_and_computes_layers_again(graph: NamedGraph) -
 
 
 def test_a_mesh_that_cannot_win_is_given_up(graph: NamedGraph) -> None:
-    best = solve_plan(graph, {"dp": 2}, CLUSTER, experts=False, time_limit=3600)
+    best = solve_plan(graph, {"dp": 2}, CLUSTER, strategies=False, time_limit=3600)
     assert best.bound_seconds > 0
     with pytest.raises(NoFeasiblePlan, match="no plan takes less than"):
-        solve_plan(graph, {"dp": 2}, CLUSTER, experts=False, beat_seconds=0.5 * best.bound_seconds, time_limit=3600)
+        solve_plan(graph, {"dp": 2}, CLUSTER, strategies=False, beat_seconds=0.5 * best.bound_seconds, time_limit=3600)
     same = solve_plan(
-        graph, {"dp": 2}, CLUSTER, experts=False, beat_seconds=2 * best.costs.step_seconds, time_limit=3600
+        graph, {"dp": 2}, CLUSTER, strategies=False, beat_seconds=2 * best.costs.step_seconds, time_limit=3600
     )
     assert same.costs == best.costs

@@ -14,8 +14,7 @@ from autopar.mesh import SubMesh
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import TrainingOptions
-from autopar.solver.decode import plan_of
-from autopar.solver.model.build import build
+from autopar.solver.model.build import build, plan_of
 from autopar.solver.setting import PlanningProblem
 from autopar.solver.solve import solve_plan
 from examples.gpt import gpt

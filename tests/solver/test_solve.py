@@ -23,9 +23,8 @@ from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.options import TrainingOptions
 from autopar.solver import strategies
 from autopar.solver.arrays import Floats
-from autopar.solver.decode import plan_of
 from autopar.solver.infeasible.errors import NoFeasiblePlan
-from autopar.solver.model.build import build
+from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.objective import Hinges, Sum
 from autopar.solver.setting import PlanningProblem
 from autopar.solver.solve import SolvedPlan, solve_plan
@@ -148,18 +147,24 @@ def test_lines_that_conflict_are_told_and_no_others() -> None:
 
 def test_where_memory_is_short_the_layout_is_named_if_it_is_to_blame() -> None:
     graph, said = small(), parse_layout("* -> none")
-    whole = solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, experts=False, time_limit=3600)
+    whole = solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, strategies=False, time_limit=3600)
     limit = 0.8 * whole.costs.memory.peak_bytes
     with pytest.raises(NoFeasiblePlan, match=r"this line is to blame, .*: without the layout, .* would do") as refused:
-        solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, memory_bytes=limit, experts=False, time_limit=3600)
+        solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, memory_bytes=limit, strategies=False, time_limit=3600)
     assert refused.value.least_bytes is not None
     assert refused.value.least_bytes > limit
     found = solve_plan(
-        graph, {"dp": 4}, CLUSTER, layout=said, memory_bytes=refused.value.least_bytes, experts=False, time_limit=3600
+        graph,
+        {"dp": 4},
+        CLUSTER,
+        layout=said,
+        memory_bytes=refused.value.least_bytes,
+        strategies=False,
+        time_limit=3600,
     )
     assert found.costs.memory.peak_bytes <= refused.value.least_bytes
     with pytest.raises(NoFeasiblePlan, match=r"without the layout it is (no less|.*, which is too much as well)"):
-        solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, memory_bytes=1000, experts=False, time_limit=3600)
+        solve_plan(graph, {"dp": 4}, CLUSTER, layout=said, memory_bytes=1000, strategies=False, time_limit=3600)
 
 
 def test_holes_with_candidates_take_one_of_them() -> None:
@@ -169,7 +174,7 @@ def test_holes_with_candidates_take_one_of_them() -> None:
         ("batch -> ?{tp, dp*tp}", {("tp",), ("dp", "tp")}),
         ("batch -> dp?", {("dp",), ("dp", "tp")}),
     ):
-        found = solve_plan(graph, AXES, CLUSTER, layout=parse_layout(text), experts=False, time_limit=3600)
+        found = solve_plan(graph, AXES, CLUSTER, layout=parse_layout(text), strategies=False, time_limit=3600)
         places = [(graph.tensors[name].dims.index("batch"), name) for name in graph.inputs]
         assert {found.plan.assignment.stored[name].splits[place] for place, name in places} <= allowed, text
 
@@ -198,7 +203,12 @@ def test_tensors_that_are_to_share_a_layout_do() -> None:
     graph = small()
     one, other = "blocks.0.up.weight", "blocks.0.attention.qkv.weight"
     found = solve_plan(
-        graph, AXES, CLUSTER, layout=parse_layout(f"batch -> dp; same @{one} @{other}"), experts=False, time_limit=3600
+        graph,
+        AXES,
+        CLUSTER,
+        layout=parse_layout(f"batch -> dp; same @{one} @{other}"),
+        strategies=False,
+        time_limit=3600,
     )
     stored = found.plan.assignment.stored
     texts = [sharding_text(graph.tensors[name], stored[name]) for name in (one, other)]
@@ -212,7 +222,7 @@ def test_where_the_host_is_slow_what_is_gathered_may_stay() -> None:
     setting = PlanningProblem.of(graph, SubMesh.of(axes), CLUSTER, TrainingOptions())
     experts = [evaluate(graph, plan, CLUSTER) for _, plan in strategy_plans(setting)]
     for limit in sorted({costs.memory.peak_bytes for costs in experts}):
-        found = solve_plan(graph, axes, CLUSTER, memory_bytes=limit, experts=False, time_limit=3600)
+        found = solve_plan(graph, axes, CLUSTER, memory_bytes=limit, strategies=False, time_limit=3600)
         fits = [costs.step_seconds for costs in experts if costs.memory.peak_bytes <= limit]
         assert found.costs.step_seconds <= min(fits) * (1 + 1e-9), limit
 
@@ -259,10 +269,10 @@ def test_without_time_to_search_the_best_expert_stands(graph: NamedGraph, axes: 
 
 def test_without_time_and_without_experts_that_may_be_taken_a_plan_is_found(graph: NamedGraph) -> None:
     with pytest.raises(NoFeasiblePlan) as refused:
-        solve_plan(graph, AXES, CLUSTER, memory_bytes=1000, experts=False, time_limit=1e-3)
+        solve_plan(graph, AXES, CLUSTER, memory_bytes=1000, strategies=False, time_limit=1e-3)
     least = refused.value.least_bytes
     assert least is not None
-    found = solve_plan(graph, AXES, CLUSTER, memory_bytes=least, experts=False, time_limit=1e-3)
+    found = solve_plan(graph, AXES, CLUSTER, memory_bytes=least, strategies=False, time_limit=1e-3)
     assert found.costs.memory.peak_bytes <= least
     said = parse_layout("batch -> ?; forbid all_gather(act) over dp")
     assert solve_plan(graph, AXES, CLUSTER, layout=said, time_limit=1e-3).plan.assignment.axes == AXES

@@ -44,8 +44,8 @@ def test_data_parallelism_for_a_small_model_and_a_large_batch() -> None:
 
 def test_parameters_are_split_when_memory_binds() -> None:
     model, inputs = gpt(layers=1, d_model=2048, heads=16, vocab=4096, seq=256, batch=64, device="meta")
-    graph, free = solved(model, inputs, {"dp": 8}, experts=False)
-    _, bound = solved(model, inputs, {"dp": 8}, memory_bytes=0.75 * free.costs.memory.peak_bytes, experts=False)
+    graph, free = solved(model, inputs, {"dp": 8}, strategies=False)
+    _, bound = solved(model, inputs, {"dp": 8}, memory_bytes=0.75 * free.costs.memory.peak_bytes, strategies=False)
     assert bound.costs.memory.peak_bytes <= 0.75 * free.costs.memory.peak_bytes
     large = [tensor.name for tensor in graph.parameters if len(tensor.shape) == 2]
     assert all(any(bound.plan.assignment.stored[name].splits) for name in large)
@@ -77,7 +77,7 @@ def test_tensor_parallelism_stays_within_the_nodes() -> None:
     )
     with torch.device("meta"):
         model, ids = LlamaForCausalLM(config), torch.randint(config.vocab_size, (2, 4096))
-    _, found = solved(model, {"input_ids": ids}, {"dp": 2, "tp": 8}, experts=False)
+    _, found = solved(model, {"input_ids": ids}, {"dp": 2, "tp": 8}, strategies=False)
     layer = {op.split(".")[-1]: axes_of(found, op) for op in found.plan.assignment.ops if op.endswith("_proj/linear")}
     columns, rows = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("down_proj",)
     assert all(layer[f"{name}/linear"] == {"a": ("dp",), "n": ("tp",)} for name in columns)

@@ -1,18 +1,21 @@
-"""What is said when no plan can be had."""
+"""Errors of infeasible problems."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 
 from autopar.errors import AutoparError, LayoutError
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
 from autopar.sharding.bound_layout import BoundLayout
-from autopar.sharding.layout.source import layout_error
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.source import SourceSpan, layout_error
+from autopar.sharding.layout.syntax import Statement
 from autopar.sharding.op_pins import infeasible_pin, pin_of
-from autopar.solver.infeasible.minimal_conflict import conflicting, spans_of
 
-__all__ = ["NoFeasiblePlan", "OutOfTime", "no_option"]
+__all__ = ["NoFeasiblePlan", "OutOfTime", "conflicting", "no_option", "spans_of"]
 
 
 class NoFeasiblePlan(AutoparError):
@@ -29,13 +32,15 @@ class NoFeasiblePlan(AutoparError):
 
 
 class OutOfTime(Exception):
-    """The time was up before there was a model to search: what was found until then stands."""
+    """The time ended before the model was built; plans found until then stand."""
 
 
 def no_option(
     bound_layout: BoundLayout, node: NamedNode, axes: SubMesh, can_be_had: Callable[[BoundLayout], bool]
 ) -> LayoutError:
-    """No choice of an op gives and takes what the layout demands; `can_be_had` says whether one does under another."""
+    """Return the error of an op none of whose choices keeps the layout; `can_be_had` tests whether a part of it is
+    feasible.
+    """
     lines, _ = conflicting(bound_layout, can_be_had)
     pin = pin_of(bound_layout.layout, node)
     if pin is not None and len(lines) < 2:
@@ -48,3 +53,45 @@ def no_option(
         "split other dims of its tensors, or leave some open with '?'",
         *spans_of(lines),
     )
+
+
+# -- smallest conflicting sets -----------------------------------------------------------------------------------------
+
+
+# In longer layouts, such as whole plans, the op that has no option tells more than a set of lines.
+MOST_LINES = 100
+
+
+def conflicting(
+    bound_layout: BoundLayout, can_be_had: Callable[[BoundLayout], bool], deadline: float = math.inf
+) -> tuple[tuple[Statement, ...], bool]:
+    """Return a smallest infeasible set of lines, and whether it is proved smallest within the time.
+
+    Lines are dropped for good while the rest stays infeasible: all at once, then halves, then ever smaller parts.
+    """
+    kept = list(bound_layout.given.statements)
+    if len(kept) > MOST_LINES:
+        return (), False
+    size = len(kept)
+    while size:
+        for start in reversed(range(0, len(kept), size)):
+            if time.monotonic() > deadline:
+                return tuple(kept), False
+            rest = [*kept[:start], *kept[start + size :]]
+            others = BoundLayout(bound_layout.graph, Layout(tuple(rest), bound_layout.given.name), bound_layout.axes)
+            if not _can_be_had(others, can_be_had):
+                kept = rest
+        size //= 2
+    return tuple(kept), True
+
+
+def _can_be_had(bound_layout: BoundLayout, can_be_had: Callable[[BoundLayout], bool]) -> bool:
+    try:
+        return can_be_had(bound_layout)
+    except LayoutError:
+        return True  # what was left out is needed for the rest to mean anything
+
+
+def spans_of(statements: Sequence[Statement]) -> list[SourceSpan]:
+    found = (getattr(statement, "span", None) for statement in statements)
+    return [span for span in found if span is not None]

@@ -1,4 +1,4 @@
-"""Why no plan can be had: lines of the layout that conflict with each other, or with the limit on memory."""
+"""Explain infeasibility: lines of the layout that conflict with each other, or with the memory limit."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from autopar.errors import AutoparError, LayoutError
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.source import excerpts, layout_error
-from autopar.solver.decode import plan_of
-from autopar.solver.infeasible.errors import NoFeasiblePlan
-from autopar.solver.infeasible.minimal_conflict import conflicting, spans_of
+from autopar.solver.infeasible.errors import NoFeasiblePlan, conflicting, spans_of
+from autopar.solver.model.build import plan_of
 from autopar.solver.model.objective import FORBIDDEN_SECONDS, Hinges, Sum
 from autopar.solver.search.elimination import Elimination
 from autopar.solver.search.incumbent import Incumbent
-from autopar.solver.search.phases import SearchPhases, least_memory
+from autopar.solver.search.phases import SearchPhases, search_least_memory
 
 __all__ = ["infeasible_error"]
 
 
 def infeasible_error(work: SearchPhases) -> AutoparError:
-    """What to raise where nothing was found. The lines to blame are sought as long as there is time."""
+    """Return the error for a search without a plan. Conflicting lines are searched until the deadline."""
     incumbent = work.incumbent
     broken = None if incumbent.broken is None else _broken(work, incumbent.bound_layout)
     if broken is not None:
@@ -37,7 +36,7 @@ def infeasible_error(work: SearchPhases) -> AutoparError:
 
 
 def _conflict(work: SearchPhases, broken: LayoutError) -> LayoutError:
-    """Lines that cannot all be had, whatever that takes of time and memory."""
+    """Return lines that no plan keeps together, whatever its time and memory."""
     last = broken
 
     def can_be_had(bound_layout: BoundLayout) -> bool:
@@ -62,7 +61,7 @@ def _conflict(work: SearchPhases, broken: LayoutError) -> LayoutError:
 
 
 def _broken(work: SearchPhases, bound_layout: BoundLayout) -> LayoutError | None:
-    """The contract that the plan breaks which breaks fewest; None if it keeps all."""
+    """Return the contract that the plan breaks which breaks fewest; None if it keeps all."""
     other = _other(work, bound_layout)
     model = other.model()
     weights = 1e-9 * Hinges.of(work.setting).base
@@ -72,7 +71,7 @@ def _broken(work: SearchPhases, bound_layout: BoundLayout) -> LayoutError | None
 
 
 def _without_the_layout(work: SearchPhases, shown: list[str]) -> str:
-    """Whether memory is short because of what the layout says; the lines that are to blame are added to `shown`."""
+    """Return whether the layout makes memory short; add the conflicting lines to `shown`."""
     incumbent = work.incumbent
     least_bytes = _least(work, BoundLayout(incumbent.setting.graph, Layout(()), incumbent.setting.axes)).least_bytes
     if least_bytes >= incumbent.least_bytes:
@@ -92,15 +91,15 @@ def _without_the_layout(work: SearchPhases, shown: list[str]) -> str:
 
 
 def _least(work: SearchPhases, bound_layout: BoundLayout) -> Incumbent:
-    """The race of plans that take least memory, of those that do what other lines say."""
+    """Return the incumbent with least memory among plans that keep the other lines."""
     other = _other(work, bound_layout)
-    least_memory(other, only_one=True)
+    search_least_memory(other, only_one=True)
     if other.incumbent.plan is None:
-        other.lessen()
+        other.lower_memory()
     return other.incumbent
 
 
 def _other(work: SearchPhases, bound_layout: BoundLayout) -> SearchPhases:
-    """The same mesh to search, with another layout: what it finds is not for the race of this one."""
+    """Return the same search under another layout, with an incumbent of its own."""
     incumbent = Incumbent(work.setting, work.incumbent.limit, work.incumbent.began, None, bound_layout)
     return replace(work, bound_layout=bound_layout, incumbent=incumbent, gives_up=math.inf)

@@ -1,11 +1,12 @@
-"""What the parts of the planner's model are built with."""
+"""`ModelBuilder`: variables, factors and lookups shared by the parts of the model."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from math import prod
 from typing import Any
 
@@ -26,16 +27,16 @@ from autopar.solver.model.recompute_variables import STATES, RecomputeModes
 from autopar.solver.search.joined_axes import AxisRoles
 from autopar.solver.setting import PlanningProblem
 
-__all__ = ["ModelBuilder", "handed_out", "parts_of"]
+__all__ = ["ModelBuilder", "parts_of", "returned_tensors"]
 
 
 @dataclass
 class ModelBuilder:
-    """Variables and factors so far; what is equal is made once.
+    """Variables and factors so far; equal ones are one object.
 
-    `regather`: parameters may be gathered again in the backward. `again`: what is computed again, or may be. `ways`:
-    the choices to take into account, where these are not all. `deadline`: when it is given up, with `OutOfTime`.
-    `lasting`: what is gathered of parameters may stay until the optimizer steps.
+    `regather`: parameters may be gathered again in the backward. `again`: recomputation of ops, fixed or open. `ways`:
+    restricted choices of ops. `lasting`: gathered parameters may stay until the optimizer steps. Building raises
+    `OutOfTime` after `deadline`.
     """
 
     setting: PlanningProblem
@@ -55,7 +56,7 @@ class ModelBuilder:
         self.place: dict[tuple[str, str], int] = {}
         self.nodes = {node.name: node for node in graph.nodes}
         self.makers = {name: (node, i) for node in graph.nodes for i, name in enumerate(node.outputs) if name}
-        self.handed = handed_out(graph)
+        self.handed = returned_tensors(graph)
         self.shares: dict[str, float] = {}
         self.cuts: dict[str, Any] = {}
         self.signatures: dict[str, Any] = {}
@@ -90,12 +91,12 @@ class ModelBuilder:
         parts: Parts = self.known[key]
         return parts
 
-    # -- by the mode of a layer
+    # -- by the recompute mode of a layer
 
     def _add_by_mode(
         self, kind: str, name: str, states: tuple[Any, ...], node: NamedNode, made: Callable[[int], Parts]
     ) -> int:
-        """A variable whose sums depend on the mode of the layer of an op; `made` is told which mode."""
+        """Add a variable whose sums depend on the recompute mode of its op's layer; `made` takes the mode."""
         count = len(self.again.flags(node.name))
         each = [made(mode) for mode in range(count)]
         if all(parts is each[0] for parts in each):
@@ -112,7 +113,7 @@ class ModelBuilder:
         return place
 
     def _add_pairs(self, first: int, second: int, node: NamedNode, made: Callable[[int], CostTable]) -> None:
-        """What two variables cost together, if that depends on the mode of the layer of an op."""
+        """Add the cost of two variables together; it may depend on the recompute mode of an op's layer."""
         each = tuple(made(mode) for mode in range(len(self.again.flags(node.name))))
         table: Costs = each[0]
         if all(one is each[0] for one in each):
@@ -126,7 +127,7 @@ class ModelBuilder:
     def _mode(self, node: NamedNode) -> int:
         return self.place["recompute", self.again.layers[node.name]]
 
-    # -- what is alike
+    # -- equal parts
 
     def _cut(self, tensor: NamedTensor) -> Any:
         found = self.cuts.get(tensor.name)
@@ -142,12 +143,12 @@ class ModelBuilder:
         return self.tables.ways.gib(tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize, layout)
 
     def _is_shared(self, name: str) -> bool:
-        """Whether a result has a variable of its own."""
+        """Return whether a result has a variable of its own."""
         many = len(self.setting.users.get(name, ())) > 1
         return many or name in self.handed or self.bound_layout.constrains(self.graph.tensors[name])
 
     def _wants(self, node: NamedNode, name: str) -> tuple[Wants, ...]:
-        """For each option of an op the layouts in which it takes a tensor."""
+        """Return, for each option of an op, the shardings in which it takes a tensor."""
         options = self.variables[self.place["op", node.name]].states
         positions = [i for i, operand in enumerate(node.operands) if operand == name]
         key = "wants", id(options), tuple(positions)
@@ -157,10 +158,13 @@ class ModelBuilder:
         return found
 
     def _same(self, value: Any) -> Any:
+        """Return the first object equal to a value: later lookups compare identities."""
         return self.known.setdefault(("same", value), value)
 
     def _largest_beginning(self) -> NamedNode | None:
-        """The op whose gradients are the largest where the backward begins: what ops after it kept is gone then."""
+        """Return the op with the largest gradients where the backward begins; saved tensors of later ops are freed by
+        then.
+        """
         largest, found, after = 0.0, None, 0.0
         seen: set[str] = set()
         for node in reversed(self.graph.nodes):
@@ -179,18 +183,13 @@ class ModelBuilder:
         return found
 
     def _largest_product(self) -> NamedNode | None:
-        """The op behind all layers whose parameter is the largest: its gradient may be whole for a moment."""
+        """Return the op behind all layers with the largest parameter; its gradient may be whole for a moment."""
         inside = {name for repeat in self.graph.repeats for layer in repeat.layers for name in layer}
-        largest = max(self._behind(inside), key=self._trained_bytes, default=None)
+        behind = takewhile(lambda node: node.node not in inside, reversed(self.graph.nodes))
+        largest = max(behind, key=self._trained_bytes, default=None)
         if largest is None or largest is self.beginning or not self._trained_bytes(largest):
             return None
         return largest
-
-    def _behind(self, inside: Collection[str]) -> Iterator[NamedNode]:
-        for node in reversed(self.graph.nodes):
-            if node.node in inside:
-                return
-            yield node
 
     def _trained_bytes(self, node: NamedNode) -> float:
         tensors = (self.graph.tensors[name] for name in node.operands if name is not None)
@@ -201,8 +200,9 @@ class ModelBuilder:
         return float(prod(tensor.shape) * tensor.dtype.itemsize)
 
     def _lives(self, name: str, maker: NamedNode, mode: int) -> bool:
-        """Whether what an op makes is there until the backward: it is kept, and not made again only then; or something
-        is made of it again."""
+        """Return whether a result lives until the backward: it is saved and not recomputed, or something recomputed
+        reads it.
+        """
         if self._enters(name, maker, mode):
             return True
         if not self.kept.is_kept(name):
@@ -212,7 +212,7 @@ class ModelBuilder:
     def _enters(self, name: str, maker: NamedNode, mode: int) -> bool:
         return not self.again.flags(maker.name)[mode] and name in self.entering[mode]
 
-    # -- sums that several kinds of variables have
+    # -- sums of several kinds of variables
 
     def _added(self, sums: Floats, name: str, layout: Sharding, times: int) -> None:
         task = self.setting.prices.gradient_sum(name, layout)
@@ -233,7 +233,7 @@ class ModelBuilder:
             sums[Sum.HOST] += host
 
     def _handed_out(self, sums: Floats, tensor: NamedTensor, layout: Sharding) -> None:
-        """What it takes to hand a tensor out, from the layout in which it is kept."""
+        """Add the cost of returning a tensor from the sharding that it is kept in."""
         done: set[Sharding] = set()
         for whole in self.handed.get(tensor.name, ()):
             if whole or self.setting.options.outputs == "full" or not tensor.shape:
@@ -249,8 +249,8 @@ def parts_of(sums: Floats) -> Parts:
     return {part: sums[part] for part in Sum if sums[part].any()} or {Sum.DEVICE: sums[Sum.DEVICE]}
 
 
-def handed_out(graph: NamedGraph) -> dict[str, tuple[bool, ...]]:
-    """Every tensor that the graph hands out; each time, whether it is written back as a whole."""
+def returned_tensors(graph: NamedGraph) -> dict[str, tuple[bool, ...]]:
+    """Yield every tensor that the graph returns, and whether it is written back whole."""
     flat: Any = graph.exported.graph_module.graph.output_node().args[0]
     by_node = {tensor.node: tensor.name for tensor in graph.tensors.values()}
     mutated = len(graph.exported.mutations)

@@ -1,6 +1,6 @@
-"""What conversions take, as tables: a row for each layout that a tensor may have, a column for each that is wanted.
+"""Reshard costs as tables: a row for each sharding that a tensor may have, a column for each that is needed.
 
-A table holds the sums of `totals` apart, so that one table serves at all prices. Equal tables are one object.
+A table keeps the sums of `objective` apart, so one table serves all multipliers. Equal tables are one object.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from autopar.solver.setting import PlanningProblem
 
 __all__ = ["CostTable", "CostTables", "ParameterUse", "Parts", "ValueUse", "Wants", "weigh"]
 
+# An array for each sum, all of one shape; absent sums are zero.
 Parts = Mapping[Sum, Floats]
-"""By sum, an array of one shape; sums that are not there are zero."""
 
+# Shardings in which one op takes one tensor, at all its places; None: as it is.
 Wants = tuple[Sharding | None, ...]
-"""The layouts in which one op takes one tensor, at all its places; None: as it is."""
 
 
 @dataclass(frozen=True, eq=False)
 class CostTable:
-    """Costs of pairs, spread out from those of distinct layouts: entry [i, j] is parts[·][rows[i], columns[j]]."""
+    """Costs of pairs, expanded from distinct shardings: entry [i, j] is parts[·][rows[i], columns[j]]."""
 
     parts: Parts
     rows: Ints
@@ -40,7 +40,7 @@ class CostTable:
         return np.asarray(weigh(self.parts, weights)[np.ix_(self.rows, self.columns)])
 
     def at(self, row: int, column: int) -> Floats:
-        """The sums of one pair."""
+        """Return the sums of one pair."""
         found = np.zeros(len(Sum))
         for key, values in self.parts.items():
             found[key] = values[self.rows[row], self.columns[column]]
@@ -58,34 +58,34 @@ def weigh(parts: Parts, weights: Floats) -> Floats:
 
 
 class ValueUse(NamedTuple):
-    """How a value is taken."""
+    """Use of a value by one op."""
 
+    # Resharded once more in the backward.
     again: bool = False
-    """It is converted once more in the backward."""
+    # The resharded value is saved.
     kept: bool = False
-    """What is made of it lives until the backward."""
+    # The value itself is saved if it is not resharded.
     instead: bool = False
-    """It does so itself, if it is not converted."""
+    # Share of its sum in a collective that joins several sums.
     share: float = 1.0
-    """What its sum over ranks is of a collective that adds up several."""
 
 
 class ParameterUse(NamedTuple):
-    """How a parameter is taken."""
+    """Use of a parameter by one op."""
 
+    # Bytes of the layers that are gathered together.
     gathered: float
-    """The bytes of the layers whose gathers go together."""
+    # Some op saves it.
     kept: bool
-    """Whether some op keeps it."""
+    # The first op that takes the parameter decides if gradients wait for the last micro-batch; for later ops
+    # they count as if they did.
     later: bool = False
-    """Whether gradients wait for the last micro-batch is up to the first op that takes the parameter; of a later one
-    they are counted as if they did."""
+    # Memory is counted where the gradient is produced.
     measured: bool = False
-    """Whether memory is counted where its gradient is found."""
 
 
 class CostTables:
-    """The tables of one setting."""
+    """Cache of the tables of one planning problem."""
 
     def __init__(self, setting: PlanningProblem) -> None:
         self.setting = setting
@@ -99,7 +99,7 @@ class CostTables:
         return ParameterUse(self.ways.blocks.get(block_of(tensor.name), 0.0), kept, later, measured)
 
     def values(self, cut: TensorCut, sources: Sequence[Sharding], wants: Sequence[Wants], use: ValueUse) -> CostTable:
-        """A value in some layout, wanted in others."""
+        """Return the table of a value: shardings that it has, shardings that are needed."""
 
         def made(rows: Sequence[Sharding], columns: Sequence[Wants]) -> Parts:
             distinct = list(dict.fromkeys(want for each in columns for want in each if want is not None))
@@ -123,9 +123,9 @@ class CostTables:
         handled: ParameterUse,
         accumulates: Callable[[Sharding], float] | None = None,
     ) -> CostTable:
-        """A parameter as it is stored, taken in other layouts.
+        """Return the table of a parameter: shardings of its storage, shardings that ops need.
 
-        `accumulates`: what it takes to add the gradient, in some layout, to that of earlier micro-batches.
+        With `accumulates`, the cost of adding the gradient to that of earlier micro-batches is included.
         """
 
         def made(rows: Sequence[StorageOption], columns: Sequence[Wants]) -> Parts:
@@ -147,7 +147,7 @@ class CostTables:
         return self._table(("parameters", cut, handled, accumulates is not None), stored, wants, made)
 
     def shared(self, cut: TensorCut, stored: Sequence[StorageOption], handled: ParameterUse) -> Parts:
-        """What it takes to convert a parameter once for several ops, by the way it is held."""
+        """Return the cost of resharding a parameter once for several ops, for each storage option."""
         sums = np.zeros((len(Sum), len(stored)))
         for i, one in enumerate(stored):
             if one.shared is not None:
@@ -166,7 +166,7 @@ class CostTables:
         return times * there[0] + back[0].T, times * there[1] + back[1].T
 
     def _each(self, cut: TensorCut, sources: Sequence[Sharding], targets: Sequence[Sharding], share: float) -> Floats:
-        """One direction: what the device and what the host takes, each pair of layouts worked out once."""
+        """Return device and host seconds of one direction; each pair of shardings is priced once."""
         rows, row_of = _numbered(sources)
         columns, column_of = _numbered(targets)
         key = "each", cut.sizes, cut.itemsize, share, tuple(rows), tuple(columns)
@@ -179,7 +179,7 @@ class CostTables:
         return np.asarray(self.known[key][:, row_of[:, None], column_of])
 
     def _kept(self, cut: TensorCut, rows: Sequence[Sharding], columns: Sequence[Wants], instead: bool) -> Floats:
-        """What conversions add to what is kept; `instead` of the value itself."""
+        """Return the saved bytes that reshards add; with `instead`, the bytes of the value itself are taken off."""
         found = np.zeros((len(rows), len(columns)))
         for i, row in enumerate(rows):
             for j, each in enumerate(columns):
@@ -196,7 +196,7 @@ class CostTables:
         columns: Sequence[Wants],
         made: Callable[[Sequence[Any], Sequence[Wants]], Parts],
     ) -> CostTable:
-        # The same objects are sooner seen than that others are equal to them; held, so that none takes their place.
+        # Comparing identity is faster than comparing values; the objects are held, so that no id is reused.
         whole = key, id(rows), id(columns)
         if whole not in self.known:
             self.known[whole] = self._equal(key, rows, columns, made), rows, columns
@@ -224,14 +224,14 @@ class CostTables:
 
 
 def _numbered(items: Sequence[Any]) -> tuple[list[Any], Ints]:
-    """The distinct ones, and for each which one it is."""
+    """Return the distinct items, and for each item the index of its equal."""
     distinct: dict[Any, int] = {}
     places = [distinct.setdefault(item, len(distinct)) for item in items]
     return list(distinct), np.array(places, dtype=np.int64)
 
 
 def _summed(pairs: Floats, columns: Sequence[Wants], place: Mapping[Sharding, int], rows: int) -> Floats:
-    """A column for each tuple of layouts: what its members take together."""
+    """Return a column for each tuple of shardings: the sum over its members."""
     found = np.zeros((rows, len(columns)))
     for j, each in enumerate(columns):
         for want in each:

@@ -1,12 +1,11 @@
-"""What a layout promises of the whole, as far as single states and pairs of states break it: `forbid`, `same`, halos.
+"""Contracts of a layout (`forbid`, `same`, halo limits), as far as single states and pairs of states break them.
 
-A guard forbids a collective of some tensors over some axes. Which collectives a conversion takes is known of each pair
-of layouts, which an op sends by itself of each of its options: those that break a guard, or pass a limit on halos, are
-forbidden, and so are different layouts of two tensors that are to share one. What is forbidden costs more than any
-plan; so it is chosen only where nothing else can be had, which is then told.
+A guard forbids a collective of some tensors over some axes. A pair of shardings fixes the collectives of a reshard, an
+option fixes those inside its op. Pairs and options that break a guard or pass a halo limit are forbidden, and so are
+different shardings of two tensors that must share one. A forbidden state costs more than any plan, so the search takes
+it only if nothing else is feasible, and reports that.
 
-Two values that are to share a layout are kept in one, each with a variable of its own. What is found is checked on the
-plan nonetheless.
+Two values that must share a sharding have a variable each. The final plan is checked once more.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from autopar.sharding.layout.syntax import Contract, Guard, Limit, Same
 from autopar.sharding.lowered_ops import lowered_context
 from autopar.sharding.sharding import Sharding, atoms_of
 from autopar.solver.arrays import Floats
-from autopar.solver.model.builder import handed_out
+from autopar.solver.model.builder import returned_tensors
 from autopar.solver.model.cost_tables import CostTable, CostTables, Parts
 from autopar.solver.model.model import Factor, Model, Variable
 from autopar.solver.model.objective import Sum
 
 __all__ = ["forbid_broken"]
 
+# A forbidden collective of a tensor: direction, collective, axes.
 Broken = tuple[tuple[str, str, frozenset[str]], ...]
-"""What must not be done to a tensor: direction, collective, axes."""
 
 
 def forbid_broken(model: Model, bound_layout: BoundLayout, tables: CostTables) -> Model:
-    """The model with what breaks a promise forbidden."""
+    """Return the model with the states and pairs that break a contract forbidden."""
     statements = bound_layout.given.statements
     if not any(isinstance(one, Contract) for one in statements):
         return model
@@ -95,7 +94,7 @@ class _Contracts:
     # -- ops
 
     def _inside(self, node: NamedNode) -> None:
-        """What an op sends by itself, under the name of its first operand."""
+        """Yield the collectives inside an op, under the name of its first operand."""
         name = node.operands[0] if node.operands else None
         broken = () if name is None else self._broken(self.graph.tensors[name])
         if not broken and not self.halos:
@@ -115,7 +114,7 @@ class _Contracts:
         if counts.any():
             self._add(place, counts)
 
-    # -- conversions
+    # -- reshards
 
     def _forbid_reshards(self, tensor: NamedTensor, broken: Broken) -> None:
         model, name = self.model, tensor.name
@@ -138,7 +137,7 @@ class _Contracts:
         whole = Sharding.replicated(atoms_of(tensor))
         if tensor.kind == "input" and not self.setting.options.local_inputs:
             self._add(place, np.array([self._breaks(tensor, broken, whole, source) for source in sources]))
-        for is_whole in dict.fromkeys(handed_out(self.graph).get(name, ())):
+        for is_whole in dict.fromkeys(returned_tensors(self.graph).get(name, ())):
             everything = is_whole or self.setting.options.outputs == "full" or not tensor.shape
             ends = [whole if everything else Sharding(source.splits) for source in sources]
             pairs = zip(sources, ends, strict=True)
@@ -168,7 +167,7 @@ class _Contracts:
             self.factors.append(Factor((first, second), table))
 
     def _breaks(self, tensor: NamedTensor, broken: Broken, source: Sharding, want: Sharding) -> float:
-        """How often a conversion breaks a guard."""
+        """Return how often a reshard breaks a guard."""
         sizes = tuple(atom.size for atom in tensor.atoms)
         key = "breaks", sizes, tensor.requires_grad, broken, source, want
         if key not in self.known:
@@ -184,18 +183,15 @@ class _Contracts:
     # -- tensors that share one layout
 
     def _same(self, same: Same) -> None:
-        """Each with the first: their layouts by physical dims. Those without a variable of their own are checked."""
+        """Add factors between the first tensor of a `same` and the others; check tensors without a variable."""
         names = [name for name in self.graph.tensors if glob_matches(same.left, name) or glob_matches(same.right, name)]
-        places = [place for place in map(self._place, names) if place is not None]
+        keys = (("value" if self.graph.tensors[name].kind == "activation" else "held", name) for name in names)
+        places = [place for place in map(self.model.place.get, keys) if place is not None]
         for place in places[1:]:
             first, other = (self._texts(each) for each in (places[0], place))
             table = _table(np.array([[float(one != two) for two in other] for one in first]))
             if table is not None:
                 self.factors.append(Factor((places[0], place), table))
-
-    def _place(self, name: str) -> int | None:
-        kind = "value" if self.graph.tensors[name].kind == "activation" else "held"
-        return self.model.place.get((kind, name))
 
     def _texts(self, place: int) -> list[str]:
         variable = self.model.variables[place]

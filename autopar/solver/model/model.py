@@ -1,32 +1,31 @@
-"""The planner's problem for one graph, one mesh and one cluster.
+"""The optimisation model of one graph on one mesh of one cluster.
 
 Sets
-    ops, each with options: a choice (which axes split which factors, what passes through the others) and the layouts
-        of operands and results that follow from it
-    held tensors (inputs, parameters, buffers), each with the layouts in which it may be stored
-    repeated layers
-    shared values: results that several ops take, that are handed out, or of which the user's layout speaks; each with
-        the layouts that its producer gives and that its consumers want. All other values stay as they are produced.
+    ops, each with options: a choice and the shardings of operands and results    `candidates.options_of`
+    stored tensors (inputs, parameters, buffers), each with storage options       `candidates.stored_of`
+    repeated layers, each with recompute modes                                    `recompute_variables.layers_of`
+    shared values, each with the shardings that its producer gives and its        `ValueVariables`
+        consumers need: results with several users, returned results, and
+        results that the layout names; other values stay as they are produced
 
 Variables
-    o[n], the option of op n
-    s[t], how held tensor t is stored
-    v[t], the layout in which shared value t is kept, into which it is brought once, forward and backward
-    m[l], which ops of repeated layer l are computed again, where memory is short: none, what is cheap, all
+    o[n], the option of op n                                                      `OpVariables`
+    s[t], the storage option of tensor t                                          `StorageVariables`
+    v[t], the sharding in which shared value t is kept                            `ValueVariables`
+    m[l], the recompute mode of layer l, if memory is short: none, cheap ops, all `build`
 
 Constraints
-    the user's layout: what it demands of a tensor or an op leaves only options that agree
+    the layout of the user: only options that agree with it remain                `BoundLayout`
+    contracts of the layout: states and pairs that break one are forbidden        `guard_factors.forbid_broken`
 
-Objective: minimise the seconds of `evaluate`, a convex function (`totals`) of sums over
-    every op's work and what it sends by itself                                   m[l], o[n]
-    every conversion of a result into the layout it is kept in, and of a value    m[l], o[producer], v[t], o[consumer]
-        from that into the layout in which an op takes it
-    every parameter's gathering and the reduction of its gradient                 s[t], o[consumer]
-    the optimizer's work                                                          s[t]
+Objective: minimise the seconds of `evaluate`, a convex function (`objective.Hinges`) of sums over
+    ops and the messages inside them                                              m[l], o[n]
+    reshards of results to the kept sharding, and from it to consumers            m[l], o[producer], v[t], o[consumer]
+    gathers of parameters and reductions of their gradients                       s[t], o[consumer]
+    optimizer steps                                                               s[t]
 
-Where two ops want one value in one layout that is not the one it is kept in, `evaluate` converts it once and the sums
-here count it twice; buckets of parameters are counted at the rate of a full one. Whatever is found is priced by
-`evaluate` in the end, and what is claimed is its price.
+If two ops need one value in one sharding other than the kept one, `evaluate` counts one reshard and the sums two.
+Buckets of parameters cost the rate of a full one. `evaluate` prices every plan found, and its price is reported.
 """
 
 from __future__ import annotations
@@ -45,12 +44,10 @@ from autopar.solver.model.cost_tables import CostTable, Parts
 from autopar.solver.model.objective import Sum
 from autopar.solver.setting import PlanningProblem
 
-__all__ = ["Costs", "EqualTerms", "Factor", "FactorByMode", "Model", "TermGroup", "Variable", "distinct_rows"]
-
 
 @dataclass(frozen=True, eq=False)
 class Variable:
-    """Something to decide: an op, a held tensor, a shared value, a layer; `parts` are what a state takes by itself."""
+    """One decision: an op, a stored tensor, a shared value, a layer; `parts` are the sums of each state alone."""
 
     kind: str
     name: str
@@ -67,7 +64,7 @@ class Variable:
 
 @dataclass(frozen=True, eq=False)
 class FactorByMode:
-    """What two decisions cost together, for each mode of a layer."""
+    """Costs of two decisions together, for each recompute mode of a layer."""
 
     each: tuple[CostTable, ...]
 
@@ -83,7 +80,7 @@ Costs = CostTable | FactorByMode
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """What some decisions cost together: an axis of the table for each of them."""
+    """Costs of some decisions together: a table with an axis for each of them."""
 
     scope: tuple[int, ...]
     table: Costs
@@ -97,20 +94,20 @@ class Model:
     setting: PlanningProblem
     variables: tuple[Variable, ...]
     factors: tuple[Factor, ...]
+    # Number of a variable, by kind and name.
     place: dict[tuple[str, str], int]
-    """By kind and name, the number of a variable."""
+    # Fixed recompute modes of layers.
     recompute: Mapping[str, Recompute]
-    """What is settled of layers."""
 
     @cached_property
     def costs(self) -> EqualTerms:
-        """What variables cost by themselves."""
+        """Return the costs of the variables alone."""
         own = [(tuple(map(id, variable.parts)), variable) for variable in self.variables]
         return EqualTerms.of(own, [(node,) for node in range(len(own))])
 
     @cached_property
     def tables(self) -> EqualTerms:
-        """What they cost together."""
+        """Return the costs of the factors."""
         return EqualTerms.of(
             [(id(factor.table), factor.table) for factor in self.factors], [f.scope for f in self.factors]
         )
@@ -127,8 +124,7 @@ class Model:
 
 
 def distinct_rows(rows: Ints) -> tuple[Ints, Ints, Ints]:
-    """Of a table of small numbers: where each distinct row stands first, which of them each row is, how often each is
-    there."""
+    """Return the index of each distinct row of a table, the distinct row of each row, and their counts."""
     counts = rows.max(axis=0, initial=0) + 1
     if prod(counts.tolist()) < 2**62:  # one number for each row is sorted ten times sooner
         _, *found = np.unique(
@@ -144,7 +140,7 @@ def distinct_rows(rows: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 class TermGroup(NamedTuple):
-    """Terms over so many variables: the kind of each, and the variables."""
+    """Terms over equally many variables: the kind of each, and its variables."""
 
     kinds: Ints
     scopes: Ints
@@ -152,17 +148,17 @@ class TermGroup(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class EqualTerms:
-    """Terms of a model; those of one kind are one object, so they are worked out once."""
+    """Terms of a model; terms of one kind are one object and are computed once."""
 
+    # One term of each kind.
     terms: tuple[Any, ...]
-    """One of each kind."""
+    # Groups over all terms.
     kinds: tuple[int, ...]
-    """Of all terms."""
     groups: tuple[TermGroup, ...]
 
     @staticmethod
     def of(terms: Sequence[tuple[Any, Any]], scopes: Sequence[tuple[int, ...]]) -> EqualTerms:
-        """Terms with their identity."""
+        """Group terms by identity."""
         first: dict[Any, Any] = {}
         for key, term in terms:
             first.setdefault(key, term)

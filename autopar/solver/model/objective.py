@@ -1,9 +1,9 @@
-"""What a step takes, from a few sums over everything that is decided.
+"""The step time as a function of sums over all decisions.
 
-`evaluate` adds up what ops and conversions take, and hides what is sent of parameters behind the computing, as far as
-it goes. So its seconds are a function of the sums below, and a convex one: a linear part and a few hinges max(0, ·). A
-hinge is the maximum over λ in [0, 1] of λ times what it is about; with all λ fixed the whole is linear in the sums, and
-no more than the seconds of `evaluate`.
+`evaluate` adds up the seconds of ops and reshards and overlaps parameter traffic with computing. So the step time is a
+convex function of the sums below: a linear part and a few hinges max(0, ·). A hinge is the maximum over λ in [0, 1] of
+λ times its argument. With all λ fixed the function is linear in the sums and bounds the seconds of `evaluate` from
+below.
 """
 
 from __future__ import annotations
@@ -21,52 +21,52 @@ __all__ = ["FORBIDDEN_SECONDS", "HOST", "MEMORY", "MOMENTS", "Hinges", "Sum", "e
 
 
 class Sum(IntEnum):
-    """What is summed, of one micro-batch; `EACH`: in every one; `ONCE`: in one of a step."""
+    """Sums over the decisions, of one micro-batch; `EACH`: of every one; `ONCE`: of one micro-batch of a step."""
 
+    # Computing, copies and value traffic: everything that the device waits for.
     DEVICE = 0
-    """Computing, copies, and what is sent of values: whatever the device waits for."""
+    # Host seconds to launch all ops.
     HOST = 1
-    """What the host takes to launch it all."""
+    # Computing that parameter traffic can overlap.
     FORWARD_ROOM = 2
-    """Computing, beside which parameters can be sent."""
     BACKWARD_ROOM = 3
     FORWARD_EACH = 4
     FORWARD_ONCE = 5
     BACKWARD_EACH = 6
     BACKWARD_ONCE = 7
     OPTIMIZER = 8
+    # Memory at the end of the forward, in GiB: stored tensors and saved tensors.
     KEPT_GIB = 9
-    """Memory at the end of the forward, in GiB: what is stored, and what the backward needs."""
+    # Memory when the optimizer steps.
     STEP_GIB = 10
-    """Memory when the optimizer steps."""
+    # Number of broken contracts.
     FORBIDDEN = 11
-    """How often a promise of the layout is broken."""
+    # Memory of the backward above that at its beginning: gradients and workspace of one op.
     BEGINNING_GIB = 12
-    """Memory that the backward takes beside that where it begins: gradients at one op, and what it holds."""
+    # The same at the largest product with a parameter behind all layers, less saved tensors freed by then.
     PRODUCT_GIB = 13
-    """The same at the largest product with a parameter behind all layers, less what is gone by then."""
 
 
+# The hinge of the host costs something if launching takes longer than running.
 HOST = 0
-"""The hinge of the host: it has a price where launching takes longer than what is launched."""
+# Sums of memory.
 MEMORY = (Sum.KEPT_GIB, Sum.STEP_GIB, Sum.BEGINNING_GIB, Sum.PRODUCT_GIB)
-"""The sums that are of memory."""
+# Limited moments: beginning of the backward, optimizer step, backward of a large product.
 MOMENTS = np.zeros((3, len(Sum)))
-"""What is limited: memory where the backward begins, when the optimizer steps, and at a large product's backward."""
 MOMENTS[0, [Sum.KEPT_GIB, Sum.BEGINNING_GIB]] = 1.0
 MOMENTS[1, Sum.STEP_GIB] = 1.0
 MOMENTS[2, [Sum.KEPT_GIB, Sum.PRODUCT_GIB]] = 1.0
+# More than any step: a forbidden state is chosen only if nothing else is feasible.
 FORBIDDEN_SECONDS = 1e4
-"""More than any step takes: what a layout forbids is chosen only where nothing else can be had."""
 
 
 def peak_gib(sums: Floats) -> float:
-    """The most memory at any moment."""
+    """Return the most memory at any moment."""
     return float(every_peak_gib(sums))
 
 
 def every_peak_gib(sums: Floats) -> Floats:
-    """Of each row of sums."""
+    """Return the peak memory of each row of sums."""
     return np.asarray((sums @ MOMENTS.T).max(axis=-1))
 
 
@@ -112,10 +112,10 @@ class Hinges:
         return float(self.every_seconds(sums))
 
     def every_seconds(self, sums: Floats) -> Floats:
-        """Of each row of sums."""
+        """Return the seconds of each row of sums."""
         beside = np.maximum(0.0, sums @ self.slopes.T + self.offsets).sum(axis=-1)
         return np.asarray(sums @ self.base + self.constant + beside)
 
     def weights(self, prices: Floats) -> tuple[Floats, float]:
-        """The linear function of the sums at some λ: its slopes, and its constant."""
+        """Return the linear function of the sums at fixed λ: slopes and constant."""
         return self.base + prices @ self.slopes, self.constant + float(prices @ self.offsets)

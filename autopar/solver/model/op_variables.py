@@ -1,4 +1,4 @@
-"""The ops of a model: their options, and what each takes by itself."""
+"""Variables of ops: their options, and the costs of each option alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OpVariables(ModelBuilder):
             self._add_by_mode("op", node.name, found, node, partial(self._op_parts, node, found))
 
     def _signature(self, node: NamedNode) -> Any:
-        """Nodes with one signature have the same options at the same prices."""
+        """Return the key of a node; nodes with one key have the same options at the same costs."""
         found = self.signatures.get(node.name)
         if found is None:
             found = self.signatures[node.name] = self._same(self._signed(node))
@@ -75,8 +75,13 @@ class OpVariables(ModelBuilder):
     def _op_parts(self, node: NamedNode, options: tuple[OpSharding, ...], mode: int) -> Parts:
         fused = self.shares.get(node.name)
         again = self.again.flags(node.name)[mode]
-        keeping = self._made_and_kept(node, mode)
-        keeps = self.regather and self._keeps(node) and not again
+        # Shared values count where they are kept, and not at their producer.
+        keeping = tuple(
+            name if name is not None and not self._is_shared(name) and self._lives(name, node, mode) else None
+            for name in node.outputs
+        )
+        trains = any(self.graph.tensors[name].requires_grad for name in node.outputs if name is not None)
+        keeps = self.regather and self.setting.trains and trains and not again
         moment = self._moment(node)
         kept = keeps, node.name in self.gone, tuple(name is not None for name in keeping)
         key = "op", self._signature(node), fused, again, moment, kept
@@ -95,7 +100,7 @@ class OpVariables(ModelBuilder):
         return parts
 
     def _computed(self, node: NamedNode, options: tuple[OpSharding, ...], fused: float | None) -> tuple[Floats, Floats]:
-        """What each option takes to compute and to send by itself, and what more if it is computed again."""
+        """Return seconds of computing and of messages inside the op for each option, and what recomputation adds."""
         key = "computed", self._signature(node), fused
         if key not in self.known:
             once, more = np.zeros((2, len(Sum), len(options)))
@@ -116,9 +121,11 @@ class OpVariables(ModelBuilder):
     def _add_held(
         self, sums: Floats, node: NamedNode, options: tuple[OpSharding, ...], keeps: bool, moment: Sum | None
     ) -> None:
-        """What each option holds between forward and backward beside values, and in its backward."""
+        """Add the memory of each option: saved tensors beside values, and gradients at its backward."""
         for i, option in enumerate(options):
-            footprint = self._footprint(node, option)
+            split = lowered_context(self.graph, node, option.choice.splits, option.operands, self.setting.axes)
+            one_rank = OpAssignment(option.choice, option.operands, option.produced, option.produced)
+            footprint = local_footprint(self.graph, node, one_rank, split, self.setting.axes)
             inside = footprint.internal_bytes / 2**30 if keeps else 0.0
             sums[Sum.KEPT_GIB, i] += inside
             sums[Sum.PRODUCT_GIB, i] -= inside if node.name in self.gone else 0.0
@@ -126,20 +133,13 @@ class OpVariables(ModelBuilder):
                 sums[moment, i] += self._gradients_gib(node, option, footprint)
 
     def _moment(self, node: NamedNode) -> Sum | None:
-        """What the gradients of an op are counted for."""
+        """Return the memory sum that the gradients of an op belong to."""
         if self.regather and node is self.beginning:
             return Sum.BEGINNING_GIB
         return Sum.PRODUCT_GIB if self.regather and node is self.product else None
 
-    def _footprint(self, node: NamedNode, option: OpSharding) -> Footprint:
-        """What an op holds on one rank."""
-        op_assignment = OpAssignment(option.choice, option.operands, option.produced, option.produced)
-        axes = self.setting.axes
-        split = lowered_context(self.graph, node, option.choice.splits, option.operands, axes)
-        return local_footprint(self.graph, node, op_assignment, split, axes)
-
     def _gradients_gib(self, node: NamedNode, option: OpSharding, footprint: Footprint) -> float:
-        """What the backward of an op takes: the gradients of what it gives and takes, and what it holds in between."""
+        """Return the memory of an op's backward: gradients of results and operands, and its workspace."""
         named = [*zip(node.outputs, option.produced, strict=True)]
         named += [
             (name, layout)
@@ -153,24 +153,13 @@ class OpVariables(ModelBuilder):
         )
         return gradients + footprint.backward_bytes / 2**30
 
-    def _made_and_kept(self, node: NamedNode, mode: int) -> tuple[str | None, ...]:
-        """The results of an op that live on as it makes them; shared values are counted where they are kept."""
-        return tuple(
-            name if name is not None and not self._is_shared(name) and self._lives(name, node, mode) else None
-            for name in node.outputs
-        )
-
-    def _keeps(self, node: NamedNode) -> bool:
-        made = (self.graph.tensors[name].requires_grad for name in node.outputs if name is not None)
-        return self.setting.trains and any(made)
-
     def _add_work(self, sums: Floats, work: DirectionWork, room: Sum) -> None:
         sums[Sum.DEVICE] += work.seconds
         sums[room] += work.seconds
         sums[Sum.HOST] += work.launches * self.setting.prices.launch if work.seconds else 0.0
 
     def _sent_inside(self, once: Floats, more: Floats, node: NamedNode, option: OpSharding) -> None:
-        """What an op sends by itself, and what more if it is computed again."""
+        """Add the messages inside an op, and those of its recomputation."""
         split = lowered_context(self.graph, node, option.choice.splits, option.operands, self.setting.axes)
         for message in split.messages() if split is not None else ():
             name = node.operands[0]

@@ -1,4 +1,4 @@
-"""Recomputation of repeated layers: which ops are computed again, by what is decided of their layers."""
+"""Recomputation of repeated layers: the ops to recompute, by the decision on their layer."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ STATES: tuple[Recompute, ...] = ("none", *MODES)
 
 
 def layers_of(graph: NamedGraph) -> tuple[str, ...]:
-    """The paths of all repeated layers."""
+    """Return the paths of all repeated layers."""
     return tuple(dict.fromkeys(path for repeat in graph.repeats for path in repeat.module_paths))
 
 
 @dataclass(frozen=True)
 class RecomputeModes:
-    """What of a graph is computed again: settled, or by the mode of a layer."""
+    """Recomputation of the ops of a graph: fixed, or by the mode of a layer."""
 
+    # Paths of the layers with an open mode.
     open: tuple[str, ...]
-    """The paths of the layers of which it is decided."""
+    # Path of the layer of each op with an open mode.
     layers: Mapping[str, str]
-    """By op of such a layer: its path."""
+    # Region in which an op is recomputed, if any.
     regions: Mapping[str, str]
-    """By op: where it is computed again, if it is."""
+    # For each op that may be recomputed: if it is, for each mode of its layer; one entry if fixed.
     flagged: Mapping[str, tuple[bool, ...]]
-    """By op that may be computed again: whether it is, for each mode of its layer; once where that is settled."""
+    # For each mode: values that recomputed ops read and that nothing else saves; of layers, within
+    # one.
     entering: tuple[frozenset[str], ...] = (frozenset(),)
-    """For each mode: what ops that are computed again read and what is not kept for any other reason; of layers, within
-    one."""
 
     @staticmethod
     def of(graph: NamedGraph, settled: Mapping[str, Recompute], layers: Sequence[str], trains: bool) -> RecomputeModes:
@@ -59,11 +59,11 @@ class RecomputeModes:
         )
 
     def flags(self, op: str) -> tuple[bool, ...]:
-        """For each mode of the layer of an op, whether it is computed again; one where there is nothing to decide."""
+        """Return whether an op is recomputed, for each mode of its layer; one entry if nothing is open."""
         return self.flagged.get(op, _NOT)
 
     def is_kept_outside(self, maker: str, keepers: Iterable[str]) -> bool:
-        """Whether ops of other regions keep what an op makes: it is there then, though the op is computed again."""
+        """Return whether ops of other regions save a result: it lives then, although its op is recomputed."""
         own = self.regions.get(maker)
         return any(self.regions.get(keeper) != own for keeper in keepers)
 
@@ -74,7 +74,7 @@ _NOT = (False,)
 def _entering(
     graph: NamedGraph, regions: Sequence[RecomputeRegion], again: frozenset[str], of_layer: Mapping[str, str]
 ) -> frozenset[str]:
-    """What ops that are computed again need for it, and others have made: of the same layer, or for settled regions."""
+    """Return the values that recomputed ops read from ops that are not: of the same layer, or of fixed regions."""
     readers = reading(graph, layered(regions), again)
     makers = {name: node.name for node in graph.nodes for name in node.outputs if name is not None}
     return frozenset(
@@ -88,7 +88,7 @@ def _entering(
 
 
 def _ops_of_layers(graph: NamedGraph) -> dict[str, dict[str, None]]:
-    """By the path of a repeated layer: its ops, in order."""
+    """Return the ops of each repeated layer in order, by its path."""
     by_node = {node.node: node.name for node in graph.nodes}
     found: dict[str, dict[str, None]] = {}
     for repeat in graph.repeats:
@@ -98,6 +98,6 @@ def _ops_of_layers(graph: NamedGraph) -> dict[str, dict[str, None]]:
 
 
 def _stands_alone(ops: Mapping[str, None], region_of: Mapping[str, RecomputeRegion]) -> bool:
-    """Whether no checkpoint of the model joins a layer with something else."""
+    """Return whether no checkpoint of the model joins a layer with other ops."""
     touched = {id(region): region for op in ops if (region := region_of.get(op)) is not None}
     return all(ops.keys() >= set(region.ops) for region in touched.values())

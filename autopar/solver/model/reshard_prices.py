@@ -1,4 +1,4 @@
-"""What one conversion takes: of a value where it is needed, of a parameter beside the computing, in buckets."""
+"""Sums of one reshard: of a value where it is needed, or of a parameter in buckets that overlap computing."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from autopar.solver.setting import PlanningProblem
 
 __all__ = ["ReshardSums", "TensorCut", "block_of"]
 
+# A step, and the bytes of an element.
 _Sent = tuple[StepSize, int]
-"""A step, and the bytes of an element."""
 
 
 class TensorCut(NamedTuple):
-    """What of a tensor its conversions depend on. A tuple, because tables are looked up by it."""
+    """Properties of a tensor that its reshards depend on. A tuple, as tables are looked up by it."""
 
     sizes: tuple[int, ...]
     itemsize: int
+    # It has a gradient.
     trained: bool
-    """Whether a gradient comes back."""
 
     @classmethod
     def of(cls, tensor: NamedTensor, setting: PlanningProblem) -> TensorCut:
@@ -37,7 +37,7 @@ class TensorCut(NamedTuple):
 
 
 class _BucketShare(NamedTuple):
-    """What a parameter takes of its bucket: seconds of the links and of the host, forward and backward."""
+    """Share of a parameter in its bucket: seconds of links and host, forward and backward."""
 
     forward: tuple[float, float]
     backward: tuple[float, float]
@@ -45,7 +45,7 @@ class _BucketShare(NamedTuple):
 
 
 class ReshardSums:
-    """The conversions of one setting, each worked out once."""
+    """Reshards of one planning problem; each is priced once."""
 
     def __init__(self, setting: PlanningProblem) -> None:
         self.setting = setting
@@ -76,7 +76,7 @@ class ReshardSums:
         return price
 
     def gib(self, sizes: tuple[int, ...], itemsize: int, layout: Sharding) -> float:
-        """The largest shard."""
+        """Return the largest shard."""
         key = sizes, layout.splits
         found = self.elements.get(key)
         if found is None:
@@ -87,7 +87,7 @@ class ReshardSums:
     # -- parameters
 
     def kept_copy(self, cut: TensorCut, held: StorageOption, want: Sharding, kept: bool) -> float:
-        """What is gathered of a parameter lives until the backward, or until the optimizer steps."""
+        """Return the bytes of a gathered copy that lives until the backward, or until the optimizer steps."""
         lives = (kept and not held.again) or held.lasting
         return self.gib(cut.sizes, cut.itemsize, want) if lives and want.splits != held.layout.splits else 0.0
 
@@ -134,7 +134,7 @@ class ReshardSums:
         return tuple((leg, cut.itemsize) for leg in there), tuple((leg, reduced) for leg in back)
 
     def _sent(self, way: tuple[_Sent, ...], share: float) -> tuple[float, float]:
-        """What the links and what the host take for a share of a bucket."""
+        """Return link and host seconds of a share of a bucket."""
         seconds = host = 0.0
         for leg, itemsize in way if share else ():
             cost = self.costs.bucket_step(leg, leg.numel * itemsize / share)
@@ -151,6 +151,6 @@ class ReshardSums:
 
 
 def block_of(name: str) -> str:
-    """The layer that a parameter is of, as buckets see it."""
+    """Return the layer that a parameter is of, as buckets see it."""
     found = re.match(r"(.*?\.\d+)\.", name)
     return found[1] if found else ""

@@ -1,7 +1,7 @@
-"""What lives until the backward, as far as it does not depend on what is decided: which ops keep which of their values.
+"""Saved values, as far as no decision changes them: the ops that save each value.
 
-A view keeps what some op keeps of it. `memory` follows every storage; here each value is counted where it is made, or
-where it is converted for an op that keeps it. The search corrects what that misses by what `memory` says.
+A view saves its root. `memory` follows every storage. Here each value counts where it is produced, or where it is
+resharded for an op that saves it. The search corrects the difference by the peak of `memory`.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.ir.graph import NamedGraph
-from autopar.ir.values import NamedNode
 
 __all__ = ["SavedValues"]
 
 
 @dataclass(frozen=True)
 class SavedValues:
+    # Root of each value: the value whose storage it shares.
     roots: dict[str, str]
-    """By value: the one whose memory it shares."""
+    # Ops that save each root, itself or as a view.
     keepers: dict[str, tuple[str, ...]]
-    """By root: the ops that keep it, itself or as a view."""
+    # Op and operand: the resharded operand is saved.
     operands: frozenset[tuple[str, str]]
-    """Ops and operands: what is kept of it if it is converted for the op."""
+    # Values that their producers save.
     own: frozenset[str]
-    """Values that their producers keep."""
 
     @staticmethod
     def of(graph: NamedGraph) -> SavedValues:
@@ -47,7 +46,7 @@ class SavedValues:
                 if name in kept and source is not None:
                     kept.add(source)
                     operands.add((node.name, source))
-            if not _trains(graph, node):
+            if not any(name is not None and graph.tensors[name].requires_grad for name in node.outputs):
                 continue
             for i in footprint.keeps:
                 name = node.operands[i]
@@ -65,20 +64,18 @@ class SavedValues:
         return SavedValues(roots, keepers, frozenset(operands), frozenset(own))
 
     def is_kept(self, name: str) -> bool:
-        """Whether the memory of a value that an op makes lives on."""
+        """Return whether the storage of a result is saved."""
         return self.roots[name] == name and name in self.keepers
 
     def least_bytes(self, graph: NamedGraph, again: Collection[str]) -> float:
-        """What lives where the backward begins, of what is trained and what is kept, whatever is split; `again` are the
-        ops that are computed again."""
+        """Return the bytes alive where the backward begins whatever is split: trained state and saved values.
+
+        `again` are the recomputed ops.
+        """
         made = [name for node in graph.nodes if node.name not in again for name in node.outputs if name is not None]
         held = [name for name in made if self.is_kept(name)] + [tensor.name for tensor in graph.parameters]
         return float(sum(prod(graph.tensors[name].shape) * graph.tensors[name].dtype.itemsize for name in held))
 
     def only_for(self, op: str, name: str) -> bool:
-        """Whether a value lives on for this op alone."""
+        """Return whether a value is saved for this op alone."""
         return (op, name) in self.operands and len(self.keepers.get(self.roots[name], ())) == 1
-
-
-def _trains(graph: NamedGraph, node: NamedNode) -> bool:
-    return any(name is not None and graph.tensors[name].requires_grad for name in node.outputs)

@@ -1,1 +1,1 @@
-"""The abstract search: one strategy per node, pairwise costs, usage limits. It knows nothing of tensors."""
+"""Solver of the abstract problem: one strategy per node, pairwise costs, usage limits. Tensors are unknown to it."""

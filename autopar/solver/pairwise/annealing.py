@@ -1,10 +1,8 @@
-"""Large-neighbourhood search: simulated annealing whose moves are random forests, on as many threads as there are
-cores.
+"""Large-neighbourhood search: simulated annealing whose moves are random forests, with a thread per core.
 
-A cycle runs every chain from the best solution so far, from a high temperature to a low one; the best end is kept. The
-next cycle is longer, and its temperatures follow those of the chain that did best. Cycles count moves, not seconds, so
-the same seed gives the same search; only the last cycle, which the deadline cuts short, is fitted to the time that is
-left.
+A cycle runs every chain from the best solution, from a high temperature to a low one, and keeps the best end. The next
+cycle is longer; its temperatures follow the chain that did best. Cycles count moves, not seconds, so one seed gives
+one search. Only the last cycle, which the deadline cuts, is fitted to the time left.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ class AnnealingPlan:
 
 
 def cost_in(arrays: Arrays, strategies: Ints) -> float:
-    """The cost of a solution."""
+    """Return the cost of a solution."""
     places = arrays.offsets[:-1] + strategies
     edges = np.zeros(len(arrays.costs))
     conditional_costs(arrays, strategies, edges)
@@ -65,14 +63,14 @@ def cost_in(arrays: Arrays, strategies: Ints) -> float:
 
 
 def noise_table() -> Floats:
-    """Disturbances of mean near zero whose least of several is as in sampling by probability (Gumbel)."""
+    """Return Gumbel noise of mean near zero: the least of several disturbed costs is a sample by probability."""
     return np.asarray(-np.random.default_rng(0).gumbel(size=1 << 14))
 
 
 def anneal(
     arrays: Arrays, start: AnnealingResult, plan: AnnealingPlan, deadline: float
 ) -> tuple[AnnealingResult, float]:
-    """One chain; returns the best solution seen and where the chain ended."""
+    """Run one chain; return the best solution seen and the end of the chain."""
     strategies = start.strategies.copy()
     best = start.strategies.copy()
     state = state_of(arrays, arrays.costs, strategies, arrays.limits - loads_at(arrays, strategies))
@@ -94,7 +92,7 @@ def anneal(
 
 
 def descend(arrays: Arrays, start: AnnealingResult, moves: int, seed: int, deadline: float) -> AnnealingResult:
-    """Only better and better solutions."""
+    """Run a chain at temperature zero, which only improves."""
     return anneal(arrays, start, AnnealingPlan(seed, moves, 0.0, 0.0), deadline)[0]
 
 
@@ -106,9 +104,9 @@ def search(
     deadline: float,
     report: Callable[[AnnealingResult], bool],
 ) -> AnnealingResult:
-    """Cycles until the deadline, or until `report`, told of every cycle's best, says that it is enough.
+    """Run cycles until the deadline, or until `report`, called with the best of each cycle, returns true.
 
-    spread: what a node may cost above its optimum on average; temperatures are multiples of it.
+    `spread`: average cost of a node above its optimum; temperatures are multiples of it.
     """
     best = start
     multiple = 3.0
@@ -141,10 +139,9 @@ def search(
 
 
 def repair(arrays: Arrays, start: Ints, impossible: float, seed: int, deadline: float) -> Ints | None:
-    """Make a solution keep the limits, and pay no impossible cost, whatever the rest costs; None when that fails in
-    time.
+    """Return a solution that keeps the limits and pays no impossible cost, whatever else it costs; None out of time.
 
-    Every limit that is passed may stay as full as it is but not fill further, and its price grows round by round.
+    A violated limit may stay as full as it is, not fuller, and its multiplier grows round by round.
     """
     strategies = start.copy()
     scratch = scratch_for(arrays)
@@ -174,7 +171,7 @@ def repair(arrays: Arrays, start: Ints, impossible: float, seed: int, deadline: 
 
 
 def pays(arrays: Arrays, strategies: Ints, impossible: float) -> bool:
-    """Whether some node or edge is at an impossible cost."""
+    """Return whether some node or edge has an impossible cost."""
     places = arrays.offsets[:-1] + strategies
     if np.any(arrays.costs[places] >= impossible):
         return True

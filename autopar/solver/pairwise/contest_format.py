@@ -36,14 +36,14 @@ LARGEST_TOTAL_USAGE = 2**62
 LARGEST_TEXT = 2**30
 # Before a string of the file that would look like a mark. No string of a file keeps it: JSON has no such character.
 OWN = "\0"
+# Python reads no longer ones.
 LONG_NUMBER = re.compile(r"[0-9]{4301,}")
-"""Python reads no longer ones."""
 
 T = TypeVar("T")
 
 
 def read_problem(path: str | Path) -> Problem:
-    """The instance in a `.json` or `.json.gz` file."""
+    """Return the instance in a `.json` or `.json.gz` file."""
     path = Path(path)
     try:
         with path.open("rb") as file:
@@ -63,7 +63,7 @@ def read_problem(path: str | Path) -> Problem:
 
 
 def problem_from_text(text: str, place: str = "instance") -> Problem:
-    """The instance that a text states; `place` is what error messages call it."""
+    """Return the instance that a text states; `place` is what error messages call it."""
     numbers: dict[str, int] = {}
 
     def numbered(match: re.Match[str]) -> str:
@@ -82,7 +82,7 @@ def problem_from_text(text: str, place: str = "instance") -> Problem:
 
 
 def _unlike_marks(found: str) -> str:
-    """A string of the file so that it looks like no mark, however it is spelt: `[` may also be written `\\u005b`."""
+    """Return a string of the file, changed if it looks like a mark; `[` may be spelt `\\u005b`."""
     if found[1:2] not in ("[", "\\"):
         return found
     try:
@@ -183,7 +183,7 @@ class _Reader:
         return rows, np.full(len(points), limit, dtype=np.int64)
 
     def column(self, table: Any, name: str, decode: Callable[[Any], T | str]) -> list[T]:
-        """A list of lists; each distinct inner list is decoded once."""
+        """Return a list of lists; each distinct inner list is decoded once."""
         values = self.member(table, name.split(".")[1], list, name.split(".")[0] + ".")
         result: list[T] = []
         decoded: dict[str, T | str] = {}
@@ -279,7 +279,7 @@ def _shown(value: Any) -> str:
 
 
 def problem_to_json(problem: Problem) -> dict[str, Any]:
-    """The problem in the contest's format, which knows one range and one limit for all."""
+    """Return the problem in the contest's format, which knows one range and one limit for all."""
     limits = set(problem.limits.tolist())
     if len(limits) > 1:
         raise ProblemError("the contest's format has one usage limit; this problem has several")

@@ -1,9 +1,9 @@
-"""Lower bounds by Lagrange multipliers: every limit gets a price, and what is left is a problem without limits.
+"""Lower bounds by Lagrange multipliers: every limit gets a multiplier, and a problem without limits is left.
 
-For prices λ ≥ 0 the least of  cost(x) + Σ_k λ_k (usage_k(x) - limit_k)  over all x is at most the optimum. That least
-is found by elimination where tables are narrow, and bounded by message passing elsewhere; the usage of its solution,
-less the limits, is the direction in which to move the prices (a subgradient), and the distance to the best known cost
-says how far (Polyak). A single price is found by tangents instead. Guesses that keep the limits are solutions.
+For multipliers λ ≥ 0 the least of cost(x) + Σ_k λ_k (usage_k(x) - limit_k) over all x is at most the optimum.
+Elimination finds it if tables are narrow; message passing bounds it otherwise. The usage of its solution less the
+limits is a subgradient, and the distance to the incumbent gives the step (Polyak). One multiplier alone is found by
+tangents. Guesses that keep the limits are solutions.
 """
 
 from __future__ import annotations
@@ -12,11 +12,165 @@ import numpy as np
 
 from autopar.solver.arrays import Floats, Ints
 from autopar.solver.pairwise.elimination import PairwiseElimination
-from autopar.solver.pairwise.flat_arrays import Arrays, priced_costs
-from autopar.solver.pairwise.limit_tree import tree_of, try_move
-from autopar.solver.pairwise.trws import decode, reduced_costs, sweep
+from autopar.solver.pairwise.flat_arrays import Arrays, compiled, priced_costs
+from autopar.solver.pairwise.forest_moves import least_left, tree_of, try_move
 
-__all__ = ["Dual", "MessageDual", "NarrowDual", "loads_at"]
+__all__ = ["Dual", "MessageDual", "NarrowDual", "decode", "loads_at", "reduced_costs", "sweep"]
+
+
+# -- message passing ---------------------------------------------------------------------------------------------------
+
+
+@compiled
+def gather(arrays: Arrays, costs: Floats, messages: Floats, node: int, into: Floats) -> float:
+    """Return a node's costs with all its messages, less the least of them, which is returned."""
+    first = arrays.offsets[node]
+    count = arrays.offsets[node + 1] - first
+    for s in range(count):
+        into[s] = costs[first + s]
+    for link in range(arrays.links[node], arrays.links[node + 1]):
+        inbox = arrays.inboxes[link]
+        for s in range(count):
+            into[s] += messages[inbox + s]
+    least = into[0]
+    for s in range(1, count):
+        least = min(least, into[s])
+    for s in range(count):
+        into[s] -= least
+    return float(least)
+
+
+@compiled
+def share_of(arrays: Arrays, node: int) -> float:
+    """Return the part of a node's costs that each of the chains through it gets."""
+    behind = 0
+    for link in range(arrays.links[node], arrays.links[node + 1]):
+        if arrays.neighbours[link] < node:
+            behind += 1
+    ahead = arrays.links[node + 1] - arrays.links[node] - behind
+    return float(1.0 / max(1, ahead, behind))
+
+
+@compiled
+def send(arrays: Arrays, messages: Floats, link: int, share: float, own: Floats, count: int) -> float:
+    """Return the message over a link: its least part is returned, the rest is left in the neighbour's inbox."""
+    other = arrays.neighbours[link]
+    size = arrays.offsets[other + 1] - arrays.offsets[other]
+    here, there = arrays.inboxes[link], arrays.inboxes[arrays.reverses[link]]
+    for t in range(size):
+        messages[there + t] = np.inf
+    for s in range(count):
+        base = share * own[s] - messages[here + s]
+        block = arrays.blocks[link] + s * size
+        for t in range(size):
+            value = base + arrays.values[block + t]
+            if value < messages[there + t]:
+                messages[there + t] = value
+    least = messages[there]
+    for t in range(1, size):
+        least = min(least, messages[there + t])
+    for t in range(size):
+        messages[there + t] -= least
+    return float(least)
+
+
+@compiled
+def sweep(arrays: Arrays, costs: Floats, messages: Floats, forward: bool, own: Floats, leasts: Floats) -> float:
+    """Pass messages to all later (or earlier) neighbours, node by node; after a backward sweep the result is a lower
+    bound.
+
+    own: scratch for one node; leasts: what was taken out of the last message over each link.
+    """
+    bound = 0.0
+    nodes = len(arrays.offsets) - 1
+    for step in range(nodes):
+        node = step if forward else nodes - 1 - step
+        bound += gather(arrays, costs, messages, node, own)
+        share = share_of(arrays, node)
+        count = arrays.offsets[node + 1] - arrays.offsets[node]
+        for link in range(arrays.links[node], arrays.links[node + 1]):
+            if (arrays.neighbours[link] > node) == forward:
+                leasts[link] = send(arrays, messages, link, share, own, count)
+                bound += leasts[link]
+    return bound
+
+
+@compiled
+def reduced_costs(arrays: Arrays, costs: Floats, messages: Floats, own: Floats, leasts: Floats, result: Floats) -> None:
+    """After a backward sweep: how much each place adds to the bound at least when it is chosen."""
+    for node in range(len(arrays.offsets) - 1):
+        gather(arrays, costs, messages, node, own)
+        first = arrays.offsets[node]
+        count = arrays.offsets[node + 1] - first
+        for s in range(count):
+            result[first + s] = own[s]
+        for link in range(arrays.links[node], arrays.links[node + 1]):
+            other = arrays.neighbours[link]
+            if other > node:
+                continue
+            size = arrays.offsets[other + 1] - arrays.offsets[other]
+            here, there = arrays.inboxes[link], arrays.inboxes[arrays.reverses[link]]
+            for s in range(count):
+                block = arrays.blocks[link] + s * size
+                least = np.inf
+                for t in range(size):
+                    least = min(least, arrays.values[block + t] - messages[there + t])
+                result[first + s] += least - messages[here + s] - leasts[link]
+
+
+@compiled
+def decode(
+    arrays: Arrays,
+    costs: Floats,
+    messages: Floats,
+    own: Floats,
+    strategies: Ints,
+    base: Ints,
+    least: Ints,
+    added: Ints,
+    heed: bool,
+) -> None:
+    """Choose strategies node by node, by costs, earlier choices, and the messages from later nodes.
+
+    With `heed`, only strategies that fit what is left of the limits, where every node not yet chosen takes its `base`
+    strategy; when none fits, the node keeps that one.
+    """
+    for node in range(len(arrays.offsets) - 1):
+        first = arrays.offsets[node]
+        count = arrays.offsets[node + 1] - first
+        for s in range(count):
+            own[s] = costs[first + s]
+        for link in range(arrays.links[node], arrays.links[node + 1]):
+            other = arrays.neighbours[link]
+            if other > node:
+                for s in range(count):
+                    own[s] += messages[arrays.inboxes[link] + s]
+            else:
+                size = arrays.offsets[other + 1] - arrays.offsets[other]
+                for s in range(count):
+                    own[s] += arrays.values[arrays.blocks[link] + s * size + strategies[other]]
+        if heed:
+            for row in range(arrays.rows[node], arrays.rows[node + 1]):
+                amount = arrays.row_amounts[row]
+                most = arrays.amounts[amount + base[node]] + max(
+                    0, least_left(least, added, arrays.row_starts[row], arrays.row_ends[row])
+                )
+                for s in range(count):
+                    if arrays.amounts[amount + s] > most:
+                        own[s] = np.inf
+        while True:
+            best = base[node]
+            for s in range(count):
+                if own[s] < own[best]:
+                    best = s
+            if not heed or best == base[node]:
+                strategies[node] = best
+                break
+            if try_move(arrays, least, added, node, base[node], best):
+                strategies[node] = best
+                break
+            own[best] = np.inf
+
 
 # After so many rounds without a better bound, steps become shorter.
 PATIENCE = 8
@@ -28,7 +182,7 @@ NO_TREE = np.zeros(2, dtype=np.int64)
 
 
 class Dual:
-    """Prices, improved round by round; subclasses bound the problem at given prices."""
+    """Multipliers, improved round by round; subclasses bound the problem at fixed multipliers."""
 
     def __init__(self, arrays: Arrays) -> None:
         self.arrays = arrays
@@ -42,11 +196,11 @@ class Dual:
         self.settled = False  # no other prices would give a better bound
 
     def at(self, costs: Floats) -> tuple[float, Ints]:
-        """A bound on the problem with these node costs and no limits, and a guess at its solution."""
+        """Return a bound on the problem with these node costs and no limits, and a guess at its solution."""
         raise NotImplementedError
 
     def round(self, best_known: float) -> tuple[Ints, Ints]:
-        """One round at the present prices, then new prices; returns the guess and what it leaves of the limits."""
+        """Run one round and update the multipliers; return the guess and its slack of the limits."""
         arrays = self.arrays
         bound, guess = self.at(priced_costs(arrays, self.prices))
         bound -= float(self.prices @ arrays.limits)
@@ -70,15 +224,14 @@ class Dual:
             self.prices = np.maximum(0.0, self.prices + self.step * max(best_known - bound, 0.0) / norm * movable)
 
     def heeding(self, base: Ints, discount: float = 1.0) -> Ints:
-        """A guess that keeps the limits where it can, as long as `base` does: nodes not yet chosen are taken to be as
-        in it.
+        """Return a guess that keeps the limits if `base` does: nodes not yet chosen count as in `base`.
 
-        Prices below the present ones (`discount`) let more be used until the limits stop it.
+        Multipliers below the present ones (`discount`) use more, until the limits stop it.
         """
         raise NotImplementedError
 
     def reduced(self) -> tuple[float, Floats] | None:
-        """A bound, and by how much each place lifts it at least when it is chosen."""
+        """Return a bound, and by how much each place lifts it at least when it is chosen."""
         return None
 
 
@@ -122,7 +275,7 @@ class MessageDual(Dual):
 
 
 class NarrowDual(Dual):
-    """Exact answers at given prices, by elimination."""
+    """Exact answers at fixed multipliers, by elimination."""
 
     def __init__(self, arrays: Arrays, plan: PairwiseElimination) -> None:
         super().__init__(arrays)
@@ -177,7 +330,7 @@ class NarrowDual(Dual):
 
 
 def least_usage(arrays: Arrays) -> Ints:
-    """Per node, the strategy that uses least over all limits together; the cheapest of those."""
+    """Return per node the strategy of least total usage; of equal ones the cheapest."""
     lengths = (arrays.row_ends - arrays.row_starts).astype(np.float64)
     nodes = np.repeat(np.arange(len(arrays.offsets) - 1), np.diff(arrays.rows))
     counts = np.diff(arrays.offsets)[nodes]
@@ -189,7 +342,7 @@ def least_usage(arrays: Arrays) -> Ints:
 
 
 def loads_at(arrays: Arrays, strategies: Ints) -> Ints:
-    """What a solution uses of every limit."""
+    """Return the usage of a solution, per limit."""
     nodes = np.repeat(np.arange(len(arrays.offsets) - 1), np.diff(arrays.rows))
     amounts = arrays.amounts[arrays.row_amounts + strategies[nodes]]
     steps = np.zeros(len(arrays.limits) + 1, dtype=np.int64)

@@ -65,11 +65,11 @@ class PairwiseElimination:
         return strategies
 
     def value(self, totals: Sequence[Floats]) -> float:
-        """The least cost of all."""
+        """Return the least cost of all."""
         return sum(float(total.min()) for bucket, total in zip(self.buckets, totals, strict=True) if not bucket.others)
 
     def solve(self, costs: Sequence[Floats]) -> tuple[float, list[int]]:
-        """The least cost with these node costs, and strategies that have it."""
+        """Return the least cost with these node costs, and strategies that have it."""
         totals = self.tables(costs)
         return self.value(totals), self.backtrack(totals, lambda _node, here: int(here.argmin()))
 
@@ -96,7 +96,7 @@ class PairwiseElimination:
 
 
 def eliminate(problem: Problem, largest_table: int = LARGEST_TABLE) -> list[int] | None:
-    """An optimal choice when nothing limits usage; None when some table would pass the size."""
+    """Return an optimal choice when nothing limits usage; None when some table would pass the size."""
     plan = plan_elimination(problem, largest_table)
     return None if plan is None else plan.solve(problem.costs)[1]
 
@@ -104,7 +104,7 @@ def eliminate(problem: Problem, largest_table: int = LARGEST_TABLE) -> list[int]
 def plan_elimination(
     problem: Problem, largest_table: int, largest_sum: float = np.inf, ceiling: float = np.inf
 ) -> PairwiseElimination | None:
-    """The steps; None when a table, or all tables together, would pass the sizes. Edges cost `ceiling` at most."""
+    """Return the steps; None if a table, or all together, would pass the sizes. Edges cost `ceiling` at most."""
     sizes = problem.strategy_counts
     order = _order(problem, sizes, largest_table, largest_sum)
     if order is None:
@@ -131,7 +131,7 @@ def plan_elimination(
 
 
 def _shape(bucket: EliminationStep, nodes: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """The shape in which a table over these nodes is added to a bucket's."""
+    """Return the shape in which a table over these nodes is added to a bucket's."""
     return tuple(sizes[axis] if axis in nodes else 1 for axis in (*bucket.others, bucket.node))
 
 

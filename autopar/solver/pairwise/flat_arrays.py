@@ -2,15 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.errors import AutoparWarning
 from autopar.solver.arrays import Floats, Ints
 from autopar.solver.pairwise.problem import Problem
 
-__all__ = ["Arrays", "arrays_of", "impossible_price", "priced_costs"]
+__all__ = ["COMPILED", "Arrays", "arrays_of", "compiled", "impossible_price", "priced_costs", "warn_if_slow"]
+
+
+# -- compiled loops ----------------------------------------------------------------------------------------------------
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+numba: Any
+# Why numba cannot be imported.
+REASON = ""
+try:
+    import numba
+except (
+    ImportError,
+    OSError,
+    SystemError,
+    AttributeError,
+) as error:  # a numpy that it does not know raises any of these
+    numba, REASON = None, f"{type(error).__name__}: {error}"
+
+COMPILED: bool = numba is not None and not numba.config.DISABLE_JIT
+
+
+def compiled(function: F) -> F:
+    """Return the function, compiled at its first call."""
+    if numba is None:
+        return function
+    try:
+        return cast(F, numba.njit(cache=True, nogil=True)(function))
+    except RuntimeError:  # there is no folder where compiled code could be kept
+        return cast(F, numba.njit(nogil=True)(function))
+
+
+def warn_if_slow() -> None:
+    """Warn where the loops are about to run as plain Python: in the time of a search they then find much less."""
+    if numba is None:
+        reason = REASON.partition("\n")[0]
+        warnings.warn(
+            f"numba cannot be imported ({reason}): the search runs some hundred times slower, and finds worse "
+            "answers in its time\nfix: pip install numba",
+            AutoparWarning,
+            stacklevel=2,
+        )
 
 
 class Arrays(NamedTuple):
@@ -93,7 +139,7 @@ def impossible_price(problem: Problem) -> float:
 
 
 def priced_costs(arrays: Arrays, prices: Floats) -> Floats:
-    """The node costs with every unit of usage charged at the price of its limit."""
+    """Return the node costs with every unit of usage charged at the price of its limit."""
     paid = np.concatenate(([0.0], np.cumsum(prices)))
     row_prices = paid[arrays.row_ends] - paid[arrays.row_starts]
     nodes = np.repeat(np.arange(len(arrays.offsets) - 1), np.diff(arrays.rows))

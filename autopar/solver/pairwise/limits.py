@@ -15,7 +15,7 @@ __all__ = ["Capacities", "LimitRow", "range_minima"]
 
 @dataclass(frozen=True, eq=False)
 class LimitRow:
-    """What the strategies of a node use of the limits `start` .. `end`-1, above the least that any of them uses."""
+    """Usage of a node's strategies on the limits `start` .. `end`-1, above the least of them."""
 
     start: int
     end: int
@@ -109,7 +109,7 @@ class Capacities:
 
 
 def range_minima(values: Ints, starts: Ints, ends: Ints) -> Ints:
-    """The least value in each of the ranges [start, end), none of them empty."""
+    """Return the least value in each of the ranges [start, end), none of them empty."""
     if not len(starts):
         return np.zeros(0, dtype=np.int64)
     levels = [values]
@@ -125,7 +125,7 @@ def range_minima(values: Ints, starts: Ints, ends: Ints) -> Ints:
 
 
 def matters(left: Ints, starts: Ints, ends: Ints, most: Ints) -> NDArray[np.bool_]:
-    """The limits that can bind and that no neighbouring limit stands for."""
+    """Return the limits that can bind and that no neighbouring limit stands for."""
     steps = np.zeros(len(left) + 1, dtype=np.int64)
     np.add.at(steps, starts, most)
     np.add.at(steps, ends, -most)

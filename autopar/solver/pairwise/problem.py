@@ -44,7 +44,7 @@ class Edge:
 
 @dataclass(frozen=True, eq=False)
 class Usage:
-    """What each strategy of a node takes of the limits `start` .. `end`-1."""
+    """Usage of each strategy of a node on the limits `start` .. `end`-1."""
 
     node: int
     start: int
@@ -109,14 +109,14 @@ def _check_usage(usage: Usage, sizes: Sequence[int], limits: int) -> None:
 
 
 def cost_of(problem: Problem, strategies: Sequence[int]) -> float:
-    """The objective."""
+    """Return the objective."""
     _check_strategies(problem, strategies)
     total = sum(float(costs[strategies[node]]) for node, costs in enumerate(problem.costs))
     return total + sum(float(edge.costs[strategies[edge.first], strategies[edge.second]]) for edge in problem.edges)
 
 
 def loads_of(problem: Problem, strategies: Sequence[int]) -> Ints:
-    """What is used of every limit."""
+    """Return the usage of every limit."""
     _check_strategies(problem, strategies)
     steps = np.zeros(len(problem.limits) + 1, dtype=np.int64)
     for usage in problem.usages:
@@ -127,7 +127,7 @@ def loads_of(problem: Problem, strategies: Sequence[int]) -> Ints:
 
 
 def excess_of(problem: Problem, strategies: Sequence[int]) -> int:
-    """By how much the worst limit is passed; 0 when all are kept."""
+    """Return the excess over the worst violated limit; 0 if all are kept."""
     if not len(problem.limits):
         return 0
     return max(0, int(np.max(loads_of(problem, strategies) - problem.limits)))

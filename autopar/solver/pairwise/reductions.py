@@ -60,7 +60,7 @@ class Shrunk:
     finished: bool
 
     def lift(self, strategies: Sequence[int]) -> list[int]:
-        """The original's strategies for those of the small problem."""
+        """Return the original's strategies for those of the small problem."""
         lifted = [0] * self.original_count
         for node, names, strategy in zip(self.nodes, self.names, strategies, strict=True):
             lifted[node] = int(names[strategy])
@@ -73,7 +73,7 @@ class Shrunk:
         return lifted
 
     def lower(self, strategies: Sequence[int]) -> list[int] | None:
-        """The small problem's strategies for those of the original, or better ones; None when they are no solution."""
+        """Return the small problem's strategies for the original's, or better ones; None if they are infeasible."""
         better = list(strategies)
         for node, instead in self.replaced:
             better[node] = instead.get(better[node], better[node])
@@ -282,7 +282,7 @@ class _ShrinkingProblem:
         return True
 
     def merge_leaf(self, node: int) -> bool:
-        """A leaf whose best option, whatever the neighbour does, is also the one that uses least."""
+        """Return a leaf whose best option, whatever the neighbour does, is also the one that uses least."""
         if len(self.edges[node]) > 1:
             return False
         rows = self.capacities.rows_of(node)

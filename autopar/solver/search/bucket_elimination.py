@@ -1,11 +1,11 @@
-"""Exact answers without limits by elimination, where parts that are equal are worked out once.
+"""Exact min-plus elimination without limits, in which equal parts are computed once.
 
-Nodes go one by one; each is replaced by a table over its neighbours that holds its best response. What a node's costs
-and tables come to depends on these alone: nodes whose costs and tables are the same objects share one result. So a
-model of a hundred equal layers costs little more than one layer, whatever its width.
+Variables are eliminated one by one: a table over the neighbours holds the best response. The response depends on a
+variable's costs and tables alone, so variables whose costs and tables are the same objects share one result. A model
+of a hundred equal layers then costs little more than one layer, whatever its width.
 
-A node that many others depend on can be `cut`: given a strategy, it leaves; without one, each of its tables takes its
-own least, which makes the answer a lower bound.
+A variable with many neighbours can be `cut`. With a given state it leaves. Without one each of its tables takes its
+own least, and the answer is a lower bound.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import numpy as np
 
 from autopar.solver.arrays import Floats
 
-__all__ = ["SharedTableElimination", "TooWide", "folded"]
+__all__ = ["SharedTableElimination", "TooWide", "elimination_order"]
 
 LARGEST_TABLE = 2**24
 
 
 class TooWide(Exception):
-    """No order of elimination was found whose tables are small enough."""
+    """No elimination order was found whose tables are small enough."""
 
 
 class _EliminationStep(NamedTuple):
-    """A node that goes, the nodes that its table is over, and which tables it takes in: given ones, and made ones."""
+    """Elimination of one variable: the neighbours of its table, and the given and earlier tables that it adds."""
 
     node: int
     others: tuple[int, ...]
@@ -40,21 +40,21 @@ class _EliminationStep(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SharedTableElimination:
-    """The order in which nodes go."""
+    """Elimination order of one model, with its shared results."""
 
     sizes: tuple[int, ...]
     buckets: tuple[_EliminationStep, ...]
+    # Scopes of the tables, without nodes of one strategy.
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Of the tables, without the nodes that have one strategy."""
+    # For each pattern and bucket, the first equal bucket.
     firsts: dict[object, list[int]] = field(default_factory=dict)
-    """By pattern: for each bucket the first one that is equal to it."""
 
     def solve(
         self, costs: Sequence[Floats], tables: Sequence[Floats], pattern: object = None
     ) -> tuple[float, list[int]]:
-        """The least total, and a strategy for every node; tables stand in the order of their scopes.
+        """Return the least total and a state for every variable; tables stand in the order of their scopes.
 
-        With one `pattern`, the same costs and tables are the same objects every time: what is equal is found once.
+        `pattern` names calls in which the same entries are the same objects: equal steps are searched once.
         """
         tables = self._narrow(tables)
         firsts = self.firsts.get(pattern)
@@ -87,7 +87,7 @@ class SharedTableElimination:
         return total, chosen
 
     def _narrow(self, tables: Sequence[Floats]) -> list[Floats]:
-        """What is one object stays one object."""
+        """Drop axes of one state; the same table object gives the same result object."""
         known: dict[object, Floats] = {}
         return [
             table if table.shape == shape else known.setdefault((id(table), shape), table.reshape(shape))
@@ -104,12 +104,12 @@ class SharedTableElimination:
         return found
 
 
+# A table, and the place of each axis in the bucket: first the eliminated node, then the others.
 _Part = tuple[Floats, tuple[int, ...]]
-"""A table, and for each of its axes the place in a bucket: the node that goes is the first, then the others."""
 
 
 def _least(count: int, own: Floats, parts: Sequence[_Part]) -> Floats:
-    """The least over the strategies of a node, for all of the others."""
+    """Return the least over the states of a variable, for all states of the others."""
     table = own.reshape(-1, *(1,) * (count - 1))
     for part, places in sorted(parts, key=lambda part: part[0].size):
         moved = part.transpose(sorted(range(len(places)), key=places.__getitem__))
@@ -121,20 +121,22 @@ def _least(count: int, own: Floats, parts: Sequence[_Part]) -> Floats:
 
 
 def _best(own: Floats, parts: Sequence[_Part], at: tuple[int, ...]) -> int:
-    """The strategy of a node that is least where the others have theirs. Which is least is not kept for all of these:
-    that takes many times longer to find than how much it is."""
+    """Return the best state of a variable where the others have theirs.
+
+    Best states are not stored for all combinations: finding them takes many times longer than finding the least.
+    """
     total = own
     for part, places in sorted(parts, key=lambda part: part[0].size):
         total = total + part[tuple(at[place - 1] if place else slice(None) for place in places)]
     return int(total.argmin())
 
 
-def folded(
+def elimination_order(
     sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], largest: int = LARGEST_TABLE
 ) -> SharedTableElimination:
-    """An order in which the smallest table is made next."""
+    """Return an elimination order that makes the smallest table next."""
     neighbours: list[set[int]] = [set() for _ in sizes]
-    # Who has one strategy is nobody's neighbour: arrays have few axes, and a shared value may have many users.
+    # A node of one strategy is no neighbour: arrays have at most 64 axes, and a shared value may have more users.
     scopes = [tuple(node for node in scope if sizes[node] > 1) or scope[:1] for scope in scopes]
     for scope in scopes:
         for node in scope:
@@ -168,8 +170,9 @@ def folded(
 
 
 def _order(sizes: Sequence[int], neighbours: list[set[int]], largest: int) -> list[tuple[int, set[int]]]:
-    """Next are all nodes whose tables are the smallest, before any that become small by that: equal parts of a problem
-    go side by side, and share their results, where one after the other would hang on what was left of the one before.
+    """Yield the next variables: all whose tables are smallest, before any that become small by their elimination.
+
+    Equal parts of a model are so eliminated side by side and share results.
     """
 
     def weight(node: int) -> int:
@@ -208,7 +211,7 @@ def _order(sizes: Sequence[int], neighbours: list[set[int]], largest: int) -> li
 
 
 def fixed(table: Floats, scope: tuple[int, ...], cut: Mapping[int, int | None]) -> Floats:
-    """A table without the nodes that are cut: at their strategies, or at its own least over them."""
+    """Return a table without its cut variables: at their states, or at its own least over them."""
     for axis in range(len(scope) - 1, -1, -1):
         if scope[axis] in cut:
             at = cut[scope[axis]]

@@ -1,4 +1,4 @@
-"""A model at fixed prices: one number for each state and each pair, and the least of their sum by elimination."""
+"""The weighted model: one number for each state and pair at fixed multipliers, minimised by elimination."""
 
 from __future__ import annotations
 
@@ -13,40 +13,43 @@ from autopar.ir.graph import NamedGraph
 from autopar.solver.arrays import Floats
 from autopar.solver.model.cost_tables import weigh
 from autopar.solver.model.model import Model
-from autopar.solver.search.bucket_elimination import SharedTableElimination, TooWide, fixed, folded
+from autopar.solver.search.bucket_elimination import SharedTableElimination, TooWide, elimination_order, fixed
 
 __all__ = ["Elimination"]
 
 LARGEST_TABLE = 2**21
+# Table size before a variable with a gradient is cut: a cut costs more of the bound than a larger table of time.
 LARGEST_UNCUT = 2**24
-"""Where a variable with a gradient would be cut, which costs more of the bound than a larger table takes of time."""
 MOST_SETTLING = 4
 
 
 class WeightedMinimum(NamedTuple):
-    """The least at some weights: a lower bound on the weighted sum of all assignments; what has it, and its sums."""
+    """Minimum at some weights: a lower bound on all assignments, the assignment that reaches it, and its sums."""
 
     value: float
     sums: Floats
+    # Without the cut variables, which every table chooses for itself.
     chosen: list[int]
-    """But for variables that are cut, which every table chooses for itself."""
 
 
 @dataclass(frozen=True, eq=False)
 class Elimination:
-    """The order in which the variables of a model go, and those that are cut."""
+    """Elimination order of a model's variables, and the variables that are cut."""
 
     model: Model
     scopes: tuple[tuple[int, ...], ...]
     cut: tuple[int, ...]
     plan: SharedTableElimination
+    # The cut variables and those without a gradient, minimised together if that is narrow.
     inner: _CutVariables | None = None
-    """What is cut, and all that has no gradient: settled together where that is narrow."""
 
     @staticmethod
     def of(model: Model) -> Elimination:
-        """Cut variables until the rest can be eliminated: first values without a gradient, which are small or sent one
-        way only; before any other is, larger tables are tried; then those with most neighbours."""
+        """Cut variables until the rest can be eliminated.
+
+        First values without a gradient, which are small or are sent one way only. Larger tables are tried before any
+        other variable is cut; then those with most neighbours go.
+        """
         scopes = tuple(factor.scope for factor in model.factors)
         degree = [0] * len(model.variables)
         for scope in scopes:
@@ -70,20 +73,20 @@ class Elimination:
         raise AssertionError("with everything cut, nothing is wide")
 
     def least(self, weights: Floats) -> WeightedMinimum:
-        """A lower bound on the weighted sum of all assignments."""
+        """Return a lower bound on the weighted sum of all assignments."""
         weighted = _WeightedModel(self.model, weights, self.scopes)
         value, chosen = self._solved(weighted, dict.fromkeys(self.cut))
         sums = weighted.relaxed_sums(chosen, self.cut, self.touched) if self.cut else self.model.sums(chosen)
         return WeightedMinimum(value, sums, chosen)
 
     def weighted(self, weights: Floats) -> tuple[list[Floats], list[Floats]]:
-        """The costs of all states and pairs, where nothing is cut."""
+        """Return the weighted costs of all states and pairs, with nothing cut."""
         assert not self.cut, "what is cut has no costs of its own"
         found = _WeightedModel(self.model, weights, self.scopes)
         return found.costs, found.tables
 
     def candidate(self, weights: Floats, near: Sequence[int] | None = None) -> list[int]:
-        """An assignment whose weighed sum is most likely low; `near`: what was the least at weights like these."""
+        """Return an assignment with a low weighted sum; `near` is the minimum at weights like these."""
         weighted = _WeightedModel(self.model, weights, self.scopes)
         chosen = list(near) if near and self.cut else self._solved(weighted, dict.fromkeys(self.cut))[1]
         states: dict[int, int | None] | None = None
@@ -100,7 +103,7 @@ class Elimination:
 
     @cached_property
     def touched(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """The factors that have variables which are cut, and these."""
+        """Factors with cut variables, and these variables."""
         cut = set(self.cut)
         found = ((i, tuple(node for node in scope if node in cut)) for i, scope in enumerate(self.scopes))
         return tuple((i, gone) for i, gone in found if gone)
@@ -115,7 +118,7 @@ class Elimination:
 
 @dataclass(frozen=True, eq=False)
 class _CutVariables:
-    """The variables that are cut, and all that has no gradient: the least of them, the others fixed."""
+    """The cut variables and all variables without a gradient, minimised with the others fixed."""
 
     cut: tuple[int, ...]
     nodes: tuple[int, ...]
@@ -137,13 +140,13 @@ class _CutVariables:
         factors = tuple(i for i, scope in enumerate(scopes) if not place.keys().isdisjoint(scope))
         inside = [tuple(place[node] for node in scopes[i] if node in place) for i in factors]
         try:
-            plan = folded([len(model.variables[node].states) for node in nodes], inside, LARGEST_TABLE)
+            plan = elimination_order([len(model.variables[node].states) for node in nodes], inside, LARGEST_TABLE)
         except TooWide:
             return None
         return _CutVariables(tuple(cut), nodes, factors, plan)
 
     def settled(self, weighted: _WeightedModel, chosen: Sequence[int]) -> dict[int, int]:
-        """The states of what is cut, where the others are as chosen."""
+        """Return the best states of the cut variables, with the others as chosen."""
         own = set(self.nodes)
         tables = []
         for i in self.factors:
@@ -164,11 +167,11 @@ def _folded(
     gone = set(cut)
     sizes = [1 if node in gone else len(variable.states) for node, variable in enumerate(model.variables)]
     left = [tuple(node for node in scope if node not in gone) for scope in scopes]
-    return folded(sizes, [scope for scope in left if scope], largest)
+    return elimination_order(sizes, [scope for scope in left if scope], largest)
 
 
 class _WeightedModel:
-    """Equal costs and tables are one object."""
+    """Weighted costs of a model; equal costs and tables are one object."""
 
     def __init__(self, model: Model, weights: Floats, scopes: Sequence[tuple[int, ...]]) -> None:
         self.model = model
@@ -190,7 +193,7 @@ class _WeightedModel:
     def without(
         self, cut: Mapping[int, int | None], touched: Sequence[tuple[int, tuple[int, ...]]]
     ) -> tuple[list[Floats], list[Floats], float]:
-        """Costs and tables without the variables that are cut, and what these cost by themselves."""
+        """Return costs and tables without the cut variables, and the costs of these alone."""
         costs = list(self.costs)
         constant = 0.0
         for node, state in cut.items():
@@ -209,7 +212,7 @@ class _WeightedModel:
         return costs, [table for table in tables if table is not None], constant
 
     def best_state(self, node: int, chosen: Sequence[int]) -> int:
-        """The state of a cut variable that fits the others best."""
+        """Return the state of a cut variable that is best with the others."""
         total = self.costs[node].copy()
         for i in self.incident.get(node, ()):
             scope = self.scopes[i]
@@ -219,7 +222,7 @@ class _WeightedModel:
     def relaxed_sums(
         self, chosen: Sequence[int], cut: Sequence[int], touched: Sequence[tuple[int, tuple[int, ...]]]
     ) -> Floats:
-        """The sums of an answer in which every table has chosen the states of cut variables for itself."""
+        """Return the sums of an answer in which every table chooses the states of cut variables for itself."""
         gone = set(cut)
         whole = [int(np.argmin(self.costs[node])) if node in gone else state for node, state in enumerate(chosen)]
         total = self.model.sums(whole)

@@ -1,4 +1,4 @@
-"""The best plan so far, by `evaluate`: whoever finds a plan offers it."""
+"""The incumbent: the best plan so far by `evaluate`, from whichever search found it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Incumbent"]
 
 
 class Incumbent:
-    """The best plan so far that keeps the limit and the layout's contracts, by `evaluate`."""
+    """Best plan so far that keeps the memory limit and the layout's contracts, by `evaluate`."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Incumbent:
 
     @property
     def floor(self) -> float:
-        """What no plan can be below: the model's products at the highest rate that the devices have."""
+        """Lower bound on every plan: the FLOPs of the model at the highest rate of the devices."""
         if self.costs is None:
             return 0.0
         device, tensors = self.setting.cluster.device, self.setting.graph.tensors.values()
@@ -72,7 +72,7 @@ class Incumbent:
         return costs
 
     def keeps_contracts(self, plan: StepPlan) -> bool:
-        """Whether a plan does what the layout says of the whole; if not, `broken` says what it breaks."""
+        """Return whether a plan keeps the contracts of the layout; if not, `broken` names the broken one."""
         layout = self.bound_layout.given
         if not any(isinstance(statement, Contract) for statement in layout):
             return True

@@ -1,9 +1,9 @@
-"""Meshes of three axes and more: neighbouring axes as one first, then each for itself.
+"""Meshes of three axes and more: neighbouring axes are first joined, then separated.
 
-With every axis more, an op has several times as many choices, and what conversions between them take would have to be
-known for all pairs. So the mesh is first taken as one of two axes, in every way in which neighbours can be joined, and
-searched as such. The best plans of these say, for every op and every axis, in which ways it is used; the choices that
-the whole mesh is then searched over are all combinations of those ways.
+With every axis more, an op has several times as many choices, and reshards between them would have to be priced for
+all pairs. So the mesh is first searched as one of two axes, for every way to join neighbours. The best plans of these
+searches give, for every op and axis, the roles of the axis. The search of the whole mesh takes all combinations of
+these roles.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from autopar.solver.setting import PlanningProblem
 
 __all__ = ["MOST_AXES", "AxisRoles", "JoinedAxes", "joined_meshes", "kind_of", "ways_of"]
 
+# Meshes of up to this many axes are searched directly.
 MOST_AXES = 2
-"""As many are searched at once with all their choices."""
 
 
 @dataclass(frozen=True)
 class JoinedAxes:
-    """A mesh some of whose neighbouring axes are taken as one: by its name, the axes that it stands for."""
+    """Mesh with some neighbouring axes joined: by the name of a joined axis, the axes that it stands for."""
 
     setting: PlanningProblem
     axes: Mapping[str, tuple[str, ...]]
 
     def spread(self, plan: StepPlan) -> StepPlan:
-        """The same plan on the mesh as it is."""
+        """Return the same plan on the mesh with separate axes."""
         assignment = plan.assignment
         made = replace(
             assignment,
@@ -73,7 +73,7 @@ class JoinedAxes:
 
 
 def joined_meshes(setting: PlanningProblem) -> Iterator[tuple[JoinedAxes, PlanningProblem]]:
-    """The mesh as one of two axes, in every way; axes that were put on different links are not joined."""
+    """Yield the mesh as one of two axes, in every way; axes on different links are not joined."""
     names = list(setting.axes)
     used = [names.index(axis) for axis in setting.used]
     for cut in used[1:]:
@@ -90,7 +90,7 @@ def joined_meshes(setting: PlanningProblem) -> Iterator[tuple[JoinedAxes, Planni
 
 @dataclass(frozen=True)
 class AxisRoles:
-    """By ops that are alike and by axis: what plans do with the axis."""
+    """Roles of an axis in the plans found, by kind of op and axis."""
 
     sites: Mapping[Any, Mapping[str, tuple[Site, ...]]] = field(default_factory=dict)
     passes: Mapping[Any, Mapping[str, tuple[Passing, ...]]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The searches of one mesh, one after the other: without a limit on memory, and with it."""
+"""Phases of the search of one mesh: without a memory limit, then with it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import Recompute
 from autopar.sharding.recompute import recompute_regions, recomputed_ops
 from autopar.solver.arrays import Floats
-from autopar.solver.decode import plan_of
 from autopar.solver.infeasible.errors import OutOfTime
-from autopar.solver.model.build import build
+from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.model.guard_factors import forbid_broken
 from autopar.solver.model.model import Model
@@ -26,49 +25,51 @@ from autopar.solver.model.recompute_variables import STATES, layers_of
 from autopar.solver.search.incumbent import Incumbent
 from autopar.solver.search.joined_axes import AxisRoles, JoinedAxes, joined_meshes, ways_of
 from autopar.solver.search.lagrangian import LagrangianSearch
+from autopar.solver.search.lower_memory import least_memory, lower_memory, splice_plans
+from autopar.solver.search.prove_small import is_small
 from autopar.solver.setting import PlanningProblem
 
-__all__ = ["SearchPhases", "SearchResult", "least_memory", "settle", "worthwhile"]
+__all__ = ["SearchPhases", "SearchResult", "promising_choices", "search_least_memory", "settle"]
 
+# Plans of a mesh with joined axes whose choices the whole mesh takes.
 MOST_FOLLOWED = 2
-"""Plans of a mesh with joined axes whose choices are followed."""
+# Fraction of the time for the search without a memory limit.
 FREE_SHARE = 0.5
-"""Of the time, for the search that pays no heed to memory."""
 
 
 @dataclass(frozen=True)
 class SearchPhases:
-    """A mesh to search, perhaps with axes joined, and the race that its plans run in."""
+    """Mesh to search, perhaps with axes joined, and the incumbent of its plans."""
 
     setting: PlanningProblem
     bound_layout: BoundLayout
     incumbent: Incumbent
     tables: CostTables
     deadline: float
+    # No search begins after this time, except `until_one_fits`.
     gives_up: float = np.inf
-    """When no search is begun any more, but for one that is to go on `until_one_fits`."""
     until_one_fits: bool = True
     ways: AxisRoles | None = None
     joined: JoinedAxes | None = None
+    # All plans offered by searches with joined axes, on the mesh with separate axes.
     spread: list[tuple[StepPlan, Costs]] = field(default_factory=list, init=False)
-    """Of joined axes: all plans that were offered, on the mesh as it is."""
 
     @property
     def layers(self) -> list[str]:
-        """The layers of which it is open whether they are computed again."""
+        """Layers whose recomputation is open."""
         every = layers_of(self.setting.graph) if self.setting.trains else ()
         return [path for path in every if path not in self.bound_layout.recompute]
 
     @property
     def least_bytes(self) -> float:
-        """What a device holds at least, if nothing is computed again but what is settled."""
+        """Lower bound on a device's memory if only fixed layers are recomputed."""
         graph = self.setting.graph
         again = recomputed_ops(graph, recompute_regions(graph, self.bound_layout.recompute))
         return self.setting.kept.least_bytes(graph, again) / self.setting.ranks
 
     @property
     def ends(self) -> float:
-        """When it is too late to make a model."""
+        """Time after which no model is built."""
         return np.inf if self.until_one_fits and self.incumbent.plan is None else self.gives_up
 
     def model(
@@ -77,10 +78,9 @@ class SearchPhases:
         recompute: Mapping[str, Recompute] | None = None,
         lasting: bool = False,
     ) -> Model:
-        """With what the layout says of layers, and what it promises of the whole.
+        """Build the model under the layout's statements about layers and its contracts.
 
-        Where memory is limited, what saves it is open: what is gathered again, and what is computed again, unless it is
-        said here.
+        Under a memory limit regather and recomputation are open, unless they are fixed here.
         """
         again = {**(recompute or {}), **self.bound_layout.recompute}
         is_open = self.layers if is_limited and recompute is None else ()
@@ -98,7 +98,7 @@ class SearchPhases:
         return costs
 
     def search(self, model: Model, limit_gib: float, deadline: float, hint: Floats | None = None) -> LagrangianSearch:
-        """A search that tells the race of all that it finds."""
+        """Return a search that offers every plan to the incumbent."""
 
         def report(chosen: Sequence[int]) -> tuple[float, float]:
             costs = self.offer(plan_of(model, chosen))
@@ -110,68 +110,68 @@ class SearchPhases:
 
     def searched(self, model: Model, limit_gib: float, deadline: float, hint: Floats | None = None) -> LagrangianSearch:
         search = self.search(model, limit_gib, deadline, hint)
-        if search.is_limited and search.least_memory().peak_gib > limit_gib and self.incumbent.plan is None:
-            least_memory(self)
+        if search.is_limited and least_memory(search).peak_gib > limit_gib and self.incumbent.plan is None:
+            search_least_memory(self)
             if self.incumbent.plan is None:
-                search.lessen(limit_gib)
+                lower_memory(search, limit_gib)
             if self.incumbent.plan is None:
                 return search
             search.best = self.incumbent.seconds
         search.run()
         if self.joined is None:  # of joined axes, only the choices are followed
-            search.mix()
+            splice_plans(search)
         search.end()
         if self.joined is None and search.is_wide:
             search.widen()
-            search.mix()
+            splice_plans(search)
         return search
 
     def search_keep_gathered(
         self, limit_gib: float, deadline: float, hint: Floats | None = None, lasting: bool = False
     ) -> LagrangianSearch:
-        """Where the host has a price, parameters may also stay gathered until the optimizer steps.
+        """Search again with parameters that stay gathered until the optimizer steps, if the host bounds the step.
 
-        That saves nothing else, so it is left out of the first search; of small models it is tried in any case.
+        This saves host time only, so the first search leaves it out. Small models always try it.
         """
         is_limited = bool(np.isfinite(limit_gib))
         if not lasting:
             search = self.searched(self.model(is_limited), limit_gib, deadline, hint)
-            hint = search.prices_of_hinges()
-            if hint[HOST] == 0.0 and not search.is_small:
+            hint = search.hinge_multipliers()
+            if hint[HOST] == 0.0 and not is_small(search):
                 return search
         return self.searched(self.model(is_limited, lasting=True), limit_gib, deadline, hint)
 
-    def lessen(self) -> None:
-        """Less and less memory, until one plan fits."""
+    def lower_memory(self) -> None:
+        """Lower the memory of plans until one fits."""
         search = self.search(self.model(is_limited=True), self.incumbent.limit / 2**30, self.deadline)
-        search.least_memory()
-        search.lessen(search.limit_gib)
+        least_memory(search)
+        lower_memory(search, search.limit_gib)
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The last search, if there was time for one, and what is proved of all plans."""
+    """Last search, None if there was no time for one, and the bound on all plans."""
 
     search: LagrangianSearch | None
     bound: float
+    # Only a part of the choices was searched.
     is_part: bool = False
-    """Whether not all choices were searched."""
+    # A search that was due did not begin in time.
     is_cut: bool = False
-    """Whether there was no time to begin a search that was due."""
 
 
 def settle(work: SearchPhases, beat_seconds: float = np.inf) -> SearchResult:
-    """Search without a limit first, if anything can fit that saves no memory; where the best does not, with it.
+    """Search without a limit if a plan without recomputation can fit; search with the limit if its best plan does not.
 
-    However little time there is, each kind of search is begun until one plan fits, unless that is left to others. It
-    ends where no plan is below `beat_seconds`.
+    Each kind of search begins however little time is left, until one plan fits, unless that is left to others. Stop if
+    no plan is below `beat_seconds`.
     """
     incumbent, search, bound, hint = work.incumbent, None, 0.0, None
     try:
         if work.least_bytes <= incumbent.limit:
             now = time.monotonic()
             search = work.search_keep_gathered(np.inf, now + (work.deadline - now) * FREE_SHARE)
-            bound, hint = search.bound, search.prices_of_hinges()
+            bound, hint = search.bound, search.hinge_multipliers()
         is_free = incumbent.plan is not None and incumbent.seconds <= incumbent.passed_seconds
         if not is_free and bound < beat_seconds:
             lasting = hint is not None and bool(hint[HOST] > 0)
@@ -184,20 +184,20 @@ def settle(work: SearchPhases, beat_seconds: float = np.inf) -> SearchResult:
     return SearchResult(search, bound)
 
 
-def least_memory(work: SearchPhases, only_one: bool = False) -> None:
-    """Only what takes least of it, with all layers computed again in one way: the race is told.
+def search_least_memory(work: SearchPhases, only_one: bool = False) -> None:
+    """Search the plans of least memory, with all layers recomputed in one way; offer them to the incumbent.
 
-    `only_one`: until one plan fits.
+    `only_one`: stop when a plan fits.
     """
     for mode in reversed(STATES if work.layers else STATES[:1]):
         if only_one and work.incumbent.plan is not None:
             return
         model = work.model(is_limited=True, recompute=dict.fromkeys(work.layers, mode))
-        work.search(model, work.incumbent.limit / 2**30, np.inf).least_memory()
+        least_memory(work.search(model, work.incumbent.limit / 2**30, np.inf))
 
 
-def worthwhile(work: SearchPhases) -> AxisRoles:
-    """Of a mesh with many axes, the choices of the best plans with neighbouring axes as one."""
+def promising_choices(work: SearchPhases) -> AxisRoles:
+    """Return the choices of the best plans of a mesh of many axes with neighbouring axes joined."""
     setting, incumbent = work.setting, work.incumbent
     plans = [] if incumbent.plan is None else [incumbent.plan]
     if not work.bound_layout.is_empty:  # what is found does not heed them, and so is not for this race

@@ -1,4 +1,4 @@
-"""Mixtures of two assignments: one up to some place of the graph, the other from there on."""
+"""Splices of two assignments: one up to some place of the graph, the other after it."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ __all__ = ["Splices", "places_of"]
 
 @dataclass
 class Splices:
-    """All of one pair, with their sums and their seconds, and what is believed that is missed of their memory.
+    """All splices of one pair, with their sums and seconds, and the estimated error of their memory.
 
-    What is missed is known of those that are priced; between two of them it is taken to change evenly. Before one is
-    priced, what is counted is believed.
+    The error is known at priced places and interpolated linearly between them; without a priced place it is taken as
+    zero.
     """
 
     first: Sequence[int]
     then: Sequence[int]
+    # States of every variable in the two assignments.
     places: Ints
-    """Of every variable."""
+    # A row of sums for each place: before it all variables are as in the first assignment.
     sums: Floats
-    """A row for each place of the graph: before it all is as in the first assignment."""
     seconds: Floats
+    # The same without splices that equal the one before, or are priced.
     worth: Floats
-    """The same, but of those that are like the one before, or known."""
-    missed_gib: dict[int, float] = field(default_factory=dict)
-    """By place, in no order."""
+    # Memory error of priced places, unordered.
+    error_gib: dict[int, float] = field(default_factory=dict)
+    # Result of `least` by limit, until another splice is priced.
     _least: dict[float, tuple[float, int]] = field(default_factory=dict)
-    """At a limit, until more is told."""
 
     @staticmethod
     def of(model: Model, hinges: Hinges, places: Ints, first: Sequence[int], then: Sequence[int]) -> Splices:
@@ -51,10 +51,10 @@ class Splices:
         return np.where(self.places < place, self.first, self.then).tolist()  # type: ignore[no-any-return]
 
     def least(self, limit_gib: float) -> tuple[float, int]:
-        """The least seconds of those that are not known and are believed to fit, and the place."""
+        """Return the least seconds of the unpriced splices that are estimated to fit, and the place."""
         if limit_gib not in self._least:
-            known = sorted(self.missed_gib)
-            told = [self.missed_gib[place] for place in known]
+            known = sorted(self.error_gib)
+            told = [self.error_gib[place] for place in known]
             missed = np.interp(np.arange(len(self.sums)), known or [0], told or [0.0])
             worth = np.where(self.peak_gib + missed <= limit_gib, self.worth, np.inf)
             self._least = {limit_gib: (float(worth.min()), int(worth.argmin()))}
@@ -64,15 +64,15 @@ class Splices:
     def peak_gib(self) -> Floats:
         return every_peak_gib(self.sums)
 
-    def tell(self, place: int, missed_gib: float) -> None:
-        """One is priced, and is not to be found again."""
-        self.missed_gib[place] = missed_gib
+    def tell(self, place: int, error_gib: float) -> None:
+        """Record the memory error of a priced splice, and exclude it from `least`."""
+        self.error_gib[place] = error_gib
         self.worth[place] = np.inf
         self._least = {}
 
 
 def _every_sums(model: Model, places: Ints, first: Sequence[int], then: Sequence[int]) -> Floats:
-    """From one place to the next: what changes with the variables that it has."""
+    """Return the sums of the splice at every place, by adding the changes of each place's variables."""
     changes = np.zeros((int(places.max(initial=0)) + 2, len(Sum)))
     changes[0] = model.sums(then)
     for alike in (model.costs, model.tables):
@@ -82,7 +82,7 @@ def _every_sums(model: Model, places: Ints, first: Sequence[int], then: Sequence
 
 
 def _add_changes(changes: Floats, alike: EqualTerms, group: TermGroup, places: Ints, first: Ints, then: Ints) -> None:
-    """Of terms over so many variables: each changes with one of them after the other."""
+    """Add the changes of terms over several variables: each changes with one variable after the other."""
     before, after = then[group.scopes], first[group.scopes]
     differs = (before != after).any(axis=1)
     order = np.argsort(places, axis=1, kind="stable")
@@ -95,7 +95,7 @@ def _add_changes(changes: Floats, alike: EqualTerms, group: TermGroup, places: I
 
 
 def _steps(term: Any, before: Ints, after: Ints, order: Ints) -> list[Floats]:
-    """What changes as one variable after the other does."""
+    """Yield the changes of one term as one variable after the other changes."""
     now, last, found = before.copy(), term.at(*before), []
     for axis in order:
         now[axis] = after[axis]
@@ -106,8 +106,11 @@ def _steps(term: Any, before: Ints, after: Ints, order: Ints) -> list[Floats]:
 
 
 def places_of(model: Model) -> Ints:
-    """Where in the graph a variable belongs: an op in its place, a value with its producer, a tensor with its first
-    user, a layer where it begins."""
+    """Return the place of each variable in the graph.
+
+    An op has its own place, a value that of its producer, a tensor that of its first user, a layer that of its first
+    op.
+    """
     graph = model.setting.graph
     by_node = {node.node: node.name for node in graph.nodes}
     rank = {node.name: place for place, node in enumerate(graph.nodes)}

@@ -12,14 +12,12 @@ import time
 import numpy as np
 import pytest
 
-from autopar.solver.pairwise import annealing, phases, reductions, solve, work
+from autopar.solver.pairwise import annealing, phases, reductions, solve
 from autopar.solver.pairwise.annealing import AnnealingPlan, AnnealingResult, anneal, cost_in, repair
 from autopar.solver.pairwise.dual import Dual, MessageDual, NarrowDual, loads_at
 from autopar.solver.pairwise.elimination import plan_elimination
-from autopar.solver.pairwise.flat_arrays import arrays_of, impossible_price, priced_costs
-from autopar.solver.pairwise.forest_moves import scratch_for, state_of
-from autopar.solver.pairwise.jit import COMPILED
-from autopar.solver.pairwise.limit_tree import change, least_left, tree_of
+from autopar.solver.pairwise.flat_arrays import COMPILED, arrays_of, impossible_price, priced_costs
+from autopar.solver.pairwise.forest_moves import change, least_left, scratch_for, state_of, tree_of
 from autopar.solver.pairwise.problem import Edge, Problem, Usage, cost_of, excess_of, loads_of
 from tests.solver.pairwise.random_problems import random_problem
 
@@ -94,7 +92,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    for module in (annealing, reductions, solve, phases, work):
+    for module in (annealing, reductions, solve, phases):
         monkeypatch.setattr(module, "time", found)
     return found
 
@@ -209,7 +207,7 @@ def test_plain_python_gives_the_same_answer_as_compiled_loops() -> None:
     script = (
         "import numpy as np\n"
         "from autopar.solver.pairwise import solve as solver\n"
-        "from autopar.solver.pairwise.jit import COMPILED\n"
+        "from autopar.solver.pairwise.flat_arrays import COMPILED\n"
         "from tests.solver.pairwise.test_solve import chain\n"
         "solver.SMALL_MODEL = solver.LARGE_MODEL = -1\n"
         "answer = solver.solve(chain(8, 0.5), 120.0, seed=1, gap=0.15)\n"

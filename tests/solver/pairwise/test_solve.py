@@ -9,12 +9,11 @@ import time
 import numpy as np
 import pytest
 
-from autopar.solver.pairwise.cp_sat import solve_exactly
 from autopar.solver.pairwise.elimination import eliminate
-from autopar.solver.pairwise.jit import COMPILED
+from autopar.solver.pairwise.flat_arrays import COMPILED
 from autopar.solver.pairwise.problem import Edge, Problem, Usage, cost_of, excess_of
 from autopar.solver.pairwise.reductions import Infeasible, shrink
-from autopar.solver.pairwise.solve import solve
+from autopar.solver.pairwise.solve import solve, solve_exactly
 from tests.solver.pairwise.random_problems import random_problem
 
 CASES = range(260)
