@@ -179,8 +179,6 @@ def test_no_page_has_a_retired_phrase(page: Path) -> None:
 
 
 BEGINNING = re.compile(r"(What|Whether|Of|By|That)\b")
-# Packages whose docstrings are not rewritten yet.
-PENDING = ("autopar/solver/",)
 
 
 def docstrings(source: str) -> Iterator[tuple[str, int]]:
@@ -196,6 +194,6 @@ def test_no_docstring_begins_with_a_clause() -> None:
         f"{path.relative_to(ROOT)}:{line}: {text[:40]}"
         for path in sorted((ROOT / "autopar").rglob("*.py"))
         for text, line in docstrings(path.read_text())
-        if BEGINNING.match(text) and not str(path.relative_to(ROOT)).startswith(PENDING)
+        if BEGINNING.match(text)
     ]
     assert found == []

@@ -27,7 +27,7 @@ class NoFeasiblePlan(AutoparError):
         self.least_bytes = least_bytes
         """The least memory that was found to do, where memory is short."""
         self.lines = tuple(lines)
-        """Of the layout, as they are shown."""
+        """Lines of the layout, as the message shows them."""
         self.fix = fix
 
 

@@ -39,14 +39,14 @@ class Incumbent:
         self.broken: LayoutError | None = None
         """The contract that the last plan broke which would have been the best."""
         self.is_broken = False
-        """Whether the last plan broke one."""
+        """True where the last plan broke a contract."""
         self.plan: StepPlan | None = None
         self.costs: Costs | None = None
         self.origin = ""
         self.seconds = float("inf")
         self.least_bytes = float("inf")
         self.passed_seconds = float("inf")
-        """Of the fastest plan that does not fit."""
+        """Seconds of the fastest plan that does not fit."""
 
     @property
     def floor(self) -> float:
