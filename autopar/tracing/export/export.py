@@ -28,7 +28,8 @@ from autopar.tracing.export.intercept import (
     remove_new_attributes,
 )
 from autopar.tracing.export.refuse import Refusal, check_static, raise_trace_errors, record_origins
-from autopar.tracing.passes.normalise import drop_checks, normalise
+from autopar.tracing.passes.drop_checks import drop_checks
+from autopar.tracing.passes.normalise import ExportFacts, normalise
 
 # Path of the user's model in the module that is exported.
 PREFIX = "model."
@@ -74,7 +75,7 @@ def export(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> Exp
     record_origins(graph_module.graph, PREFIX)
     drop_checks(graph_module.graph)
     check_static(graph_module.graph, owner)
-    normalise(graph_module.graph, device, *_placeholder_sources(program, flat))
+    normalise(graph_module.graph, ExportFacts(device, *_placeholder_sources(program, flat)))
     placeholders, aliases = _placeholders(program, model, flat)
     graph_module.recompile()
     assert isinstance(flat.node, Mapped), "arguments are a dict"

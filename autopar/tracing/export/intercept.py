@@ -22,7 +22,7 @@ from autopar.ir.fx_graphs import is_random
 from autopar.rules.torch_versions import original_apply
 from autopar.tracing.export.autograd_functions import apply_as_op
 from autopar.tracing.export.refuse import CHECKPOINT, Refusal, stack_of_model
-from autopar.tracing.passes.no_grad_regions import apply_grad_modes
+from autopar.tracing.passes.no_grad_regions import no_grad_regions
 
 # Autograd functions of torch itself, whose gradients torch.export keeps.
 _HARMLESS_MODULES = ("torch._library.", "torch._functorch.", "torch._higher_order_ops.")
@@ -33,7 +33,7 @@ def intercept_torch(ambient_grad: bool, device: torch.device | None) -> Iterator
     """Replace the functions of torch through which gradients or data get lost, during a capture."""
 
     def keep_grad_modes(module: GraphModule, signature: ExportGraphSignature) -> tuple[GraphModule, Any]:
-        apply_grad_modes(module.graph, signature, ambient_grad)
+        no_grad_regions(module.graph, signature, ambient_grad)
         return module, signature
 
     def keep_autocast(module: GraphModule, signature: ExportGraphSignature) -> tuple[GraphModule, Any]:

@@ -1,8 +1,16 @@
-"""Bags of equal length are rows of ids: a lookup and a sum, mean or maximum along each row.
+"""Replace a lookup of equally long bags by a lookup of rows, and a reduction along each row.
 
-`nn.EmbeddingBag` given `[batch, length]` ids flattens them and says where each bag begins. Nothing of that can be
-split: any bag may begin anywhere. Where the beginnings only count, 0, length, 2 length ..., the ids are put back into
-rows. Bags of any length are one op without the results that nobody uses, which can be split by bags and by the table.
+`nn.EmbeddingBag` flattens `[batch, length]` ids and gives the offset of each bag. Nothing can be split then: a bag may
+begin anywhere. Where the offsets are 0, length, 2 length ..., the ids are reshaped to rows. Bags of unequal length
+become the op `autopar::bags`, without the results that nobody uses; it splits by bags and by the table.
+
+Input::
+
+    bags, _, _, _ = embedding_bag(table, ids, offsets=[0, 5, 10], mode=sum)
+Output::
+
+    found = embedding(table, reshape(ids, [3, 5]))
+    bags = sum(found, dim=1)
 """
 
 from __future__ import annotations
@@ -13,54 +21,53 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autopar.tracing.passes.edit import arguments_of, insert, replaced
-from autopar.tracing.passes.paired_index import value_of
-
-__all__ = ["bags_as_rows"]
+from autopar.tracing.passes.edit import arguments_of, insert, replace, value_of
 
 aten = torch.ops.aten
 BAGS = (aten.embedding_bag.default, aten.embedding_bag.padding_idx)
+# Values of `mode` in ATen.
 SUM, MEAN, MAX = 0, 1, 2
+# Arguments of `autopar::bags`, in order.
+_ARGUMENTS = ("weight", "indices", "offsets", "per_sample_weights", "mode", "include_last_offset")
 
 
-def bags_as_rows(graph: Graph) -> None:
-    """Rewrite every lookup of bags, where only what is found in them is used."""
+def bags_to_rows(graph: Graph) -> None:
+    """Rewrite every lookup of bags of which only the first result is used."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in BAGS:
             continue
         arguments = arguments_of(node)
         used = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
+        # A padding index does not count in a mean, which rows cannot express.
         if len(used) != len(node.users) or not used or arguments.get("padding_idx") is not None:
             continue
         length = _length(arguments)
-        if length is None and arguments["scale_grad_by_freq"]:
+        if length is not None:
+            found = _rows(node, arguments, length)
+        elif arguments["scale_grad_by_freq"]:
             continue
-        found = _of_any_length(node, arguments) if length is None else _rows(node, arguments, length)
+        else:
+            found = insert(node, torch.ops.autopar.bags.default, *(arguments[name] for name in _ARGUMENTS))
         for user in used:
-            replaced(user, found)
+            replace(user, found)
         graph.erase_node(node)
 
 
-def _of_any_length(node: Node, arguments: dict[str, Any]) -> Node:
-    names = ("weight", "indices", "offsets", "per_sample_weights", "mode", "include_last_offset")
-    return insert(node, torch.ops.autopar.bags.default, *(arguments[name] for name in names))
-
-
 def _length(arguments: dict[str, Any]) -> int | None:
-    """How long all bags are; None where they differ, or where that depends on data."""
+    """Return the length of all bags; None for unequal lengths, or lengths that depend on data."""
     count = arguments["indices"].meta["val"].numel()
-    begins = value_of(arguments["offsets"])
-    if begins is None:
+    offsets = value_of(arguments["offsets"])
+    if offsets is None:
         return None
-    bags = begins.numel() - bool(arguments["include_last_offset"])
+    bags = offsets.numel() - bool(arguments["include_last_offset"])
     length, rest = divmod(count, bags) if bags > 0 else (0, 1)
-    if rest or not length or not torch.equal(begins, length * torch.arange(begins.numel(), dtype=begins.dtype)):
+    if rest or not length or not torch.equal(offsets, length * torch.arange(offsets.numel(), dtype=offsets.dtype)):
         return None
     return length
 
 
 def _rows(node: Node, arguments: dict[str, Any], length: int) -> Node:
-    """The lookup with its dims `[bag, place in it, features]`, and what becomes of the places."""
+    """Return the lookup `[bag, place in it, features]`, reduced along the places."""
     ids, weights, mode = arguments["indices"], arguments["per_sample_weights"], arguments["mode"]
     rows = [ids.meta["val"].numel() // length, length]
     scaled = bool(arguments["scale_grad_by_freq"])
@@ -68,14 +75,15 @@ def _rows(node: Node, arguments: dict[str, Any], length: int) -> Node:
     if weights is not None:
         weights = insert(node, aten.unsqueeze.default, _shaped(node, weights, rows), -1)
         found = insert(node, aten.mul.Tensor, found, weights)
-    if mode == MAX:  # amax would share a gradient among places that are equal
+    if mode == MAX:
+        # The backward of amax shares a gradient among equal places; embedding_bag gives it to one.
         both = insert(node, aten.max.dim, found, 1)
         return insert(node, operator.getitem, both, 0)
     return insert(node, aten.mean.dim if mode == MEAN else aten.sum.dim_IntList, found, [1])
 
 
 def _shaped(node: Node, value: Node, shape: list[int]) -> Node:
-    """A value as rows; as it was before it was flattened, if it was."""
+    """Return a value as rows; the source of a reshape if it has this shape already."""
     source = value.args[0] if value.target is aten.reshape.default else None
     if isinstance(source, Node) and list(source.meta["val"].shape) == shape:
         return source

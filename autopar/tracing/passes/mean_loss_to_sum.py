@@ -1,8 +1,17 @@
-"""Means of losses as sums over counts, so that each shard of a batch can add its part.
+"""Sum a mean loss over the batch, divided by a count, so that shards can add up.
 
-`cross_entropy` with `reduction="mean"` divides by the number of targets that count, which no shard knows of itself: a
-mean of the shards' means is wrong as soon as they ignore different numbers of targets. The sum of the losses and the
-count of the targets are both sums, whatever the shards hold.
+`cross_entropy` with `reduction="mean"` divides by the number of targets that are not ignored. No shard knows this
+number. A mean of the shards' means is wrong when shards ignore different numbers of targets. The sum of the losses and
+the count of the targets are both plain sums over the batch.
+
+Input::
+
+    loss = cross_entropy(logits, target)
+Output::
+
+    total = cross_entropy(logits, target, reduction="sum")
+    count = _to_copy(sum(target != ignore_index), dtype=f32)
+    loss = total / count
 """
 
 from __future__ import annotations
@@ -12,18 +21,18 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from autopar.tracing.passes.edit import arguments_of, insert, replaced
-
-__all__ = ["mean_losses_as_sums"]
+from autopar.tracing.passes.edit import arguments_of, insert, replace
 
 aten = torch.ops.aten
+# Values of `reduction` in ATen.
 NONE, MEAN, SUM = 0, 1, 2
-# In narrower types a sum over many targets could overflow: there the losses are widened before they are added.
+# In narrower types a sum over many targets could overflow: the losses are widened before they are added.
 WIDE = (torch.float32, torch.float64)
 
 
-def mean_losses_as_sums(graph: Graph) -> None:
+def mean_loss_to_sum(graph: Graph) -> None:
     """Rewrite every mean over class indices without class weights."""
+    # Weighted means and means over class probabilities divide by other numbers, and stay.
     for node in graph.find_nodes(op="call_function", target=aten.cross_entropy_loss.default):
         arguments = arguments_of(node)
         indices = not arguments["target"].meta["val"].dtype.is_floating_point
@@ -46,4 +55,4 @@ def _rewrite(node: Node, arguments: dict[str, Any]) -> None:
     mean = insert(node, aten.div.Tensor, total, as_float)
     if not wide:
         mean = insert(node, aten._to_copy.default, mean, dtype=dtype)
-    replaced(node, mean)
+    replace(node, mean)

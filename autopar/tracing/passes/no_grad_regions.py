@@ -1,9 +1,19 @@
-"""Regions without gradients: torch.export drops them, and gradients come out wrong.
+"""Replace regions without gradients by `detach` of the values that enter them.
 
-The graph that torch.export captures first is flat and still has the switches of the grad mode in it. Here every value
-that enters a region without gradients is detached and the switches go: then no gradient flows back, whatever runs the
-graph. (torch.export itself would make submodules of the regions, forget those inside autocast, and lose the rest when
-it decomposes.) The switches of autocast stay: decomposing turns them into casts.
+torch.export drops the switches of the grad mode, and gradients come out wrong. Its own pass would make submodules of
+the regions, miss those inside autocast and lose the rest in decompositions. The graph that it captures first is flat
+and still has the switches. After `detach` no gradient flows back, whatever runs the graph. The switches of autocast
+stay: decompositions turn them into casts.
+
+Input::
+
+    set_grad_enabled(False)
+    y = relu(h)
+    set_grad_enabled(True)
+Output::
+
+    d = detach(h)
+    y = relu(d)
 """
 
 from __future__ import annotations
@@ -16,14 +26,12 @@ from torch.fx import Graph, Node
 
 from autopar.tracing.export.refuse import Refusal
 
-__all__ = ["apply_grad_modes"]
-
 aten = torch.ops.aten
 
 
-def apply_grad_modes(graph: Graph, signature: ExportGraphSignature, ambient: bool) -> None:
-    """Turn grad-mode switches into detached values; `ambient` is the grad mode of the whole call."""
-    disabled = _take_out_switches(graph, ambient)
+def no_grad_regions(graph: Graph, signature: ExportGraphSignature, ambient: bool) -> None:
+    """Replace the switches of the grad mode, in place; `ambient` is the grad mode of the whole call."""
+    disabled = _remove_switches(graph, ambient)
     differentiable = _differentiable(graph, signature, disabled)
     for node in graph.nodes:
         _check_in_place(node, disabled, differentiable)
@@ -31,8 +39,8 @@ def apply_grad_modes(graph: Graph, signature: ExportGraphSignature, ambient: boo
         _detach_entries(graph, disabled, differentiable)
 
 
-def _take_out_switches(graph: Graph, ambient: bool) -> set[Node]:
-    """Erase the switches; the nodes that were captured with gradients disabled."""
+def _remove_switches(graph: Graph, ambient: bool) -> set[Node]:
+    """Erase the switches and return the nodes captured with gradients disabled."""
     enabled = ambient
     disabled = set()
     for node in list(graph.nodes):
@@ -51,7 +59,7 @@ def _take_out_switches(graph: Graph, ambient: bool) -> set[Node]:
 
 
 def _differentiable(graph: Graph, signature: ExportGraphSignature, disabled: set[Node]) -> set[Node]:
-    """The values through which a gradient may flow to a parameter or an input."""
+    """Return the values through which a gradient may flow to a parameter or an input."""
     placeholders = graph.find_nodes(op="placeholder")
     found = {
         node
@@ -70,7 +78,8 @@ def _is_float(node: Node) -> bool:
     val = node.meta.get("val")
     if isinstance(val, torch.Tensor):
         return val.is_floating_point() or val.is_complex()
-    return isinstance(val, (tuple, list))  # several results: their getitems decide
+    # Of several results the getitems decide.
+    return isinstance(val, (tuple, list))
 
 
 def _detach_entries(graph: Graph, disabled: set[Node], differentiable: set[Node]) -> None:
@@ -81,21 +90,22 @@ def _detach_entries(graph: Graph, disabled: set[Node], differentiable: set[Node]
         for source in node.all_input_nodes:
             if source in differentiable:
                 if source not in detached:
-                    detached[source] = _detach(graph, source, node)
+                    with graph.inserting_before(node):
+                        detached[source] = graph.call_function(aten.detach.default, (source,))
+                    detached[source].meta.update({**node.meta, "val": source.meta["val"]})
                 node.replace_input_with(source, detached[source])
 
 
-def _detach(graph: Graph, source: Node, before: Node) -> Node:
-    with graph.inserting_before(before):
-        made = graph.call_function(aten.detach.default, (source,))
-    made.meta.update(before.meta)
-    made.meta["val"] = source.meta["val"]
-    return made
-
-
 def _check_in_place(node: Node, disabled: set[Node], differentiable: set[Node]) -> None:
-    """Refuse what a functional graph cannot say: a value changed behind the back of its own gradient."""
-    for written in _written(node):
+    """Raise if a node changes a differentiable value in place without recording a gradient."""
+    # A functional graph cannot express it: the new value would carry the gradient of the old one.
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.is_mutable:
+        return
+    writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
+    for written, is_write in zip(node.args, writes, strict=False):
+        if not is_write or not isinstance(written, Node):
+            continue
         base, hidden = written, node in disabled
         while base.op == "call_function" and base.args and _is_view(base):
             hidden = hidden or base.target is aten.detach.default
@@ -107,14 +117,6 @@ def _check_in_place(node: Node, disabled: set[Node], differentiable: set[Node]) 
                 "compute a new tensor instead of changing this one",
                 node,
             )
-
-
-def _written(node: Node) -> list[Node]:
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None or not schema.is_mutable:
-        return []
-    writes = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
-    return [value for value, write in zip(node.args, writes, strict=False) if write and isinstance(value, Node)]
 
 
 def _is_view(node: Node) -> bool:

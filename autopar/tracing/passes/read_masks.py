@@ -1,8 +1,16 @@
-"""Masks of fused attention that say nothing but the position: an argument of the kernel instead of a tensor.
+"""Replace attention masks that depend on the position alone by arguments of the kernel.
 
-A mask is read as a function of row and column (`index_reading.py`). One that is True everywhere is dropped; `column <=
-row` becomes `is_causal`, which fast kernels need; another band stays a mask, and its width is recorded. A mask that
-depends on anything else stays, with the reason. Nothing is guessed: the reading holds for all rows and columns.
+A mask is read as a function of row and column by `IndexReader`, exactly: the result holds for all rows and columns. A
+mask that is True everywhere is dropped. `column <= row` becomes `is_causal`, which fast kernels need. Another band
+stays an operand, and its width is recorded for the cost model. Any other mask stays, with the reason in the note.
+
+Input::
+
+    mask = arange(8)[None, :] <= arange(8)[:, None]
+    y = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+Output::
+
+    y = scaled_dot_product_attention(q, k, v, is_causal=True)    # note: causal
 """
 
 from __future__ import annotations
@@ -17,46 +25,32 @@ from torch.fx import Graph, Node
 from autopar.ir.values import AttentionNote, Band
 from autopar.tracing.indices.piecewise import NEVER, Affine, Conjunction, Pieces, Shape, UnreadError, either, negation
 from autopar.tracing.indices.reading import IndexReader
-from autopar.tracing.passes.edit import arguments_of
-from autopar.tracing.passes.repeated_heads import own_heads
-
-__all__ = ["ATTENTION_NOTE", "read_masks"]
+from autopar.tracing.passes.edit import arguments_of, set_attention_arguments
 
 aten = torch.ops.aten
 
-# The key of an `AttentionNote` in the meta of a node.
+# Key of the `AttentionNote` in the meta of a node.
 ATTENTION_NOTE = "attention"
-# A mask value below this gives a weight of 0: a float32 exponential is 0 below -104.
+# A score with less than this added has weight 0: a float32 exponential is 0 below -104.
 HIDDEN = -1e4
 
 
-def read_masks(graph: Graph, known: Mapping[Node, Tensor], sources: Mapping[Node, str]) -> None:
-    """Rewrite the calls of fused attention, in place.
+def read_masks(graph: Graph, constants: Mapping[Node, Tensor], sources: Mapping[Node, str]) -> None:
+    """Rewrite the calls of fused attention in place, and note the mask of each.
 
-    `known`: constants whose data cannot change; `sources`: for each placeholder, what it is to the user.
+    `constants` have data that cannot change; `sources` has the user's name of each other placeholder.
     """
-    reader = IndexReader(known, sources)
+    # One reader for the graph: layers often share a mask, which is then read once.
+    reader = IndexReader(constants, sources)
     for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
-        arguments = arguments_of(node)
-        note, changed = _mask(reader, node, arguments)
-        heads, reason = own_heads(node)
-        _rewrite(node, {**changed, **heads})
-        node.meta[ATTENTION_NOTE] = AttentionNote(note.mask, reason, note.band)
+        note, changed = _read(reader, node, arguments_of(node))
+        if changed:
+            set_attention_arguments(node, changed)
+        node.meta[ATTENTION_NOTE] = note
 
 
-def _rewrite(node: Node, changed: Mapping[str, Any]) -> None:
-    if not changed:
-        return
-    assert isinstance(node.target, torch._ops.OpOverload), node
-    given = {**arguments_of(node), **changed}
-    default = {argument.name: argument.default_value for argument in node.target._schema.arguments}
-    tensors = tuple(given.pop(name) for name in ("query", "key", "value"))
-    node.args = tensors
-    node.kwargs = {name: value for name, value in given.items() if value != default[name]}
-
-
-def _mask(reader: IndexReader, node: Node, arguments: Mapping[str, Any]) -> tuple[AttentionNote, dict[str, Any]]:
-    """A kind of mask, and the arguments of attention that replace it."""
+def _read(reader: IndexReader, node: Node, arguments: Mapping[str, Any]) -> tuple[AttentionNote, dict[str, Any]]:
+    """Return the note of a mask, and the arguments that replace it."""
     mask = arguments["attn_mask"]
     if not isinstance(mask, Node):
         return AttentionNote("causal" if arguments["is_causal"] else "no mask"), {}
@@ -71,17 +65,13 @@ def _mask(reader: IndexReader, node: Node, arguments: Mapping[str, Any]) -> tupl
     text = _text(band)
     if text not in ("no mask", "causal"):
         return AttentionNote(text, band=band), {}
-    if not _keeps_shape(node, arguments):
-        return AttentionNote(f"mask kept: {text}, but the result has its leading dims", band=band), {}
-    return AttentionNote(text), {"attn_mask": None, "is_causal": text == "causal"}
-
-
-def _keeps_shape(node: Node, arguments: Mapping[str, Any]) -> bool:
-    """Return whether the result has its leading dims without the mask, too."""
+    # A mask can broadcast a batch dim into the result, which would be lost without it.
     query, key, value = (arguments[name].meta["val"] for name in ("query", "key", "value"))
     others = () if arguments["enable_gqa"] else (key.shape[:-2], value.shape[:-2])
     leading = torch.broadcast_shapes(query.shape[:-2], *others)  # type: ignore[no-untyped-call]
-    return tuple(node.meta["val"].shape[:-2]) == tuple(leading)
+    if tuple(node.meta["val"].shape[:-2]) != tuple(leading):
+        return AttentionNote(f"mask kept: {text}, but the result has its leading dims", band=band), {}
+    return AttentionNote(text), {"attn_mask": None, "is_causal": text == "causal"}
 
 
 def _text(band: Band) -> str:
@@ -96,7 +86,7 @@ def _text(band: Band) -> str:
 
 
 def band_of(mask: Pieces, shape: Shape) -> Band:
-    """The band of a mask, boolean or added to the scores."""
+    """Return the band of a mask, boolean or added to the scores."""
     seen, hidden = NEVER, NEVER
     for term, predicate in mask:
         number = term.constant if isinstance(term, Affine) and not term.coefficients else term
@@ -110,6 +100,7 @@ def band_of(mask: Pieces, shape: Shape) -> Band:
             raise UnreadError(f"adds {number:g} to scores")
     if not hidden:
         return Band(None, None)
+    # The complement of the hidden cells can be one conjunction where the pieces of the visible ones are several.
     for visible in (seen, negation(hidden, shape)):
         if len(visible) == 1:
             return _band(next(iter(visible)), shape)
@@ -117,12 +108,14 @@ def band_of(mask: Pieces, shape: Shape) -> Band:
 
 
 def _band(visible: Conjunction, shape: Shape) -> Band:
+    """Return the bounds of `column - row` as a band; dims -2 and -1 are row and column."""
     left = right = None
     for affine in visible:
         times = dict(affine.coefficients)
         if set(times) - {-1, -2}:
             raise UnreadError("depends on the place in the batch or on the head")
         row, column = times.get(-2, 0), times.get(-1, 0)
+        # Coefficients are 1 and -1; one is missing only where its dim has extent 1.
         fits = abs(row - column) == 2 - (row == 0) - (column == 0) and row * column <= 0
         if not fits or (row == 0 and shape[-2] > 1) or (column == 0 and shape[-1] > 1):
             raise UnreadError("rows see columns that do not move with them")

@@ -1,45 +1,62 @@
-"""Keys and values that are repeated for the heads of the queries: attention takes them as they were before.
+"""Pass keys and values to attention at their own number of heads, without copies.
 
-`h` heads made of `k` by repeating each `h / k` times are what `enable_gqa` means, without the copies: keys and values
-stay a `1 / (h / k)` part in memory, and their gradients are summed inside the kernel.
+Models with grouped heads repeat `k` heads of keys and values `h / k` times to the `h` heads of the queries. With
+`enable_gqa` the kernel does this itself. Keys and values then take `k / h` of the memory, and their gradients are
+summed inside the kernel. Where keys and values are repeated differently, they stay so, with the reason in the note.
+
+Input::
+
+    wide = reshape(expand(unsqueeze(k, 2), [B, 2, 4, T, D]), [B, 8, T, D])    # v likewise
+    y = scaled_dot_product_attention(q, wide, wide_v)
+Output::
+
+    y = scaled_dot_product_attention(q, k, v, enable_gqa=True)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from autopar.tracing.passes.edit import arguments_of, insert
-
-__all__ = ["own_heads"]
+from autopar.tracing.passes.edit import arguments_of, insert, set_attention_arguments
+from autopar.tracing.passes.read_masks import ATTENTION_NOTE
 
 aten = torch.ops.aten
 
 _RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 _COPIES = (aten.clone.default, aten.contiguous.default, aten.alias.default, aten._to_copy.default, aten.detach.default)
-HEADS = -3
 
 
 @dataclass(frozen=True)
 class _Repeated:
-    """A tensor whose entries along `dim` each stand `times` times in a row, and how to make it unrepeated."""
+    """Tensor that repeats each slice along `dim` `times` times in a row; `make` inserts it without repeats."""
 
     dim: int
     times: int
     make: Callable[[], Node]
 
 
-def own_heads(node: Node) -> tuple[dict[str, Any], str]:
-    """The arguments of attention with keys and values at their own heads; or why they stay as they are."""
+def repeated_heads(graph: Graph) -> None:
+    """Rewrite the calls of fused attention in place, and extend their notes."""
+    for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
+        changed, reason = _own_heads(node)
+        if changed:
+            set_attention_arguments(node, changed)
+        node.meta[ATTENTION_NOTE] = replace(node.meta[ATTENTION_NOTE], heads=reason)
+
+
+def _own_heads(node: Node) -> tuple[dict[str, Any], str]:
+    """Return the arguments of attention without repeats, or the reason why they stay repeated."""
     arguments = arguments_of(node)
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if query.meta["val"].dim() != 4 or key.meta["val"].dim() != 4 or value.meta["val"].dim() != 4:
         return {}, ""
     found = [_repeated(one) for one in (key, value)]
+    # Repeats along another dim than the heads are no grouped attention.
     along = [one if one is not None and one.dim == 1 else None for one in found]
     if along == [None, None]:
         return {}, ""
@@ -47,8 +64,8 @@ def own_heads(node: Node) -> tuple[dict[str, Any], str]:
     if missing is not None:
         return {}, f"heads stay repeated: {missing} are not repeated alike"
     keys, values = along
-    assert keys is not None, "both are there"
-    assert values is not None, "both are there"
+    assert keys is not None, "returned above"
+    assert values is not None, "returned above"
     if keys.times != values.times:
         return {}, f"heads stay repeated: {keys.times} times in keys, {values.times} times in values"
     if query.meta["val"].shape[1] % key.meta["val"].shape[1]:
@@ -59,7 +76,7 @@ def own_heads(node: Node) -> tuple[dict[str, Any], str]:
 
 
 def _repeated(node: Node) -> _Repeated | None:
-    """How a tensor is repeated, if it is: seen through ops that move dims."""
+    """Return the repeats of a tensor, found behind ops that move dims or copy; else None."""
     if node.op != "call_function":
         return None
     if node.target in _RESHAPES:
@@ -67,19 +84,23 @@ def _repeated(node: Node) -> _Repeated | None:
     if node.target is aten.expand.default:
         return _expanded(node)
     if node.target is aten.repeat_interleave.self_int:
-        return _interleaved(node)
+        arguments = arguments_of(node)
+        source, times, dim = arguments["self"], arguments["repeats"], arguments["dim"]
+        if dim is None or not isinstance(times, int) or times < 2:
+            return None
+        return _Repeated(dim % source.meta["val"].dim(), times, lambda: source)
     if node.target in (aten.transpose.int, aten.permute.default):
         return _moved(node)
     if node.target in _COPIES:
-        source = node.args[0]
-        assert isinstance(source, Node), node
-        found = _repeated(source)
-        return found and _Repeated(found.dim, found.times, lambda: _again(node, found))
+        copied = node.args[0]
+        assert isinstance(copied, Node), node
+        found = _repeated(copied)
+        return found and _Repeated(found.dim, found.times, lambda: _same_op(node, found))
     return None
 
 
-def _again(node: Node, found: _Repeated) -> Node:
-    """The same op on what is not repeated."""
+def _same_op(node: Node, found: _Repeated) -> Node:
+    """Insert the op of `node` on the tensor without repeats."""
     keywords: dict[str, Any] = dict(node.kwargs)
     return insert(node, node.target, found.make(), *node.args[1:], **keywords)
 
@@ -96,11 +117,11 @@ def _moved(node: Node) -> _Repeated | None:
     else:
         first, second = (arguments_of(node)[name] % len(order) for name in ("dim0", "dim1"))
         order[first], order[second] = order[second], order[first]
-    return _Repeated(order.index(found.dim), found.times, lambda: _again(node, found))
+    return _Repeated(order.index(found.dim), found.times, lambda: _same_op(node, found))
 
 
 def _expanded(node: Node) -> _Repeated | None:
-    """One head for all."""
+    # `expand` repeats one slice for all: `times` is the whole extent.
     source = node.args[0]
     assert isinstance(source, Node), node
     old, new = tuple(source.meta["val"].shape), tuple(node.meta["val"].shape)
@@ -110,16 +131,8 @@ def _expanded(node: Node) -> _Repeated | None:
     return _Repeated(longer[0], new[longer[0]], lambda: source) if len(longer) == 1 else None
 
 
-def _interleaved(node: Node) -> _Repeated | None:
-    arguments = arguments_of(node)
-    source, times, dim = arguments["self"], arguments["repeats"], arguments["dim"]
-    if dim is None or not isinstance(times, int) or times < 2:
-        return None
-    return _Repeated(dim % source.meta["val"].dim(), times, lambda: source)
-
-
 def _joined(node: Node) -> _Repeated | None:
-    """`reshape(expand(unsqueeze(x)))`: the new dim and the one before it become one."""
+    """Return the repeats of `reshape(expand(unsqueeze(x)))`, which joins the new dim to the one before it."""
     wide = node.args[0]
     while isinstance(wide, Node) and wide.target in (aten.clone.default, aten.contiguous.default):
         wide = wide.args[0]
@@ -134,14 +147,11 @@ def _joined(node: Node) -> _Repeated | None:
     dim = longer[0]
     if new != (*old[: dim - 1], old[dim - 1] * old[dim], *old[dim + 1 :]):
         return None
-    return _Repeated(dim - 1, old[dim], lambda: _without(added, dim))
 
-
-def _without(added: Node, dim: int) -> Node:
-    """A tensor without a dim of extent 1, which most often was added just before."""
-    source = added.args[0]
-    if added.target is aten.unsqueeze.default and isinstance(source, Node):
-        rank = added.meta["val"].dim()
-        if arguments_of(added)["dim"] % rank == dim:
+    def without() -> Node:
+        if added.target is aten.unsqueeze.default and arguments_of(added)["dim"] % len(narrow) == dim:
+            source: Node = arguments_of(added)["self"]
             return source
-    return insert(added, aten.squeeze.dim, added, dim, before=added.next)
+        return insert(added, aten.squeeze.dim, added, dim, before=added.next)
+
+    return _Repeated(dim - 1, old[dim], without)
