@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -197,3 +198,13 @@ def test_no_docstring_begins_with_a_clause() -> None:
         if BEGINNING.match(text)
     ]
     assert found == []
+
+
+def test_three_to_six_percent_of_the_package_are_comments() -> None:
+    lines = comments = 0
+    for path in (ROOT / "autopar").rglob("*.py"):
+        with path.open("rb") as file:
+            tokens = list(tokenize.tokenize(file.readline))
+        lines += len(path.read_text().splitlines())
+        comments += len({token.start[0] for token in tokens if token.type == tokenize.COMMENT})
+    assert 0.03 <= comments / lines <= 0.06
