@@ -1,7 +1,7 @@
-"""Binding rules to nodes: every op gets its rule, and the rule's factors tie the dims of the graph together.
+"""Bind a rule to every op; the factors of the rules tie the dims of the graph together.
 
-Ties between activations are made first, in the order of the graph, ties to parameters after them: where both cannot be
-had (a square weight between two parts of one residual stream), the stream stays one dim and the weight gets a second.
+Activations are tied first, in the order of the graph, then parameters. A square weight between two parts of a residual
+stream would need one class twice. With this order the stream stays one class, and the weight gets a second one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Discover = Callable[[torch._ops.OpOverload, Call, tuple[tuple[int, ...] | None, 
 
 @dataclass(frozen=True)
 class BoundNode:
-    """One op of the graph with its rule."""
+    """Op of the graph with its rule, operands, results and the class of each factor."""
 
     node: Node
     call: Call
@@ -50,7 +50,7 @@ class BoundNode:
 
 @dataclass(frozen=True)
 class DimTie:
-    """Two classes that a rule relates but that stay two: their extents differ, or one tensor carries both."""
+    """Two classes that a rule relates and that stay apart: other extents, or both on one tensor."""
 
     first: int
     second: int
@@ -60,7 +60,7 @@ class DimTie:
 
 @dataclass
 class BoundGraph:
-    """The bound graph: classes of dims, the dims of each value, the nodes with their rules."""
+    """Bound graph: classes of dims, the dims of each value, the nodes with their rules."""
 
     space: DimSpace = field(default_factory=DimSpace)
     dims: dict[ValueKey, tuple[int, ...]] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class BoundGraph:
         self.set_dims(key, [self.space.new(size) for size in shape])
 
     def set_dims(self, key: ValueKey, dims: Sequence[int]) -> None:
-        """Give a value its dims; one that it has already is replaced by a class of its own."""
+        """Set the dims of a value; a class that the value has already is replaced by a new one."""
         number = len(self.numbers)
         self.numbers[number] = key
         own = []
@@ -89,7 +89,7 @@ class BoundGraph:
 
 
 def bind_graph(exported: Exported, table: RuleTable, discover: Discover | None = None) -> BoundGraph:
-    """Bind every op of the graph to its rule, and tie the dims."""
+    """Return the graph with a rule for every op and all dims tied."""
     binding = BoundGraph()
     placeholders = {node.name: node for node in exported.graph_module.graph.find_nodes(op="placeholder")}
     for placeholder in exported.placeholders:
@@ -97,6 +97,7 @@ def bind_graph(exported: Exported, table: RuleTable, discover: Discover | None =
         binding.add_value(node.name, node.meta["val"].shape)
         if placeholder.kind != "input":
             binding.stored.add(node.name)
+    # Repeated layers make equal calls: each rule is worked out once.
     rules: dict[Call, tuple[Rule, Source, str]] = {}
     for node in exported.graph_module.graph.nodes:
         if node.op == "call_function" and node.target is not operator.getitem:
@@ -127,6 +128,7 @@ def _bind_node(
     else:
         labels = tuple(None if key is None else tuple(map(binding.space.find, binding.dims[key])) for key in operands)
         rule, source, reason = _rule_of(op, call, labels, table, discover)
+        # A discovery depends on which dims are known to be equal, not on the call alone.
         if source == "table":
             rules[call] = rule, source, reason
     outputs = tuple(_output_keys(node, len(flat_results(node.meta["val"]))))
@@ -145,6 +147,7 @@ def _rule_of(
     table: RuleTable,
     discover: Discover | None,
 ) -> tuple[Rule, Source, str]:
+    """Return the rule of a call, its source, and the reason for a rule outside of the table."""
     reason = f"the table has no rule for {op}"
     if str(op) in table:
         try:
@@ -163,7 +166,7 @@ def _rule_of(
 
 
 def replicated_rule(call: Call) -> Rule:
-    """The rule of an op about which nothing is known: nothing may be split."""
+    """Return the rule of an unknown op: no dim may be split."""
     ranks = [None if spec is None else spec.rank for spec in (*call.operands, *call.outputs)]
     names = iter(fresh_names(sum(rank or 0 for rank in ranks), set()))
     sides = [None if rank is None else Operand(tuple((next(names),) for _ in range(rank))) for rank in ranks]
@@ -173,6 +176,7 @@ def replicated_rule(call: Call) -> Rule:
 
 
 def _output_keys(node: Node, count: int) -> Iterator[ValueKey | None]:
+    """Yield the node name of each result; None for a result without a getitem."""
     if isinstance(node.meta["val"], torch.Tensor):
         yield node.name
         return
@@ -184,7 +188,7 @@ def _output_keys(node: Node, count: int) -> Iterator[ValueKey | None]:
 
 
 def _tie_activations(binding: BoundGraph, bound: BoundNode) -> None:
-    """Tie the operands that are activations by their common factors, then give the outputs their dims."""
+    """Tie the activation operands by common factors, then set the dims of the results."""
     space = binding.space
     compounds: list[tuple[int, Term]] = []
     for operand, key in zip(bound.rule.operands, bound.operands, strict=False):
@@ -198,6 +202,7 @@ def _tie_activations(binding: BoundGraph, bound: BoundNode) -> None:
     sizes = factor_sizes(bound.rule, bound.call)
     for name, size in sizes.items():
         bound.factors.setdefault(name, space.new(size))
+    # Compounds need the classes of all their factors, so they come after the plain terms.
     for dim, term in compounds:
         if not space.merge(dim, space.compound(bound.factors[name] for name in term)):
             binding.ties.append(
@@ -210,7 +215,8 @@ def _tie_activations(binding: BoundGraph, bound: BoundNode) -> None:
         dims = []
         for term, size in zip(operand.terms, spec.shape, strict=True):
             dim = space.compound(bound.factors[name] for name in term) if term else space.new(size)
-            if space.size(dim) != size:  # a halo factor whose extent changes
+            # A window makes the result of a halo factor shorter than the operand.
+            if space.size(dim) != size:
                 outside = space.new(size)
                 binding.ties.append(DimTie(dim, outside, "halo", bound.node.name))
                 dim = outside
@@ -226,7 +232,7 @@ def _tie(binding: BoundGraph, bound: BoundNode, factor: str, dim: int) -> None:
 
 
 def _tie_stored(binding: BoundGraph, bound: BoundNode) -> None:
-    """Tie the dims of parameters and buffers to the factors they are used with."""
+    """Tie the dims of parameters and buffers to the factors of their ops."""
     space = binding.space
     for operand, key in zip(bound.rule.operands, bound.operands, strict=False):
         if operand is None or key is None or key not in binding.stored:

@@ -1,9 +1,9 @@
-"""Which dims of which tensors are the same: union-find over classes of dims, with compounds and refusals.
+"""Union-find over the dims of all tensors of a graph, with compound classes and refused merges.
 
 A class is a set of physical dims of equal extent that the rules tie together. A class may have parts:
-`(heads head_dim)` is one physical dim that a view takes apart. Merging two classes that have parts merges the parts,
-refining them where they are cut differently. A merge is refused, whole, when it would put one class on one tensor twice
-(the two `seq` of attention scores), or when the parts do not fit each other.
+`(heads head_dim)` is one physical dim that a view splits. A merge of two classes with parts merges the parts, split
+further where they are cut differently. A merge is refused, as a whole, if it would put one class on one tensor twice
+(the two `seq` of attention scores), or if the parts do not fit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["DimSpace"]
 
 
 class DimSpace:
-    """All classes of one graph. Classes are numbers; `find` gives the number that stands for a merged class."""
+    """All classes of one graph, as numbers; `find` returns the representative of a merged class."""
 
     def __init__(self) -> None:
         self._parent: list[int] = []
@@ -25,7 +25,7 @@ class DimSpace:
         self._trail: list[Callable[[], None]] = []
 
     def new(self, size: int) -> int:
-        """A class of its own."""
+        """Return a new class without tensors."""
         self._parent.append(len(self._parent))
         self._size.append(size)
         self._parts.append(())
@@ -33,7 +33,7 @@ class DimSpace:
         return len(self._parent) - 1
 
     def compound(self, parts: Iterable[int]) -> int:
-        """The class of a physical dim made of these parts, major first; parts of size 1 do not count."""
+        """Return the class of a dim made of these parts, major first; parts of size 1 do not count."""
         roots = tuple(self.find(part) for part in parts)
         kept = roots if len(roots) == 1 else tuple(part for part in roots if self._size[part] > 1)
         if len(kept) == 1:
@@ -43,6 +43,7 @@ class DimSpace:
         return dim
 
     def find(self, dim: int) -> int:
+        # No path compression: an undo of a merge restores one parent only.
         root = dim
         while self._parent[root] != root:
             root = self._parent[root]
@@ -52,11 +53,11 @@ class DimSpace:
         return self._size[self.find(dim)]
 
     def parts(self, dim: int) -> tuple[int, ...]:
-        """The classes this one is made of, major first; empty when it is not taken apart anywhere."""
+        """Return the classes that this one consists of, major first; empty if nothing splits it."""
         return tuple(self.find(part) for part in self._parts[self.find(dim)])
 
     def atoms(self, dim: int) -> Iterator[int]:
-        """The smallest classes this one is made of, major first."""
+        """Yield the smallest classes that this one consists of, major first."""
         parts = self.parts(dim)
         if not parts:
             yield self.find(dim)
@@ -64,27 +65,28 @@ class DimSpace:
             yield from self.atoms(part)
 
     def within(self, dim: int) -> Iterator[int]:
-        """The class and all it is made of, at every level."""
+        """Yield the class and its parts, at every level."""
         yield self.find(dim)
         for part in self.parts(dim):
             yield from self.within(part)
 
     def tensors(self, dim: int) -> frozenset[int]:
-        """The tensors that carry this class, as a dim or inside a compound."""
+        """Return the tensors that have this class, as a dim or inside a compound."""
         return frozenset(self._tensors[self.find(dim)])
 
     def attach(self, dim: int, tensor: int) -> bool:
-        """Say that a tensor has this class as a dim; False, and nothing changed, if it has it already."""
+        """Add a class as a dim of a tensor; False, and no change, if the tensor has it already."""
         return self._all_or_nothing(lambda: self._touch(dim, {tensor}))
 
     def merge(self, first: int, second: int) -> bool:
-        """Make two classes one; False, and nothing changed, if that is refused."""
+        """Merge two classes; False, and no change, if that is refused."""
         if self.find(first) == self.find(second):
             return True
         return self._all_or_nothing(lambda: self._merge(first, second))
 
     def unite_compounds(self) -> None:
-        """Make one class of compounds that have the same parts."""
+        """Merge the compounds that have the same parts."""
+        # A merge of two compounds can make those around them equal.
         again = True
         while again:
             again = False
@@ -94,7 +96,8 @@ class DimSpace:
                 if parts and self.find(first.setdefault(parts, dim)) != dim:
                     again |= self.merge(first[parts], dim)
 
-    # Every change below leaves its own undoing on the trail, so that a refusal half-way leaves no trace.
+    # A merge changes many classes before it can fail, and copies of all classes are slow. So each change below appends
+    # its inverse to the trail, and a refusal runs the trail backwards.
 
     def _all_or_nothing(self, change: Callable[[], bool]) -> bool:
         done = change()
@@ -117,6 +120,7 @@ class DimSpace:
         keep, drop = self.find(first), self.find(second)
         if keep == drop:
             return True
+        # The smaller set is copied into the larger one: each entry moves at most log(n) times.
         if len(self._tensors[keep]) < len(self._tensors[drop]):
             keep, drop = drop, keep
         added = set(self._tensors[drop])
@@ -136,7 +140,7 @@ class DimSpace:
         return all(self._touch(part, kept_tensors) for part in dropped_parts)
 
     def _merge_parts(self, left: list[int], right: list[int]) -> bool:
-        """Merge two ways to cut one dim, major first, cutting further where one is coarser."""
+        """Merge two partitions of one dim, major first; split further where one is coarser."""
         while left and right:
             first, second = self.find(left[0]), self.find(right[0])
             if self._size[first] == self._size[second]:
@@ -152,7 +156,7 @@ class DimSpace:
         return not left and not right
 
     def _cut(self, dim: int, major: int) -> bool:
-        """Take a class apart in a major part of this size and the rest."""
+        """Split a class into a major part of this size and the rest."""
         if self._size[dim] % major:
             return False
         parts = (self.new(major), self.new(self._size[dim] // major))

@@ -1,4 +1,4 @@
-"""Every class of dims gets one name: the user's, else the one its structure shows, else a generated one."""
+"""Name every class of dims: by the user, else by its role in the graph, else `d0`, `d1` ..."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["DimNames", "name_dims"]
 
 @dataclass(frozen=True)
 class DimNames:
-    """The names of all classes, and where each comes from."""
+    """Names of all classes, and the source of each name."""
 
     binding: BoundGraph
     names: Mapping[int, str]
     sources: Mapping[int, str]
 
     def show(self, dim: int) -> str:
-        """One physical dim as it is printed: its name, its parts in parentheses, or `1`."""
+        """Return a physical dim as printed: its name, its parts in parentheses, or `1`."""
         root = self.binding.space.find(dim)
         if root in self.names:
             return self.names[root]
@@ -41,7 +41,7 @@ def name_dims(
     dims: Mapping[str, str] | None,
     repeats: tuple[RepeatedLayers, ...],
 ) -> DimNames:
-    """Name every class of dims of a bound graph."""
+    """Return a name for every class of dims of a bound graph."""
     given = given_names(model, exported, binding, dims)
     find = binding.space.find
     sources = {find(dim): name.place for dim, name in given.items()}
@@ -51,21 +51,17 @@ def name_dims(
     for dim, name in _generated(binding, names, repeats):
         names[dim] = name
         sources[dim] = "generated"
-    ordered = sorted(_in_order(binding), key=lambda dim: sources.get(dim) in ("structure", "generated"))
+    # By first appearance, activations first, so that the stream gets the plain name and a weight `d_model.1`.
+    keys = sorted(binding.dims, key=lambda key: key in binding.stored)
+    classes = dict.fromkeys(part for key in keys for dim in binding.dims[key] for part in binding.space.within(dim))
+    ordered = sorted(classes, key=lambda dim: sources.get(dim) in ("structure", "generated"))
     return DimNames(binding, _distinguished(binding, names, ordered), sources)
-
-
-def _in_order(binding: BoundGraph) -> list[int]:
-    """All classes by first appearance: activations first, so that the stream keeps the plain name."""
-    activations = [key for key in binding.dims if key not in binding.stored]
-    keys = [*activations, *(key for key in binding.dims if key in binding.stored)]
-    return list(dict.fromkeys(part for key in keys for dim in binding.dims[key] for part in binding.space.within(dim)))
 
 
 def _generated(
     binding: BoundGraph, names: Mapping[int, str], repeats: tuple[RepeatedLayers, ...]
 ) -> Iterator[tuple[int, str]]:
-    """`d0`, `d1` ... for the rest; corresponding dims of repeated layers share a name."""
+    """Yield `d0`, `d1` ... for classes without a name; equal dims of repeated layers share one."""
     roles: dict[tuple[str, int, int], str] = {}
     first_of = _first_of_repeat(binding, repeats)
     done = set(names)
@@ -84,7 +80,7 @@ def _generated(
 
 
 def _first_of_repeat(binding: BoundGraph, repeats: tuple[RepeatedLayers, ...]) -> dict[ValueKey, ValueKey]:
-    """Each value of a repeated layer -> the value at the same place of the first such layer, weights included."""
+    """Map each value of a repeated layer, weights included, to the same value of the first layer."""
     nodes = {bound.node.name: bound for bound in binding.nodes}
     first: dict[ValueKey, ValueKey] = {}
     for repeat in repeats:
@@ -92,7 +88,8 @@ def _first_of_repeat(binding: BoundGraph, repeats: tuple[RepeatedLayers, ...]) -
             for name, model in zip(layer, repeat.layers[0], strict=True):
                 first.setdefault(name, model)
                 if name not in nodes:
-                    continue  # a getitem: its value is an output of the op before it
+                    # A getitem: its value is a result of the op before it.
+                    continue
                 for key, other in zip(nodes[name].operands, nodes[model].operands, strict=True):
                     if key is not None and other is not None and key != other:
                         first.setdefault(key, first.get(other, other))
@@ -100,7 +97,7 @@ def _first_of_repeat(binding: BoundGraph, repeats: tuple[RepeatedLayers, ...]) -
 
 
 def _distinguished(binding: BoundGraph, names: Mapping[int, str], ordered: list[int]) -> dict[int, str]:
-    """Where two classes of one name meet on a tensor, the later one is `name.1`, then `name.2` ..."""
+    """Return names that differ on each tensor: of two equal ones the later becomes `name.1`."""
     rank = {dim: i for i, dim in enumerate(ordered)}
     neighbours: dict[int, set[int]] = defaultdict(set)
     for dims in set(binding.dims.values()):

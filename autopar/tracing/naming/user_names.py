@@ -1,4 +1,4 @@
-"""Names that the user gives: `dims=`, `autopar.named(x, ...)`, jaxtyping annotations on `forward`."""
+"""Read the names of dims that the user gives: `dims=`, `autopar.named(x, ...)`, jaxtyping annotations on `forward`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _TOKEN = re.compile(r"\s*(?:(\.\.\.)|([A-Za-z_][A-Za-z0-9_]*(?:\.[0-9]+)?)|([0-9
 
 @dataclass(frozen=True)
 class UserName:
-    """One name that the user gave, and where."""
+    """Name that the user gave, and its place for messages."""
 
     name: str
     place: str
 
 
 def parse_spec(text: str, place: str) -> Spec:
-    """Parse `batch seq (heads head_dim)`; `_` and numbers leave a dim unnamed, a leading `...` leaves several."""
+    """Parse `batch seq (heads head_dim)`; `_` and numbers leave a dim unnamed, a leading `...` several."""
     entries: list[tuple[str, ...] | None] = []
     group: list[str] | None = None
     for match in _TOKEN.finditer(text.rstrip()):
@@ -62,7 +62,8 @@ def _pointed(text: str, column: int, place: str, message: str) -> str:
 def given_names(
     model: nn.Module, exported: Exported, binding: BoundGraph, dims: Mapping[str, str] | None
 ) -> dict[int, UserName]:
-    """Class of dims -> the name that the user gave it; `dims=` before `named` before annotations."""
+    """Map classes to the names by the user: `dims=` before `named` before annotations."""
+    # Within one source two names for a class are an error; between sources the first source wins.
     names: dict[int, UserName] = {}
     own: dict[int, UserName] = {}
     for key, text, place in _by_argument(exported, dims or {}):
@@ -85,20 +86,15 @@ def _by_argument(exported: Exported, dims: Mapping[str, str]) -> Iterator[tuple[
         place = f"dims[{pattern!r}]"
         if not isinstance(text, str):
             raise DimsError(f"{place}: expected text such as 'batch seq', got {text!r}")
-        matches = _matching(pattern, known)
+        # A name may contain pattern characters; a pattern without prefix also matches inside of submodules.
+        matches = [pattern] if pattern in known else fnmatch.filter(known, pattern)
+        matches = matches or fnmatch.filter(known, f"*.{pattern}")
         if not matches:
             nearest = difflib.get_close_matches(pattern, known, n=1, cutoff=0.4)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise DimsError(f"{place}: no input, parameter or buffer has this name{hint}")
         for name in matches:
             yield known[name], text, place
-
-
-def _matching(pattern: str, known: Mapping[str, ValueKey]) -> list[str]:
-    """The names that a pattern means; `layers.*.up.weight` also finds them inside `model.layers`."""
-    if pattern in known:
-        return [pattern]
-    return fnmatch.filter(known, pattern) or fnmatch.filter(known, f"*.{pattern}")
 
 
 def _by_annotation_op(exported: Exported) -> Iterator[tuple[ValueKey, str, str]]:
@@ -110,10 +106,11 @@ def _by_annotation_op(exported: Exported) -> Iterator[tuple[ValueKey, str, str]]
 
 
 def _by_jaxtyping(model: nn.Module, exported: Exported) -> Iterator[tuple[ValueKey, str, str]]:
-    """Annotations such as `x: Float[Tensor, "batch seq d_model"]`, of inputs that are plain arguments."""
+    """Yield annotations such as `x: Float[Tensor, "batch seq d_model"]` of inputs that are plain arguments."""
     try:
         signature = inspect.signature(type(model).forward, eval_str=True)
-    except (NameError, SyntaxError, TypeError, ValueError):  # annotations that do not evaluate say nothing
+    except (NameError, SyntaxError, TypeError, ValueError):
+        # Annotations may name types that exist for type checkers alone.
         return
     inputs = {p.name: p for p in exported.placeholders if p.kind == "input"}
     ranks = {node.name: node.meta["val"].dim() for node in exported.graph_module.graph.find_nodes(op="placeholder")}
@@ -127,7 +124,7 @@ def _by_jaxtyping(model: nn.Module, exported: Exported) -> Iterator[tuple[ValueK
 
 
 def _plain_jaxtyping(text: str, rank: int) -> str | None:
-    """A jaxtyping shape in our words: what is no plain name stands as `_`, a `*name` or `...` as leading dims."""
+    """Return a jaxtyping shape as a spec: `_` for entries that are no plain name, a `*name` as leading dims."""
     words = text.split()
     variadic = [i for i, word in enumerate(words) if word.startswith("*") or word == "..."]
     if len(variadic) > 1:
@@ -140,6 +137,7 @@ def _plain_jaxtyping(text: str, rank: int) -> str | None:
 
 
 def _assign(binding: BoundGraph, names: dict[int, UserName], key: ValueKey, text: str, place: str) -> None:
+    """Name the dims of one value by a spec."""
     spec = parse_spec(text, place)
     dims = binding.dims[key]
     if spec and spec[0] == ():
@@ -160,7 +158,7 @@ def _assign(binding: BoundGraph, names: dict[int, UserName], key: ValueKey, text
 def _parts(
     binding: BoundGraph, dim: int, entry: tuple[str, ...], text: str, place: str, names: Mapping[int, UserName]
 ) -> tuple[int, ...]:
-    """The classes that a compound such as `(heads head_dim)` names."""
+    """Return the classes that a compound such as `(heads head_dim)` names; split the dim if needed."""
     space = binding.space
     if len(entry) == 1:
         return (space.find(dim),)

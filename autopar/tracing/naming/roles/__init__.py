@@ -1,7 +1,7 @@
-"""Names by structure: what role a dim plays is read off the graph, not off the names of parameters.
+"""Name dims by their role in the graph, such as `heads`; names of parameters are not read.
 
-Each detector looks at the bound graph and yields `(class of dims, name)`. `standard_names` asks them in order; the
-first name a class is given stays. A detector sees the names given so far, its own included.
+Each detector reads the bound graph and yields `(class of dims, name)`. `standard_names` runs the detectors in order,
+and the first name of a class stays. A detector sees all names so far, its own included.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator
 from autopar.ir.exported import Exported
 from autopar.tracing.naming.bind_graph import BoundGraph
 from autopar.tracing.naming.roles.attention import attention, head_dims, head_parts
-from autopar.tracing.naming.roles.experts import experts
-from autopar.tracing.naming.roles.images import channels, images
-from autopar.tracing.naming.roles.leftovers import inputs, tied
+from autopar.tracing.naming.roles.inputs import channels, images, inputs, tied
 from autopar.tracing.naming.roles.streams import around_heads, layers, low_ranks, streams
 from autopar.tracing.naming.roles.structure import Proposal, Structure
-from autopar.tracing.naming.roles.tables import tables, untied_heads
+from autopar.tracing.naming.roles.tables import experts, tables, untied_heads
 
 __all__ = ["standard_names"]
 
+# Sure patterns come first. `tied` runs twice: streams and head_parts use the names that it spreads, and it spreads
+# theirs. head_parts needs `d_model`; layers gives `d_ff` to what no other detector named.
 DETECTORS: tuple[Callable[[Structure], Iterator[Proposal]], ...] = (
     tables,
     attention,
@@ -40,7 +40,7 @@ DETECTORS: tuple[Callable[[Structure], Iterator[Proposal]], ...] = (
 
 
 def standard_names(exported: Exported, binding: BoundGraph, names: dict[int, str]) -> dict[int, str]:
-    """Add the standard names that the structure shows to `names` (class -> name); given names stay."""
+    """Add the names of all detectors to `names` (class -> name); names in it stay."""
     structure = Structure(exported, binding, dict(names))
     for detector in DETECTORS:
         for dim, name in detector(structure):

@@ -1,4 +1,4 @@
-"""`batch heads seq head_dim`: the dims of attention's operands, fused or written out."""
+"""Name the dims of attention, fused or written out: `batch`, `heads`, `kv_heads`, `seq`, `head_dim`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAR = 80
 
 
 def attention(structure: Structure) -> Iterator[Proposal]:
-    """`batch heads seq head_dim` from the operands of attention, fused or written out."""
+    """Yield names for the dims of each attention, fused or written out."""
     for bound in structure.binding.nodes:
         if "attention" in op_name(bound):
             keys = bound.operands[:3]
@@ -47,7 +47,7 @@ def _fused(
 
 
 def _heads(structure: Structure, dims: tuple[int, ...]) -> int | None:
-    """The heads among the dims of a query or key: third from the right, or the minor part of a merged batch."""
+    """Return the heads of a query or key: dim -3, or the minor part of a merged batch; else None."""
     if len(dims) > 3:
         return dims[-3]
     parts = structure.space.parts(dims[-3])
@@ -56,7 +56,8 @@ def _heads(structure: Structure, dims: tuple[int, ...]) -> int | None:
 
 def _named_heads(structure: Structure, heads: int, shared: bool) -> Iterator[Proposal]:
     if structure.space.size(heads) == 1:
-        return  # one head that all queries share cannot be split, and has no name
+        # A dim of extent 1 cannot be split, and has no name.
+        return
     yield heads, "kv_heads" if shared else "heads"
     parts = structure.space.parts(heads)
     if len(parts) == 2:
@@ -69,7 +70,7 @@ def _named_heads(structure: Structure, heads: int, shared: bool) -> Iterator[Pro
 
 @dataclass(frozen=True)
 class _Product:
-    """A product of two activations: its dims by where they stand."""
+    """Product of two activations: its dims by the operands that have them."""
 
     # In both operands and the result.
     shared: tuple[int, ...]
@@ -84,7 +85,7 @@ class _Product:
 
 
 def _written_out(structure: Structure, softmax: BoundNode, scores: ValueKey, weights: ValueKey) -> Iterator[Proposal]:
-    """A softmax between two products of activations: scores of queries and keys, and a mix of values."""
+    """Yield names for a softmax between two products: scores of queries and keys, and a mix of values."""
     columns = {structure.factor_dim(softmax, factor) for factor in softmax.rule.whole if factor in softmax.factors}
     mixes = _products(structure, [*structure.users.get(weights, ())], _users)
     second = next((mix for mix in mixes if columns & {*mix.summed}), mixes[0] if mixes else None)
@@ -107,11 +108,12 @@ def _written_out(structure: Structure, softmax: BoundNode, scores: ValueKey, wei
 
 
 def _scores(structure: Structure, product: _Product, beside: set[int]) -> Iterator[Proposal]:
-    """Names in a product of queries and keys; heads are what weights carry `beside` the head dim."""
+    """Yield names in a product of queries and keys; heads are dims that weights have `beside` head_dim."""
     shared = list(_maximal(structure, product.shared, beside))
     alone = list(_maximal(structure, product.query, beside))
     if not beside and len(product.shared) > 1:
-        shared = [product.shared[-1]]  # queries that no weight has made
+        # No weight made the queries: the minor batch dim of the product is taken as the heads.
+        shared = [product.shared[-1]]
     for heads in shared:
         yield from _named_heads(structure, heads, shared=bool(alone))
     for heads in alone:
@@ -129,7 +131,7 @@ def _atoms(structure: Structure, dims: Iterable[int]) -> set[int]:
 
 
 def _maximal(structure: Structure, dims: Iterable[int], atoms: set[int], inside: bool = True) -> Iterator[int]:
-    """The largest classes, among these and their parts, all of whose atoms are (not) among the given ones."""
+    """Yield the largest classes, among `dims` and their parts, with all atoms inside (or outside) `atoms`."""
     for dim in dims:
         if all((atom in atoms) is inside for atom in structure.space.atoms(dim)):
             yield dim
@@ -148,7 +150,7 @@ def _users(structure: Structure, bound: BoundNode) -> Iterator[BoundNode]:
 def _products(
     structure: Structure, pending: list[BoundNode], onward: Callable[[Structure, BoundNode], Iterator[BoundNode]]
 ) -> list[_Product]:
-    """The products of two activations that are reached first, nearest first; no way leads through linear layers."""
+    """Return the nearest products of two activations, nearest first, without a linear layer between."""
     seen = {id(bound) for bound in pending}
     found = []
     while pending and len(seen) < FAR:
@@ -164,7 +166,7 @@ def _products(
 
 
 def _product(structure: Structure, bound: BoundNode) -> _Product | None:
-    """The dims of a product, if an op multiplies two activations and sums."""
+    """Return the dims of a product that sums over two activations; None for other ops."""
     if len(bound.rule.operands) < 2 or bound.outputs[0] is None:
         return None
     pairs = {}
@@ -194,14 +196,14 @@ def _product(structure: Structure, bound: BoundNode) -> _Product | None:
 
 
 def _own_dims(structure: Structure, operand: Operand | None, key: ValueKey | None) -> list[tuple[str, int]]:
-    """The factors that are dims of their own in a value, with its dims."""
+    """Return the factors that are a dim of their own in a value, with these dims."""
     if operand is None or key is None:
         return []
     return [(term[0], dim) for term, dim in zip(operand.terms, structure.dims(key), strict=True) if len(term) == 1]
 
 
 def _is_activation(structure: Structure, key: ValueKey | None) -> bool:
-    """Computed from an input; or from weights alone, but by a layer, such as queries that are learned."""
+    """Return True for a value computed from an input, or by a linear layer from weights (learned queries)."""
     for _ in range(FAR):
         if not structure.is_weight(key):
             return True
@@ -218,7 +220,10 @@ def _is_activation(structure: Structure, key: ValueKey | None) -> bool:
 
 
 def head_dims(structure: Structure) -> Iterator[Proposal]:
-    """Before and after rotary embeddings a head dim may be two classes: beside `heads`, the same extent is the same."""
+    """Yield `head_dim` for dims beside `heads` with the extent of a named one.
+
+    A rotary embedding can separate the head dim into two classes, before and after it.
+    """
     extents = {structure.space.size(dim) for dim, name in structure.names.items() if name == "head_dim"}
 
     def may_be(dim: int) -> bool:
@@ -231,19 +236,19 @@ def head_dims(structure: Structure) -> Iterator[Proposal]:
 
 
 def head_parts(structure: Structure) -> Iterator[Proposal]:
-    """`(heads head_dim)` is what a layer that makes `d_model` sums away, where nothing else has named its two parts."""
+    """Yield `heads head_dim` for the two parts of a dim that a layer sums away to make `d_model`."""
+
+    def apart(first: int, second: int) -> bool:
+        # Some tensor has both as dims of its own; concatenated pieces have the second alone.
+        numbers = structure.space.tensors(first) & structure.space.tensors(second)
+        return any({first, second} <= {*structure.dims(structure.binding.numbers[number])} for number in numbers)
+
     for bound in structure.binding.nodes:
         made = [structure.name(structure.factor_dim(bound, factor)) for factor in structure.born(bound)]
         if "conv" in op_name(bound) or made != ["d_model"]:
             continue
         for factor in structure.contractions(bound):
             parts = structure.space.parts(structure.factor_dim(bound, factor))
-            if len(parts) == 2 and not any(map(structure.name, parts)) and _stand_apart(structure, *parts):
+            if len(parts) == 2 and not any(map(structure.name, parts)) and apart(*parts):
                 yield parts[0], "heads"
                 yield parts[1], "head_dim"
-
-
-def _stand_apart(structure: Structure, first: int, second: int) -> bool:
-    """Return whether a tensor has both as separate dims: concatenated pieces have only the second."""
-    numbers = structure.space.tensors(first) & structure.space.tensors(second)
-    return any({first, second} <= {*structure.dims(structure.binding.numbers[number])} for number in numbers)

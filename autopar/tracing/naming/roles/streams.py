@@ -1,4 +1,4 @@
-"""`d_model d_ff low_rank`: the residual stream, and what is born and summed away beside it."""
+"""Name the residual stream (`d_model`) and the dims of layers beside it (`d_ff`, `low_rank`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["around_heads", "layers", "low_ranks", "streams"]
 
 
 def streams(structure: Structure) -> Iterator[Proposal]:
-    """`d_model`: what a residual stream `x + f(x)` carries and `f` sums away; of feature maps, `channels`."""
+    """Yield `d_model` for dims of a sum `x + f(x)` that `f` sums away; `channels` for feature maps."""
     for bound in structure.binding.nodes:
         if op_name(bound) != "add" or len(bound.operands) != 2 or bound.outputs[0] is None:
             continue
@@ -30,7 +30,8 @@ def streams(structure: Structure) -> Iterator[Proposal]:
 
 
 def _stream_dims(structure: Structure, left: ValueKey, right: ValueKey, dims: tuple[int, ...]) -> Iterator[int]:
-    """The dims that every way from one value to the other sums away; none when there is no way."""
+    """Yield the dims that every path between the two operands sums away; none without a path."""
+    # Either operand of the sum can be the input of the other branch.
     for near, far in ((left, right), (right, left)):
         for start in _unscaled(structure, near):
             between = _ways(structure, start, far)
@@ -43,17 +44,19 @@ def _stream_dims(structure: Structure, left: ValueKey, right: ValueKey, dims: tu
 
 
 def _summed(structure: Structure, bound: BoundNode) -> Iterator[int]:
+    """Yield the dims that an op sums away between an activation and a weight."""
     yield from (structure.factor_dim(bound, factor) for factor in structure.contractions(bound))
 
 
 SPACE = {"height", "width", "depth"}
-# Roles that layers may mix as features; they keep their name.
+# Layers may mix positions as they mix features (MLP-Mixer); such a dim keeps its name.
 POSITIONS = {"seq", *SPACE}
 SCALING = ("mul", "div", "clone", "_to_copy", "dropout", "native_dropout")
 
 
 def _unscaled(structure: Structure, key: ValueKey) -> Iterator[ValueKey]:
-    """A value, and what it is a multiple of: some residual streams are scaled before the sum."""
+    """Yield a value, then the values it is a multiple of: some models scale the stream before the sum."""
+    # Four ops: models scale a stream by a constant, cast it and drop out, hardly more.
     for _ in range(4):
         yield key
         bound = structure.maker.get(key)
@@ -66,7 +69,7 @@ def _unscaled(structure: Structure, key: ValueKey) -> Iterator[ValueKey]:
 
 
 def _ways(structure: Structure, first: ValueKey, last: ValueKey, without: int | None = None) -> list[BoundNode] | None:
-    """The ops on the ways back from `last`; None when none leads to `first`, or none `without` summing a dim away."""
+    """Return the ops between `first` and `last`; None if no path exists that keeps the dim `without`."""
     start = structure.order.get(first, -1)
     barred = set() if without is None else {without, *structure.space.atoms(without)}
     seen = {last}
@@ -76,7 +79,8 @@ def _ways(structure: Structure, first: ValueKey, last: ValueKey, without: int | 
     while pending:
         bound = structure.maker.get(pending.pop())
         if bound is None or op_name(bound).endswith("_like") or op_name(bound).startswith("new_"):
-            continue  # only the shape is taken
+            # These ops use the shape of their operand alone.
+            continue
         if barred and barred.intersection(_summed(structure, bound)):
             continue
         passed.append(bound)
@@ -89,15 +93,19 @@ def _ways(structure: Structure, first: ValueKey, last: ValueKey, without: int | 
 
 
 def layers(structure: Structure) -> Iterator[Proposal]:
-    """`d_ff`: born in one linear layer and summed away in a later one, or one of the halves of what was born, summed
-    away onto the stream. Normalised on the way it is a stream again."""
+    """Yield `d_ff` for dims that one linear layer makes and a later one sums away.
+
+    A half of such a dim that is summed onto the stream counts too (gated layers). A normalised one of the stream's
+    extent is `d_model` again.
+    """
     made: set[int] = set()
     into_stream: set[int] = set()
     summed: dict[int, None] = {}
     normalised: set[int] = set()
     for bound in structure.binding.nodes:
         if "conv" in op_name(bound) and bound.call.operand(1).shape[2:] != (1,):
-            continue  # channels are what stands between convolutions, but for the pointwise ones of sequence models
+            # Dims between convolutions are channels, except pointwise ones, which sequence models use as linear.
+            continue
         if "norm" in op_name(bound):
             normalised.update(
                 structure.factor_dim(bound, factor) for factor in bound.rule.whole if factor in bound.factors
@@ -110,7 +118,8 @@ def layers(structure: Structure) -> Iterator[Proposal]:
         for factor in structure.born(bound):
             made.update(structure.space.within(structure.factor_dim(bound, factor)))
     streams = {structure.space.size(dim) for dim, name in structure.names.items() if name == "d_model"}
-    made -= columns(structure)  # a table tied to the head, narrower than the stream
+    # The columns of a table that is tied to the head are narrower than the stream, and no hidden dim of a layer.
+    made -= columns(structure)
     for dim in summed:
         inside = [structure.name(part) for part in structure.space.within(dim)]
         if (dim in made or dim in into_stream) and not any(inside):
@@ -119,8 +128,11 @@ def layers(structure: Structure) -> Iterator[Proposal]:
 
 
 def low_ranks(structure: Structure) -> Iterator[Proposal]:
-    """`low_rank`: where a weight is written as a product of two narrower ones (latent attention, adapters), what stands
-    between them: not bent on the way, and no wider than what it was made of and than what it makes, unless heads."""
+    """Yield `low_rank` for the inner dim of a weight written as a product of two narrower ones.
+
+    Latent attention and adapters have them. Only linear ops, norms and cuts stand between the two weights. The dim is
+    no wider than the dims before and after it; before heads it may be wider.
+    """
     size = structure.space.size
     for bound in structure.binding.nodes:
         born = [structure.factor_dim(bound, factor) for factor in structure.born(bound)]
@@ -133,20 +145,19 @@ def low_ranks(structure: Structure) -> Iterator[Proposal]:
                 continue
             sources = [key for key in bound.operands if key is not None and not structure.is_weight(key)]
             makers = [_maker_unbent(structure, key, dim) for key in sources if dim in structure.dims(key)]
-            extents = [prod(map(size, born)), *(_summed_extent(structure, maker) for maker in makers if maker)]
+            extents = [
+                prod(map(size, born)),
+                *(prod(map(size, _summed(structure, maker))) for maker in makers if maker),
+            ]
             if makers and None not in makers and (heads or size(dim) <= min(extents)):
                 yield dim, "low_rank"
-
-
-def _summed_extent(structure: Structure, bound: BoundNode) -> int:
-    return prod(structure.space.size(dim) for dim in _summed(structure, bound))
 
 
 CUTS = ("slice", "split", "split_with_sizes", "narrow", "chunk")
 
 
 def _maker_unbent(structure: Structure, key: ValueKey, dim: int) -> BoundNode | None:
-    """The layer that made a dim of a value, if nothing happened to it since but ops that are linear, norms and cuts."""
+    """Return the linear layer that made a dim, if only linear ops, norms and cuts follow it; else None."""
     while (bound := structure.maker.get(key)) is not None:
         if dim in {structure.factor_dim(bound, factor) for factor in structure.born(bound)}:
             return bound
@@ -167,7 +178,7 @@ def _maker_unbent(structure: Structure, key: ValueKey, dim: int) -> BoundNode | 
 
 
 def around_heads(structure: Structure) -> Iterator[Proposal]:
-    """`d_model` where there is no residual stream: what layers sum away for heads, and make of them."""
+    """Yield `d_model` for dims that layers turn into heads or make of them, without a residual stream."""
     if "d_model" in structure.names.values():
         return
     for bound in structure.binding.nodes:

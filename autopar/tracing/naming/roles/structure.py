@@ -13,12 +13,12 @@ __all__ = ["LOOKUPS", "Proposal", "Structure", "op_name"]
 
 LOOKUPS = ("embedding", "index_select", "index", "embedding_bag", "bags")
 
-# A class of dims, and the name its place in the graph suggests.
+# A class of dims, and its name by structure.
 Proposal = tuple[int, str]
 
 
 class Structure:
-    """The bound graph, with what the detectors ask of it: who makes a value, who uses it, who is named already."""
+    """Bound graph with producer, users and order of each value, and the names so far."""
 
     def __init__(self, exported: Exported, binding: BoundGraph, names: dict[int, str]) -> None:
         self.binding = binding
@@ -55,7 +55,7 @@ class Structure:
         return key is not None and key in self.binding.stored
 
     def stored_with(self, dims: set[int]) -> set[int]:
-        """The atoms that some weight carries together with one of these dims, in one compound or beside each other."""
+        """Return the atoms that a weight has together with one of these dims, in one compound or apart."""
         if self._beside is None:
             self._beside = defaultdict(set)
             for key in (key for key, kind in self.kinds.items() if kind != "input"):
@@ -66,7 +66,7 @@ class Structure:
         return set().union(*(self._beside.get(atom, ()) for atom in wanted)) - wanted
 
     def is_inner(self, dim: int) -> bool:
-        """Return whether only layers make and use a dim: no input and no lookup table has it."""
+        """Return True for a dim of layers alone: no input has it, and no table that is looked up."""
         if self.space.parts(dim):
             return False
         keys = {self.binding.numbers[number] for number in self.space.tensors(dim)}
@@ -74,7 +74,7 @@ class Structure:
         return not any(self.kinds.get(key) == "input" for key in keys) and not any(looked_up)
 
     def contractions(self, bound: BoundNode) -> Iterator[str]:
-        """The factors this op sums away between an activation and a weight, as `linear` and convolutions do."""
+        """Yield the factors that an op sums between an activation and a weight: linear, convolution."""
         for factor, kind in bound.rule.kinds.items():
             if kind is not FactorKind.SUM:
                 continue
@@ -83,7 +83,7 @@ class Structure:
                 yield factor
 
     def born(self, bound: BoundNode) -> Iterator[str]:
-        """The factors that come into the output from the weight alone: what a linear layer makes new."""
+        """Yield the factors of the output that only the weight has: the output features of a linear layer."""
         if not any(True for _ in self.contractions(bound)):
             return
         for factor in bound.rule.outputs[0].factors if bound.rule.outputs[0] else ():
@@ -92,7 +92,7 @@ class Structure:
                 yield factor
 
     def is_whole(self, key: ValueKey, place: int) -> bool:
-        """Return whether no op that takes a value could split this dim of it."""
+        """Return True if no op that uses a value can split the dim at `place`."""
         taken = [
             set(operand.terms[place]) <= bound.rule.whole
             for bound in self.users.get(key, ())
@@ -102,12 +102,12 @@ class Structure:
         return bool(taken) and all(taken)
 
     def _is_matrix(self, key: ValueKey | None) -> bool:
-        """A weight, or for each token the one of a stack that was chosen for it."""
+        """Return True for a weight, or the matrix of a stack that is selected for each token."""
         return self.is_weight(key) or key in self._picked
 
 
 def _holders(bound: BoundNode, factor: str) -> list[ValueKey | None]:
-    """The operands that have a factor."""
+    """Return the operands that have a factor."""
     pairs = zip(bound.rule.operands, bound.operands, strict=False)
     return [key for operand, key in pairs if operand is not None and factor in operand.factors]
 

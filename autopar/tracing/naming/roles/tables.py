@@ -1,15 +1,17 @@
-"""`vocab position types`: the rows of tables, by what they are looked up with."""
+"""Name the rows of tables (`vocab`, `position`, `types`) by the origin of their indices, and `expert`."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 import torch
 
-from autopar.tracing.naming.bind_graph import ValueKey
+from autopar.tracing.naming.bind_graph import BoundNode, ValueKey
 from autopar.tracing.naming.roles.structure import LOOKUPS, Proposal, Structure, op_name
 
-__all__ = ["columns", "looked_up", "tables", "untied_heads"]
+__all__ = ["columns", "experts", "looked_up", "tables", "untied_heads"]
+
 
 KEEPS_VALUES = frozenset(
     [
@@ -55,16 +57,20 @@ CHOICES = {"topk": 2, "max": 2, "min": 2, "sort": 2, "argsort": 1, "argmax": 1, 
 
 
 def tables(structure: Structure) -> Iterator[Proposal]:
-    """`vocab` are the rows of a table looked up by the user's ids, `position` those looked up by positions."""
+    """Yield `vocab` for rows looked up by ids of the user, `position` for positions, else `types`."""
     found = {rows: origin for rows, origin, _ in looked_up(structure)}
     size = structure.space.size
     positions = {size(rows) for rows, origin in found.items() if origin == "positions"}
     largest = _largest(structure, found)
+    nodes = structure.binding.nodes
+    made = {structure.factor_dim(bound, factor) for bound in nodes for factor in structure.born(bound)}
     for rows, origin in found.items():
         if origin == "ids":
-            yield rows, "vocab" if size(rows) == largest or _is_output(structure, rows) else "types"
+            # A linear layer makes the rows of a table that is tied to the head.
+            yield rows, "vocab" if size(rows) == largest or rows in made else "types"
         elif origin == "buffer" and not positions:
-            yield rows, "position"  # a table of relative positions
+            # Without absolute positions it is a table of relative ones.
+            yield rows, "position"
         elif origin != "choice":
             yield rows, "position" if origin == "positions" else "types"
 
@@ -74,7 +80,7 @@ def _largest(structure: Structure, found: Mapping[int, str]) -> int:
 
 
 def looked_up(structure: Structure) -> Iterator[tuple[int, str, int]]:
-    """The rows of each table, what they are looked up by, and the rank of the table."""
+    """Yield for each table its rows, the origin of its indices and its rank."""
     for bound in structure.binding.nodes:
         if op_name(bound) not in LOOKUPS or not structure.is_weight(bound.operands[0]):
             continue
@@ -88,7 +94,7 @@ def looked_up(structure: Structure) -> Iterator[tuple[int, str, int]]:
 
 
 def columns(structure: Structure) -> set[int]:
-    """The dims beside the rows of the tables that ids look up."""
+    """Return the dims beside the rows of the tables that ids look up."""
     found: set[int] = set()
     for bound in structure.binding.nodes:
         table = bound.operands[0] if op_name(bound) in ("embedding", "embedding_bag", "bags") else None
@@ -97,17 +103,8 @@ def columns(structure: Structure) -> set[int]:
     return found
 
 
-def _is_output(structure: Structure, dim: int) -> bool:
-    """Return whether a linear layer also makes a dim: a table tied to the head."""
-    return any(
-        structure.factor_dim(bound, factor) == dim
-        for bound in structure.binding.nodes
-        for factor in structure.born(bound)
-    )
-
-
 def untied_heads(structure: Structure) -> Iterator[Proposal]:
-    """A head that is not tied makes a dim of the extent of the vocabulary that no later layer sums away."""
+    """Yield `vocab` for a dim of its extent that a layer makes and none sums away: an untied head."""
     vocab = _largest(structure, {rows: origin for rows, origin, _ in looked_up(structure)})
     made: set[int] = set()
     summed: set[int] = set()
@@ -120,8 +117,15 @@ def untied_heads(structure: Structure) -> Iterator[Proposal]:
 
 
 def _origin(structure: Structure, key: ValueKey, rows: int) -> str:
-    """Where indices come from: the user's "ids", "positions" counted in the model, a "choice" between computed
-    numbers, a "buffer", or "constants"."""
+    """Return the origin of indices: `ids`, `positions`, `choice`, `buffer` or `constants`.
+
+    `ids` are given by the user, `positions` are counted in the model, a `choice` is an argument of computed numbers.
+    """
+
+    def holds_integers(value: ValueKey) -> bool:
+        dtype = structure.values[value].dtype
+        return not dtype.is_floating_point and dtype is not torch.bool
+
     found = "constants"
     seen = {key}
     pending = [key]
@@ -130,7 +134,8 @@ def _origin(structure: Structure, key: ValueKey, rows: int) -> str:
         here = pending.pop()
         if here in named and "position" not in named[here]:
             return "ids"
-        if here in structure.kinds:  # positions are given as such, or a buffer counts the rows of the table
+        # An input named `position`, or a buffer with one entry per row of the table.
+        if here in structure.kinds:
             counts = here in named or rows in structure.values[here].shape
             found = "positions" if counts or found == "positions" else "buffer"
         bound = structure.maker.get(here)
@@ -141,8 +146,9 @@ def _origin(structure: Structure, key: ValueKey, rows: int) -> str:
             return "choice"
         if operation in ("arange", "cumsum"):
             found = "positions"
+        # Sums of ids are ids (offsets of a joined vocabulary); 20 values bound the search through arithmetic.
         elif operation in KEEPS_VALUES or (operation in ("add", "sub", "mul") and len(seen) < 20):
-            onward = [k for k in bound.operands if k is not None and k not in seen and _is_integer(structure, k)]
+            onward = [k for k in bound.operands if k is not None and k not in seen and holds_integers(k)]
             pending.extend(onward)
             seen.update(onward)
         elif operation in PICKS_VALUES and bound.operands[0] is not None:
@@ -152,6 +158,54 @@ def _origin(structure: Structure, key: ValueKey, rows: int) -> str:
     return found
 
 
-def _is_integer(structure: Structure, key: ValueKey) -> bool:
-    dtype = structure.values[key].dtype
-    return not dtype.is_floating_point and dtype is not torch.bool
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+def experts(structure: Structure) -> Iterator[Proposal]:
+    """Yield `expert` for the leading dim of a stack of matrices with the extent of a router's choice."""
+    # A router is a linear layer whose result is not summed by a later one.
+    nodes = structure.binding.nodes
+    routed = {structure.factor_dim(bound, factor) for bound in nodes for factor in structure.born(bound)}
+    for bound in nodes:
+        if op_name(bound) == "topk":
+            whole = (structure.factor_dim(bound, factor) for factor in bound.rule.whole if factor in bound.factors)
+            yield from ((dim, "expert") for dim in whole if dim in routed)
+    routers: dict[int, list[int]] = defaultdict(list)
+    summed = {structure.factor_dim(bound, factor) for bound in nodes for factor in structure.contractions(bound)}
+    for bound in nodes:
+        for factor in structure.born(bound):
+            dim = structure.factor_dim(bound, factor)
+            if not any(map(structure.name, structure.space.parts(dim))) and dim not in summed:
+                routers[structure.space.size(dim)].append(dim)
+    for bound in nodes:
+        for stack in _stacks(structure, bound):
+            alike = routers[structure.space.size(stack)]
+            chosen = [dim for dim in alike if structure.name(dim) == "expert"]
+            chosen = chosen or [dim for dim in alike if structure.name(dim) is None]
+            if chosen or structure.space.find(stack) in routers[structure.space.size(stack)]:
+                yield stack, "expert"
+                yield from ((dim, "expert") for dim in chosen)
+    yield from _rows(structure)
+
+
+def _rows(structure: Structure) -> Iterator[Proposal]:
+    """Yield rows of tables, and matrices of stacks, that a choice looks up."""
+    # A table of the experts' extent without a choice on its index may be any other table.
+    extents = {structure.space.size(dim) for dim, name in structure.names.items() if name == "expert"}
+    for rows, origin, rank in looked_up(structure):
+        if origin == "choice" and (rank > 2 or structure.space.size(rows) in extents):
+            yield rows, "expert"
+
+
+def _stacks(structure: Structure, bound: BoundNode) -> Iterator[int]:
+    """Yield the leading dims of weights whose matrices an op multiplies one by one."""
+    summed = set(structure.contractions(bound))
+    if not summed or "conv" in op_name(bound):
+        return
+    fixed = summed | set(structure.born(bound))
+    for operand, key in zip(bound.rule.operands, bound.operands, strict=False):
+        if operand is None or key is None or not structure.is_weight(key) or len(operand.terms) < 3:
+            continue
+        leading = operand.terms[0]
+        if len(leading) == 1 and leading[0] not in fixed and summed.intersection(operand.factors):
+            yield structure.dims(key)[0]
