@@ -1,1 +1,1 @@
-"""From a plan to a module that runs it."""
+"""From a plan to a generated graph that every rank runs on its own shards."""

@@ -1,4 +1,4 @@
-"""The generated graph as text: what every inserted step is for."""
+"""Print the generated graph as code, with a comment for every inserted step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["note_of", "with_ends", "with_notes"]
 
 
 def note_of(one: InsertedReshard, graph: NamedGraph) -> str:
-    """A conversion in words: of which tensor, from which layout to which, for which op with which rule."""
+    """Describe a reshard: tensor, both shardings, steps, the op that needs it, and the op's rule."""
     tensor = graph.tensors[one.tensor]
     layouts = f"{_text(tensor, one.reshard.source)} -> {_text(tensor, one.reshard.target)}"
     ways = ("forward", one.reshard.forward), ("backward", one.reshard.backward if one.differentiable else ())
@@ -32,7 +32,7 @@ def _steps(steps: tuple[Step, ...]) -> str:
 
 
 def _text(tensor: NamedTensor, layout: Sharding) -> str:
-    """A layout with the names of the tensor's dims."""
+    """Print a sharding with the names of the tensor's dims."""
     if len(layout.splits) != len(tensor.atoms):
         return str(layout)  # of a message of an op's own, which is no tensor of the graph
     pairs = zip(tensor.atoms, layout.splits, strict=True)
@@ -45,7 +45,7 @@ def _text(tensor: NamedTensor, layout: Sharding) -> str:
 
 
 def with_notes(module: GraphModule) -> str:
-    """The code of a generated graph, with a comment before every step that has notes; then that of its regions."""
+    """Return the code of a generated graph, then of its regions, with a comment before every step that has notes."""
     lines = []
     for line in module.code.strip("\n").split("\n"):
         called = re.match(r"( +)\w+ = self\.(\w+)\(", line)
@@ -62,7 +62,7 @@ def with_notes(module: GraphModule) -> str:
 
 
 def with_ends(text: str, ends: HoistedSums) -> str:
-    """The code of a generated graph between what is sent before it and after it."""
+    """Return the code of a generated graph between the sums before and after it."""
     first, last = ("".join(f"# {note}\n" for note in notes) for notes in ends.notes)
     if ends.before is not None:
         text = f"# before the graph, whose last inputs are the sums of this:\n{first}{ends.before.code}{text}"

@@ -1,7 +1,7 @@
-"""The traced graph and the decisions about it, as a graph that every rank runs on its own shards.
+"""Generate the graph of one rank from the traced graph and an assignment.
 
-The conversions are those of `conversions`, each a module whose name says what it sends. Ops whose arguments follow the
-shard get them in numbers; ops that need a function of ours instead get a module that runs it.
+Reshards follow `reshard_insertion`; each is a module named after its collectives. Ops whose arguments depend on the
+shard get local values. Ops that torch cannot run on a shard become modules that can.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from torch.fx import Graph, Node
 from autopar.ir.graph import NamedGraph
 from autopar.ir.invariants import verifying
 from autopar.ir.values import NamedNode
-from autopar.lowering.collectives.local_reshard import LocalReshard
-from autopar.lowering.collectives.op_messages import bind_message
+from autopar.lowering.collectives.local_reshard import LocalReshard, bind_message
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.comments import note_of
 from autopar.lowering.emitted import Emitted
-from autopar.lowering.local_shapes import SHARD
 from autopar.lowering.modules.shard_ops import LocalOpModule, LoweredOpModule, ReshardModule
 from autopar.lowering.passes.aliases import FRESH, is_idle_copy, makes_new_memory
 from autopar.lowering.passes.bucket_parameters import BucketedParameters, put_in_buckets
@@ -35,7 +33,7 @@ from autopar.lowering.passes.join_small_sums import join_totals
 from autopar.lowering.passes.random_ops import RandomOps
 from autopar.lowering.passes.rank_check import put_gate
 from autopar.lowering.passes.recompute_regions import KEPT, REGION, with_regions
-from autopar.lowering.verify import verify_emitted
+from autopar.lowering.verify import SHARD, verify_emitted
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.notation import FactorKind
 from autopar.rules.shard_call.attention import repeat_masked_heads
@@ -64,10 +62,10 @@ def emit(
     recompute: Mapping[str, Recompute] | None = None,
     with_ends: bool = False,
 ) -> Emitted:
-    """Generate the graph of this rank; every rank does the same, in the same order.
+    """Generate the graph of this rank; every rank calls it in the same order.
 
-    `recompute`: what layers compute again in the backward, if it is not what the decisions say.
-    `with_ends`: small sums are taken out of the graph where they can be made before or after it.
+    `recompute` replaces the recomputation of the assignment. With `with_ends`, small sums move before or after the
+    graph where they can.
     """
     again = assignment.recompute if recompute is None else recompute
     return _Emitter(graph, assignment, groups, outputs, local_inputs, parameters or BucketedParameters(), again).run(
@@ -138,14 +136,14 @@ class _Emitter:
         return emitted
 
     def _inputs(self) -> list[str]:
-        """The placeholders of inputs that nobody wants a gradient of."""
+        """Return the placeholders of inputs without a gradient."""
         return [node for node, tensor in self.by_node.items() if tensor.kind == "input" and not tensor.requires_grad]
 
     def _mark(self, made: Node, source: Node, op: str) -> None:
-        """Where a node comes from, and what of it is computed again."""
+        """Record the source node of generated nodes, and which of them are recomputed."""
         made.meta["origin"] = source.meta.get("origin")
         module = self.modules.get(str(made.target)) if made.op == "call_module" else None
-        # Where a rank has nothing of an op as well: all ranks must find the same readers of what is gathered.
+        # Also for ops without elements on this rank: all ranks must find the same readers of gathered tensors.
         if module is not None and not isinstance(module, ReshardModule):
             assert isinstance(source.target, torch._ops.OpOverload), source
             made.meta[FRESH] = makes_new_memory(source.target)
@@ -190,7 +188,7 @@ class _Emitter:
     def _local(
         self, source: Node, node: NamedNode, op_assignment: OpAssignment, wired: OpReshards, arguments: dict[str, Any]
     ) -> Node:
-        """The op on this rank's shards."""
+        """Emit an op on the shards of this rank."""
         split = None if wired.split is None else self._split(node, op_assignment)
         everything = tuple(self._pieces(node, op_assignment.choice))
         pieces = tuple(piece for piece in everything if split is None or piece.factor not in split.factors)
@@ -218,7 +216,7 @@ class _Emitter:
         return self._record(local)
 
     def _drawing(self, source: Node, node: NamedNode, choice: Choice, local: LocalCall) -> Node | None:
-        """An op that draws random numbers."""
+        """Emit an op that draws random numbers."""
         differentiable = any(name is not None and self.graph.tensors[name].requires_grad for name in node.outputs)
         made = self.drawings.make(node, source, choice, local.arguments, differentiable)
         if made is None:
@@ -232,7 +230,7 @@ class _Emitter:
         return self._module(f"{node.name}_drawn", made, (self.key, *tensors))
 
     def _communicating(self, split: LoweredOpContext, local: LocalCall, pieces: Mapping[str, FactorSlice]) -> Node:
-        """An op that sends something itself."""
+        """Emit an op with collectives inside."""
         names = tuple(name for name, value in local.arguments.items() if _has_node(value))
         plain = {name: None if name in names else value for name, value in local.arguments.items()}
         sends = tuple(bind_message(message, self.groups) for message in split.messages())
@@ -244,14 +242,14 @@ class _Emitter:
         return self._module(stem, module, tuple(local.arguments[name] for name in names))
 
     def _split(self, node: NamedNode, op_assignment: OpAssignment) -> LoweredOpContext | None:
-        """As it is on this rank; the wiring has it as on the busiest."""
+        """Return the context of a lowered op on this rank; the reshard plan has it for the largest shard."""
         at = self.groups.coordinate
         return lowered_context(self.graph, node, op_assignment.choice.splits, op_assignment.operands, self.axes, at)
 
     def _results(
         self, node: NamedNode, op_assignment: OpAssignment
     ) -> Iterator[tuple[tuple[int, ...], torch.dtype] | None]:
-        """The shapes and dtypes that an op gives on this rank."""
+        """Return the shapes and dtypes of an op's results on this rank."""
         for name, layout in zip(node.outputs, op_assignment.produced, strict=True):
             if name is None or layout is None:
                 yield None
@@ -262,7 +260,7 @@ class _Emitter:
         return (result is not None and 0 not in result[0] for result in self._results(node, op_assignment))
 
     def _empty(self, source: Node, node: NamedNode, op_assignment: OpAssignment, arguments: Mapping[str, Any]) -> Node:
-        """An op of which this rank has nothing."""
+        """Emit an op of which this rank has no elements."""
         single = len(node.outputs) == 1 and isinstance(source.meta["val"], Tensor)
         assert isinstance(source.target, torch._ops.OpOverload), source
         given = arguments_by_name(source.target, source.args, source.kwargs)
@@ -274,7 +272,7 @@ class _Emitter:
         )
 
     def _filled(self, local: LocalCall) -> LocalCall:
-        """A slice of zeros where this rank has nothing of what is summed."""
+        """Return arguments with a slice of zeros where this rank has none of a summed factor."""
         assert isinstance(local.op, torch._ops.OpOverload), local.op
         filled = {}
         for name, operand in zip(takes_tensors(local.op), local.rule.operands, strict=False):
@@ -286,7 +284,7 @@ class _Emitter:
         return local.with_arguments(**filled)
 
     def _localised(self, local: LocalCall, pieces: tuple[FactorSlice, ...]) -> LocalCall:
-        """Arguments that follow the shard; localisers see shapes where the tensors will be."""
+        """Return arguments that depend on the shard; localisers see shapes in place of tensors."""
         nodes = local.arguments
         shapes = {name: self._shapes(value) for name, value in nodes.items()}
         seen = replace(local, arguments=shapes)
@@ -302,7 +300,7 @@ class _Emitter:
         return torch.empty(value.meta["local_shape"], device="meta") if isinstance(value, Node) else value
 
     def _record(self, local: LocalCall) -> Node:
-        """An op with arguments under their schema names, written into the graph."""
+        """Write an op with arguments by their schema names into the graph."""
         assert isinstance(local.op, torch._ops.OpOverload), local.op
         schema = local.op._schema.arguments
         args = tuple(local.arguments[argument.name] for argument in schema if not argument.kwarg_only)
@@ -329,7 +327,7 @@ class _Emitter:
             yield FactorSlice(factor, int(begin > 0), begin, begin + parts[0][1] * inner, node.sizes[factor])
 
     def _scaled(self, result: Node, node: NamedNode, choice: Choice) -> Node:
-        """A mean over a shard is a part of the whole mean: its share of the count."""
+        """Scale the mean over a shard by the shard's share of the count, so that shards add up to the whole mean."""
         means = [piece for piece in self._pieces(node, choice) if node.rule.kinds[piece.factor] is FactorKind.MEAN]
         length, total = prod(piece.length for piece in means), prod(piece.total for piece in means)
         if length == total:
@@ -349,10 +347,10 @@ class _Emitter:
             value.meta.update({"local_shape": self._local_shape(name, produced), SHARD: (name, produced)})
             self.held[name, produced] = value
 
-    # -- conversions --------------------------------------------------------------------------------------------------
+    # -- reshards -----------------------------------------------------------------------------------------------------
 
     def _value(self, name: str, layout: Sharding) -> Node:
-        """A value in a layout in which it is held by now."""
+        """Return the node of a value in a sharding that it already has."""
         value = self.held[name, layout]
         value.meta.update({"local_shape": self._local_shape(name, layout), SHARD: (name, layout)})
         return value

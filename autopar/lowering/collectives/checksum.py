@@ -22,21 +22,21 @@ __all__ = [
 
 
 def digest(text: str) -> int:
-    """A number below 2**63 that is the same in every process."""
+    """Return a number below 2**63 that is equal in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def checksum(tensor: Tensor) -> int:
-    """A number that differs, but for one in four thousand million, when some bit of the tensor does."""
+    """Return a checksum of a tensor's bits; two tensors that differ share one with a chance of 2**-32."""
     if tensor.is_meta or tensor.numel() == 0:
         return 0
     return zlib.crc32(_bytes_of(tensor).numpy().data)
 
 
 def checksum_of_all(tensors: Iterable[Tensor]) -> int:
-    """A checksum below 2**32 of the tensors that were given as data, in their order.
+    """Return a checksum below 2**32 of the tensors that are data, in their order.
 
-    Others are passed over: what was computed may differ between ranks in its last bits.
+    Computed tensors are left out: their last bits may differ between ranks.
     """
     found = 0
     for tensor in tensors:
@@ -50,7 +50,7 @@ LARGE_BYTES, BLOCKS = 2**17, 1024
 
 
 def quick_checksum(tensor: Tensor) -> int:
-    """A checksum that also tells rows in another order, unless they are short and only change places in one block."""
+    """Return a checksum that detects exchanged rows too, except short rows that change places within one block."""
     if tensor.is_meta or tensor.nbytes < LARGE_BYTES:
         return checksum(tensor)
     flat = _bytes_of(tensor)

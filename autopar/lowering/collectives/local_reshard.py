@@ -1,13 +1,14 @@
-"""The one differentiable collective: a reshard as a function on the tensor that a rank holds.
+"""The one differentiable collective: a reshard as a function on this rank's shard.
 
-Its forward runs the forward steps of the reshard and its backward the backward steps, so what is priced is what runs.
-The collectives are the functional ones and are waited for at once, which `torch.compile` traces as one graph.
+Its forward runs the forward steps and its backward the backward steps, so the priced steps are those that run. The
+collectives are functional and waited for at once, which `torch.compile` traces as one graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -16,17 +17,19 @@ from torch import Tensor
 from autopar.lowering.collectives.local_steps import LocalStep, bind, finish, keep_local, prepare
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.collectives.wire_dtypes import as_bytes, is_known, restored, summed_in
+from autopar.sharding.lowered_ops.base import Maximum, OpMessage, Send
+from autopar.sharding.lowered_ops.halo import HaloExchange, HaloStretch
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
 
-__all__ = ["SENDERS", "LocalReshard", "convert", "send", "send_all"]
+__all__ = ["SENDERS", "LocalReshard", "bind_message", "convert", "send", "send_all"]
 
 
 @dataclass(frozen=True)
 class LocalReshard:
-    """A reshard bound to this rank; called on its local tensor.
+    """Reshard bound to this rank, callable on its shard.
 
-    To be compiled it belongs in a module, whose numbers are constants to `torch.compile`. In a closure they become
-    symbols as soon as the same code meets another conversion.
+    For compilation it belongs in a module, whose numbers are constants to `torch.compile`. In a closure they become
+    symbols when the same code meets another reshard.
     """
 
     reshard: Reshard
@@ -37,7 +40,7 @@ class LocalReshard:
 
     @classmethod
     def bind(cls, reshard: Reshard, groups: Groups) -> LocalReshard:
-        """All ranks of the mesh bind the same conversions, in the same order."""
+        """Bind a reshard to this rank; all ranks of the mesh bind the same reshards, in the same order."""
         axes = reshard.axes
 
         def bound(step: Step) -> LocalStep:
@@ -57,7 +60,7 @@ class LocalReshard:
 
 
 def convert(x: Tensor, conversion: LocalReshard, backward: bool = False) -> Tensor:
-    """The tensor in its new layout, differentiable where `x` needs a gradient; `backward` converts a gradient."""
+    """Return the tensor in its new sharding, differentiable if `x` is; `backward` converts a gradient."""
     shape = conversion.result_shape if backward else conversion.shape
     if tuple(x.shape) != shape:
         raise ValueError(
@@ -74,12 +77,12 @@ class _ReshardFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, conversion: LocalReshard, backward: bool) -> Tensor:
         ctx.conversion, ctx.backward_way = conversion, backward
-        # Where nothing is done, still another tensor: a Function that gives back its input marks it as changed.
+        # Without steps, still another tensor: autograd takes an input that a Function returns for one changed in place.
         return _run(x.view_as(x), conversion, backward)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        # Through `convert`, so that gradients of gradients come out right.
+        # Through `convert`, so that gradients of gradients are right.
         return convert(gradient, ctx.conversion, not ctx.backward_way), None, None
 
 
@@ -99,13 +102,13 @@ def _exchange(move: LocalStep, x: Tensor) -> Tensor:
         return restored(_exchange(move, x.to(wide)), x.dtype)
     buffer = prepare(move, x)
     if buffer.numel() == 0 and move.kind is not StepKind.ALL_TO_ALL:
-        # The tensor itself is empty: so it is on all members of the group.
+        # The whole tensor is empty, so it is on all members of the group, and none of them sends.
         return x.new_zeros(move.after)
     return finish(move, torch.ops._c10d_functional.wait_tensor(send(move, buffer)))
 
 
 def send(move: LocalStep, buffer: Tensor) -> Tensor:
-    """Start the collective of a step on its flat buffer; read the result after `wait_tensor` only."""
+    """Start the collective of a step on its flat buffer; the result must not be read before `wait_tensor`."""
     moved = move.kind in (StepKind.ALL_GATHER, StepKind.ALL_TO_ALL)
     if moved and not is_known(buffer.dtype, gathered=move.kind is StepKind.ALL_GATHER):
         size = buffer.element_size()
@@ -145,7 +148,7 @@ SENDERS: Mapping[StepKind, Callable[[LocalStep, Tensor], Tensor]] = {
 
 
 def send_all(move: LocalStep, buffers: list[Tensor]) -> list[Tensor]:
-    """Start one collective on several flat buffers, each as by itself."""
+    """Start one collective on several flat buffers."""
     ops = torch.ops._c10d_functional
     sent: list[Tensor]
     if len(buffers) == 1 or not all(is_known(buffer.dtype, gathered=True) for buffer in buffers):
@@ -156,3 +159,86 @@ def send_all(move: LocalStep, buffers: list[Tensor]) -> list[Tensor]:
         assert move.kind is StepKind.REDUCE_SCATTER, f"{move.kind} is for one buffer"
         sent = ops.reduce_scatter_tensor_coalesced(buffers, "sum", move.ranks, move.group)
     return sent
+
+
+# -- messages of lowered ops -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _HaloExchange:
+    """Halo exchange on this rank: returns the part of the input that its part of the output reads."""
+
+    stretch: HaloStretch
+    own: int
+    # Places of the ranks of the group; none if nothing is sent.
+    members: tuple[int, ...]
+    group: str
+
+    def __call__(self, x: Tensor) -> Tensor:
+        dim, own = self.stretch.dim, self.own
+        kept = {own: x.narrow(dim, *self.stretch.shared(own, own))}
+        if self.members:
+            kept |= self._received(x)
+        # Empty parts too: a rank that gets nothing has gradients to receive, so the exchange must be in its graph.
+        return torch.cat([kept[place] for place in sorted(kept)], dim) if len(kept) > 1 else kept[own]
+
+    def _received(self, x: Tensor) -> dict[int, Tensor]:
+        dim, own, others = self.stretch.dim, self.own, [place for place in self.members if place != self.own]
+        line = prod(size for i, size in enumerate(x.shape) if i != dim)
+        given = {place: self.stretch.shared(own, place) for place in others} | {own: (0, 0)}
+        taken = {place: self.stretch.shared(place, own)[1] for place in others} | {own: 0}
+        flat = torch.cat([x.narrow(dim, *given[place]).reshape(-1) for place in self.members])
+        sent = [given[place][1] * line for place in self.members]
+        received = [taken[place] * line for place in self.members]
+        parts = _AllToAll.apply(flat, received, sent, self.group).split(received)  # type: ignore[no-untyped-call]
+        shapes = {place: (*x.shape[:dim], taken[place], *x.shape[dim + 1 :]) for place in others}
+        found = zip(self.members, parts, strict=True)
+        return {place: part.reshape(shapes[place]) for place, part in found if place != own}
+
+
+class _AllToAll(torch.autograd.Function):
+    """Differentiable all-to-all; the gradient takes the reverse way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
+        ctx.way = sent, received, group
+        ops = torch.ops._c10d_functional
+        known = is_known(x.dtype, gathered=False)
+        given, size = (x.contiguous(), 1) if known else (as_bytes(x.contiguous()), x.element_size())
+        sizes = ([size * count for count in counts] for counts in (received, sent))
+        exchanged: Tensor = ops.wait_tensor(ops.all_to_all_single(given, *sizes, group))
+        return exchanged if known else exchanged.view(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _AllToAll.apply(gradient, *ctx.way), None, None, None  # type: ignore[no-untyped-call]
+
+
+def bind_message(message: OpMessage, groups: Groups) -> Send:
+    """Bind a message to this rank; all ranks bind the same messages, in the same order."""
+    if isinstance(message, HaloExchange):
+        return _edges(message, groups)
+    if isinstance(message, Maximum):
+        return _maximum(message, groups)
+    return LocalReshard.bind(message.reshard, groups)
+
+
+def _edges(message: HaloExchange, groups: Groups) -> Send:
+    stretch = message.stretch
+    own = stretch.place(groups.coordinate)
+    if not message.reshard.forward:
+        return _HaloExchange(stretch, own, (), "")
+    group = groups.of(stretch.axes)
+    return _HaloExchange(stretch, own, tuple(map(stretch.place, group.members)), group.name)
+
+
+def _maximum(message: Maximum, groups: Groups) -> Send:
+    bound = [groups.of(step.axes).name for step in message.reshard.forward]
+    ops = torch.ops._c10d_functional
+
+    def send(x: Tensor) -> Tensor:
+        for group in bound if x.numel() else ():
+            x = ops.wait_tensor(ops.all_reduce(x.contiguous(), "max", group))
+        return x
+
+    return send

@@ -1,9 +1,9 @@
-"""The steps of a reshard as one rank runs them: what it lays into the buffer, and what it makes of what comes back.
+"""Steps of a reshard on one rank: pack the buffer of a collective, and unpack its result.
 
-A `LocalStep` is a step bound to a rank's coordinate. It holds nothing but numbers, so `torch.compile` traces through
-it. All tensors here have the rank's local atoms as their dims. A collective works on a flat buffer, with the parts for
-(or of) its members one after the other: `prepare` fills it, the transport exchanges it, `finish` reads it. Pieces that
-differ in length are padded to the longest one where a collective needs them equal; an all-to-all does not.
+A `LocalStep` is a step bound to a rank's coordinate. It holds numbers only, so `torch.compile` traces through it. All
+tensors here have the local atoms as their dims. A collective works on a flat buffer with the members' parts one after
+the other: `prepare` packs it, the transport exchanges it, `finish` unpacks it. Pieces of unequal length are padded to
+the longest where a collective needs equal ones; an all-to-all does not.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["LocalStep", "bind", "finish", "keep_local", "prepare"]
 
 @dataclass(frozen=True)
 class LocalStep:
-    """`before` and `after` are the sizes of the local atoms; `atom` is the one that the step cuts or joins.
+    """Step on one rank; `before` and `after` are sizes of local atoms, `atom` is the one that it splits or joins.
 
-    Lists over the members of the group stand in the order of their ranks in it. `pieces` is what each member takes of
-    this rank's tensor along `to_atom` (all-to-all) or `atom`, or adds to it (all-gather); `shapes` is what comes back
-    from each, and `order` lists the members by the place of their pieces along `atom`. `direct` says that the tensor
-    lies in memory just as the collective wants it, or gives it. `group` is the name of the process group.
+    Lists over the members of the group are in rank order. `pieces`: the part of this rank's tensor that each member
+    takes along `to_atom` (all-to-all) or `atom`, or adds to it (all-gather). `shapes`: the part that each sends back.
+    `order`: the members by the place of their pieces along `atom`. `direct`: the tensor in memory is the buffer
+    already. `group`: name of the process group.
     """
 
     kind: StepKind
@@ -51,7 +51,7 @@ class LocalStep:
 
     @property
     def local(self) -> bool:
-        """Return whether it sends nothing."""
+        """Return whether the step sends nothing."""
         return self.kind in LOCAL
 
     @property
@@ -62,9 +62,9 @@ class LocalStep:
 def bind(
     step: Step, reshard: Reshard, coordinate: Mapping[str, int], members: tuple[Mapping[str, int], ...]
 ) -> LocalStep:
-    """A step as the rank at `coordinate` runs it; `members` are the coordinates of its group, in rank order.
+    """Return a step as the rank at `coordinate` runs it; `members` are the coordinates of its group, in rank order.
 
-    The name of the group is left to whoever knows of process groups.
+    The caller adds the name of the process group.
     """
     atoms, axes = reshard.atoms, reshard.axes
     here = {axis: coordinate[axis] for axis in axes}
@@ -143,7 +143,7 @@ def _shared(mine: Piece, other: Piece) -> Piece:
 
 
 def keep_local(move: LocalStep, x: Tensor) -> Tensor:
-    """The steps that send nothing."""
+    """Run a step that sends nothing."""
     if move.kind is StepKind.KEEP_ONE:
         if torch.compiler.is_compiling():
             return kept(x, move.before, move.keep)
@@ -166,7 +166,7 @@ def _padded(x: Tensor, atom: int, left: int, right: int) -> Tensor:
 
 
 def prepare(move: LocalStep, x: Tensor) -> Tensor:
-    """The buffer that this rank gives to the collective."""
+    """Pack the buffer that this rank gives to the collective."""
     if move.kind is StepKind.ALL_GATHER:
         x = _padded(x, move.atom, 0, move.longest - move.before[move.atom])
     elif move.kind is StepKind.REDUCE_SCATTER and not move.direct:
@@ -180,7 +180,7 @@ def prepare(move: LocalStep, x: Tensor) -> Tensor:
 
 
 def finish(move: LocalStep, buffer: Tensor) -> Tensor:
-    """This rank's tensor, made of what the collective has given it."""
+    """Unpack this rank's tensor from the result of the collective."""
     if move.kind is StepKind.REDUCE_SCATTER and move.longest > move.after[move.atom]:
         padded = buffer.reshape(_replaced(move.after, move.atom, move.longest))
         return padded.narrow(move.atom, 0, move.after[move.atom]).contiguous()
@@ -190,5 +190,5 @@ def finish(move: LocalStep, buffer: Tensor) -> Tensor:
     if move.kind is StepKind.ALL_TO_ALL:
         received = torch.split(buffer, list(move.received))
         return torch.cat([received[i].reshape(move.shapes[i]) for i in move.order], move.atom)
-    # The part of a bucket's buffer may be strided; some kernels (the backward of BatchNorm) read weights as contiguous.
+    # A slice of a bucket's buffer may be strided, and some kernels (backward of BatchNorm) read weights as contiguous.
     return buffer.reshape(move.after).contiguous()

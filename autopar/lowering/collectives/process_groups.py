@@ -1,4 +1,4 @@
-"""The processes that run a plan: the process group, and the torch `DeviceMesh` of a mesh."""
+"""Processes that run a plan: their process groups, and the torch `DeviceMesh` of a mesh."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ class _Group:
 
 
 class Groups:
-    """The process groups of a device mesh: one for every set of axes that some collective is over.
+    """Process groups of a device mesh, one for each set of axes that a collective runs over.
 
-    They are created when a conversion first needs them, by all ranks in the same order; every rank must bind the same
-    conversions in the same order.
+    A group is created when a reshard first needs it. All ranks must bind the same reshards in the same order.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -60,14 +59,14 @@ class Groups:
         self._found: dict[tuple[str, ...], _Group] = {}
 
     def of(self, axes: tuple[str, ...]) -> _Group:
-        """The group of the ranks that differ from this one along these axes only."""
+        """Return the group of ranks that differ from this one along these axes only."""
         ordered = tuple(axis for axis in self.names if axis in axes)
         if ordered not in self._found:
             self._found[ordered] = self._group(ordered)
         return self._found[ordered]
 
     def ranks(self, name: str) -> tuple[int, ...]:
-        """The members of a group that was found before, by its name."""
+        """Return the members of a group found before, by its name."""
         (members,) = {group.ranks for group in self._found.values() if group.name == name}
         return members
 
@@ -83,10 +82,10 @@ class Groups:
 
 
 def device_type_of(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any] | None) -> str:
-    """Return the type of device that a parallel module runs on.
+    """Return the device type that a parallel module runs on.
 
-    A process group of one backend, such as NCCL, decides; else the tensors of the inputs and the model, of which any on
-    a device counts more than those on the host. Where all are on meta the first accelerator of this process is taken.
+    A process group of one backend, such as NCCL, decides. Else inputs and model decide; a device counts more than the
+    host. If all are on meta, the first accelerator of this process is taken.
     """
     types = {device.type for device in dist.group.WORLD._device_types} if dist.group.WORLD is not None else set()
     if len(types) == 1:
@@ -99,7 +98,7 @@ def device_type_of(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]
 
 
 def device_mesh(mesh: Mesh, device: str = "cpu") -> DeviceMesh:
-    """The device mesh of the running processes; the process group is started if it is not."""
+    """Return the device mesh of the running processes; start the process group if it is not."""
     sizes = [size for size in mesh.axes.values() if size is not None]
     if len(sizes) < len(mesh.axes):
         raise MeshError(f"the mesh {mesh} has open sizes; give each axis a number to run on it")
@@ -117,7 +116,7 @@ def device_mesh(mesh: Mesh, device: str = "cpu") -> DeviceMesh:
 
 
 def group_over(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The process group of all ranks of a mesh, over one axis or several together."""
+    """Return the process group of all ranks of a mesh."""
     if mesh.ndim == 1:
         return mesh.get_group()
     group = mesh._flatten().get_group()
@@ -126,14 +125,14 @@ def group_over(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def _keep_time_limit(group: dist.ProcessGroup, device: str) -> None:
-    """Give a group the limit that `init_process_group` was given; torch gives each group that it makes its own."""
+    """Give a group the limit of `init_process_group`; torch gives new groups a default limit."""
     world: Any = dist.group.WORLD
     if group is not world and dist.get_backend(group) in (dist.Backend.GLOO, dist.Backend.NCCL):
         _set_pg_timeout(world._get_backend(torch.device(device)).options._timeout, group)
 
 
 def limit_seconds_of(group: dist.ProcessGroup) -> float:
-    """How long a rank of the group waits for the others."""
+    """Return the seconds that a rank of the group waits for the others."""
     if dist.get_backend(group) != dist.Backend.GLOO:
         return default_pg_timeout.total_seconds()
     options: Any = group._get_backend(torch.device("cpu")).options
@@ -151,9 +150,9 @@ def _start(mesh: Mesh, device: str) -> None:
 
 
 def keep_gloo_local() -> None:
-    """Before a group of Gloo is made, also beside one of NCCL: it looks the host's name up, and aborts without one.
+    """Set the interface of Gloo before a group is made: it looks up the host name, and aborts if that fails.
 
-    Left alone where processes of other hosts take part, which the loopback interface does not reach.
+    Processes on several hosts keep their interface; the loopback interface does not reach other hosts.
     """
     here, everywhere = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     if (here is None or here == everywhere) and not _resolves(socket.gethostname()):
@@ -163,12 +162,12 @@ def keep_gloo_local() -> None:
 def join_local_group(
     meeting: Path, rank: int, ranks: int, backend: str = "gloo", limit: timedelta = default_pg_timeout
 ) -> None:
-    """Start the process group of processes that one process of this machine has started.
+    """Start the process group of processes that one process of this machine started.
 
-    They meet in a file that is not there yet. A port would have to be chosen before the first rank listens on it, and
-    until then anyone may take it.
+    They meet in a file that does not exist yet. A port would have to be chosen before the first rank listens, and
+    another process could take it.
     """
-    # Gloo would look the host's name up, which not every machine can.
+    # Gloo looks up the host name, which fails on some machines.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(str(meeting), ranks)  # type: ignore[attr-defined]  # torch lists it in its docs alone
     store.set_timeout(limit)

@@ -22,7 +22,7 @@ _KNOWN = (
 )
 _COMPLEX = (torch.complex128, torch.complex64)
 
-# Dtypes that no library adds up, and the dtypes in which they are added up.
+# Dtypes that no library sums, and the dtypes that they are summed in.
 SUMMED: Mapping[torch.dtype, torch.dtype] = {
     torch.bool: torch.int32,
     torch.int16: torch.int32,
@@ -47,20 +47,20 @@ def as_bytes(buffer: Tensor) -> Tensor:
 
 
 def summed_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums of a dtype are sent."""
+    """Return the dtype in which sums of a dtype are sent."""
     return SUMMED.get(dtype, dtype)
 
 
 def summed_together(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """One dtype for sums of several: their own, or one that holds the values of all."""
+    """Return one dtype for several sums: their own, or one that holds the values of all."""
     found = {summed_in(dtype) for dtype in dtypes}
     if len(found) == 1:
         return found.pop()
-    # Counts are exact in float64, as far as anybody counts.
+    # Counts are exact in float64 below 2**53.
     return torch.complex128 if any(dtype.is_complex for dtype in found) else torch.float64
 
 
 def restored(total: Tensor, dtype: torch.dtype, copy: bool = False) -> Tensor:
-    """A sum in the dtype of its terms."""
+    """Cast a sum back to the dtype of its terms."""
     value = total.real if total.is_complex() and not dtype.is_complex else total
     return value.to(dtype, copy=copy)

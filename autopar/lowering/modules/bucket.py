@@ -1,8 +1,7 @@
-"""Parameters converted together: one collective for many of them, in the forward as in the backward.
+"""Buckets: one collective for many parameters, in the forward and in the backward.
 
-A bucket lays its tensors into one buffer, sends that, and takes each tensor out again; large ones are sent from where
-they lie, by the same collective. What is begun need not have come when these functions return: whoever reads it waits
-for it first (`waited`).
+A bucket packs its tensors into one buffer, sends it, and unpacks each tensor. Large tensors are sent from their own
+memory by the same collective. Results may be pending when these functions return; a reader waits for them (`waited`).
 """
 
 from __future__ import annotations
@@ -19,61 +18,92 @@ from autopar.lowering.collectives.local_reshard import LocalReshard, send, send_
 from autopar.lowering.collectives.local_steps import LocalStep, finish, keep_local, prepare
 from autopar.sharding.reshard.reshard import StepKind
 
-__all__ = ["BucketCollectives", "ParameterHandling", "begin_steps", "is_view", "locally", "waited"]
+__all__ = ["BucketCollectives", "ParameterHandling", "begin_steps", "is_view", "locally", "sums_begun", "waited"]
 
-# From this size on, a tensor is sent from where it lies: copying it into a buffer, and out of one, takes longer than
-# that the collective has one buffer more.
+
+# -- custom ops --------------------------------------------------------------------------------------------------------
+
+
+_LIBRARY: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def sums_begun(gradients: Sequence[Tensor], group: str) -> list[Tensor]:
+    """Return pending sums over a group; waiting for one of them waits for all.
+
+    The compiler may not copy them before they arrive.
+    """
+    found: list[Tensor] = torch.ops.autopar.sums_begun.default(list(gradients), group)
+    return found
+
+
+def _sums_begun(gradients: list[Tensor], group: str) -> list[Tensor]:
+    flat = torch.cat([x.reshape(-1) for x in gradients])
+    torch.ops._c10d_functional.all_reduce_(flat, "sum", group)
+    return list(torch._C._nn.unflatten_dense_tensors(flat, gradients))
+
+
+def _sums_like(gradients: list[Tensor], group: str) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in gradients]
+
+
+_LIBRARY.define("sums_begun(Tensor[] gradients, str group) -> Tensor[]")
+_LIBRARY.impl("sums_begun", _sums_begun, "CompositeExplicitAutograd")
+torch.library.register_fake("autopar::sums_begun", _sums_like, lib=_LIBRARY)
+
+
+# Bytes. A larger tensor is sent from its own memory: copying it into a buffer, and out of it, takes longer than
+# one more buffer of the collective.
 ALONE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class ParameterHandling:
-    """How a parameter comes into the forward, and its gradient out of the backward."""
+    """Gathering of a parameter in the forward, and reduction of its gradient in the backward."""
 
     stored: torch.dtype
     used: torch.dtype
-    # The type in which gradients are added up.
+    # Dtype in which gradients are summed.
     reduced: torch.dtype
-    # Without synchronisation the whole gradient is kept on each rank; else every backward sends it.
+    # Under `no_sync` each rank keeps the whole gradient; else every backward sends it.
     deferred: bool = False
-    # Gathered again for the backward.
+    # Gathered again in the backward.
     again: bool = False
-    # While gradients are accumulated without being sent, what is gathered serves all forwards.
+    # Under `no_sync` one gathered copy serves all forwards.
     lasting: bool = False
 
 
 @dataclass(frozen=True)
 class BucketCollectives:
-    """Conversions that take the same steps over the same groups, done as one."""
+    """Reshards with the same steps over the same groups, run as one."""
 
     conversions: tuple[LocalReshard, ...]
     handling: ParameterHandling
-    # For each step, what it is for each tensor; none where nothing is sent that way.
+    # For each step, its form for each tensor; empty for a direction that sends nothing.
     forward: tuple[tuple[LocalStep, ...], ...] = field(init=False)
     backward: tuple[tuple[LocalStep, ...], ...] = field(init=False)
-    # True where gradients are only added up.
+    # True if gradients are only summed.
     is_sum: bool = field(init=False)
-    # True where the parameters need no step.
+    # True if the parameters need no step.
     is_idle: bool = field(init=False)
 
     def __post_init__(self) -> None:
         forward, backward = [one.forward for one in self.conversions], [one.backward for one in self.conversions]
         kinds = [[move.kind for move in one.backward] for one in self.conversions]
         is_sum = all(each == [StepKind.ALL_REDUCE] for each in kinds) and all(prod(x.shape) for x in self.conversions)
-        # Fields, and no cached properties, which torch.compile cannot read.
+        # Fields, as torch.compile cannot read cached properties.
         object.__setattr__(self, "forward", _sending(forward))
         object.__setattr__(self, "backward", _sending(backward))
         object.__setattr__(self, "is_sum", is_sum)
         object.__setattr__(self, "is_idle", not any(forward) and self.handling.used == self.handling.stored)
 
     def begin(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Cast the stored tensors and begin to convert them; the pieces of each, which may be still to come."""
+        """Cast the stored tensors and begin their reshard; return the pieces of each, which may be pending."""
         used = self.handling.used
         cast = [x.to(used) for x in tensors]
         return begin_steps(self.forward, cast) if self.forward else tuple(cast)
 
     def finished(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """The converted tensors, made of pieces that have come."""
+        """Return the resharded tensors, unpacked from pieces that have arrived."""
         if not self.forward:
             return list(pieces)
         pairs = zip(self.conversions, pieces, strict=True)
@@ -86,14 +116,14 @@ def _sending(ways: Sequence[tuple[LocalStep, ...]]) -> tuple[tuple[LocalStep, ..
 
 
 def locally(moves: tuple[LocalStep, ...], x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Steps that send nothing."""
+    """Run steps that send nothing."""
     for i, move in enumerate(moves):
         x = keep_local(move, x.reshape(move.before) if i == 0 else x)
     return x.reshape(shape) if moves else x
 
 
 def begin_steps(steps: tuple[tuple[LocalStep, ...], ...], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """All steps but the end of the last, which is begun; of its buffer, the piece of each tensor."""
+    """Run all steps, and begin the last; return the piece of each tensor in its buffer."""
     parts = [x.reshape(move.before) for x, move in zip(tensors, steps[0], strict=True)]
     for moves in steps[:-1]:
         pieces = waited(_exchange(moves, parts))
@@ -127,13 +157,13 @@ def _sent_as_one(first: LocalStep, parts: Sequence[Tensor]) -> tuple[Tensor, ...
     flat, sizes = _joined(first, parts)
     sent = send(first, flat) if flat.numel() else flat
     if torch.compiler.is_compiling():
-        # The buffer and not its pieces: the compiler takes what is waited for to be contiguous.
+        # The buffer and not its pieces: the compiler takes a waited tensor to be contiguous.
         sent = torch.ops._c10d_functional.wait_tensor(sent)
     return _parted(first, sent, sizes)
 
 
 def _joined(first: LocalStep, parts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """One buffer, and how much of what comes back on each rank is of each part."""
+    """Return one buffer, and the share of each part in every rank's result."""
     sizes = [part.numel() for part in parts]
     if first.kind is StepKind.REDUCE_SCATTER:
         sizes = [size // first.ranks for size in sizes]
@@ -154,7 +184,7 @@ def is_view(move: LocalStep) -> bool:
 
 
 def waited(pieces: Sequence[Tensor | None]) -> Any:
-    """The pieces, when they have come; many of them lie in one memory, and come together."""
+    """Return the pieces after they arrived; pieces of one buffer arrive together."""
     if not torch.compiler.is_compiling():  # else they are there
         for piece in {piece.untyped_storage()._cdata: piece for piece in pieces if piece is not None}.values():
             torch.ops._c10d_functional.wait_tensor(piece)

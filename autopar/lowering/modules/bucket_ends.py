@@ -1,20 +1,19 @@
-"""The two places that a bucket of parameters has in a step.
+"""The two places of a bucket in a step: its start and its end.
 
-Where a bucket *starts*, its tensors are laid into one buffer and the collective is begun; where it *ends*, just before
-the first of them is used, the collective is waited for and each tensor is taken out. The backward runs the same places
-in reverse: where the bucket ends, the gradients are laid into one buffer and their collective is begun; where it
-starts, it is waited for. So a gather runs beside the layers before its own, and a reduction beside the backward of the
-layers before its own; and since the starts are what the gradients come from, nothing is unfinished when `backward()` or
-`torch.autograd.grad` returns. A bucket that has nothing to begin in the forward has no start if whoever gives the
-parameters waits for their gradients (`Synchronisation.finish`).
+At the *start* the tensors are packed and the collective begins. At the *end*, before the first use of a tensor, it is
+waited for and unpacked. The backward visits the places in reverse: at the end the gradients are packed and their
+collective begins, at the start it is waited for. So a gather overlaps the layers before its own, and a reduction
+overlaps the backward of the layers before its own. Gradients come from the starts, so nothing is pending when
+`backward()` or `torch.autograd.grad` returns. A bucket without work in the forward has no start if the owner of the
+parameters waits for their gradients (`GradientSync.finish`).
 
-On the way parameters are cast to the type that the forward works in, and gradients to the type that they are added up
-in. Under `no_sync()` gradients are kept as they are, and go with those of the next backward that sends.
+Parameters are cast to the compute dtype and gradients to the dtype of their sums. Under `no_sync()` gradients stay
+local and are sent with those of the next backward that sends.
 
-What was gathered may be given up after the forward and gathered again when the backward comes to it (`Regathered`).
+A gathered copy may be freed after the forward and gathered again in the backward (`Regathered`).
 
-`torch.compile` orders collectives by itself: there both halves are done at the end of the bucket, always; but sums of
-gradients that nothing is done to are left to whoever gives the parameters to wait for, outside of what is compiled.
+`torch.compile` orders collectives itself, so both halves run at the end of the bucket. Sums of gradients that need no
+further step are left to the owner of the parameters, outside of the compiled graph.
 """
 
 from __future__ import annotations
@@ -26,17 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.lowering.collectives.custom_ops import sums_begun
 from autopar.lowering.collectives.local_reshard import convert
 from autopar.lowering.collectives.local_steps import finish
-from autopar.lowering.modules.bucket import begin_steps, is_view, locally, waited
+from autopar.lowering.modules.bucket import begin_steps, is_view, locally, sums_begun, waited
 from autopar.lowering.modules.bucket_state import BucketState, Regathered, is_alone
 
 __all__ = ["BucketEnd", "BucketStart", "RegatherRelease", "RegatherWatch"]
 
 
 def start(running: BucketState, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors, and after them what of their collective `end` wants."""
+    """Return the tensors, followed by the pending pieces that `end` needs."""
     if torch.compiler.is_compiling():
         return tuple(tensors)
     started: tuple[Tensor, ...] = _Start.apply(running, *tensors)  # type: ignore[no-untyped-call]
@@ -46,7 +44,7 @@ def start(running: BucketState, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]
 def end(running: BucketState, started: Sequence[Tensor]) -> tuple[Tensor, ...]:
     if running.has_start or not running.bucket.is_idle or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return _ended(running, started)
-    # It keeps nothing for a backward, so that one piece of graph does for all calls with the same tensors.
+    # It saves nothing for a backward, so one piece of graph serves all calls with the same tensors.
     if running.ended is not None and all(map(operator.is_, started, running.ended[0])):
         found = running.ended[1]
         node = next((x.grad_fn for x in found if x.grad_fn is not None), None)
@@ -93,7 +91,7 @@ class _End(torch.autograd.Function):
         compiling = torch.compiler.is_compiling()
         if not bucket.forward:
             if bucket.is_idle and not compiling:
-                # No views of what was given: whoever writes to a parameter would make them useless.
+                # No views of the parameters: a write to a parameter would invalidate them.
                 return tuple([x.detach() for x in tensors])
             cast = (x.to(handling.used) if handling.used != x.dtype else x.view_as(x) for x in tensors)
             pairs = zip(cast, bucket.conversions, strict=True)
@@ -139,7 +137,7 @@ class _End(torch.autograd.Function):
         else:
             steps = tuple(tuple(step[i] for i in here) for step in bucket.backward)
             pieces = begin_steps(steps, given)
-            # Views may be made of what is not there yet; where more is to be done to it, it must have come.
+            # A pending tensor may be viewed; for any other step it must have arrived.
             if compiling or handling.reduced != handling.stored or not all(map(is_view, steps[-1])):
                 pieces = waited(pieces)
             elif not running.has_start:
@@ -152,7 +150,7 @@ class _End(torch.autograd.Function):
 
 
 def _with_unsent(running: BucketState, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """The gradients with those that were not sent before; none, where these are not sent either."""
+    """Return the gradients plus those kept from earlier backwards; nothing if these are kept too."""
     total = list(gradients)
     if running.unsent:
         pairs = zip(running.unsent, gradients, strict=True)
@@ -160,7 +158,7 @@ def _with_unsent(running: BucketState, gradients: Sequence[Tensor | None]) -> tu
     if running.synchronisation.enabled:
         running.unsent = []
         return tuple(total)
-    # Copies, in the type of the sums: what autograd gives may be another tensor's memory.
+    # Copies in the dtype of the sums: autograd's gradients may share memory with another tensor.
     reduced = running.bucket.handling.reduced
     ours = running.unsent or [None] * len(total)
     running.unsent = [
@@ -171,10 +169,10 @@ def _with_unsent(running: BucketState, gradients: Sequence[Tensor | None]) -> tu
 
 
 def _sums(running: BucketState, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The sums of whole gradients, as they will be when they have come: the commonest case, in the fewest calls."""
+    """Return pending sums of whole gradients: the most frequent case, in the fewest calls."""
     handling, first = running.bucket.handling, running.bucket.backward[0][0]
     flat = torch.cat([x.reshape(-1) for x in gradients], out=running.free_buffer(gradients[0], handling.reduced))
-    # Another tensor of the same memory: until it is sent the buffer is not free, also where a backward has failed.
+    # A second tensor of the same memory keeps the buffer in use until it is sent, also if a backward fails.
     torch.ops._c10d_functional.all_reduce_(flat.detach(), "sum", first.group)
     if handling.reduced != handling.stored:
         flat = torch.ops._c10d_functional.wait_tensor(flat).to(handling.stored)
@@ -210,7 +208,7 @@ class BucketEnd(nn.Module):
 
 
 class RegatherWatch(nn.Module):
-    """After an op that reads a tensor that is gathered again: its backward is where that must have happened."""
+    """Fill regathered memory before the backward of an op that reads it."""
 
     def __init__(self, running: BucketState) -> None:
         super().__init__()
@@ -227,7 +225,7 @@ class RegatherWatch(nn.Module):
 
 
 class RegatherRelease(nn.Module):
-    """After the last op of the forward that reads the tensors of a bucket."""
+    """Free gathered memory after the last op of the forward that reads a bucket."""
 
     def __init__(self, running: BucketState) -> None:
         super().__init__()

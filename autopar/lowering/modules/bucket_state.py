@@ -25,11 +25,11 @@ class GradientSync:
 
     enabled: bool = True
     unfinished: dict[BucketState, Sequence[Tensor]] = field(default_factory=dict)
-    # How often parameters were found to have been written to between two calls.
+    # Number of times that parameters were written between two calls.
     writes: int = 0
 
     def finish(self) -> None:
-        """Wait for all that has been sent."""
+        """Wait for all pending gradients."""
         while self.unfinished:
             waited(self.unfinished.popitem()[1])
 
@@ -38,7 +38,9 @@ class GradientSync:
         self.writes += 1
 
     def later(self, running: BucketState, pieces: Sequence[Tensor]) -> None:
-        """Leave gradients to `finish`; those of a second forward are added to the first's, so both must have come."""
+        """Leave gradients to `finish`; gradients of a second forward are added to the first's, so both must have
+        arrived.
+        """
         is_second = running in self.unfinished
         if is_second:
             self.finish()
@@ -57,23 +59,23 @@ class GradientSync:
 
 @dataclass(eq=False)
 class BucketState:
-    """A bucket and what it remembers from one place of a step to the next."""
+    """Bucket with its state between the places of a step."""
 
     bucket: BucketCollectives
     synchronisation: GradientSync
     has_start: bool = True
-    # The bucket that the backward comes to next, if it too gathers again.
+    # Next bucket of the backward, if it is regathered too.
     before: BucketState | None = None
     unsent: list[Tensor | None] = field(default_factory=list)
-    # Where gradients are added up; the gradients that come of it are views of it.
+    # Buffer of the sums; gradients are views of it.
     buffer: Tensor | None = None
     lasting: KeptGathered | None = None
     again: Regathered | None = None
-    # Inputs and outputs at the end of a bucket without work in the forward, of the call before.
+    # Inputs and outputs of the previous call, at the end of a bucket without work in the forward.
     ended: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
 
     def free_buffer(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """The buffer of the step before, unless somebody still holds a gradient of it."""
+        """Return the buffer of the previous step, unless a gradient still uses it."""
         if self.buffer is None or _holders(self.buffer) > 1:
             numel = sum(prod(conversion.shape) for conversion in self.bucket.conversions)
             self.buffer = like.new_empty(numel, dtype=dtype)
@@ -94,7 +96,7 @@ class BucketState:
 
 
 def _holders(tensor: Tensor) -> int:
-    """How many tensors share the memory of one."""
+    """Return the number of tensors that share the memory of one."""
     held: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return held - 1  # the storage object that was asked
 
@@ -106,9 +108,9 @@ def is_alone(tensor: Tensor) -> bool:
 
 @dataclass(eq=False)
 class KeptGathered:
-    """Copies that were gathered once for several forwards."""
+    """Gathered copies that serve several forwards."""
 
-    # Source of the copy; kept, so that no other tensor takes its memory.
+    # Sources of the copies; held, so that no other tensor takes their memory.
     stored: list[Tensor]
     states: tuple[tuple[int, int], ...]
     writes: int
@@ -116,18 +118,18 @@ class KeptGathered:
 
 
 def _states(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
-    """Where tensors lie, and on CPUs what they hold: writes to `x.data` and through a DTensor are not counted.
+    """Return addresses of tensors, and on CPUs a checksum: writes to `x.data` and through a DTensor are not counted.
 
-    To look at the values would make another device wait.
+    Reading the values would make another device wait.
     """
     return tuple((x.data_ptr(), quick_checksum(x) if x.is_cpu else 0) for x in tensors)
 
 
 @dataclass(eq=False)
 class Regathered:
-    """The gathered tensors of one forward: their memory is given back, and filled again before it is read.
+    """Gathered tensors of one forward: their memory is freed, and filled again before it is read.
 
-    What autograd has saved of them shares their memory, so nothing else has to know.
+    Saved tensors of autograd share their memory, so nothing else needs to know.
     """
 
     running: BucketState
@@ -148,7 +150,7 @@ class Regathered:
                 self.begun = self.running.bucket.begin(self.stored)
 
     def fill(self) -> None:
-        """Before the backward of whatever read them; the bucket that comes next in the backward is begun too."""
+        """Gather again before the backward of a reader, and begin the gather of the next bucket of the backward."""
         if not self.released:
             return
         self.begin()

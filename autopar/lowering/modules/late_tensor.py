@@ -1,7 +1,7 @@
-"""A tensor of a few numbers that the other ranks are still to send their parts of.
+"""A small tensor whose value is pending: other ranks have not sent their parts yet.
 
-It is waited for when somebody looks at it. A training loop goes from a loss into its backward, which does not, so the
-ranks do not wait for each other between the forward and the backward.
+It is waited for when its value is read. The backward of a loss does not read it, so ranks do not wait for each other
+between forward and backward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["LateTensor"]
 
 
 class LateTensor(Tensor):
-    """An ordinary tensor as soon as its values have come."""
+    """Tensor that becomes an ordinary one when its value arrives."""
 
     # The tensor without autograd, in the same memory.
     _own: Tensor
@@ -36,7 +36,7 @@ class LateTensor(Tensor):
         self.__class__ = Tensor  # type: ignore[assignment]
         values = arrival()
         with torch.no_grad():
-            # `data`, for nobody can have read the values that are written over.
+            # Through `data`: no reader can have seen the values that are overwritten.
             if isinstance(values, Tensor):
                 own.data.copy_(values.reshape(own.shape))
             else:
@@ -44,12 +44,12 @@ class LateTensor(Tensor):
 
     @staticmethod
     def arrive_all(values: Any) -> None:
-        """Wait for whatever is late in a tree of values."""
+        """Wait for all pending tensors in a tree of values."""
         for value in tree_iter(values):
             if isinstance(value, LateTensor):
                 value.arrive()
 
-    # A compiler would trace what is done here, and has no values to wait for.
+    # A compiler would trace this wait, and has no values to wait for.
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(

@@ -1,12 +1,11 @@
-"""Random numbers of one rank: the same on replicas, others on every shard.
+"""Random numbers of one rank: equal on replicas, different on every shard.
 
-Each call of the parallel module has a number that all ranks share, its key. What an op draws on a shard depends on the
-key, the op and the shard alone: ranks along an axis that does not split what is drawn have the same shard, so they draw
-the same, whatever the states of their generators. Who computes a piece of the graph again with the same key gets the
-same numbers again.
+Each call of the parallel module has a key that all ranks share. The numbers of an op on a shard depend on the key, the
+op and the shard alone. Ranks along an axis that does not split the drawn tensor have the same shard and draw the same,
+whatever the states of their generators. Recomputation with the same key gives the same numbers.
 
-In exact mode the numbers of the whole tensor are drawn from the default generator, by the op that one process would
-call, and each shard takes its own of them.
+In exact mode the default generator draws the numbers of the whole tensor, by the op that one process would call, and
+each shard takes its part.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ LOW = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class LocalRegion:
-    """A rank's part of a tensor: of every atom, where it starts and how long it is."""
+    """Part of a tensor on one rank: start and length along every atom."""
 
     atoms: Atoms
     pieces: tuple[Piece, ...]
@@ -72,7 +71,7 @@ class LocalRegion:
 
 @dataclass(frozen=True)
 class DrawShard:
-    """Which of the pieces of what an op draws is drawn here; `first` counts the pieces of the ops before it."""
+    """Piece of a drawn tensor on this rank; `first` counts the pieces of earlier ops."""
 
     first: int
     index: int
@@ -80,10 +79,10 @@ class DrawShard:
 
 
 def seeded(number: int, shard: DrawShard, device: torch.device) -> torch.Generator:
-    """A generator for one shard of one op in the call whose key is `number`.
+    """Return a generator for one shard of one op in the call whose key is `number`.
 
-    The generators of CPUs read no more than 32 bits of a seed. In these, all shards of all ops of one call differ: the
-    finalizer of MurmurHash3 (A. Appleby, 2011) gives different numbers for different ones.
+    CPU generators read at most 32 bits of a seed. Within these, all shards of all ops of one call differ: the
+    finalizer of MurmurHash3 (A. Appleby, 2011) is a bijection.
     """
     high = _mixed(number >> 32)
     low = _mixed(((number & LOW) ^ high) + shard.first + shard.index)
@@ -101,7 +100,7 @@ def _mixed(number: int) -> int:
 
 
 class RandomDraw(Protocol):
-    """One tensor of random numbers. The text of a draw says all about it, so it may stand in compiled code."""
+    """One drawn tensor. Its text determines it, so the text may stand in compiled code."""
 
     @property
     def shard(self) -> DrawShard: ...
@@ -112,15 +111,15 @@ class RandomDraw(Protocol):
     @property
     def device(self) -> torch.device: ...
     def local(self, operands: Sequence[Tensor], generator: torch.Generator) -> Tensor:
-        """The numbers of this shard."""
+        """Return the numbers of this shard."""
 
     def whole(self, operands: Sequence[Tensor]) -> Tensor:
-        """The numbers of all shards, as one process draws them; of the operands only this rank's part is known."""
+        """Return the numbers of all shards as one process draws them; of the operands only this part is known."""
 
 
 @dataclass(frozen=True)
 class DropoutMask:
-    """Which elements dropout keeps; `strides` are those of the whole tensor."""
+    """Elements that dropout keeps; `strides` are those of the whole tensor."""
 
     shard: DrawShard
     cut: LocalRegion
@@ -130,7 +129,7 @@ class DropoutMask:
     dtype: torch.dtype = torch.bool
 
     def local(self, operands: Sequence[Tensor], generator: torch.Generator) -> Tensor:
-        # A fifth of the time of `bernoulli_` on a CPU.
+        # Takes a fifth of the time of `bernoulli_` on a CPU.
         return torch.rand(self.cut.local_shape, device=self.device, generator=generator) < 1 - self.rate
 
     def whole(self, operands: Sequence[Tensor]) -> Tensor:
@@ -143,7 +142,7 @@ class DropoutMask:
 
 @dataclass(frozen=True)
 class RreluSlopes:
-    """The slopes of rrelu where its operand is negative, and anything elsewhere."""
+    """Slopes of rrelu where its operand is negative; other elements are arbitrary."""
 
     shard: DrawShard
     cut: LocalRegion
@@ -165,7 +164,7 @@ class RreluSlopes:
 
 @dataclass(frozen=True)
 class OpSample:
-    """Draw of an op from its arguments alone: `operands` are the tensors, with their whole strides."""
+    """Sample of an op from its arguments alone; `operands` are the tensors, with their whole strides."""
 
     shard: DrawShard
     cut: LocalRegion
@@ -185,7 +184,7 @@ class OpSample:
     def whole(self, operands: Sequence[Tensor]) -> Tensor:
         arguments = dict(self.whole_arguments)
         for (name, cut, strides), operand in zip(self.operands, operands, strict=True):
-            # Of ops that are drawn so the count of numbers does not depend on the operands: ones will do for the rest.
+            # The count of numbers does not depend on the operands of these ops, so ones stand for the other shards.
             whole = torch.empty_strided(cut.shape, strides, dtype=operand.dtype, device=operand.device).fill_(1)
             cut.put(operand, whole)
             arguments[name] = whole
@@ -198,7 +197,7 @@ class OpSample:
 
 @cache
 def with_generator(op: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """The overload of a drawing op that takes a generator: itself, or its twin."""
+    """Return the overload of a drawing op that takes a generator: itself, or its twin."""
     names = {argument.name for argument in op._schema.arguments} | {"generator"}
     packet: Any = op.overloadpacket
     for overload in (op, *(getattr(packet, name) for name in packet.overloads())):
@@ -214,14 +213,14 @@ _KNOWN: dict[str, RandomDraw] = {}  # a custom op takes text, not objects; what 
 
 
 def known(what: RandomDraw) -> str:
-    """A name under which `draw` finds it: the same in every process for the same draw."""
+    """Return a name for a draw that `draw` finds it by; equal in every process."""
     name = hashlib.sha256(repr(what).encode()).hexdigest()[:32]
     _KNOWN[name] = what
     return name
 
 
 def draw(key: Tensor, operands: Sequence[Tensor], name: str) -> Tensor:
-    """This rank's numbers of a known draw; `key` holds the number of the call, and 1 in exact mode."""
+    """Return this rank's numbers of a known draw; `key` holds the number of the call, and 1 in exact mode."""
     operands = [operand.detach() for operand in operands]
     if torch.compiler.is_compiling():
         drawn: Tensor = torch.ops.autopar.drawn.default(key, operands, name)
@@ -243,6 +242,6 @@ def _drawn_like(key: Tensor, operands: Sequence[Tensor], draw: str) -> Tensor:
     return torch.empty(what.cut.local_shape, dtype=what.dtype, device=what.device)
 
 
-# The same as an operator that the compiler does not see into, so that it neither moves nor repeats it; defined here
+# A custom op, which the compiler neither moves nor repeats. Defined at import
 # because a compiled function cannot define it, and of several threads only one may.
 torch.library.custom_op("autopar::drawn", _draw, mutates_args=()).register_fake(_drawn_like)

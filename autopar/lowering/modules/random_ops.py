@@ -1,4 +1,4 @@
-"""Ops that draw random numbers, on shards: the numbers come from `draws`, the arithmetic around them is plain torch."""
+"""Ops that draw random numbers, on shards: `random_draws` gives the numbers, plain torch does the arithmetic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 class RandomOp(nn.Module):
-    """An op that draws random numbers. It is called with the key of the call, then with the op's tensors."""
+    """Op that draws random numbers, called with the key of the call and the op's tensors."""
 
     def __init__(self, what: RandomDraw, rule: str) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class RandomOp(nn.Module):
 
 
 class Dropout(RandomOp):
-    """`with_mask` as `native_dropout` gives it."""
+    """Dropout; `with_mask` returns the mask too, as `native_dropout` does."""
 
     def __init__(self, what: DropoutMask, rule: str, with_mask: bool) -> None:
         super().__init__(what, rule)
@@ -45,7 +45,7 @@ class Dropout(RandomOp):
 
 
 class Rrelu(RandomOp):
-    """`with_noise` gives the slopes as well; the noise that it takes is only written to."""
+    """Randomised leaky ReLU; `with_noise` returns the slopes too. Its noise operand is only written to."""
 
     def __init__(self, what: RreluSlopes, rule: str, with_noise: bool) -> None:
         super().__init__(what, rule)
@@ -57,7 +57,7 @@ class Rrelu(RandomOp):
 
 
 class SampledOp(RandomOp):
-    """An op whose result has no gradient, or one of zeros: what is drawn does not follow the operands smoothly."""
+    """Op whose result has no gradient or a zero one: samples do not follow the operands smoothly."""
 
     def __init__(self, what: OpSample, rule: str, differentiable: bool) -> None:
         super().__init__(what, rule)
@@ -84,7 +84,7 @@ class _WithoutSlope(torch.autograd.Function):
 
 
 class Gamma(RandomOp):
-    """The sample moves with its parameter as implicit differentiation says."""
+    """Gamma sample, with the gradient of implicit differentiation."""
 
     def forward(self, key: Tensor, alpha: Tensor) -> Tensor:
         drawn = draw(key, (alpha,), self.draw)
@@ -95,7 +95,7 @@ class Gamma(RandomOp):
 
 
 class DropoutAttention(RandomOp):
-    """Attention that drops weights: `first_row` is where this rank's queries start."""
+    """Attention with dropout of weights; the queries of this rank start at `first_row`."""
 
     def __init__(
         self, what: DropoutMask, rule: str, arguments: Mapping[str, Any], names: list[str], first_row: int
@@ -140,7 +140,10 @@ def _dropped(x: Tensor, kept: Tensor, scale: float) -> Tensor:
 
 
 class _Dropped(torch.autograd.Function):
-    """Only the truths are saved. They are cast first: a product of numbers and truths takes many times as long."""
+    """Product with a mask, of which only the booleans are saved.
+
+    They are cast first: a product of numbers and booleans takes many times as long.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: Tensor, scale: float) -> Tensor:

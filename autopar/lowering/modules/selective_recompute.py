@@ -1,12 +1,12 @@
-"""A region of the generated graph of which some results are kept and the rest is computed again in the backward.
+"""A region of the generated graph with some saved results; the backward recomputes the others.
 
-The region is cut into stretches, in turn of ops whose results are kept and of ops that are computed again. What
-autograd saves within a stretch of the second kind is let go of, and so is what an op of the first kind saves of their
-results. The first of it that the backward asks for has these stretches run once more, on what is kept. Ops whose
-results are kept do not run again, and nothing is sent again for them.
+The region is cut into segments: alternately ops with saved results and recomputed ops. Saved tensors of recomputed
+segments are freed; so are results of recomputed ops that a kept op saved. When the backward first needs one of them,
+the recomputed segments run again on the saved results. Ops with saved results do not run again, and their collectives
+are not repeated.
 
-Under `torch.compile` its partitioner decides by kinds of ops: results of products with matrices, of attention and of
-collectives are kept.
+Under `torch.compile` its partitioner decides by kinds of ops: results of matrix products, attention and collectives
+are saved.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ __all__ = ["SelectiveRecompute"]
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Ops that follow each other, all kept or all computed again."""
+    """Consecutive ops that are all saved or all recomputed."""
 
     module: GraphModule
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     kept: bool
-    # True where it may draw from the default generator.
+    # True if it may draw from the default generator.
     draws: bool
-    # True where it has an effect beside its results.
+    # True if it has a side effect.
     acts: bool
 
 
 class SelectiveRecompute(nn.Module):
-    """`body` is the whole region; `kept` names the nodes whose results are kept."""
+    """Region with body `body`; `kept` names the nodes whose results are saved."""
 
     def __init__(self, body: GraphModule, kept: frozenset[str]) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class SelectiveRecompute(nn.Module):
         return _RegionCall(self).forward(inputs)
 
 
-# -- the stretches ----------------------------------------------------------------------------------------------------
+# -- segments ---------------------------------------------------------------------------------------------------------
 
 
 def _stretches(body: GraphModule, kept: frozenset[str]) -> Iterator[Segment]:
@@ -129,7 +129,7 @@ class _Saved:
 
 @dataclass(eq=False)
 class _View(_Saved):
-    """A view of such a tensor that an op whose results are kept has saved."""
+    """View of a recomputed tensor that an op with saved results has saved."""
 
     size: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
@@ -141,16 +141,16 @@ class _RegionCall:
     """One call of a region, until its backward is over."""
 
     region: SelectiveRecompute
-    # Values that each stretch has saved, in order.
+    # Values that each segment has saved, in order.
     saved: dict[Segment, list[weakref.ref[_Saved]]] = field(default_factory=dict)
-    # Keyed by the value that they are views of.
+    # Keyed by the base of the view.
     views: dict[str, list[weakref.ref[_View]]] = field(default_factory=dict)
-    # The memory of values that are computed again. A weak reference keeps it from being taken for other memory.
+    # Storages of recomputed values. A weak reference detects reuse of the address.
     made: dict[StorageWeakRef, str] = field(default_factory=dict)
-    # Values that the recomputation needs.
+    # Inputs of the recomputation.
     held: dict[str, Any] = field(default_factory=dict)
     again: list[Segment] = field(default_factory=list)
-    # Those of the default generators before stretches that draw.
+    # Generator states before segments that draw.
     states: dict[Segment, Any] = field(default_factory=dict)
 
     def forward(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -195,7 +195,7 @@ class _RegionCall:
         return view
 
     def _settle(self, lasting: Mapping[str, Any]) -> None:
-        """Find which stretches the backward will need again, and hold what they read."""
+        """Find the segments that the backward will recompute, and hold their inputs."""
         needed = set(self.views)
         for stretch in reversed(self.region.stretches):
             if stretch.kept:
@@ -246,7 +246,7 @@ def _memory(tensor: Tensor) -> StorageWeakRef:
 
 
 def _apart(value: Any) -> Any:
-    """The same values, cut off from what autograd knows of them."""
+    """Return the values detached from autograd."""
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
@@ -262,7 +262,7 @@ def _never(saved: Any) -> Tensor:
 
 
 def _generators() -> tuple[Tensor, Tensor | None]:
-    """The states of the default generators of the host and of the device."""
+    """Return the states of the default generators of the host and of the device."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return torch.get_rng_state(), None
@@ -271,7 +271,7 @@ def _generators() -> tuple[Tensor, Tensor | None]:
 
 @contextmanager
 def _drawing_as(states: tuple[Tensor, Tensor | None] | None) -> Iterator[None]:
-    """Draw what was drawn from these states, and put the generators back."""
+    """Draw from these generator states, and restore the generators."""
     if states is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Which values of a graph may share their memory."""
+"""Find values of a graph that may share memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FRESH = "fresh"
 
 
 def readers(values: Iterable[Node]) -> set[Node]:
-    """The ops that read some tensors, also through views of them; of an op that gives several tensors, these."""
+    """Return the ops that read some tensors, also through views; for an op with several results, all of them."""
     found: set[Node] = set()
     open_nodes = list(values)
     while open_nodes:
@@ -45,7 +45,7 @@ def makes_new_memory(op: torch._ops.OpOverload) -> bool:
 def is_idle_copy(node: Node) -> bool:
     """Return whether an op of a functional graph makes an equal copy (dropout of nothing).
 
-    Nothing in the graph changes a value, so only who gets a result of it could tell, by changing that.
+    The graph changes no value, so only a user who changes a result could see the difference.
     """
     if node.target is not torch.ops.aten.clone.default:
         return False

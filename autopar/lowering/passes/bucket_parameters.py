@@ -1,7 +1,20 @@
-"""Where the buckets of parameters stand in the generated graph, and what is in each.
+"""Replace single reshards of parameters by buckets.
 
-The end of a bucket stands at its first use, not at the start of the forward: autograd runs backwards what was made last
-first, so ends made together would all come at the end of the backward. Buckets that gather start one bucket ahead.
+The end of a bucket stands at its first use and not at the start of the forward: autograd runs the latest ops first, so
+ends made together would all run at the end of the backward. Buckets that gather start one bucket ahead.
+
+Input::
+
+    w1 = all_gather(w1_shard)
+    y = linear(x, w1)
+    w2 = all_gather(w2_shard)
+    z = linear(y, w2)
+Output::
+
+    s = bucket_start(w1_shard, w2_shard)
+    w1, w2 = bucket_end(s)
+    y = linear(x, w1)
+    z = linear(y, w2)
 """
 
 from __future__ import annotations
@@ -30,7 +43,7 @@ __all__ = ["BucketedParameters", "CallGate", "put_in_buckets"]
 
 @dataclass(frozen=True)
 class _ReshardedParameter:
-    """A parameter's conversion in the graph."""
+    """Reshard of one parameter in the graph."""
 
     node: Node
     conversion: LocalReshard
@@ -50,12 +63,12 @@ class CallGate(Protocol):
 
 @dataclass(frozen=True)
 class BucketedParameters:
-    """How the parameters of a call are handled; those not named come as they are."""
+    """Handling of the parameters of a call; parameters without an entry are used as stored."""
 
     handling: Mapping[str, ParameterHandling] = field(default_factory=dict)
     synchronisation: GradientSync = field(default_factory=GradientSync)
     gate: CallGate | None = None
-    # True where the owner of the parameters waits for the communication of their gradients.
+    # True if the owner of the parameters waits for their gradients.
     awaited: bool = False
 
     def of(self, tensor: NamedTensor) -> ParameterHandling:
@@ -70,7 +83,7 @@ def put_in_buckets(
     parameters: BucketedParameters,
     limit_bytes: int = BUCKET_BYTES,
 ) -> None:
-    """Replace the single conversions of parameters by buckets, in place; `tensors` are those of the placeholders."""
+    """Replace single reshards of parameters by buckets, in place; `tensors` are those of the placeholders."""
     found = [one for node in graph.nodes if (one := _reshard_of(node, modules, tensors, parameters)) is not None]
     places = {node: place for place, node in enumerate(graph.nodes)}
     beginning = next((node for node in graph.nodes if node.op != "placeholder"), None)
@@ -80,11 +93,11 @@ def put_in_buckets(
         bucket = BucketCollectives(tuple(member.conversion for member in members), members[0].handling)
         again = bucket.handling.again
         inputs: tuple[Any, ...] = tuple(member.node.args[0] for member in members)
-        # What else reads a parameter has a gradient of its own, which is added when this one has come.
+        # Another reader of a parameter has a gradient of its own, which is added after this one arrives.
         has_start = bool(bucket.forward) or not parameters.awaited or any(len(each.users) > 1 for each in inputs)
         running = BucketState(bucket, parameters.synchronisation, has_start, before if again else None)
         before = running if again else before
-        # A gather starts one bucket ahead; where nothing is gathered, all start with the forward.
+        # A gather starts one bucket ahead; buckets without a gather start with the forward.
         ahead = ends[-1] if bucket.forward and ends else members[0].node
         assert beginning is not None, "the graph has conversions"
         what = "_".join(dict.fromkeys(moves[0].kind.value for moves in (*bucket.forward, *bucket.backward)))
@@ -114,7 +127,7 @@ def put_in_buckets(
 
 
 def _give_up(graph: Graph, modules: dict[str, nn.Module], name: str, running: BucketState, values: list[Node]) -> None:
-    """Release what a bucket has gathered after its last use, and watch the ops that read it."""
+    """Free the gathered copy after its last use, and watch the ops that read it."""
     reading = readers(values)
     if any(reader.op == "output" for reader in reading):
         return
@@ -133,7 +146,7 @@ def _give_up(graph: Graph, modules: dict[str, nn.Module], name: str, running: Bu
 def _cast(
     graph: Graph, modules: Mapping[str, nn.Module], tensors: Mapping[str, NamedTensor], parameters: BucketedParameters
 ) -> None:
-    """Parameters that are converted in no bucket are cast before their first use."""
+    """Cast parameters that are in no bucket before their first use."""
     for node in [node for node in graph.nodes if node.op == "placeholder" and node.name in tensors]:
         tensor = tensors[node.name]
         handling = parameters.of(tensor)
@@ -157,7 +170,7 @@ def _reshard_of(
     kinds = tuple(tuple(move.kind for move in way) for way in ways)
     if tensor is None or tensor.kind != "param" or not goes_in_bucket(*kinds):
         return None
-    # All ranks must come to the same buckets, and shards may be uneven: what is asked is what the first rank has.
+    # All ranks must build the same buckets, and shards may be uneven: the shards of the first rank decide.
     reshard = conversion.reshard
     axes = reshard.axes
     first = dict.fromkeys(axes, 0)

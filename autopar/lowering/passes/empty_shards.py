@@ -1,10 +1,16 @@
-"""Ops on a rank that has nothing of a split factor: pieces are of the ceiling size, so the last ones may be empty.
+"""Replace ops on ranks that have no elements of a split factor.
 
-What such a rank adds to a sum is zero, and what it has of a split result has no elements. Its op gives just that,
-without being run: many ops refuse tensors without elements. It still depends on what it takes, so that the collectives
-of the backward run on all ranks alike.
+Shards have the ceiling size, so the last ones may be empty. Such a rank adds zero to a sum and has no elements of a
+split result. Many ops refuse empty tensors, so the module returns the empty result without running the op. It still
+depends on its operands, so that the collectives of the backward run on all ranks alike. If the op adds something to
+the sum (a bias), it runs on a slice of zeros.
 
-Where something is added to the sum (a bias), the op does run, on a slice of zeros in place of the empty one.
+Input::
+
+    y = conv2d(x_empty, w)
+Output::
+
+    y = empty_shard_op(x_empty, w)
 """
 
 from __future__ import annotations
@@ -24,12 +30,12 @@ from autopar.rules.shard_call.local_call import call_by_name
 __all__ = ["EmptyShardOp", "Result", "nodes_of", "reached"]
 
 
-# The shape and dtype of what an op gives, and the operands that its gradient would go to.
+# Shape and dtype of a result, and the operands that its gradient reaches.
 Result = tuple[tuple[int, ...], torch.dtype, frozenset[int]]
 
 
 class EmptyShardOp(nn.Module):
-    """An op on a rank that has nothing to do for it."""
+    """Op on a rank that has no elements of it."""
 
     def __init__(self, op: str, results: tuple[Result | None, ...], single: bool) -> None:
         super().__init__()
@@ -50,7 +56,7 @@ class EmptyShardOp(nn.Module):
 
 
 def nodes_of(arguments: Mapping[str, Any]) -> tuple[Node, ...]:
-    """The values among an op's arguments, lists flattened."""
+    """Return the nodes among an op's arguments, with lists flattened."""
     listed = [each for value in arguments.values() for each in (value if isinstance(value, list | tuple) else [value])]
     return tuple(value for value in listed if isinstance(value, Node))
 
@@ -58,10 +64,10 @@ def nodes_of(arguments: Mapping[str, Any]) -> tuple[Node, ...]:
 def reached(
     op: torch._ops.OpOverload, arguments: Mapping[str, Any], trained: Callable[[Node], bool]
 ) -> list[frozenset[int]]:
-    """For each result of an op, which of the values it takes its gradient goes to: not all that have one (`ones_like`).
+    """Return, for each result of an op, the operands that its gradient reaches; not all have one (`ones_like`).
 
-    All ranks must find the same values to have a gradient, or their backwards run in different orders. So the op is
-    run, whole and without memory, and its derivative is looked at.
+    All ranks must find the same operands, or their backwards run in different orders. So the op runs whole on tensors
+    without memory, and autograd's graph is read.
     """
     leaves: list[Tensor] = []
 

@@ -1,9 +1,18 @@
-"""Small sums over ranks that a call can make at its two ends: before its graph runs, and after.
+"""Move small sums over ranks to the two ends of a call: before its graph, or after it.
 
-The number of targets in a batch follows from the inputs: it is sent before anything is computed, together with what
-tells the ranks that they make the same call. A loss is what the graph gives: whoever is given it waits for the parts of
-the other ranks when he looks at it, which a backward does not. So a forward waits for nobody, where nothing else is
-sent in it; and `torch.compile` has no collective in its way.
+The number of targets in a batch depends on the inputs alone. It is sent before the graph, with the numbers by which
+ranks compare their calls. A loss is a result of the graph; the caller waits for the other ranks' parts when it reads
+the value, which a backward does not. So a forward waits for nothing if it has no other collective, and `torch.compile`
+meets no collective.
+
+Input::
+
+    count = all_reduce(sum(targets >= 0))
+    loss = all_reduce(div(nll, count))
+Output::
+
+    def graph(x, targets, early_0):
+        return div(nll, early_0)    # summed after the graph
 """
 
 from __future__ import annotations
@@ -27,7 +36,7 @@ from autopar.lowering.passes.recompute_regions import REGION
 
 __all__ = ["ROOM", "HoistedSums", "NumberExchange", "move_to_ends", "wrapped"]
 
-# Most ops of the graph before the graph: targets that are shifted, flattened, compared and counted take ten.
+# Most ops of the graph before the graph: shifting, flattening, comparing and counting targets takes ten.
 MOST_NODES = 64
 # Numbers that fit in a comparison of the ranks: so many sums of a call are sent with it.
 ROOM = 7
@@ -37,7 +46,7 @@ Rows = Sequence[Sequence[int | float]]
 
 
 class NumberExchange(Protocol):
-    """How the ranks of a mesh exchange a few numbers."""
+    """Exchange of a few numbers between the ranks of a mesh."""
 
     @property
     def is_cheap(self) -> bool:
@@ -47,14 +56,14 @@ class NumberExchange(Protocol):
     def exchange(self, numbers: Sequence[int | float], last: bool) -> Callable[[str], Rows]:
         """Begin to send some numbers, after the graph or before it.
 
-        Gives a function that waits for what the members of a group have sent, a row for each.
+        Return a function that waits for the numbers of a group's members, a row for each.
         """
         ...
 
 
 @dataclass(frozen=True)
 class HoistedSums:
-    """Sums before and after a graph, which has the former as its last inputs."""
+    """Sums before and after a graph; the sums before are its last inputs."""
 
     # Graph from some of the inputs to this rank's parts of the sums that are sent before.
     before: GraphModule | None = None
@@ -73,16 +82,16 @@ class HoistedSums:
         return f"{early} {[(place, one.result_shape, one.reshard.forward) for place, one in self.late]}"
 
     def first(self, values: Sequence[Any], exchanges: NumberExchange) -> list[Tensor]:
-        """The sums that are sent before the graph, which may be still to come."""
+        """Return the sums before the graph, which may be pending."""
         if self.before is None:
             return []
         with torch.no_grad():
-            # Not by calling it, for hooks that it has not: whatever is done once a step is done with cold caches.
+            # `forward` and not a call, which would look for hooks: once a step, with cold caches, that takes time.
             parts = self.before.forward(*[values[place] for place in self.places])
             return _begin(self.early, parts, exchanges, last=False)
 
     def last(self, outputs: tuple[Any, ...], exchanges: NumberExchange) -> tuple[Any, ...]:
-        """The results with the sums that are sent after the graph, which may be still to come."""
+        """Return the results with the sums after the graph, which may be pending."""
         if not self.late:
             return outputs
         found = list(outputs)
@@ -112,7 +121,7 @@ class _Sums(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return (None, None, *gradients)
-        # For gradients of gradients: each of them is added up, as the sums are.
+        # For gradients of gradients: each is summed like the sums themselves.
         pairs = zip(gradients, ctx.conversions, strict=True)
         return (None, None, *(None if x is None else convert(x, one, backward=True) for x, one in pairs))
 
@@ -120,7 +129,7 @@ class _Sums(torch.autograd.Function):
 def _begin(
     conversions: Sequence[LocalReshard], parts: Sequence[Tensor], exchanges: NumberExchange, last: bool
 ) -> list[Tensor]:
-    """The sums of parts, still to come."""
+    """Return the pending sums of parts."""
     if not exchanges.is_cheap:
         return _collectives(conversions, parts)
     numbers: list[int | float] = []
@@ -137,12 +146,12 @@ def _begin(
 
 
 def wrapped(number: complex) -> complex:
-    """Sums of whole numbers run over as those of tensors do."""
+    """Return a sum of integers wrapped around like sums of tensors."""
     return (number + 2**63) % 2**64 - 2**63 if isinstance(number, int) else number
 
 
 def _collectives(conversions: Sequence[LocalReshard], parts: Sequence[Tensor]) -> list[Tensor]:
-    """The sums by collectives, one for each group."""
+    """Return the sums by collectives, one for each group."""
     found: list[Tensor] = list(parts)
     groups: dict[str, list[int]] = {}
     for place, one in enumerate(conversions):
@@ -177,9 +186,9 @@ def _received(
 
 @dataclass
 class _FoundSums:
-    # Nodes that follow from inputs without a gradient.
+    # Nodes that depend only on inputs without a gradient.
     given: set[Node]
-    # Nodes that follow from those and from sums of them.
+    # Nodes that depend only on those and on sums of them.
     known: set[Node]
     early: list[Node]
     # Map each result to the sums of which it is a linear function, which is applied to the parts instead.
@@ -213,7 +222,7 @@ def move_to_ends(graph: Graph, modules: dict[str, nn.Module], inputs: Iterable[s
 
 
 def _replace(node: Node, other: Any, modules: dict[str, nn.Module]) -> None:
-    """Another value for a node, which goes with all that was made for it alone."""
+    """Replace a node by a value, and drop the nodes that only it used."""
     node.replace_all_uses_with(other)
     dead = [node]
     while dead:
@@ -260,7 +269,7 @@ def _find(graph: Graph, modules: Mapping[str, nn.Module], inputs: frozenset[str]
 
 
 def _linear(node: Node, found: _FoundSums, modules: Mapping[str, nn.Module]) -> list[Node]:
-    """The sums over one group, used for nothing else, of which a node is a linear function; none if it is not."""
+    """Return the sums over one group of which a node is a linear function, with no other use; none if it is not."""
     if len(node.users) != 1 or node.meta.get(REGION) is not None:
         return []
     if small_sum(node, modules) is not None:
@@ -306,7 +315,7 @@ def _reshard_of(node: Node, modules: Mapping[str, nn.Module]) -> LocalReshard:
 
 
 def _made_for(nodes: Sequence[Node]) -> set[Node]:
-    """The nodes and all that they follow from, placeholders aside."""
+    """Return the nodes and all nodes that they depend on, without placeholders."""
     found: set[Node] = set()
     left = list(nodes)
     while left:
@@ -320,7 +329,7 @@ def _made_for(nodes: Sequence[Node]) -> set[Node]:
 def _graph_before(
     graph: Graph, modules: Mapping[str, nn.Module], sums: Sequence[Node]
 ) -> tuple[GraphModule, tuple[int, ...]]:
-    """The parts of these sums, and from which inputs of the graph."""
+    """Return the graph of this rank's parts of the sums, and the inputs that it reads."""
     parts = [node.all_input_nodes[0] for node in sums]
     wanted = _made_for(parts)
     read = {one for node in (*wanted, *sums) for one in node.all_input_nodes}

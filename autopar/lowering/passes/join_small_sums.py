@@ -1,7 +1,17 @@
-"""Small sums that are made one after the other, in one collective: a loss and the number of its targets, say.
+"""Join consecutive small sums into one collective: a loss and the number of its targets, for example.
 
 Starting a collective, and waiting for the slowest rank, costs more than sending a few numbers. A sum may wait for the
 next one if nothing has used it until then.
+
+Input::
+
+    a = all_reduce(x)
+    b = all_reduce(y)
+Output::
+
+    joined = joined_sums(x, y)
+    a = joined[0]
+    b = joined[1]
 """
 
 from __future__ import annotations
@@ -22,7 +32,7 @@ from autopar.sharding.reshard.reshard import StepKind
 
 __all__ = ["JoinedSums", "join_totals", "joined", "small_sum"]
 
-# Elements: a smaller sum takes longer to start than to send.
+# Elements. A smaller sum takes longer to start than to send.
 FEW = 1024
 
 
@@ -47,7 +57,7 @@ class _JoinedSumsFunction(torch.autograd.Function):
     def forward(ctx: Any, conversions: tuple[LocalReshard, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         total = torch.ops._c10d_functional.wait_tensor(send(conversions[0].forward[0], joined(tensors)))
         pieces = torch.split(total, [x.numel() for x in tensors])
-        # Each a tensor of its own, as views of one may not be changed one by one.
+        # Separate tensors: autograd forbids in-place changes of several views of one.
         found = [
             restored(piece, x.dtype, copy=True).reshape(one.result_shape)
             for piece, x, one in zip(pieces, tensors, conversions, strict=True)
@@ -61,13 +71,13 @@ class _JoinedSumsFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return (None, *gradients)
-        # For gradients of gradients: each of them is added up, as the sums are.
+        # For gradients of gradients: each is summed like the sums themselves.
         pairs = zip(gradients, ctx.conversions, strict=True)
         return (None, *(None if x is None else convert(x, one, backward=True) for x, one in pairs))
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Several in one, of their dtype or one that holds the values of all."""
+    """Join several tensors into one, in their dtype or one that holds the values of all."""
     common = summed_together(x.dtype for x in tensors)
     return torch.cat([x.reshape(-1).to(common) for x in tensors])
 
@@ -79,7 +89,7 @@ class _SumGroup:
 
 
 def join_totals(graph: Graph, modules: dict[str, nn.Module]) -> None:
-    """Replace sums that can be made together by one module, in place."""
+    """Replace sums that can run together by one module, in place."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     groups: list[_SumGroup] = []
     open_groups: dict[Any, _SumGroup] = {}
@@ -100,7 +110,7 @@ def join_totals(graph: Graph, modules: dict[str, nn.Module]) -> None:
 
 
 def small_sum(node: Node, modules: Mapping[str, nn.Module]) -> LocalReshard | None:
-    """The conversion of a node that is a sum of few numbers over some ranks, and nothing in the backward."""
+    """Return the reshard of a node that sums few numbers in the forward and nothing in the backward; else None."""
     conversion = getattr(modules.get(str(node.target)), "conversion", None) if node.op == "call_module" else None
     if not isinstance(conversion, LocalReshard) or conversion.backward or len(conversion.forward) != 1:
         return None

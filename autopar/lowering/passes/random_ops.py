@@ -1,4 +1,14 @@
-"""The ops of a graph that draw random numbers, each as a module that draws for this rank; or refused, by name."""
+"""Replace ops that draw random numbers by modules that draw for this rank, or refuse them by name.
+
+A rank's numbers must not depend on the state of its generator: replicas draw the same, shards differ.
+
+Input::
+
+    y = dropout(x, 0.1, True)
+Output::
+
+    y = dropout_module(key, x)
+"""
 
 from __future__ import annotations
 
@@ -29,18 +39,18 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class DrawnOp:
-    """An op of a graph that draws random numbers, and how it is split; the same on all ranks."""
+    """Op of a graph that draws random numbers, with its splits; equal on all ranks."""
 
     name: str
     op: str
     choice: str
-    # True where its shards can draw the numbers of one process.
+    # True if its shards can draw the numbers of one process.
     exact: bool
 
 
 @dataclass(frozen=True)
 class _PendingOp:
-    """An op to be made: its call on this rank, the same on the whole tensors, and how its parts are cut."""
+    """Op to be replaced: its call on this rank and on whole tensors, and the regions of its parts."""
 
     node: NamedNode
     source: Node
@@ -65,7 +75,7 @@ class _PendingOp:
         return self.source.target
 
     def value(self, name: str) -> Tensor:
-        """A tensor of the trace: it has the shape and the strides of the whole one."""
+        """Return a traced tensor, with the shape and strides of the whole one."""
         found: Tensor = self.whole[name].meta["val"]
         return found
 
@@ -98,7 +108,7 @@ def _attention(op: _PendingOp) -> RandomOp:
         own = operand.terms[:-2]
         return len(own) >= -position and own[position] != ()
 
-    # The values may have leading dims that the scores have not.
+    # The values may have leading dims that the scores lack.
     scored = [term if has(queries, i) or has(keys, i) else () for i, term in enumerate(lead, -len(lead))]
     terms = (*scored, rows, keys.terms[-2])
     what = op.kept(terms, op.whole["dropout_p"], None)
@@ -138,7 +148,7 @@ def _gamma(op: _PendingOp) -> RandomOp:
 
 
 def _flat(op: _PendingOp) -> RandomOp:
-    """An op that torch has no derivative of."""
+    """Replace an op that torch has no derivative of."""
     if op.differentiable:
         raise AutoparError(
             f"{op.node.name} ({op.node.op}) has no derivative, and its operand requires a gradient, at "
@@ -175,7 +185,7 @@ _BY_VALUE = frozenset(
 
 
 class RandomOps:
-    """The drawing ops of one graph, in order, on one rank of several."""
+    """Drawing ops of one graph in order, on one rank."""
 
     def __init__(self, axes: SubMesh, coordinate: Mapping[str, int], device: torch.device) -> None:
         self.axes = axes
@@ -187,7 +197,7 @@ class RandomOps:
     def make(
         self, node: NamedNode, source: Node, choice: Choice, local: Mapping[str, Any], differentiable: bool
     ) -> RandomOp | None:
-        """The module for an op under a choice, if it draws anything; `local` are its arguments on this rank."""
+        """Return the module for an op under a choice if it draws anything; `local` are its arguments on this rank."""
         if prod(self.axes.values()) == 1:
             return None  # it draws as the model does
         if not node.rule.random:
@@ -214,7 +224,7 @@ class RandomOps:
         return made
 
     def _device(self, source: Node) -> torch.device:
-        """Where an op works: where the model is, unless it was traced on a device of its own."""
+        """Return the device of an op: that of the model, unless it was traced on another one."""
         results = source.meta["val"]
         found: torch.device = (results if isinstance(results, Tensor) else results[0]).device
         return self.device if found.type in ("meta", self.device.type) else found
@@ -232,7 +242,7 @@ class RandomOps:
 def _cut(
     node: NamedNode, choice: Choice, terms: Iterable[Term], axes: SubMesh, coordinate: Mapping[str, int]
 ) -> LocalRegion:
-    """How a rank's part of a tensor with these dims lies in the whole one."""
+    """Return the region of a rank's part of a tensor with these dims."""
     sizes: list[int] = []
     pieces: list[Piece] = []
     dims: list[int] = []

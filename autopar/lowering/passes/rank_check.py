@@ -1,4 +1,13 @@
-"""Before the first collective of a call the ranks must know that they make the same one."""
+"""Insert the comparison of the ranks before the first collective of a call.
+
+Input::
+
+    y = all_gather(x)
+Output::
+
+    rank_check()
+    y = all_gather(x)
+"""
 
 from __future__ import annotations
 
@@ -16,7 +25,7 @@ __all__ = ["put_gate"]
 
 
 class RankCheck(nn.Module):
-    """Compiled graphs are compared before they begin, and have none."""
+    """Compare the ranks' calls; compiled graphs compare before they begin, and have none."""
 
     def __init__(self, gate: CallGate) -> None:
         super().__init__()
@@ -28,7 +37,7 @@ class RankCheck(nn.Module):
 
 
 def put_gate(graph: Graph, modules: dict[str, nn.Module], gate: CallGate) -> None:
-    """Put the gate before the first collective."""
+    """Insert the comparison before the first collective."""
     first = next((node for node in graph.nodes if _may_send(node, modules)), None)
     if first is not None:
         modules["gate"] = RankCheck(gate)

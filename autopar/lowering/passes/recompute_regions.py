@@ -1,9 +1,18 @@
-"""The regions of the generated graph that are computed again in the backward: layers, and checkpoints of the model.
+"""Wrap recomputed layers and the model's checkpoints into regions that the backward runs again.
 
-What is computed again is computed with its collectives. Parameters are converted outside: a bucket that starts or ends
-inside is moved before the region. One that is gathered again is moved into it, if nothing else reads it: then the
-region gathers it once more, and in between nothing holds it. If others read it too, its memory is filled again before
-the region is.
+Collectives inside a region run again too. Parameters are resharded outside: a bucket that starts or ends inside moves
+before the region. A regathered bucket moves into the region if nothing else reads it; then the region gathers it once
+more, and nothing holds it in between. If others read it too, its memory is filled again before the region runs.
+
+Input::
+
+    a = linear(x, w1)    # region 0
+    b = gelu(a)          # region 0
+    c = linear(b, w2)
+Output::
+
+    b = checkpoint(region_0, x, w1)
+    c = linear(b, w2)
 """
 
 from __future__ import annotations
@@ -32,7 +41,7 @@ REGION, KEPT = "region", "kept"
 
 
 class RegatherBeforeRecompute(nn.Module):
-    """Before a region reads parameters whose memory may be given up: as it is computed again, they are gathered."""
+    """Gather parameters again before a recomputed region reads their freed memory."""
 
     def __init__(self, running: BucketState) -> None:
         super().__init__()
@@ -52,7 +61,7 @@ class RegatherBeforeRecompute(nn.Module):
 
 
 def with_regions(graph: Graph, modules: dict[str, nn.Module], regions: Sequence[RecomputeRegion]) -> GraphModule:
-    """The module of a graph with all its buckets; the graph is changed."""
+    """Return the module of a graph with all its buckets and regions; the graph is changed."""
     modes: dict[int, Recompute] = {number: region.mode for number, region in enumerate(regions)}
     for node in graph.nodes:
         if isinstance(_module(node, modules), RegatherWatch):  # stands with the op that it watches
@@ -93,7 +102,7 @@ def _module(node: Any, modules: Mapping[str, nn.Module]) -> nn.Module | None:
 
 
 def _bring_parameters(graph: Graph, modules: dict[str, nn.Module], number: int) -> None:
-    """Buckets that are gathered again: those of this region alone are moved into it, others are filled before it."""
+    """Move regathered buckets of this region alone into it; fill the others before it."""
     for running, readers in _gathered_again(graph, modules).items():
         inside = [reader for reader in readers if reader.meta.get(REGION) == number]
         if not inside:
@@ -125,7 +134,7 @@ def _bring_parameters(graph: Graph, modules: dict[str, nn.Module], number: int) 
 
 
 def _gathered_again(graph: Graph, modules: Mapping[str, nn.Module]) -> dict[BucketState, list[Node]]:
-    """The buckets that are gathered again, and all their readers."""
+    """Return the regathered buckets, and all their readers."""
     found: dict[BucketState, list[Node]] = {}
     for node in graph.nodes:
         module = _module(node, modules)
@@ -135,7 +144,7 @@ def _gathered_again(graph: Graph, modules: Mapping[str, nn.Module]) -> dict[Buck
 
 
 def _machinery(graph: Graph, modules: Mapping[str, nn.Module], running: BucketState) -> list[Node]:
-    """The start and the end of a bucket, and what is taken out of it."""
+    """Return the start and the end of a bucket, and the tensors taken out of it."""
     ends = [
         node
         for node in graph.nodes
@@ -155,9 +164,9 @@ def _move(nodes: Iterable[Node], before: Node) -> None:
 
 
 def _close(graph: Graph, modules: Mapping[str, nn.Module], number: int, modes: dict[int, Recompute]) -> None:
-    """Make the nodes of a region follow each other: what stands between them goes before it or after it.
+    """Make the nodes of a region contiguous: nodes between them move before or after it.
 
-    What depends on the region and leads back into it belongs to it, and so does the region that this is part of.
+    A node that depends on the region and leads back into it joins it; so does an enclosing region.
     """
     while True:
         members = set(_members(graph, number))
