@@ -30,6 +30,7 @@ def check(folder: Path, names: tuple[str, ...]) -> None:
     assert all(name in done.stdout for name in names)
 
 
+@pytest.mark.slow
 def test_quick_sections(tmp_path: Path) -> None:
     check(tmp_path, QUICK)
 

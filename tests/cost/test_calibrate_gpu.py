@@ -99,6 +99,7 @@ def test_all_is_measured_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.overhead_seconds == pytest.approx(1e-3 / (2 * len(TRIALS)))
 
 
+@pytest.mark.slow
 def test_products_are_of_numbers_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     found, results = measured("cpu", monkeypatch)
     assert found.own_host

@@ -85,7 +85,7 @@ def test_a_resnet_that_gathers_again_is_measured_as_predicted() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", ["selective", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("layout", "axes"), [("ddp", {"dp": 4}), ("fsdp", {"fsdp": 4})], ids=["ddp", "fsdp"])
 def test_a_resnet_that_computes_and_gathers_again_is_measured_as_predicted(
     layout: str, axes: Mapping[str, int], mode: str

@@ -423,6 +423,7 @@ def test_one_rank_draws_what_the_model_draws() -> None:
     assert launch(on_one_rank, ranks=1) == [[True, True, True]]
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_scaled(on_two: list[dict[str, Any]]) -> None:
     for found in (one["drop_ones"] for one in on_two):
         first, second = found["calls"]

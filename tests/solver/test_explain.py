@@ -83,6 +83,7 @@ def test_a_limit_on_halos_is_told_with_the_line_that_passes_it() -> None:
     assert shown(refused.value) == [2, 3]
 
 
+@pytest.mark.slow
 def test_lines_that_conflict_with_the_limit_on_memory_are_told_and_no_others(graph: NamedGraph) -> None:
     lines = ["batch -> dp", "opt { * -> none }", "seq -> none", "forbid all_to_all(act) over dp"]
     free = solve_plan(graph, {"dp": 4}, CLUSTER, time_limit=3600)
@@ -95,6 +96,7 @@ def test_lines_that_conflict_with_the_limit_on_memory_are_told_and_no_others(gra
     assert asked(graph, lines, refused.value.least_bytes, 4).costs.memory.peak_bytes <= refused.value.least_bytes
 
 
+@pytest.mark.slow
 def test_contracts_that_can_be_kept_with_more_memory_are_not_blamed_for_one_another(graph: NamedGraph) -> None:
     """What fits breaks the guard, and what keeps it does not fit: it is the limit that both conflict with."""
     lines = ["seq -> none", "use { * -> none }", "forbid all_gather(param) over dp"]

@@ -13,8 +13,14 @@ from tests.equivalence import assert_equivalent
 NO_INPUT_GRADIENTS = [("wav2vec2", "train")]
 
 
+# The others are traced by other quick tests.
+QUICK = ("phi3", "deberta-v2", "t5", "swin", "convnext", "whisper", "wav2vec2")
+
+
 @pytest.mark.parametrize("mode", ["eval", pytest.param("train", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("architecture", STANDARD)
+@pytest.mark.parametrize(
+    "architecture", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in STANDARD]
+)
 def test_outputs_and_gradients_equal_the_models(architecture: str, mode: str) -> None:
     torch.manual_seed(0)
     model, inputs = hf(architecture, train=mode == "train", dropout=0.1)

@@ -82,7 +82,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[Call, int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# One of each kind of mask and heads; the others are long.
+QUICK = ("llama", "gpt 2", "mistral", "gemma 3", "one head of keys", "bert", "t5")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_attention_of_hugging_face_models(name: str) -> None:
     architecture, overrides, expected = FAMILIES[name]
     torch.manual_seed(0)
@@ -128,15 +134,15 @@ PACKED = torch.tensor([0, 1, 2, 3, 0, 1, 2, 0, 1, 2]).expand(3, 10)
 PADDED = (torch.arange(10) < torch.tensor([[10], [7], [4]])).long()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "traced_with", "called_with"),
     [
         ("position_ids", PLAIN, PACKED),
-        ("position_ids", PACKED, PLAIN),
+        pytest.param("position_ids", PACKED, PLAIN, marks=pytest.mark.slow),
         ("position_ids", PACKED, PACKED),
         ("attention_mask", torch.ones(3, 10, dtype=torch.int64), PADDED),
-        ("attention_mask", PADDED, PADDED),
+        pytest.param("attention_mask", PADDED, PADDED, marks=pytest.mark.slow),
     ],
 )
 def test_a_mask_that_depends_on_an_input_stays(

@@ -34,7 +34,7 @@ def solutions(problem: Problem) -> list[tuple[float, tuple[int, ...]]]:
     return found
 
 
-@pytest.mark.parametrize("narrow", [True, False])
+@pytest.mark.parametrize("narrow", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_bounds_hold_at_any_prices_and_reduced_costs_hold_for_any_solution(narrow: bool) -> None:
     tight = 0
     for case in range(60):
@@ -124,6 +124,7 @@ def test_without_the_exact_model_the_stages_find_optima_too(block: int, monkeypa
     assert found >= 0.8 * total
 
 
+@pytest.mark.slow
 def test_annealing_keeps_its_books() -> None:
     annealed = 0
     for case in range(30):
