@@ -27,7 +27,7 @@ class ModuleAttributeError(AutoparError, AttributeError):
 
 
 class TraceError(AutoparError):
-    """The model cannot be traced; names the line of the user's model and what to do."""
+    """The model cannot be traced; names the line of the user's model, and a fix."""
 
 
 class RuleError(AutoparError):

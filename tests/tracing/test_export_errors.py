@@ -1,4 +1,4 @@
-"""Everything the tracer refuses names the line of the model, the reason, and what to do."""
+"""Everything the tracer refuses names the line of the model, the reason, and a fix."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_refused_with_the_line_and_the_fix(
     assert text.startswith("Net cannot be traced: ")
     first, *middle, last = text.splitlines()
     assert problem in first
-    assert last.startswith("  what to do: ")
+    assert last.startswith("fix: ")
     assert fix in last
     if line is not None:
         (where,) = middle
@@ -252,7 +252,7 @@ def test_hooks_set_before_the_trace() -> None:
     model.layer.bias.register_hook(lambda gradient: gradient)
     assert refused(model).splitlines() == [
         "Net cannot be traced: the parameter 'layer.bias' has a gradient hook, which the traced graph would not call",
-        "  what to do: remove the hook before tracing",
+        "fix: remove the hook before tracing",
     ]
 
 

@@ -224,15 +224,18 @@ def test_what_the_user_says_in_dims_wins_over_named() -> None:
     [
         ({"inputt": "a b"}, "dims['inputt']: no input, parameter or buffer has this name; did you mean 'input'?"),
         ({"input": "a"}, "dims['input']: 'a' names 1 dims, but the tensor has 2: [3, 6]"),
-        ({"input": "a a"}, "dims['input']: 'a a' gives the name 'a' to two dims of one tensor; name them apart"),
+        (
+            {"input": "a a"},
+            "dims['input']: 'a a' gives the name 'a' to two dims of one tensor\nfix: give each a name of its own",
+        ),
         ({"input": "a b$"}, "dims['input']: '$' cannot stand here"),
         ({"input": "a (b c"}, "dims['input']: a '(' is not closed"),
         ({"input": 3}, "dims['input']: expected text such as 'batch seq', got 3"),
         (
             {"input": "a b", "0.weight": "c d"},
-            "dims['0.weight'] calls a dim 'd' that the model ties to 'b' of dims['input']; give both one name",
+            "dims['0.weight'] calls a dim 'd' that the model ties to 'b' of dims['input']\nfix: give both one name",
         ),
-        ({"input": "a (b c)"}, "takes a dim of 6 apart in (b c), which the model does not; name the dim as one"),
+        ({"input": "a (b c)"}, "splits a dim of 6 into (b c), which the model does not\nfix: give the dim one name"),
     ],
 )
 def test_errors_in_names(dims: dict[str, str], message: str) -> None:

@@ -126,7 +126,7 @@ class _FlatCall(nn.Module):
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         with entered(self.autocast):
             result = self.model(*args, **kwargs)
-        assigned = _assigned(self.model, buffers)
+        assigned = _replaced_buffers(self.model, buffers)
         changed = []
         for number, old in before.items():
             new = shallow_state(containers[number])
@@ -148,7 +148,7 @@ class _FlatCall(nn.Module):
         return (*assigned.values(), *flat.tensors)
 
 
-def _assigned(model: nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _replaced_buffers(model: nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the buffers that the forward replaced (`self.count = self.count + 1`)."""
     # torch.export would lose the new tensors: they become outputs of the graph.
     found = {}
@@ -196,7 +196,7 @@ def _placeholders(
         else:
             raise TraceError(
                 f"{type(model).__name__} cannot be traced: it uses an object that is no tensor: {spec}\n"
-                "  what to do: give the forward tensors, numbers and text alone"
+                "fix: give the forward tensors, numbers and text alone"
             )
     for node, name in replaced:
         node.replace_all_uses_with(canonical[name])
@@ -256,8 +256,8 @@ def _mutations(
             mutations.append(Mutation(index, names[spec.target], "input"))
         else:
             raise TraceError(
-                f"the forward changes the parameter {spec.target.removeprefix(PREFIX)!r} in place; "
-                "register it as a buffer, or move the change out of the forward"
+                f"the forward changes the parameter {spec.target.removeprefix(PREFIX)!r} in place\n"
+                "fix: register it as a buffer, or move the change out of the forward"
             )
     # Read before the loop, since `extend` grows the list while it runs.
     first = len(mutations)

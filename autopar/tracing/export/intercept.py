@@ -209,13 +209,13 @@ def check_hooks(model: nn.Module) -> None:
         if module._backward_hooks or module._backward_pre_hooks:
             raise TraceError(
                 f"{type(model).__name__} cannot be traced: the module {path!r} ({type(module).__name__}) has a "
-                "backward hook, which the traced graph would not call\n  what to do: remove the hook before tracing"
+                "backward hook, which the traced graph would not call\nfix: remove the hook before tracing"
             )
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise TraceError(
                 f"{type(model).__name__} cannot be traced: the parameter {name!r} has a gradient hook, "
-                "which the traced graph would not call\n  what to do: remove the hook before tracing"
+                "which the traced graph would not call\nfix: remove the hook before tracing"
             )
 
 

@@ -1,4 +1,4 @@
-"""Errors of the tracer, with the line of the user's model, the reason and what to do."""
+"""Errors of the tracer, with the line of the user's model, the reason and a fix."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Refusal(Exception):
 
 @contextmanager
 def raise_trace_errors(owner: str) -> Iterator[None]:
-    """Turn any exception into a `TraceError` with the line in the model `owner` and what to do."""
+    """Turn any exception into a `TraceError` with the line in the model `owner` and a fix."""
     try:
         yield
     except AutoparError:
@@ -148,7 +148,7 @@ def _message(owner: str, line: Line | None, problem: str, fix: str) -> str:
     parts = [f"{owner} cannot be traced: {problem}"]
     if line is not None:
         parts.append(f"  at {line[0]}:{line[1]}: {line[2]}")
-    parts.append(f"  what to do: {fix}")
+    parts.append(f"fix: {fix}")
     return "\n".join(parts)
 
 

@@ -15,8 +15,6 @@ from autopar.errors import DimsError
 from autopar.ir.exported import Exported
 from autopar.tracing.naming.bind_graph import BoundGraph, ValueKey
 
-__all__ = ["UserName", "given_names"]
-
 # One entry per dim: its names, major first (several for a compound), or None where nothing is said.
 Spec = tuple[tuple[str, ...] | None, ...]
 
@@ -148,7 +146,9 @@ def _assign(binding: BoundGraph, names: dict[int, UserName], key: ValueKey, text
     flat = [name for entry in spec if entry for name in entry]
     for name in flat:
         if flat.count(name) > 1:
-            raise DimsError(f"{place}: '{text}' gives the name '{name}' to two dims of one tensor; name them apart")
+            raise DimsError(
+                f"{place}: '{text}' gives the name '{name}' to two dims of one tensor\nfix: give each a name of its own"
+            )
     for dim, entry in zip(dims, spec, strict=True):
         if entry is not None:
             for part, name in zip(_parts(binding, dim, entry, text, place, names), entry, strict=True):
@@ -171,8 +171,8 @@ def _parts(
         extent = space.size(dim)
         if space.parts(dim) or len(unknown) > 1 or extent % known:
             raise DimsError(
-                f"{place}: '{text}' takes a dim of {extent} apart in ({' '.join(entry)}), which the model does not; "
-                "name the dim as one"
+                f"{place}: '{text}' splits a dim of {extent} into ({' '.join(entry)}), which the model does not\n"
+                "fix: give the dim one name"
             )
         parts = [space.new(sizes.get(name, extent // known)) for name in entry]
         if not space.merge(dim, space.compound(parts)):
@@ -184,7 +184,7 @@ def _name(binding: BoundGraph, names: dict[int, UserName], dim: int, given: User
     known = names.get(binding.space.find(dim))
     if known is not None and known.name != given.name:
         raise DimsError(
-            f"{given.place} calls a dim '{given.name}' that the model ties to '{known.name}' of {known.place}; "
-            "give both one name"
+            f"{given.place} calls a dim '{given.name}' that the model ties to '{known.name}' of {known.place}\n"
+            "fix: give both one name"
         )
     names[binding.space.find(dim)] = given
