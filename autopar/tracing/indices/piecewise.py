@@ -91,11 +91,11 @@ def both(first: Predicate, second: Predicate, shape: Shape) -> Predicate:
     if len(first) * len(second) > MOST:
         raise UnreadError("it has too many cases")
     found = (_conjunction([*one, *other], shape) for one, other in product(first, second))
-    return _without_implied((one for one in found if one is not None), shape)
+    return _drop_implied((one for one in found if one is not None), shape)
 
 
 def either(first: Predicate, second: Predicate, shape: Shape) -> Predicate:
-    found = _without_implied((*first, *second), shape)
+    found = _drop_implied((*first, *second), shape)
     if len(found) < 2:
         return found
     # A double negation can shorten a disjunction: `x and y or x and not y` becomes `x`.
@@ -111,18 +111,18 @@ def negation(predicate: Predicate, shape: Shape) -> Predicate:
     return found
 
 
-def _without_implied(conjunctions: Iterable[Conjunction], shape: Shape) -> Predicate:
+def _drop_implied(conjunctions: Iterable[Conjunction], shape: Shape) -> Predicate:
     """Return the conjunctions that imply no other one."""
     kept: list[Conjunction] = []
     for one in sorted(set(conjunctions), key=len):
-        if not any(all(_implied(affine, one, shape) for affine in other) for other in kept):
+        if not any(all(_is_implied(affine, one, shape) for affine in other) for other in kept):
             kept.append(one)
     if len(kept) > MOST:
         raise UnreadError("it has too many cases")
     return frozenset(kept)
 
 
-def _implied(affine: Affine, given: Iterable[Affine], shape: Shape) -> bool:
+def _is_implied(affine: Affine, given: Iterable[Affine], shape: Shape) -> bool:
     """Return True if one of the given constraints is never greater, and so implies this one."""
     return any(bounds(affine - other, shape)[0] >= 0 for other in given)
 
@@ -140,8 +140,8 @@ def _conjunction(constraints: Iterable[Affine], shape: Shape) -> Conjunction | N
         low, high = bounds(reduced, shape)
         if high < 0 or any(bounds(reduced + other, shape)[1] < 0 for other in kept):
             return None
-        if low < 0 and not _implied(reduced, kept, shape):
-            kept = [other for other in kept if not _implied(other, [reduced], shape)]
+        if low < 0 and not _is_implied(reduced, kept, shape):
+            kept = [other for other in kept if not _is_implied(other, [reduced], shape)]
             kept.append(reduced)
     return frozenset(kept)
 
@@ -167,7 +167,7 @@ def _fixed_indices(predicate: Predicate, shape: Shape) -> dict[int, Affine]:
     return {dim: Affine(first) for dim, (first, last) in both_ends.items() if first == last}
 
 
-def merged(pieces: Iterable[tuple[Term, Predicate]], shape: Shape) -> Pieces:
+def merge(pieces: Iterable[tuple[Term, Predicate]], shape: Shape) -> Pieces:
     """Return the pieces with a satisfiable predicate, each term once."""
     found: dict[tuple[str, Term], Predicate] = {}
     for term, predicate in pieces:
@@ -185,13 +185,13 @@ def merged(pieces: Iterable[tuple[Term, Predicate]], shape: Shape) -> Pieces:
     return tuple((term, predicate) for (_, term), predicate in found.items())
 
 
-def substituted(pieces: Pieces, index: Mapping[int, Affine] | Callable[[Affine], Affine], shape: Shape) -> Pieces:
+def substitute(pieces: Pieces, index: Mapping[int, Affine] | Callable[[Affine], Affine], shape: Shape) -> Pieces:
     """Return a value at other indices, with `shape` the extents of the new ones: views, slices, lookups."""
     change = index if callable(index) else lambda affine: affine.at(index)
 
     def predicate_at(predicate: Predicate) -> Predicate:
         found = (_conjunction(map(change, conjunction), shape) for conjunction in predicate)
-        return _without_implied((one for one in found if one is not None), shape)
+        return _drop_implied((one for one in found if one is not None), shape)
 
     changed = ((change(term) if isinstance(term, Affine) else term, predicate_at(p)) for term, p in pieces)
-    return merged(changed, shape)
+    return merge(changed, shape)

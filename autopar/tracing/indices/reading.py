@@ -29,7 +29,7 @@ from autopar.tracing.indices.piecewise import (
     both,
     bounds,
     constant,
-    merged,
+    merge,
     negation,
 )
 from autopar.tracing.indices.views import READERS, shape_of, term_of, whole
@@ -134,7 +134,7 @@ class IndexReader:
                 terms = dict(zip(operands, (term for term, _ in combination), strict=True))
                 results = _op_on_terms(node, name, arguments, terms, shape)
                 found.extend((term, both(predicate, condition, shape)) for term, condition in results)
-        return merged(found, shape)
+        return merge(found, shape)
 
 
 def _op_on_terms(
@@ -173,7 +173,7 @@ def _comparison(name: str, first: Affine, second: Affine, shape: Shape) -> Piece
     else:
         holds = at_least(more - Affine(name in ("lt", "gt")), shape)
     true = name != "ne"
-    return merged([(true, holds), (not true, negation(holds, shape))], shape)
+    return merge([(true, holds), (not true, negation(holds, shape))], shape)
 
 
 def _arithmetic(name: str, numbers: list[Affine], arguments: Mapping[str, Any], shape: Shape) -> Pieces:
@@ -200,7 +200,7 @@ def _arithmetic(name: str, numbers: list[Affine], arguments: Mapping[str, Any], 
 
 def _extremum(first: Affine, second: Affine, shape: Shape, least: bool = False) -> Pieces:
     holds = at_least(second - first if least else first - second, shape)
-    return merged([(first, holds), (second, negation(holds, shape))], shape)
+    return merge([(first, holds), (second, negation(holds, shape))], shape)
 
 
 def _quotient(name: str, affine: Affine, divisor: int, arguments: Mapping[str, Any], shape: Shape) -> Pieces:
@@ -215,7 +215,7 @@ def _quotient(name: str, affine: Affine, divisor: int, arguments: Mapping[str, A
     for block in range(low // divisor, high // divisor + 1):
         term = affine - Affine(block * divisor) if name == "remainder" else Affine(block)
         found.append((term, between(affine, block * divisor, (block + 1) * divisor, shape)))
-    return merged(found, shape)
+    return merge(found, shape)
 
 
 def _run(node: Node, arguments: Mapping[str, Any], terms: Mapping[str, Term]) -> Term:
@@ -322,5 +322,5 @@ def _band(tensor: Tensor) -> Pieces | None:
         if is_band and bool((tensor == torch.where(inside, here, other)).all()):
             along = Affine.of(0, {-1: int(shape[-1] > 1), -2: -int(shape[-2] > 1)})
             band = both(at_least(along - Affine(low), shape), at_least(Affine(high) - along, shape), shape)
-            return merged([(_term(here), band), (_term(other), negation(band, shape))], shape)
+            return merge([(_term(here), band), (_term(other), negation(band, shape))], shape)
     return None

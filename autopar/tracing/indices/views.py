@@ -23,9 +23,9 @@ from autopar.tracing.indices.piecewise import (
     both,
     bounds,
     constant,
-    merged,
+    merge,
     negation,
-    substituted,
+    substitute,
 )
 
 # Returns the pieces of an operand.
@@ -73,16 +73,16 @@ def _eye(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
     shape = shape_of(node)
     one, zero = _filled(node, 1), _filled(node, 0)
     diagonal = between(Affine.of(0, {-2: 1, -1: -1}), 0, 1, shape)
-    return merged([(one[0][0], diagonal), (zero[0][0], negation(diagonal, shape))], shape)
+    return merge([(one[0][0], diagonal), (zero[0][0], negation(diagonal, shape))], shape)
 
 
 # -- views and lookups ------------------------------------------------------------------------------------------------
 
 
-def _moved(of: Of, node: Node, source: Node, index: Mapping[int, Affine]) -> Pieces:
+def _read_at(of: Of, node: Node, source: Node, index: Mapping[int, Affine]) -> Pieces:
     """Return a source read at `index`: for each of its dims an expression in the result's indices, else 0."""
     dims = range(-len(shape_of(source)), 0)
-    return substituted(of(source), {dim: index.get(dim, Affine(0)) for dim in dims}, shape_of(node))
+    return substitute(of(source), {dim: index.get(dim, Affine(0)) for dim in dims}, shape_of(node))
 
 
 def _index(dim: int, shape: Shape) -> Affine:
@@ -103,7 +103,7 @@ def _reshape(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
         for dim in new_dims:
             place = place * new[dim] + _index(dim, new)
         index.update({dim: place if len(old_dims) == 1 else Affine(0) for dim in old_dims})
-    return _moved(of, node, source, index)
+    return _read_at(of, node, source, index)
 
 
 def _equal_extents(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:
@@ -136,14 +136,14 @@ def _unsqueeze(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
     added = arguments["dim"] % rank - rank
     source = arguments["self"]
     dims = range(-len(shape_of(source)), 0)
-    return _moved(of, node, source, {d: _index(d if d > added else d - 1, shape_of(node)) for d in dims})
+    return _read_at(of, node, source, {d: _index(d if d > added else d - 1, shape_of(node)) for d in dims})
 
 
 def _expand(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
     source = arguments["self"]
     old = shape_of(source)
     index = {dim: _index(dim, shape_of(node)) for dim in range(-len(old), 0) if old[dim] != 1}
-    return _moved(of, node, source, index)
+    return _read_at(of, node, source, index)
 
 
 def _repeat(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
@@ -154,7 +154,7 @@ def _repeat(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
     if any(_uses(affine, tiled) for affine in _affines(of(source))):
         raise UnreadError("depends on repeat")
     index = {dim: _index(dim, shape_of(node)) for dim in range(-len(old), 0) if dim not in tiled}
-    return _moved(of, node, source, index)
+    return _read_at(of, node, source, index)
 
 
 def _permute(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
@@ -166,7 +166,7 @@ def _permute(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
         first, second = arguments.get("dim0", -2) % rank, arguments.get("dim1", -1) % rank
         order[first], order[second] = order[second], order[first]
     index = {dim - rank: _index(place - rank, shape_of(node)) for place, dim in enumerate(order)}
-    return _moved(of, node, arguments["self"], index)
+    return _read_at(of, node, arguments["self"], index)
 
 
 def _slice(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
@@ -180,7 +180,7 @@ def _slice(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
     start = min(max(start + extent if start < 0 else start, 0), extent)
     index = {d: _index(d, shape) for d in range(-rank, 0)}
     index[dim - rank] = index[dim - rank] * step + Affine(start)
-    return _moved(of, node, source, index)
+    return _read_at(of, node, source, index)
 
 
 def _select(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
@@ -191,7 +191,7 @@ def _select(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
         raise UnreadError("depends on an unknown index")
     index = {d: _index(d + 1 if d < chosen else d, shape_of(node)) for d in range(-len(old), 0) if d != chosen}
     index[chosen] = Affine(arguments["index"] % old[chosen])
-    return _moved(of, node, source, index)
+    return _read_at(of, node, source, index)
 
 
 def _flip(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
@@ -200,7 +200,7 @@ def _flip(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
     flipped = {dim % rank - rank for dim in arguments["dims"]}
     index = {d: _index(d, shape) for d in range(-rank, 0)}
     index.update({d: Affine(shape[d] - 1) - index[d] for d in flipped})
-    return _moved(of, node, arguments["self"], index)
+    return _read_at(of, node, arguments["self"], index)
 
 
 def _lookup(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
@@ -225,7 +225,7 @@ def _lookup(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
         if low < 0 or high >= old[dim]:
             raise UnreadError("depends on a lookup")
         index[dim] = term
-    return _moved(of, node, source, index)
+    return _read_at(of, node, source, index)
 
 
 # -- along one dim ----------------------------------------------------------------------------------------------------
@@ -243,13 +243,13 @@ def _concatenation(of: Of, sources: list[Node], dim: int, shape: Shape) -> Piece
         stop = start + shape_of(source)[dim]
         here = between(Affine.of(0, {dim: 1}), start, stop, shape)
         at = {dim: Affine.of(-start, {dim: 1}) if stop - start > 1 else Affine(0)}
-        for term, predicate in _shifted(of(source), at):
+        for term, predicate in _shift(of(source), at):
             found.append((term, both(here, predicate, shape)))
         start = stop
-    return merged(found, shape)
+    return merge(found, shape)
 
 
-def _shifted(pieces: Pieces, at: Mapping[int, Affine]) -> Pieces:
+def _shift(pieces: Pieces, at: Mapping[int, Affine]) -> Pieces:
     """Return pieces at other indices, not merged: the caller must first exclude indices out of range."""
     return tuple(
         (
@@ -269,12 +269,12 @@ def _diff(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
         raise UnreadError("depends on diff")
     longer = (*shape[:dim], shape[dim] + 1, *shape[rank + dim + 1 :])
     before = _concatenation(of, sources, dim, longer)
-    after = substituted(before, {dim: Affine.of(1, {dim: 1})}, shape)
-    before = substituted(before, {dim: Affine.of(0, {dim: 1})}, shape)
+    after = substitute(before, {dim: Affine.of(1, {dim: 1})}, shape)
+    before = substitute(before, {dim: Affine.of(0, {dim: 1})}, shape)
     found: list[tuple[Term, Predicate]] = []
     for (first, one), (second, other) in product(before, after):
         found.append((whole(second) - whole(first), both(one, other, shape)))
-    return merged(found, shape)
+    return merge(found, shape)
 
 
 def _cumsum(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
@@ -294,7 +294,7 @@ def _triangle(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
     lower = str(node.target) == "aten.tril.default"
     kept = at_least(below if lower else below * -1, shape)
     found = [(term, both(predicate, kept, shape)) for term, predicate in of(arguments["self"])]
-    return merged([*found, (_filled(node, 0)[0][0], negation(kept, shape))], shape)
+    return merge([*found, (_filled(node, 0)[0][0], negation(kept, shape))], shape)
 
 
 def _pad(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
@@ -310,8 +310,8 @@ def _pad(of: Of, node: Node, arguments: Mapping[str, Any]) -> Pieces:
         before = pad[2 * place]
         inside = both(inside, between(_index(dim, shape), before, before + old[dim], shape), shape)
         at[dim] = _index(dim, shape) - Affine(before) if old[dim] > 1 else Affine(0)
-    found = [(term, both(inside, p, shape)) for term, p in _shifted(of(arguments["self"]), at)]
-    return merged([*found, (_filled(node, arguments["value"] or 0)[0][0], negation(inside, shape))], shape)
+    found = [(term, both(inside, p, shape)) for term, p in _shift(of(arguments["self"]), at)]
+    return merge([*found, (_filled(node, arguments["value"] or 0)[0][0], negation(inside, shape))], shape)
 
 
 # Readers by the name of the op in ATen; a new one is a function of its operands' pieces and its arguments.

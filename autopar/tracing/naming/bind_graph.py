@@ -24,8 +24,6 @@ from autopar.rules.proof.discover import no_rule_message
 from autopar.rules.table import RuleTable
 from autopar.tracing.naming.dim_classes import DimSpace
 
-__all__ = ["BoundGraph", "BoundNode", "DimTie", "bind_graph", "replicated_rule"]
-
 # The name of the fx node that holds a value: of the `getitem` for ops with several outputs.
 ValueKey = str
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from math import prod
 
-__all__ = ["DimSpace"]
-
 
 class DimSpace:
     """All classes of one graph, as numbers; `find` returns the representative of a merged class."""

@@ -14,8 +14,6 @@ from autopar.tracing.naming.bind_graph import BoundGraph, ValueKey
 from autopar.tracing.naming.roles import standard_names
 from autopar.tracing.naming.user_names import given_names
 
-__all__ = ["DimNames", "name_dims"]
-
 
 @dataclass(frozen=True)
 class DimNames:
@@ -48,22 +46,22 @@ def name_dims(
     names = standard_names(exported, binding, {find(dim): name.name for dim, name in given.items()})
     for dim in names:
         sources.setdefault(dim, "structure")
-    for dim, name in _generated(binding, names, repeats):
+    for dim, name in _generated_names(binding, names, repeats):
         names[dim] = name
         sources[dim] = "generated"
     # By first appearance, activations first, so that the stream gets the plain name and a weight `d_model.1`.
     keys = sorted(binding.dims, key=lambda key: key in binding.stored)
     classes = dict.fromkeys(part for key in keys for dim in binding.dims[key] for part in binding.space.within(dim))
     ordered = sorted(classes, key=lambda dim: sources.get(dim) in ("structure", "generated"))
-    return DimNames(binding, _distinguished(binding, names, ordered), sources)
+    return DimNames(binding, _unique_names(binding, names, ordered), sources)
 
 
-def _generated(
+def _generated_names(
     binding: BoundGraph, names: Mapping[int, str], repeats: tuple[RepeatedLayers, ...]
 ) -> Iterator[tuple[int, str]]:
     """Yield `d0`, `d1` ... for classes without a name; equal dims of repeated layers share one."""
     roles: dict[tuple[str, int, int], str] = {}
-    first_of = _first_of_repeat(binding, repeats)
+    first_of = _values_of_first_layer(binding, repeats)
     done = set(names)
     counter = 0
     for key, dims in binding.dims.items():
@@ -79,7 +77,7 @@ def _generated(
                 yield part, roles[role]
 
 
-def _first_of_repeat(binding: BoundGraph, repeats: tuple[RepeatedLayers, ...]) -> dict[ValueKey, ValueKey]:
+def _values_of_first_layer(binding: BoundGraph, repeats: tuple[RepeatedLayers, ...]) -> dict[ValueKey, ValueKey]:
     """Map each value of a repeated layer, weights included, to the same value of the first layer."""
     nodes = {bound.node.name: bound for bound in binding.nodes}
     first: dict[ValueKey, ValueKey] = {}
@@ -96,7 +94,7 @@ def _first_of_repeat(binding: BoundGraph, repeats: tuple[RepeatedLayers, ...]) -
     return first
 
 
-def _distinguished(binding: BoundGraph, names: Mapping[int, str], ordered: list[int]) -> dict[int, str]:
+def _unique_names(binding: BoundGraph, names: Mapping[int, str], ordered: list[int]) -> dict[int, str]:
     """Return names that differ on each tensor: of two equal ones the later becomes `name.1`."""
     rank = {dim: i for i, dim in enumerate(ordered)}
     neighbours: dict[int, set[int]] = defaultdict(set)

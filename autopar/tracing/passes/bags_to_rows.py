@@ -71,9 +71,9 @@ def _rows(node: Node, arguments: dict[str, Any], length: int) -> Node:
     ids, weights, mode = arguments["indices"], arguments["per_sample_weights"], arguments["mode"]
     rows = [ids.meta["val"].numel() // length, length]
     scaled = bool(arguments["scale_grad_by_freq"])
-    found = insert(node, aten.embedding.default, arguments["weight"], _shaped(node, ids, rows), -1, scaled)
+    found = insert(node, aten.embedding.default, arguments["weight"], _as_shape(node, ids, rows), -1, scaled)
     if weights is not None:
-        weights = insert(node, aten.unsqueeze.default, _shaped(node, weights, rows), -1)
+        weights = insert(node, aten.unsqueeze.default, _as_shape(node, weights, rows), -1)
         found = insert(node, aten.mul.Tensor, found, weights)
     if mode == MAX:
         # The backward of amax shares a gradient among equal places; embedding_bag gives it to one.
@@ -82,7 +82,7 @@ def _rows(node: Node, arguments: dict[str, Any], length: int) -> Node:
     return insert(node, aten.mean.dim if mode == MEAN else aten.sum.dim_IntList, found, [1])
 
 
-def _shaped(node: Node, value: Node, shape: list[int]) -> Node:
+def _as_shape(node: Node, value: Node, shape: list[int]) -> Node:
     """Return a value as rows; the source of a reshape if it has this shape already."""
     source = value.args[0] if value.target is aten.reshape.default else None
     if isinstance(source, Node) and list(source.meta["val"].shape) == shape:

@@ -19,12 +19,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from autopar.tracing.passes.edit import ANNOTATIONS, arguments_of, value_of
+from autopar.tracing.passes.edit import arguments_of, insert, replace, value_of
 
 aten = torch.ops.aten
 
@@ -40,11 +39,7 @@ def paired_index(graph: Graph) -> None:
         if node.op == "call_function" and node.target in (*_LOOKUPS, *_WRITES):
             found = _pairing(node)
             if found is not None:
-                with graph.inserting_before(node):
-                    made = found.lookups() if node.target in _LOOKUPS else found.writes()
-                made.meta.update({key: value for key, value in node.meta.items() if key != "val"})
-                node.replace_all_uses_with(made)
-                graph.erase_node(node)
+                replace(node, found.lookups() if node.target in _LOOKUPS else found.writes())
 
 
 def _pairing(node: Node) -> _PairedIndex | None:
@@ -88,11 +83,11 @@ class _PairedIndex:
     indexed: tuple[int, ...]
 
     def lookups(self) -> Node:
-        found = self._permuted(self.x, self._order)
+        found = self._permute(self.x, self._order)
         if self.lookup is not None:
-            found = self._call(aten.gather.default, found, len(self._paired), self._places())
-        found = self._call(aten.reshape.default, found, [*self._extents(self._paired, self._free), *self._ends])
-        return self._permuted(found, _inverse(self._result_order()))
+            found = insert(self.node, aten.gather.default, found, len(self._paired), self._places())
+        found = insert(self.node, aten.reshape.default, found, [*self._extents(self._paired, self._free), *self._ends])
+        return self._permute(found, _inverse(self._result_order()))
 
     def writes(self) -> Node:
         """Return the write, with values permuted to the dims of x and the places as one dim."""
@@ -103,17 +98,19 @@ class _PairedIndex:
         sizes = [0] * len(order)
         for place, size in zip(order, [*self._extents(self._paired, self._free), *self._ends], strict=True):
             sizes[place] = size
-        given = self._permuted(self._call(aten.expand.default, values, sizes), order)
-        target = self._permuted(self.x, self._order)
+        given = self._permute(insert(self.node, aten.expand.default, values, sizes), order)
+        target = self._permute(self.x, self._order)
         if self.lookup is None:
-            given = self._call(aten.reshape.default, given, list(target.meta["val"].shape))
-            made = self._call(aten.add.Tensor, target, given) if added else self._call(aten.clone.default, given)
+            given = insert(self.node, aten.reshape.default, given, list(target.meta["val"].shape))
+            # All places of x are written, so without a sum the values are the result.
+            op, operands = (aten.add.Tensor, (target, given)) if added else (aten.clone.default, (given,))
+            made = insert(self.node, op, *operands)
         else:
             places = self._places()
-            given = self._call(aten.reshape.default, given, list(places.meta["val"].shape))
+            given = insert(self.node, aten.reshape.default, given, list(places.meta["val"].shape))
             op = aten.scatter_add.default if added else aten.scatter.src
-            made = self._call(op, target, len(self._paired), places, given)
-        return self._permuted(made, _inverse(self._order))
+            made = insert(self.node, op, target, len(self._paired), places, given)
+        return self._permute(made, _inverse(self._order))
 
     @property
     def _paired(self) -> list[int]:
@@ -153,34 +150,26 @@ class _PairedIndex:
         assert self.lookup is not None, "one index remains"
         index = self._index(self.lookup[1], self.x.meta["val"].shape[self.lookup[0]], self._paired, self._free)
         sizes = [*self._extents(self._paired), prod(self._extents(self._free))]
-        index = self._call(aten.reshape.default, index, [*sizes, *(1 for _ in self._rest)])
-        return self._call(aten.expand.default, index, [*sizes, *self._ends])
+        index = insert(self.node, aten.reshape.default, index, [*sizes, *(1 for _ in self._rest)])
+        return insert(self.node, aten.expand.default, index, [*sizes, *self._ends])
 
     def _index(self, index: Node, size: int, paired: list[int], free: list[int]) -> Node:
         """Return the remaining index with the paired dims first, without negative places."""
         shape = index.meta["val"].shape
         if index.target not in _NOT_NEGATIVE:
-            below = self._call(aten.lt.Scalar, index, 0)
-            index = self._call(aten.where.self, below, self._call(aten.add.Scalar, index, size), index)
+            below = insert(self.node, aten.lt.Scalar, index, 0)
+            index = insert(self.node, aten.where.self, below, insert(self.node, aten.add.Scalar, index, size), index)
         if len(shape) < len(self.shape):
-            index = self._call(aten.reshape.default, index, [1] * (len(self.shape) - len(shape)) + list(shape))
-        index = self._call(aten.expand.default, index, list(self.shape))
-        index = self._permuted(index, [*paired, *free])
+            index = insert(self.node, aten.reshape.default, index, [1] * (len(self.shape) - len(shape)) + list(shape))
+        index = insert(self.node, aten.expand.default, index, list(self.shape))
+        index = self._permute(index, [*paired, *free])
         if index.meta["val"].dtype != torch.int64:
             # `gather` takes no int32, which lookups do.
-            index = self._call(aten._to_copy.default, index, dtype=torch.int64)
+            index = insert(self.node, aten._to_copy.default, index, dtype=torch.int64)
         return index
 
-    def _permuted(self, value: Node, order: list[int]) -> Node:
-        return value if order == sorted(order) else self._call(aten.permute.default, value, order)
-
-    def _call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
-        made = self.node.graph.call_function(op, args, kwargs)
-        made.meta.update({key: value for key, value in self.node.meta.items() if key not in ANNOTATIONS})
-        values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in args]
-        with torch.no_grad():
-            made.meta["val"] = op(*values, **kwargs)
-        return made
+    def _permute(self, value: Node, order: list[int]) -> Node:
+        return value if order == sorted(order) else insert(self.node, aten.permute.default, value, order)
 
 
 def _inverse(order: list[int]) -> list[int]:

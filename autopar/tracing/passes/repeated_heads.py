@@ -55,7 +55,7 @@ def _own_heads(node: Node) -> tuple[dict[str, Any], str]:
     query, key, value = (arguments[name] for name in ("query", "key", "value"))
     if query.meta["val"].dim() != 4 or key.meta["val"].dim() != 4 or value.meta["val"].dim() != 4:
         return {}, ""
-    found = [_repeated(one) for one in (key, value)]
+    found = [_repeats(one) for one in (key, value)]
     # Repeats along another dim than the heads are no grouped attention.
     along = [one if one is not None and one.dim == 1 else None for one in found]
     if along == [None, None]:
@@ -75,14 +75,14 @@ def _own_heads(node: Node) -> tuple[dict[str, Any], str]:
     return {"key": keys.make(), "value": values.make(), "enable_gqa": True}, ""
 
 
-def _repeated(node: Node) -> _Repeated | None:
+def _repeats(node: Node) -> _Repeated | None:
     """Return the repeats of a tensor, found behind ops that move dims or copy; else None."""
     if node.op != "call_function":
         return None
     if node.target in _RESHAPES:
-        return _joined(node)
+        return _repeats_of_reshape(node)
     if node.target is aten.expand.default:
-        return _expanded(node)
+        return _repeats_of_expand(node)
     if node.target is aten.repeat_interleave.self_int:
         arguments = arguments_of(node)
         source, times, dim = arguments["self"], arguments["repeats"], arguments["dim"]
@@ -90,11 +90,11 @@ def _repeated(node: Node) -> _Repeated | None:
             return None
         return _Repeated(dim % source.meta["val"].dim(), times, lambda: source)
     if node.target in (aten.transpose.int, aten.permute.default):
-        return _moved(node)
+        return _repeats_of_permute(node)
     if node.target in _COPIES:
         copied = node.args[0]
         assert isinstance(copied, Node), node
-        found = _repeated(copied)
+        found = _repeats(copied)
         return found and _Repeated(found.dim, found.times, lambda: _same_op(node, found))
     return None
 
@@ -105,10 +105,10 @@ def _same_op(node: Node, found: _Repeated) -> Node:
     return insert(node, node.target, found.make(), *node.args[1:], **keywords)
 
 
-def _moved(node: Node) -> _Repeated | None:
+def _repeats_of_permute(node: Node) -> _Repeated | None:
     source = node.args[0]
     assert isinstance(source, Node), node
-    found = _repeated(source)
+    found = _repeats(source)
     if found is None:
         return None
     order = list(range(node.meta["val"].dim()))
@@ -120,7 +120,7 @@ def _moved(node: Node) -> _Repeated | None:
     return _Repeated(order.index(found.dim), found.times, lambda: _same_op(node, found))
 
 
-def _expanded(node: Node) -> _Repeated | None:
+def _repeats_of_expand(node: Node) -> _Repeated | None:
     # `expand` repeats one slice for all: `times` is the whole extent.
     source = node.args[0]
     assert isinstance(source, Node), node
@@ -131,7 +131,7 @@ def _expanded(node: Node) -> _Repeated | None:
     return _Repeated(longer[0], new[longer[0]], lambda: source) if len(longer) == 1 else None
 
 
-def _joined(node: Node) -> _Repeated | None:
+def _repeats_of_reshape(node: Node) -> _Repeated | None:
     """Return the repeats of `reshape(expand(unsqueeze(x)))`, which joins the new dim to the one before it."""
     wide = node.args[0]
     while isinstance(wide, Node) and wide.target in (aten.clone.default, aten.contiguous.default):

@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterator
 from autopar.ir.exported import Exported
 from autopar.tracing.naming.bind_graph import BoundGraph
 from autopar.tracing.naming.roles.attention import attention, head_dims, head_parts
-from autopar.tracing.naming.roles.inputs import channels, images, inputs, tied
+from autopar.tracing.naming.roles.inputs import channels, images, inputs, spread_by_ties
 from autopar.tracing.naming.roles.streams import around_heads, layers, low_ranks, streams
 from autopar.tracing.naming.roles.structure import Proposal, Structure
 from autopar.tracing.naming.roles.tables import experts, tables, untied_heads
 
-__all__ = ["standard_names"]
-
-# Sure patterns come first. `tied` runs twice: streams and head_parts use the names that it spreads, and it spreads
-# theirs. head_parts needs `d_model`; layers gives `d_ff` to what no other detector named.
+# Sure patterns come first. `spread_by_ties` runs twice: streams and head_parts use the names that it spreads, and it
+# spreads theirs. head_parts needs `d_model`; layers gives `d_ff` to dims that no other detector named.
 DETECTORS: tuple[Callable[[Structure], Iterator[Proposal]], ...] = (
     tables,
     attention,
@@ -27,7 +25,7 @@ DETECTORS: tuple[Callable[[Structure], Iterator[Proposal]], ...] = (
     experts,
     untied_heads,
     images,
-    tied,
+    spread_by_ties,
     streams,
     head_parts,
     around_heads,
@@ -35,7 +33,7 @@ DETECTORS: tuple[Callable[[Structure], Iterator[Proposal]], ...] = (
     low_ranks,
     layers,
     inputs,
-    tied,
+    spread_by_ties,
 )
 
 

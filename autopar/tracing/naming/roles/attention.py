@@ -9,8 +9,6 @@ from autopar.rules.notation import FactorKind, Operand
 from autopar.tracing.naming.bind_graph import BoundNode, ValueKey
 from autopar.tracing.naming.roles.structure import Proposal, Structure, op_name
 
-__all__ = ["attention", "head_dims", "head_parts"]
-
 # How many ops may lie between attention's softmax and its products, masks included.
 FAR = 80
 
@@ -23,7 +21,7 @@ def attention(structure: Structure) -> Iterator[Proposal]:
             if None not in keys:
                 yield from _fused(structure, *(structure.dims(k) for k in keys if k is not None))
         elif "softmax" in op_name(bound) and bound.operands[0] is not None and bound.outputs[0] is not None:
-            yield from _written_out(structure, bound, bound.operands[0], bound.outputs[0])
+            yield from _unfused(structure, bound, bound.operands[0], bound.outputs[0])
 
 
 # -- fused ------------------------------------------------------------------------------------------------------------
@@ -41,7 +39,7 @@ def _fused(
     for dims in (query, key):
         heads = _heads(structure, dims)
         if heads is not None:
-            yield from _named_heads(structure, heads, shared=dims is key and heads != _heads(structure, query))
+            yield from _name_heads(structure, heads, shared=dims is key and heads != _heads(structure, query))
     if len(query) > 3 and not structure.space.parts(query[0]):
         yield query[0], "batch"
 
@@ -54,7 +52,7 @@ def _heads(structure: Structure, dims: tuple[int, ...]) -> int | None:
     return parts[-1] if parts and structure.name(dims[-3]) is None else None
 
 
-def _named_heads(structure: Structure, heads: int, shared: bool) -> Iterator[Proposal]:
+def _name_heads(structure: Structure, heads: int, shared: bool) -> Iterator[Proposal]:
     if structure.space.size(heads) == 1:
         # A dim of extent 1 cannot be split, and has no name.
         return
@@ -84,7 +82,7 @@ class _Product:
         return _Product(self.shared, self.other, self.query, self.summed)
 
 
-def _written_out(structure: Structure, softmax: BoundNode, scores: ValueKey, weights: ValueKey) -> Iterator[Proposal]:
+def _unfused(structure: Structure, softmax: BoundNode, scores: ValueKey, weights: ValueKey) -> Iterator[Proposal]:
     """Yield names for a softmax between two products: scores of queries and keys, and a mix of values."""
     columns = {structure.factor_dim(softmax, factor) for factor in softmax.rule.whole if factor in softmax.factors}
     mixes = _products(structure, [*structure.users.get(weights, ())], _users)
@@ -103,7 +101,7 @@ def _written_out(structure: Structure, softmax: BoundNode, scores: ValueKey, wei
         second = second.turned()
     mixed = [dim for dim in (*second.query, *second.other) if dim not in first.query]
     yield from ((dim, "head_dim") for dim in (*first.summed, *mixed))
-    beside = structure.stored_with({*first.summed, *mixed})
+    beside = structure.atoms_beside({*first.summed, *mixed})
     yield from _scores(structure, first, beside)
 
 
@@ -115,7 +113,7 @@ def _scores(structure: Structure, product: _Product, beside: set[int]) -> Iterat
         # No weight made the queries: the minor batch dim of the product is taken as the heads.
         shared = [product.shared[-1]]
     for heads in shared:
-        yield from _named_heads(structure, heads, shared=bool(alone))
+        yield from _name_heads(structure, heads, shared=bool(alone))
     for heads in alone:
         yield heads, "group" if shared else "heads"
     named = {*beside, *shared, *alone}
@@ -158,7 +156,7 @@ def _products(
         product = _product(structure, bound)
         if product is not None:
             found.append(product)
-        elif not any(True for _ in structure.contractions(bound)):
+        elif not structure.contracted_dims(bound):
             fresh = {id(other): other for other in onward(structure, bound) if id(other) not in seen}
             seen.update(fresh)
             pending.extend(fresh.values())
@@ -244,11 +242,10 @@ def head_parts(structure: Structure) -> Iterator[Proposal]:
         return any({first, second} <= {*structure.dims(structure.binding.numbers[number])} for number in numbers)
 
     for bound in structure.binding.nodes:
-        made = [structure.name(structure.factor_dim(bound, factor)) for factor in structure.born(bound)]
-        if "conv" in op_name(bound) or made != ["d_model"]:
+        if "conv" in op_name(bound) or list(map(structure.name, structure.new_dims(bound))) != ["d_model"]:
             continue
-        for factor in structure.contractions(bound):
-            parts = structure.space.parts(structure.factor_dim(bound, factor))
+        for dim in structure.contracted_dims(bound):
+            parts = structure.space.parts(dim)
             if len(parts) == 2 and not any(map(structure.name, parts)) and apart(*parts):
                 yield parts[0], "heads"
                 yield parts[1], "head_dim"

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from autopar.tracing.naming.roles.structure import LOOKUPS, Proposal, Structure, op_name
 
-__all__ = ["channels", "images", "inputs", "tied"]
-
 
 def inputs(structure: Structure) -> Iterator[Proposal]:
     """Name the dims of inputs: `batch` leads, unless it is split at once (the ends of edges).
@@ -18,7 +16,7 @@ def inputs(structure: Structure) -> Iterator[Proposal]:
         value = structure.values[placeholder.node]
         dims = structure.dims(placeholder.node)
         names = [structure.name(dim) for dim in dims]
-        whole = value.dim() > 0 and structure.is_whole(placeholder.node, 0)
+        whole = value.dim() > 0 and structure.is_never_split(placeholder.node, 0)
         # A leading dim that every user keeps whole is unpacked (the two ends of edges), and no batch.
         if value.dim() >= 2 and not structure.space.parts(dims[0]) and "batch" not in names and not whole:
             yield dims[0], "batch"
@@ -31,7 +29,7 @@ def inputs(structure: Structure) -> Iterator[Proposal]:
             yield dims[0], "seq" if lookup else "batch"
 
 
-def tied(structure: Structure) -> Iterator[Proposal]:
+def spread_by_ties(structure: Structure) -> Iterator[Proposal]:
     """Yield for each tied dim (of another extent, or on the same tensor) the name of its partner."""
     # Ties form chains: a name moves by one tie per round.
     for _ in range(len(structure.binding.ties)):
@@ -81,8 +79,7 @@ def channels(structure: Structure) -> Iterator[Proposal]:
             continue
         weight = structure.dims(bound.operands[1])
         pointwise = set(bound.call.operand(1).shape[2:]) == {1}
-        mixes = any(True for _ in structure.contractions(bound))
-        if len(weight) == 3 and (pointwise or not mixes):
+        if len(weight) == 3 and (pointwise or not structure.contracted_dims(bound)):
             # Sequence models use pointwise and depthwise convolutions as layers like any other.
             continue
         for key in (bound.operands[0], bound.outputs[0]):

@@ -9,8 +9,6 @@ from autopar.tracing.naming.bind_graph import BoundNode, ValueKey
 from autopar.tracing.naming.roles.structure import Proposal, Structure, op_name
 from autopar.tracing.naming.roles.tables import columns
 
-__all__ = ["around_heads", "layers", "low_ranks", "streams"]
-
 
 def streams(structure: Structure) -> Iterator[Proposal]:
     """Yield `d_model` for dims of a sum `x + f(x)` that `f` sums away; `channels` for feature maps."""
@@ -33,19 +31,14 @@ def _stream_dims(structure: Structure, left: ValueKey, right: ValueKey, dims: tu
     """Yield the dims that every path between the two operands sums away; none without a path."""
     # Either operand of the sum can be the input of the other branch.
     for near, far in ((left, right), (right, left)):
-        for start in _unscaled(structure, near):
-            between = _ways(structure, start, far)
+        for start in _scaled_sources(structure, near):
+            between = _path(structure, start, far)
             if between is not None:
-                summed = {dim for bound in between for dim in _summed(structure, bound)}
+                summed = {dim for bound in between for dim in structure.contracted_dims(bound)}
                 for dim in dims:
-                    if summed & {*structure.space.atoms(dim), dim} and _ways(structure, start, far, dim) is None:
+                    if summed & {*structure.space.atoms(dim), dim} and _path(structure, start, far, dim) is None:
                         yield dim
                 return
-
-
-def _summed(structure: Structure, bound: BoundNode) -> Iterator[int]:
-    """Yield the dims that an op sums away between an activation and a weight."""
-    yield from (structure.factor_dim(bound, factor) for factor in structure.contractions(bound))
 
 
 SPACE = {"height", "width", "depth"}
@@ -54,7 +47,7 @@ POSITIONS = {"seq", *SPACE}
 SCALING = ("mul", "div", "clone", "_to_copy", "dropout", "native_dropout")
 
 
-def _unscaled(structure: Structure, key: ValueKey) -> Iterator[ValueKey]:
+def _scaled_sources(structure: Structure, key: ValueKey) -> Iterator[ValueKey]:
     """Yield a value, then the values it is a multiple of: some models scale the stream before the sum."""
     # Four ops: models scale a stream by a constant, cast it and drop out, hardly more.
     for _ in range(4):
@@ -68,7 +61,7 @@ def _unscaled(structure: Structure, key: ValueKey) -> Iterator[ValueKey]:
         key = source
 
 
-def _ways(structure: Structure, first: ValueKey, last: ValueKey, without: int | None = None) -> list[BoundNode] | None:
+def _path(structure: Structure, first: ValueKey, last: ValueKey, without: int | None = None) -> list[BoundNode] | None:
     """Return the ops between `first` and `last`; None if no path exists that keeps the dim `without`."""
     start = structure.order.get(first, -1)
     barred = set() if without is None else {without, *structure.space.atoms(without)}
@@ -81,7 +74,7 @@ def _ways(structure: Structure, first: ValueKey, last: ValueKey, without: int | 
         if bound is None or op_name(bound).endswith("_like") or op_name(bound).startswith("new_"):
             # These ops use the shape of their operand alone.
             continue
-        if barred and barred.intersection(_summed(structure, bound)):
+        if barred and barred.intersection(structure.contracted_dims(bound)):
             continue
         passed.append(bound)
         for key in bound.operands:
@@ -110,13 +103,13 @@ def layers(structure: Structure) -> Iterator[Proposal]:
             normalised.update(
                 structure.factor_dim(bound, factor) for factor in bound.rule.whole if factor in bound.factors
             )
-        to_stream = any(structure.name(structure.factor_dim(bound, f)) == "d_model" for f in structure.born(bound))
-        for factor in structure.contractions(bound):
-            summed[structure.factor_dim(bound, factor)] = None
-            if to_stream and structure.is_inner(structure.factor_dim(bound, factor)):
-                into_stream.add(structure.factor_dim(bound, factor))
-        for factor in structure.born(bound):
-            made.update(structure.space.within(structure.factor_dim(bound, factor)))
+        to_stream = "d_model" in map(structure.name, structure.new_dims(bound))
+        for dim in structure.contracted_dims(bound):
+            summed[dim] = None
+            if to_stream and structure.is_inner(dim):
+                into_stream.add(dim)
+        for dim in structure.new_dims(bound):
+            made.update(structure.space.within(dim))
     streams = {structure.space.size(dim) for dim, name in structure.names.items() if name == "d_model"}
     # The columns of a table that is tied to the head are narrower than the stream, and no hidden dim of a layer.
     made -= columns(structure)
@@ -135,19 +128,18 @@ def low_ranks(structure: Structure) -> Iterator[Proposal]:
     """
     size = structure.space.size
     for bound in structure.binding.nodes:
-        born = [structure.factor_dim(bound, factor) for factor in structure.born(bound)]
+        made = structure.new_dims(bound)
         heads = any(
-            structure.name(atom) in ("heads", "kv_heads") for dim in born for atom in structure.space.atoms(dim)
+            structure.name(atom) in ("heads", "kv_heads") for dim in made for atom in structure.space.atoms(dim)
         )
-        for factor in structure.contractions(bound):
-            dim = structure.factor_dim(bound, factor)
+        for dim in structure.contracted_dims(bound):
             if structure.name(dim) is not None or structure.space.parts(dim):
                 continue
             sources = [key for key in bound.operands if key is not None and not structure.is_weight(key)]
-            makers = [_maker_unbent(structure, key, dim) for key in sources if dim in structure.dims(key)]
+            makers = [_linear_maker(structure, key, dim) for key in sources if dim in structure.dims(key)]
             extents = [
-                prod(map(size, born)),
-                *(prod(map(size, _summed(structure, maker))) for maker in makers if maker),
+                prod(map(size, made)),
+                *(prod(map(size, structure.contracted_dims(maker))) for maker in makers if maker),
             ]
             if makers and None not in makers and (heads or size(dim) <= min(extents)):
                 yield dim, "low_rank"
@@ -156,10 +148,10 @@ def low_ranks(structure: Structure) -> Iterator[Proposal]:
 CUTS = ("slice", "split", "split_with_sizes", "narrow", "chunk")
 
 
-def _maker_unbent(structure: Structure, key: ValueKey, dim: int) -> BoundNode | None:
+def _linear_maker(structure: Structure, key: ValueKey, dim: int) -> BoundNode | None:
     """Return the linear layer that made a dim, if only linear ops, norms and cuts follow it; else None."""
     while (bound := structure.maker.get(key)) is not None:
-        if dim in {structure.factor_dim(bound, factor) for factor in structure.born(bound)}:
+        if dim in structure.new_dims(bound):
             return bound
         if op_name(bound) in CUTS and bound.operands[0] is not None:
             dim = structure.dims(bound.operands[0])[structure.dims(key).index(dim)]
@@ -182,7 +174,7 @@ def around_heads(structure: Structure) -> Iterator[Proposal]:
     if "d_model" in structure.names.values():
         return
     for bound in structure.binding.nodes:
-        summed, made = [*_summed(structure, bound)], [structure.factor_dim(bound, f) for f in structure.born(bound)]
+        summed, made = structure.contracted_dims(bound), structure.new_dims(bound)
         for these, others in ((summed, made), (made, summed)):
             atoms = {structure.name(atom) for dim in others for atom in structure.space.atoms(dim)}
             if "heads" in atoms and len(these) == 1:

@@ -9,8 +9,6 @@ from autopar.ir.exported import Exported
 from autopar.rules.notation import FactorKind
 from autopar.tracing.naming.bind_graph import BoundGraph, BoundNode, ValueKey
 
-__all__ = ["LOOKUPS", "Proposal", "Structure", "op_name"]
-
 LOOKUPS = ("embedding", "index_select", "index", "embedding_bag", "bags")
 
 # A class of dims, and its name by structure.
@@ -54,7 +52,7 @@ class Structure:
     def is_weight(self, key: ValueKey | None) -> bool:
         return key is not None and key in self.binding.stored
 
-    def stored_with(self, dims: set[int]) -> set[int]:
+    def atoms_beside(self, dims: set[int]) -> set[int]:
         """Return the atoms that a weight has together with one of these dims, in one compound or apart."""
         if self._beside is None:
             self._beside = defaultdict(set)
@@ -73,7 +71,7 @@ class Structure:
         looked_up = (user for key in keys for user in self.users.get(key, ()) if user.rule.indices)
         return not any(self.kinds.get(key) == "input" for key in keys) and not any(looked_up)
 
-    def contractions(self, bound: BoundNode) -> Iterator[str]:
+    def contracted_factors(self, bound: BoundNode) -> Iterator[str]:
         """Yield the factors that an op sums between an activation and a weight: linear, convolution."""
         for factor, kind in bound.rule.kinds.items():
             if kind is not FactorKind.SUM:
@@ -82,16 +80,24 @@ class Structure:
             if len(matrices) > 1 and any(matrices) and not all(matrices):
                 yield factor
 
-    def born(self, bound: BoundNode) -> Iterator[str]:
+    def new_factors(self, bound: BoundNode) -> Iterator[str]:
         """Yield the factors of the output that only the weight has: the output features of a linear layer."""
-        if not any(True for _ in self.contractions(bound)):
+        if not any(True for _ in self.contracted_factors(bound)):
             return
         for factor in bound.rule.outputs[0].factors if bound.rule.outputs[0] else ():
             holders = _holders(bound, factor)
             if holders and all(map(self._is_matrix, holders)):
                 yield factor
 
-    def is_whole(self, key: ValueKey, place: int) -> bool:
+    def contracted_dims(self, bound: BoundNode) -> list[int]:
+        """Return the dims that an op sums away between an activation and a weight."""
+        return [self.factor_dim(bound, factor) for factor in self.contracted_factors(bound)]
+
+    def new_dims(self, bound: BoundNode) -> list[int]:
+        """Return the dims that an op makes from its weight: the output features of a linear layer."""
+        return [self.factor_dim(bound, factor) for factor in self.new_factors(bound)]
+
+    def is_never_split(self, key: ValueKey, place: int) -> bool:
         """Return True if no op that uses a value can split the dim at `place`."""
         taken = [
             set(operand.terms[place]) <= bound.rule.whole

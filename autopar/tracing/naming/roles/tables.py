@@ -10,46 +10,13 @@ import torch
 from autopar.tracing.naming.bind_graph import BoundNode, ValueKey
 from autopar.tracing.naming.roles.structure import LOOKUPS, Proposal, Structure, op_name
 
-__all__ = ["columns", "experts", "looked_up", "tables", "untied_heads"]
-
-
-KEEPS_VALUES = frozenset(
-    [
-        "reshape",
-        "view",
-        "slice",
-        "clone",
-        "_to_copy",
-        "where",
-        "clamp",
-        "expand",
-        "unsqueeze",
-        "squeeze",
-        "masked_fill",
-        "select",
-        "cat",
-        "slice_scatter",
-        "select_scatter",
-        "index_put",
-        "permute",
-        "transpose",
-        "alias",
-        "detach",
-        "copy",
-        "constant_pad_nd",
-        "pad",
-        "clamp_min",
-        "to",
-        "roll",
-        "split",
-        "flip",
-        "unbind",
-        "stack",
-        "chunk",
-        "repeat",
-        "repeat_interleave",
-    ]
-)
+# Ops whose result has only values of their operands, or constants.
+_KEEPS_VALUES = """
+    reshape view slice clone _to_copy where clamp expand unsqueeze squeeze masked_fill select cat slice_scatter
+    select_scatter index_put permute transpose alias detach copy constant_pad_nd pad clamp_min to roll split
+    flip unbind stack chunk repeat repeat_interleave
+"""
+KEEPS_VALUES = frozenset(_KEEPS_VALUES.split())
 PICKS_VALUES = ("gather", "index", "index_select")
 CONSTANTS = ("full", "zeros", "ones", "zeros_like", "new_zeros", "full_like")
 # Ops that say where something is found, and how many results they have then.
@@ -58,12 +25,12 @@ CHOICES = {"topk": 2, "max": 2, "min": 2, "sort": 2, "argsort": 1, "argmax": 1, 
 
 def tables(structure: Structure) -> Iterator[Proposal]:
     """Yield `vocab` for rows looked up by ids of the user, `position` for positions, else `types`."""
-    found = {rows: origin for rows, origin, _ in looked_up(structure)}
+    found = {rows: origin for rows, origin, _ in table_lookups(structure)}
     size = structure.space.size
     positions = {size(rows) for rows, origin in found.items() if origin == "positions"}
     largest = _largest(structure, found)
     nodes = structure.binding.nodes
-    made = {structure.factor_dim(bound, factor) for bound in nodes for factor in structure.born(bound)}
+    made = {dim for bound in nodes for dim in structure.new_dims(bound)}
     for rows, origin in found.items():
         if origin == "ids":
             # A linear layer makes the rows of a table that is tied to the head.
@@ -79,7 +46,7 @@ def _largest(structure: Structure, found: Mapping[int, str]) -> int:
     return max((structure.space.size(rows) for rows, origin in found.items() if origin == "ids"), default=0)
 
 
-def looked_up(structure: Structure) -> Iterator[tuple[int, str, int]]:
+def table_lookups(structure: Structure) -> Iterator[tuple[int, str, int]]:
     """Yield for each table its rows, the origin of its indices and its rank."""
     for bound in structure.binding.nodes:
         if op_name(bound) not in LOOKUPS or not structure.is_weight(bound.operands[0]):
@@ -105,12 +72,12 @@ def columns(structure: Structure) -> set[int]:
 
 def untied_heads(structure: Structure) -> Iterator[Proposal]:
     """Yield `vocab` for a dim of its extent that a layer makes and none sums away: an untied head."""
-    vocab = _largest(structure, {rows: origin for rows, origin, _ in looked_up(structure)})
+    vocab = _largest(structure, {rows: origin for rows, origin, _ in table_lookups(structure)})
     made: set[int] = set()
     summed: set[int] = set()
     for bound in structure.binding.nodes:
-        made.update(structure.factor_dim(bound, factor) for factor in structure.born(bound))
-        summed.update(structure.factor_dim(bound, factor) for factor in structure.contractions(bound))
+        made.update(structure.new_dims(bound))
+        summed.update(structure.contracted_dims(bound))
     for dim in sorted(made - summed):
         if structure.space.size(dim) == vocab and not structure.space.parts(dim):
             yield dim, "vocab"
@@ -165,16 +132,15 @@ def experts(structure: Structure) -> Iterator[Proposal]:
     """Yield `expert` for the leading dim of a stack of matrices with the extent of a router's choice."""
     # A router is a linear layer whose result is not summed by a later one.
     nodes = structure.binding.nodes
-    routed = {structure.factor_dim(bound, factor) for bound in nodes for factor in structure.born(bound)}
+    routed = {dim for bound in nodes for dim in structure.new_dims(bound)}
     for bound in nodes:
         if op_name(bound) == "topk":
             whole = (structure.factor_dim(bound, factor) for factor in bound.rule.whole if factor in bound.factors)
             yield from ((dim, "expert") for dim in whole if dim in routed)
     routers: dict[int, list[int]] = defaultdict(list)
-    summed = {structure.factor_dim(bound, factor) for bound in nodes for factor in structure.contractions(bound)}
+    summed = {dim for bound in nodes for dim in structure.contracted_dims(bound)}
     for bound in nodes:
-        for factor in structure.born(bound):
-            dim = structure.factor_dim(bound, factor)
+        for dim in structure.new_dims(bound):
             if not any(map(structure.name, structure.space.parts(dim))) and dim not in summed:
                 routers[structure.space.size(dim)].append(dim)
     for bound in nodes:
@@ -192,17 +158,17 @@ def _rows(structure: Structure) -> Iterator[Proposal]:
     """Yield rows of tables, and matrices of stacks, that a choice looks up."""
     # A table of the experts' extent without a choice on its index may be any other table.
     extents = {structure.space.size(dim) for dim, name in structure.names.items() if name == "expert"}
-    for rows, origin, rank in looked_up(structure):
+    for rows, origin, rank in table_lookups(structure):
         if origin == "choice" and (rank > 2 or structure.space.size(rows) in extents):
             yield rows, "expert"
 
 
 def _stacks(structure: Structure, bound: BoundNode) -> Iterator[int]:
     """Yield the leading dims of weights whose matrices an op multiplies one by one."""
-    summed = set(structure.contractions(bound))
+    summed = set(structure.contracted_factors(bound))
     if not summed or "conv" in op_name(bound):
         return
-    fixed = summed | set(structure.born(bound))
+    fixed = summed | set(structure.new_factors(bound))
     for operand, key in zip(bound.rule.operands, bound.operands, strict=False):
         if operand is None or key is None or not structure.is_weight(key) or len(operand.terms) < 3:
             continue
