@@ -43,7 +43,7 @@ _ELEMENTWISE_NAMES = """
     reciprocal square _to_copy clone detach alias lift_fresh_copy contiguous
 """
 _ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
-# Overloads that compute another op than their name says.
+# Overloads that compute another op than their name.
 _BINARY = {"aten.min.other": "minimum", "aten.max.other": "maximum"}
 _IDENTITY = ("clone", "detach", "alias", "lift_fresh_copy", "contiguous")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")

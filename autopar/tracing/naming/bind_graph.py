@@ -24,7 +24,7 @@ from autopar.rules.proof.discover import no_rule_message
 from autopar.rules.table import RuleTable
 from autopar.tracing.naming.dim_classes import DimSpace
 
-# The name of the fx node that holds a value: of the `getitem` for ops with several outputs.
+# Name of the fx node of a value: the `getitem` for ops with several results.
 ValueKey = str
 
 Discover = Callable[[torch._ops.OpOverload, Call, tuple[tuple[int, ...] | None, ...]], Rule | None]
@@ -38,7 +38,7 @@ class BoundNode:
     call: Call
     rule: Rule
     source: Source
-    # Why there is no table rule; empty when there is one.
+    # Reason for a rule outside of the table; else empty.
     reason: str
     operands: tuple[ValueKey | None, ...]
     outputs: tuple[ValueKey | None, ...]
@@ -65,7 +65,7 @@ class BoundGraph:
     numbers: dict[int, ValueKey] = field(default_factory=dict)
     nodes: list[BoundNode] = field(default_factory=list)
     ties: list[DimTie] = field(default_factory=list)
-    # Parameters, buffers, constants, and what is computed from them alone (a cast or transposed weight).
+    # Parameters, buffers, constants, and values computed from them alone (a cast or transposed weight).
     stored: set[ValueKey] = field(default_factory=set)
 
     def add_value(self, key: ValueKey, shape: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from autopar.errors import DimsError
 from autopar.ir.exported import Exported
 from autopar.tracing.naming.bind_graph import BoundGraph, ValueKey
 
-# One entry per dim: its names, major first (several for a compound), or None where nothing is said.
+# One entry per dim: its names, major first (several for a compound), or None for an unnamed dim.
 Spec = tuple[tuple[str, ...] | None, ...]
 
 _TOKEN = re.compile(r"\s*(?:(\.\.\.)|([A-Za-z_][A-Za-z0-9_]*(?:\.[0-9]+)?)|([0-9]+)|(.))")

@@ -44,8 +44,10 @@ PASSES: dict[str, Callable[[Graph, ExportFacts], None]] = {
     # After canonical_ops: an annotated `copy` or `alias` is replaced first, so the text lands on a node that stays.
     # Before all others: an annotation op between two matched ops would hide the pattern.
     "read_annotations": lambda graph, _: read_annotations(graph),
-    # These three match no op that another of them makes: their order is free.
+    # Anywhere: no other pass matches losses.
     "mean_loss_to_sum": lambda graph, _: mean_loss_to_sum(graph),
+    # Before undo_sort, which follows rows through ops whose rules keep them apart: `embedding` does, `embedding_bag`
+    # does not.
     "bags_to_rows": lambda graph, _: bags_to_rows(graph),
     "undo_sort": lambda graph, _: undo_sort(graph),
     # Before repeated_heads, which extends the `AttentionNote` that read_masks puts on each call of attention.

@@ -9,7 +9,7 @@ from autopar.rules.notation import FactorKind, Operand
 from autopar.tracing.naming.bind_graph import BoundNode, ValueKey
 from autopar.tracing.naming.roles.structure import Proposal, Structure, op_name
 
-# How many ops may lie between attention's softmax and its products, masks included.
+# Most ops between the softmax of attention and its products, masks included.
 FAR = 80
 
 
@@ -63,7 +63,7 @@ def _name_heads(structure: Structure, heads: int, shared: bool) -> Iterator[Prop
         yield parts[1], "group"
 
 
-# -- written out ------------------------------------------------------------------------------------------------------
+# -- unfused ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def _is_activation(structure: Structure, key: ValueKey | None) -> bool:
     return False
 
 
-# -- by what is named -------------------------------------------------------------------------------------------------
+# -- by named dims ----------------------------------------------------------------------------------------------------
 
 
 def head_dims(structure: Structure) -> Iterator[Proposal]:

@@ -19,7 +19,7 @@ _KEEPS_VALUES = """
 KEEPS_VALUES = frozenset(_KEEPS_VALUES.split())
 PICKS_VALUES = ("gather", "index", "index_select")
 CONSTANTS = ("full", "zeros", "ones", "zeros_like", "new_zeros", "full_like")
-# Ops that say where something is found, and how many results they have then.
+# Ops that return places, and the number of results with which they do.
 CHOICES = {"topk": 2, "max": 2, "min": 2, "sort": 2, "argsort": 1, "argmax": 1, "argmin": 1, "multinomial": 1}
 
 
