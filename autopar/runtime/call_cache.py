@@ -1,4 +1,4 @@
-"""The graphs of a parallel module: one for every way in which it has been called, decided by all ranks together."""
+"""Call cache of a parallel module: one compiled call per call signature, made by all ranks together."""
 
 from __future__ import annotations
 
@@ -51,31 +51,31 @@ LOCAL = (
     "a plain tensor is the whole input: give every rank the same batch, all of it; if each rank loads a part of the "
     "batch of its own (a DistributedSampler, another seed), say parallelize(..., local_inputs=True)"
 )
-# Where a comparison makes a device wait, these calls are compared: the first, and then each of so many.
+# If a comparison of ranks makes a device wait, the first calls are compared, then one call in so many.
 FIRST_CALLS, LATER_CALLS = 10, 100
 
 
 class Planner(Protocol):
-    """How a call becomes a graph with decisions."""
+    """Protocol: make the named graph and the assignment of a call."""
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph: ...
 
     def decide(self, graph: NamedGraph) -> Assignment | str:
-        """Asked on the first rank alone; a text is read on all."""
+        """Return an assignment, or text for `read` on all ranks; only the first rank calls this."""
         ...
 
     def read(self, graph: NamedGraph, text: str) -> Assignment: ...
 
     def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
-        """Raise where the generated graph does what the user does not allow."""
+        """Raise if the emitted graph breaks the contract of the user's layout."""
         ...
 
     def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of the whole inputs, for a graph that was traced with the shards of one rank."""
+        """Return the global shapes of the inputs of a graph that was traced with the shards of one rank."""
         ...
 
     def facts(self) -> Mapping[str, str]:
-        """Return its inputs for a decision, as text."""
+        """Return the planner's own inputs as text: all ranks must have the same."""
         ...
 
 
@@ -89,7 +89,7 @@ class CallSettings:
 
 @dataclass(frozen=True)
 class FixedInputs:
-    """A graph with its decisions, for calls like the one that it was traced with."""
+    """Planner with one fixed graph and assignment, for calls of the signature that was traced."""
 
     graph: NamedGraph
     assignment: Assignment
@@ -101,10 +101,10 @@ class FixedInputs:
         return self.assignment
 
     def read(self, graph: NamedGraph, text: str) -> Assignment:
-        raise AssertionError("it was decided before")
+        raise AssertionError("the assignment is fixed")
 
     def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
-        """Whoever decided has checked it."""
+        """Check nothing: the caller has checked its assignment."""
 
     def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(graph.tensors[name].shape) for name in graph.inputs}
@@ -114,11 +114,11 @@ class FixedInputs:
 
 
 class Disagreement(Exception):
-    """The ranks make different calls: what this one has begun comes to nothing."""
+    """Raised before the first collective if the ranks make different calls; the caller begins the call again."""
 
 
 class CallCache:
-    """The graphs of a parallel module: one for every way in which it has been called."""
+    """Compiled calls of a parallel module by call signature, with the weights and groups that they share."""
 
     def __init__(
         self, shell: nn.Module, model: nn.Module, mesh: DeviceMesh, planner: Planner, settings: CallSettings
@@ -141,13 +141,15 @@ class CallCache:
         self.found: dict[Any, list[CompiledCall]] = {}
         self.latest: CompiledCall | None = None
         self.pending: PendingCheck | None = None
+        # Counts calls, for FIRST_CALLS and LATER_CALLS.
         self.calls = 0
-        """On devices that would wait for a comparison, only the first of them and some later ones are compared."""
+        # Digest of the current call and of whole inputs; equal on all ranks if they make the same call.
         self.sign = 0
-        """Which call this is, with which inputs; the same on all ranks."""
-        self.unsaid: int | None = None
-        """Which call this is, if that is still to be said, with what is sent before the graph."""
+        # `sign` if it has not been sent yet: it then travels with the numbers exchanged before the graph.
+        self.unsent_sign: int | None = None
+        # Rows of a comparison, by process group.
         self.places: dict[str, list[int]] = {}
+        # Facts first: `same_values` expects the same names on all ranks.
         self.agreement.same(self.weights.facts(), SAME_MODEL)
         self.agreement.same({**planner.facts(), "settings": str(settings)}, SAME_ARGUMENTS)
         if self.agreement.size > 1:
@@ -159,10 +161,10 @@ class CallCache:
             raise AutoparError("the module has not been traced yet: give parallelize the inputs, or call it first")
         return self.latest
 
-    # -- which graph a call is for ------------------------------------------------------------------------------------
+    # -- find the compiled call of a call -----------------------------------------------------------------------------
 
     def prepare(self, inputs: tuple[Any, ...] | Mapping[str, Any]) -> None:
-        """Trace and decide before the first call."""
+        """Trace and plan a call with these example inputs, which may be on the meta device."""
         arguments = bind(self.signature, self.weights.owner, inputs)
         given = self._given(flatten_arguments(arguments, self.weights.owner))
         self.agreement.together(lambda: self._check_devices(given, "meta"))
@@ -170,14 +172,14 @@ class CallCache:
         self._plan(given)
 
     def prepare_traced(self, graph: NamedGraph) -> None:
-        """The same, for a graph that was traced before."""
+        """Plan the call that a graph was traced with."""
         nodes = graph.exported.graph_module.graph.find_nodes(op="placeholder")
-        pairs = zip(graph.exported.placeholders, nodes, strict=True)
         tensors = {
             p.name: torch.zeros(node.meta["val"].shape, dtype=node.meta["val"].dtype).requires_grad_(p.requires_grad)
-            for p, node in pairs
+            for p, node in zip(graph.exported.placeholders, nodes, strict=True)
             if p.kind == "input"
         }
+        # Only shapes and dtypes matter here; zeros have the same checksum on all ranks.
         flat = Flattened(tuple(tensors.values()), tuple(tensors), graph.exported.input_tree, ())
         self._plan(self._given(flat))
 
@@ -185,7 +187,7 @@ class CallCache:
         return CallSignature(self.signature, flat, *self.weights.state(), torch.is_grad_enabled(), autocast_state())
 
     def _check_devices(self, given: CallSignature, *others: str) -> None:
-        """Raise where an input is on another device than this rank's; a single number on the host is taken anywhere."""
+        """Raise if an input, except a scalar on the host, is on another device than this rank's."""
         for path, tensor in zip(given.flat.paths, given.tensors, strict=True):
             at = tensor.device
             if at != self.device and at.type not in others and (tensor.ndim > 0 or at.type != "cpu"):
@@ -197,12 +199,14 @@ class CallCache:
     def find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], later: bool = False, differ: bool = False
     ) -> tuple[CompiledCall, CallSignature]:
-        """The graph for a call; all ranks call in the same way, or all get an error.
+        """Return the compiled call and the signature; all ranks make the same call, or all raise.
 
-        `later`: what is sent before the graph says which call this is, or `check` is called before anything is sent,
-        so that the comparison may go on beside the forward.
-        `differ`: it has been called, and the ranks are known to differ.
+        Parameters:
+            later: compare ranks during the forward. The numbers exchanged before the graph then carry `sign`, or the
+                caller calls `check` before the first collective.
+            differ: this is the second attempt of a call in which the ranks were found to differ.
         """
+        # A rank must not raise alone: the others would wait for it in the comparison. Errors are kept until then.
         own: AutoparError | None = None
         try:
             given = self._given(CallSignature.read(self.signature, self.weights.owner, args, kwargs))
@@ -214,22 +218,27 @@ class CallCache:
             plan = next((p for p in self.found.get(given.key, ()) if p.structure == given.structure), None)
         if plan is None:
             check_not_captured()
-        self.unsaid = None
-        summed = self._is_compared(differ) or self.agreement.is_cheap
+        self.unsent_sign = None
+        self.calls += not differ
+        # On a device that waits for a comparison, only some calls are compared.
+        chosen = self.agreement.size > 1 and (self.calls <= FIRST_CALLS or self.calls % LATER_CALLS == 0)
+        summed = chosen or self.agreement.is_cheap
         compared = summed or self.agreement.is_quick
         self.sign = self._sign(own, plan, given, summed) if compared or plan is None else 0
         if later and plan is not None and self._is_quick_for(plan):
             if plan.emitted.ends.early:
-                self.unsaid = self.sign
+                self.unsent_sign = self.sign
             else:
                 self.pending = self.agreement.begin(self.sign)
         elif compared or plan is None or differ:
             is_same = not differ and (self.agreement.size == 1 or self._is_same(plan))
+            # 0 is a call with an error and 1 an unknown call: on all ranks alike, yet not to be run.
             if not is_same or self.sign in (0, 1):
                 self.agreement.together(lambda: _reraise(own))
                 assert given is not None, "else its error was raised"
                 self.agreement.same(given.facts(), SAME_CALL)
                 self._check_whole(given)
+                # Ranks may differ only in their caches, so all of them plan, also those with a plan.
                 with kept_generators(self.device):
                     plan = self._plan(given)
         assert given is not None, "else its error was raised"
@@ -242,40 +251,40 @@ class CallCache:
         """Return whether a call may begin before all ranks are known to make it."""
         if plan.emitted.draws or not self.agreement.is_quick:
             return False
-        return self.agreement.is_cheap or not plan.emitted.ends.early  # else that is sent without a comparison
+        # If no exchange is cheap, early numbers are sent by a collective, which must not run before the comparison.
+        return self.agreement.is_cheap or not plan.emitted.ends.early
 
     def _is_same(self, plan: CompiledCall | None) -> bool:
-        """Compare the calls of all ranks; the key of their random numbers goes along."""
+        """Compare the calls of all ranks, and exchange the random key in the same message."""
         along = self.randomness.offered() if plan is not None and plan.emitted.draws else ()
         everyone = self.agreement.begin(self.sign, along).result()
         if everyone is not None and along:
             self.randomness.agree(int(everyone[0][0]))
         return everyone is not None
 
-    def _is_compared(self, differ: bool) -> bool:
-        """Return whether a call is compared where a comparison makes the device wait."""
-        self.calls += not differ
-        return self.agreement.size > 1 and (self.calls <= FIRST_CALLS or self.calls % LATER_CALLS == 0)
-
     def _sign(
         self, own: AutoparError | None, plan: CompiledCall | None, given: CallSignature | None, summed: bool
     ) -> int:
-        """A number that ranks have in common that make the same call; `summed`: with the same whole inputs."""
+        """Return a digest of the call, equal on ranks that make the same call.
+
+        With `summed` it covers the values of whole inputs. It is 0 for a call with an error, 1 for an unknown call.
+        """
         if own is not None or plan is None or given is None:
             return 0 if own is not None else 1
         if self.agreement.size == 1 or self.settings.options.local_inputs or not summed:
             return plan.digest
+        # 0 and 1 are taken.
         return max(2, plan.digest ^ checksum_of_all(given.tensors))
 
     def _check_whole(self, given: CallSignature) -> None:
-        """Raise unless all ranks were given the same whole inputs."""
+        """Raise unless all ranks have the same whole inputs."""
         shards = self.settings.options.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
         if self.agreement.size > 1 and not shards:
             sums = {path: ((), checksum(x)) for path, x in zip(given.flat.paths, given.tensors, strict=True)}
             self.agreement.same_values(sums, lambda path: LOCAL)
 
     def check(self) -> None:
-        """Before the first collective of a call: whether all ranks make the same one."""
+        """Raise `Disagreement` unless all ranks make the same call; runs before its first collective."""
         pending, self.pending = self.pending, None
         if pending is not None and pending.result() is None:
             raise Disagreement
@@ -285,10 +294,11 @@ class CallCache:
         return self.agreement.is_cheap
 
     def exchange(self, numbers: Sequence[int | float], last: bool) -> Callable[[str], Sequence[Sequence[int | float]]]:
-        """Begin to exchange some numbers before or after the graph of the latest call; see `ends.Exchanges`."""
-        plan, unsaid, self.unsaid = self.current(), self.unsaid, None
+        """Begin to exchange numbers before or after the graph of the latest call; see `ends.Exchanges`."""
+        plan, unsent, self.unsent_sign = self.current(), self.unsent_sign, None
+        # The last exchange has another digest than the first, so a rank in another phase is seen as different.
         pending = self.agreement.begin((plan.digest ^ 1) if last else self.sign, numbers)
-        if unsaid is not None:
+        if unsent is not None:
             self.pending = pending
 
         def received(group: str) -> Sequence[Sequence[int | float]]:
@@ -304,19 +314,22 @@ class CallCache:
 
         return received
 
-    # -- making one ---------------------------------------------------------------------------------------------------
+    # -- make a compiled call -----------------------------------------------------------------------------------------
 
     def _plan(self, given: CallSignature) -> CompiledCall:
+        """Trace, plan and emit a call; a phase that fails on one rank raises on all."""
         agreement = self.agreement
         graph = agreement.together(lambda: self._trace(given))
         agreement.same(graph_facts(graph), SAME_GRAPH)
-        said = agreement.decided_by_first(lambda: self.planner.decide(graph))
-        assignment = agreement.together(lambda: self.planner.read(graph, said)) if isinstance(said, str) else said
+        # A search with a time limit may end with different plans, so one rank searches.
+        found = agreement.decided_by_first(lambda: self.planner.decide(graph))
+        assignment = agreement.together(lambda: self.planner.read(graph, found)) if isinstance(found, str) else found
         held = agreement.together(lambda: self._held(graph, assignment, given))
         self._check_values(given, held)
         local = self.settings.options.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
         emitted = agreement.together(lambda: self._emit(graph, assignment, local, with_ends=agreement.size > 1))
-        if len({row[0] for row in agreement.numbers(digest(emitted.ends.outline))}) > 1:  # some ranks have nothing
+        # Ranks with an empty shard may have other ends. Without ends all ranks send the same.
+        if len({row[0] for row in agreement.numbers(digest(emitted.ends.outline))}) > 1:
             emitted = agreement.together(lambda: self._emit(graph, assignment, local, with_ends=False))
         if not self.weights.shells:
             self.weights.build(held)
@@ -341,7 +354,7 @@ class CallCache:
         return emitted
 
     def _parameters(self, graph: NamedGraph, assignment: Assignment) -> BucketedParameters:
-        """How the parameters of a graph are handled in it."""
+        """Return the buckets of the graph's parameters, with dtypes and gather policies."""
         found = {}
         for tensor in graph.tensors.values():
             if tensor.kind != "param":
@@ -360,7 +373,7 @@ class CallCache:
         return BucketedParameters(found, self.synchronisation, self, awaited=True)
 
     def _trace(self, given: CallSignature) -> NamedGraph:
-        """Trace the call with the whole inputs, whatever part of them this rank was given."""
+        """Trace the call with whole inputs, also if this rank has shards of them."""
         sharded = [isinstance(tensor, DTensor) for tensor in given.tensors]
         if any(sharded) and (self.settings.options.local_inputs or not all(sharded)):
             raise AutoparError(
@@ -370,13 +383,16 @@ class CallCache:
         model = self.weights.traceable(given.training, given.trained, given.dtypes)
         dtype = self.settings.compute_dtype
         graph = self.planner.trace(model, given.example(None, dtype))
+        # The first trace names the dims of the shards; the layout then gives the global shapes of a second trace.
         if self.settings.options.local_inputs:
             shapes = self.planner.whole_shapes(graph)
             graph = self.planner.trace(model, given.example(shapes, dtype))
         return graph
 
     def _held(self, graph: NamedGraph, assignment: Assignment, given: CallSignature) -> dict[str, LocalShard]:
+        """Return the shards of all parameters and inputs; raise if the call does not provide them."""
         held = held_by(graph, assignment, self.rank)
+        # Parameters are split once, by the plan of the first call.
         for name, place in self.weights.stored.items():
             if held[name].layout != place.layout:
                 raise AutoparError(
@@ -401,7 +417,7 @@ class CallCache:
         return held
 
     def _check_values(self, given: CallSignature, held: Mapping[str, LocalShard]) -> None:
-        """Compare what ranks were given, where it should be the same."""
+        """Raise unless ranks that share a piece of an input have the same values of it."""
         if self.agreement.size == 1:
             return
         sums: dict[str, tuple[tuple[int, ...], int]] = {}
@@ -410,17 +426,19 @@ class CallCache:
             axes = () if whole else tuple(axis for split in held[path].layout.splits for axis in split)
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             sums[path] = tuple(self.rank.at[axis] for axis in axes), checksum(local)
-        self.agreement.same_values(sums, lambda path: self._fix_of(held[path]))
 
-    def _fix_of(self, held: LocalShard) -> str:
-        if not self.settings.options.local_inputs:
-            return LOCAL
-        split = [axis for axes in held.layout.splits for axis in axes]
-        kept = [axis for axis in self.rank.axes if axis not in split]
-        return f"ranks along the axes {', '.join(kept)} work on the same data: give them the same tensor"
+        def fix(path: str) -> str:
+            if not self.settings.options.local_inputs:
+                return LOCAL
+            split = [axis for axes in held[path].layout.splits for axis in axes]
+            replicated = [axis for axis in self.rank.axes if axis not in split]
+            return f"ranks along the axes {', '.join(replicated)} work on the same data: give them the same tensor"
+
+        self.agreement.same_values(sums, fix)
 
     def copied(self, shell: nn.Module, memo: dict[int, Any]) -> CallCache:
-        """The plans of another module, with a copy of the weights; its calls are traced anew."""
+        """Return an empty cache for another module, with copied weights and the same groups."""
+        # Compiled calls refer to the tables of their module, so they cannot be shared.
         made = copy.copy(self)
         made.shell, made.weights = shell, self.weights.copied(shell, memo)
         made.found, made.latest, made.synchronisation = {}, None, GradientSync()

@@ -1,4 +1,4 @@
-"""One way to call a parallel module: what it was called with, and the generated graph that runs such calls."""
+"""Call signatures of a parallel module, and the compiled call that runs the emitted graph of one of them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class CallSignature:
 
     signature: inspect.Signature
     flat: Flattened
+    # Train mode of each module, then `requires_grad` of each parameter.
     training: tuple[bool, ...]
     trained: tuple[bool, ...]
     # One for each parameter, then for each buffer.
@@ -48,13 +49,18 @@ class CallSignature:
 
     @classmethod
     def read(cls, signature: inspect.Signature, owner: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flattened:
-        """The arguments of a call, taken apart."""
+        """Return the flattened arguments of a call."""
         return flatten_arguments(bind_call(signature, owner, args, kwargs, AutoparError), owner, AutoparError)
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """Return the key of calls that run the same graph, apart from arguments that are no tensors."""
-        kinds = tuple((tensor.shape, tensor.dtype, tensor.requires_grad, _sharded(tensor)) for tensor in self.tensors)
+        """Return a key of the tensors and of the state of the module, without other arguments."""
+
+        def sharded(tensor: Tensor) -> Any:
+            return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+
+        # Other arguments may have no hash; `structure` compares them.
+        kinds = tuple((tensor.shape, tensor.dtype, tensor.requires_grad, sharded(tensor)) for tensor in self.tensors)
         return kinds, self.training, self.trained, self.dtypes, self.grad_enabled, self.autocast
 
     @property
@@ -63,7 +69,7 @@ class CallSignature:
 
     @cached_property
     def structure(self) -> Mapped:
-        """The arguments that differ from the defaults of `forward`, with places for the tensors."""
+        """Return the arguments that differ from the defaults of `forward`, with placeholders for tensors."""
         assert isinstance(self.flat.node, Mapped), "arguments are a dict"
         return without_defaults(self.signature, self.flat.node)
 
@@ -83,7 +89,7 @@ class CallSignature:
     def example(
         self, shapes: Mapping[str, tuple[int, ...]] | None, dtype: torch.dtype | None
     ) -> tuple[Any, ...] | dict[str, Any]:
-        """Inputs to trace the call with: of these (global) shapes, floating point ones in this dtype."""
+        """Return example inputs of these global shapes; floating point tensors are of this dtype."""
         tensors = []
         for path, tensor in zip(self.flat.paths, self.tensors, strict=True):
             shape = tensor.shape if shapes is None else shapes[path]
@@ -100,12 +106,8 @@ class CallSignature:
         return tuple(args) if args else kwargs
 
 
-def _sharded(tensor: Tensor) -> Any:
-    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-
-
 def outline(node: Node) -> str:
-    """How a value is built, as text that is the same in every process."""
+    """Return the structure of a value as text that is equal in all processes."""
     if isinstance(node, TensorLeaf):
         return "tensor"
     if isinstance(node, Constant):
@@ -122,11 +124,12 @@ _PLAIN = bool | int | float | complex | str | bytes | bytearray | Enum | torch.d
 
 
 def _constant_outline(value: Any) -> str:
-    """A value that is no tensor, as text; of objects that have no text of their own, the type."""
+    """Return a value that is no tensor as text; of other objects the type."""
+    # The default `repr` contains an address, which differs between processes.
     kind = type(value).__qualname__
     if value is None or isinstance(value, _PLAIN):
         return repr(value)
-    if isinstance(value, set | frozenset):
+    if isinstance(value, set | frozenset):  # the order of strings in a set differs between processes
         return f"{kind}({', '.join(sorted(map(_constant_outline, value)))})"
     if isinstance(value, tuple | deque):
         return f"{kind}({', '.join(map(_constant_outline, value))})"
@@ -137,7 +140,7 @@ def _constant_outline(value: Any) -> str:
 
 @dataclass(frozen=True)
 class CallResults:
-    """How the module hands out what the graph gives."""
+    """Options for the results of a call: their form, and the dtype that inputs are cast to."""
 
     outputs: Outputs
     local_inputs: bool
@@ -145,7 +148,7 @@ class CallResults:
 
 
 class CompiledCall:
-    """A traced, decided and generated call; runs on the shards of a module."""
+    """Emitted graph of one call signature, with all that is looked up once instead of at each call."""
 
     def __init__(
         self,
@@ -168,26 +171,33 @@ class CompiledCall:
         self.held = held
         self.results = results
         self.changed = tuple(mutation.target for mutation in exported.mutations)
+        # The backward may read the old value of these after the new one is written, so the graph gets a copy.
         self.mutated = set(self.changed) if exported.grad_enabled else set()
         self.places = [_place(module, placeholder.kind, placeholder.name) for placeholder in exported.placeholders]
         tables = zip(exported.placeholders, self.places, strict=True)
         self.parameters = [(table, p.name.rpartition(".")[2]) for p, table in tables if p.kind == "param" and table]
+        # Parameters are most of the placeholders, so `LocalParameters` takes all of them in one call.
         numbered = tuple(enumerate(exported.placeholders))
         self.parameter_places = tuple(place for place, p in numbered if p.kind == "param")
         self.others = tuple((place, p) for place, p in numbered if p.kind != "param")
         self.shards_of = LocalParameters(synchronisation.finish, synchronisation.note_write)
         self.inputs = tuple(p.name for p in exported.placeholders if p.kind == "input")
+        # Set by the cache, from the facts of the signature.
         self.digest = 0
         places = emitted.results if results.outputs == "sharded" else ()
         tensors = [None if place is None else (graph.tensors[place[0]], place[1]) for place in places]
         self.handed = tuple(
             None if found is None or not found[0].shape else LocalShard.of(*found, rank=rank) for found in tensors
         )
-        self.shares = tuple(1 if place is None else _shards(place[1], rank) for place in emitted.results)
-        """In how many parts each result is split."""
+
+        def shards(sharding: Sharding) -> int:
+            return prod(rank.axes[axis] for axes in sharding.splits for axis in axes)
+
+        # Number of shards of each result.
+        self.shares = tuple(1 if place is None else shards(place[1]) for place in emitted.results)
 
     def values(self, given: CallSignature, compiled: bool = False) -> list[Tensor]:
-        """Return the arguments of the graph, compiled or not: this rank's shards of everything."""
+        """Return the arguments of the graph: this rank's shards of all its placeholders."""
         inputs = dict(zip(self.inputs, given.tensors, strict=True))
         if self.changed:
             self._check_overlaps(inputs)
@@ -205,20 +215,15 @@ class CompiledCall:
                 assert table is not None, placeholder
                 value = table[placeholder.name.rpartition(".")[2]]
             if placeholder.name in self.mutated:
-                value = value.clone()  # the backward may read the old value after the new one is written
+                value = value.clone()
             values[place] = value
         if compiled:
-            self._mark_static(values)
+            # CUDA graphs copy every input at each call, unless its address is marked as static. No guard: a graph is
+            # recorded again if an address changes.
+            for place, placeholder in enumerate(self.graph.exported.placeholders):
+                if placeholder.kind != "input" and placeholder.name not in self.mutated:
+                    torch._dynamo.mark_static_address(values[place], guard=False)
         return values
-
-    def _mark_static(self, values: list[Tensor]) -> None:
-        """Say of parameters and buffers that they stay where they are, as those of a module that is compiled do.
-
-        CUDA graphs copy every other input at every call. If one does move, they are recorded again.
-        """
-        for place, placeholder in enumerate(self.graph.exported.placeholders):
-            if placeholder.kind != "input" and placeholder.name not in self.mutated:
-                torch._dynamo.mark_static_address(values[place], guard=False)
 
     def _check_overlaps(self, inputs: Mapping[str, Tensor]) -> None:
         plain = {name: tensor for name, tensor in inputs.items() if not isinstance(tensor, DTensor)}
@@ -235,7 +240,7 @@ class CompiledCall:
         return local if dtype is None or not local.is_floating_point() else local.to(dtype)
 
     def finish(self, given: CallSignature, outputs: tuple[Any, ...]) -> Any:
-        """Write back what the call changed, and build what the model returns."""
+        """Copy mutated values into their tensors, and return the model's result."""
         exported = self.graph.exported
         if exported.mutations:
             self._write_back(given, outputs)
@@ -262,16 +267,14 @@ class CompiledCall:
                 assert table is not None, mutation
                 target = table[mutation.target.rpartition(".")[2]]
             assert target is not None, mutation
+            # A mutated input gets a history for autograd, as in the eager model; buffers get none.
             with torch.set_grad_enabled(torch.is_grad_enabled() and mutation.kind == "input"):
                 target.copy_(outputs[mutation.output])
 
 
-def _shards(layout: Sharding, rank: ShardOwner) -> int:
-    return prod(rank.axes[axis] for axes in layout.splits for axis in axes)
-
-
 def _place(module: nn.Module, kind: str, name: str) -> dict[str, Any] | None:
-    """The table that holds a parameter or buffer: parameters may be replaced in it, so it is looked up in each call."""
+    """Return the table of the module that stores a parameter or buffer; None for other kinds."""
+    # The table and not the tensor: a load with `assign=True` replaces tensors between calls.
     if kind not in ("param", "buffer"):
         return None
     owner, _ = owner_of(module, name)

@@ -1,4 +1,4 @@
-"""`ParallelModule`: the user's model, as far as a training loop can tell, on many devices."""
+"""`ParallelModule`: an `nn.Module` that runs the generated graph of a model on every rank of a mesh."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from autopar.lowering.modules.late_tensor import LateTensor
 from autopar.runtime.call_cache import CallCache, CallSettings, Disagreement, FixedInputs, Planner
 from autopar.runtime.compiled_call import CallSignature, CompiledCall
 from autopar.runtime.module_shell import ClosedModule, entry_of, tie
-from autopar.runtime.stale_optimizers import watch_replaced
 from autopar.runtime.torch_wrappers import (
     UNTRACED,
     check_conversion,
     check_hook,
     check_not_captured,
     refuse_capture,
+    watch_replaced,
     watch_wrappers,
 )
 from autopar.sharding.assignment import Assignment
@@ -39,14 +39,15 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _untraced(method: _Method) -> _Method:
-    """Leave a method to Python where Dynamo meets it, in torch.compile and torch.export."""
+    """Exclude a method from tracing by Dynamo, in torch.compile and torch.export."""
     return torch.compiler.disable(method, reason=UNTRACED)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class ParallelModule(ClosedModule):
-    """Called as the model is; its parameters are DTensors under the model's names.
+    """Module that runs a model on all devices of a mesh; its parameters are DTensors under the model's names.
 
-    Another input shape, train or eval mode, or grad mode is traced and decided at its first call; the parameters stay.
+    Call it as the model. The first call with another input shape, train or eval mode, or grad mode is traced and
+    planned; its parameters keep their sharding.
     """
 
     _plans: CallCache
@@ -60,7 +61,7 @@ class ParallelModule(ClosedModule):
         inputs: tuple[Any, ...] | Mapping[str, Any] | None,
     ) -> None:
         super().__init__()
-        # Outside of the tables of the module, where the names of the model's own modules are.
+        # Not in the tables of the module: the model may have a child module of this name.
         object.__setattr__(self, "_plans", CallCache(self, model, mesh, planner, settings))
         self.training = model.training
         watch_replaced(model.parameters())
@@ -77,7 +78,7 @@ class ParallelModule(ClosedModule):
         outputs: Outputs = "sharded",
         local_inputs: bool = False,
     ) -> ParallelModule:
-        """The model of a graph under decisions already made; for calls of that shape and mode alone."""
+        """Return a module that runs one graph with a given assignment, and no other calls."""
         made = cls(
             graph.model,
             mesh,
@@ -89,10 +90,11 @@ class ParallelModule(ClosedModule):
         return made
 
     def __getattr__(self, name: str) -> Any:
-        """Plain attributes of the model, such as its `config`, are there too; its other methods are not."""
+        """Return a plain attribute of the model, such as its `config`; raise for its methods."""
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # `_plans` is missing until the constructor has set it.
             plans = self.__dict__.get("_plans")
             model = None if plans is None or name.startswith("_") else plans.weights.skeleton
             if model is None or not _has(model, name):
@@ -125,20 +127,21 @@ class ParallelModule(ClosedModule):
         if not torch.compiler.is_compiling():
             return self._call(args, kwargs)
         check_not_captured()
-        # The two ends cannot be traced by torch.compile; what is between them is one graph.
+        # The two ends of a call cannot be traced by torch.compile; the graph between them can.
         plan, given, values = self._begin_untraced(args, kwargs)
         outputs = self._run_exactly(plan, values) if self._plans.randomness.is_exact else plan.graph_module(*values)
         return self._end_untraced(plan, given, outputs)
 
-    # Where Dynamo gives up `forward`, it would compile the functions below it: their caches must stay out of its reach.
+    # If Dynamo gives up on `forward`, it compiles the functions that `forward` calls; on torch 2.11 with wrong results.
     @_untraced
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Eagerly: that the ranks make the same call is found out beside the forward, before it sends anything."""
+        """Run a call eagerly; the ranks compare it during the forward, before its first collective."""
         try:
             plan, given, values = self._begin(args, kwargs)
             outputs = plan.graph_module(*values)
             self._plans.check()
         except Disagreement:
+            # No rank has sent anything of this call, so all begin it again: one may trace it, or all raise one error.
             plan, given, values = self._begin(args, kwargs, differ=True)
             outputs = plan.graph_module(*values)
         return self._end(plan, given, outputs)
@@ -160,7 +163,8 @@ class ParallelModule(ClosedModule):
     def _begin_untraced(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[CompiledCall, CallSignature, list[Tensor]]:
-        """A compiled graph sends when it likes, so the ranks are compared before it; and it takes what is there."""
+        """Begin a call of a compiled graph: compare the ranks, wait for late tensors."""
+        # The compiler orders collectives, so no point within the graph is surely before all of them.
         try:
             begun = self._begin(args, kwargs, compiled=True)
             LateTensor.arrive_all(begun[2])
@@ -172,7 +176,7 @@ class ParallelModule(ClosedModule):
 
     @_untraced
     def _run_exactly(self, plan: CompiledCall, values: list[Tensor]) -> tuple[Any, ...]:
-        """Ops that draw from the default generator draw in the order of the graph, which a compiler may change."""
+        """Run the graph uncompiled: a compiler may reorder ops that draw from the default generator."""
         outputs: tuple[Any, ...] = plan.graph_module(*values)
         return outputs
 
@@ -182,26 +186,26 @@ class ParallelModule(ClosedModule):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For gradient accumulation: gradients of a backward in here stay on their rank, until one outside sends all.
+        """Accumulate gradients without reducing them: the next backward outside reduces the sum.
 
-        The next backward outside adds them to its own and sends the sums, so `.grad` is set (or added to) there. Where
-        a layout splits the gradients (`fsdp`) every backward sends them, in here as well.
+        That backward sets `.grad`, or adds to it. If the layout splits the gradients (`fsdp`), every backward reduces
+        them, inside this context too.
         """
         with self._plans.synchronisation.off():
             yield
 
     @contextmanager
     def exact_randomness(self) -> Iterator[None]:
-        """Draw what one process would draw, to compare the two: the same dropout masks from the same `manual_seed`.
+        """Draw the random numbers of one process, to verify a run: same seed, same dropout masks.
 
-        Every rank draws the numbers of the whole tensors from its default generator, and uses those of its shard. The
-        ranks' generators must have one state when this is entered. It is slower, and for verification only.
+        Every rank draws the numbers of whole tensors from its default generator and uses those of its shard, which is
+        slower. All ranks must enter with the same generator state.
         """
         with self._plans.randomness.exact():
             yield
 
     def collectives(self) -> tuple[StepCollective, ...]:
-        """Every collective of one forward and backward, in the order of the graph of the latest call."""
+        """Return the collectives of a forward and backward of the latest call, in order of the graph."""
         return tuple(
             StepCollective(
                 step.kind.value, step.axes, direction, inserted.tensor, inserted.op, step.numel * inserted.itemsize
@@ -212,12 +216,12 @@ class ParallelModule(ClosedModule):
 
     @property
     def code(self) -> str:
-        """The graph that this rank runs, as Python; before each collective its tensor, layouts, op and rule."""
+        """Return the graph of this rank as Python; comments name each collective's tensor and op."""
         return with_ends(with_notes(self.emitted.graph_module), self.emitted.ends)
 
     @property
     def graph(self) -> NamedGraph:
-        """The named graph of the latest call, or of the inputs that `parallelize` was given."""
+        """Return the named graph of the latest call, or of the example inputs of `parallelize`."""
         return self._plans.current().graph
 
     @property
@@ -227,41 +231,45 @@ class ParallelModule(ClosedModule):
 
     @property
     def emitted(self) -> Emitted:
-        """The graph that this rank runs."""
+        """Return the emitted graph of this rank."""
         return self._plans.current().emitted
 
     def init_weights(self, init: Callable[[nn.Module], None] | None = None) -> None:
-        """Give values to a model that was built on the meta device, one module of it at a time.
+        """Initialise the weights of a model that was built on the meta device, one module at a time.
 
-        `init` sets the parameters and buffers that a module itself holds, as a function for `nn.Module.apply` does;
-        without it each module's own `reset_parameters` runs. Every rank draws the same numbers, so that the weights
-        do not depend on the layout.
+        Parameters:
+            init: sets the parameters and buffers of one module, as a function for `nn.Module.apply` does. The default
+                is each module's `reset_parameters`.
+
+        Every rank draws the same numbers, so the weights do not depend on the layout.
         """
         self._plans.weights.initialise(init, self._plans.agreement)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Take this rank's part of a state dict of whole tensors; mapped files (`torch.load(..., mmap=True)`) do."""
+        """Load this rank's shards from a state dict of whole tensors, also from mapped files."""
         self._plans.weights.load_full(state_dict, self._plans.agreement)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of any module; tensors may be whole, or split as another layout on another mesh has them.
+        """Load a state dict of whole tensors, or of DTensors of any layout and mesh.
 
-        All ranks load together: a tensor that comes split in another way is gathered for a moment.
+        All ranks call this together: each DTensor with another sharding is gathered before it is split again.
         """
         weights = self._plans.weights
         names = weights.names()
         try:
             found = super().load_state_dict(weights.placed(state_dict), strict, assign)
         finally:
+            # With `assign=True` torch gives each name of a tied tensor a tensor of its own.
             tie(self, names)
         if not found.missing_keys:
             weights.was_given(state_dict)
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
-        """A module with values of its own, under the same layout on the same mesh; traced again at its first call."""
+        """Return a module with a copy of the weights, the same layout and mesh, and an empty call cache."""
         made = ParallelModule.__new__(ParallelModule)
         memo[id(self)] = made
+        # `_plans.copied` fills these: the call cache has process groups, which cannot be copied.
         tables = ("_parameters", "_buffers", "_modules", "_plans")
         nn.Module.__init__(made)
         made.__dict__.update(
@@ -281,7 +289,7 @@ class ParallelModule(ClosedModule):
         return super().register_forward_pre_hook(hook, **options)
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Raise for torch.jit.script, which asks modules for this first."""
+        """Raise for torch.jit.script, which calls this method first."""
         refuse_capture()
 
     def __reduce_ex__(self, protocol: Any) -> Any:

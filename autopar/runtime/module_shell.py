@@ -1,7 +1,7 @@
-"""The modules of a parallel module: those of the model by name, with the tensors of each, but without their code.
+"""Shells: the child modules of a parallel module, with the names and tensors of the model's, without their code.
 
-They hold parameters and buffers under the model's names, for optimizers and state dicts. The generated graph runs
-instead of them, so a call of one of them, or a hook that waits for it, is refused.
+They store parameters and buffers under the model's names, for optimizers and state dicts. The generated graph replaces
+their forward, so calling a shell or registering a forward hook on it raises.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ HOOK_FIX = "register the hook on the model before it is parallelised, or on the 
 
 
 class ClosedModule(AlreadyParallel):
-    """A module to which nothing can be added, since the graph that runs would not know of it."""
+    """Module that refuses new modules, buffers and parameters: the generated graph would not use them."""
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # FullyShardedDataParallel sets this mark before it changes any parameter.
         if name == FSDP_MARK:
             refuse("FullyShardedDataParallel")
         super().__setattr__(name, value)
@@ -41,6 +42,7 @@ class ClosedModule(AlreadyParallel):
         self._refuse(f"it cannot take the buffer {name!r}")
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        # `nn.Module.__setattr__` calls this also to replace a parameter, as loading with `assign=True` does.
         if name not in self._parameters:
             self._refuse(f"it cannot take the parameter {name!r}")
         super().register_parameter(name, param)
@@ -56,7 +58,7 @@ class ClosedModule(AlreadyParallel):
 
 
 class ModuleShell(ClosedModule):
-    """A module of the model as a place for its tensors."""
+    """Shell of one module of the model: stores its tensors and shows its class name."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -69,6 +71,7 @@ class ModuleShell(ClosedModule):
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise AutoparError(NOT_CALLED.format(name=self._kind, what="this hook would never run", fix=HOOK_FIX))
 
+    # Hooks on gradients of parameters still work: the shell's parameters are leaves of autograd.
     register_forward_hook = _refuse_hook
     register_forward_pre_hook = _refuse_hook
     register_full_backward_hook = _refuse_hook
@@ -82,6 +85,7 @@ class ModuleShell(ClosedModule):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # Missing while `nn.Module.__init__` runs.
             kind = self.__dict__.get("_kind", "Part")
             raise ModuleAttributeError(
                 f"this {kind} is a part of a parallel module, with parameters and buffers alone: it has no {name!r}\n"
@@ -96,7 +100,7 @@ class ModuleShell(ClosedModule):
 
 
 class ModuleShellList(ModuleShell):
-    """A part whose children are numbered: nn.ModuleList, nn.Sequential, nn.ParameterList."""
+    """Shell of a module with numbered children: nn.ModuleList, nn.Sequential, nn.ParameterList."""
 
     def __getitem__(self, key: Any) -> Any:
         return entry_of(self, key)
@@ -109,7 +113,7 @@ class ModuleShellList(ModuleShell):
 
 
 class ModuleShellDict(ModuleShellList):
-    """A part whose children have names: nn.ModuleDict, nn.ParameterDict."""
+    """Shell of a module with named children: nn.ModuleDict, nn.ParameterDict."""
 
     def __iter__(self) -> Iterator[str]:
         return iter((*self._modules, *self._parameters))
@@ -128,13 +132,13 @@ class ModuleShellDict(ModuleShellList):
 
 
 def entry_of(module: nn.Module, key: Any) -> Any:
-    """The child of a module by its number, a slice of numbers, or its name."""
+    """Return the child of a module by its number, a slice of numbers, or its name."""
     children: dict[str, Any] = {**module._modules, **module._parameters}
     return children[key] if isinstance(key, str) else list(children.values())[key]
 
 
-def _part_of(child: nn.Module) -> ModuleShell:
-    if isinstance(child, ModuleShell):
+def _shell_of(child: nn.Module) -> ModuleShell:
+    if isinstance(child, ModuleShell):  # of a parallel module that is copied
         return type(child)(child._kind)
     keyed, numbered = (nn.ModuleDict, nn.ParameterDict), (nn.ModuleList, nn.Sequential, nn.ParameterList)
     kind = (
@@ -149,10 +153,12 @@ def mirror(
     parameter: Callable[[nn.Parameter], nn.Parameter],
     buffer_of: Callable[[Tensor], Tensor],
 ) -> list[nn.Module]:
-    """Give `shell` modules, parameters and buffers under the names of `model`; all modules, in the model's order.
+    """Fill `shell` with modules, parameters and buffers under the names of `model`.
 
-    The two functions make the shell's tensors of the model's. What is shared in the model is shared in the shell.
+    `parameter` and `buffer_of` map the model's tensors to the shell's. Tensors and modules that the model shares are
+    shared in the shell. Return all modules of the shell, in the order of `model.modules()`.
     """
+    # Keyed by id, as tensors compare by value and modules may define `__eq__`.
     shells: dict[int, nn.Module] = {}
     made: dict[int, nn.Parameter] = {}
     buffers: dict[int, Tensor] = {}
@@ -160,6 +166,7 @@ def mirror(
     def enter(module: nn.Module, shell: nn.Module) -> None:
         shells[id(module)] = shell
         shell.training = module.training
+        # The tables are written directly: `register_*` of a shell raises.
         for name, own in module._parameters.items():
             if own is not None and id(own) not in made:
                 made[id(own)] = parameter(own)
@@ -171,7 +178,7 @@ def mirror(
         shell._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
         for name, child in module._modules.items():
             if child is not None and id(child) not in shells:
-                enter(child, _part_of(child))
+                enter(child, _shell_of(child))
             shell._modules[name] = None if child is None else shells[id(child)]
 
     enter(model, shell)
@@ -179,7 +186,8 @@ def mirror(
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds a tensor, and its name there; a parallel module may have attributes of these names."""
+    """Return the module that stores a tensor, and the tensor's name in it."""
+    # Not by `get_submodule`, which reads attributes: those of a parallel module may have the same names.
     *path, leaf = name.split(".")
     owner = module
     for step in path:
@@ -190,14 +198,14 @@ def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer -> the first name of that tensor."""
+    """Map each name of a parameter or buffer to the first name of the same tensor."""
     first: dict[int, str] = {}
     both = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     return {name: first.setdefault(id(tensor), name) for name, tensor in both}
 
 
 def tie(shell: nn.Module, canonical: Mapping[str, str]) -> None:
-    """Let all names of a tensor be its first one's again, after each of them was assigned another tensor."""
+    """Tie shared tensors again: assign the tensor of the first name to each other name of it."""
     for name, first in canonical.items():
         if name != first:
             (owner, leaf), (source, first_leaf) = owner_of(shell, name), owner_of(shell, first)

@@ -1,16 +1,19 @@
-"""Refuse wrappers, conversions and compilers of torch that a parallel module does not work under.
+"""Refuse wrappers, conversions, compilers and optimizers of torch that do not work with a parallel module.
 
-Each of them would fail later with an error of its own, leave the module half changed, or stop the process.
+Without these checks each would fail later with an unrelated error, leave the module half changed, train nothing, or
+end the process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import AutoparError
 from autopar.tracing.trace import AlreadyParallel
@@ -23,6 +26,7 @@ __all__ = [
     "check_not_captured",
     "refuse",
     "refuse_capture",
+    "watch_replaced",
     "watch_wrappers",
 ]
 
@@ -47,14 +51,18 @@ CAPTURED = (
     "a parallel module cannot be exported, scripted or traced: its graph sends through process groups\n"
     "fix: export the model itself, with the whole weights loaded; torch.compile of a parallel module works"
 )
-# Dynamo prints it where it meets the ends of a call: in the log of graph breaks, and as the error of a strict export.
+# Dynamo prints this at the ends of a call: in the log of graph breaks, and as the error of a strict export.
 UNTRACED = (
     "the two ends of a call of a parallel module run in Python; torch.compile compiles the graph between them, "
     "torch.export cannot export it: export the model itself"
 )
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-_HOOKS: list[Any] = []
+# Parameters of models that were parallelised. A dictionary by id: a weak set would compare tensors by value.
+_REPLACED: Any = WeakIdKeyDictionary()
+# torch keeps these hooks for the whole process, so each is registered once.
+_WRAPPER_HOOKS: list[Any] = []
+_OPTIMIZER_HOOKS: list[Any] = []
 
 
 def refuse(wrapper: str) -> NoReturn:
@@ -63,34 +71,58 @@ def refuse(wrapper: str) -> NoReturn:
 
 
 def watch_wrappers() -> None:
-    """Raise when DistributedDataParallel or DataParallel takes a parallel module, or one that has it inside."""
-    if not _HOOKS:
-        _HOOKS.append(register_module_module_registration_hook(_check_wrapper))
+    """Raise when DistributedDataParallel or DataParallel wraps a parallel module, at any depth."""
+    if not _WRAPPER_HOOKS:
+        _WRAPPER_HOOKS.append(register_module_module_registration_hook(_check_wrapper))
 
 
 def _check_wrapper(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
     if module is None or not isinstance(wrapper, _WRAPPERS):
         return
+    # DDP may wrap a model around a parallel module if it ignores all parameters of that module.
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     for path, inner in module.named_modules():
         if isinstance(inner, AlreadyParallel):
+            # The method of `ParallelModule` raises as long as there are no parameters.
             parameters = nn.Module.named_parameters(inner, prefix=path)
             if isinstance(wrapper, nn.DataParallel) or any(name not in ignored for name, _ in parameters):
                 refuse(type(wrapper).__name__)
 
 
 def check_hook(hook: Callable[..., Any]) -> None:
-    """Raise if a forward hook is one by which fully_shard or replicate begin to manage a module."""
+    """Raise if a forward hook is the one by which fully_shard or replicate manage a module."""
     origin = type(getattr(hook, "__self__", None)).__module__
     if origin.startswith(("torch.distributed.fsdp.", "torch.distributed._composable.")):
         refuse("replicate" if "replicate" in origin else "fully_shard")
 
 
-def check_conversion(convert: Callable[[Tensor], Tensor], kinds: set[torch.dtype], device: torch.device) -> bool:
-    """Raise if a conversion of all tensors (`to`, `cuda`, `share_memory`) takes them off the device of the mesh.
+def watch_replaced(parameters: Iterable[Tensor]) -> None:
+    """Raise at the step of an optimizer that updates parameters of the original model.
 
-    Return whether it changes one of these dtypes.
+    An optimizer with a gradient in any of its parameters passes: that model is also trained by itself.
     """
+    for parameter in parameters:
+        _REPLACED[parameter] = True
+    if not _OPTIMIZER_HOOKS:
+        _OPTIMIZER_HOOKS.append(register_optimizer_step_post_hook(_check_optimizer))
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if all(parameter.grad is None for parameter in parameters) and any(each in _REPLACED for each in parameters):
+        raise AutoparError(
+            f"{type(optimizer).__name__} updates the parameters of the model that was given to parallelize; "
+            "the parallel module has parameters of its own\n"
+            "fix: make the optimizer after it, of the parallel module's parameters()"
+        )
+
+
+def check_conversion(convert: Callable[[Tensor], Tensor], kinds: set[torch.dtype], device: torch.device) -> bool:
+    """Raise if a conversion (`to`, `cuda`, `share_memory`) moves tensors off the mesh's device.
+
+    Return whether it changes one of the dtypes `kinds`.
+    """
+    # `Module._apply` passes a function alone, so its effect is read from an empty tensor of each dtype.
     probes = {kind: convert(torch.empty(0, dtype=kind, device=device)) for kind in kinds}
     for probe in probes.values():
         if probe.device.type == "cpu" and probe.is_shared():  # type: ignore[no-untyped-call]
@@ -109,5 +141,5 @@ def check_not_captured() -> None:
 
 
 def refuse_capture() -> NoReturn:
-    """Raise for torch.export, torch.jit.script and torch.jit.trace, whose graphs cannot hold process groups."""
+    """Raise for torch.export and torch.jit, whose graphs cannot contain process groups."""
     raise AutoparError(CAPTURED)

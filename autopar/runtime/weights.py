@@ -1,4 +1,4 @@
-"""The parameters and buffers of a parallel module: in the model that was given, then this rank's parts of them."""
+"""Parameters and buffers of a parallel module: the original model's until they are split, then this rank's shards."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ NO_PARAMETERS = (
     "fix: give parallelize the inputs, or call the module once before you make the optimizer"
 )
 
+# C functions: `Weights.state` runs at every call, on hundreds of tensors.
 _training, _requires_grad, _dtype = map(attrgetter, ("training", "requires_grad", "dtype"))
 
 
 class Weights:
-    """Parameters and buffers of a module on this rank, and the model without values that calls are traced with."""
+    """Parameters and buffers of a module on this rank, and a skeleton: the model without values, for tracing."""
 
     def __init__(
         self, shell: nn.Module, model: nn.Module, device: torch.device, compute_dtype: torch.dtype | None
@@ -36,16 +37,17 @@ class Weights:
         self.owner = type(model).__name__
         self.device = device
         self.compute_dtype = compute_dtype
-        self.given: nn.Module | None = model  # until its weights are split; then only its skeleton is kept
+        # Released when its weights are split, as it stores all of them.
+        self.given: nn.Module | None = model
         self.skeleton = hollow(model, device, compute_dtype)
+        # Dtype of each stored parameter, at the latest trace.
         self.dtypes: dict[str, torch.dtype] = {}
-        """In which the parameters are stored, in the latest trace."""
         self.stored: dict[str, LocalShard] = {}
         self.has_values = not any(parameter.is_meta for parameter in model.parameters())
+        # Buffers from the meta device that no state dict and no initialisation has set.
         self.unset = {name for name, buffer in model.named_buffers() if buffer.is_meta}
-        """Buffers that were built without values and have not been given any."""
+        # True after a state dict was loaded.
         self.loaded = False
-        """True after a state dict was loaded."""
         self.shells: list[nn.Module] = []
         self.tables: list[tuple[dict[str, nn.Parameter | None], str]] = []
         self.buffer_tables: list[tuple[dict[str, Tensor | None], str]] = []
@@ -59,7 +61,7 @@ class Weights:
         return facts
 
     def sums(self) -> dict[str, tuple[tuple[int, ...], int]]:
-        """A checksum of each whole tensor."""
+        """Return a checksum of each whole tensor, in the form of `Agreement.same_values`."""
         model = self._whole()
         return {
             f"the {kind} {name}": ((), checksum(tensor))
@@ -68,7 +70,7 @@ class Weights:
         }
 
     def state(self) -> tuple[tuple[bool, ...], tuple[bool, ...], tuple[torch.dtype, ...]]:
-        """Return for each module whether it trains, for each parameter likewise, and the type of each tensor."""
+        """Return train modes of modules, `requires_grad` of parameters, dtypes of parameters and buffers."""
         if self.shells:
             parameters: list[Any] = [table[name] for table, name in self.tables]
             buffers: list[Any] = [table[name] for table, name in self.buffer_tables]
@@ -77,6 +79,7 @@ class Weights:
             model = self._whole()
             parameters, buffers = list(model.parameters()), list(model.buffers())
             modes = tuple(map(_training, model.modules()))
+            # train() or eval() of a parallel module without shells reaches the parallel module alone.
             if self.shell.training != modes[0]:
                 modes = (self.shell.training,) * len(modes)
         return modes, tuple(map(_requires_grad, parameters)), (*map(_dtype, parameters), *map(_dtype, buffers))
@@ -86,7 +89,7 @@ class Weights:
         return set(self.state()[2])
 
     def traceable(self, training: Sequence[bool], trained: Sequence[bool], dtypes: Sequence[torch.dtype]) -> nn.Module:
-        """The model without its values, in some state."""
+        """Return the skeleton, set to these train modes, `requires_grad` and dtypes."""
         for module, trains in zip(self.skeleton.modules(), training, strict=True):
             module.training = trains
         for parameter, trains in zip(self.skeleton.parameters(), trained, strict=True):
@@ -97,11 +100,12 @@ class Weights:
         return self.skeleton
 
     def build(self, held: Mapping[str, LocalShard]) -> None:
-        """Split the weights of the model that was given, and let go of it."""
+        """Split the weights of the original model into the shells, and release the model."""
         model = self._whole()
         names = {name for name, _ in model.named_parameters()}
         self.stored = {name: place for name, place in held.items() if name in names}
         training = self.shell.training
+        # Tensors made in inference mode could never be trained, and the first call may be one of evaluation.
         with torch.inference_mode(False):
             self.shells = split(model, self.shell, self.stored, self.device)
         if self.shell.training != training:  # train() or eval() was called before there was anything to set
@@ -124,19 +128,21 @@ class Weights:
             raise AutoparError(NO_PARAMETERS)
 
     def check_set(self) -> None:
-        """Raise if something has no value yet."""
+        """Raise if a parameter or buffer from the meta device has no value yet."""
         if self.has_values:
             return
         fix = "fix: call init_weights() or load_full_state_dict(state_dict) of the parallel module first"
         what = "its parameters have no values yet"
-        if self.loaded:  # of what a file can hold, all
+        # A load without missing keys has set all that a file can store: the rest are non-persistent buffers.
+        if self.loaded:
             fix = "fix: call init_weights() before the state dict is loaded: this buffer is in no state dict"
             what = f"its buffer {min(self.unset)} has no values yet"
         raise AutoparError(f"{self.owner} was built on the meta device and {what}\n{fix}")
 
     def initialise(self, init: Callable[[nn.Module], None] | None, agreement: Agreement) -> None:
-        """Draw values, the same on every rank."""
+        """Initialise all tensors with random numbers that are equal on all ranks."""
         self.check_there()
+        # Ranks may have different generator states: all continue from a number of the first rank.
         rows = agreement.numbers(int(torch.randint(2**62, ())))
         with torch.random.fork_rng():
             torch.manual_seed(rows[0][0])
@@ -150,16 +156,16 @@ class Weights:
         self.was_given(state_dict)
 
     def names(self) -> dict[str, str]:
-        """Every name of a parameter or buffer -> the first name of that tensor."""
+        """Map each name of a parameter or buffer to the first name of the same tensor."""
         self.check_there()
         return canonical_names(self.shell)
 
     def placed(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """A state dict with its tensors split as the module holds them."""
+        """Return a state dict with its tensors resharded to the module's shardings."""
         return placed(self.shell, self.stored, state_dict)
 
     def was_given(self, names: Iterable[str]) -> None:
-        """All parameters have values, and the buffers of these names: those that are not persistent are in no file."""
+        """Record that all parameters have values, and the buffers of these names."""
         self.loaded = True
         self.unset.difference_update(names)
         self.has_values = self.has_values or not self.unset
@@ -169,7 +175,8 @@ class Weights:
         return self.given
 
     def _find_tables(self) -> None:
-        """Where each tensor is looked up: at every call, so without walking through the modules."""
+        """Store the table and name of each tensor."""
+        # Tensors are looked up at every call, so not by a walk through the modules.
         owners = [owner_of(self.shell, name) for name, _ in nn.Module.named_parameters(self.shell)]
         self.tables = [(owner._parameters, leaf) for owner, leaf in owners]
         owners = [owner_of(self.shell, name) for name, _ in nn.Module.named_buffers(self.shell)]
