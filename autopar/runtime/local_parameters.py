@@ -1,11 +1,11 @@
-"""The parameters of a call, DTensors in the module, as the local tensors that the generated graph works on.
+"""Local tensors of all parameters of a call, and DTensors of their gradients.
 
-`DTensor.to_local` does this for one tensor and makes a DTensor of its gradient; a model has hundreds of them, and in a
-small step that is most of what the step costs beyond the model. Here one function does it for all of them at once.
+`DTensor.to_local` does this for one tensor. A model has hundreds of them, which is most of the overhead of a small
+step, so one autograd function converts all of them at once.
 
-A gradient that autograd would only put in `.grad` is put there directly: autograd detaches it first, which for a
-DTensor takes longer than all else that is done with it. Where anybody else wants it (a hook, `torch.autograd.grad`, a
-gradient that is there already) it goes the usual way.
+A gradient that autograd would only store in `.grad` is stored there directly: autograd detaches it first, which takes
+longer for a DTensor than everything else. Gradients that a hook or `torch.autograd.grad` reads, or that are added to
+an existing `.grad`, go through autograd.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ __all__ = ["LocalParameters", "averaged"]
 
 
 class LocalParameters:
-    """Called with all parameters, gives their shards; gradients come back as DTensors of the same placements.
+    """Convert all parameters to their shards; their gradients become DTensors of the same placements.
 
-    `finish` waits for gradients that are still to come; `written` is called when parameters were written to.
+    `finish` waits for gradients that are still being reduced; `written` runs after parameters were written to.
     """
 
     def __init__(self, finish: Callable[[], None], written: Callable[[], None]) -> None:
         self._finish = finish
         self._written = written
         self._versions: list[int] | None = []
-        # The specs of the parameters, and copies for their gradients: ops on a DTensor may note things in its spec.
+        # Specs of the parameters, and copies for their gradients: ops on a DTensor may change its spec.
         self._own: list[Any] = []
         self._copies: list[Any] = []
-        # Of the call before. They keep nothing for a backward, so that one piece of graph does for all calls.
+        # Those of the previous call. The function saves no tensor, so all calls share one autograd node.
         self._given: list[Tensor] = []
         self._shards: tuple[Tensor, ...] = ()
         self._compiled = False
 
     def __call__(self, parameters: Sequence[DTensor], compiled: bool) -> tuple[Tensor, ...]:
+        # An optimizer step or a load changes versions; then gathered copies are stale.
         versions = _versions(parameters)
         if versions is None or versions != self._versions:
             self._versions = versions
@@ -60,11 +61,12 @@ class LocalParameters:
         return self._shards
 
 
+# C functions: they run on all parameters at every call.
 _requires_grad, _local, _version = map(attrgetter, ("requires_grad", "_local_tensor", "_version"))
 
 
 def _versions(parameters: Sequence[DTensor]) -> list[int] | None:
-    """How often each was written to; None where that is not counted, for what was made in inference mode."""
+    """Return autograd's version counters; None for inference tensors, which have none."""
     try:
         return list(map(_version, parameters))
     except RuntimeError:
@@ -80,6 +82,7 @@ class _Locals(torch.autograd.Function):
     def forward(
         ctx: Any, finish: Callable[[], None], compiled: bool, specs: list[Any], *parameters: DTensor
     ) -> tuple[Tensor, ...]:
+        # A parameter without a gradient must stay so: optimizers treat zeros otherwise than None.
         ctx.set_materialize_grads(False)
         ctx.finish, ctx.compiled = finish, compiled
         ctx.specs, ctx.parameters, ctx.nodes = specs, parameters, None
@@ -94,7 +97,7 @@ class _Locals(torch.autograd.Function):
         ctx.finish()
         if ctx.compiled:
             _waited(gradients)
-        if torch.is_grad_enabled():  # gradients of which gradients may be taken
+        if torch.is_grad_enabled():  # create_graph=True: gradients need a history
             pairs = zip(gradients, ctx.specs, strict=True)
             return (None, None, None, *(None if each is None else _differentiable(each, spec) for each, spec in pairs))
         if ctx.nodes is None:
@@ -104,10 +107,11 @@ class _Locals(torch.autograd.Function):
         for node, parameter, spec, gradient in zip(ctx.nodes, ctx.parameters, ctx.specs, gradients, strict=True):
             wrapped = None
             if gradient is not None:
-                if id(gradient) in seen:  # of a sum of two parameters: later ones are added to each in place
+                # A sum of two parameters gives both one gradient, and later gradients are added to each in place.
+                if id(gradient) in seen:
                     gradient = gradient.clone()
                 seen.add(id(gradient))
-                # Without its `__init__`, which does nothing, slowly.
+                # `__new__` alone, as `DTensor.__init__` does nothing and takes time.
                 wrapped = DTensor.__new__(DTensor, gradient.contiguous(), spec, requires_grad=False)
                 if _only_put(parameter, node):
                     parameter.grad, wrapped = wrapped, None
@@ -117,28 +121,28 @@ class _Locals(torch.autograd.Function):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _waited(gradients: Sequence[Tensor | None]) -> None:
-    """For what a compiled graph has begun to send."""
+    """Wait for the gradients that a compiled graph has begun to reduce."""
     waited(gradients)
 
 
 def _only_put(parameter: DTensor, node: Any) -> bool:
-    """Return whether autograd would only put the gradient of a parameter in `.grad`."""
+    """Return whether autograd would only store the gradient of a parameter in `.grad`."""
     return (
         parameter.grad is None
         and parameter.requires_grad
         and not parameter._backward_hooks
         and not parameter._post_accumulate_grad_hooks
-        and parameter._local_tensor.is_cpu  # on other devices autograd minds the streams
+        and parameter._local_tensor.is_cpu  # on other devices autograd synchronises streams
         and not torch.compiler.is_compiling()
         and _will_be_put(node)
     )
 
 
 def _will_be_put(node: Any) -> bool:
-    """Return whether this backward puts the gradient of a parameter in `.grad`."""
+    """Return whether this backward stores the gradient of a parameter in `.grad`."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # it is `torch.autograd.grad`, which gives the gradient to whoever has asked for it
+    except RuntimeError:  # raised within `torch.autograd.grad`, which returns the gradient to its caller
         return False
 
 
@@ -150,7 +154,7 @@ def _differentiable(gradient: Tensor, spec: Any) -> Tensor:
 
 
 def averaged(value: Any, shards: int) -> Any:
-    """A shard that is handed out, for losses of which the mean over so many shards is trained."""
+    """Return a shard whose gradient is divided by the number of shards, as DDP averages losses."""
     if shards == 1 or not isinstance(value, Tensor) or not value.requires_grad:
         return value
     return _Averaged.apply(value, shards)  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""The keys of a parallel module's random numbers: one for each call, the same on all ranks.
+"""Random keys of a parallel module: one for each call, equal on all ranks.
 
-A key is drawn from the default generator of the first rank, as a model draws its numbers from it. So `manual_seed`
-makes a run repeat itself, the generator's state is all that a checkpoint has to save, and `torch.utils.checkpoint`,
-which puts the generator back before it calls the module again, gets the same numbers again.
+A key is drawn from the default generator of the first rank. So `manual_seed` makes a run reproducible, and a
+checkpoint saves the generator's state alone. `torch.utils.checkpoint` restores the generator before it calls the
+module again, which then draws the same numbers.
 """
 
 from __future__ import annotations
@@ -24,39 +24,48 @@ from autopar.runtime.ranks.agreement import Agreement
 
 __all__ = ["RandomKeys", "kept_generators"]
 
-# Calls whose backward may be outstanding: more than any pipeline has in flight.
+# Number of calls whose backward may be outstanding: more than any pipeline has in flight.
 REMEMBERED = 4096
 
 
 class RandomKeys:
-    """Source of the random numbers of a module's calls."""
+    """Keys of the random numbers of a module's calls, and the ops that drew from the recent ones."""
 
     def __init__(self, agreement: Agreement, device: torch.device) -> None:
         self.agreement = agreement
         self.device = device
         self.is_exact = False
         self._group: Any = agreement.group
+        # By key, oldest first.
         self._recent: dict[int, tuple[DrawnOp, ...]] = {}
+        # Numbers for the next key: drawn on this rank, and received from the first rank.
         self._own: int | None = None
         self._agreed: int | None = None
 
     def offered(self) -> tuple[int, ...]:
-        """Draw this rank's number for the next key, to be sent along with a comparison of the call."""
+        """Draw this rank's number for the next key; the comparison of the call sends it."""
         if self.is_exact:
             return ()
+        # Every rank draws, although the first rank's number counts: their generators stay in the same state.
         self._own = int(torch.randint(2**62, ()))
         return (self._own,)
 
     def agree(self, number: int) -> None:
-        """Take the number that the first rank has sent along."""
+        """Store the number of the first rank as the next key."""
         self._agreed = number
 
     def key(self, ops: tuple[DrawnOp, ...]) -> Tensor:
-        """The key of a call that runs these drawing ops: its number, and whether numbers are drawn exactly."""
+        """Return the key of a call with these ops: a number, then 1 if numbers are drawn exactly."""
         own, self._own = self._own, None
         agreed, self._agreed = self._agreed, None
         if self.is_exact:
-            self._check_exact(ops)
+            for op in ops:
+                if not op.exact:
+                    raise AutoparError(
+                        f"exact_randomness(): how many numbers {op.name} ({op.op}) draws depends on all its values, "
+                        f"and the layout splits it: {op.choice}\n"
+                        "fix: a layout that leaves it whole, or compare without it"
+                    )
             return torch.tensor([0, 1])
         if agreed is None:
             key = torch.tensor([own if own is not None else int(torch.randint(2**62, ())), 0])
@@ -67,15 +76,18 @@ class RandomKeys:
         return key
 
     def _host_group(self) -> Any:
-        """The ranks as a group that sends from the memory of the host, so that no device is waited for."""
+        """Return a Gloo group of the ranks, whose broadcast does not make a device wait."""
+        # Made at first use: calls that are compared send their key with the comparison.
         if self.agreement.device.type != "cpu" and self._group is self.agreement.group:
             keep_gloo_local()
             self._group = dist.new_group(self.agreement.ranks, backend="gloo", use_local_synchronization=True)
         return self._group
 
     def _check_again(self, number: int, ops: tuple[DrawnOp, ...]) -> None:
-        """In a backward the call is one that is done again: its ops must be split as they were, to draw the same."""
+        """Raise if a call in a backward, which recomputes an earlier call, would draw other numbers."""
+        # -1 outside of a backward.
         if torch._C._current_graph_task_id() == -1:
+            # Removed first, so that the key moves to the end of the order.
             self._recent.pop(number, None)
             self._recent[number] = ops
             if len(self._recent) > REMEMBERED:
@@ -93,7 +105,7 @@ class RandomKeys:
             first, second = next(pair for pair in zip_longest(before, ops) if pair[0] != pair[1])
             raise AutoparError(
                 f"the module is called again in a backward and would draw other numbers than in the forward: "
-                f"{_said(first)} then, {_said(second)} now\n"
+                f"{_outline(first)} then, {_outline(second)} now\n"
                 "fix: checkpoint(..., use_reentrant=False), which calls it in the same way both times"
             )
 
@@ -101,7 +113,7 @@ class RandomKeys:
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Draw all numbers as one process does, from the default generator, which must be the same on all ranks."""
+        """Draw all numbers as one process does, from default generators in one state on all ranks."""
         states = {"state of the random generator": str(checksum(torch.get_rng_state()))}
         if self.device.type != "cpu":
             state = torch.get_device_module(self.device.type).get_rng_state(self.device)
@@ -113,22 +125,14 @@ class RandomKeys:
         finally:
             self.is_exact = before
 
-    def _check_exact(self, ops: tuple[DrawnOp, ...]) -> None:
-        for op in ops:
-            if not op.exact:
-                raise AutoparError(
-                    f"exact_randomness(): how many numbers {op.name} ({op.op}) draws depends on all its values, and "
-                    f"the layout splits it: {op.choice}\nfix: a layout that leaves it whole, or compare without it"
-                )
 
-
-def _said(op: DrawnOp | None) -> str:
+def _outline(op: DrawnOp | None) -> str:
     return "no such op" if op is None else f"{op.name} split as [{op.choice}]"
 
 
 @contextmanager
 def kept_generators(device: torch.device) -> Iterator[None]:
-    """Put the default generators back afterwards: planning must not change what the model draws."""
+    """Restore the default generators on exit: planning must not change the model's random numbers."""
     if device.type == "cpu":
         with torch.random.fork_rng(devices=[]):
             yield

@@ -1,4 +1,4 @@
-"""Parameters to shards and back: how each one is stored, the modules that hold them, where their values come from."""
+"""Shards of parameters: their pieces and placements, splitting a model, initialising and loading values."""
 
 from __future__ import annotations
 
@@ -39,32 +39,34 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ShardOwner:
-    """A process of the mesh."""
+    """Rank of a mesh, with its coordinates."""
 
     mesh: DeviceMesh
     axes: SubMesh
-    # Its coordinates.
+    # Coordinate on each axis.
     at: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """How a tensor is held by this rank: which part of it, and what DTensor calls that."""
+    """Shard of a tensor on this rank: its piece of each atom, and its DTensor placements."""
 
     name: str
     atoms: Atoms
     layout: Sharding
     shape: tuple[int, ...]
+    # Start and length in each atom.
     pieces: tuple[tuple[int, int], ...]
     placements: tuple[Placement, ...]
     mesh: DeviceMesh
 
     @classmethod
     def of(cls, tensor: NamedTensor, layout: Sharding, rank: ShardOwner) -> LocalShard:
-        """The part of a tensor that a rank holds."""
+        """Return the shard of a tensor on a rank."""
         atoms = atoms_of(tensor)
         pieces = layout.pieces(atoms, rank.axes, rank.at)
         placements = to_placements(layout, atoms, rank.axes, tensor.name)
+        # Before any DTensor of these placements exists: torch reads the patched methods when it builds one.
         support(placements)
         return cls(tensor.name, atoms, layout, tuple(tensor.shape), pieces, placements, rank.mesh)
 
@@ -73,23 +75,26 @@ class LocalShard:
         return self.atoms.fold(tuple(length for _, length in self.pieces))
 
     def cut(self, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor; a view of it where that is possible."""
+        """Return this rank's shard of a whole tensor, a view if possible."""
+        # Narrowed by atom and not by dim: the shard of a fused dim may be strided.
         part = whole.reshape(self.atoms.sizes)
         for atom, (start, length) in enumerate(self.pieces):
             part = part.narrow(atom, start, length)
         return part.reshape(self.local_shape)
 
     def place(self, value: Tensor) -> DTensor:
-        """A tensor that is whole, or split in some way over some mesh, split as it is held here."""
+        """Return a whole tensor, or a DTensor of any mesh, resharded to this sharding."""
         if isinstance(value, DTensor):
             if value.device_mesh == self.mesh and value.placements == self.placements:
                 return value
             value = value.full_tensor()
+        # The clone releases the whole tensor: a view would keep all of it in memory.
         part = self.cut(value.detach()).to(self.mesh.device_type)
         return self.wrap(part.clone(memory_format=torch.contiguous_format))
 
     def wrap(self, local: Tensor) -> DTensor:
-        """The whole tensor, of which this rank holds `local`."""
+        """Return the DTensor whose shard on this rank is `local`."""
+        # Shape and stride are given because torch would derive them as if all shards had the size of this one.
         return DTensor.from_local(
             local,
             self.mesh,
@@ -101,7 +106,7 @@ class LocalShard:
 
 
 def held_by(graph: NamedGraph, assignment: Assignment, rank: ShardOwner) -> dict[str, LocalShard]:
-    """How a rank holds every parameter, and every tensor among the inputs."""
+    """Return the shards of all parameters and input tensors on a rank."""
     return {
         name: LocalShard.of(graph.tensors[name], layout, rank)
         for name, layout in assignment.stored.items()
@@ -110,18 +115,18 @@ def held_by(graph: NamedGraph, assignment: Assignment, rank: ShardOwner) -> dict
 
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)
     return tuple(reversed(strides)) if shape else ()
 
 
-# -- the modules ------------------------------------------------------------------------------------------------------
+# -- split a model ----------------------------------------------------------------------------------------------------
 
 
 def match_dtypes(skeleton: nn.Module, dtypes: Iterable[torch.dtype]) -> None:
-    """Give the parameters and then the buffers of a skeleton these dtypes."""
+    """Set the dtypes of a skeleton: those of its parameters, then of its buffers."""
     tensors = (*skeleton.parameters(), *skeleton.buffers())
     for tensor, dtype in zip(tensors, dtypes, strict=True):
         if tensor.dtype == dtype:
@@ -133,6 +138,7 @@ def match_dtypes(skeleton: nn.Module, dtypes: Iterable[torch.dtype]) -> None:
 
 
 def _without_memory(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    # On the real device: the model may make tensors on the device of a parameter, which the graph then records.
     empty = torch.empty_like(parameter.detach(), dtype=dtype, device=device)
     if not empty.is_meta:
         empty.untyped_storage().resize_(0)
@@ -140,12 +146,13 @@ def _without_memory(parameter: Tensor, dtype: torch.dtype, device: torch.device)
 
 
 def hollow(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
-    """A copy of a model to trace on a device: its parameters have a shape and a dtype, but no memory."""
+    """Return a copy of a model for tracing on a device: its parameters have no memory."""
 
     def without_data(parameter: nn.Parameter) -> nn.Parameter:
         kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
         return nn.Parameter(_without_memory(parameter, kind, device), parameter.requires_grad)
 
+    # `deepcopy` takes these as copied already, so it never copies the weights.
     known: dict[int, Any] = {id(parameter): without_data(parameter) for parameter in model.parameters()}
     for buffer in model.buffers():
         known[id(buffer)] = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.detach().to(device)
@@ -159,12 +166,19 @@ def hollow(model: nn.Module, device: torch.device, dtype: torch.dtype | None = N
 
 
 def split(model: nn.Module, shell: nn.Module, held: Mapping[str, LocalShard], device: torch.device) -> list[nn.Module]:
-    """Give the shell this rank's parts of a model's weights, and its buffers; all modules, in the model's order."""
+    """Fill the shell with this rank's shards of a model's parameters, and with its buffers.
+
+    Return all modules of the shell, in the order of `model.modules()`.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def parameter_of(parameter: nn.Parameter) -> nn.Parameter:
         name = names[id(parameter)]
-        _check_no_hooks(name, parameter)
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise AutoparError(
+                f"the parameter {name} has a hook on its gradient, which the parallel module would not run\n"
+                f"fix: register it after parallelize, on module.get_parameter({name!r})"
+            )
         place = held[name]
         if parameter.is_meta:
             local = unset(place.local_shape, parameter.dtype, device)
@@ -172,21 +186,14 @@ def split(model: nn.Module, shell: nn.Module, held: Mapping[str, LocalShard], de
             local = torch.empty(place.local_shape, dtype=parameter.dtype, device=device)
             local.copy_(place.cut(parameter.detach()))
         made = nn.Parameter(place.wrap(local), parameter.requires_grad)
-        made.__dict__.update(parameter.__dict__)  # what the user has noted on it
+        # Attributes that the user has set, such as a flag against weight decay.
+        made.__dict__.update(parameter.__dict__)
         return made
 
     def buffer_of(buffer: Tensor) -> Tensor:
         return unset(buffer.shape, buffer.dtype, device) if buffer.is_meta else buffer.detach().clone().to(device)
 
     return mirror(model, shell, parameter_of, buffer_of)
-
-
-def _check_no_hooks(name: str, parameter: nn.Parameter) -> None:
-    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-        raise AutoparError(
-            f"the parameter {name} has a hook on its gradient, which the parallel module would not run\n"
-            f"fix: register it after parallelize, on module.get_parameter({name!r})"
-        )
 
 
 # -- values for a model that was traced on the meta device ------------------------------------------------------------
@@ -199,19 +206,22 @@ def initialise(
     device: torch.device,
     init: Callable[[nn.Module], None] | None,
 ) -> None:
-    """Run the initialisation of each module that has tensors of its own, on that module alone, and keep the shards.
+    """Initialise the tensors of each module, one module at a time, and keep this rank's shards.
 
-    Every rank draws the same numbers, so the weights do not depend on the layout; only one module is whole at a time.
+    Every rank draws the same numbers, so the weights do not depend on the layout. Only one module is whole at a time.
     """
     filled: set[str] = set()
     canonical = canonical_names(skeleton)
-    for path, module in reversed(list(skeleton.named_modules())):  # children first, as `nn.Module.apply` does
+    # Children before their parents, as `nn.Module.apply` does.
+    for path, module in reversed(list(skeleton.named_modules())):
         stored = dict(module._parameters), dict(module._buffers)
         try:
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
                     if tensor is not None:
-                        table[name] = _unset(tensor, device)
+                        empty = unset(tensor.shape, tensor.dtype, device)
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        table[name] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
             _run_init(module, init)
             for name, value in (*module._parameters.items(), *module._buffers.items()):
                 if value is not None and not _is_unset(value):
@@ -232,6 +242,7 @@ def initialise(
 
 def _run_init(module: nn.Module, init: Callable[[nn.Module], None] | None) -> None:
     own: Any = getattr(module, "reset_parameters", None)
+    # Functions for `nn.Module.apply` may write to parameters in place without `nn.init`.
     if init is not None:
         with torch.no_grad():
             init(module)
@@ -240,14 +251,10 @@ def _run_init(module: nn.Module, init: Callable[[nn.Module], None] | None) -> No
 
 
 def unset(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for a tensor, marked so that it can be seen whether anybody has set it."""
+    """Return memory for a tensor, filled so that `_is_unset` detects a tensor that nobody has set."""
+    # No initialisation gives NaN only. Integers have no such value, so they count as set.
     empty = torch.empty(tuple(shape), dtype=dtype, device=device)
     return empty.fill_(torch.nan) if empty.is_floating_point() else empty.zero_()
-
-
-def _unset(tensor: Tensor, device: torch.device) -> Tensor:
-    empty = unset(tensor.shape, tensor.dtype, device)
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def _is_unset(tensor: Tensor) -> bool:
@@ -255,7 +262,7 @@ def _is_unset(tensor: Tensor) -> bool:
 
 
 def load_full(shell: nn.Module, held: Mapping[str, LocalShard], state_dict: Mapping[str, Tensor]) -> None:
-    """Take this rank's part of every tensor of a whole state dict, one at a time."""
+    """Copy this rank's shards from a state dict of whole tensors, one tensor at a time."""
     wanted = dict(_stored(shell))
     canonical = canonical_names(shell)
     given = {canonical[name] for name in state_dict if name in canonical}
@@ -275,9 +282,9 @@ def load_full(shell: nn.Module, held: Mapping[str, LocalShard], state_dict: Mapp
 
 
 def placed(shell: nn.Module, held: Mapping[str, LocalShard], state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with its tensors split as the module holds them; what does not fit stays, for torch to refuse.
+    """Return a state dict with its tensors resharded to the module's shardings.
 
-    Of tensors that come split in another way only one at a time is whole.
+    Tensors of another shape stay, and torch reports them. DTensors are gathered one at a time.
     """
     canonical = canonical_names(shell)
     found: dict[str, Any] = {}
@@ -292,7 +299,8 @@ def placed(shell: nn.Module, held: Mapping[str, LocalShard], state_dict: Mapping
 
 
 def _stored(shell: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Return the content of a state dict: parameters and persistent buffers, all names."""
+    """Yield the entries of a state dict: parameters and persistent buffers, under all names."""
+    # `state_dict()` itself would run the state dict hooks of the user.
     yield from shell.named_parameters(remove_duplicate=False)
     for path, module in shell.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
@@ -301,7 +309,7 @@ def _stored(shell: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _put(shell: nn.Module, name: str, held: LocalShard | None, value: Tensor) -> None:
-    """Copy a whole value into the tensor of this name, or this rank's part of it."""
+    """Copy a whole value, or this rank's shard of it, into the tensor of this name."""
     owner, leaf = owner_of(shell, name)
     target = owner._parameters.get(leaf)
     with torch.no_grad():

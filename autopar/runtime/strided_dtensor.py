@@ -1,16 +1,16 @@
-"""DTensors of which several axes cut one dim, or whose shards lie strided, as a fused q, k, v weight's do by heads.
+"""Patches of DTensor for several axes on one dim, and for strided shards such as a fused q, k, v weight split by heads.
 
-Torch 2.13 puts some of them together wrongly, without a word. It takes strided shards for shards by the axes of the
-mesh in another order, which they are not where two axes cut one dim in blocks. And it gathers along two axes in one
-step over a flattened mesh, as if the shards had the sizes that one cut would give: uneven ones have not, since each
-axis cuts what the one before has left. It can do better, axis by axis as they were cut, and is told to.
+Gathering: torch 2.13 gathers some of these tensors wrongly, without an error. It treats strided shards as shards by
+the axes in another order, which is wrong if two axes split one dim in blocks. It also gathers over two axes in one
+step, on a flattened mesh. That assumes the sizes of a single split, but each axis splits the shard of the axis before,
+so uneven shards have other sizes. The patch makes torch gather these tensors one axis at a time.
 
-For checkpoints: a strided shard is several blocks of the whole tensor. `torch.distributed.checkpoint` asks a DTensor
-which blocks it has, and torch answers with one, as if the rows after the first followed it: it refuses to save, or
-reads other rows. Whole state dicts given to `set_model_state_dict` and `set_optimizer_state_dict` are cut in the same
-way. DTensor is made to answer with all blocks; a shard that is one block is answered for as before.
+Checkpoints: a strided shard is several blocks of the whole tensor. `torch.distributed.checkpoint` asks a DTensor for
+its blocks and torch returns one, as if all rows were contiguous: saving raises, or loading reads other rows.
+`set_model_state_dict` and `set_optimizer_state_dict` split whole tensors in the same way. The patch returns all blocks;
+a shard of one block is left to torch.
 
-What is changed is DTensor itself, since what an optimizer keeps for a parameter is a DTensor that only torch has made.
+The patches change the class DTensor: torch itself creates the DTensors of optimizer states.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ __all__ = ["support"]
 
 @dataclass(frozen=True)
 class _StridedBlock:
-    """Where a part of a shard begins in the whole tensor and in the shard, and its shape."""
+    """Contiguous block of a shard: its begin in the whole tensor, its begin in the shard, and its shape."""
 
     whole: tuple[int, ...]
     local: tuple[int, ...]
     shape: tuple[int, ...]
 
     def of(self, local: Tensor) -> Tensor:
-        """The part, a view of the shard."""
+        """Return a view of the block in the shard."""
         for dim, (start, length) in enumerate(zip(self.local, self.shape, strict=True)):
             local = local.narrow(dim, start, length)
         return local
 
 
 def support(placements: Sequence[Placement]) -> None:
-    """Let DTensor gather such tensors, and checkpoints see every block of them, from the first one on."""
+    """Patch DTensor once, at the first placements that need it."""
+    # Not at import: programs without such placements run torch unchanged.
     dims = [placement.dim for placement in placements if isinstance(placement, Shard | _StridedShard)]
     strided = _are_strided(placements)
     if (strided or len(set(dims)) < len(dims)) and not hasattr(DTensor, "_autopar_gathers"):
@@ -63,6 +64,7 @@ def _gather_as_cut() -> None:
     kind: Any = DTensor
     spec: Any = DTensorSpec
     torch_redistribute: Any = _redistribute
+    # Both are looked up by name at each use, so replacing the attributes is enough.
     completed, joined = spec.__post_init__, torch_redistribute._optimize_transform_infos
 
     def complete(self: Any) -> None:
@@ -72,7 +74,7 @@ def _gather_as_cut() -> None:
         completed(self)
 
     def join(steps: Any, mesh: Any, *more: Any, **others: Any) -> Any:
-        """Steps of the same kind, joined over a flattened mesh where that is right."""
+        """Join steps over a flattened mesh, unless a shard is strided or uneven."""
         if any(_are_strided(step.src_dst_placements) or _is_uneven(step, mesh) for step in steps):
             return list(steps)
         return joined(steps, mesh, *more, **others)
@@ -82,7 +84,8 @@ def _gather_as_cut() -> None:
 
 
 def _is_uneven(step: Any, mesh: DeviceMesh) -> bool:
-    """Return whether a step gathers shards of different sizes: on one rank, then on all, at this axis or one before."""
+    """Return whether a step gathers shards of different sizes."""
+    # If this holds on one rank it holds on all, at this axis or one before: all ranks must take the same steps.
     source = step.src_dst_placements[0]
     return isinstance(source, Shard) and step.logical_shape[source.dim] % mesh.size(step.mesh_dim) != 0
 
@@ -131,7 +134,7 @@ def _save_all_blocks() -> None:
 
 
 def _blocks(tensor: DTensor) -> Iterator[_StridedBlock]:
-    """The blocks of a strided shard; none where the shard is one block, which torch sees by itself."""
+    """Yield the blocks of a strided shard; none if the shard is one block, which torch finds itself."""
     if not _are_strided(tensor.placements):
         return
     runs = [list(_runs(_rows(tensor, dim))) for dim in range(tensor.ndim)]
@@ -143,7 +146,8 @@ def _blocks(tensor: DTensor) -> Iterator[_StridedBlock]:
 
 
 def _rows(tensor: DTensor, dim: int) -> list[int]:
-    """Which rows of the whole tensor the shard has along a dim, in its own order."""
+    """Return the indices of the shard's rows in the whole tensor along a dim, in their order in the shard."""
+    # Row numbers are split by torch's own placements, so that they match its shards.
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return []
@@ -159,7 +163,7 @@ def _rows(tensor: DTensor, dim: int) -> list[int]:
 
 
 def _runs(rows: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Rows that follow each other: the first in the whole tensor, the first in the shard, how many."""
+    """Yield runs of consecutive rows: first row in the whole tensor, first row in the shard, count."""
     start = 0
     for i in range(1, len(rows) + 1):
         if i == len(rows) or rows[i] != rows[i - 1] + 1:
@@ -178,7 +182,7 @@ def _write_item(fqn: str, tensor: DTensor, block: _StridedBlock) -> WriteItem:
 
 
 def _filled(target: DTensor, whole: Tensor) -> DTensor:
-    """This rank's part of a whole tensor: in the place of the target, or new where that has no memory."""
+    """Copy this rank's shard of a whole tensor into the target; into a new tensor if that is on meta."""
     local = target.to_local()
     if target.is_meta:
         local = torch.empty(local.shape, dtype=whole.dtype, device=whole.device)

@@ -1,7 +1,7 @@
-"""All ranks do the same, or all of them stop: what they were given is compared before anything else is sent.
+"""Agreement of ranks: compare models, inputs and calls before any other collective, so that all ranks raise or none.
 
-Every rank says what it has before it relies on what others have. So a mistake on one rank is an error on all, and not
-a rank that waits for ever.
+Every rank sends its own facts before it depends on those of others. A mistake on one rank is then an error on all
+ranks, not a collective that never ends.
 """
 
 from __future__ import annotations
@@ -27,30 +27,31 @@ __all__ = ["Agreement", "PendingCheck"]
 Result = TypeVar("Result")
 
 
+# An error of the first rank, sent in place of its result.
 @dataclass(frozen=True)
 class _Failure:
     error: AutoparError
 
 
 class PendingCheck:
-    """A comparison that is under way."""
+    """Comparison of one number of all ranks, not waited for yet."""
 
-    def __init__(self, said: Sequence[int | float], rows: Callable[[], list[list[int]]]) -> None:
-        self._said = said
+    def __init__(self, sent: Sequence[int | float], rows: Callable[[], list[list[int]]]) -> None:
+        self._sent = sent
         self._rows = rows
         self._found: list[list[int]] | None = None
 
     def result(self) -> list[list[int | float]] | None:
-        """The numbers that ranks have sent along, a row for each; None unless all are in the same call."""
+        """Return the further numbers of each rank, a row for each; None unless all make the same call."""
         if self._found is None:
             self._found = self._rows()
-        own, *along = self._said
+        own, *along = self._sent
         if any(row[0] != own for row in self._found):
             return None
-        # What is no whole number here is none on any rank: they are in the same call.
+        # Ranks in the same call send floats at the same places, so own types decode all rows.
         kinds = [isinstance(number, float) for number in along]
         return [
-            [_float(bits) if is_float else bits for bits, is_float in zip(row[1:], kinds, strict=False)]
+            [_float(bits) if is_float else bits for bits, is_float in zip(row[1:], kinds, strict=False)]  # padded rows
             for row in self._found
         ]
 
@@ -65,14 +66,16 @@ def _bits(number: int | float) -> int:
     return found
 
 
+# Floats are sent as the 64 bits of an integer, so that one message has both.
 _FLOAT, _WHOLE = Struct("<d"), Struct("<q")
 
 
 class Agreement:
-    """The ranks of a mesh, which compare what they have."""
+    """Ranks of a mesh that compare facts and exchange small values."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.size = mesh.size()
+        # None for one rank: such a process needs no process group.
         self.group = None
         self.channel: SharedMemory | None = None
         if self.size > 1:
@@ -81,11 +84,12 @@ class Agreement:
             self.device = torch.device("cpu" if mesh.device_type == "cpu" else f"{mesh.device_type}")
 
     def open_channel(self) -> None:
-        """Let the ranks exchange a few numbers through the memory of their host, if they are all on one."""
+        """Open shared memory for small exchanges, if all ranks are on one host."""
         if self.group is None:
             return
         me = self.ranks.index(dist.get_rank())
-        files: list[Any] = []  # of the first rank, which keeps it open: closing any file of it would give up its lock
+        # The first rank reuses its own file: closing any file descriptor of it would release its lock (POSIX).
+        files: list[Any] = []
 
         def create() -> str | None:
             created = SharedMemory.create(self.size)
@@ -96,6 +100,7 @@ class Agreement:
 
         place = self.decided_by_first(create)
         channel = SharedMemory.open(place, me, self.size, limit_seconds_of(self.group), *files)
+        # All or none: a rank without it would wait in a collective for the others.
         found = self._gather(channel is not None)
         self.channel = channel if all(found.values()) else None
 
@@ -145,6 +150,7 @@ class Agreement:
 
     def same(self, facts: Mapping[str, str], fix: str) -> None:
         """Raise on all ranks, naming the first fact that differs, unless all ranks have the same facts."""
+        # A digest first: the facts of a large graph are long.
         text = "\n".join(f"{name}: {fact}" for name, fact in facts.items())
         if len(set(self._gather(digest(text)).values())) == 1:
             return
@@ -174,17 +180,17 @@ class Agreement:
                     )
 
     def begin(self, own: int, along: Sequence[int | float] = ()) -> PendingCheck:
-        """Begin to compare one number below 2**63, and send some others along.
+        """Begin to compare one number below 2**63, and send further numbers with it.
 
-        What is sent is of one size whatever is compared, so that ranks in different calls meet here.
+        All messages have the same size, so that ranks in different calls meet in one collective.
         """
-        assert self.group is not None, "there is somebody to compare with"
-        said = own, *map(_bits, along)
+        assert self.group is not None, "more than one rank"
+        sent = own, *map(_bits, along)
         if self.channel is not None:
-            return PendingCheck((own, *along), self.channel.say(said).rows)
-        mine = torch.tensor((*said, *(0,) * (ROOM - len(along))), dtype=torch.int64, device=self.device)
+            return PendingCheck((own, *along), self.channel.send(sent).rows)
+        mine = torch.tensor((*sent, *(0,) * (ROOM - len(along))), dtype=torch.int64, device=self.device)
         everyone = mine.new_empty(self.size * len(mine))
-        # Not by the function of torch.distributed, which in a small step takes longer than what it calls.
+        # Not `torch.distributed.all_gather_into_tensor`, whose checks take longer than the call itself in a small step.
         work = self.group._allgather_base(everyone, mine)
 
         def rows() -> list[list[int]]:
@@ -195,11 +201,11 @@ class Agreement:
         return PendingCheck((own, *along), rows)
 
     def places(self, ranks: Iterable[int]) -> list[int]:
-        """In which rows of a comparison these ranks stand."""
+        """Return the rows of these ranks in a comparison."""
         return [self.ranks.index(rank) for rank in ranks]
 
     def numbers(self, *own: int) -> list[list[int]]:
-        """The numbers of all ranks, each below 2**63: one small collective."""
+        """Return the numbers of all ranks, each below 2**63, by one collective."""
         if self.group is None:
             return [list(own)]
         mine = torch.tensor(own, dtype=torch.int64, device=self.device)

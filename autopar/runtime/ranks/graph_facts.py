@@ -1,4 +1,4 @@
-"""All that a traced graph computes by, as text: what ranks compare, so that they do not train a mixture of models."""
+"""Text of everything that determines the results of a traced graph; ranks compare it before they run it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def graph_facts(graph: NamedGraph) -> dict[str, str]:
     exported = graph.exported
     facts = {}
     nodes = {node.name: node for node in exported.graph_module.graph.nodes}
+    # Constants first: the first difference is reported, and a constant says more than the op that reads it.
     for tensor in graph.tensors.values():
         if tensor.kind == "constant":
             facts[f"constant {tensor.name}, read by {_reader(nodes[tensor.node])}"] = _value(
@@ -43,7 +44,8 @@ def graph_facts(graph: NamedGraph) -> dict[str, str]:
 
 
 def _reader(node: Node) -> str:
-    """The first op of the user's code that reads a value, beyond copies of it."""
+    """Return the first op of the user's code that reads a value, directly or through copies."""
+    # Breadth first; the list grows while it is read.
     seen = [node]
     for reached in seen:
         origin = reached.meta.get("origin")
@@ -88,7 +90,7 @@ def _joined(texts: Iterable[str]) -> str:
 
 
 def _value(tensor: Tensor) -> str:
-    """A small tensor in full, else its checksum."""
+    """Return the checksum of a tensor, and its values if there are at most four."""
     if tensor.is_meta:
         return kind_of(tensor)
     shown = f" {tensor.tolist()}" if tensor.numel() <= 4 else ""
@@ -101,6 +103,7 @@ def _attribute(module: nn.Module, path: str) -> str:
         found = getattr(found, name)
     if isinstance(found, Tensor):
         return _value(found)
+    # Subgraphs of higher-order ops are listed op by op; other modules count by their type.
     if not isinstance(found, torch.fx.GraphModule):
         return type(found).__qualname__
     lines = [f"{_target(node.target)}({_arguments(node)})" for node in found.graph.nodes if node.op != "get_attr"]

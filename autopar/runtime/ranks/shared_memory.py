@@ -1,10 +1,10 @@
-"""A few numbers from every rank to all others of one host, through memory that they share.
+"""Exchange of a few numbers between all ranks of one host, through shared memory.
 
-A collective of Gloo wakes threads on every rank; where ranks share cores, that takes longer than a layer of a small
-model. Here a rank writes its numbers and goes on, and whoever wants them finds them there.
+A Gloo collective wakes threads on every rank. If ranks share cores, that takes longer than a layer of a small model.
+Here a rank writes its numbers and continues; other ranks read them when they need them.
 
-Exchanges are counted: the third of one rank is the third of all. A row of the memory holds what one rank says in one
-exchange, and is written again when all ranks have read it.
+Exchanges are numbered alike on all ranks. A row of the memory stores the numbers of one rank in one exchange, and is
+reused after all ranks have read it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.lowering.passes.hoist_small_sums import ROOM
 
-__all__ = ["SAID", "SharedExchange", "SharedMemory"]
+__all__ = ["SENT", "SharedExchange", "SharedMemory"]
 
-# So many may be unread.
+# Number of exchanges that a rank may leave unread: rows are reused in a ring of this length.
 EXCHANGES = 8
-# Numbers that a rank says in an exchange: what is compared, and what goes along.
-SAID = ROOM + 1
-# Numbers in a row: which exchange, what is said, a check.
-WIDTH = SAID + 2
-# Seconds that a waiting rank sleeps before it looks again: the others may need its core.
+# Numbers that a rank sends in an exchange: the one to compare, and further ones.
+SENT = ROOM + 1
+# Numbers in a row: the number of the exchange, the numbers sent, a checksum.
+WIDTH = SENT + 2
+# Seconds of sleep between two polls, at first and at most: the other ranks may need the core.
 REST_SECONDS = 5e-5
 LONGEST_REST_SECONDS = 1e-3
-# How often a rank that waits looks whether the others are still there.
+# Seconds between two checks that the processes of late ranks still run.
 ALIVE_SECONDS = 0.2
 
 
 class SharedExchange:
-    """Return the values of all ranks, as soon as they are there."""
+    """Numbers of all ranks in one exchange, read at first use."""
 
     def __init__(self, channel: SharedMemory, number: int) -> None:
         self._channel = channel
@@ -45,40 +45,42 @@ class SharedExchange:
         self._rows: list[list[int]] | None = None
 
     def rows(self) -> list[list[int]]:
-        """A row for each rank; waits for the last of them."""
+        """Return a row for each rank; wait until all are written."""
         if self._rows is None:
             self._rows = self._channel._read(self._number)
         return self._rows
 
 
 class SharedMemory:
-    """One per module and process; every rank of the module has one, or none has."""
+    """Shared memory of the ranks of one module; either every rank has one or none."""
 
     def __init__(self, file: Any, me: int, ranks: int, limit_seconds: float) -> None:
-        self._file = file  # open while we live: its lock says so
+        # Open until the process ends: its lock shows that the process runs.
+        self._file = file
         self._me = me
         self._ranks = ranks
         self._limit_seconds = limit_seconds
         memory = memoryview(mmap.mmap(file.fileno(), _bytes(ranks))).cast("q")
         self._read_up_to = memory[:ranks]
+        # By exchange, then rank.
         self._rows = [
             [memory[begin : begin + WIDTH] for begin in range(ranks + first * WIDTH, len(memory), EXCHANGES * WIDTH)]
             for first in range(EXCHANGES)
         ]
-        """Indexed by exchange and rank."""
         self._number = 0
         self._unread: dict[int, SharedExchange] = {}
 
     @staticmethod
     def create(ranks: int) -> tuple[str, Any] | None:
-        """Memory for so many ranks: where processes of this host find it, and its file; None where there is none.
+        """Create memory for these ranks; return its path in /proc and its file, or None on failure.
 
-        It has no name in any folder, so that nothing is left of it when the processes have ended, however they end.
+        It has no name in a folder, so nothing is left when the processes have ended, also after a crash.
         """
         name = f"autopar-{secrets.token_hex(8)}"
         try:
             file = open(os.memfd_create(name), "r+b")  # noqa: SIM115
-            file.write(bytes(_bytes(ranks)))  # not a file with holes: without memory for them, reading is deadly
+            # Written, not truncated to size: a read of a hole ends the process if memory is short (SIGBUS).
+            file.write(bytes(_bytes(ranks)))
             file.flush()
         except OSError:
             return None
@@ -86,30 +88,33 @@ class SharedMemory:
 
     @staticmethod
     def open(place: str | None, me: int, ranks: int, limit_seconds: float, file: Any = None) -> SharedMemory | None:
-        """The channel at a place, if this process sees it; `file` is that of whoever has created it."""
+        """Open the memory at a place, None if this process cannot; its creator passes its own `file`."""
         if place is None:
             return None
         path, _, name = place.rpartition(":")
         try:
             if file is None:
-                if name not in os.readlink(path):  # on another host it is another file
+                # On another host the same path may be another file; the random name tells them apart.
+                if name not in os.readlink(path):
                     return None
                 file = open(path, "r+b")  # noqa: SIM115
+            # Each rank locks the byte of its own number.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, me)
             return SharedMemory(file, me, ranks, limit_seconds)
         except OSError:
             return None
 
-    def say(self, numbers: Sequence[int]) -> SharedExchange:
-        """Say at most `SAID` numbers, each of 64 bits with a sign; all ranks do."""
+    def send(self, numbers: Sequence[int]) -> SharedExchange:
+        """Write at most `SENT` signed 64 bit numbers of this rank; all ranks call this equally often."""
+        # Own exchanges that were never read would block the ring for all ranks.
         for exchange in [each for number, each in self._unread.items() if number <= self._number + 1 - EXCHANGES]:
             exchange.rows()
         self._number += 1
         number = self._number
         self._wait(self._read_up_to.tolist, number - EXCHANGES)
-        said = [number, *numbers, *(0,) * (SAID - len(numbers))]
-        # The check comes with the numbers: whoever sees a part of a row sees that it is one.
-        self._rows[number % EXCHANGES][self._me][:] = array("q", (*said, _check(said)))
+        sent = [number, *numbers, *(0,) * (SENT - len(numbers))]
+        # The checksum shows a reader that a row is written in part.
+        self._rows[number % EXCHANGES][self._me][:] = array("q", (*sent, _check(sent)))
         self._unread[number] = exchange = SharedExchange(self, number)
         return exchange
 
@@ -124,7 +129,7 @@ class SharedMemory:
         return [row[1:-1] for row in found]
 
     def _wait(self, reached: Callable[[], list[int]], number: int) -> None:
-        """Until all ranks have reached a number."""
+        """Wait until all ranks have reached a number."""
         if min(reached()) >= number:
             return
         begun, rest = time.monotonic(), REST_SECONDS
@@ -151,7 +156,8 @@ class SharedMemory:
             )
 
     def _is_gone(self, rank: int) -> bool:
-        """A process keeps its lock until it ends, however it ends."""
+        """Return whether a rank's process has ended."""
+        # The kernel releases the lock of a process at its end, also after a crash.
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         except OSError:
