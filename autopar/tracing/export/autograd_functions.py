@@ -116,7 +116,11 @@ def _count_results(function: Any, arguments: Sequence[Any]) -> tuple[bool, int]:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(FakeTensorMode())
         stack.enter_context(torch.no_grad())
-        alone = [_fake_like(value) if isinstance(value, Tensor) else value for value in arguments]
+        alone = list(arguments)
+        for place, value in enumerate(arguments):
+            if isinstance(value, Tensor):
+                shape, strides = (tuple(map(int, sizes)) for sizes in (value.shape, value.stride()))
+                alone[place] = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
         with _RefuseRandomOps(function):
             _, results = _forward(function, alone)
     several = isinstance(results, (tuple, list))
@@ -124,12 +128,6 @@ def _count_results(function: Any, arguments: Sequence[Any]) -> tuple[bool, int]:
     if not found or not all(isinstance(result, Tensor) for result in found):
         _refuse(function, "it returns a value that is no tensor")
     return several, len(found)
-
-
-def _fake_like(value: Tensor) -> Tensor:
-    shape = [int(size) for size in value.shape]
-    strides = [int(stride) for stride in value.stride()]
-    return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
 
 
 class _Call:

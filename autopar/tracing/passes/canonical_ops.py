@@ -44,7 +44,10 @@ def canonical_ops(graph: Graph, device: torch.device | None) -> None:
         if node.target in _REWRITES:
             _REWRITES[node.target](node)
         elif node.target in _FACTORIES:
-            _replace(node, _factory(node, device))
+            val = node.meta["val"]
+            made = insert(node, _FACTORIES[node.target], *node.args[1:], dtype=val.dtype, device=val.device)
+            _drop_device(made, device)
+            _replace(node, made)
         elif "device" in node.kwargs:
             _drop_device(node, device)
 
@@ -62,9 +65,7 @@ def _replace_copy(node: Node) -> None:
     value: Any = node.args[1]
     have, want = value.meta["val"], node.meta["val"]
     if have.shape != want.shape:
-        with node.graph.inserting_before(node):
-            expanded = node.graph.call_function(aten.expand.default, (value, list(want.shape)))
-        value = _with_meta(expanded, node, have.expand(want.shape))
+        value = insert(node, aten.expand.default, value, list(want.shape))
     _replace(node, _cast(value, node))
 
 
@@ -103,23 +104,9 @@ def _cast(value: Any, node: Node) -> Any:
     changed = {name: getattr(want, name) for name in ("dtype", "device") if getattr(have, name) != getattr(want, name)}
     if not changed:
         return value
-    with node.graph.inserting_before(node):
-        return _with_meta(node.graph.call_function(aten._to_copy.default, (value,), changed), node, want)
-
-
-def _factory(node: Node, device: torch.device | None) -> Node:
-    """Return `zeros(size)` for `x.new_zeros(size)`."""
-    val = node.meta["val"]
-    with node.graph.inserting_before(node):
-        kwargs = {"dtype": val.dtype, "device": val.device}
-        made = node.graph.call_function(_FACTORIES[node.target], tuple(node.args[1:]), kwargs)
-    _drop_device(made, device)
-    return _with_meta(made, node, val)
-
-
-def _with_meta(made: Node, node: Node, val: torch.Tensor) -> Node:
-    made.meta.update(node.meta)
-    made.meta["val"] = val
+    made = insert(node, aten._to_copy.default, value, **changed)
+    # The value of the replaced op: the fake values of its users were computed with its strides.
+    made.meta["val"] = want
     return made
 
 
