@@ -208,7 +208,10 @@ class CompiledCall:
         for place, placeholder in self.others:
             table = self.places[place]
             if placeholder.kind == "input":
-                value = self._input(inputs[placeholder.name])
+                tensor = inputs[placeholder.name]
+                value = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                if self.results.compute_dtype is not None and value.is_floating_point():
+                    value = value.to(self.results.compute_dtype)
             elif placeholder.kind == "constant":
                 value = self.graph.exported.constants[placeholder.name]
             else:
@@ -233,11 +236,6 @@ class CompiledCall:
             if p.kind == "buffer" and table is not None
         }
         check_overlaps(type(self.graph.model).__name__, self.changed, plain, buffers)
-
-    def _input(self, tensor: Tensor) -> Tensor:
-        local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        dtype = self.results.compute_dtype
-        return local if dtype is None or not local.is_floating_point() else local.to(dtype)
 
     def finish(self, given: CallSignature, outputs: tuple[Any, ...]) -> Any:
         """Copy mutated values into their tensors, and return the model's result."""

@@ -154,7 +154,7 @@ def _differentiable(gradient: Tensor, spec: Any) -> Tensor:
 
 
 def averaged(value: Any, shards: int) -> Any:
-    """Return a shard whose gradient is divided by the number of shards, as DDP averages losses."""
+    """Return a shard whose gradient is divided by the number of shards, as in DDP."""
     if shards == 1 or not isinstance(value, Tensor) or not value.requires_grad:
         return value
     return _Averaged.apply(value, shards)  # type: ignore[no-untyped-call]

@@ -55,7 +55,7 @@ class RandomKeys:
         self._agreed = number
 
     def key(self, ops: tuple[DrawnOp, ...]) -> Tensor:
-        """Return the key of a call with these ops: a number, then 1 if numbers are drawn exactly."""
+        """Return the key of a call: a number, then 1 if numbers are drawn exactly."""
         own, self._own = self._own, None
         agreed, self._agreed = self._agreed, None
         if self.is_exact:
@@ -84,7 +84,7 @@ class RandomKeys:
         return self._group
 
     def _check_again(self, number: int, ops: tuple[DrawnOp, ...]) -> None:
-        """Raise if a call in a backward, which recomputes an earlier call, would draw other numbers."""
+        """Raise if a recomputed call, one in a backward, would draw other numbers."""
         # -1 outside of a backward.
         if torch._C._current_graph_task_id() == -1:
             # Removed first, so that the key moves to the end of the order.
@@ -113,7 +113,7 @@ class RandomKeys:
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Draw all numbers as one process does, from default generators in one state on all ranks."""
+        """Draw numbers as one process does; all ranks need the same generator state."""
         states = {"state of the random generator": str(checksum(torch.get_rng_state()))}
         if self.device.type != "cpu":
             state = torch.get_device_module(self.device.type).get_rng_state(self.device)
@@ -132,7 +132,7 @@ def _outline(op: DrawnOp | None) -> str:
 
 @contextmanager
 def kept_generators(device: torch.device) -> Iterator[None]:
-    """Restore the default generators on exit: planning must not change the model's random numbers."""
+    """Restore the default generators on exit, so planning leaves the model's numbers."""
     if device.type == "cpu":
         with torch.random.fork_rng(devices=[]):
             yield

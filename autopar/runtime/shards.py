@@ -166,7 +166,7 @@ def hollow(model: nn.Module, device: torch.device, dtype: torch.dtype | None = N
 
 
 def split(model: nn.Module, shell: nn.Module, held: Mapping[str, LocalShard], device: torch.device) -> list[nn.Module]:
-    """Fill the shell with this rank's shards of a model's parameters, and with its buffers.
+    """Fill the shell with the model's buffers and this rank's shards of its parameters.
 
     Return all modules of the shell, in the order of `model.modules()`.
     """
@@ -251,7 +251,7 @@ def _run_init(module: nn.Module, init: Callable[[nn.Module], None] | None) -> No
 
 
 def unset(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory for a tensor, filled so that `_is_unset` detects a tensor that nobody has set."""
+    """Return memory for a tensor that `_is_unset` detects until it is set."""
     # No initialisation gives NaN only. Integers have no such value, so they count as set.
     empty = torch.empty(tuple(shape), dtype=dtype, device=device)
     return empty.fill_(torch.nan) if empty.is_floating_point() else empty.zero_()

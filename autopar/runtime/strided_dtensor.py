@@ -134,7 +134,7 @@ def _save_all_blocks() -> None:
 
 
 def _blocks(tensor: DTensor) -> Iterator[_StridedBlock]:
-    """Yield the blocks of a strided shard; none if the shard is one block, which torch finds itself."""
+    """Yield the blocks of a strided shard; none if torch sees it right, as one block."""
     if not _are_strided(tensor.placements):
         return
     runs = [list(_runs(_rows(tensor, dim))) for dim in range(tensor.ndim)]
@@ -146,7 +146,7 @@ def _blocks(tensor: DTensor) -> Iterator[_StridedBlock]:
 
 
 def _rows(tensor: DTensor, dim: int) -> list[int]:
-    """Return the indices of the shard's rows in the whole tensor along a dim, in their order in the shard."""
+    """Return the index in the whole tensor of each row of the shard along a dim."""
     # Row numbers are split by torch's own placements, so that they match its shards.
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
@@ -163,7 +163,7 @@ def _rows(tensor: DTensor, dim: int) -> list[int]:
 
 
 def _runs(rows: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield runs of consecutive rows: first row in the whole tensor, first row in the shard, count."""
+    """Yield runs of rows: first row in the whole tensor, first in the shard, count."""
     start = 0
     for i in range(1, len(rows) + 1):
         if i == len(rows) or rows[i] != rows[i - 1] + 1:
@@ -182,7 +182,7 @@ def _write_item(fqn: str, tensor: DTensor, block: _StridedBlock) -> WriteItem:
 
 
 def _filled(target: DTensor, whole: Tensor) -> DTensor:
-    """Copy this rank's shard of a whole tensor into the target; into a new tensor if that is on meta."""
+    """Copy this rank's shard of a whole tensor into the target, or a new one for meta."""
     local = target.to_local()
     if target.is_meta:
         local = torch.empty(local.shape, dtype=whole.dtype, device=whole.device)

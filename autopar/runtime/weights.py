@@ -117,8 +117,14 @@ class Weights:
         made = copy.copy(self)
         made.shell, made.given = shell, copy.deepcopy(self.given, memo)
         made.unset = set(self.unset)
+
+        def duplicate(parameter: nn.Parameter) -> nn.Parameter:
+            # In the memo, so that an optimizer that is copied with the module gets these parameters.
+            memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            return memo[id(parameter)]  # type: ignore[no-any-return]
+
         if self.shells:
-            made.shells = mirror(self.shell, shell, lambda p: _duplicate(p, memo), lambda b: b.detach().clone())
+            made.shells = mirror(self.shell, shell, duplicate, lambda buffer: buffer.detach().clone())
             made._find_tables()
         return made
 
@@ -181,9 +187,3 @@ class Weights:
         self.tables = [(owner._parameters, leaf) for owner, leaf in owners]
         owners = [owner_of(self.shell, name) for name, _ in nn.Module.named_buffers(self.shell)]
         self.buffer_tables = [(owner._buffers, leaf) for owner, leaf in owners]
-
-
-def _duplicate(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    made = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-    memo[id(parameter)] = made
-    return made

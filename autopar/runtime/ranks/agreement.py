@@ -42,23 +42,21 @@ class PendingCheck:
         self._found: list[list[int]] | None = None
 
     def result(self) -> list[list[int | float]] | None:
-        """Return the further numbers of each rank, a row for each; None unless all make the same call."""
+        """Return each rank's further numbers; None unless all make the same call."""
         if self._found is None:
             self._found = self._rows()
         own, *along = self._sent
         if any(row[0] != own for row in self._found):
             return None
-        # Ranks in the same call send floats at the same places, so own types decode all rows.
+        # Ranks in the same call send floats at the same places, so own types decode all rows. Rows are padded.
         kinds = [isinstance(number, float) for number in along]
         return [
-            [_float(bits) if is_float else bits for bits, is_float in zip(row[1:], kinds, strict=False)]  # padded rows
+            [
+                _FLOAT.unpack(_WHOLE.pack(bits))[0] if is_float else bits
+                for bits, is_float in zip(row[1:], kinds, strict=False)
+            ]
             for row in self._found
         ]
-
-
-def _float(bits: int) -> float:
-    found: float = _FLOAT.unpack(_WHOLE.pack(bits))[0]
-    return found
 
 
 def _bits(number: int | float) -> int:

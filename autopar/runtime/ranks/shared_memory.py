@@ -88,7 +88,7 @@ class SharedMemory:
 
     @staticmethod
     def open(place: str | None, me: int, ranks: int, limit_seconds: float, file: Any = None) -> SharedMemory | None:
-        """Open the memory at a place, None if this process cannot; its creator passes its own `file`."""
+        """Open the memory at a place, or return None; its creator passes its own `file`."""
         if place is None:
             return None
         path, _, name = place.rpartition(":")
@@ -105,7 +105,7 @@ class SharedMemory:
             return None
 
     def send(self, numbers: Sequence[int]) -> SharedExchange:
-        """Write at most `SENT` signed 64 bit numbers of this rank; all ranks call this equally often."""
+        """Write at most `SENT` signed 64 bit numbers; all ranks call this equally often."""
         # Own exchanges that were never read would block the ring for all ranks.
         for exchange in [each for number, each in self._unread.items() if number <= self._number + 1 - EXCHANGES]:
             exchange.rows()
