@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import sys
 import time
 import traceback
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="run the case of this seed alone, and show its error")
     parser.add_argument("--processes", action="store_true", help="on real processes over Gloo")
     asked = parser.parse_args()
+    os.environ.setdefault("AUTOPAR_VERIFY", "1")  # the invariants between stages are checked too
     torch.set_num_threads(1)
     if asked.seed is not None:
         return _one(asked.seed)

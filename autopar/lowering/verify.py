@@ -142,18 +142,18 @@ class _ShapeRun:
         return self.known[key]
 
     def _module(self, node: Node, module: Any, values: Mapping[Node, Any]) -> Any:
+        given = _read(node.args, values)
         if isinstance(module, SelectiveRecompute):
-            return self.graph_of(module.body, [values.get(one) for one in node.all_input_nodes])
+            return self.graph_of(module.body, given)
         if isinstance(module, ReshardModule):
-            (found,) = self._reshards(node, (module.conversion,), [values.get(node.all_input_nodes[0])])
+            (found,) = self._reshards(node, (module.conversion,), given)
             return found
         if isinstance(module, JoinedSums):
-            return self._reshards(node, module.conversions, [values.get(one) for one in node.all_input_nodes])
+            return self._reshards(node, module.conversions, given)
         if isinstance(module, BucketStart):
-            return [values.get(one) for one in node.all_input_nodes]
+            return given
         if isinstance(module, BucketEnd):
-            given = values.get(node.args[0]) if module.running.has_start else None  # type: ignore[arg-type]
-            parts = [values.get(one) for one in node.all_input_nodes] if given is None else given
+            (parts,) = given
             return self._reshards(node, module.running.bucket.conversions, parts)
         return None
 
@@ -164,6 +164,13 @@ class _ShapeRun:
                 self.wrong.append(f"{node.name} takes the local shape {list(value.shape)}, expected {list(one.shape)}")
             found.append(None if value is None else value.new_empty(one.result_shape))
         return found
+
+
+def _read(args: Any, values: Mapping[Node, Any]) -> Any:
+    """Return the arguments with the value of each node; a node may stand twice."""
+    if isinstance(args, Node):
+        return values.get(args)
+    return [_read(one, values) for one in args] if isinstance(args, list | tuple) else args
 
 
 def _key(value: Any) -> Any:

@@ -15,6 +15,9 @@ from tests.runtime.sent import Counted
 from tests.runtime.test_parameter_handling import REGATHERED
 from tests.runtime.training import gradients, worst
 
+# Nothing is gathered, so nothing is freed and gathered again.
+REGATHERED_WHOLE = "batch -> dp; * -> none; regather @*"
+
 MEGATRON = """
 batch -> dp; * -> none
 d_ff -> tp
@@ -72,7 +75,14 @@ def step(layout: str, mesh: str) -> tuple[float, dict[str, dict[str, int]], list
 
 
 @pytest.mark.parametrize(
-    ("layout", "mesh"), [("ddp", "dp=2"), (REGATHERED, "dp=2"), ("fsdp(fsdp=dp)", "dp=2"), (MEGATRON, "dp=1,tp=2")]
+    ("layout", "mesh"),
+    [
+        ("ddp", "dp=2"),
+        (REGATHERED, "dp=2"),
+        (REGATHERED_WHOLE, "dp=2"),
+        ("fsdp(fsdp=dp)", "dp=2"),
+        (MEGATRON, "dp=1,tp=2"),
+    ],
 )
 def test_regions_are_recomputed(layout: str, mesh: str) -> None:
     for error, sent, kept in launch(step, layout, mesh, ranks=2):

@@ -91,7 +91,7 @@ def put_in_buckets(
     before: BucketState | None = None
     for number, members in enumerate(sorted(in_buckets(found, limit_bytes), key=lambda each: places[each[0].node])):
         bucket = BucketCollectives(tuple(member.conversion for member in members), members[0].handling)
-        again = bucket.handling.again
+        again = bucket.handling.again and bool(bucket.forward)  # a whole parameter has no copy to free
         inputs: tuple[Any, ...] = tuple(member.node.args[0] for member in members)
         # Another reader of a parameter has a gradient of its own, which is added after this one arrives.
         has_start = bool(bucket.forward) or not parameters.awaited or any(len(each.users) > 1 for each in inputs)
