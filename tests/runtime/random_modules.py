@@ -523,7 +523,7 @@ def assigned(b: Building) -> Op:
         elif kind == 1:
             x[..., 0] = 0.5
         else:
-            x[1:] += x[:-1].detach()
+            x[1:] += x[:-1].detach().clone()  # torch does not define an overlap, nor always refuse it
         return [x]
 
     return run
