@@ -42,7 +42,7 @@ test-all: $(INSTALLED)
 check: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy --strict autopar
+	$(BIN)/mypy --strict
 
 # Tracing, rules, planning, five strategies on two and four processes, compilation. Not tests/golden, whose texts are of
 # TORCH: 2.15 leaves out the copies of a dropout that drops nothing. The wheels bring gigabytes of CUDA with them.

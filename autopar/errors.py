@@ -10,7 +10,6 @@ __all__ = [
     "LayoutError",
     "MeshError",
     "ModuleAttributeError",
-    "ProblemError",
     "RuleError",
     "TargetError",
     "TraceError",
@@ -44,10 +43,6 @@ class TargetError(AutoparError):
 
 class MeshError(AutoparError):
     """A device mesh is not written as one, or is asked for an axis or a rank that it lacks."""
-
-
-class ProblemError(AutoparError):
-    """An instance of the abstract search problem is not stated as one; names the file and the place in it."""
 
 
 class ClusterError(AutoparError):

@@ -1,4 +1,4 @@
-"""Measure costs and seconds of `autopar solve` on instances in the format of the IOPDDL contest.
+"""Measure costs and seconds of `python -m benchmarks.contest` on instances in the format of the IOPDDL contest.
 
     python -m benchmarks.iopddl FOLDER                       # every *.json and *.json.gz in it, 60 s each
     python -m benchmarks.iopddl FOLDER --seeds 3 --limits limits.csv
@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.solver.pairwise.contest_format import read_problem
-from autopar.solver.pairwise.problem import cost_of, excess_of
+from benchmarks.contest.contest_format import read_problem
+from benchmarks.contest.problem import cost_of, excess_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def short_name(path: Path) -> str:
 def run(path: Path, time_limit: float, seed: int) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "answer.json"
-        command = [sys.executable, "-m", "autopar", "solve", str(path), "--time-limit", str(time_limit)]
+        command = [sys.executable, "-m", "benchmarks.contest", str(path), "--time-limit", str(time_limit)]
         command += ["--seed", str(seed), "--output", str(output)]
         began = time.monotonic()
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL)

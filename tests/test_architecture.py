@@ -34,8 +34,6 @@ LATE_IMPORTS = {
     "__init__.py": "public names load when they are used",
     "cli/": "torch takes seconds to import; help and errors do not wait for it",
     "mesh.py": "a mesh is checked before torch is loaded",
-    "solver/pairwise/flat_arrays.py": "numba is optional",
-    "solver/pairwise/solve.py": "ortools and compiled loops take a second, and one command needs them",
     "solver/search/lagrangian.py": "ortools takes a second and small models do without",
 }
 """Files and folders that import in functions or for types alone, with the reason."""

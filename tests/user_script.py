@@ -53,7 +53,7 @@ def kind_of(error: autopar.AutoparError) -> str:
             return "where"
         case autopar.DimsError() | autopar.RuleError() | autopar.TraceError():
             return "model"
-        case autopar.ProblemError() | autopar.VerifyError():
+        case autopar.VerifyError():
             return "answer"
     return "other"
 

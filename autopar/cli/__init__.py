@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from autopar import __version__
-from autopar.cli import calibrate, check, clusters, compare, explain, plan, report, solve, strategies, trace, verify
+from autopar.cli import calibrate, check, clusters, compare, explain, plan, report, strategies, trace, verify
 from autopar.cli.parser import SHELLS, CommandParser, HelpText, PrintCompletion
 from autopar.cli.plan_arguments import check_words
 from autopar.errors import AutoparError, AutoparWarning, TraceError
@@ -18,7 +18,7 @@ from autopar.names import printable
 
 __all__ = ["main"]
 
-COMMANDS = (plan, explain, compare, check, verify, report, trace, strategies, clusters, calibrate, solve)
+COMMANDS = (plan, explain, compare, check, verify, report, trace, strategies, clusters, calibrate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,6 +7,5 @@ search/      bounds, multipliers, incumbents
 decode       solution -> assignment
 strategies   published strategies as first candidates
 infeasible/  messages where there is no plan
-pairwise/    the solver of `autopar solve`, which plans do not use
 solve        entry point: `solve_plan`
 """

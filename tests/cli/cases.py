@@ -39,7 +39,6 @@ PRINTED: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "strategies": (0, ("strategies",)),
     "clusters": (0, ("clusters",)),
     "clusters_one": (0, ("clusters", "h100")),
-    "solve": (0, ("solve", "instance.json", "--time-limit", "20", "--seed", "1")),
 }
 
 # Commands without --json: these write a file and print no data.
@@ -114,12 +113,6 @@ AT_ONCE: list[Case] = [
     (("calibrate", "--output", "new.toml", "--largest", "many"), 2, "--largest: 'many' is not a size"),
     (("calibrate", "--output", "new.toml", "--like", "h10", "--processes", "1"), 2, "did you mean 'h100'?"),
     (("calibrate", "--output", "new.toml", "--times", "no/such/t.csv"), 2, "--times no/such/t.csv: there is no folder"),
-    (("solve", ""), 2, "the name of the file is empty"),
-    (("solve", "nowhere.json"), 2, "there is no such file"),
-    (("solve", "layout.lay"), 2, "is not JSON"),
-    (("solve", "x.json", "--time-limit", "0"), 2, "--time-limit 0: expected a number of seconds above 0"),
-    (("solve", "x.json", "--seed", "-1"), 2, "--seed -1: expected a whole number from 0 up"),
-    (("solve", "x.json", "--output", "no/such/a.json"), 2, "there is no folder"),
 ]
 
 # What only the model can tell, or a machine.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from autopar.cli import COMMANDS, main
 from autopar.sharding.layout import language
 from tests.cli.cases import PRINTED
 from tests.cli.kept import FOLDER, masked, same_as_kept
-from tests.solver.pairwise.test_contest_format import INSTANCE
 
 STRATEGIES = ("ddp", "fsdp", "fsdp_tp", "gshard_moe", "megatron", "megatron_sp", "spatial", "zero1")
 PROMISES = (
@@ -50,7 +48,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         shutil.copy(language.strategy_path(name), shipped)
     monkeypatch.setattr(language, "data_folder", lambda name: shipped)
     Path("odd.py").write_text(ODD)
-    Path("instance.json").write_text(json.dumps(INSTANCE))
 
 
 @pytest.mark.parametrize("name", PRINTED)

@@ -13,7 +13,6 @@ import pytest
 from autopar.cli import COMMANDS, main
 from autopar.cli.json_output import schema_of, schemas
 from tests.cli.cases import WITHOUT_DATA
-from tests.solver.pairwise.test_contest_format import INSTANCE, text_with
 
 jsonschema = pytest.importorskip("jsonschema", reason="not installed: pip install 'autopar[dev]'")
 
@@ -180,14 +179,3 @@ def test_strategies_and_clusters(capsys: pytest.CaptureFixture[str]) -> None:
     (h100,) = printed(capsys, 0, "clusters", "h100")["clusters"]
     assert h100 in found
     assert h100["levels"][0]["units"] == 8
-
-
-def test_solve(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "instance.json"
-    path.write_text(json.dumps(INSTANCE))
-    data = printed(capsys, 0, "solve", str(path), "--time-limit", "20")
-    assert data["cost"] == data["bound"]
-    path.write_text(text_with("problem.usage_limit", 49))
-    data = printed(capsys, 1, "solve", str(path))
-    assert data["infeasible"]
-    assert data["solution"] is None

@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from autopar.solver.arrays import Floats, Ints
-from autopar.solver.pairwise.elimination import PairwiseElimination
-from autopar.solver.pairwise.flat_arrays import Arrays, compiled, priced_costs
-from autopar.solver.pairwise.forest_moves import least_left, tree_of, try_move
+from benchmarks.contest.elimination import PairwiseElimination
+from benchmarks.contest.flat_arrays import Arrays, compiled, priced_costs
+from benchmarks.contest.forest_moves import least_left, tree_of, try_move
 
 __all__ = ["Dual", "MessageDual", "NarrowDual", "decode", "loads_at", "reduced_costs", "sweep"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import AutoparWarning
-from autopar.solver.pairwise import flat_arrays as jit
+from benchmarks.contest import flat_arrays as jit
 
 
 def test_plain_loops_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.solver.arrays import Floats, Ints
-from autopar.solver.pairwise.flat_arrays import Arrays, compiled
+from benchmarks.contest.flat_arrays import Arrays, compiled
 
 # -- slack of the limits -----------------------------------------------------------------------------------------------
 

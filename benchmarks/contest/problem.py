@@ -27,10 +27,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.errors import ProblemError
+from autopar.errors import AutoparError
 from autopar.solver.arrays import Floats, Ints
 
-__all__ = ["Edge", "Problem", "Usage", "cost_of", "excess_of", "loads_of"]
+__all__ = ["Edge", "Problem", "ProblemError", "Usage", "cost_of", "excess_of", "loads_of"]
+
+
+class ProblemError(AutoparError):
+    """An instance is not one of the format, or its numbers are out of range; names the file and the place."""
 
 
 @dataclass(frozen=True, eq=False)

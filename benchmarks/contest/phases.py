@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.solver.arrays import Floats, Ints
-from autopar.solver.pairwise.annealing import AnnealingPlan, AnnealingResult, anneal, cost_in, repair, search
-from autopar.solver.pairwise.dual import Dual, MessageDual, NarrowDual, loads_at
-from autopar.solver.pairwise.elimination import plan_elimination
-from autopar.solver.pairwise.flat_arrays import Arrays, arrays_of, impossible_price, warn_if_slow
-from autopar.solver.pairwise.problem import Problem, cost_of, excess_of
-from autopar.solver.pairwise.reductions import Shrunk, shrink
 from autopar.solver.progress import PROVED, Progress, relative_gap
+from benchmarks.contest.annealing import AnnealingPlan, AnnealingResult, anneal, cost_in, repair, search
+from benchmarks.contest.dual import Dual, MessageDual, NarrowDual, loads_at
+from benchmarks.contest.elimination import plan_elimination
+from benchmarks.contest.flat_arrays import Arrays, arrays_of, impossible_price, warn_if_slow
+from benchmarks.contest.problem import Problem, cost_of, excess_of
+from benchmarks.contest.reductions import Shrunk, shrink
 
 __all__ = ["SharedState", "dual_stage", "search_stage"]
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.solver.arrays import Floats, Ints
-from autopar.solver.pairwise.dual import loads_at
-from autopar.solver.pairwise.flat_arrays import Arrays, priced_costs
-from autopar.solver.pairwise.forest_moves import conditional_costs, forest_moves, scratch_for, state_of
+from benchmarks.contest.dual import loads_at
+from benchmarks.contest.flat_arrays import Arrays, priced_costs
+from benchmarks.contest.forest_moves import conditional_costs, forest_moves, scratch_for, state_of
 
 __all__ = ["AnnealingPlan", "AnnealingResult", "anneal", "cost_in", "descend", "repair", "search"]
 

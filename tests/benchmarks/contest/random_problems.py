@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.solver.pairwise.problem import Edge, Problem, Usage
+from benchmarks.contest.problem import Edge, Problem, Usage
 
 
 def random_problem(seed: int, limits: int, whole: bool) -> Problem:

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.solver.arrays import Floats, Ints
-from autopar.solver.pairwise.edge_matrix import Matrices, Matrix
-from autopar.solver.pairwise.limits import Capacities, LimitRow
-from autopar.solver.pairwise.problem import Edge, Problem, Usage
+from benchmarks.contest.edge_matrix import Matrices, Matrix
+from benchmarks.contest.limits import Capacities, LimitRow
+from benchmarks.contest.problem import Edge, Problem, Usage
 
 __all__ = ["Infeasible", "Shrunk", "shrink"]
 

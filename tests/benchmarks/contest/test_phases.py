@@ -12,14 +12,14 @@ import time
 import numpy as np
 import pytest
 
-from autopar.solver.pairwise import annealing, phases, reductions, solve
-from autopar.solver.pairwise.annealing import AnnealingPlan, AnnealingResult, anneal, cost_in, repair
-from autopar.solver.pairwise.dual import Dual, MessageDual, NarrowDual, loads_at
-from autopar.solver.pairwise.elimination import plan_elimination
-from autopar.solver.pairwise.flat_arrays import COMPILED, arrays_of, impossible_price, priced_costs
-from autopar.solver.pairwise.forest_moves import change, least_left, scratch_for, state_of, tree_of
-from autopar.solver.pairwise.problem import Edge, Problem, Usage, cost_of, excess_of, loads_of
-from tests.solver.pairwise.random_problems import random_problem
+from benchmarks.contest import annealing, phases, reductions, solve
+from benchmarks.contest.annealing import AnnealingPlan, AnnealingResult, anneal, cost_in, repair
+from benchmarks.contest.dual import Dual, MessageDual, NarrowDual, loads_at
+from benchmarks.contest.elimination import plan_elimination
+from benchmarks.contest.flat_arrays import COMPILED, arrays_of, impossible_price, priced_costs
+from benchmarks.contest.forest_moves import change, least_left, scratch_for, state_of, tree_of
+from benchmarks.contest.problem import Edge, Problem, Usage, cost_of, excess_of, loads_of
+from tests.benchmarks.contest.random_problems import random_problem
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="numba is not installed: the loops are slow")
 
@@ -207,9 +207,9 @@ def test_conditional_costs_are_those_of_the_neighbours_as_they_are() -> None:
 def test_plain_python_gives_the_same_answer_as_compiled_loops() -> None:
     script = (
         "import numpy as np\n"
-        "from autopar.solver.pairwise import solve as solver\n"
-        "from autopar.solver.pairwise.flat_arrays import COMPILED\n"
-        "from tests.solver.pairwise.test_solve import chain\n"
+        "from benchmarks.contest import solve as solver\n"
+        "from benchmarks.contest.flat_arrays import COMPILED\n"
+        "from tests.benchmarks.contest.test_solve import chain\n"
         "solver.SMALL_MODEL = solver.LARGE_MODEL = -1\n"
         "answer = solver.solve(chain(8, 0.5), 120.0, seed=1, gap=0.15)\n"
         "print(COMPILED, answer.strategies, answer.bound)\n"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.solver.arrays import Floats
-from autopar.solver.pairwise.problem import Problem
+from benchmarks.contest.problem import Problem
 
 __all__ = ["PairwiseElimination", "eliminate", "plan_elimination"]
 

@@ -1,4 +1,4 @@
-"""`autopar solve`: what it prints, writes and returns."""
+"""`python -m benchmarks.contest`: its output, its answer and its exit code."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cli import main
-from autopar.solver.pairwise.contest_format import read_problem
-from autopar.solver.pairwise.problem import cost_of, excess_of
-from tests.solver.pairwise.test_contest_format import INSTANCE, text_with
+from benchmarks.contest.__main__ import main
+from benchmarks.contest.contest_format import read_problem
+from benchmarks.contest.problem import cost_of, excess_of
+from tests.benchmarks.contest.test_contest_format import INSTANCE, text_with
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def instance(tmp_path: Path) -> Path:
 
 def test_the_answer_is_printed_and_written(instance: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = instance.parent / "answer.json"
-    assert main(["solve", str(instance), "--time-limit", "20", "--seed", "1", "--output", str(output)]) == 0
+    assert main([str(instance), "--time-limit", "20", "--seed", "1", "--output", str(output)]) == 0
     answer = json.loads(output.read_text())
     problem = read_problem(instance)
     assert cost_of(problem, answer["solution"]) == answer["cost"] == answer["bound"]
@@ -38,7 +38,7 @@ def test_the_answer_is_printed_and_written(instance: Path, capsys: pytest.Captur
 def test_no_solution_is_exit_code_one(instance: Path, capsys: pytest.CaptureFixture[str]) -> None:
     instance.write_text(text_with("problem.usage_limit", 49), encoding="utf-8")
     output = instance.parent / "answer.json"
-    assert main(["solve", str(instance), "--output", str(output)]) == 1
+    assert main([str(instance), "--output", str(output)]) == 1
     assert "there is none: proved" in capsys.readouterr().err
     assert json.loads(output.read_text()) == {"solution": None, "cost": None, "bound": None}
 
@@ -55,13 +55,13 @@ def test_no_solution_is_exit_code_one(instance: Path, capsys: pytest.CaptureFixt
 def test_wrong_words_are_exit_code_two(
     instance: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["solve", str(instance), *words]) == 2
+    assert main([str(instance), *words]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_malformed_file_is_exit_code_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bad.json").write_text("[1, 2", encoding="utf-8")
-    assert main(["solve", str(tmp_path / "bad.json")]) == 2
+    assert main([str(tmp_path / "bad.json")]) == 2
     assert "bad.json: is not JSON" in capsys.readouterr().err
-    assert main(["solve", str(tmp_path / "absent.json")]) == 2
+    assert main([str(tmp_path / "absent.json")]) == 2
     assert "there is no such file" in capsys.readouterr().err

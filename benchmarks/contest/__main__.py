@@ -1,4 +1,7 @@
-"""`autopar solve INSTANCE`: an instance of the abstract search problem, from a file in the contest's format."""
+"""Solve an instance of the contest on intra-operator parallelism (ASPLOS/EuroSys 2025).
+
+python -m benchmarks.contest INSTANCE
+"""
 
 from __future__ import annotations
 
@@ -7,33 +10,32 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from autopar.cli.json_output import add_json, print_data
 from autopar.cli.parser import HelpText
-from autopar.errors import ProblemError
+from autopar.cli.plan_arguments import check_words
+from autopar.errors import AutoparError
 from autopar.files import write_text
-
-if TYPE_CHECKING:
-    from autopar.solver.pairwise.solve import Solution
-
-__all__ = ["add_parser"]
+from autopar.names import printable
+from autopar.solver.progress import Progress
+from benchmarks.contest.contest_format import read_problem
+from benchmarks.contest.problem import ProblemError
+from benchmarks.contest.solve import Solution, solve
 
 EXAMPLES = """examples:
-  autopar solve instance.json.gz
-  autopar solve instance.json --time-limit 120 --seed 1 --output answer.json
+  python -m benchmarks.contest instance.json.gz
+  python -m benchmarks.contest instance.json --time-limit 120 --seed 1 --output answer.json
 """
 
 # A line of progress is printed when something changed, and at most once in this time.
 PROGRESS_SECONDS = 1.0
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add this command to the command line."""
-    parser = subparsers.add_parser(
-        "solve",
-        help="solve an instance of the search problem: one strategy per node, pairwise costs, a usage limit over time",
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.contest",
         description="Choose a strategy per node of an instance (.json or .json.gz) at the least cost within its usage "
         "limit; prints the cost, a proved lower bound and the gap between them.",
         epilog=EXAMPLES,
@@ -45,25 +47,27 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random moves (default: 0)")
     parser.add_argument("--output", metavar="FILE", help='write {"solution": [...], "cost": ..., "bound": ...}')
-    add_json(parser, "solve")
-    parser.set_defaults(run=run)
+    arguments = parser.parse_args(words)
+    try:
+        check_words(arguments)
+        return run(arguments)
+    except AutoparError as error:
+        print(f"{parser.prog}: {printable(str(error))}", file=sys.stderr)
+        return 2
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read, solve, print, write; 1 when no solution was found."""
     began = time.monotonic()
     output = _checked(arguments)
-    from autopar.solver.pairwise.contest_format import read_problem  # late: a wrong word fails at once
-    from autopar.solver.pairwise.solve import Progress, solve
 
     problem = read_problem(arguments.instance)
-    say = print if not arguments.json else _silent
-    say(
+    print(
         f"{problem.name or arguments.instance}: {problem.node_count:,} nodes, "
         f"{sum(problem.strategy_counts):,} strategies, {len(problem.edges):,} edges, {len(problem.limits):,} limits",
         flush=True,
     )
-    say("   seconds  stage                      cost                 bound       gap", flush=True)
+    print("   seconds  stage                      cost                 bound       gap", flush=True)
     shown: list[Progress] = []
 
     def tell(progress: Progress) -> None:
@@ -71,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         if new or progress.seconds - shown[-1].seconds >= PROGRESS_SECONDS:
             shown.append(progress)
             loaded = solving - began
-            say(
+            print(
                 f"{progress.seconds + loaded:10.1f}  {progress.stage:10}{number(progress.cost):>20}  "
                 f"{number(progress.bound):>20}  {percent(progress.gap):>8}",
                 flush=True,
@@ -88,11 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     if output is not None:
         write_text(output, json.dumps(answer) + "\n")
     seconds = time.monotonic() - began
-    if arguments.json:
-        rest = {"gap": plain(solution.gap), "infeasible": solution.infeasible, "seconds": seconds}
-        print_data("solve", {**answer, **rest})
-    else:
-        _print(solution, seconds)
+    _print(solution, seconds)
     return 0 if solution.strategies is not None else 1
 
 
@@ -116,10 +116,6 @@ def _print(solution: Solution, seconds: float) -> None:
     print(f"time   {seconds:.1f} s")
 
 
-def _silent(*words: object, flush: bool = False) -> None:
-    """Print nothing: `--json` leaves stdout to the data."""
-
-
 def number(value: float) -> str:
     """Return a cost as text, whole numbers without decimals."""
     if not math.isfinite(value):
@@ -136,3 +132,7 @@ def plain(value: float) -> int | float | None:
     if not math.isfinite(value):
         return None
     return int(value) if value.is_integer() else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.errors import ProblemError
-from autopar.solver.pairwise import contest_format
-from autopar.solver.pairwise.contest_format import problem_from_text, read_problem, write_problem
-from autopar.solver.pairwise.problem import Edge, Problem, Usage, cost_of, excess_of, loads_of
-from autopar.solver.pairwise.solve import solve
-from tests.solver.pairwise.random_problems import random_problem
+from benchmarks.contest import contest_format
+from benchmarks.contest.contest_format import problem_from_text, read_problem, write_problem
+from benchmarks.contest.problem import Edge, Problem, ProblemError, Usage, cost_of, excess_of, loads_of
+from benchmarks.contest.solve import solve
+from tests.benchmarks.contest.random_problems import random_problem
 
 INSTANCE: dict[str, Any] = {
     "problem": {

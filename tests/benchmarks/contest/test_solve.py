@@ -9,12 +9,12 @@ import time
 import numpy as np
 import pytest
 
-from autopar.solver.pairwise.elimination import eliminate
-from autopar.solver.pairwise.flat_arrays import COMPILED
-from autopar.solver.pairwise.problem import Edge, Problem, Usage, cost_of, excess_of
-from autopar.solver.pairwise.reductions import Infeasible, shrink
-from autopar.solver.pairwise.solve import solve, solve_exactly
-from tests.solver.pairwise.random_problems import random_problem
+from benchmarks.contest.elimination import eliminate
+from benchmarks.contest.flat_arrays import COMPILED
+from benchmarks.contest.problem import Edge, Problem, Usage, cost_of, excess_of
+from benchmarks.contest.reductions import Infeasible, shrink
+from benchmarks.contest.solve import solve, solve_exactly
+from tests.benchmarks.contest.random_problems import random_problem
 
 CASES = range(260)
 

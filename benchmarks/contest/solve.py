@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from autopar.solver.arrays import Floats
-from autopar.solver.pairwise.elimination import eliminate
-from autopar.solver.pairwise.phases import SharedState
-from autopar.solver.pairwise.problem import Problem, cost_of
-from autopar.solver.pairwise.reductions import Infeasible
 from autopar.solver.progress import Progress, relative_gap
+from benchmarks.contest.elimination import eliminate
+from benchmarks.contest.phases import SharedState
+from benchmarks.contest.problem import Problem, cost_of
+from benchmarks.contest.reductions import Infeasible
 
 __all__ = ["ExactAnswer", "Progress", "Solution", "model_size", "solve", "solve_exactly"]
 
@@ -90,7 +90,7 @@ def _solve_core(work: SharedState) -> None:
             return
     if model_size(work.core) <= SMALL_MODEL and _exact(work, work.seconds_left):
         return
-    from autopar.solver.pairwise.phases import (
+    from benchmarks.contest.phases import (
         dual_stage,
         search_stage,  # late: compiled loops take a while to import
     )
