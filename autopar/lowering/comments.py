@@ -67,6 +67,6 @@ def with_ends(text: str, ends: HoistedSums) -> str:
     if ends.before is not None:
         text = f"# before the graph, whose last inputs are the sums of this:\n{first}{ends.before.code}{text}"
     if ends.late:
-        places = ", ".join(str(place) for place, _ in ends.late)
+        places = ", ".join(str(place) for each, _ in ends.late for place in each)
         text += f"\n# after the graph, of its results {places}, waited for when somebody reads them:\n{last}"
     return text

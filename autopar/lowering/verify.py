@@ -323,8 +323,9 @@ def _wrong_outputs(given: _Lowered) -> Iterator[str]:
     mutated = len(given.graph.exported.mutations)
     if given.emitted.results != given.reshard_plan.results[mutated:]:
         yield f"the results are {given.emitted.results}, expected {given.reshard_plan.results[mutated:]}"
-    if any(place >= len(flat) for place, _ in given.emitted.ends.late):
-        yield f"the sums after the graph are of the results {[place for place, _ in given.emitted.ends.late]}"
+    late = [place for places, _ in given.emitted.ends.late for place in places]
+    if any(place >= len(flat) for place in late) or len(set(late)) < len(late):
+        yield f"the sums after the graph are of the results {late}"
 
 
 def _wrong_buckets(given: _Lowered) -> Iterator[str]:

@@ -70,8 +70,8 @@ class HoistedSums:
     # Places of these inputs among all inputs of the graph.
     places: tuple[int, ...] = ()
     early: tuple[LocalReshard, ...] = ()
-    # Which results of the graph are this rank's parts of sums.
-    late: tuple[tuple[int, LocalReshard], ...] = ()
+    # Which results of the graph are this rank's parts of sums; one tensor may be several results.
+    late: tuple[tuple[tuple[int, ...], LocalReshard], ...] = ()
     # Sums that are sent before, and after.
     notes: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
@@ -79,7 +79,7 @@ class HoistedSums:
     def outline(self) -> str:
         """Return the values that all ranks must share for their exchanges to match."""
         early = [(one.result_shape, one.reshard.forward) for one in self.early]
-        return f"{early} {[(place, one.result_shape, one.reshard.forward) for place, one in self.late]}"
+        return f"{early} {[(places, one.result_shape, one.reshard.forward) for places, one in self.late]}"
 
     def first(self, values: Sequence[Any], exchanges: NumberExchange) -> list[Tensor]:
         """Return the sums before the graph, which may be pending."""
@@ -96,10 +96,11 @@ class HoistedSums:
             return outputs
         found = list(outputs)
         conversions = tuple(one for _, one in self.late)
-        parts = [outputs[place] for place, _ in self.late]
+        parts = [outputs[places[0]] for places, _ in self.late]
         sums = _Sums.apply(conversions, exchanges, *parts)  # type: ignore[no-untyped-call]
-        for (place, _), value in zip(self.late, sums, strict=True):
-            found[place] = value
+        for (places, _), value in zip(self.late, sums, strict=True):
+            for place in places:
+                found[place] = value
         if not any(part.requires_grad for part in parts):  # no backward will come before somebody looks
             LateTensor.arrive_all(sums)
         return tuple(found)
@@ -201,9 +202,11 @@ def move_to_ends(graph: Graph, modules: dict[str, nn.Module], inputs: Iterable[s
     `inputs`: the placeholders that are inputs without a gradient.
     """
     found = _find(graph, modules, frozenset(inputs))
-    late = [(node, [_reshard_of(one, modules) for one in sums]) for node, sums in found.late.items()]
     (output,) = graph.find_nodes(op="output")
-    places = [(place, each[0]) for place, value in enumerate(output.args[0]) for node, each in late if node is value]
+    late = [
+        (tuple(place for place, value in enumerate(output.args[0]) if value is node), _reshard_of(sums[0], modules))
+        for node, sums in found.late.items()
+    ]
     sums = [one for each in found.late.values() for one in each]
     notes = tuple(
         tuple(note for node in nodes for note in modules[str(node.target)].notes)  # type: ignore[union-attr]
@@ -218,7 +221,7 @@ def move_to_ends(graph: Graph, modules: dict[str, nn.Module], inputs: Iterable[s
         _replace(node, last, modules)
     for node in sums:
         _replace(node, node.args[0], modules)
-    return HoistedSums(before, used, early, tuple(places), notes)  # type: ignore[arg-type]
+    return HoistedSums(before, used, early, tuple(late), notes)  # type: ignore[arg-type]
 
 
 def _replace(node: Node, other: Any, modules: dict[str, nn.Module]) -> None:
