@@ -6,6 +6,7 @@ graph.dims["d_model"].size               # one name along the whole residual str
 graph.coverage()                         # {"table": 431, "discovered": 0, "replicated": 0}
 plan = autopar.plan(model, "dp=2,tp=4", inputs, cluster="h100")  # the best plan, how far from the best of all
 plan.save("gpt.plan.lay")                # a layout without holes
+autopar.evaluate(plan.graph, plan.decided, autopar.load_cluster("a100-80"))  # its time and memory on other devices
 parallel = autopar.parallelize(model, "dp=2,tp=4", inputs, layout=plan)
 graph.module()                           # the graph as a module: same outputs, same gradients
 autopar.named(x, "batch seq d_model")    # name dims inside a model; an identity
@@ -34,6 +35,9 @@ from autopar.errors import (
 
 if TYPE_CHECKING:
     from autopar.api import parallelize, plan
+    from autopar.cost.evaluate import evaluate
+    from autopar.cost.hardware.cluster import load_cluster
+    from autopar.cost.timeline import timeline
     from autopar.ir.graph import NamedGraph
     from autopar.ir.values import Dim, NamedNode, NamedTensor
     from autopar.mesh import Mesh
@@ -65,11 +69,14 @@ __all__ = [
     "TraceError",
     "VerifyError",
     "constrain",
+    "evaluate",
+    "load_cluster",
     "named",
     "parallelize",
     "plan",
     "prove_rule",
     "register_rule",
+    "timeline",
     "trace",
 ]
 
@@ -82,11 +89,14 @@ _HOMES = {
     "ParallelModule": "autopar.runtime.module",
     "Plan": "autopar.plans.plan",
     "constrain": "autopar.tracing.annotations",
+    "evaluate": "autopar.cost.evaluate",
+    "load_cluster": "autopar.cost.hardware.cluster",
     "named": "autopar.tracing.annotations",
     "parallelize": "autopar.api",
     "plan": "autopar.api",
     "prove_rule": "autopar.rules.proof.prove",
     "register_rule": "autopar.rules.registry",
+    "timeline": "autopar.cost.timeline",
     "trace": "autopar.api",
 }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.module import ParallelModule
+import autopar
 
 __all__ = ["Characters", "device_here", "finish", "parser", "report"]
 
@@ -62,7 +62,7 @@ def report(options: argparse.Namespace, step: int, loss: torch.Tensor) -> None:
         print(f"step {step:4d}  loss {loss.item():.4f}", flush=True)
 
 
-def finish(options: argparse.Namespace, parallel: ParallelModule) -> None:
+def finish(options: argparse.Namespace, parallel: autopar.ParallelModule) -> None:
     if options.collectives and dist.get_rank() == 0:
         print(*parallel.collectives(), sep="\n")
     dist.destroy_process_group()

@@ -82,6 +82,17 @@ def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
             exec(compile(source, str(page), "exec"), module.__dict__)
 
 
+def internal_imports(text: str) -> list[str]:
+    """Return the lines of a text that import a module inside autopar; `import autopar` alone is public."""
+    return re.findall(r"^ *(?:from|import) autopar\..*", text, re.MULTILINE)
+
+
+def test_pages_and_examples_import_public_names() -> None:
+    assert internal_imports("import autopar\nfrom autopar.mesh import Mesh\n") == ["from autopar.mesh import Mesh"]
+    texts = [*PAGES, *sorted((ROOT / "examples").rglob("*.py"))]
+    assert {page_name(path): found for path in texts if (found := internal_imports(path.read_text()))} == {}
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if "```layout" in page.read_text()], ids=page_name)
 def test_layout_blocks_are_layouts(page: Path) -> None:
     for block in blocks(page.read_text()):

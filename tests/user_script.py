@@ -75,6 +75,10 @@ with tempfile.TemporaryDirectory() as folder:
     again: autopar.Plan = autopar.Plan.load(Path(folder, "model.plan.lay"), model, inputs)
 assert again.decided == plan.decided
 
+cluster = autopar.load_cluster("h100")
+assert autopar.evaluate(plan.graph, plan.decided, cluster).step_seconds > 0
+assert autopar.timeline(plan.graph, plan.decided, cluster).seconds > 0
+
 try:
     autopar.plan(model, mesh, inputs, layout="bacth -> dp")
 except autopar.AutoparError as error:

@@ -118,7 +118,30 @@ class OverlapCost(NamedTuple):
 
 
 def evaluate(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Costs:
-    """Return the time and memory of one step of a plan on a cluster."""
+    """Return the time and memory of one step of a plan on a cluster.
+
+    Needs no process group and no device.
+
+    Parameters:
+        graph: the graph that the plan was made for, `Plan.graph`.
+        plan: the assignment of a step and its training options, `Plan.decided`.
+        cluster: devices and links, from `load_cluster`.
+
+    Returns:
+        Seconds and bytes of the busiest rank; the same arguments give the same numbers.
+
+    `Plan.costs` has the costs on the cluster that the plan was made for; `timeline` shows the events of the same step.
+
+    >>> import autopar, torch
+    >>> model, inputs = torch.nn.Linear(64, 64, device="meta"), (torch.empty(32, 64, device="meta"),)
+    >>> plan = autopar.plan(model, "dp=2", inputs, layout="ddp", cluster="h100", cache=False)
+    >>> costs = autopar.evaluate(plan.graph, plan.decided, autopar.load_cluster("h100"))
+    >>> costs == plan.costs
+    True
+    >>> older = autopar.evaluate(plan.graph, plan.decided, autopar.load_cluster("v100"))
+    >>> older.step_seconds > costs.step_seconds
+    True
+    """
     if plan.graph != graph.fingerprint:
         raise AutoparError(
             f"the plan is for another graph than this one ({plan.graph}, not {graph.fingerprint})\n"

@@ -120,7 +120,19 @@ def cluster_path(name_or_path: str | Path) -> Path:
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
-    """Load a cluster by name or from a file."""
+    """Load a cluster by name or from a file.
+
+    Parameters:
+        name_or_path: a name of `autopar clusters`, or the path of a TOML file.
+
+    Returns:
+        The device, the levels of links from the innermost to the outermost, and the library of collectives.
+
+    >>> import autopar
+    >>> cluster = autopar.load_cluster("h100")
+    >>> cluster.device.name, [level.name for level in cluster.level]
+    ('H100 SXM5 80 GB', ['nvlink', 'network'])
+    """
     path = cluster_path(name_or_path)
     stamp = path.stat().st_mtime_ns if path.is_file() else 0
     return _load(path, stamp)
