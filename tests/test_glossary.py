@@ -157,7 +157,7 @@ PHRASES = {
     r"\btold\b|\bwishes\b|\bcomes to\b|\bgives way\b|\blet go of\b": "a plain verb",
     r"\bwhat (is|are|was) (the|a|an|it|they|not)\b": "the noun",
 }
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 QUOTED = {"docs/glossary.md": "its last table lists earlier words"}
 
 
