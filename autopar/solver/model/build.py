@@ -4,22 +4,182 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
+import numpy as np
+
+from autopar.cost.compute.op_time import DirectionWork, OpWork, scaled, unfused_shares
+from autopar.cost.memory.local_memory import local_footprint
+from autopar.ir.analysis.op_memory import Footprint
+from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import Assignment, OpAssignment, StepPlan
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.parameter_storage import GatherPolicy
+from autopar.sharding.lowered_ops import lowered_context
 from autopar.sharding.options import Recompute
+from autopar.sharding.reshard_insertion import InsertedReshard
 from autopar.sharding.sharding import Sharding, atoms_of
-from autopar.solver.candidates import OpSharding, StorageOption
-from autopar.solver.model.cost_tables import CostTables
+from autopar.solver.arrays import Floats
+from autopar.solver.candidates import OpSharding, StorageOption, options_of
+from autopar.solver.infeasible.errors import no_option
+from autopar.solver.model.builder import ModelBuilder, parts_of
+from autopar.solver.model.cost_tables import CostTables, Parts
 from autopar.solver.model.model import Model
-from autopar.solver.model.op_variables import OpVariables
+from autopar.solver.model.objective import Sum
 from autopar.solver.model.recompute_variables import RecomputeModes
 from autopar.solver.model.storage_variables import StorageVariables, ValueVariables
 from autopar.solver.search.joined_axes import AxisRoles
 from autopar.solver.setting import PlanningProblem
 
-__all__ = ["build", "plan_of"]
+
+class OpVariables(ModelBuilder):
+    def _add_ops(self) -> None:
+        options = {node.name: self._options(node) for node in self.graph.nodes}
+        if self.setting.options.compiled:
+            whole = {name: self._work(self.nodes[name], found[0]) for name, found in options.items()}
+            self.shares = unfused_shares(self.graph, whole)
+        for node in self.graph.nodes:
+            self._heed_time()
+            found = options[node.name]
+            self._add_by_mode("op", node.name, found, node, partial(self._op_parts, node, found))
+
+    def _signature(self, node: NamedNode) -> Any:
+        """Return the key of a node; nodes with one key have the same options at the same costs."""
+        found = self.signatures.get(node.name)
+        if found is None:
+            found = self.signatures[node.name] = self._same(self._signed(node))
+        return found
+
+    def _signed(self, node: NamedNode) -> Any:
+        operands = tuple(None if name is None else self._cut(self.graph.tensors[name]) for name in node.operands)
+        outputs = tuple(None if name is None else self._cut(self.graph.tensors[name]) for name in node.outputs)
+        rule = self._text_of_rule(node)
+        own = (node.op, rule, node.source, tuple(node.atoms.items()), tuple(node.sizes.items()), operands, outputs)
+        return own, id(self.graph.footprints[node.node]), self.bound_layout.op_key(node)
+
+    def _text_of_rule(self, node: NamedNode) -> str:
+        key = "rule", id(node.rule)
+        if key not in self.known:
+            self.known[key] = (node.rule, str(node.rule))
+        text: str = self.known[key][1]
+        return text
+
+    def _options(self, node: NamedNode) -> tuple[OpSharding, ...]:
+        key = "options", self._signature(node)
+        if key not in self.known:
+            self._heed_time()
+            self.known[key] = options_of(self.setting, self.bound_layout, node, self.ways)
+        found: tuple[OpSharding, ...] = self.known[key]
+        if not found:
+            raise no_option(
+                self.bound_layout, node, self.setting.axes, lambda other: bool(options_of(self.setting, other, node))
+            )
+        return found
+
+    def _work(self, node: NamedNode, option: OpSharding) -> OpWork:
+        op_assignment = OpAssignment(option.choice, option.operands, option.produced, option.produced)
+        return self.setting.prices.work(node, op_assignment)
+
+    def _op_parts(self, node: NamedNode, options: tuple[OpSharding, ...], mode: int) -> Parts:
+        fused = self.shares.get(node.name)
+        again = self.again.flags(node.name)[mode]
+        # Shared values count where they are kept, and not at their producer.
+        keeping = tuple(
+            name if name is not None and not self._is_shared(name) and self._lives(name, node, mode) else None
+            for name in node.outputs
+        )
+        trains = any(self.graph.tensors[name].requires_grad for name in node.outputs if name is not None)
+        keeps = self.regather and self.setting.trains and trains and not again
+        moment = self._moment(node)
+        kept = keeps, node.name in self.gone, tuple(name is not None for name in keeping)
+        key = "op", self._signature(node), fused, again, moment, kept
+        if key not in self.known:
+            once, more = self._computed(node, options, fused)
+            sums = once + more if again else once.copy()
+            if keeps or moment is not None:
+                self._add_held(sums, node, options, keeps, moment)
+            for i, option in enumerate(options):
+                for position, name in enumerate(keeping):
+                    layout = option.produced[position]
+                    if name is not None and layout is not None:
+                        sums[Sum.KEPT_GIB, i] += self._gib(name, layout)
+            self.known[key] = parts_of(sums)
+        parts: Parts = self.known[key]
+        return parts
+
+    def _computed(self, node: NamedNode, options: tuple[OpSharding, ...], fused: float | None) -> tuple[Floats, Floats]:
+        """Return seconds of computing and of messages inside the op for each option, and what recomputation adds."""
+        key = "computed", self._signature(node), fused
+        if key not in self.known:
+            once, more = np.zeros((2, len(Sum), len(options)))
+            for i, option in enumerate(options):
+                work = self._work(node, option)
+                if fused is not None:
+                    device = self.setting.cluster.device
+                    work = OpWork(scaled(work.forward, fused, device), scaled(work.backward, fused, device))
+                self._add_work(once[:, i], work.forward, Sum.FORWARD_ROOM)
+                self._add_work(more[:, i], work.forward, Sum.BACKWARD_ROOM)
+                if self.setting.trains:
+                    self._add_work(once[:, i], work.backward, Sum.BACKWARD_ROOM)
+                self._sent_inside(once[:, i], more[:, i], node, option)
+            self.known[key] = once, more
+        found: tuple[Floats, Floats] = self.known[key]
+        return found
+
+    def _add_held(
+        self, sums: Floats, node: NamedNode, options: tuple[OpSharding, ...], keeps: bool, moment: Sum | None
+    ) -> None:
+        """Add the memory of each option: saved tensors beside values, and gradients at its backward."""
+        for i, option in enumerate(options):
+            split = lowered_context(self.graph, node, option.choice.splits, option.operands, self.setting.axes)
+            one_rank = OpAssignment(option.choice, option.operands, option.produced, option.produced)
+            footprint = local_footprint(self.graph, node, one_rank, split, self.setting.axes)
+            inside = footprint.internal_bytes / 2**30 if keeps else 0.0
+            sums[Sum.KEPT_GIB, i] += inside
+            sums[Sum.PRODUCT_GIB, i] -= inside if node.name in self.gone else 0.0
+            if moment is not None:
+                sums[moment, i] += self._gradients_gib(node, option, footprint)
+
+    def _moment(self, node: NamedNode) -> Sum | None:
+        """Return the memory sum that the gradients of an op belong to."""
+        if self.regather and node is self.beginning:
+            return Sum.BEGINNING_GIB
+        return Sum.PRODUCT_GIB if self.regather and node is self.product else None
+
+    def _gradients_gib(self, node: NamedNode, option: OpSharding, footprint: Footprint) -> float:
+        """Return the memory of an op's backward: gradients of results and operands, and its workspace."""
+        named = [*zip(node.outputs, option.produced, strict=True)]
+        named += [
+            (name, layout)
+            for i, (name, layout) in enumerate(zip(node.operands, option.operands, strict=True))
+            if i not in footprint.passes
+        ]
+        gradients = sum(
+            self._gib(name, layout)
+            for name, layout in dict.fromkeys(named)
+            if name is not None and layout is not None and self.graph.tensors[name].requires_grad
+        )
+        return gradients + footprint.backward_bytes / 2**30
+
+    def _add_work(self, sums: Floats, work: DirectionWork, room: Sum) -> None:
+        sums[Sum.DEVICE] += work.seconds
+        sums[room] += work.seconds
+        sums[Sum.HOST] += work.launches * self.setting.prices.launch if work.seconds else 0.0
+
+    def _sent_inside(self, once: Floats, more: Floats, node: NamedNode, option: OpSharding) -> None:
+        """Add the messages inside an op, and those of its recomputation."""
+        split = lowered_context(self.graph, node, option.choice.splits, option.operands, self.setting.axes)
+        for message in split.messages() if split is not None else ():
+            name = node.operands[0]
+            assert name is not None, node.name
+            one = InsertedReshard(name, node.name, message.reshard, message.itemsize, message.differentiable)
+            forward = tuple(self.setting.prices.reshard(one, "forward"))
+            backward = tuple(self.setting.prices.reshard(one, "backward") if self.setting.trains else ())
+            for sums, tasks in ((once, (*forward, *backward)), (more, forward)):
+                for task in tasks:
+                    sums[Sum.DEVICE] += task.seconds
+                    sums[Sum.HOST] += task.host_seconds
 
 
 def build(
