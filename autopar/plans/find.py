@@ -37,8 +37,7 @@ from autopar.sharding.propagation import propagate_plan
 from autopar.sharding.reshard_insertion import inserted_reshards
 from autopar.solver.infeasible.errors import NoFeasiblePlan
 from autopar.solver.progress import Progress
-from autopar.solver.solve import solve_plan
-from autopar.solver.strategies import WHOLE, axis_assignments, splits_nothing
+from autopar.solver.solve import WHOLE, axis_assignments, solve_plan, splits_nothing
 
 __all__ = [
     "PlanRequest",

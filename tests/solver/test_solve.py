@@ -27,8 +27,7 @@ from autopar.solver.infeasible.errors import NoFeasiblePlan
 from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.objective import Hinges, Sum
 from autopar.solver.setting import PlanningProblem
-from autopar.solver.solve import SolvedPlan, solve_plan
-from autopar.solver.strategies import strategy_plans
+from autopar.solver.solve import SolvedPlan, solve_plan, strategy_plans
 from examples.gpt import gpt
 
 CLUSTER = load_cluster("h100")
