@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.profile import TaskBuilder
@@ -12,9 +13,72 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
 from autopar.sharding.options import TrainingOptions
-from autopar.solver.model.saved_values import SavedValues
 
-__all__ = ["PlanningProblem"]
+
+@dataclass(frozen=True)
+class SavedValues:
+    # Root of each value: the value whose storage it shares.
+    roots: dict[str, str]
+    # Ops that save each root, itself or as a view.
+    keepers: dict[str, tuple[str, ...]]
+    # Op and operand: the resharded operand is saved.
+    operands: frozenset[tuple[str, str]]
+    # Values that their producers save.
+    own: frozenset[str]
+
+    @staticmethod
+    def of(graph: NamedGraph) -> SavedValues:
+        roots = {name: name for name in graph.tensors}
+        for node in graph.nodes:
+            footprint = graph.footprints[node.node]
+            for name, alias in zip(node.outputs, footprint.aliases, strict=False):
+                source = None if alias is None else node.operands[alias]
+                if name is not None and source is not None:
+                    roots[name] = roots[source]
+        keepers: dict[str, tuple[str, ...]] = {}
+        kept: set[str] = set()
+        operands: set[tuple[str, str]] = set()
+        own: set[str] = set()
+        for node in reversed(graph.nodes if graph.exported.grad_enabled else ()):
+            footprint = graph.footprints[node.node]
+            for name, alias in zip(node.outputs, footprint.aliases, strict=False):
+                source = None if alias is None else node.operands[alias]
+                if name in kept and source is not None:
+                    kept.add(source)
+                    operands.add((node.name, source))
+            if not any(name is not None and graph.tensors[name].requires_grad for name in node.outputs):
+                continue
+            for i in footprint.keeps:
+                name = node.operands[i]
+                if name is not None:
+                    kept.add(name)
+                    operands.add((node.name, name))
+            for name in dict.fromkeys(node.operands[i] for i in footprint.keeps):
+                if name is not None:
+                    keepers[roots[name]] = (*keepers.get(roots[name], ()), node.name)
+            for i in footprint.keeps_outputs:
+                name = node.outputs[i]
+                if name is not None:
+                    own.add(name)
+                    keepers[roots[name]] = (*keepers.get(roots[name], ()), node.name)
+        return SavedValues(roots, keepers, frozenset(operands), frozenset(own))
+
+    def is_kept(self, name: str) -> bool:
+        """Return whether the storage of a result is saved."""
+        return self.roots[name] == name and name in self.keepers
+
+    def least_bytes(self, graph: NamedGraph, again: Collection[str]) -> float:
+        """Return the bytes alive where the backward begins whatever is split: trained state and saved values.
+
+        `again` are the recomputed ops.
+        """
+        made = [name for node in graph.nodes if node.name not in again for name in node.outputs if name is not None]
+        held = [name for name in made if self.is_kept(name)] + [tensor.name for tensor in graph.parameters]
+        return float(sum(prod(graph.tensors[name].shape) * graph.tensors[name].dtype.itemsize for name in held))
+
+    def only_for(self, op: str, name: str) -> bool:
+        """Return whether a value is saved for this op alone."""
+        return (op, name) in self.operands and len(self.keepers.get(self.roots[name], ())) == 1
 
 
 @dataclass(frozen=True, eq=False)
