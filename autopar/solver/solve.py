@@ -26,9 +26,8 @@ from autopar.solver.infeasible.errors import NoFeasiblePlan, OutOfTime
 from autopar.solver.infeasible.explain import infeasible_error
 from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.progress import Progress, relative_gap
-from autopar.solver.search.incumbent import Incumbent
 from autopar.solver.search.joined_axes import MOST_AXES
-from autopar.solver.search.phases import SearchPhases, SearchResult, promising_choices, settle
+from autopar.solver.search.phases import Incumbent, SearchPhases, SearchResult, promising_choices, settle
 from autopar.solver.search.prove_small import prove_small
 from autopar.solver.setting import PlanningProblem
 

@@ -13,7 +13,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
 from autopar.plans.find import PlanRequest, plan_graph
 from autopar.sharding.assignment import StepPlan
-from autopar.solver.search.incumbent import Incumbent
+from autopar.solver.search.phases import Incumbent
 from examples.gpt import gpt
 
 

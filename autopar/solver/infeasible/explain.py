@@ -14,8 +14,7 @@ from autopar.solver.infeasible.errors import NoFeasiblePlan, conflicting, spans_
 from autopar.solver.model.build import plan_of
 from autopar.solver.model.objective import FORBIDDEN_SECONDS, Hinges, Sum
 from autopar.solver.search.elimination import Elimination
-from autopar.solver.search.incumbent import Incumbent
-from autopar.solver.search.phases import SearchPhases, search_least_memory
+from autopar.solver.search.phases import Incumbent, SearchPhases, search_least_memory
 
 __all__ = ["infeasible_error"]
 
