@@ -5,7 +5,6 @@ candidates   options of ops and tensors
 model/       sets, variables, factors, objective
 search/      bounds, multipliers, incumbents
 decode       solution -> assignment
-strategies   published strategies as first candidates
 infeasible/  messages where there is no plan
-solve        entry point: `solve_plan`
+solve        entry point: `solve_plan`; published strategies as first candidates
 """

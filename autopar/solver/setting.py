@@ -1,4 +1,4 @@
-"""The planning problem: the graph, the mesh, the cluster, and the user's options."""
+"""The planning problem: the graph with its saved values, the mesh, the cluster, and the user's options."""
 
 from __future__ import annotations
 

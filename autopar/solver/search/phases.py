@@ -1,4 +1,4 @@
-"""Phases of the search of one mesh: without a memory limit, then with it."""
+"""Phases of the search of one mesh, without a memory limit, then with it; the incumbent: the best plan so far."""
 
 from __future__ import annotations
 
