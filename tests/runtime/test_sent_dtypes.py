@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.lowering.collectives.local_reshard import LocalReshard
+from autopar.lowering.collectives.local_reshard import LocalReshard, restored
 from autopar.lowering.collectives.process_groups import Groups
-from autopar.lowering.collectives.wire_dtypes import restored
 from autopar.lowering.passes.join_small_sums import joined
 from autopar.sharding.reshard.reshard import StepKind, reshard
 from autopar.sharding.sharding import Atoms, Sharding

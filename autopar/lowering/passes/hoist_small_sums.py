@@ -28,8 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.lowering.collectives.local_reshard import LocalReshard, convert, send
-from autopar.lowering.collectives.wire_dtypes import restored
+from autopar.lowering.collectives.local_reshard import LocalReshard, convert, restored, send
 from autopar.lowering.modules.late_tensor import LateTensor
 from autopar.lowering.passes.join_small_sums import joined, small_sum
 from autopar.lowering.passes.recompute_regions import REGION

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from autopar.lowering.collectives.local_reshard import LocalReshard, convert, send
-from autopar.lowering.collectives.wire_dtypes import restored, summed_together
+from autopar.lowering.collectives.local_reshard import LocalReshard, convert, restored, send, summed_together
 from autopar.sharding.reshard.reshard import StepKind
 
 __all__ = ["JoinedSums", "join_totals", "joined", "small_sum"]
