@@ -22,8 +22,7 @@ from autopar.ir.invariants import verifying
 from autopar.ir.values import NamedNode
 from autopar.lowering.collectives.local_reshard import LocalReshard, bind_message
 from autopar.lowering.collectives.process_groups import Groups
-from autopar.lowering.comments import note_of
-from autopar.lowering.emitted import Emitted
+from autopar.lowering.emitted import Emitted, note_of
 from autopar.lowering.modules.shard_ops import LocalOpModule, LoweredOpModule, ReshardModule
 from autopar.lowering.passes.aliases import FRESH, is_idle_copy, makes_new_memory
 from autopar.lowering.passes.bucket_parameters import BucketedParameters, put_in_buckets

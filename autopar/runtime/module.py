@@ -14,8 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import AutoparError, ModuleAttributeError
 from autopar.ir.graph import NamedGraph
-from autopar.lowering.comments import with_ends, with_notes
-from autopar.lowering.emitted import Emitted
+from autopar.lowering.emitted import Emitted, with_ends, with_notes
 from autopar.lowering.modules.late_tensor import LateTensor
 from autopar.runtime.call_cache import CallCache, CallSettings, Disagreement, FixedInputs, Planner
 from autopar.runtime.compiled_call import CallSignature, CompiledCall
