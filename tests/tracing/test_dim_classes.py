@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.tracing.naming.dim_classes import DimSpace
+from autopar.tracing.naming.bind_graph import DimSpace
 
 
 def test_merging_makes_one_class_of_two() -> None:
