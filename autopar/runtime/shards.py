@@ -19,8 +19,7 @@ from autopar.mesh import SubMesh
 from autopar.runtime.module_shell import canonical_names, mirror, owner_of
 from autopar.runtime.strided_dtensor import support
 from autopar.sharding.assignment import Assignment
-from autopar.sharding.dtensor_placements import to_placements
-from autopar.sharding.sharding import Atoms, Sharding, atoms_of
+from autopar.sharding.sharding import Atoms, Sharding, atoms_of, to_placements
 
 __all__ = [
     "LocalShard",

@@ -13,10 +13,9 @@ from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.sharding.bound_layout import BoundLayout, matches
 from autopar.sharding.choices import Choice, Passing, Site, choices, passings_of, shardings_of
-from autopar.sharding.dtensor_placements import to_placements
 from autopar.sharding.layout.parameter_storage import gather_action
 from autopar.sharding.op_pins import allows, pinned_passings, pinned_sites, uneven_sites
-from autopar.sharding.sharding import Atoms, Sharding, atoms_of
+from autopar.sharding.sharding import Atoms, Sharding, atoms_of, to_placements
 from autopar.solver.search.joined_axes import MOST_AXES, AxisRoles, kind_of
 from autopar.solver.setting import PlanningProblem
 

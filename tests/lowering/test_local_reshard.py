@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.lowering.collectives.local_reshard import LocalReshard
 from autopar.lowering.collectives.process_groups import Groups
-from autopar.sharding.dtensor_placements import to_placements
 from autopar.sharding.reshard.reshard import Reshard, StepKind, reshard
-from autopar.sharding.sharding import Atoms, Sharding
+from autopar.sharding.sharding import Atoms, Sharding, to_placements
 from tests.gaps import number
 from tests.runtime.launcher import in_turn, launch
 from tests.simulation import all_layouts, run, scatter

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from autopar.errors import LayoutError
 from autopar.runtime.strided_dtensor import support
-from autopar.sharding.dtensor_placements import to_placements
-from autopar.sharding.sharding import Atoms, Sharding, coordinates
+from autopar.sharding.sharding import Atoms, Sharding, coordinates, to_placements
 from tests.runtime.launcher import launch
 
 AXES = {"a": 2, "b": 2}

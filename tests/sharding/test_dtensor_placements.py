@@ -12,8 +12,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from autopar.errors import LayoutError
-from autopar.sharding.dtensor_placements import to_placements
-from autopar.sharding.sharding import Atoms, Sharding, coordinates
+from autopar.sharding.sharding import Atoms, Sharding, coordinates, to_placements
 from tests.simulation import all_layouts, scatter
 
 CASES = [
