@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_data("compare", _data(plans))
         return 0 if priced else 1
-    from autopar.plans.views.compare import side_by_side
+    from autopar.plans.views.summary import side_by_side
 
     if priced:
         print(side_by_side(priced))
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _data(plans: Mapping[str, Plan | str]) -> dict[str, Any]:
-    from autopar.plans.views.compare import differences
+    from autopar.plans.views.summary import differences
     from autopar.plans.views.to_json import costs_data
 
     first = next((plan for plan in plans.values() if not isinstance(plan, str)), None)

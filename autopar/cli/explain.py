@@ -119,7 +119,7 @@ def _forced(
 
 
 def _beside(plan: Plan, forced: _Forced, rules: str) -> str:
-    from autopar.plans.views.compare import side_by_side
+    from autopar.plans.views.summary import side_by_side
 
     first, *_, last = (forced.names[0], *forced.names)
     of = f"{first} ... {last}, {len(forced.names)} alike" if first != last else first

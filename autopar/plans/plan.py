@@ -18,9 +18,8 @@ from autopar.plans.record import PlanRecord
 from autopar.plans.report.page import Page, report
 from autopar.plans.retarget import retarget
 from autopar.plans.views.alternatives import Alternative, alternatives
-from autopar.plans.views.compare import difference
 from autopar.plans.views.explain import explain_name
-from autopar.plans.views.summary import summary
+from autopar.plans.views.summary import difference, summary
 from autopar.plans.views.to_json import plan_data
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.source import read_text
