@@ -45,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read or make a plan and explain a name in it."""
-    from autopar.plans.glob_cover import repeated_names
+    from autopar.plans.format import repeated_names
     from autopar.plans.views.alternatives import shown
     from autopar.plans.views.explain import explain_name
     from autopar.plans.views.to_json import explanation_data, short_data
@@ -91,7 +91,7 @@ class _Forced:
 
 def _asked(plan: Plan, arguments: argparse.Namespace) -> tuple[tuple[str, ...], Any]:
     """Return the tensors and pins of --why-not; errors appear before anything is priced."""
-    from autopar.plans.glob_cover import repeated_names
+    from autopar.plans.format import repeated_names
     from autopar.sharding.layout.check import check_layout
     from autopar.sharding.layout.language import parse_layout
     from autopar.sharding.op_pins import words_of

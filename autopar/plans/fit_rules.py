@@ -19,7 +19,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
 from autopar.mesh import SubMesh
 from autopar.names import RESERVED
-from autopar.plans.glob_cover import skeleton
+from autopar.plans.format import skeleton
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.matching import POSITION

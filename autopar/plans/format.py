@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import product
 
+from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
 from autopar.sharding.sharding import Sharding
-
-__all__ = ["bytes_text", "layout_text", "percent_text", "seconds_text", "table"]
 
 
 def seconds_text(seconds: float) -> str:
@@ -59,3 +61,83 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str 
         cells = zip(range(len(row)), row, widths, strict=True)
         lines.append(indent + "  ".join(f"{cell:>{w}}" if i in right else f"{cell:{w}}" for i, cell, w in cells))
     return [line.rstrip() for line in lines]
+
+
+# -- patterns that cover names -----------------------------------------------------------------------------------------
+
+
+_NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.|/|$)")
+
+# Longer names keep their first numbers: four forms of each would be too many patterns.
+MOST_NUMBERS = 3
+
+
+def skeleton(name: str) -> str:
+    """Return the name with `*` for each number: equal at the same place of repeated layers."""
+    return _NUMBER.sub("*", name)
+
+
+def cover(wanted: Sequence[str], harmless: Collection[str], names: Sequence[str]) -> tuple[str, ...]:
+    """Return few patterns that match all wanted names and no others but harmless ones."""
+    # One search over one text is faster than a match per name: models have thousands of names.
+    text = "\n".join(names)
+    allowed = {*wanted, *harmless}
+    left = dict.fromkeys(wanted)
+    found: list[str] = []
+    # The plainest pattern first: one star per number reads best, where it matches nothing else.
+    simple = dict.fromkeys(skeleton(name) for name in wanted)
+    for glob in (*simple, *_finer(wanted)):
+        if not left:
+            break
+        matched = set(_lines(glob).findall(text))
+        # A pattern for a single name is no shorter than the name.
+        if matched <= allowed and (len(matched & left.keys()) > 1 or glob in left):
+            found.append(glob)
+            left = {name: None for name in left if name not in matched}
+    return (*found, *left)
+
+
+def _finer(wanted: Iterable[str]) -> Iterator[str]:
+    """Return patterns for numbers of one length or with equal first digits, most matches first."""
+    counts: dict[str, int] = {}
+    for name in wanted:
+        for glob in dict.fromkeys(_patterns(name)):
+            counts[glob] = counts.get(glob, 0) + 1
+    return iter(sorted(counts, key=lambda glob: (-counts[glob], len(glob))))
+
+
+def _patterns(name: str) -> Iterator[str]:
+    parts = _NUMBER.split(name)
+    numbers = range(len(parts))[1::2][-MOST_NUMBERS:]
+    options = [[parts[i], "*", "?" * len(parts[i]), f"{parts[i][:-1]}?"] for i in numbers]
+    for picked in product(*options):
+        made = list(parts)
+        for i, part in zip(numbers, picked, strict=True):
+            made[i] = part
+        yield "".join(made)
+
+
+@lru_cache(maxsize=4096)
+def _lines(glob: str) -> re.Pattern[str]:
+    """Return the regular expression of the lines that a pattern matches."""
+    words = {"*": "[^\n]*", "?": "[^\n]"}
+    return re.compile(f"^{''.join(words.get(c, re.escape(c)) for c in glob)}$", re.MULTILINE)
+
+
+def repeated_names(graph: NamedGraph, name: str) -> tuple[str, ...]:
+    """Return the names of a tensor in all layers of its stack, in order; the name alone if nothing repeats."""
+    nodes = {node.node: node for node in graph.nodes}
+    found = {name: None}
+    for repeat in graph.repeats:
+        for steps in zip(*repeat.layers, strict=True):
+            twins = [(*nodes[step].operands, *nodes[step].outputs) for step in steps if step in nodes]
+            for same in zip(*twins, strict=False):
+                if name in same:
+                    found.update(dict.fromkeys(one for one in same if one is not None))
+    kind, shown = graph.tensors[name].kind if name in graph.tensors else None, skeleton(name)
+    return tuple(
+        tensor.name
+        for tensor in graph.tensors.values()
+        # The input of the first layer is another tensor than the output of each layer.
+        if tensor.name in found and tensor.kind == kind and skeleton(tensor.name) == shown
+    )

@@ -12,8 +12,7 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.files import write_text
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh
-from autopar.plans.format import bytes_text, seconds_text, table
-from autopar.plans.glob_cover import skeleton
+from autopar.plans.format import bytes_text, seconds_text, skeleton, table
 from autopar.plans.header import Header, parameters_of
 from autopar.plans.to_layout import WrittenLayout, write_layout
 from autopar.sharding.assignment import StepPlan

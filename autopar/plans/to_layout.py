@@ -14,7 +14,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import Mesh, SubMesh
 from autopar.plans.fit_rules import TensorAxes, axes_by_tensor, bare_rules, is_uneven, rules_for, word_of
-from autopar.plans.glob_cover import cover
+from autopar.plans.format import cover
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.choices import BROADCAST, Choice, can_split
 from autopar.sharding.layout.language import Layout

@@ -7,8 +7,7 @@ import torch
 from autopar.ir.values import Atom, NamedTensor
 from autopar.mesh import Mesh
 from autopar.plans.find import PlanRequest, plan_graph, plan_under_layout
-from autopar.plans.format import layout_text
-from autopar.plans.glob_cover import repeated_names
+from autopar.plans.format import layout_text, repeated_names
 from autopar.plans.plan import Plan
 from autopar.sharding.sharding import Sharding
 from autopar.tracing.trace import trace

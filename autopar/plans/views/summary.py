@@ -11,8 +11,7 @@ from textwrap import wrap
 from autopar.cost.compute.rates import rate_notes
 from autopar.errors import AutoparError
 from autopar.ir.analysis.repeated_layers import RepeatedLayers
-from autopar.plans.format import bytes_text, layout_text, percent_text, seconds_text, table
-from autopar.plans.glob_cover import skeleton
+from autopar.plans.format import bytes_text, layout_text, percent_text, seconds_text, skeleton, table
 from autopar.plans.record import PlanRecord, PricedCollective
 
 
