@@ -17,7 +17,7 @@ from autopar.ir.values import NamedTensor
 from autopar.mesh import Mesh, SubMesh
 from autopar.plans.find import PlanRequest, plan_graph
 from autopar.plans.header import check_model, check_whole, read_header
-from autopar.plans.retarget import retarget
+from autopar.plans.to_layout import retarget
 from autopar.sharding.assignment import Assignment, StepPlan
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import Layout, parse_layout
