@@ -37,8 +37,7 @@ from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.notation import FactorKind
 from autopar.rules.shard_call.attention import repeat_masked_heads
 from autopar.rules.shard_call.dispatch import localiser
-from autopar.rules.shard_call.empty import amounts
-from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall, amounts
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.choices import Choice
 from autopar.sharding.lowered_ops import LoweredOpContext, lowered_context

@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from autopar.rules.shard_call.empty import kept
+from autopar.rules.shard_call.local_call import kept
 from autopar.sharding.reshard.reshard import LOCAL, Reshard, Step, StepKind
 from autopar.sharding.sharding import Piece
 

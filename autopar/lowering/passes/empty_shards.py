@@ -24,8 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
 from autopar.rules.call import flat_results
-from autopar.rules.shard_call.empty import nothing
-from autopar.rules.shard_call.local_call import call_by_name
+from autopar.rules.shard_call.local_call import call_by_name, nothing
 
 __all__ = ["EmptyShardOp", "Result", "nodes_of", "reached"]
 

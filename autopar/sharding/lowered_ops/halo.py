@@ -18,8 +18,7 @@ from torch import Tensor
 from autopar.ir.values import NamedNode
 from autopar.rules.call import takes_tensors
 from autopar.rules.notation import FactorKind, Halo
-from autopar.rules.shard_call.empty import amounts, nothing
-from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
+from autopar.rules.shard_call.local_call import FactorSlice, LocalCall, amounts, nothing
 from autopar.rules.shard_call.windows import WindowReach, numeric_padding, padded, reach, unpadded
 from autopar.sharding.lowered_ops.base import LoweredOpContext, OpMessage, Send, dims_of
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
