@@ -13,9 +13,8 @@ from typing import Any
 from torch import nn
 
 from autopar.ir.analysis.finite import passable_sums
-from autopar.ir.analysis.op_memory import Footprint, footprints
+from autopar.ir.analysis.op_memory import Footprint, InternalSave, SavedTensors, footprints, saved_values
 from autopar.ir.analysis.repeated_layers import RepeatedLayers
-from autopar.ir.analysis.saved_tensors import InternalSave, SavedTensors, saved_values
 from autopar.ir.exported import Exported
 from autopar.ir.interpreter import TracedModule
 from autopar.ir.values import Dim, NamedNode, NamedTensor

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetModel
 
-from autopar.ir.analysis.saved_tensors import InternalSave, saved_values
+from autopar.ir.analysis.op_memory import InternalSave, saved_values
 from autopar.ir.exported import Exported
 from autopar.ir.interpreter import TracedModule
 from autopar.tracing.export.export import export
