@@ -29,8 +29,7 @@ from autopar.errors import AutoparWarning
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.emit import emit
-from autopar.lowering.modules.bucket import ParameterHandling
-from autopar.lowering.modules.bucket_state import GradientSync
+from autopar.lowering.modules.bucket import GradientSync, ParameterHandling
 from autopar.lowering.passes.bucket_parameters import BucketedParameters
 from autopar.mesh import Mesh
 from autopar.plans.find import PlanRequest, plan_graph

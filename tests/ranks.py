@@ -19,8 +19,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.interpreter import TracedCall
 from autopar.lowering.collectives.process_groups import Groups, _Group
 from autopar.lowering.emit import emit
-from autopar.lowering.modules.bucket import ParameterHandling
-from autopar.lowering.modules.bucket_state import GradientSync
+from autopar.lowering.modules.bucket import GradientSync, ParameterHandling
 from autopar.lowering.passes.bucket_parameters import BucketedParameters
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.language import parse_layout

@@ -25,8 +25,8 @@ from autopar.ir.invariants import Invariant, check_invariants
 from autopar.lowering.collectives.local_reshard import LocalReshard
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.emitted import Emitted
+from autopar.lowering.modules.bucket import BucketState
 from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, RegatherRelease, RegatherWatch
-from autopar.lowering.modules.bucket_state import BucketState
 from autopar.lowering.modules.selective_recompute import SelectiveRecompute
 from autopar.lowering.modules.shard_ops import LoweredOpModule, ReshardModule
 from autopar.lowering.passes.join_small_sums import JoinedSums

@@ -21,8 +21,7 @@ from autopar.lowering.collectives.checksum import checksum, checksum_of_all, dig
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.emit import emit
 from autopar.lowering.emitted import Emitted
-from autopar.lowering.modules.bucket import ParameterHandling
-from autopar.lowering.modules.bucket_state import GradientSync
+from autopar.lowering.modules.bucket import GradientSync, ParameterHandling
 from autopar.lowering.passes.bucket_parameters import BucketedParameters
 from autopar.mesh import SubMesh
 from autopar.runtime.compiled_call import CallResults, CallSignature, CompiledCall

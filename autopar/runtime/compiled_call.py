@@ -25,8 +25,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.pytree import Constant, Flattened, Items, Mapped, Node, Original, Shared, TensorLeaf, unflatten
 from autopar.lowering.collectives.checksum import digest, kind_of
 from autopar.lowering.emitted import Emitted
-from autopar.lowering.modules.bucket import waited
-from autopar.lowering.modules.bucket_state import GradientSync
+from autopar.lowering.modules.bucket import GradientSync, waited
 from autopar.runtime.module_shell import owner_of
 from autopar.runtime.shards import LocalShard, ShardOwner
 from autopar.sharding.assignment import Assignment

@@ -14,8 +14,7 @@ from torch.nn import functional
 import autopar
 from autopar.ir.graph import NamedGraph
 from autopar.lowering import emit as emitting
-from autopar.lowering.modules.bucket import ParameterHandling
-from autopar.lowering.modules.bucket_state import GradientSync
+from autopar.lowering.modules.bucket import GradientSync, ParameterHandling
 from autopar.lowering.passes.bucket_parameters import BucketedParameters
 from autopar.mesh import SubMesh
 from autopar.sharding.layout.language import parse_layout

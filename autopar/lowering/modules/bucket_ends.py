@@ -27,8 +27,16 @@ from torch import Tensor, nn
 
 from autopar.lowering.collectives.local_reshard import convert
 from autopar.lowering.collectives.local_steps import finish
-from autopar.lowering.modules.bucket import begin_steps, is_view, locally, sums_begun, waited
-from autopar.lowering.modules.bucket_state import BucketState, Regathered, is_alone
+from autopar.lowering.modules.bucket import (
+    BucketState,
+    Regathered,
+    begin_steps,
+    is_alone,
+    is_view,
+    locally,
+    sums_begun,
+    waited,
+)
 
 __all__ = ["BucketEnd", "BucketStart", "RegatherRelease", "RegatherWatch"]
 

@@ -32,9 +32,8 @@ from torch.fx import Graph, Node
 
 from autopar.ir.values import NamedTensor
 from autopar.lowering.collectives.local_reshard import LocalReshard
-from autopar.lowering.modules.bucket import BucketCollectives, ParameterHandling
+from autopar.lowering.modules.bucket import BucketCollectives, BucketState, GradientSync, ParameterHandling
 from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, RegatherRelease, RegatherWatch
-from autopar.lowering.modules.bucket_state import BucketState, GradientSync
 from autopar.lowering.passes.aliases import readers
 from autopar.sharding.buckets import BUCKET_BYTES, goes_in_bucket, in_buckets
 

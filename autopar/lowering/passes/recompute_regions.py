@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.ir.fx_graphs import body_of, boundary, call_checkpoint, put_call
+from autopar.lowering.modules.bucket import BucketState, Regathered
 from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, RegatherRelease, RegatherWatch
-from autopar.lowering.modules.bucket_state import BucketState, Regathered
 from autopar.lowering.modules.selective_recompute import SelectiveRecompute
 from autopar.sharding.options import Recompute
 from autopar.sharding.recompute import RecomputeRegion
