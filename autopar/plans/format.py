@@ -1,4 +1,4 @@
-"""Text for people: numbers with units, shardings, tables."""
+"""Text for people: numbers with units, shardings, tables, and patterns that cover names of repeated layers."""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 First come few rules that cover most (`fit_rules`), then a pin for each tensor that they get wrong. Propagation then
 shows the choices it would take: ops that decide otherwise are pinned, and broadcasts that begin elsewhere. Pins may
 move other broadcasts, so this repeats until nothing differs.
+
+`retarget` completes such a layout for inputs of other sizes: it speaks of dims, so most statements stay valid.
 """
 
 from __future__ import annotations
@@ -246,7 +248,11 @@ def choice_words(node: NamedNode, choice: Choice, axes: SubMesh) -> _Choice:
 
 
 def retarget(graph: NamedGraph, layout: Layout, axes: SubMesh) -> StepPlan:
-    """Return the plan of a layout on another graph of the same model."""
+    """Return the plan of a layout on another graph of the same model.
+
+    Statements about absent ops and values are dropped, and sizes that no longer divide are split unevenly. If the pins
+    are infeasible at the new sizes, only the rules remain.
+    """
     words = words_of(graph)
     known = [kept for statement in layout for kept in _known(statement, words)]
     without_ops = [statement for statement in known if not isinstance(statement, OpPin)]

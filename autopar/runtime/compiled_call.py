@@ -1,4 +1,7 @@
-"""Call signatures of a parallel module, and the compiled call that runs the emitted graph of one of them."""
+"""Call signatures of a parallel module, and the compiled call that runs the emitted graph of one of them.
+
+The call reads the local tensors of all parameters and returns DTensors of their gradients (`LocalParameters`).
+"""
 
 from __future__ import annotations
 
@@ -284,6 +287,11 @@ def _place(module: nn.Module, kind: str, name: str) -> dict[str, Any] | None:
 
 class LocalParameters:
     """Convert all parameters to their shards; their gradients become DTensors of the same placements.
+
+    `DTensor.to_local` does this for one tensor. A model has hundreds of them, which is most of the overhead of a small
+    step, so one autograd function converts all of them at once. A gradient that autograd would only store in `.grad` is
+    stored there directly: autograd detaches it first, which takes longer for a DTensor than everything else. Gradients
+    that a hook or `torch.autograd.grad` reads, or that are added to an existing `.grad`, go through autograd.
 
     `finish` waits for gradients that are still being reduced; `written` runs after parameters were written to.
     """

@@ -6,7 +6,7 @@
     P partial      the ranks' values add up to the value; its gradient is the same on every rank
 
 A physical dim may be made of several named dims, `(heads head_dim)`, and an axis may split any of them. So a sharding
-splits the *atoms* of a tensor: its dims with every compound one unfolded.
+splits the *atoms* of a tensor: its dims with every compound one unfolded. `to_placements` converts it for DTensor.
 """
 
 from __future__ import annotations
@@ -243,7 +243,12 @@ def coordinates(axes: SubMesh) -> Iterator[dict[str, int]]:
 
 
 def to_placements(sharding: Sharding, atoms: Atoms, axes: SubMesh, tensor: str = "the tensor") -> tuple[Placement, ...]:
-    """Return one placement per mesh axis, or raise E4 naming `tensor`."""
+    """Return one placement per mesh axis, in the order of the mesh, or raise E4 naming `tensor`.
+
+    A placement names a physical dim. An axis may split a minor atom of a dim, or split in another order than the
+    mesh's. Its pieces are then strided in the dim, and the placement is a `_StridedShard`, which exists for even pieces
+    only. `autopar.runtime.strided_dtensor` lets DTensor gather them.
+    """
     sharding.check(atoms, axes)
     dims = {atom: dim for dim, members in enumerate(atoms.members) for atom in members}
     placements: list[Placement] = []

@@ -2,9 +2,8 @@
 
 setting      the problem, and what the user has fixed
 candidates   options of ops and tensors
-model/       sets, variables, factors, objective
+model/       sets, variables, factors, objective; solution -> assignment
 search/      bounds, multipliers, incumbents
-decode       solution -> assignment
 infeasible/  messages where there is no plan
 solve        entry point: `solve_plan`; published strategies as first candidates
 """

@@ -17,6 +17,12 @@ from autopar.sharding.options import TrainingOptions
 
 @dataclass(frozen=True)
 class SavedValues:
+    """Saved values, as far as no decision changes them: the ops that save each value. A view saves its root.
+
+    Each value counts where it is produced, or where it is resharded for an op that saves it. The simulation of memory
+    follows every storage; the search corrects the difference by its peak.
+    """
+
     # Root of each value: the value whose storage it shares.
     roots: dict[str, str]
     # Ops that save each root, itself or as a view.

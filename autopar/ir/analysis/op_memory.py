@@ -1,7 +1,8 @@
-"""Memory footprint of each op, measured on fake tensors: forward and backward, once per distinct call.
+"""Memory of ops and values that autograd saves in eager mode, measured on fake tensors.
 
 Each op runs alone on fake tensors (shapes without memory), with hooks on saved tensors and a count of live bytes. So
-its own autograd formula yields the tensors that it saves and the temporary memory; there is no table per op.
+its own autograd formula yields the tensors that it saves and the temporary memory; there is no table per op. Equal
+calls are measured once. `saved_values` runs the whole graph in the same way, for the values that it saves.
 """
 
 from __future__ import annotations

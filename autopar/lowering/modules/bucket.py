@@ -1,4 +1,4 @@
-"""Buckets: one collective for many parameters, in the forward and in the backward.
+"""Buckets: one collective for many parameters, and their state between two places of a step.
 
 A bucket packs its tensors into one buffer, sends it, and unpacks each tensor. Large tensors are sent from their own
 memory by the same collective. Results may be pending when these functions return; a reader waits for them (`waited`).

@@ -1,7 +1,4 @@
-"""Summary of a plan on one screen, and comparison of plans: costs, and tensors with different shardings.
-
-A summary shows dims, one layer, communication, time, memory.
-"""
+"""Summary of a plan on one screen: dims, one layer, communication, time, memory; differences of several plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run one shard of a call: the slice of each tensor that it takes, and its changed arguments.
+"""Run one shard of a call: the slice of each tensor that it takes, its changed arguments, zeros for empty shards.
 
 Nothing here communicates: what a shard needs from the others is named by the rule (a partial sum, a halo), and
 whoever runs the shards supplies it.
