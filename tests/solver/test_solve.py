@@ -21,7 +21,6 @@ from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.contracts import sharding_text
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.options import TrainingOptions
-from autopar.solver import strategies
 from autopar.solver.arrays import Floats
 from autopar.solver.infeasible.errors import NoFeasiblePlan
 from autopar.solver.model.build import build, plan_of
@@ -247,7 +246,7 @@ def test_strategies_are_not_tried_when_it_is_late(graph: NamedGraph, monkeypatch
         tried.append(layout)
         return None
 
-    monkeypatch.setattr(strategies, "plan_under", none)
+    monkeypatch.setattr("autopar.solver.solve.plan_under", none)
     setting = PlanningProblem.of(graph, SubMesh.of({"pod": 2, "dp": 2, "tp": 2}), CLUSTER, TrainingOptions())
     assert list(strategy_plans(setting, lambda: len(tried) >= 4)) == []
     assert len(tried) == 4
