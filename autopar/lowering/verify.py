@@ -101,10 +101,6 @@ class _ShapeRun:
                 return torch.fx.node.map_arg(node.args[0], values.get)
             declared = self.shard(*node.meta[SHARD]) if SHARD in node.meta else None
             found = next(given) if node.op == "placeholder" else self._value(node, module, values)
-            # torch's shape functions are not exact for empty tensors (repeat_interleave).
-            is_empty = isinstance(found, Tensor) and declared is not None and found.numel() == declared.numel() == 0
-            if is_empty:
-                found = declared
             if isinstance(found, Tensor) and declared is not None and found.shape != declared.shape:
                 name, sharding = node.meta[SHARD]
                 shapes = f"has the local shape {list(found.shape)}, expected {list(declared.shape)}"

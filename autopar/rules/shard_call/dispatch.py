@@ -107,7 +107,10 @@ def _copies(name: str) -> Lowering:
         given = local.arguments[name]
         before, after = list(local.arguments["self"].shape), local.output_shape()
         if isinstance(given, int):
-            return local.with_arguments(**{name: prod(after) // max(prod(before), 1)})
+            dim = local.arguments.get("dim")
+            # By the repeated dim alone: another one may be empty.
+            ends = (prod(before), prod(after)) if dim is None else (before[dim], after[dim])
+            return local.with_arguments(**{name: ends[1] // ends[0] if ends[0] else given})
         before = [1] * (len(after) - len(before)) + before
         wanted = [1] * (len(after) - len(given)) + list(given)
         counts = [to // size if size else count for size, to, count in zip(before, after, wanted, strict=True)]
