@@ -18,8 +18,8 @@ from autopar.plans.find import PlanRequest, check_outputs, meshes_of, plan_graph
 from autopar.plans.header import read_header
 from autopar.plans.plan import Plan
 from autopar.plans.planners import LayoutPlanner, PlanFilePlanner, SearchPlanner, has_holes
+from autopar.runtime.agreement import Agreement
 from autopar.runtime.module import CallSettings, ParallelModule, Planner
-from autopar.runtime.ranks.agreement import Agreement
 from autopar.sharding.layout.language import Layout, choose_layout
 from autopar.sharding.layout.source import read_text
 from autopar.sharding.options import Outputs, TrainingOptions

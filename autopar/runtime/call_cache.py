@@ -24,9 +24,9 @@ from autopar.lowering.emitted import Emitted
 from autopar.lowering.modules.bucket import GradientSync, ParameterHandling
 from autopar.lowering.passes.bucket_parameters import BucketedParameters
 from autopar.mesh import SubMesh
+from autopar.runtime.agreement import Agreement, PendingCheck, graph_facts
 from autopar.runtime.compiled_call import CallResults, CallSignature, CompiledCall
 from autopar.runtime.random_keys import RandomKeys, kept_generators
-from autopar.runtime.ranks.agreement import Agreement, PendingCheck, graph_facts
 from autopar.runtime.shards import LocalShard, ShardOwner, held_by
 from autopar.runtime.torch_wrappers import check_not_captured
 from autopar.runtime.weights import Weights

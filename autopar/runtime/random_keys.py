@@ -20,7 +20,7 @@ from autopar.errors import AutoparError
 from autopar.lowering.collectives.checksum import checksum
 from autopar.lowering.collectives.process_groups import keep_gloo_local
 from autopar.lowering.passes.random_ops import DrawnOp
-from autopar.runtime.ranks.agreement import Agreement
+from autopar.runtime.agreement import Agreement
 
 __all__ = ["RandomKeys", "kept_generators"]
 

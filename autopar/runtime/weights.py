@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from autopar.errors import AutoparError
 from autopar.lowering.collectives.checksum import checksum, kind_of
+from autopar.runtime.agreement import Agreement
 from autopar.runtime.module_shell import canonical_names, mirror, owner_of
-from autopar.runtime.ranks.agreement import Agreement
 from autopar.runtime.shards import LocalShard, hollow, initialise, load_full, match_dtypes, placed, split
 
 __all__ = ["Weights"]

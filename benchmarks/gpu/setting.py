@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autopar.lowering.collectives.process_groups import keep_gloo_local
-from autopar.runtime.ranks.agreement import Agreement
+from autopar.runtime.agreement import Agreement
 
 __all__ = ["Setting", "llama", "one_process", "one_rank_of", "stepper"]
 

@@ -19,8 +19,8 @@ from autopar.errors import AutoparError
 from autopar.lowering.collectives.process_groups import device_mesh
 from autopar.lowering.modules.late_tensor import LateTensor
 from autopar.mesh import Mesh
-from autopar.runtime.ranks.agreement import Agreement
-from autopar.runtime.ranks.shared_memory import EXCHANGES, SharedMemory
+from autopar.runtime.agreement import Agreement
+from autopar.runtime.shared_memory import EXCHANGES, SharedMemory
 from tests.gaps import number
 from tests.runtime.launcher import endings, launch
 

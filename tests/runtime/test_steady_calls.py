@@ -10,7 +10,7 @@ from torch import nn
 import autopar
 from autopar.errors import AutoparError
 from autopar.runtime import call_cache
-from autopar.runtime.ranks.agreement import Agreement
+from autopar.runtime.agreement import Agreement
 from tests.runtime.launcher import launch
 
 LAYOUTS = ["rows -> a; * -> none", "* -> none", "fsdp(fsdp=a)"]

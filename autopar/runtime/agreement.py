@@ -24,7 +24,7 @@ from autopar.lowering.collectives.process_groups import group_over, limit_second
 from autopar.lowering.passes.hoist_small_sums import ROOM
 from autopar.rules.torch_versions import all_gather_single
 from autopar.runtime.compiled_call import outline
-from autopar.runtime.ranks.shared_memory import SharedMemory
+from autopar.runtime.shared_memory import SharedMemory
 from autopar.tracing.export.autograd_functions import plain_arguments
 
 Result = TypeVar("Result")

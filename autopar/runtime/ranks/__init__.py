@@ -1,1 +1,0 @@
-"""Comparison and exchange of small values between ranks."""
