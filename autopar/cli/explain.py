@@ -108,7 +108,7 @@ def _forced(
     plan: Plan, asked: tuple[tuple[str, ...], Any], arguments: argparse.Namespace, progress: ProgressLine
 ) -> _Forced:
     from autopar.plans.find import plan_graph, request_like
-    from autopar.solver.infeasible.errors import NoFeasiblePlan
+    from autopar.solver.infeasible import NoFeasiblePlan
 
     names, layout = asked
     try:

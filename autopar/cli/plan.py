@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     progress.say(f"tracing {arguments.target}")
     graph = trace_target(arguments)
     from autopar.plans.find import faster_strategy, plan_graph
-    from autopar.solver.infeasible.errors import NoFeasiblePlan
+    from autopar.solver.infeasible import NoFeasiblePlan
 
     try:
         plan = plan_graph(graph, possible, arguments.layout, request, progress)

@@ -35,7 +35,7 @@ from autopar.sharding.layout.syntax import Limit, MeshStatement
 from autopar.sharding.options import Outputs, TrainingOptions
 from autopar.sharding.propagation import propagate_plan
 from autopar.sharding.reshard_insertion import inserted_reshards
-from autopar.solver.infeasible.errors import NoFeasiblePlan
+from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.progress import Progress
 from autopar.solver.solve import WHOLE, axis_assignments, solve_plan, splits_nothing
 

@@ -22,8 +22,8 @@ from autopar.sharding.layout.language import Layout, applies_to, axes_of, load_s
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.propagation import PropagationCache, propagate_plan
 from autopar.sharding.verify import verify_assignment
-from autopar.solver.infeasible.errors import NoFeasiblePlan, OutOfTime
-from autopar.solver.infeasible.explain import infeasible_error
+from autopar.solver.explain_infeasible import infeasible_error
+from autopar.solver.infeasible import NoFeasiblePlan, OutOfTime
 from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.progress import Progress, relative_gap
 from autopar.solver.search.joined_axes import MOST_AXES

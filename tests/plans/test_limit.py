@@ -14,7 +14,7 @@ from autopar.mesh import Mesh
 from autopar.plans.find import PlanRequest, plan_graph, plan_under_layout
 from autopar.plans.plan import Plan
 from autopar.sharding.layout.language import parse_layout
-from autopar.solver.infeasible.errors import NoFeasiblePlan
+from autopar.solver.infeasible import NoFeasiblePlan
 from examples.gpt import gpt
 
 HAS = load_cluster("h100").device.memory_bytes

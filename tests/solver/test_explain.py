@@ -10,7 +10,7 @@ from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.syntax import COLLECTIVES
-from autopar.solver.infeasible.errors import NoFeasiblePlan
+from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.solve import SolvedPlan, solve_plan
 from examples.gpt import gpt
 from examples.resnet import resnet

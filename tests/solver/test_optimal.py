@@ -20,7 +20,7 @@ from autopar.cost.evaluate import Costs, evaluate
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.reshard_insertion import inserted_reshards
-from autopar.solver.infeasible.errors import NoFeasiblePlan
+from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.model.build import build
 from autopar.solver.model.objective import peak_gib
 from autopar.solver.model.recompute_variables import MODES, layers_of

@@ -16,7 +16,7 @@ from autopar.mesh import SubMesh
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.options import TrainingOptions
-from autopar.solver.infeasible.errors import NoFeasiblePlan
+from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import MEMORY, Hinges, Sum

@@ -22,7 +22,7 @@ from autopar.sharding.reshard_insertion import InsertedReshard
 from autopar.sharding.sharding import Sharding, atoms_of
 from autopar.solver.arrays import Floats
 from autopar.solver.candidates import OpSharding, StorageOption, options_of
-from autopar.solver.infeasible.errors import no_option
+from autopar.solver.infeasible import no_option
 from autopar.solver.model.builder import ModelBuilder, parts_of
 from autopar.solver.model.cost_tables import CostTables, Parts
 from autopar.solver.model.model import Model

@@ -14,7 +14,7 @@ from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.sharding import Sharding, atoms_of
 from autopar.solver.arrays import Floats
 from autopar.solver.candidates import StorageOption, is_dtensor_sharding, options_of, stored_of
-from autopar.solver.infeasible.errors import no_option
+from autopar.solver.infeasible import no_option
 from autopar.solver.model.builder import ModelBuilder, parts_of
 from autopar.solver.model.cost_tables import CostTable, Parts, ValueUse, Wants
 from autopar.solver.model.model import Factor

@@ -21,7 +21,7 @@ from autopar.sharding.options import Recompute
 from autopar.sharding.recompute import recompute_regions, recomputed_ops
 from autopar.sharding.reshard_insertion import inserted_reshards
 from autopar.solver.arrays import Floats
-from autopar.solver.infeasible.errors import OutOfTime
+from autopar.solver.infeasible import OutOfTime
 from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.cost_tables import CostTables
 from autopar.solver.model.guard_factors import forbid_broken

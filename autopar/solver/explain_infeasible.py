@@ -10,7 +10,7 @@ from autopar.errors import AutoparError, LayoutError
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.source import excerpts, layout_error
-from autopar.solver.infeasible.errors import NoFeasiblePlan, conflicting, spans_of
+from autopar.solver.infeasible import NoFeasiblePlan, conflicting, spans_of
 from autopar.solver.model.build import plan_of
 from autopar.solver.model.objective import FORBIDDEN_SECONDS, Hinges, Sum
 from autopar.solver.search.elimination import Elimination

@@ -1,1 +1,0 @@
-"""Messages for problems without a plan."""
