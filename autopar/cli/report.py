@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.layout is None and not is_plan(arguments.plan):
             plan = faster_strategy(plan, experts)
     progress.done()
-    from autopar.plans.report.page import report
+    from autopar.plans.views.page import report
 
     report(plan, experts).save(arguments.output)
     print(f"written to {arguments.output}")

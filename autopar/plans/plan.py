@@ -15,10 +15,10 @@ from autopar.ir.graph import NamedGraph
 from autopar.names import did_you_mean
 from autopar.plans.header import Header, check_model, check_whole, read_header
 from autopar.plans.record import PlanRecord
-from autopar.plans.report.page import Page, report
 from autopar.plans.to_layout import retarget
 from autopar.plans.views.alternatives import Alternative, alternatives
 from autopar.plans.views.explain import explain_name
+from autopar.plans.views.page import Page, report
 from autopar.plans.views.summary import difference, summary
 from autopar.plans.views.to_json import plan_data
 from autopar.sharding.layout.language import parse_layout

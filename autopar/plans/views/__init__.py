@@ -1,1 +1,1 @@
-"""Views of a plan: summary, explanation, comparison, alternatives, JSON."""
+"""Views of a plan: summary, explanation, comparison, alternatives, JSON, report page."""

@@ -15,7 +15,7 @@ import pytest
 import autopar
 from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import load_cluster
-from autopar.plans.report.page import ComparedPlan, contents, page
+from autopar.plans.views.page import ComparedPlan, contents, page
 from autopar.sharding.layout.language import load_strategy
 from autopar.sharding.propagation import propagate_plan
 from examples.gpt import gpt
