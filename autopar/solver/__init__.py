@@ -4,6 +4,6 @@ setting      the problem, and what the user has fixed
 candidates   options of ops and tensors
 model/       sets, variables, factors, objective; solution -> assignment
 search/      bounds, multipliers, incumbents
-infeasible/  messages where there is no plan
+infeasible   errors where there is no plan; `explain_infeasible` writes their messages
 solve        entry point: `solve_plan`; published strategies as first candidates
 """
