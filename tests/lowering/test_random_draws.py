@@ -10,7 +10,7 @@ import autopar
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.modules.random_draws import DrawShard, DropoutMask, LocalRegion, seeded, with_generator
-from autopar.lowering.modules.random_ops import Dropout
+from autopar.lowering.modules.shard_ops import Dropout
 from autopar.lowering.passes.random_ops import _MAKERS, _SAMPLES, DrawnOp, RandomOps
 from autopar.rules.registry import rule_table
 from autopar.sharding.choices import Choice

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autopar.ir.fx_graphs import is_random
-from autopar.lowering.modules.random_ops import RandomOp
+from autopar.lowering.modules.shard_ops import RandomOp
 
 __all__ = ["SelectiveRecompute"]
 

@@ -1,19 +1,23 @@
-"""Modules that emit inserts: reshards, and ops that need more than torch's op to run on shards."""
+"""Modules of the generated graph: reshards, and ops that need more than torch's op to run on shards.
+
+`random_draws` gives the numbers of ops that draw random numbers, plain torch does the arithmetic.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import sqrt
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autopar.lowering.collectives.local_reshard import LocalReshard
+from autopar.lowering.modules.random_draws import DropoutMask, OpSample, RandomDraw, RreluSlopes, draw, known
 from autopar.rules.shard_call.dispatch import LOWERINGS
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall
 from autopar.sharding.lowered_ops import LoweredOpContext
 from autopar.sharding.lowered_ops.base import Send
-
-__all__ = ["LocalOpModule", "LoweredOpModule", "ReshardModule"]
 
 
 class ReshardModule(nn.Module):
@@ -78,3 +82,154 @@ class LoweredOpModule(nn.Module):
     def extra_repr(self) -> str:
         factors = ", ".join(f"{factor} -> {'*'.join(axes)}" for factor, axes in self.split.factors.items())
         return f"{self.local.op} split {factors}; rule {self.local.rule}"
+
+
+# -- random ops --------------------------------------------------------------------------------------------------------
+
+
+aten = torch.ops.aten
+
+
+class RandomOp(nn.Module):
+    """Op that draws random numbers, called with the key of the call and the op's tensors."""
+
+    def __init__(self, what: RandomDraw, rule: str) -> None:
+        super().__init__()
+        self.what = what
+        self.rule = rule
+        self.draw = known(what)
+
+    def extra_repr(self) -> str:
+        shard = self.what.shard
+        return f"shard {shard.index} of {shard.count}; rule {self.rule}"
+
+
+class Dropout(RandomOp):
+    """Dropout; `with_mask` returns the mask too, as `native_dropout` does."""
+
+    def __init__(self, what: DropoutMask, rule: str, with_mask: bool) -> None:
+        super().__init__(what, rule)
+        self.scale = _scale(what.rate)
+        self.with_mask = with_mask
+
+    def forward(self, key: Tensor, x: Tensor) -> Any:
+        kept = draw(key, (), self.draw)
+        dropped = _dropped(x, kept, self.scale)
+        return (dropped, kept) if self.with_mask else dropped
+
+
+class Rrelu(RandomOp):
+    """Randomised leaky ReLU; `with_noise` returns the slopes too. Its noise operand is only written to."""
+
+    def __init__(self, what: RreluSlopes, rule: str, with_noise: bool) -> None:
+        super().__init__(what, rule)
+        self.with_noise = with_noise
+
+    def forward(self, key: Tensor, x: Tensor, noise: Tensor | None = None) -> Any:
+        slopes = torch.where(x <= 0, draw(key, (x,), self.draw), 1)
+        return (x * slopes, slopes) if self.with_noise else x * slopes
+
+
+class SampledOp(RandomOp):
+    """Op whose result has no gradient or a zero one: samples do not follow the operands smoothly."""
+
+    def __init__(self, what: OpSample, rule: str, differentiable: bool) -> None:
+        super().__init__(what, rule)
+        self.differentiable = differentiable
+
+    def forward(self, key: Tensor, *tensors: Tensor) -> Tensor:
+        drawn = draw(key, tensors, self.draw)
+        if self.differentiable and torch.is_grad_enabled():
+            tied: Tensor = _WithoutSlope.apply(drawn, *tensors)  # type: ignore[no-untyped-call]
+            return tied
+        return drawn
+
+
+class _WithoutSlope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, drawn: Tensor, *operands: Tensor) -> Tensor:
+        ctx.shapes = [(x.shape, x.dtype) if x.is_floating_point() or x.is_complex() else None for x in operands]
+        return drawn.view_as(drawn)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        zeros = [None if kind is None else gradient.new_zeros(kind[0], dtype=kind[1]) for kind in ctx.shapes]
+        return None, *zeros
+
+
+class Gamma(RandomOp):
+    """Gamma sample, with the gradient of implicit differentiation."""
+
+    def forward(self, key: Tensor, alpha: Tensor) -> Tensor:
+        drawn = draw(key, (alpha,), self.draw)
+        if not alpha.requires_grad:
+            return drawn
+        slope: Tensor = aten._standard_gamma_grad.default(alpha.detach(), drawn)
+        return drawn + slope * (alpha - alpha.detach())
+
+
+class DropoutAttention(RandomOp):
+    """Attention with dropout of weights; the queries of this rank start at `first_row`."""
+
+    def __init__(
+        self, what: DropoutMask, rule: str, arguments: Mapping[str, Any], names: list[str], first_row: int
+    ) -> None:
+        super().__init__(what, rule)
+        self.names = names
+        self.first_row = first_row
+        self.is_causal = bool(arguments["is_causal"])
+        self.grouped = bool(arguments["enable_gqa"])
+        self.factor = arguments["scale"]
+        self.scale = _scale(what.rate)
+
+    def forward(self, key: Tensor, *tensors: Tensor) -> Tensor:
+        given = dict(zip(self.names, tensors, strict=True))
+        queries, keys, values, mask = (given.get(name) for name in ("query", "key", "value", "attn_mask"))
+        assert queries is not None, "attention has queries, keys and values"
+        assert keys is not None, "attention has queries, keys and values"
+        assert values is not None, "attention has queries, keys and values"
+        dtype = queries.dtype
+        if dtype in (torch.float16, torch.bfloat16):
+            queries, keys, values = queries.float(), keys.float(), values.float()
+        if self.grouped:
+            keys = keys.repeat_interleave(queries.shape[-3] // keys.shape[-3], -3)
+            values = values.repeat_interleave(queries.shape[-3] // values.shape[-3], -3)
+        factor = 1 / sqrt(queries.shape[-1]) if self.factor is None else self.factor
+        scores = (queries * factor) @ keys.transpose(-1, -2)
+        if self.is_causal:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(self.first_row)
+            scores = scores.masked_fill(~seen, -torch.inf)
+        if mask is None:
+            weights = scores.softmax(-1)
+        else:
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
+            weights = aten._safe_softmax.default(scores, -1)  # a row that sees nothing is zero
+        kept = draw(key, (), self.draw)
+        return (_dropped(weights, kept, self.scale) @ values).to(dtype)
+
+
+def _dropped(x: Tensor, kept: Tensor, scale: float) -> Tensor:
+    found: Tensor = _Dropped.apply(x, kept, scale)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Dropped(torch.autograd.Function):
+    """Product with a mask, of which only the booleans are saved.
+
+    They are cast first: a product of numbers and booleans takes many times as long.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(kept)
+        ctx.scale = scale
+        return x * kept.to(x.dtype) * scale  # in this order: the scale itself would be rounded
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (kept,) = ctx.saved_tensors
+        return gradient * kept.to(gradient.dtype) * ctx.scale, None, None
+
+
+def _scale(rate: float) -> float:
+    return 0.0 if rate == 1 else 1 / (1 - rate)

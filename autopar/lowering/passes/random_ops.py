@@ -25,7 +25,7 @@ from autopar.errors import AutoparError
 from autopar.ir.fx_graphs import is_random
 from autopar.ir.values import NamedNode
 from autopar.lowering.modules.random_draws import DrawShard, DropoutMask, LocalRegion, OpSample, RreluSlopes
-from autopar.lowering.modules.random_ops import Dropout, DropoutAttention, Gamma, RandomOp, Rrelu, SampledOp
+from autopar.lowering.modules.shard_ops import Dropout, DropoutAttention, Gamma, RandomOp, Rrelu, SampledOp
 from autopar.mesh import SubMesh
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.notation import Operand, Term
