@@ -15,11 +15,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from autopar.cost.collectives.network import Network
 from autopar.cost.compute.op_time import NO_WORK, DirectionWork, OpWork, fused, local_bytes, op_work, seconds_of_bytes
 from autopar.cost.compute.optimizers import optimizer_of
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep
+from autopar.cost.network import Network
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh

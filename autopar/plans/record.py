@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from autopar.cost.collectives.network import Network
 from autopar.cost.evaluate import Costs, evaluate
 from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.network import Network
 from autopar.files import write_text
 from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopar.cost.collectives.algorithms import KINDS
-from autopar.cost.collectives.network import Network
+from autopar.cost.collective_algorithms import KINDS
 from autopar.cost.hardware.cluster import Cluster, load_cluster
+from autopar.cost.network import Network
 from benchmarks.published.metrics import Pair
 from benchmarks.published.sizes import JudgedBySize, Timing, judge_by_size
 

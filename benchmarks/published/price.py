@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.cost.collectives.network import Network
 from autopar.cost.evaluate import OverlapCost
 from autopar.cost.hardware.cluster import Cluster, load_cluster
+from autopar.cost.network import Network
 from autopar.cost.pipeline import StageCosts, pipeline
 from benchmarks.published.parts import Amounts, Parts, parts_of
 from benchmarks.published.runs import Run

@@ -8,7 +8,7 @@ from math import ceil, log2, prod
 
 import pytest
 
-from autopar.cost.collectives.algorithms import ALGORITHMS, KINDS, LevelSpan, Phase, TopologyLevel
+from autopar.cost.collective_algorithms import ALGORITHMS, KINDS, LevelSpan, Phase, TopologyLevel
 
 LEVELS = [TopologyLevel(f"level{i}", "wire", 1, 1.0) for i in range(3)]
 # Units by level, the innermost first.

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cost.collectives.algorithms import KINDS
-from autopar.cost.collectives.network import Curve, Network
+from autopar.cost.collective_algorithms import KINDS
 from autopar.cost.hardware.cluster import Cluster, cluster_names, load_cluster
+from autopar.cost.network import Curve, Network
 from autopar.errors import ClusterError
 from autopar.mesh import Mesh
 from autopar.sharding.reshard.reshard import StepKind

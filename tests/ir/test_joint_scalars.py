@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cost.collectives.network import Network
 from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import Cluster, load_cluster
+from autopar.cost.network import Network
 from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.propagation import propagate_plan
 from examples.gpt import gpt

@@ -3,7 +3,7 @@
     a product       start + flops (reduction + fill) / reduction / peak
     a collective    base + hops(ranks) hop + traffic(ranks) bytes / rate, with or without a pipeline that fills
 
-The hops and traffic of each algorithm are known (autopar/cost/collectives/algorithms.py). The algorithm that a library
+The hops and traffic of each algorithm are known (autopar/cost/collective_algorithms.py). The algorithm that a library
 runs is unknown: the candidate with the least error is taken. Errors are relative to the time; no constant is negative.
 """
 
@@ -20,10 +20,10 @@ import torch
 from numpy.typing import NDArray
 
 from autopar.cost.calibration.op_trials import TimedAttention, TimedOp
-from autopar.cost.collectives.algorithms import ALGORITHMS, LevelSpan, TopologyLevel
-from autopar.cost.collectives.network import Curve, Network
+from autopar.cost.collective_algorithms import ALGORITHMS, LevelSpan, TopologyLevel
 from autopar.cost.compute.matmul_time import MatmulShape, MatmulUnit, product_seconds
 from autopar.cost.hardware.cluster import AttentionRates, Cluster, Device
+from autopar.cost.network import Curve, Network
 from autopar.mesh import SubMesh
 
 # Algorithms that a library may run for each collective; the first is taken where measurements cannot tell.

@@ -13,7 +13,7 @@ from autopar.cost.calibration.fit import (
     fit_ops,
     fit_sustained,
 )
-from autopar.cost.collectives.algorithms import Library
+from autopar.cost.collective_algorithms import Library
 from autopar.cost.compute.matmul_time import MatmulUnit
 from autopar.cost.hardware.cluster import AttentionRates, Cluster, Device
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
-from autopar.cost.collectives.algorithms import ALGORITHMS, KINDS, Library, TopologyLevel
+from autopar.cost.collective_algorithms import ALGORITHMS, KINDS, Library, TopologyLevel
 from autopar.cost.compute.matmul_time import MatmulUnit
 from autopar.cost.hardware.toml_reader import Document, Source, read_document
 from autopar.errors import ClusterError

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from autopar.cost.collectives.network import Network
 from autopar.cost.hardware.cluster import Cluster, cluster_path, shared_path
 from autopar.cost.hardware.toml_reader import read_document
+from autopar.cost.network import Network
 from autopar.mesh import SubMesh
 
 # Buffers, collectives and, where any number of ranks fits, ranks of the example prices.

@@ -1,6 +1,6 @@
 """Time of collectives over axes of a mesh on the links of a cluster.
 
-On the links that the axes span, an algorithm of the library (autopar/cost/collectives/algorithms.py) has three numbers:
+On the links that the axes span, an algorithm of the library (autopar/cost/collective_algorithms.py) has three numbers:
 the time L of its hops, the time β of a byte, and the longest time F to fill its pipeline. The library cuts a message of
 S bytes into pieces for the best overlap of hops and sends, but no larger than its buffers:
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import ceil, inf, prod, sqrt
 from types import MappingProxyType
 
-from autopar.cost.collectives.algorithms import ALGORITHMS, KINDS, Algorithm, LevelSpan, TopologyLevel
+from autopar.cost.collective_algorithms import ALGORITHMS, KINDS, Algorithm, LevelSpan, TopologyLevel
 from autopar.cost.hardware.cluster import Cluster
 from autopar.errors import ClusterError
 from autopar.mesh import SubMesh

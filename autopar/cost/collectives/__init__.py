@@ -1,1 +1,0 @@
-"""Time of collectives on the links that their ranks span."""
