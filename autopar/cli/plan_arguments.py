@@ -191,7 +191,7 @@ def header_of(path: str, text: str) -> Any:
     header = read_header(text, path)
     if header is None:
         raise AutoparError(
-            f"{path} is no plan: its first line is not '# autopar plan'\n"
+            f"{path} is no plan: expected the first line '# autopar plan'\n"
             "fix: write one with autopar plan TARGET -o FILE"
         )
     return header

@@ -104,7 +104,7 @@ def request_like(plan: Plan, time_limit: float = 30.0) -> PlanRequest:
 
 def check_outputs(outputs: str) -> None:
     if outputs not in get_args(Outputs):
-        raise AutoparError(f"outputs={outputs!r} is none of {', '.join(map(repr, get_args(Outputs)))}")
+        raise AutoparError(f"invalid outputs={outputs!r}: expected one of {', '.join(map(repr, get_args(Outputs)))}")
 
 
 def cluster_here() -> Cluster:
@@ -116,8 +116,8 @@ def cluster_here() -> Cluster:
     if found is None:
         raise AutoparError(
             f"no cluster has a device '{properties.name}' with {properties.total_memory / 1e9:.0f} GB\n"
-            f"fix: measure it, autopar calibrate --output mine.toml, and give cluster='mine.toml'; or name one that is "
-            f"like it, with the memory that there is: cluster='h100', memory='{properties.total_memory / 2**30:.0f}GiB'"
+            f"fix: measure it, autopar calibrate --output mine.toml, and give cluster='mine.toml'; or name a similar "
+            f"cluster with this memory: cluster='h100', memory='{properties.total_memory / 2**30:.0f}GiB'"
         )
     return found
 
@@ -130,17 +130,22 @@ def meshes_of(mesh: str | Mesh | DeviceMesh, devices: int | None) -> tuple[Mesh,
     given = Mesh("dp=?,tp=?") if mesh == "?" else mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     if not given.is_open:
         if devices is not None and given.size != devices:
-            raise MeshError(f"the mesh {given} has {given.size} devices, not {devices}\nfix: give one of the two")
+            raise MeshError(
+                f"wrong devices={devices}: expected {given.size}, as in the mesh {given}\nfix: give the mesh alone"
+            )
         return (given,)
     if devices is None:
         raise MeshError(
-            f"the mesh {given} has open sizes\nfix: say how many devices there are: devices=64, --devices 64"
+            f"the mesh {given} has open sizes and needs a number of devices\nfix: as in devices=64, --devices 64"
         )
     if devices < 1:
         raise MeshError(f"{devices} devices: expected a whole number from 1 up\nfix: as in devices=64, --devices 64")
     known = math.prod(size for size in given.axes.values() if size is not None)
     if devices % known:
-        raise MeshError(f"{devices} devices cannot be dealt to the mesh {given}: {known} does not divide them")
+        raise MeshError(
+            f"wrong devices={devices} for the mesh {given}: expected a multiple of {known}\n"
+            "fix: change the sizes of the mesh or the number of devices"
+        )
     return tuple(_closed(given.declared, devices // known))
 
 
@@ -174,7 +179,9 @@ def plan_graph(
 ) -> Plan:
     """Return the best plan on the best of some meshes."""
     if not (math.isfinite(request.time_limit) and request.time_limit > 0):
-        raise AutoparError(f"time_limit={request.time_limit!r} is no number of seconds above 0")
+        raise AutoparError(
+            f"invalid time_limit={request.time_limit!r}: expected seconds above 0\nfix: as in time_limit=30"
+        )
     each = replace(request, time_limit=request.time_limit / len(meshes))
     ends = time.monotonic() + request.time_limit
     best: Plan | None = None

@@ -112,24 +112,26 @@ def read_header(text: str, name: str) -> Header | None:
             break
         key, _, value = line[4:].strip().partition(" ")
         if key not in _KEYS:
-            raise _broken(name, number, line, f"'{key}' is no word of a plan's head{did_you_mean(key, _KEYS)}")
+            raise _broken(name, number, line, f"unknown key '{key}' in the head of a plan{did_you_mean(key, _KEYS)}")
         if key in found:
-            raise _broken(name, number, line, f"'{key}' stands twice in the plan's head")
+            raise _broken(name, number, line, f"the key '{key}' stands twice in the head of a plan")
         try:
             found[key] = _value(key, str(_KEYS[key].type), value.strip())
         except (ValueError, KeyError):
             is_what = _IS[key][1] if key in _IS else "as it is saved"
-            raise _broken(name, number, line, f"'{value.strip()}' is no value of '{key}': expected {is_what}") from None
+            raise _broken(
+                name, number, line, f"invalid value of '{key}': expected {is_what}, got '{value.strip()}'"
+            ) from None
     missing = [key for key in ("model", "parameters", "graph", "cluster") if key not in found]
     if missing:
-        raise _broken(name, 1, lines[0], f"the head of the plan does not say its {', '.join(missing)}")
+        raise _broken(name, 1, lines[0], f"the head of the plan lacks its {', '.join(missing)}")
     options = {key: found.pop(key) for key in _OPTIONS if key in found}
     return Header(**found, options=TrainingOptions(**options))
 
 
 def _broken(name: str, number: int, line: str, message: str) -> AutoparError:
     shown = printable(line[:160])
-    fix = "save the plan again; or, to use it as a layout for any model, drop the head"
+    fix = "save the plan again; or drop the head, to use the file as a layout for any model"
     return AutoparError(f"{message}\n  {name}:{number} | {shown}\nfix: {fix}")
 
 
@@ -137,9 +139,9 @@ def check_whole(header: Header, statements: int, name: str) -> None:
     """Raise if the end of a plan's file is missing."""
     if statements < header.statements:
         raise AutoparError(
-            f"{name} is cut off: its head says {header.statements} statements, {statements} are there\n"
+            f"{name} is cut off: expected {header.statements} statements, as in its head, got {statements}\n"
             f"  {name} | #   statements      {header.statements}\n"
-            "fix: save the plan again; if you took lines out by hand, take out that one, too"
+            "fix: save the plan again; if you removed lines by hand, remove this one, too"
         )
 
 
@@ -158,12 +160,12 @@ def check_model(header: Header, graph: NamedGraph, name: str) -> None:
     if header.parameters == own:
         return
     model = type(graph.model).__name__
-    what = f"it is for a {header.model}, and this is a {model}"
+    what = f"expected {header.model}, got {model}"
     if header.model == model:
         what = f"its {header.model} has other parameters than this one"
     raise AutoparError(
         f"{name} is the plan of another model: {what}\n  {name}:3 | #   parameters      {header.parameters}\n"
-        f"fix: load it for the model that it was made for (this one's is {own}), or plan again"
+        f"fix: load it for the model that it was made for (the hash of this one is {own}), or plan again"
     )
 
 

@@ -76,7 +76,8 @@ class Plan(PlanRecord):
         if graph is None:
             if model is None or inputs is None:
                 raise AutoparError(
-                    "a plan is read for a model\nfix: Plan.load(path, model, inputs), or Plan.load(path, graph=graph)"
+                    "Plan.load needs a model: expected a model with inputs, or a graph, got neither\n"
+                    "fix: Plan.load(path, model, inputs), or Plan.load(path, graph=graph)"
                 )
 
             graph = trace(model, inputs, dims=dims)
@@ -101,13 +102,13 @@ class Plan(PlanRecord):
         header = read_header(text, name)
         if header is None:
             raise AutoparError(
-                f"{name} is no plan: its first line is not '# autopar plan'\n"
-                "fix: save one with Plan.save; a layout is given as layout="
+                f"{name} is no plan: expected the first line '# autopar plan'\n"
+                "fix: save a plan with Plan.save; give a layout as layout="
             )
         check_model(header, graph, name)
         layout = parse_layout(text, name)
         if layout.mesh is None or layout.mesh.is_open:
-            raise AutoparError(f"{name} does not say its mesh\nfix: write it as in 'mesh dp=2, tp=4'")
+            raise AutoparError(f"{name} has no mesh with fixed sizes\nfix: write one, as in 'mesh dp=2, tp=4'")
         check_whole(header, len(layout.statements), name)
         axes = layout.mesh.whole
         same = header.graph == graph.fingerprint
@@ -214,7 +215,7 @@ def _shipped(cluster: str, name: str) -> str:
     names = cluster_names()
     if cluster not in names:
         raise AutoparError(
-            f"{name} was made for the cluster '{cluster}', which autopar does not ship{did_you_mean(cluster, names)}\n"
+            f"{name} needs the cluster '{cluster}', which autopar does not ship{did_you_mean(cluster, names)}\n"
             "fix: give the file that describes it: cluster='FILE.toml', --cluster FILE.toml"
         )
     return cluster

@@ -172,8 +172,8 @@ class SearchPlanner:
         if self.found is not None:
             return self.found.whole_shapes(graph)
         raise AutoparError(
-            "how the inputs are split is not known before a plan is, and local_inputs=True gives only a rank's part\n"
-            "fix: make the plan from whole inputs, autopar.plan(..., local_inputs=True), and give it as layout="
+            "local_inputs=True needs a plan: the shardings of the inputs are unknown before planning\n"
+            "fix: plan = autopar.plan(model, mesh, whole_inputs, local_inputs=True), then parallelize(..., layout=plan)"
         )
 
     def facts(self) -> Mapping[str, str]:

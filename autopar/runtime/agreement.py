@@ -162,7 +162,7 @@ class Agreement:
                 a, b = everyone[first].get(name, "nothing"), theirs.get(name, "nothing")
                 if a != b:
                     raise AutoparError(
-                        f"the ranks do not have the same {name}: {a} on rank {first}, {b} on rank {rank}\nfix: {fix}"
+                        f"the ranks differ in {name}: {a} on rank {first}, {b} on rank {rank}\nfix: {fix}"
                     )
         raise AssertionError("the facts differ in their order only")
 
@@ -176,7 +176,7 @@ class Agreement:
                 other, first = seen.setdefault(piece, (rank, value))
                 if value != first:
                     raise AutoparError(
-                        f"{name} should have the same values on rank {other} and rank {rank}, and has not\n"
+                        f"{name} differs between rank {other} and rank {rank}: expected the same values\n"
                         f"fix: {fix(name)}"
                     )
 

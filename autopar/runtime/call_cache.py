@@ -44,7 +44,7 @@ SAME_GRAPH = (
     "that are no parameters, and constants of forward are parts of the graph"
 )
 SAME_CALL = "call the module on every rank in the same way, with tensors of the same shapes"
-NO_RESULT = "a call on this rank has no result: another rank has begun a call and not ended it"
+NO_RESULT = "a call on this rank has no result: another rank began a call and did not finish it"
 LOCAL = (
     "a plain tensor is the whole input: give every rank the same batch, all of it; if each rank loads a part of the "
     "batch of its own (a DistributedSampler, another seed), say parallelize(..., local_inputs=True)"
@@ -156,7 +156,7 @@ class CallCache:
 
     def current(self) -> CompiledCall:
         if self.latest is None:
-            raise AutoparError("the module has not been traced yet: give parallelize the inputs, or call it first")
+            raise AutoparError("the module is not traced yet\nfix: give parallelize inputs, or call the module first")
         return self.latest
 
     # -- find the compiled call of a call -----------------------------------------------------------------------------
@@ -343,7 +343,7 @@ class CallCache:
         for mutation in graph.exported.mutations:
             if mutation.kind == "input" and local:
                 raise AutoparError(
-                    f"the model changes its input {mutation.target} in place, which works for whole inputs only\n"
+                    f"the model changes its input {mutation.target} in place: expected a whole tensor, got a shard\n"
                     "fix: give plain tensors, and local_inputs=False"
                 )
         parameters, outputs = self._parameters(graph, assignment), self.settings.options.outputs
@@ -375,8 +375,8 @@ class CallCache:
         sharded = [isinstance(tensor, DTensor) for tensor in given.tensors]
         if any(sharded) and (self.settings.options.local_inputs or not all(sharded)):
             raise AutoparError(
-                "some inputs are DTensors and some are not, or local_inputs=True says that they are plain shards\n"
-                "fix: give all tensors as DTensors, or none"
+                "wrong kinds of inputs: expected DTensors alone or none, got both, or DTensors with local_inputs=True\n"
+                "fix: give all tensors as DTensors, or none; DTensors need no local_inputs=True"
             )
         model = self.weights.traceable(given.training, given.trained, given.dtypes)
         dtype = self.settings.compute_dtype
@@ -394,22 +394,23 @@ class CallCache:
         for name, place in self.weights.stored.items():
             if held[name].layout != place.layout:
                 raise AutoparError(
-                    f"in this call the layout stores the parameter {name} as {held[name].layout}, and it is stored as "
-                    f"{place.layout} since the first\nfix: name its dims with dims=, so that all calls agree on them"
+                    f"this call needs another sharding of the parameter {name}: expected {place.layout}, that of the "
+                    f"first call, got {held[name].layout}\n"
+                    "fix: name its dims with dims=, so that all calls agree on them"
                 )
         for path, tensor in zip(given.flat.paths, given.tensors, strict=True):
             place = held[path]
             if isinstance(tensor, DTensor):
                 if tensor.device_mesh != self.rank.mesh or tensor.placements != place.placements:
                     raise AutoparError(
-                        f"the DTensor {path} has the placements {tensor.placements} on {tensor.device_mesh}; "
-                        f"the layout wants {place.placements} on {self.rank.mesh}\n"
+                        f"wrong placements of the DTensor {path}: expected {place.placements} on {self.rank.mesh}, "
+                        f"got {tensor.placements} on {tensor.device_mesh}\n"
                         "fix: redistribute it, or give the whole tensor"
                     )
             elif self.settings.options.local_inputs and tuple(tensor.shape) != place.local_shape:
                 raise AutoparError(
-                    f"local_inputs=True: the layout makes this rank's shard of {path} {list(place.local_shape)}, "
-                    f"but it was given {kind_of(tensor)}\n"
+                    f"wrong shard of {path} under local_inputs=True: expected {list(place.local_shape)}, "
+                    f"got {kind_of(tensor)}\n"
                     "fix: give every rank a shard of the same shape, as the layout splits the input"
                 )
         return held

@@ -105,7 +105,10 @@ class CallSignature:
         arguments, _ = unflatten(self.flat.node, tensors)
         args, kwargs = plain_call(self.signature, arguments)
         if args and kwargs:
-            raise AutoparError("forward takes *args; call it with positional arguments only")
+            raise AutoparError(
+                f"keyword arguments for a forward with *args: expected positional arguments, got {', '.join(kwargs)}\n"
+                "fix: give all arguments by position"
+            )
         return tuple(args) if args else kwargs
 
 

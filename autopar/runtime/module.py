@@ -103,9 +103,9 @@ class ParallelModule(ClosedModule):
             return value
         owner = type(model).__name__
         raise ModuleAttributeError(
-            f"a parallel module runs the forward of the model and has none of its other code: no {owner}.{name}\n"
-            f"fix: use {name} of a copy of {owner} on each rank, with load_state_dict of the whole weights; or let "
-            "forward do what it does"
+            f"a parallel module has only the forward of the model, not its other code: no {owner}.{name}\n"
+            f"fix: use {name} of a copy of {owner} on each rank, with load_state_dict of the whole weights; or move "
+            "its code into forward"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -293,9 +293,9 @@ class ParallelModule(ClosedModule):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise AutoparError(
-            "a parallel module holds process groups and cannot be pickled\n"
-            "fix: save what it has learned, torch.save(module.state_dict(), ...) on every rank, or all ranks together "
-            "with torch.distributed.checkpoint; copy.deepcopy(module) makes another one"
+            "a parallel module cannot be pickled, because it has process groups\n"
+            "fix: save its weights: torch.save(module.state_dict(), ...) on every rank, or all ranks together "
+            "with torch.distributed.checkpoint; copy.deepcopy(module) makes a copy"
         )
 
     def named_parameters(

@@ -88,8 +88,8 @@ class ModuleShell(ClosedModule):
             # Missing while `nn.Module.__init__` runs.
             kind = self.__dict__.get("_kind", "Part")
             raise ModuleAttributeError(
-                f"this {kind} is a part of a parallel module, with parameters and buffers alone: it has no {name!r}\n"
-                "fix: ask the model that was parallelised"
+                f"this {kind} is a part of a parallel module and has only parameters and buffers: no {name!r}\n"
+                "fix: read it from the model that was given to parallelize"
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:

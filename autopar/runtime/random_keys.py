@@ -62,9 +62,9 @@ class RandomKeys:
             for op in ops:
                 if not op.exact:
                     raise AutoparError(
-                        f"exact_randomness(): how many numbers {op.name} ({op.op}) draws depends on all its values, "
-                        f"and the layout splits it: {op.choice}\n"
-                        "fix: a layout that leaves it whole, or compare without it"
+                        f"exact_randomness() needs {op.name} ({op.op}) whole, because its values decide the count of "
+                        f"random numbers: expected no split, got {op.choice}\n"
+                        "fix: use a layout that leaves the op whole, or compare without exact_randomness()"
                     )
             return torch.tensor([0, 1])
         if agreed is None:
@@ -96,17 +96,17 @@ class RandomKeys:
         before = self._recent.get(number)
         if before is None:
             raise AutoparError(
-                "the module draws random numbers and is called in a backward, but not with the state that the random "
-                "generator had in an earlier call: other numbers would be drawn than in the forward\n"
-                "fix: checkpoint(..., preserve_rng_state=True), which is the default; where the forward ran under "
-                "exact_randomness(), run the backward under it as well"
+                "wrong state of the random generator in a recompute: expected that of an earlier call, got a new one, "
+                "which would draw other numbers than the forward\n"
+                "fix: use checkpoint(..., preserve_rng_state=True), the default; if the forward ran under "
+                "exact_randomness(), run the backward under it too"
             )
         if before != ops:
             first, second = next(pair for pair in zip_longest(before, ops) if pair[0] != pair[1])
             raise AutoparError(
-                f"the module is called again in a backward and would draw other numbers than in the forward: "
-                f"{_outline(first)} then, {_outline(second)} now\n"
-                "fix: checkpoint(..., use_reentrant=False), which calls it in the same way both times"
+                f"a recompute would draw other random numbers than the forward: "
+                f"expected {_outline(first)}, got {_outline(second)}\n"
+                "fix: use checkpoint(..., use_reentrant=False), which calls the module in the same way both times"
             )
 
     # -- exact mode ---------------------------------------------------------------------------------------------------

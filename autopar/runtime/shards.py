@@ -159,7 +159,7 @@ def hollow(model: nn.Module, device: torch.device, dtype: torch.dtype | None = N
         return copy.deepcopy(model, known)
     except (TypeError, RuntimeError) as error:
         raise AutoparError(
-            f"{type(model).__name__} cannot be copied, which is needed to trace it without its weights: {error}\n"
+            f"{type(model).__name__} cannot be copied, but autopar traces a copy without its weights: {error}\n"
             "fix: keep no locks, files, process groups, or tensors with a history as attributes of the model"
         ) from error
 
@@ -175,7 +175,7 @@ def split(model: nn.Module, shell: nn.Module, held: Mapping[str, LocalShard], de
         name = names[id(parameter)]
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise AutoparError(
-                f"the parameter {name} has a hook on its gradient, which the parallel module would not run\n"
+                f"the parameter {name} has a hook on its gradient; the parallel module would not run it\n"
                 f"fix: register it after parallelize, on module.get_parameter({name!r})"
             )
         place = held[name]
@@ -269,13 +269,17 @@ def load_full(shell: nn.Module, held: Mapping[str, LocalShard], state_dict: Mapp
     extra = [name for name in state_dict if name not in wanted]
     if missing or extra:
         lines = [f"{what} {', '.join(names[:5])}" for what, names in (("lacks", missing), ("has", extra)) if names]
-        raise AutoparError(f"the state dict does not fit the model: it {'; it also '.join(lines)}")
+        raise AutoparError(
+            f"wrong entries of the state dict: expected those of the model, got one that {' and '.join(lines)}\n"
+            "fix: load the state dict of the whole model, with the names of its parameters and buffers"
+        )
     for name, value in state_dict.items():
         place = held.get(canonical[name])
         shape = wanted[name].shape if place is None else place.shape
         if tuple(value.shape) != tuple(shape):
             raise AutoparError(
-                f"{name} has shape {list(value.shape)} in the state dict, and {list(shape)} in the model"
+                f"wrong shape of {name} in the state dict: expected {list(shape)}, got {list(value.shape)}\n"
+                "fix: load whole tensors of a model of the same sizes"
             )
         _put(shell, name, place, value)
 

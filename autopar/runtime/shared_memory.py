@@ -147,12 +147,13 @@ class SharedMemory:
         for rank in late:
             if self._is_gone(rank):
                 raise AutoparError(
-                    f"rank {rank} of the mesh has ended, and this rank waits for it\nfix: see what that rank said"
+                    f"the process of rank {rank} of the mesh has ended, but this rank waits for it\n"
+                    "fix: read the error message of that rank"
                 )
         if seconds > self._limit_seconds:
             raise AutoparError(
                 f"waited {seconds:.0f} seconds, the limit of the process group, for rank {late[0]} of the mesh to make "
-                "the same call\nfix: call the module on every rank; a longer limit is init_process_group(timeout=...)"
+                "the same call\nfix: call the module on every rank; init_process_group(timeout=...) sets a longer limit"
             )
 
     def _is_gone(self, rank: int) -> bool:

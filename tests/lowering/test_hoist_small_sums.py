@@ -191,7 +191,7 @@ def out_of_step() -> list[str]:
 def test_a_call_that_is_left_is_an_error_on_all() -> None:
     first, second = launch(out_of_step, ranks=2, seconds=100)
     assert second[0] == "out of memory"
-    assert "another rank has begun a call and not ended it" in first[0]
+    assert "another rank began a call and did not finish it" in first[0]
     assert "rank 0 stopped, so this rank stops as well" in second[1]
 
 
@@ -247,7 +247,7 @@ def wait_for_nobody(how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("killed", "rank 1 of the mesh has ended, and this rank waits for it"),
+        ("killed", "the process of rank 1 of the mesh has ended, but this rank waits for it"),
         ("stuck", "for rank 1 of the mesh to make"),
     ],
 )

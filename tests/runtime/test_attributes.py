@@ -57,7 +57,7 @@ def ask() -> dict[str, Any]:
             lambda: autopar.trace(p, (x,)),
         ),
         "is wrapped in DistributedDataParallel": (lambda: autopar.parallelize(wrapped, "dp=2", (x,), layout="ddp"),),
-        "none of its other code": (lambda: p.generate(x), lambda: p.width),
+        "not its other code": (lambda: p.generate(x), lambda: p.width),
         "would change nothing": (lambda: setattr(p, "scale", 3.0), lambda: setattr(p.layers[0], "bias_scale", 1.0)),
         "it cannot take": (
             lambda: p.add_module("new", nn.Linear(2, 2)),
@@ -68,7 +68,7 @@ def ask() -> dict[str, Any]:
             lambda: p.layers[0].register_parameter("new", nn.Parameter(torch.zeros(2))),
         ),
         "apply would find no": (lambda: p.apply(print), lambda: p.layers.apply(print)),
-        "with parameters and buffers alone": (lambda: p.layers[0].in_features, lambda: p.layers.append(x)),
+        "has only parameters and buffers": (lambda: p.layers[0].in_features, lambda: p.layers.append(x)),
         "cannot be called by itself": (lambda: p.layers[0](x),),
     }
     found = {text: [text in error_of(call) for call in calls] for text, calls in errors.items()}

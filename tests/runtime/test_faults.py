@@ -201,11 +201,11 @@ MESSAGES = {
         "the mesh dp=3 has 3 ranks, but 4 processes are running\nfix: torchrun --nproc-per-node 3, or a mesh of 4"
     ),
     "one layout": (
-        "the ranks do not have the same line 1 of the layout: batch -> dp on rank 0, batch -> tp on rank 1\n"
+        "the ranks differ in line 1 of the layout: batch -> dp on rank 0, batch -> tp on rank 1\n"
         "fix: call parallelize on every rank with the same arguments; a layout file must be the same for all"
     ),
     "one shape": (
-        "the ranks do not have the same shape of parameter tokens.weight: "
+        "the ranks differ in shape of parameter tokens.weight: "
         "float32[24, 16] on rank 0, float32[24, 32] on rank 1\n"
         "fix: build the same model on every rank: the same seed before it is built, or the same weights loaded into it"
     ),

@@ -131,7 +131,7 @@ def test_what_differs_is_an_error() -> None:
             for model, differs in (("counted", "targets"), ("plain", "input"), ("dropout", "input")):
                 *good, bad, afterwards = found[way][model]
                 assert {*good, afterwards} == {"no error"}, way
-                assert bad == f"{differs} should have the same values on rank 0 and rank 1, and has not\nfix: {LOCAL}"
+                assert bad == f"{differs} differs between rank 0 and rank 1: expected the same values\nfix: {LOCAL}"
         assert found["free"]["the fifteenth"] != "no error"
         assert found["free"]["later"] == 100
         assert found["waiting"]["the fifteenth"] == "no error"
@@ -155,7 +155,7 @@ def check_numbers(found: dict[str, str]) -> None:
     assert found.keys() == expected.keys()
     for name, text in expected.items():
         plain = re.sub(r"checksum \d+", "checksum N", re.sub(r"\w+\.py:\d+", "FILE", found[name]))
-        assert plain == f"the ranks do not have the same {text}\nfix: {SAME_GRAPH}", name
+        assert plain == f"the ranks differ in {text}\nfix: {SAME_GRAPH}", name
 
 
 @pytest.mark.parametrize("rows", [8, 100_001])
