@@ -88,7 +88,7 @@ def bucket_schedule(step: LoweredStep) -> BucketSchedule:
             previous = bucket
     in_order = [bucket for found in of_op.values() for bucket in found]
     regathered, next_regathered = _regathers(in_order, plan, reshard_plan, inside)
-    versions = frozenset((one.tensor, one.reshard.target) for bucket in buckets for one in bucket.members)
+    versions = frozenset((one.tensor, one.target) for bucket in buckets for one in bucket.members)
     return BucketSchedule(of_op, ahead, versions, inside, regathered, next_regathered)
 
 
@@ -98,7 +98,7 @@ def _only_reader(
     """Return the recomputed layer that alone reads the regathered parameters of a bucket; 0 if there is none."""
     if not bucket.gathers or bucket.members[0].tensor not in plan.regather:
         return 0
-    produced = ((one.tensor, one.reshard.target) for one in bucket.members)
+    produced = ((one.tensor, one.target) for one in bucket.members)
     found = {layers.get(op, 0) for version in produced for op in readers.get(version, ())}
     return found.pop() if len(found) == 1 else 0
 
@@ -115,7 +115,7 @@ def _regathers(
     previous: Bucket | None = None
     for bucket in buckets:
         if bucket.gathers and bucket.members[0].tensor in plan.regather and bucket not in inside:
-            readers = [last.get((one.tensor, one.reshard.target), one.op) for one in bucket.members]
+            readers = [last.get((one.tensor, one.target), one.op) for one in bucket.members]
             first_read.setdefault(max(readers, key=place.__getitem__), []).append(bucket)
             if previous is not None:
                 following[bucket] = previous

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.invariants import verifying
 from autopar.ir.values import NamedNode
 from autopar.lowering.collectives.local_reshard import LocalReshard, bind_message
-from autopar.lowering.collectives.process_groups import Groups
+from autopar.lowering.collectives.process_groups import Groups, GroupsOfMicroBatch
 from autopar.lowering.emitted import Emitted, note_of
 from autopar.lowering.modules.shard_ops import LocalOpModule, LoweredOpModule, ReshardModule
 from autopar.lowering.passes.aliases import FRESH, is_idle_copy, makes_new_memory
@@ -29,6 +29,14 @@ from autopar.lowering.passes.bucket_parameters import BucketedParameters, put_in
 from autopar.lowering.passes.empty_shards import EmptyShardOp, nodes_of, reached
 from autopar.lowering.passes.hoist_small_sums import HoistedSums, move_to_ends
 from autopar.lowering.passes.join_small_sums import join_totals
+from autopar.lowering.passes.micro_batches import (
+    POSITIONS,
+    STATISTICS,
+    begin_mark,
+    end_mark,
+    loop_micro_batches,
+    no_micro_batches,
+)
 from autopar.lowering.passes.random_ops import RandomOps
 from autopar.lowering.passes.rank_check import put_gate
 from autopar.lowering.passes.recompute_regions import KEPT, REGION, with_regions
@@ -41,6 +49,7 @@ from autopar.rules.shard_call.local_call import FactorSlice, LocalCall, amounts
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.choices import Choice
 from autopar.sharding.lowered_ops import LoweredOpContext, lowered_context
+from autopar.sharding.micro_batches import MICRO
 from autopar.sharding.options import Outputs, Recompute
 from autopar.sharding.recompute import recompute_regions, recomputed_ops
 from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards, insert_reshards
@@ -85,8 +94,9 @@ class _Emitter:
         self.graph = graph
         self.parameters = parameters
         self.assignment = assignment
-        self.groups = groups
         self.axes = assignment.axes
+        self.micro_batches = self.axes.get(MICRO, 1)
+        self.groups = GroupsOfMicroBatch(groups) if MICRO in self.axes else groups
         self.reshard_plan = insert_reshards(graph, assignment, outputs, local_inputs)
         if verifying():
             verify_reshards(graph, assignment, self.reshard_plan, outputs)
@@ -94,7 +104,7 @@ class _Emitter:
         self.modules: dict[str, nn.Module] = {}
         self.held: dict[tuple[str, Sharding], Node] = {}
         self.by_node = {tensor.node: tensor for tensor in graph.tensors.values()}
-        self.drawings = RandomOps(self.axes, groups.coordinate, torch.device(groups.device_type))
+        self.drawings = RandomOps(self.axes, self.groups.coordinate, torch.device(groups.device_type))
         self.key: Node | None = None
         self.regions = recompute_regions(graph, recompute) if graph.exported.grad_enabled else ()
         self.again = recomputed_ops(graph, self.regions)
@@ -119,6 +129,9 @@ class _Emitter:
         assert isinstance(results, tuple), "the graph returns a flat tuple"
         pairs = zip(results, self.reshard_plan.results, strict=True)
         self.out.output(tuple(result if place is None else self._value(*place) for result, place in pairs))
+        if MICRO in self.axes:
+            regathered = frozenset(name for name, tensor in self.by_node.items() if self.parameters.of(tensor).again)
+            self.out = loop_micro_batches(self.out, self.modules, self.micro_batches, regathered, self._body)
         ends = move_to_ends(self.out, self.modules, self._inputs()) if with_ends else HoistedSums()
         join_totals(self.out, self.modules)
         put_in_buckets(self.out, self.modules, self.by_node, self.parameters)
@@ -132,6 +145,13 @@ class _Emitter:
         if verifying():
             verify_emitted(self.graph, self.assignment, self.groups, self.reshard_plan, emitted)
         return emitted
+
+    def _body(self, graph: Graph, modules: dict[str, nn.Module]) -> GraphModule:
+        """Return the module of the graph of one micro-batch."""
+        # The gradients of all micro-batches add up right after their backward, so they may not be pending then.
+        put_in_buckets(graph, modules, self.by_node, replace(self.parameters, awaited=False))
+        repeat_masked_heads(graph, self.groups.device_type)
+        return with_regions(graph, modules, self.regions)
 
     def _inputs(self) -> list[str]:
         """Return the placeholders of inputs without a gradient."""
@@ -152,7 +172,7 @@ class _Emitter:
     def _place(self, node: Node) -> None:
         tensor = self.by_node[node.name]
         whole = self.reshard_plan.inputs.get(tensor.name)
-        given = self.assignment.stored[tensor.name] if whole is None else whole.reshard.source
+        given = self.assignment.stored[tensor.name] if whole is None else whole.source
         self.held[tensor.name, given] = self.out.placeholder(node.name)
         if whole is not None:
             self._convert(whole)
@@ -188,13 +208,16 @@ class _Emitter:
     ) -> Node:
         """Emit an op on the shards of this rank."""
         split = None if wired.split is None else self._split(node, op_assignment)
+        if split is not None and MICRO in split.axes:
+            raise no_micro_batches(self.micro_batches, f"{node.name} needs its operands of all of them", STATISTICS)
         everything = tuple(self._pieces(node, op_assignment.choice))
         pieces = tuple(piece for piece in everything if split is None or piece.factor not in split.factors)
         sizes = dict(node.sizes)
         local_sizes = {**sizes, **{piece.factor: piece.length for piece in pieces}}
         local = LocalCall(source.target, arguments, node.rule, sizes, local_sizes)  # type: ignore[arg-type]
         if pieces:
-            local = self._localised(local, pieces)
+            whole, local = local, self._localised(local, pieces)
+            self._check_positions(node, op_assignment.choice, whole, local, split)
         drawing = self._drawing(source, node, op_assignment.choice, local)
         if drawing is not None:
             return drawing
@@ -212,6 +235,19 @@ class _Emitter:
             module = LocalOpModule(replace(local, arguments=plain), tuple(lowered), names)
             return self._module(f"{node.name}_split", module, tuple(local.arguments[name] for name in names))
         return self._record(local)
+
+    def _check_positions(
+        self, node: NamedNode, choice: Choice, whole: LocalCall, local: LocalCall, split: LoweredOpContext | None
+    ) -> None:
+        """Raise for an op whose arguments depend on the micro-batch: all of them run the same graph."""
+        in_time = {factor for (factor, _), axes in choice.splits if MICRO in axes}
+        if not in_time:
+            return
+        last = {**self.groups.coordinate, MICRO: self.micro_batches - 1}
+        factors = () if split is None else split.factors
+        pieces = tuple(piece for piece in self._pieces(node, choice, last) if piece.factor not in factors)
+        if self._localised(whole, pieces).arguments != local.arguments or any(map(node.rule.lowering, in_time)):
+            raise no_micro_batches(self.micro_batches, f"{node.name} counts positions along it", POSITIONS)
 
     def _drawing(self, source: Node, node: NamedNode, choice: Choice, local: LocalCall) -> Node | None:
         """Emit an op that draws random numbers."""
@@ -310,14 +346,17 @@ class _Emitter:
                 kwargs[argument.name] = value
         return self.out.call_function(local.op, args, kwargs)
 
-    def _pieces(self, node: NamedNode, choice: Choice) -> Iterator[FactorSlice]:
+    def _pieces(
+        self, node: NamedNode, choice: Choice, coordinate: Mapping[str, int] | None = None
+    ) -> Iterator[FactorSlice]:
         """Return the slice of each split factor on this rank; of a split inner atom only the length counts."""
+        at = self.groups.coordinate if coordinate is None else coordinate
         for factor in dict.fromkeys(factor for (factor, _), _ in choice.splits):
             parts = []
             for atom, size in enumerate(node.atoms[factor]):
                 start, length = 0, size
                 for axis in choice.of((factor, atom)):
-                    offset, length = chunk(length, self.axes[axis], self.groups.coordinate[axis])
+                    offset, length = chunk(length, self.axes[axis], at[axis])
                     start += offset
                 parts.append((start, length))
             inner = prod(length for _, length in parts[1:])
@@ -355,12 +394,19 @@ class _Emitter:
 
     def _convert(self, one: InsertedReshard) -> None:
         name, found = one.tensor, one.reshard
-        value = self.held[name, found.source]
+        value = self.held[name, one.source]
+        end = end_mark(one, atoms_of(self.graph.tensors[name]), self.axes, self.groups.coordinate)
+        if end is not None:
+            value = self._module(f"{name}_micro_end", end, (value,))
+            value.meta["local_shape"] = self._local_shape(name, found.source)
         if one.ways:
             kinds = "_".join(dict.fromkeys(f"{step.kind.value}_{'_'.join(step.axes)}" for step in one.ways))
             module = ReshardModule(LocalReshard.bind(found, self.groups), note_of(one, self.graph))
             value = self._module(f"{name}_{kinds}", module, (value,))
-        self.held[name, found.target] = value
+        begin = begin_mark(one, atoms_of(self.graph.tensors[name]), self.axes, self.groups.coordinate)
+        if begin is not None:
+            value = self._module(f"{name}_micro_begin", begin, (value,))
+        self.held[name, one.target] = value
 
     def _local_shape(self, name: str, layout: Sharding) -> tuple[int, ...]:
         atoms = atoms_of(self.graph.tensors[name])

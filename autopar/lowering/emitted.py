@@ -33,7 +33,7 @@ class Emitted:
 def note_of(one: InsertedReshard, graph: NamedGraph) -> str:
     """Describe a reshard: tensor, both shardings, steps, the op that needs it, and the op's rule."""
     tensor = graph.tensors[one.tensor]
-    layouts = f"{_text(tensor, one.reshard.source)} -> {_text(tensor, one.reshard.target)}"
+    layouts = f"{_text(tensor, one.source)} -> {_text(tensor, one.target)}"
     ways = ("forward", one.reshard.forward), ("backward", one.reshard.backward if one.differentiable else ())
     sent = "; ".join(f"{word} {_steps(steps)}" for word, steps in ways if steps)
     node = next((node for node in graph.nodes if node.name == one.op), None)

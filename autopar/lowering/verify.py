@@ -27,6 +27,7 @@ from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.emitted import Emitted
 from autopar.lowering.modules.bucket import BucketState
 from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, RegatherRelease, RegatherWatch
+from autopar.lowering.modules.micro_loop import MicroBatchLoop, MicroBatchSlice, MicroBatchZeros
 from autopar.lowering.modules.selective_recompute import SelectiveRecompute
 from autopar.lowering.modules.shard_ops import LoweredOpModule, ReshardModule
 from autopar.lowering.passes.join_small_sums import JoinedSums
@@ -145,6 +146,12 @@ class _ShapeRun:
         given = _read(node.args, values)
         if isinstance(module, SelectiveRecompute):
             return self.graph_of(module.body, given)
+        if isinstance(module, MicroBatchLoop):
+            parts = self.graph_of(module.body, [0, *given])
+            pairs = zip(module.results, parts, strict=True)
+            return [None if part is None else one.join([one.part(part)] * module.count) for one, part in pairs]
+        if isinstance(module, MicroBatchSlice | MicroBatchZeros):
+            return None if given[1] is None else module(0, given[1])
         if isinstance(module, ReshardModule):
             (found,) = self._reshards(node, (module.conversion,), given)
             return found
@@ -248,7 +255,7 @@ def _nested(module: GraphModule) -> Iterator[GraphModule]:
 def _body(module: GraphModule, node: Node) -> GraphModule | None:
     """Return the body of a region where a node calls it."""
     called = _named(module, str(node.target)) if node.op in ("call_module", "get_attr") else None
-    body = called.body if isinstance(called, SelectiveRecompute) else called
+    body = called.body if isinstance(called, SelectiveRecompute | MicroBatchLoop) else called
     return body if isinstance(body, GraphModule) else None
 
 

@@ -224,6 +224,7 @@ def _on_mesh(
     axes = mesh.whole
     cluster = request.cluster_value()
     given = None if layout is None else choose_layout(layout, axes)
+    _check_unpriced(given)
     limit = request.limit_bytes(cluster, given)
     # The limit is in `limit` already. A mesh statement is checked where the layout is read.
     said = None if given is None else Layout(tuple(one for one in given if not _is_limit(one)), given.name)
@@ -299,6 +300,15 @@ def canonical(graph: NamedGraph, decided: StepPlan) -> StepPlan:
     return replace(decided, assignment=replace(assignment, values=values, recompute=recompute))
 
 
+def _check_unpriced(layout: Layout | None) -> None:
+    if layout is not None and layout.micro_batches is not None:
+        count = layout.micro_batches.count
+        raise AutoparError(
+            f"micro {count}: plans have no price for micro-batches yet\n"
+            f"fix: leave it out to plan a step; autopar.parallelize and autopar verify run 'micro {count}; ...'"
+        )
+
+
 def plan_under_layout(
     graph: NamedGraph, mesh: Mesh, layout: str | Path | Layout, request: PlanRequest, origin: str = ""
 ) -> Plan:
@@ -306,6 +316,7 @@ def plan_under_layout(
     axes = mesh.whole
     cluster = request.cluster_value()
     said = choose_layout(layout, axes)
+    _check_unpriced(said)
     limit = request.limit_bytes(cluster, said)
     kept = Layout(tuple(one for one in said if not _is_limit(one)), said.name)
     decided = propagate_plan(graph, kept, axes).with_options(request.options_on(mesh))

@@ -23,6 +23,7 @@ from autopar.sharding.layout.parameter_storage import GatherPolicy, gather_polic
 from autopar.sharding.layout.resolve import PinnedStates, SplitRequest, check_states, resolve, states_of
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Axes, Block, OpPin
+from autopar.sharding.micro_batches import MICRO
 from autopar.sharding.op_pins import kinds_of, pin_of, with_constraints, words_of
 from autopar.sharding.options import Recompute
 from autopar.sharding.sharding import Sharding, atoms_of
@@ -292,7 +293,7 @@ class BoundLayout:
         if tensor.kind in ("buffer", "constant"):
             held = Sharding.replicated(atoms_of(tensor))  # small, and equal on all ranks
         if tensor.kind != "param":
-            return StoredTensor(held, replace(held, broadcast=broadcast))
+            return StoredTensor(held.without([MICRO]), replace(held, broadcast=broadcast))
         stored = Sharding(stored_splits(part, tensor, self.axes))
         use = self.request(tensor, "use")
         value = _unsplit_where_open(use)

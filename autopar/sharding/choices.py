@@ -24,6 +24,7 @@ from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.rules.notation import FactorKind, Operand
 from autopar.sharding.lowered_ops import lowered_op_of
+from autopar.sharding.micro_batches import MICRO
 from autopar.sharding.sharding import Sharding, atoms_of
 
 SPLITTABLE = (FactorKind.PARALLEL, FactorKind.SUM, FactorKind.MEAN)
@@ -102,6 +103,8 @@ def choices(
     """
     passing = passing or {}
     names = [axis for axis in axes if axis in candidates or axis in passing]
+    if MICRO in names and (node.rule.localise or node.rule.lowerings) and not any(node.operands):
+        names.remove(MICRO)  # positions along the batch, as `arange` gives: each micro-batch takes its part of them
     options: list[list[Site | Passing | None]] = [
         [None, *dict.fromkeys(candidates.get(name, ())), *dict.fromkeys(passing.get(name, ()))] for name in names
     ]
@@ -112,10 +115,17 @@ def choices(
                 splits[way] = (*splits.get(way, ()), axis)
         passes = tuple((axis, way) for axis, way in zip(names, picked, strict=True) if isinstance(way, frozenset))
         sites = sorted(splits)
-        for orders in product(*(permutations(splits[site]) for site in sites)):
+        for orders in product(*(_orders(splits[site]) for site in sites)):
             choice = Choice(tuple(zip(sites, orders, strict=True)), passes)
             if all(can_split(node, site, used, axes, (site, used) in uneven) for site, used in choice.splits):
                 yield choice
+
+
+def _orders(axes: tuple[str, ...]) -> Iterable[tuple[str, ...]]:
+    """Return the orders of axes that split one site; a micro-batch has rows of all ranks, so its axis is major."""
+    if MICRO not in axes:
+        return permutations(axes)
+    return ((MICRO, *rest) for rest in permutations(axis for axis in axes if axis != MICRO))
 
 
 def can_split(node: NamedNode, site: Site, used: tuple[str, ...], axes: SubMesh, uneven: bool = False) -> bool:

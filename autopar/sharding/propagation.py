@@ -33,6 +33,7 @@ from autopar.sharding.layout.resolve import UNPINNED, SplitRequest
 from autopar.sharding.layout.syntax import Axes, OpPin, Pin
 from autopar.sharding.lift_broadcasts import lift_broadcasts
 from autopar.sharding.lowered_ops import lowered_context
+from autopar.sharding.micro_batches import with_time
 from autopar.sharding.op_pins import allows, infeasible_pin, pinned_passings, pinned_sites, uneven_sites
 from autopar.sharding.reshard.reshard import Reshard, reshard
 from autopar.sharding.sharding import Atoms, Sharding, atoms_of
@@ -54,6 +55,7 @@ class PropagationCache:
 
 def propagate(graph: NamedGraph, layout: Layout, axes: SubMesh, cache: PropagationCache | None = None) -> Assignment:
     """Return the assignment of a graph under a layout."""
+    axes = with_time(axes, 1 if layout.micro_batches is None else layout.micro_batches.count)
     bound = BoundLayout(graph, layout, axes)
     cache = cache or PropagationCache()
     options = options_of(bound.whole, axes)

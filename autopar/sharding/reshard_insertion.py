@@ -17,6 +17,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.lowered_ops import LoweredOpContext, lowered_context
+from autopar.sharding.micro_batches import MICRO, place_in_time, without_time
 from autopar.sharding.options import Outputs
 from autopar.sharding.reshard.reshard import Reshard, Step, reshard
 from autopar.sharding.sharding import Atoms, Sharding, atoms_of
@@ -40,13 +41,25 @@ class StepCollective:
 
 @dataclass(frozen=True)
 class InsertedReshard:
-    """Reshard of one tensor in its place, before or after an op."""
+    """Reshard of one tensor in its place, before or after an op.
+
+    `reshard` has what the ranks do. A reshard into the micro-batches or out of them has other ends, which name time.
+    """
 
     tensor: str
     op: str
     reshard: Reshard
     itemsize: int
     differentiable: bool
+    in_time: tuple[Sharding, Sharding] | None = None
+
+    @property
+    def source(self) -> Sharding:
+        return self.reshard.source if self.in_time is None else self.in_time[0]
+
+    @property
+    def target(self) -> Sharding:
+        return self.reshard.target if self.in_time is None else self.in_time[1]
 
     @property
     def ways(self) -> tuple[Step, ...]:
@@ -114,6 +127,7 @@ class _ReshardInserter:
         self.assignment = assignment
         self.whole_outputs = outputs == "full"
         self.local_inputs = local_inputs
+        self.mesh = without_time(assignment.axes)
         self.shardings: dict[str, Sharding] = {}
         self.converted: set[tuple[str, Sharding]] = set()
         self.found: dict[tuple[Atoms, Sharding, Sharding], Reshard] = {}
@@ -165,7 +179,7 @@ class _ReshardInserter:
             wanted = Sharding.replicated(atoms_of(tensor))
         else:
             # Callers know no partial sums and no broadcasts.
-            wanted = Sharding(self.shardings[name].splits)
+            wanted = Sharding(self.shardings[name].splits).without([MICRO])
         return name, self._as(name, wanted, "the outputs", handed)
 
     def _as(self, name: str, wanted: Sharding | None, op: str, made: list[InsertedReshard]) -> Sharding:
@@ -180,12 +194,14 @@ class _ReshardInserter:
 
     def _convert(self, name: str, have: Sharding, wanted: Sharding, op: str) -> InsertedReshard:
         tensor = self.graph.tensors[name]
-        key = atoms_of(tensor), have, wanted
+        in_time = None if place_in_time(have) == place_in_time(wanted) else (have, wanted)
+        ends = (have, wanted) if in_time is None else (have.without([MICRO]), wanted.without([MICRO]))
+        key = atoms_of(tensor), *ends
         # Tensors that are cut alike share a search for the steps.
         found = self.found.get(key)
         if found is None:
-            found = self.found[key] = reshard(*key, self.assignment.axes)
-        return InsertedReshard(name, op, found, tensor.dtype.itemsize, tensor.requires_grad)
+            found = self.found[key] = reshard(*key, self.assignment.axes if in_time is None else self.mesh)
+        return InsertedReshard(name, op, found, tensor.dtype.itemsize, tensor.requires_grad, in_time)
 
 
 def _messages(split: LoweredOpContext | None) -> tuple[InsertedReshard, ...]:

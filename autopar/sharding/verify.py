@@ -14,6 +14,7 @@ from autopar.ir.invariants import Invariant, check_invariants
 from autopar.ir.values import NamedTensor
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.choices import can_split, shardings_of
+from autopar.sharding.micro_batches import MICRO, without_time
 from autopar.sharding.options import Outputs, Recompute
 from autopar.sharding.reshard.reshard import Reshard, Step
 from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan
@@ -229,9 +230,9 @@ def _absent_values(given: _Wired) -> Iterator[str]:
     there |= {(name, Sharding.replicated(atoms_of(tensors[name]))) for name in plan.inputs}
 
     def resharded(one: InsertedReshard) -> Iterator[str]:
-        if (one.tensor, one.reshard.source) not in there:
-            yield f"{one.tensor} for {one.op} is resharded from {one.reshard.source}, which it does not have"
-        there.add((one.tensor, one.reshard.target))
+        if (one.tensor, one.source) not in there:
+            yield f"{one.tensor} for {one.op} is resharded from {one.source}, which it does not have"
+        there.add((one.tensor, one.target))
 
     for one in plan.inputs.values():
         yield from resharded(one)
@@ -260,6 +261,10 @@ def _broken_chains(given: _Wired) -> Iterator[str]:
             continue
         known.add(one.reshard)
         reshard, axes = one.reshard, given.assignment.axes
+        if one.in_time is not None:
+            axes = without_time(axes)
+            if (reshard.source, reshard.target) != tuple(end.without([MICRO]) for end in one.in_time):
+                yield f"{one.tensor} for {one.op}: {reshard} is not what the ranks do of {one.source} as {one.target}"
         ways = (
             ("forward", reshard.forward, reshard.source, reshard.target),
             (
@@ -284,7 +289,7 @@ def _ends(steps: tuple[Step, ...]) -> Iterator[Sharding]:
 
 
 def _repeated_reshards(given: _Wired) -> Iterator[str]:
-    counts = Counter((one.tensor, one.reshard.source, one.reshard.target) for one in given.inserted())
+    counts = Counter((one.tensor, one.source, one.target) for one in given.inserted())
     yield from (f"{name} from {source} to {target}" for (name, source, target), count in counts.items() if count > 1)
 
 

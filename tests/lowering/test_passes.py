@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph
 from torch.nn import functional
 
 import autopar
 from autopar.ir.graph import NamedGraph
 from autopar.lowering import emit as emitting
 from autopar.lowering.modules.bucket import GradientSync, ParameterHandling
+from autopar.lowering.modules.micro_loop import MicroBatchLoop
 from autopar.lowering.passes.bucket_parameters import BucketedParameters
 from autopar.mesh import SubMesh
 from autopar.sharding.layout.language import parse_layout
@@ -77,6 +79,7 @@ PASSES: dict[str, tuple[str, Callable[[], NamedGraph], str, dict[str, Any]]] = {
     "join_small_sums": ("join_totals", classifier, "batch -> dp; * -> none", {}),
     "bucket_parameters": ("put_in_buckets", blocks, "batch -> dp; * -> none; param { * -> dp | none }", {}),
     "rank_check": ("put_gate", blocks, "batch -> dp; * -> none; param { * -> dp | none }", {"gate": Gate()}),
+    "micro_batches": ("loop_micro_batches", classifier, "micro 2; batch -> dp; * -> none", {}),
     "recompute_regions": (
         "with_regions",
         blocks,
@@ -102,10 +105,12 @@ def before_and_after(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
         def recorded(out: Any, *others: Any) -> Any:
             before = text_of(out)
             result = original(out, *others)
-            made = getattr(result, "graph", out)
-            regions = (
-                [text_of(each.graph) for each in result.children() if hasattr(each, "graph")] if made is not out else []
-            )
+            made = result if isinstance(result, Graph) else getattr(result, "graph", out)
+            if isinstance(result, Graph):
+                regions = [text_of(each.body.graph) for each in others[0].values() if isinstance(each, MicroBatchLoop)]
+            else:
+                children = result.children() if made is not out else ()
+                regions = [text_of(each.graph) for each in children if hasattr(each, "graph")]
             if groups.rank == 0:
                 seen[0] = before, "\n\n".join([text_of(made), *regions])
             return result

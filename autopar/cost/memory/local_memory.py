@@ -262,8 +262,8 @@ class LiveState:
 
     def _start_gather(self, bucket: Bucket) -> int:
         """Return the buffer of a bucket; the shards are copied into one piece for the gather."""
-        shards = sum(self._bytes((one.tensor, one.reshard.source)) for one in bucket.members)
-        flat = self.storages.new(sum(self._bytes((one.tensor, one.reshard.target)) for one in bucket.members))
+        shards = sum(self._bytes((one.tensor, one.source)) for one in bucket.members)
+        flat = self.storages.new(sum(self._bytes((one.tensor, one.target)) for one in bucket.members))
         self.storages.touch(shards)
         return flat
 
@@ -277,8 +277,8 @@ def last_uses(graph: NamedGraph, reshard_plan: ReshardPlan) -> dict[Version, flo
             if version is not None:
                 found[version] = place
         for one in (*reshards.before, *reshards.after):
-            found[one.tensor, one.reshard.source] = place
+            found[one.tensor, one.source] = place
     for one in reshard_plan.outputs:
-        found[one.tensor, one.reshard.source] = inf
+        found[one.tensor, one.source] = inf
     found.update((result, inf) for result in reshard_plan.results if result is not None)
     return found

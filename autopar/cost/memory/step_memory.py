@@ -34,7 +34,7 @@ class ForwardMemory(LiveState):
             sums = (one for of_op in self.schedule.of_op.values() for one in of_op if one.is_sum)
             for bucket in sums:
                 for one in bucket.members if not self._defers_reduction(bucket.members[0].tensor) else ():
-                    self.sums[one.tensor] = self.storages.new(self._bytes((one.tensor, one.reshard.source)))
+                    self.sums[one.tensor] = self.storages.new(self._bytes((one.tensor, one.source)))
         for place, node in enumerate(self.graph.nodes):
             self.storages.now = f"the forward of {node.name}"
             self._op_forward(node, place)
@@ -47,7 +47,7 @@ class ForwardMemory(LiveState):
             if tensor.kind == "activation":
                 continue
             reshard = self.reshard_plan.inputs.get(name)
-            version = name, self.plan.assignment.stored[name] if reshard is None else reshard.reshard.source
+            version = name, self.plan.assignment.stored[name] if reshard is None else reshard.source
             size = self._bytes(version)
             if tensor.kind == "param" and self.plan.options.master_dtype is not None:
                 # Parameters are stored in the dtype that the optimizer updates.
@@ -63,7 +63,7 @@ class ForwardMemory(LiveState):
         for bucket in self.schedule.of_op.get(node.name, ()):
             self._gather(bucket)
         for one in reshards.before:
-            if (one.tensor, one.reshard.target) not in self.schedule.versions:
+            if (one.tensor, one.target) not in self.schedule.versions:
                 self._reshard(one)
         halo_copies = self._halo_copies(reshards)
         outputs: list[Version | None] = []
@@ -146,7 +146,7 @@ class ForwardMemory(LiveState):
 
     def _free(self, node: NamedNode, reshards: OpReshards, place: int) -> None:
         """Free versions whose last use is this op, and those it makes that no op uses."""
-        made = [(one.tensor, one.reshard.target) for one in (*reshards.before, *reshards.after)]
+        made = [(one.tensor, one.target) for one in (*reshards.before, *reshards.after)]
         pairs = zip(node.outputs, self.plan.assignment.ops[node.name].produced, strict=True)
         made += [(name, sharding) for name, sharding in pairs if name is not None and sharding is not None]
         for version in (*self.ends.get(place, ()), *(version for version in made if version not in self.last)):
@@ -155,13 +155,13 @@ class ForwardMemory(LiveState):
 
     def _reshard(self, one: InsertedReshard) -> None:
         """Run a reshard that no bucket joins: a chain of steps with their buffers."""
-        source, made = self.values[one.tensor, one.reshard.source], self._reshard_value(one)
+        source, made = self.values[one.tensor, one.source], self._reshard_value(one)
         if made != source and one.op in self.recomputed:
             self.made.setdefault(self.layers[one.op][0], set()).add(made)
 
     def _reshard_value(self, one: InsertedReshard) -> int:
-        source = self.values[one.tensor, one.reshard.source]
-        made = self.values[one.tensor, one.reshard.target] = self._steps(source, one.reshard.forward, one)
+        source = self.values[one.tensor, one.source]
+        made = self.values[one.tensor, one.target] = self._steps(source, one.reshard.forward, one)
         return made
 
     def _gather(self, bucket: Bucket) -> None:
@@ -175,11 +175,11 @@ class ForwardMemory(LiveState):
             flat = self.flat.pop(bucket, None)
             flat = self._start_gather(bucket) if flat is None else flat
             for one in bucket.members:
-                size = self._bytes((one.tensor, one.reshard.target))
-                self.values[one.tensor, one.reshard.target] = self.storages.new(size)
+                size = self._bytes((one.tensor, one.target))
+                self.values[one.tensor, one.target] = self.storages.new(size)
             self.storages.drop(flat)
         if bucket in self.schedule.inside:
-            made = [self.values[one.tensor, one.reshard.target] for one in bucket.members]
+            made = [self.values[one.tensor, one.target] for one in bucket.members]
             self.made.setdefault(self.schedule.inside[bucket], set()).update(made)
             buffered = len(made) > 1
             sizes = {one: self.storages.sizes[one] if buffered else 0.0 for one in made}
@@ -247,7 +247,7 @@ class StepMemory(ForwardMemory):
             for made in self.pending.pop(version, ()):
                 self._accumulate(version, made)
         for one in reversed(reshards.before):
-            if (one.tensor, one.reshard.target) not in self.schedule.versions:
+            if (one.tensor, one.target) not in self.schedule.versions:
                 self._reshard_gradient(one)
         for bucket in self.schedule.of_op.get(node.name, ()):
             if self._layer(node) in self.whole and bucket not in self.schedule.inside and not bucket.is_alone:
@@ -268,41 +268,41 @@ class StepMemory(ForwardMemory):
         self.storages.drop(made)
 
     def _reshard_gradient(self, one: InsertedReshard) -> None:
-        found = self.gradients.pop((one.tensor, one.reshard.target), None)
+        found = self.gradients.pop((one.tensor, one.target), None)
         if found is not None:
             made = self._steps(found, one.reshard.backward, one)
             self.storages.drop(found)
-            self._accumulate((one.tensor, one.reshard.source), made)
+            self._accumulate((one.tensor, one.source), made)
 
     def _reduce(self, bucket: Bucket) -> None:
         """Reduce the gradients of a bucket in one buffer; the results are views of a second buffer."""
         if bucket in self.regathered:
             self.storages.drop(self.regathered.pop(bucket))
-        members = [one for one in bucket.members if (one.tensor, one.reshard.target) in self.gradients]
+        members = [one for one in bucket.members if (one.tensor, one.target) in self.gradients]
         if not members or not members[0].reshard.backward or self._defers_reduction(members[0].tensor):
             for one in members:
                 if self._defers_reduction(one.tensor):
-                    whole_gradient = self.gradients.pop((one.tensor, one.reshard.target))
-                    self._accumulate((one.tensor, one.reshard.source), whole_gradient)
+                    whole_gradient = self.gradients.pop((one.tensor, one.target))
+                    self._accumulate((one.tensor, one.source), whole_gradient)
                 else:
                     self._reshard_gradient(one)
             return
         if bucket.is_sum and len(members) == len(bucket.members):
             # Gradients are copied into the buffer that lives for the whole step, and are views of it from then on.
             for one in bucket.members:
-                self.storages.drop(self.gradients.pop((one.tensor, one.reshard.target)))
-                self._accumulate((one.tensor, one.reshard.source), self.storages.take(self.sums[one.tensor]))
+                self.storages.drop(self.gradients.pop((one.tensor, one.target)))
+                self._accumulate((one.tensor, one.source), self.storages.take(self.sums[one.tensor]))
             return
-        given = [self.gradients.pop((one.tensor, one.reshard.target)) for one in members]
+        given = [self.gradients.pop((one.tensor, one.target)) for one in members]
         whole = sum(self.storages.sizes[storage] for storage in given)
         prepared = sum(copied(one.reshard.backward[0], one) for one in members)
         flat = self.storages.new(whole)
         self.storages.touch(prepared)
-        made = [self.storages.new(self._bytes((one.tensor, one.reshard.source))) for one in members]
+        made = [self.storages.new(self._bytes((one.tensor, one.source))) for one in members]
         for storage in (flat, *given):
             self.storages.drop(storage)
         for one, storage in zip(members, made, strict=True):
-            self._accumulate((one.tensor, one.reshard.source), storage)
+            self._accumulate((one.tensor, one.source), storage)
 
     def _place_gradients(self) -> None:
         """Allocate the gradients of earlier micro-batches."""

@@ -21,9 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
+from autopar.sharding.micro_batches import MICRO
 
 __all__ = [
     "Groups",
+    "GroupsOfMicroBatch",
     "device_mesh",
     "device_type_of",
     "group_over",
@@ -79,6 +81,22 @@ class Groups:
         }
         ranks = tuple(dist.get_process_group_ranks(group))
         return _Group(group.group_name, tuple(places[rank] for rank in ranks), ranks)
+
+
+class GroupsOfMicroBatch(Groups):
+    """Groups of the ranks for ops of the first micro-batch: micro-batches are an axis of time, without processes."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.coordinate = {MICRO: 0, **groups.coordinate}
+        self.device_type = groups.device_type
+
+    def of(self, axes: tuple[str, ...]) -> _Group:
+        assert MICRO not in axes, f"a collective over {axes}"
+        return self.groups.of(axes)
+
+    def ranks(self, name: str) -> tuple[int, ...]:
+        return self.groups.ranks(name)
 
 
 def device_type_of(model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any] | None) -> str:

@@ -98,6 +98,8 @@ class RandomOp(nn.Module):
         self.what = what
         self.rule = rule
         self.draw = known(what)
+        # Set where micro-batches draw numbers of their own.
+        self.varies = False
 
     def extra_repr(self) -> str:
         shard = self.what.shard

@@ -30,6 +30,7 @@ from autopar.mesh import SubMesh
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.notation import Operand, Term
 from autopar.sharding.choices import Choice
+from autopar.sharding.micro_batches import MICRO
 from autopar.sharding.sharding import Atoms, Piece, nested
 
 __all__ = ["DrawnOp", "RandomOps"]
@@ -219,7 +220,8 @@ class RandomOps:
 
         made = _MAKERS[node.op](_PendingOp(node, source, local, whole, tensors, cut, shard, device, differentiable))
         self._shards += made.what.shard.count
-        exact = made.what.shard.count == 1 or node.op not in _BY_VALUE
+        made.varies = any(MICRO in axes for _, axes in choice.splits)
+        exact = (made.what.shard.count == 1 or node.op not in _BY_VALUE) and not made.varies
         self.ops.append(DrawnOp(node.name, node.op, str(choice), exact))
         return made
 

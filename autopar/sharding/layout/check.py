@@ -17,6 +17,7 @@ from autopar.sharding.layout.syntax import (
     Guard,
     Let,
     MeshStatement,
+    MicroBatches,
     OpPin,
     Pin,
     SplitTerm,
@@ -84,6 +85,8 @@ def _check_names(statement: Statement, words: LayoutWords, axes: SubMesh, any_di
                 continue
             if not any(matches(pattern, dim) for dim in words.dims):
                 raise unknown_name("dim", pattern, words.dims, _at(rule.span, pattern))
+    if isinstance(statement, MicroBatches) and statement.dim not in words.dims:
+        raise unknown_name("dim", statement.dim, words.dims, _at(span, statement.dim))
     # A `let` is checked where its name is used.
     for name, place in () if isinstance(statement, Let) else named_axes(statement):
         if name not in axes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -21,6 +22,7 @@ from autopar.sharding.layout.syntax import (
     Let,
     Limit,
     MeshStatement,
+    MicroBatches,
     NotSplit,
     OpPin,
     OverAxes,
@@ -57,6 +59,10 @@ class Layout:
     def mesh(self) -> Mesh | None:
         return next((s.mesh for s in self.statements if isinstance(s, MeshStatement)), None)
 
+    @property
+    def micro_batches(self) -> MicroBatches | None:
+        return next((s for s in self.statements if isinstance(s, MicroBatches)), None)
+
     def on_axes(self, meaning: Mapping[str, Axes]) -> Layout:
         """Return the layout with its axes replaced; `()` stands for an axis of size 1."""
         replaced = (replace_axes(statement, meaning) for statement in self.statements)
@@ -72,10 +78,9 @@ class Layout:
 def parse_layout(text: str, name: str = "<layout>") -> Layout:
     """Read a layout; messages call it `name`."""
     statements = LayoutParser(text, name).file()
-    for one in (StrategyStatement, MeshStatement):
+    for one, word in ((StrategyStatement, "strategy"), (MeshStatement, "mesh"), (MicroBatches, "micro")):
         found = [statement for statement in statements if isinstance(statement, one)]
         if len(found) > 1:
-            word = "strategy" if one is StrategyStatement else "mesh"
             message = f"a layout has one '{word}' line, this one has {len(found)}"
             raise layout_error("E0", message, "keep one of them", *(statement.span for statement in found[:2]))
     return Layout(expand_lets(statements), name)
@@ -118,7 +123,11 @@ def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
 
     A strategy fits any mesh: its axes that the mesh lacks have size 1, and `fsdp(fsdp=dp*tp)` maps them by hand. If
     strategy and mesh have one axis each, these are mapped whatever their names. No axis in common is an error.
+    `micro 8; fsdp` is a strategy in eight micro-batches.
     """
+    if isinstance(layout, str) and (match := _MICRO_STRATEGY.fullmatch(layout)) and _names_strategy(match["strategy"]):
+        found = choose_layout(match["strategy"].strip(), axes)
+        return Layout((*parse_layout(match["micro"]).statements, *found.statements), found.name)
     if isinstance(layout, Layout):
         found = layout
     elif isinstance(layout, Path) or layout.endswith(".lay"):
@@ -147,6 +156,10 @@ def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
             )
         return found.on_axes({own[0]: (longer[0],)})
     return found.on_axes(absent)
+
+
+# `micro 8; fsdp(fsdp=dp)`
+_MICRO_STRATEGY = re.compile(r"\s*(?P<micro>micro\s+\d+(\s+of\s+\w+)?)\s*;(?P<strategy>[^;]+);?\s*", re.DOTALL)
 
 
 def _names_strategy(text: str) -> bool:

@@ -22,6 +22,7 @@ from autopar.sharding.layout.syntax import (
     Let,
     Limit,
     MeshStatement,
+    MicroBatches,
     NotSplit,
     OpPin,
     Pin,
@@ -39,6 +40,7 @@ from autopar.sharding.layout.tokens import UNITS, Token, TokenReader, parse_perc
 # How a statement is written, by its first word: the `fix:` line of errors within it.
 FORMS = {
     "strategy": "write it as in 'strategy fsdp \"what it does\"'",
+    "micro": "write it as in 'micro 8', or 'micro 8 of images' where the batch has another name",
     "let": "write it as in 'let data = dp*fsdp'",
     "op": "write it as in 'op @blocks.0.mlp/linear[d_ff -> tp]'",
     "keep": "write it as in 'keep @blocks.*.weight'",
@@ -121,6 +123,8 @@ class LayoutParser(TokenReader):
             return self.pin() if following.kind == "symbol" and following.text == "[" else self.block()
         if self.at("}", "]", ")"):
             raise self.expected("a statement", self._fix_of_what_follows())
+        if token.kind == "name" and token.text == "micro" and self.tokens[self.position + 1].kind == "number":
+            return self.micro(self.advance())
         if token.kind != "word":
             return self.rule(bare=True)
         if token.text in KINDS:
@@ -146,6 +150,19 @@ class LayoutParser(TokenReader):
             case "forbid" | "warn":
                 return self.guard(token)
         return self.hold(token)
+
+    def micro(self, keyword: Token) -> MicroBatches:
+        # No word of the language: dims and axes may be called `micro`.
+        self.form = FORMS["micro"]
+        place = self.token.span
+        count = self.expect_integer("a number of micro-batches")
+        if count < 1:
+            raise layout_error("E0", "there is at least one micro-batch", "write 'micro 1' or leave it out", place)
+        dim = "batch"
+        if self.is_a("name") and self.token.text == "of":
+            self.advance()
+            dim = self.expect_dim("the dim of the batch")
+        return MicroBatches(count, dim, keyword.span)
 
     def strategy(self, span: SourceSpan) -> StrategyStatement:
         name = self.expect_name("the strategy")

@@ -16,6 +16,7 @@ from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.matching import POSITION, Specificity, glob_matches, matches, specificity
 from autopar.sharding.layout.source import SourceSpan, layout_error
 from autopar.sharding.layout.syntax import Axes, Block, DimRule, Hole, NotSplit, Pin, Scope, SplitTerm
+from autopar.sharding.micro_batches import MICRO
 from autopar.sharding.sharding import HasAtoms
 
 # The axes that split each atom; None where the layout leaves an atom open.
@@ -60,7 +61,33 @@ def resolve(layout: Layout, tensor: HasAtoms, kind: str, axes: SubMesh) -> Split
         spoken = {tensor.atoms[i].dim for claim in claims for i in claim.atoms}
         _grant_one_dim(one_dim, tensor, axes, taken, spoken, wanted)
     # An atom of size 1 cannot be split, so it is not open.
-    return tuple(() if axes is None and tensor.atoms[i].size == 1 else axes for i, axes in enumerate(wanted))
+    found = tuple(() if axes is None and tensor.atoms[i].size == 1 else axes for i, axes in enumerate(wanted))
+    return found if kind not in ("input", "act", "output") else _split_in_time(layout, tensor, kind, found, axes)
+
+
+def _split_in_time(layout: Layout, tensor: HasAtoms, kind: str, wanted: SplitRequest, axes: SubMesh) -> SplitRequest:
+    """Return the request with the batch split into micro-batches first: each has rows of all ranks."""
+    micro = layout.micro_batches
+    if micro is None or axes.get(MICRO, 1) == 1:
+        return wanted
+    found = list(wanted)
+    for i, atom in enumerate(tensor.atoms):
+        # Of a batch in several parts the first one is split, so that a micro-batch has neighbouring rows.
+        if atom.names[:1] != (micro.dim,) or (i and tensor.atoms[i - 1].names[:1] == (micro.dim,)):
+            continue
+        own = found[i]
+        ranks = prod(axes[axis] for axis in own or ())
+        if atom.size % (micro.count * ranks) == 0 and atom.size:
+            found[i] = (MICRO, *(own or ())) if own is not None or kind == "input" else None
+        elif kind == "input":
+            over = f" over {'*'.join(own)} = {ranks}" if own else ""
+            raise layout_error(
+                "E4",
+                f"the dim '{micro.dim}' of {tensor.name} is {atom.size}: micro {micro.count}{over} does not divide it",
+                f"give a batch of a multiple of {micro.count * ranks}, or other micro-batches",
+                micro.span,
+            )
+    return tuple(found)
 
 
 def _claims(layout: Layout, tensor: HasAtoms, kind: str) -> list[_AxisClaim]:

@@ -162,6 +162,15 @@ class Same:
 
 
 @dataclass(frozen=True)
+class MicroBatches:
+    """`micro 8`: the batch of a call runs as eight micro-batches, one after the other; `micro 8 of images`."""
+
+    count: int
+    dim: str = "batch"
+    span: SourceSpan | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
 class Guard:
     """`forbid all_gather(act) over tp`: these tensors need no such collective over these axes."""
 
@@ -197,7 +206,18 @@ Contract = Guard | Same | Limit
 OverAxes = Let | Guard
 
 # A `DimRule` that stands by itself is a bare rule.
-Statement = StrategyStatement | MeshStatement | OverAxes | DimRule | Block | Pin | OpPin | GatherStatement | Contract
+Statement = (
+    StrategyStatement
+    | MeshStatement
+    | MicroBatches
+    | OverAxes
+    | DimRule
+    | Block
+    | Pin
+    | OpPin
+    | GatherStatement
+    | Contract
+)
 
 
 def tensor_globs(statement: Statement) -> tuple[str, ...]:
@@ -247,6 +267,8 @@ def print_statement(statement: Statement) -> str:
             return f"strategy {name}" + ("" if description is None else f' "{escaped}"')
         case MeshStatement(mesh):
             return f"mesh {', '.join(map(str, mesh.declared))}"
+        case MicroBatches(count, dim):
+            return f"micro {count}" + ("" if dim == "batch" else f" of {dim}")
         case Let(name, axes):
             return f"let {name} = {print_axes(axes)}"
         case DimRule():

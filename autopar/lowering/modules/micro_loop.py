@@ -1,0 +1,285 @@
+"""Run a part of the generated graph once for each micro-batch, forward and backward.
+
+A loop returns sums and concatenations over its micro-batches. Where all sums that need a gradient are scalars, as a
+loss, each micro-batch runs its backward right after its forward, so the activations of one micro-batch are alive at a
+time. The backward of the loop then scales these gradients by the gradient of the sum. Gradients in another direction,
+such as those of logits, run the loop again.
+
+Without a scalar that needs a gradient, all forwards run in the forward and all backwards in the backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.fx import GraphModule
+
+__all__ = ["LoopResult", "MicroBatchKey", "MicroBatchLoop", "MicroBatchSlice", "MicroBatchZeros"]
+
+# Odd, so that the keys of micro-batches and those of the next calls differ.
+KEY_STEP = 0x9E3779B1
+# Upstream gradient expected of the first call in float16, whose small gradients are lost without one.
+FLOAT16_SCALE = 2.0**15
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class LoopResult:
+    """Result of a loop: the sum of its parts, or its parts one after the other along an atom."""
+
+    kind: Literal["sum", "concat"]
+    # For "concat": local sizes of the atoms of a part, the atom that is split, and the local shape of the whole.
+    sizes: tuple[int, ...] = ()
+    atom: int = 0
+    shape: tuple[int, ...] = ()
+
+    def part(self, value: Tensor) -> Tensor:
+        """Return the value of one micro-batch in the shape in which parts are joined."""
+        return value if self.kind == "sum" else value.reshape(self.sizes)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the result of all parts."""
+        if self.kind == "concat":
+            return torch.cat(tuple(parts), self.atom).reshape(self.shape)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total
+
+    def gradient(self, gradient: Tensor, number: int) -> Tensor:
+        """Return the gradient of one part."""
+        if self.kind == "sum":
+            return gradient
+        length = self.sizes[self.atom]
+        rest = math.prod(size for atom, size in enumerate(self.sizes) if atom != self.atom)
+        sizes = list(self.sizes)
+        sizes[self.atom] = gradient.numel() // max(rest, 1)
+        return gradient.reshape(sizes).narrow(self.atom, number * length, length)
+
+
+class MicroBatchLoop(nn.Module):
+    """Call a body with the number of each micro-batch and the same inputs, and join its results."""
+
+    def __init__(self, body: GraphModule, count: int, results: tuple[LoopResult, ...]) -> None:
+        super().__init__()
+        self.body = body
+        self.count = count
+        self.results = results
+        # Gradients expected of the scalar sums, up to a common factor: those of the last backward.
+        self.expected: tuple[float, ...] = ()
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+            found: tuple[Tensor, ...] = _Loop.apply(self, *inputs)  # type: ignore[no-untyped-call]
+            return found
+        columns = zip(*(self.parts(number, inputs) for number in range(self.count)), strict=True)
+        return tuple(result.join(parts) for result, parts in zip(self.results, columns, strict=True))
+
+    def parts(self, number: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the parts of one micro-batch."""
+        found = self.body(number, *inputs)
+        return tuple(result.part(value) for result, value in zip(self.results, found, strict=True))
+
+    def extra_repr(self) -> str:
+        return f"{self.count} micro-batches; {', '.join(result.kind for result in self.results)}"
+
+
+class _Loop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loop: MicroBatchLoop, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.loop, ctx.generators = loop, _generators(inputs)
+        leaves = _leaves(inputs)
+        sums = _GradientSums(leaves)
+        expected: dict[int, Tensor] = {}
+        columns: list[list[Tensor]] = [[] for _ in loop.results]
+        kept: list[tuple[Tensor, ...]] = []
+        needed: list[int] = []
+        for number in range(loop.count):
+            with torch.enable_grad():
+                parts = loop.parts(number, leaves)
+            needed = [place for place, part in enumerate(parts) if part.requires_grad]
+            if number == 0 and _is_scheduled(loop, parts, needed):
+                scalars = [place for place in needed if loop.results[place].kind == "sum"]
+                expected = _expected(loop, {place: parts[place] for place in scalars})
+            if expected:
+                sums.add([parts[place] for place in expected], list(expected.values()))
+            else:
+                kept.append(parts)
+            for column, part in zip(columns, parts, strict=True):
+                column.append(part.detach())
+        ctx.needed, ctx.kept, ctx.leaves, ctx.sums, ctx.expected = needed, kept, leaves, sums, expected
+        ctx.save_for_backward(*inputs)
+        found = tuple(result.join(column) for result, column in zip(loop.results, columns, strict=True))
+        ctx.mark_non_differentiable(*(x for place, x in enumerate(found) if place not in needed))
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        loop: MicroBatchLoop = ctx.loop
+        given = {place: x for place, x in enumerate(gradients) if x is not None and place in ctx.needed}
+        if ctx.kept:
+            sums = _GradientSums(ctx.leaves)
+            for number, parts in enumerate(ctx.kept):
+                wanted = [loop.results[place].gradient(x, number) for place, x in given.items()]
+                sums.add([parts[place] for place in given], wanted, retain=True)
+            return (None, *sums.found())
+        factor = _factor(ctx.expected, given)
+        _remember(loop, [given.get(place) for place in ctx.expected], factor is not None)
+        if factor is not None and not ctx.sums.is_used:
+            return (None, *ctx.sums.found(factor))
+        leaves = _leaves(ctx.saved_tensors)
+        sums = _GradientSums(leaves)
+        with _restored(ctx.generators):
+            for number in range(loop.count):
+                with torch.enable_grad():
+                    parts = loop.parts(number, leaves)
+                wanted = [loop.results[place].gradient(x, number) for place, x in given.items()]
+                sums.add([parts[place] for place in given], wanted)
+        return (None, *sums.found())
+
+
+def _leaves(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the inputs as leaves of the graph of each micro-batch."""
+    return [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+
+
+class _GradientSums:
+    """Sums of the gradients of leaves over micro-batches; half precision adds up in float32."""
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self.leaves = leaves
+        self.wanted = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
+        self.totals: dict[int, Tensor] = {}
+        self.is_used = False
+
+    def add(self, parts: Sequence[Tensor], gradients: Sequence[Tensor], retain: bool = False) -> None:
+        """Add the gradients of one micro-batch, given those of its parts."""
+        leaves = [self.leaves[place] for place in self.wanted]
+        found = torch.autograd.grad(parts, leaves, gradients, retain_graph=retain, allow_unused=True)
+        for place, gradient in zip(self.wanted, found, strict=True):
+            if gradient is None:
+                continue
+            wide = gradient.float() if gradient.dtype in _HALF else gradient
+            total = self.totals.get(place)
+            # The first one may share memory with another gradient, so it is not written to.
+            self.totals[place] = wide if total is None else total + wide
+
+    def found(self, factor: Tensor | None = None) -> list[Tensor | None]:
+        """Return the sums times a factor, once: their memory goes to the caller."""
+        self.is_used = True
+        found: list[Tensor | None] = [None] * len(self.leaves)
+        for place, total in self.totals.items():
+            scaled = total if factor is None else total * factor.to(total.dtype)
+            found[place] = scaled.to(self.leaves[place].dtype)
+        self.totals = {}
+        return found
+
+
+def _is_scheduled(loop: MicroBatchLoop, parts: Sequence[Tensor], needed: Sequence[int]) -> bool:
+    """Return whether each micro-batch may run its backward at once: all sums that need a gradient are scalars."""
+    sums = [place for place in needed if loop.results[place].kind == "sum"]
+    return bool(sums) and all(parts[place].numel() == 1 for place in sums)
+
+
+def _expected(loop: MicroBatchLoop, parts: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Return the gradients of the scalar sums that the backward is expected to bring, up to a common factor."""
+    known = loop.expected
+    if len(known) != len(parts):
+        half = any(part.dtype == torch.float16 for part in parts.values())
+        known = (FLOAT16_SCALE if half else 1.0,) * len(parts)
+    return {place: torch.full_like(part, value) for (place, part), value in zip(parts.items(), known, strict=True)}
+
+
+def _factor(expected: dict[int, Tensor], given: dict[int, Tensor]) -> Tensor | None:
+    """Return the factor between the gradients and those expected; None if there is none."""
+    if set(given) != set(expected):
+        return None
+    factors = [given[place].reshape(()).double() / expected[place].reshape(()).double() for place in expected]
+    if len(factors) > 1 and len({factor.item() for factor in factors}) > 1:
+        return None
+    return factors[0]
+
+
+def _remember(loop: MicroBatchLoop, gradients: Sequence[Tensor | None], is_proportional: bool) -> None:
+    """Expect these gradients of the next call, times a power of two, which is exact."""
+    known = [gradient for gradient in gradients if gradient is not None]
+    # One sum has only a factor, which counts in float16 alone; reading it would make a device wait.
+    if len(known) < len(gradients) or (known[0].dtype != torch.float16 and (is_proportional or len(known) == 1)):
+        return
+    values = [float(gradient) for gradient in known]
+    size = max(map(abs, values))
+    if size == 0 or not math.isfinite(size):
+        return
+    if len(values) == 1:
+        loop.expected = (min(2.0 ** math.floor(math.log2(size)), FLOAT16_SCALE),)
+    else:
+        loop.expected = tuple(value / 2.0 ** math.floor(math.log2(size)) for value in values)
+
+
+def _generators(inputs: Sequence[Tensor]) -> dict[torch.device, Tensor]:
+    """Return the states of the generators that a micro-batch may draw from."""
+    found = {torch.device("cpu"): torch.get_rng_state()}
+    for device in {x.device for x in inputs if x.device.type not in ("cpu", "meta")}:
+        found[device] = torch.get_device_module(device.type).get_rng_state(device)
+    return found
+
+
+@contextmanager
+def _restored(states: Mapping[torch.device, Tensor]) -> Iterator[None]:
+    """Set the generators to the given states for a while, so that a second run draws the numbers of the first."""
+    now = {device: _set_generator(device, state) for device, state in states.items()}
+    try:
+        yield
+    finally:
+        for device, state in now.items():
+            _set_generator(device, state)
+
+
+def _set_generator(device: torch.device, state: Tensor) -> Tensor:
+    module: Any = torch if device.type == "cpu" else torch.get_device_module(device.type)
+    given = () if device.type == "cpu" else (device,)
+    before: Tensor = module.get_rng_state(*given)
+    module.set_rng_state(state, *given)
+    return before
+
+
+# -- steps of the body that depend on the number of the micro-batch ----------------------------------------------------
+
+
+class MicroBatchSlice(nn.Module):
+    """Take the rows of one micro-batch of a local tensor whose atoms have these sizes."""
+
+    def __init__(self, sizes: tuple[int, ...], atom: int, count: int, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.sizes, self.atom, self.count, self.shape = sizes, atom, count, shape
+
+    def forward(self, number: int, x: Tensor) -> Tensor:
+        length = self.sizes[self.atom] // self.count
+        return x.reshape(self.sizes).narrow(self.atom, number * length, length).reshape(self.shape)
+
+    def extra_repr(self) -> str:
+        return f"one of {self.count} parts of dim {self.atom} of {list(self.sizes)}"
+
+
+class MicroBatchZeros(nn.Module):
+    """Keep a value in the first micro-batch; the others get zeros, so that the value is added once."""
+
+    def forward(self, number: int, x: Tensor) -> Tensor:
+        return x if number == 0 else x * 0
+
+
+class MicroBatchKey(nn.Module):
+    """Derive the random key of one micro-batch from that of the call."""
+
+    def forward(self, number: int, key: Tensor) -> Tensor:
+        return torch.stack([key[0] + number * KEY_STEP, key[1]])
