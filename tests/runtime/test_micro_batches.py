@@ -300,24 +300,49 @@ def test_micro_batches_drop_other_values() -> None:
         assert torch.allclose(gradient, second.sum(0))
 
 
-def half() -> tuple[float, float]:
-    """The error of float16 gradients of one scaled step, with micro-batches and in one piece."""
+def half() -> tuple[list[float], list[float]]:
+    """Errors of float16 gradients of steps under two scales, with micro-batches and in one piece."""
     torch.manual_seed(0)
     model, inputs = gpt(batch=8, seq=12, vocab=104)
-    found = []
     model(**inputs).backward()
     expected = gradients(model)
+    found: list[list[float]] = []
     for layout in ("micro 4; ddp", "ddp"):
         parallel = autopar.parallelize(model, "dp=2", inputs, layout=layout, compute_dtype=torch.float16)
-        (parallel(**inputs) * 256).backward()
-        scaled = {name: gradient / 256 for name, gradient in gradients(parallel).items()}
-        found.append(worst(scaled, expected))
+        errors = []
+        for scale in (256, 256, 4096):
+            parallel.zero_grad()
+            (parallel(**inputs) * scale).backward()
+            errors.append(worst({name: one / scale for name, one in gradients(parallel).items()}, expected))
+        found.append(errors)
     return found[0], found[1]
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum()
+
+
+def large() -> Tensor:
+    """Gradients of 16 in float16: times the scale that small gradients need, they are infinite."""
+    x = torch.ones(16, 3)
+    parallel = autopar.parallelize(Weighted(), "dp=2", (x,), layout="micro 4; ddp", compute_dtype=torch.float16)
+    parallel(x).backward()
+    return gradients(parallel)["weight"]
 
 
 def test_float16_is_no_worse_than_in_one_piece() -> None:
     for micro, whole in launch(half, ranks=2):
-        assert micro < max(0.02, 1.5 * whole)
+        assert all(one < max(0.02, 1.5 * other) for one, other in zip(micro, whole, strict=True))
+
+
+def test_large_gradients_in_float16_stay_finite() -> None:
+    for gradient in launch(large, ranks=2):
+        assert torch.equal(gradient, torch.full((3,), 16.0))
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

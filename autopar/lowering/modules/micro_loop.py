@@ -25,7 +25,8 @@ __all__ = ["LoopResult", "MicroBatchKey", "MicroBatchLoop", "MicroBatchSlice", "
 
 # Odd, so that the keys of micro-batches and those of the next calls differ.
 KEY_STEP = 0x9E3779B1
-# Upstream gradient expected of the first call in float16, whose small gradients are lost without one.
+# Upstream gradient expected of the first call with float16, whose small gradients are lost without one. A loss in
+# float16 cannot take more.
 FLOAT16_SCALE = 2.0**15
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -73,6 +74,7 @@ class MicroBatchLoop(nn.Module):
         self.body = body
         self.count = count
         self.results = results
+        self.casts_to_float16 = any(torch.float16 in (*node.args, *node.kwargs.values()) for node in body.graph.nodes)
         # Gradients expected of the scalar sums, up to a common factor: those of the last backward.
         self.expected: tuple[float, ...] = ()
 
@@ -97,6 +99,7 @@ class _Loop(torch.autograd.Function):
     def forward(ctx: Any, loop: MicroBatchLoop, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.loop, ctx.generators = loop, _generators(inputs)
+        ctx.is_float16 = loop.casts_to_float16 or any(x.dtype == torch.float16 for x in inputs)
         leaves = _leaves(inputs)
         sums = _GradientSums(leaves)
         expected: dict[int, Tensor] = {}
@@ -109,7 +112,7 @@ class _Loop(torch.autograd.Function):
             needed = [place for place, part in enumerate(parts) if part.requires_grad]
             if number == 0 and _is_scheduled(loop, parts, needed):
                 scalars = [place for place in needed if loop.results[place].kind == "sum"]
-                expected = _expected(loop, {place: parts[place] for place in scalars})
+                expected = _expected(loop, {place: parts[place] for place in scalars}, ctx.is_float16)
             if expected:
                 sums.add([parts[place] for place in expected], list(expected.values()))
             else:
@@ -134,8 +137,9 @@ class _Loop(torch.autograd.Function):
                 sums.add([parts[place] for place in given], wanted, retain=True)
             return (None, *sums.found())
         factor = _factor(ctx.expected, given)
-        _remember(loop, [given.get(place) for place in ctx.expected], factor is not None)
-        if factor is not None and not ctx.sums.is_used:
+        _remember(loop, [given.get(place) for place in ctx.expected], factor is not None, ctx.is_float16)
+        overflows = ctx.is_float16 and factor is not None and factor != 1 and not ctx.sums.are_finite()
+        if factor is not None and not ctx.sums.is_used and not overflows:
             return (None, *ctx.sums.found(factor))
         leaves = _leaves(ctx.saved_tensors)
         sums = _GradientSums(leaves)
@@ -174,6 +178,9 @@ class _GradientSums:
             # The first one may share memory with another gradient, so it is not written to.
             self.totals[place] = wide if total is None else total + wide
 
+    def are_finite(self) -> bool:
+        return all(bool(torch.isfinite(total).all()) for total in self.totals.values())
+
     def found(self, factor: Tensor | None = None) -> list[Tensor | None]:
         """Return the sums times a factor, once: their memory goes to the caller."""
         self.is_used = True
@@ -191,12 +198,11 @@ def _is_scheduled(loop: MicroBatchLoop, parts: Sequence[Tensor], needed: Sequenc
     return bool(sums) and all(parts[place].numel() == 1 for place in sums)
 
 
-def _expected(loop: MicroBatchLoop, parts: dict[int, Tensor]) -> dict[int, Tensor]:
+def _expected(loop: MicroBatchLoop, parts: dict[int, Tensor], is_float16: bool) -> dict[int, Tensor]:
     """Return the gradients of the scalar sums that the backward is expected to bring, up to a common factor."""
     known = loop.expected
     if len(known) != len(parts):
-        half = any(part.dtype == torch.float16 for part in parts.values())
-        known = (FLOAT16_SCALE if half else 1.0,) * len(parts)
+        known = (FLOAT16_SCALE if is_float16 else 1.0,) * len(parts)
     return {place: torch.full_like(part, value) for (place, part), value in zip(parts.items(), known, strict=True)}
 
 
@@ -210,20 +216,22 @@ def _factor(expected: dict[int, Tensor], given: dict[int, Tensor]) -> Tensor | N
     return factors[0]
 
 
-def _remember(loop: MicroBatchLoop, gradients: Sequence[Tensor | None], is_proportional: bool) -> None:
-    """Expect these gradients of the next call, times a power of two, which is exact."""
+def _remember(
+    loop: MicroBatchLoop, gradients: Sequence[Tensor | None], is_proportional: bool, is_float16: bool
+) -> None:
+    """Expect these gradients of the next call, up to a power of two."""
     known = [gradient for gradient in gradients if gradient is not None]
-    # One sum has only a factor, which counts in float16 alone; reading it would make a device wait.
-    if len(known) < len(gradients) or (known[0].dtype != torch.float16 and (is_proportional or len(known) == 1)):
+    # A common factor counts in float16 alone; reading it would make a device wait.
+    if len(known) < len(gradients) or (not is_float16 and (is_proportional or len(known) == 1)):
         return
     values = [float(gradient) for gradient in known]
     size = max(map(abs, values))
     if size == 0 or not math.isfinite(size):
         return
-    if len(values) == 1:
-        loop.expected = (min(2.0 ** math.floor(math.log2(size)), FLOAT16_SCALE),)
-    else:
-        loop.expected = tuple(value / 2.0 ** math.floor(math.log2(size)) for value in values)
+    scale = min(1.0, 2.0 ** math.floor(math.log2(FLOAT16_SCALE / size))) if is_float16 else 1.0
+    # One gradient is remembered as a power of two, so that the factor to the next one is exact.
+    expected = values if len(values) > 1 else [2.0 ** math.floor(math.log2(size))]
+    loop.expected = tuple(value * scale for value in expected)
 
 
 def _generators(inputs: Sequence[Tensor]) -> dict[torch.device, Tensor]:
