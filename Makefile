@@ -3,8 +3,8 @@
 PYTHON ?= python3
 # torch is installed at one exact version, so that a machine with a wheel of its own (CPU, say) takes that one.
 TORCH ?= torch==2.13.0
-# One more than the cores of a small machine: many tests wait for processes that they start.
-WORKERS ?= 3
+# As many as a small machine has cores: with more, ranks of real processes wait for each other longer than they gain.
+WORKERS ?= 2
 # The oldest and the newest torch that autopar takes; a path to a wheel will do.
 OLDEST ?= torch==2.11.0
 NEWEST ?= torch==2.15.0
