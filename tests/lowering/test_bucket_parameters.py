@@ -170,6 +170,7 @@ def test_in_later_calls_gradients_are_sent_as_early_as_in_the_first() -> None:
         assert error < 1e-12
 
 
+@pytest.mark.slow
 def test_accumulation_and_gradients_of_some() -> None:
     for mesh, layout in (("dp=2", "ddp"), ("fsdp=2", "fsdp")):
         given = (layout, mesh)

@@ -263,6 +263,7 @@ def features() -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_features() -> None:
     for found in launch(features, ranks=2, seconds=200):
         for name, error in found.items():

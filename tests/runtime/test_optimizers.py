@@ -190,6 +190,7 @@ def run(model: nn.Module, data: list[Inputs], make: Callable[[torch.optim.Optimi
     return found
 
 
+@pytest.mark.slow
 def test_norms_are_those_of_one_process() -> None:
     for found in launch(in_turn, (clip, ()), ranks=4):
         gaps = {case: value for case, value in found["clip"].items() if not isinstance(value, bool)}

@@ -223,6 +223,7 @@ def on_four() -> list[dict[str, Any]]:
     return launch(in_turn, (draw_exactly, ()), (draw_freely, ()), ranks=4)
 
 
+@pytest.mark.slow
 def test_exact_mode_draws_what_one_process_draws(on_four: list[dict[str, Any]]) -> None:
     for found in (one["draw_exactly"] for one in on_four):
         for name, case in CASES.items():
@@ -232,6 +233,7 @@ def test_exact_mode_draws_what_one_process_draws(on_four: list[dict[str, Any]]) 
                 assert "because its values decide the count of random numbers" in found[name], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(CASES))
 def test_replicas_are_equal_and_shards_differ(on_four: list[dict[str, Any]], name: str) -> None:
     results = [one["draw_freely"][name] for one in on_four]

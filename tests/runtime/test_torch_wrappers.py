@@ -146,7 +146,7 @@ def convert_after_a_step(layout: str) -> dict[str, float]:
     return found
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def on_two(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     given = ((request.param,),)
     calls = [(function, *given) for function in (refuse, work, convert_after_a_step)]

@@ -436,6 +436,10 @@ def change_dtype() -> dict[str, Any]:
     return found
 
 
+# The ranks run all loops in one launch of a minute.
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def on_two() -> list[dict[str, Any]]:
     functions = (

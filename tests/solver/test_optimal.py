@@ -106,6 +106,7 @@ def test_what_is_found_is_the_best_of_all(block: int) -> None:
     assert limited >= 0.6 * count > 0, "under most limits few assignments could be better"
 
 
+@pytest.mark.slow
 def test_what_is_found_under_a_guard_is_the_best_that_keeps_it() -> None:
     """A collective that the best plan sends is forbidden."""
     count = 0

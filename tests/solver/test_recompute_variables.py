@@ -52,6 +52,7 @@ def drawn(model: Model, draw: random.Random) -> list[int]:
     return [draw.randrange(len(variable.states)) for variable in model.variables]
 
 
+@pytest.mark.slow
 def test_a_mode_of_a_layer_takes_what_it_takes_where_it_is_settled(
     graph: NamedGraph, setting: PlanningProblem, model: Model
 ) -> None:

@@ -225,6 +225,7 @@ def test_where_the_host_is_slow_what_is_gathered_may_stay() -> None:
         assert found.costs.step_seconds <= min(fits) * (1 + 1e-9), limit
 
 
+@pytest.mark.slow
 def test_the_least_memory_that_is_told_is_what_no_search_goes_below() -> None:
     model, inputs = gpt(layers=2, d_model=64, heads=4, vocab=128, seq=32, batch=8, device="meta")
     graph = autopar.trace(model, inputs)
