@@ -3,7 +3,7 @@
     python -m benchmarks.plan                       # Llama-3-8B on dp=8,tp=8, cluster h100, 70 GiB a device
     python -m benchmarks.plan --layers 8 --dtype bfloat16 --mesh dp=64 --memory 80
 
-Stages: `trace`; `search`, which proves its bound; `experts`, the strategies that are priced beside what was found;
+Stages: `trace`; `search`, which proves its bound; `strategies`, the published ones priced beside what was found;
 `text`, the plan written (as `save` and the cache do) and read again, as the other ranks do; `rewrite`, the graph that
 one rank runs. Seconds are the processor's, which other programs do not count into, in one process, after a small model
 has been through all of it. No process group of that size is needed: one that sends nothing stands in for it.
@@ -39,7 +39,7 @@ from autopar.sharding.layout.parameter_storage import GatherPolicy
 from autopar.solver.progress import Progress
 from examples.llama3_8b import llama3_8b
 
-STAGES = ("export", "trace", "search", "experts", "text", "rewrite")
+STAGES = ("export", "trace", "search", "strategies", "text", "rewrite")
 
 
 class Clock:
@@ -120,7 +120,9 @@ def parameters_of(graph: NamedGraph, assignment: Assignment) -> BucketedParamete
         tensor.name: (tensor.dtype, assignment.gather_policies.get(tensor.name, none)) for tensor in graph.parameters
     }
     found = {
-        name: ParameterHandling(dtype, dtype, dtype, gather_policy.deferred, gather_policy.again, gather_policy.lasting)
+        name: ParameterHandling(
+            dtype, dtype, dtype, gather_policy.defer_reduction, gather_policy.regather, gather_policy.keep_gathered
+        )
         for name, (dtype, gather_policy) in held.items()
     }
     return BucketedParameters(found, GradientSync())
@@ -139,7 +141,7 @@ def main() -> None:
     asked = PlanRequest(given.cluster, given.memory * 2**30, time_limit=given.time_limit, cache=False)
     mesh = Mesh(given.mesh)
     measured(1, torch.float32, mesh, asked)
-    print(f"{'dtype':>9}", *(f"{stage:>8}" for stage in STAGES), f"{'total':>8} {'/ export':>8}  plan", flush=True)
+    print(f"{'dtype':>9}", *(f"{stage:>10}" for stage in STAGES), f"{'total':>8} {'/ export':>8}  plan", flush=True)
     for dtype in given.dtype:
         seconds, plan = measured(given.layers, getattr(torch, dtype), mesh, asked)
         ours = sum(seconds[stage] for stage in STAGES[1:])
@@ -148,7 +150,7 @@ def main() -> None:
         )
         print(
             f"{dtype:>9}",
-            *(f"{seconds[stage]:8.2f}" for stage in STAGES),
+            *(f"{seconds[stage]:10.2f}" for stage in STAGES),
             f"{ours:8.2f} {ours / seconds['export']:8.2f}  {found}, from {plan.origin}",
             flush=True,
         )
