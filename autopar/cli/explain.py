@@ -125,5 +125,5 @@ def _beside(plan: Plan, forced: _Forced, rules: str) -> str:
     of = f"{first} ... {last}, {len(forced.names)} alike" if first != last else first
     if forced.plan is None:
         return f"no plan is feasible with {rules} of {of}: {forced.why}"
-    beside = side_by_side({"as it is": plan, rules: replace(forced.plan, origin="")})
+    beside = side_by_side({"this plan": plan, rules: replace(forced.plan, origin="")})
     return f"why not {rules} of {of}: the best plan with it, all else searched again\n\n{beside}"

@@ -34,27 +34,27 @@ __all__ = [
 FSDP_MARK = "_is_fsdp_managed_module"
 
 WRAPPED = (
-    "{wrapper} cannot wrap a parallel module: its layout splits the parameters and sends the gradients already\n"
-    'fix: call the parallel module itself; layout="ddp" or "fsdp" does what the wrapper does; of a model that has it '
-    "inside, wrap the other modules one by one"
+    "{wrapper} cannot wrap a parallel module: the module already shards its parameters and reduces its gradients\n"
+    'fix: call the parallel module directly; layout="ddp" or layout="fsdp" replaces the wrapper; if only a part of the '
+    "model is parallel, wrap its other modules one by one"
 )
 SHARED = (
-    "a parallel module cannot be moved to shared memory: every rank has shards of its own\n"
-    "fix: give other processes the whole weights, full_tensor() of each entry of state_dict()"
+    "a parallel module cannot move to shared memory: each rank has its own shards\n"
+    "fix: pass whole weights to other processes: full_tensor() of each entry of state_dict()"
 )
 MOVED = (
-    "a parallel module cannot be moved to {to}: its mesh and process group run on {device}\n"
-    "fix: parallelize the model and inputs on {to}; to read weights there, take full_tensor() of each entry of "
+    "a parallel module cannot move to {to}: its mesh and process groups run on {device}\n"
+    "fix: call parallelize with model and inputs on {to}; to read weights there, call full_tensor() of each entry of "
     "state_dict()"
 )
 CAPTURED = (
-    "a parallel module cannot be exported, scripted or traced: its graph sends through process groups\n"
-    "fix: export the model itself, with the whole weights loaded; torch.compile of a parallel module works"
+    "torch.export and torch.jit cannot capture a parallel module: its graph communicates through process groups\n"
+    "fix: load the whole weights into the original model and export it; torch.compile works on a parallel module"
 )
-# Dynamo prints this at the ends of a call: in the log of graph breaks, and as the error of a strict export.
+# Dynamo prints this at begin and end of a call: in the log of graph breaks, and as the error of a strict export.
 UNTRACED = (
-    "the two ends of a call of a parallel module run in Python; torch.compile compiles the graph between them, "
-    "torch.export cannot export it: export the model itself"
+    "begin and end of a call of a parallel module run in Python: torch.compile compiles the graph between them, "
+    "torch.export fails; export the original model instead"
 )
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -111,9 +111,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kw
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if all(parameter.grad is None for parameter in parameters) and any(each in _REPLACED for each in parameters):
         raise AutoparError(
-            f"{type(optimizer).__name__} updates the parameters of the model that was given to parallelize; "
-            "the parallel module has parameters of its own\n"
-            "fix: make the optimizer after it, of the parallel module's parameters()"
+            f"{type(optimizer).__name__} updates parameters of the model that was passed to parallelize: "
+            "the parallel module has its own parameters\n"
+            "fix: create the optimizer after parallelize, from parameters() of the parallel module"
         )
 
 

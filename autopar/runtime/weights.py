@@ -19,8 +19,8 @@ from autopar.runtime.shards import LocalShard, hollow, initialise, load_full, ma
 __all__ = ["Weights"]
 
 NO_PARAMETERS = (
-    "the module has no parameters yet: how they are split is decided when it is first traced\n"
-    "fix: give parallelize the inputs, or call the module once before you make the optimizer"
+    "the module has no parameters yet: the first trace decides their shardings\n"
+    "fix: pass inputs to parallelize, or call the module once before you create the optimizer"
 )
 
 # C functions: `Weights.state` runs at every call, on hundreds of tensors.
@@ -99,16 +99,16 @@ class Weights:
             match_dtypes(self.skeleton, tuple(dtypes))
         return self.skeleton
 
-    def build(self, held: Mapping[str, LocalShard]) -> None:
+    def build(self, shards: Mapping[str, LocalShard]) -> None:
         """Split the weights of the original model into the shells, and release the model."""
         model = self._whole()
         names = {name for name, _ in model.named_parameters()}
-        self.stored = {name: place for name, place in held.items() if name in names}
+        self.stored = {name: shard for name, shard in shards.items() if name in names}
         training = self.shell.training
         # Tensors made in inference mode could never be trained, and the first call may be one of evaluation.
         with torch.inference_mode(False):
             self.shells = split(model, self.shell, self.stored, self.device)
-        if self.shell.training != training:  # train() or eval() was called before there was anything to set
+        if self.shell.training != training:  # train() or eval() was called before the shells existed
             self.shell.train(training)
         self._find_tables()
         self.given = None
@@ -141,7 +141,7 @@ class Weights:
         what = "its parameters have no values yet"
         # A load without missing keys has set all that a file can store: the rest are non-persistent buffers.
         if self.loaded:
-            fix = "fix: call init_weights() before the state dict is loaded: this buffer is in no state dict"
+            fix = "fix: call init_weights() before you load the state dict: no state dict contains this buffer"
             what = f"its buffer {min(self.unset)} has no values yet"
         raise AutoparError(f"{self.owner} was built on the meta device and {what}\n{fix}")
 
@@ -177,7 +177,7 @@ class Weights:
         self.has_values = self.has_values or not self.unset
 
     def _whole(self) -> nn.Module:
-        assert self.given is not None, "kept until its weights are split"
+        assert self.given is not None, "the weights of the model are already split"
         return self.given
 
     def _find_tables(self) -> None:

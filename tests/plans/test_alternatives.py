@@ -103,4 +103,4 @@ def test_what_cannot_be_had_says_why(graph: NamedGraph) -> None:
 def test_nothing_can_be_split_otherwise(graph: NamedGraph) -> None:
     plan = plan_under_layout(graph, Mesh("dp=1"), "ddp", PlanRequest("local-cpu"))
     assert alternatives(plan, "blocks.0.up/linear") == ()
-    assert shown(plan, ()) == "no alternatives: nothing here can be split otherwise"
+    assert shown(plan, ()) == "no alternatives: no other split is possible here"

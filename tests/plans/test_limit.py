@@ -40,11 +40,11 @@ def test_the_limit(memory: str | float | None, layout: str | None, share: float)
 def test_words_and_text_say_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     graph = autopar.trace(*gpt())
     usual = plan_under_layout(graph, Mesh("dp=2"), "ddp", PlanRequest("h100"))
-    assert "of 67.06 GiB per device, 90 % of what it has: fits" in usual.summary()
+    assert "of 67.06 GiB per device, 90 % of its memory: fits" in usual.summary()
     assert Plan.read(usual.text, graph).limit_bytes == usual.limit_bytes == int(0.9 * HAS)
     words = (f"{Path(__file__).parents[2]}/examples/gpt.py:gpt", "--mesh", "dp=2", "--cluster", "h100")
     assert main(["plan", *words, "--layout", "ddp", "--no-experts", "--memory", "100%"]) == 0
-    assert "of 74.51 GiB per device, 100 % of what it has: fits" in capsys.readouterr().out
+    assert "of 74.51 GiB per device, 100 % of its memory: fits" in capsys.readouterr().out
 
 
 def test_what_only_the_whole_device_can_hold() -> None:

@@ -60,9 +60,9 @@ def test_the_gap_under_a_layout_is_told_as_such_and_kept() -> None:
     asked = PlanRequest("h100", time_limit=5, cache=False)
     free = plan_graph(graph, (Mesh("dp=2"),), None, asked)
     bound = plan_graph(graph, (Mesh("dp=2"),), "batch -> dp; * -> ?", asked)
-    assert "from the best, from" in free.summary()
-    assert "from the best that the layout allows, from" in bound.summary()
-    assert "from the best that the layout allows, by its file" in Plan.read(bound.text, graph).summary()
+    assert "from the best plan, from" in free.summary()
+    assert "from the best plan within the layout, from" in bound.summary()
+    assert "from the best plan within the layout, as its file claims" in Plan.read(bound.text, graph).summary()
 
 
 def test_what_stands_at_one_place_of_all_layers_is_alike() -> None:

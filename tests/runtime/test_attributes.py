@@ -110,8 +110,8 @@ def step_with_each_optimizer() -> tuple[str, bool, bool]:
 
 def test_an_optimizer_of_the_model_itself_is_an_error_where_it_would_do_nothing() -> None:
     for error, moved, is_alike in launch(step_with_each_optimizer, ranks=2):
-        assert error.startswith("SGD updates the parameters of the model that was given to parallelize")
-        assert "make the optimizer after it" in error
+        assert error.startswith("SGD updates parameters of the model that was passed to parallelize")
+        assert "create the optimizer after parallelize" in error
         assert moved
         assert is_alike
 

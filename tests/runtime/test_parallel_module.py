@@ -277,7 +277,7 @@ def test_what_is_shared_in_the_model_is_shared(on_two: list[dict[str, Any]]) -> 
 def test_what_is_missing_or_unknown_is_said(on_two: list[dict[str, Any]]) -> None:
     for found in (one["refuse"] for one in on_two):
         assert "'sharded', 'full', 'local'" in found["outputs"]
-        assert "give parallelize the inputs, or call the module once" in found["parameters"]
+        assert "pass inputs to parallelize, or call the module once" in found["parameters"]
         assert "is not traced yet" in found["graph"]
         assert "compute_dtype=torch.int32 is no floating point dtype" in found["dtype"]
         assert "has 3 ranks, but 2 processes are running" in found["mesh"]

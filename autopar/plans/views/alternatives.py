@@ -62,17 +62,17 @@ def alternatives(plan: PlanRecord, name: str) -> tuple[Alternative, ...]:
 def shown(plan: PlanRecord, found: Sequence[Alternative], alike: int = 1) -> str:
     """Return the alternatives as a table below the plan; `alike` is the number of equal layers."""
     if not found:
-        return "no alternatives: nothing here can be split otherwise"
+        return "no alternatives: no other split is possible here"
     rows = [("step", "", "memory", "fits", "")]
-    rows.append((seconds_text(plan.step_seconds), "", bytes_text(plan.memory_bytes), _yes(plan.fits), "as it is"))
+    rows.append((seconds_text(plan.step_seconds), "", bytes_text(plan.memory_bytes), _yes(plan.fits), "unchanged"))
     for one in found:
         if one.plan is not None:
             more = one.plan.step_seconds - plan.step_seconds
             sign = "+" if more >= 0 else "−"
             step, size = seconds_text(one.plan.step_seconds), bytes_text(one.plan.memory_bytes)
             rows.append((step, f"{sign}{seconds_text(abs(more))}", size, _yes(one.plan.fits), _short(one.change)))
-    place = f" in this one of {alike} layers" if alike > 1 else ""
-    title = f"alternatives: each line forced by itself{place}, the rest of the plan as it is"
+    place = f", in one of {alike} equal layers" if alike > 1 else ""
+    title = f"alternatives: each adds one line to the plan{place}; the rest is unchanged"
     lines = [title, *table(rows, right=(0, 1, 2))]
     return "\n".join([*lines, *(f"  {one.change} is infeasible: {one.why}" for one in found if one.plan is None)])
 

@@ -29,7 +29,7 @@ class TensorFacts:
     # Sharding in which ops use a parameter.
     used: str | None
     # How long a parameter stays gathered.
-    held: str | None
+    gather: str | None
     lines: tuple[Line, ...]
 
 
@@ -68,7 +68,7 @@ def explain_name(plan: PlanRecord, name: str) -> Explanation:
         known = dict.fromkeys([*plan.graph.tensors, *nodes])
         listed = ", ".join(nearest(name, known, 5))
         raise AutoparError(
-            f"the model has no tensor and no op '{name}'{did_you_mean(name, known)}\nfix: the nearest are {listed}"
+            f"no tensor or op of the model is named '{name}'{did_you_mean(name, known)}\nfix: similar names: {listed}"
         )
     about = [node for node in plan.graph.nodes if node.name == name or (tensor is not None and name in node.outputs)]
     return Explanation(
@@ -84,15 +84,15 @@ def explain_name(plan: PlanRecord, name: str) -> Explanation:
 def _tensor(plan: PlanRecord, tensor: NamedTensor) -> TensorFacts:
     assignment = plan.decided.assignment
     layout = layout_text(tensor, plan.layout_of(tensor.name))
-    used = held = None
+    used = gather = None
     if tensor.kind == "param":
         used = layout_text(tensor, assignment.values[tensor.name])
         gather_policy = assignment.gather_policies.get(tensor.name)
         if gather_policy is not None and gather_policy.regather:
-            held = "gathered again for the backward"
+            gather = "regathered for the backward"
         elif gather_policy is not None and gather_policy.keep_gathered:
-            held = "gathered once in a step"
-    return TensorFacts(tensor, layout, used, held, tuple(_lines(plan, tensor)))
+            gather = "gathered once per step"
+    return TensorFacts(tensor, layout, used, gather, tuple(_lines(plan, tensor)))
 
 
 def _tensor_lines(facts: TensorFacts) -> Iterator[str]:
@@ -101,8 +101,8 @@ def _tensor_lines(facts: TensorFacts) -> Iterator[str]:
     yield f"  layout  {facts.layout}"
     if facts.used is not None:
         yield f"  used    {facts.used}"
-    if facts.held is not None:
-        yield f"  held    {facts.held}"
+    if facts.gather is not None:
+        yield f"  gather  {facts.gather}"
     for i, (number, line) in enumerate(facts.lines):
         yield f"  {'' if i else 'line':7} {number}: {line}"
 
@@ -174,16 +174,16 @@ def _op(plan: PlanRecord, node: NamedNode) -> OpFacts:
 
 def _op_lines(facts: OpFacts) -> Iterator[str]:
     node = facts.node
-    yield f"made by {node.name} ({node.op})"
+    yield f"op {node.name} ({node.op})"
     yield f"  rule    {node.rule}  ({node.source})"
     yield f"  factors {', '.join(f'{factor} = {dim}' for factor, dim in node.factors.items()) or 'none'}"
     yield f"  choice  {facts.choice or 'nothing is split'}"
     if node.origin.source:
         yield f"  model   {node.origin.source}: {node.origin.source_code}"
     yield from (f"  pinned  {number}: {text}" for number, text in facts.pinned)
-    yield from (f"  takes   {name}: {layout}" for name, layout in facts.takes)
+    yield from (f"  operand {name}: {layout}" for name, layout in facts.takes)
     for one in facts.sends:
-        price = f"{bytes_text(one.bytes)}, {seconds_text(one.seconds)} by itself"
+        price = f"{bytes_text(one.bytes)}, {seconds_text(one.seconds)} alone"
         yield f"  sends   {one.direction} {one.label} of {one.tensor}: {price}"
     if not facts.sends:
         yield "  sends   nothing"

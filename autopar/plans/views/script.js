@@ -82,9 +82,9 @@ function head() {
   const mesh = data.axes.flatMap((axis, i) => [i ? ", " : "", axes([axis.name]), "=" + axis.size]).flat();
   at("where").append(`${devices} devices of ${data.cluster}, mesh `, ...mesh);
   const { costs, memory } = data;
-  const gap = data.gap === null ? [] : [[share(data.gap), (data.within_layout ? "at most from the best that the layout allows" : "at most from the best plan") + (data.claimed ? ", by its file" : "")]];
+  const gap = data.gap === null ? [] : [[share(data.gap), (data.within_layout ? "at most from the best plan within the layout" : "at most from the best plan") + (data.claimed ? ", as its file claims" : "")]];
   const facts = [
-    [seconds(costs.step_seconds), "a step, predicted"],
+    [seconds(costs.step_seconds), "predicted step time"],
     [share(costs.mfu), "of the devices' peak"],
     [bytes(memory.peak_bytes), `of ${bytes(memory.limit_bytes)} per device${memory.peak_bytes > memory.limit_bytes ? ": does not fit" : ""}`],
     ...gap,
@@ -115,7 +115,7 @@ function dims() {
     ]).flat();
     return { cells: [dim.name, dim.sizes.map((size) => size.toLocaleString("en")).join(", "), make("span", {}, cells)], over };
   });
-  table("dims", ["dim", "size", "split over (of how many tensors)"], rows);
+  table("dims", ["dim", "size", "split over (number of tensors)"], rows);
 }
 
 // -- time
@@ -123,24 +123,24 @@ function dims() {
 function parts() {
   const tones = ["--compute", "--computed-back", null, "--axis-5", "--axis-1", "--accent", "--axis-3"];
   const shown = Object.entries(data.costs.parts).map(([name, value], i) => [name, value, tones[i]]).filter(([, value, tone]) => value > 0 && tone);
-  const again = data.costs.parts["of which computed again"];
+  const again = data.costs.parts["recompute"];
   at("parts").append(
     make("div", { class: "bar" }, shown.map(([name, value, tone]) =>
       tipped(make("span", { style: `width:${(100 * value) / data.costs.step_seconds}%;background:var(${tone})` }), `${name}: ${seconds(value)}`))),
     make("div", { class: "legend" }, shown.map(([name, value, tone]) =>
       make("span", {}, make("i", { style: `background:var(${tone})` }), `${name} ${seconds(value)}`)),
-      again > 0 ? make("span", {}, `of the backward, computed again: ${seconds(again)}`) : null),
+      again > 0 ? make("span", {}, `recompute, as part of the backward: ${seconds(again)}`) : null),
   );
   const rows = data.costs.communication.map((one) => ({
     cells: [make("span", { class: "whole" }, words(one.kind)), make("span", {}, axes(one.axes)), one.direction, one.of, one.count.toLocaleString("en"), bytes(one.bytes), seconds(one.seconds)],
     over: one.axes,
   }));
-  if (rows.length) table("communication", ["collective", "over", "in the", "of", "#times", "#bytes", "#time"], rows);
-  else at("communication").replaceWith("Nothing is sent.");
+  if (rows.length) table("communication", ["collective", "over", "direction", "of", "#count", "#bytes", "#time"], rows);
+  else at("communication").replaceWith("No communication.");
   const waiting = data.costs.parts["waiting for the host"];
   const drawnSeconds = data.timeline.seconds, off = data.costs.step_seconds - waiting;
-  const host = waiting > 0 ? `Drawn is the device's own work; it waits another ${seconds(waiting)} for its host to start kernels. ` : "";
-  const differs = Math.abs(drawnSeconds - off) > 0.02 * off ? `One possible order, which takes ${seconds(drawnSeconds)}; what is predicted, ${seconds(off)}, counts what hides behind the computing by a formula. ` : "";
+  const host = waiting > 0 ? `The timeline shows the work of the device; it also waits ${seconds(waiting)} for its host to start kernels. ` : "";
+  const differs = Math.abs(drawnSeconds - off) > 0.02 * off ? `This is one possible order, of ${seconds(drawnSeconds)}; the predicted time, ${seconds(off)}, takes the overlap of compute and communication from a formula. ` : "";
   at("host").textContent = host + differs;
 }
 
@@ -177,12 +177,12 @@ function memory() {
     svg.append(drawn("line", { x1: left, x2: width - 8, y1: y(value), y2: y(value), stroke: "var(--line)" }));
     svg.append(drawn("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, text));
   }
-  // From below: what is there all the time, what comes with the backward, and the rest of what is held at that moment.
+  // From below: bytes of the whole step, gradients, then the rest at that moment.
   const always = ["parameters", "copies of parameters", "optimizer", "inputs"].filter((kind) => kinds[kind] > 0);
   const held = moments.map(([, all, gradients]) => {
     const parts = [...always.map((kind) => [kind, kinds[kind]]), ["gradients", gradients]];
     const rest = all - parts.reduce((sum, [, value]) => sum + value, 0);
-    return [...parts, ["saved for the backward, and in passing", Math.max(0, rest)]];
+    return [...parts, ["saved for the backward, and temporary", Math.max(0, rest)]];
   });
   let below = moments.map(() => 0);
   for (let k = 0; moments.length && k < held[0].length; k++) {
@@ -212,13 +212,13 @@ function memory() {
   svg.addEventListener("pointerleave", () => tip(null));
   const listed = Object.entries(kinds).filter(([, value]) => value > 0);
   at("memory").append(
-    make("p", { class: "note" }, `Most, ${bytes(peak)}, at ${where}. In numbers: what is saved at the end of the forward, gradients at the end of the backward; point at the picture for those of a moment.`), svg,
+    make("p", { class: "note" }, `The peak is ${bytes(peak)}, at ${where}. The legend shows saved tensors at the end of the forward and gradients at the end of the backward; point at the picture to see one moment.`), svg,
     make("div", { class: "legend" }, listed.map(([name, value]) =>
       make("span", {}, make("i", { style: `background:var(--held-${kindNumber[name]})` }), `${name} ${bytes(value)}`))),
   );
 }
 
-const kindNumber = { "parameters": 0, "copies of parameters": 1, "optimizer": 2, "inputs": 3, "gradients": 4, "saved for the backward": 5, "saved for the backward, and in passing": 5 };
+const kindNumber = { "parameters": 0, "copies of parameters": 1, "optimizer": 2, "inputs": 3, "gradients": 4, "saved for the backward": 5, "saved for the backward, and temporary": 5 };
 
 // -- the timeline
 
@@ -228,9 +228,9 @@ const timeline = {
     this.canvas = at("timeline");
     this.end = Math.max(data.timeline.seconds * 1e6, 1e-6);
     this.whole();
-    at("closer").onclick = () => this.zoom(0.5, 0.5);
-    at("further").onclick = () => this.zoom(2, 0.5);
-    at("all").onclick = () => this.whole();
+    at("zoom-in").onclick = () => this.zoom(0.5, 0.5);
+    at("zoom-out").onclick = () => this.zoom(2, 0.5);
+    at("zoom-all").onclick = () => this.whole();
     this.canvas.addEventListener("wheel", (event) => {
       event.preventDefault();
       this.zoom(event.deltaY > 0 ? 1.25 : 0.8, this.share(event));
@@ -306,7 +306,7 @@ const timeline = {
   },
 };
 
-// -- who holds what
+// -- shards by device
 
 function piece(size, cuts) {
   let start = 0;
@@ -332,7 +332,7 @@ function mesh(number) {
       for (let k = 0; k < tensor.members[i]; k++, atom++) {
         const [size, over] = tensor.atoms[atom];
         const [start, length] = piece(size, over.map((axis) => [data.axes.find((one) => one.name === axis).size, here[axis]]));
-        held.push(length === size ? "all" : length ? `${start}–${start + length - 1}` : "nothing");
+        held.push(length === size ? "all" : length ? `${start}–${start + length - 1}` : "none");
       }
       return make("div", {}, dim.name + " ", make("span", { class: dim.axes.length ? "axis-" + axisNumber[dim.axes[0]] : null }, held.every((text) => text === "all") ? "all" : held.join(" × ")));
     });
@@ -368,12 +368,12 @@ function chip(number) {
 function sent(one) {
   const element = make("span", { class: "send axis-" + axisNumber[one.axes[0]] }, `${words(one.kind)} ${one.axes.join("*")}`);
   element.dataset.axes = one.axes.join(" ");
-  return tipped(element, `${one.direction}: ${told(one)}${one.beside ? ", beside the computing" : ""}`);
+  return tipped(element, `${one.direction}: ${describe(one)}${one.beside ? ", overlapped with compute" : ""}`);
 }
 
-function told(one) {
+function describe(one) {
   const price = `over ${one.axes.join("*")}, ${bytes(one.bytes)}, ${seconds(one.seconds)}`;
-  const all = one.together > 1 ? `, in one with others, ${one.together} in all:` : "";
+  const all = one.together > 1 ? `, in one bucket of ${one.together} parameters:` : "";
   return `${words(one.kind)} of ${one.tensor}${all} ${price}`;
 }
 
@@ -383,7 +383,7 @@ function op(one) {
   return make("details", { class: "op" },
     make("summary", {}, make("code", {}, one.name), taken, "→", given, ways.flatMap(([, found]) => found.map(sent))),
     make("div", { class: "more" }, make("div", {}, "rule ", make("code", {}, one.rule)), make("div", {}, "choice: " + one.choice),
-      ways.map(([way, found]) => make("div", {}, `${way}: ` + found.map(told).join("; ")))));
+      ways.map(([way, found]) => make("div", {}, `${way}: ` + found.map(describe).join("; ")))));
 }
 
 function model() {

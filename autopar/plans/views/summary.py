@@ -30,24 +30,24 @@ def _head(plan: PlanRecord) -> list[str]:
     device = plan.cluster.device.name
     model = type(plan.graph.model).__name__
     fits = "fits" if plan.fits else "DOES NOT FIT"
-    best = "the best that the layout allows" if plan.within_layout else "the best"
-    unproved = "nothing proved" if plan.bound_seconds is None else "no bound was found in the time"
+    best = "the best plan within the layout" if plan.within_layout else "the best plan"
+    unproved = "no lower bound" if plan.bound_seconds is None else "no lower bound within the time limit"
     gap = (
         unproved
         if plan.gap is None
-        else f"at most {percent_text(plan.gap)} from {best}{', by its file' if plan.claimed else ''}"
+        else f"at most {percent_text(plan.gap)} from {best}{', as its file claims' if plan.claimed else ''}"
     )
     origin = f"from {plan.origin}" if plan.origin else ""
     share = percent_text(plan.limit_bytes / plan.cluster.device.memory_bytes)
-    limit = f"{bytes_text(plan.limit_bytes)} per device, {share} of what it has"
+    limit = f"{bytes_text(plan.limit_bytes)} per device, {share} of its memory"
     lines = [
         f"{model} on {plan.mesh}: {plan.mesh.size} × {device} ({plan.cluster.name})",
         f"  step    {seconds_text(plan.step_seconds)}, {', '.join(filter(None, (gap, origin)))}",
         f"  memory  {bytes_text(plan.memory_bytes)} of {limit}: {fits}",
     ]
     if plan.mesh.size > 1 and not dims_by_place(plan):
-        why = ", and to send would take longer" if plan.origin == "search" else ""
-        lines.append(f"  note    nothing is split: every device does all of the work{why}")
+        why = "; communication would take longer" if plan.origin == "search" else ""
+        lines.append(f"  note    nothing is split: every device computes everything{why}")
     for rate in rate_notes(plan.graph, plan.cluster.device):
         lines.append(f"  note    the device has no rate for a dtype of the model: priced {rate}")
     return lines
@@ -168,12 +168,8 @@ def _rows(rows: Sequence[Row]) -> list[str]:
     quiet = len(rows) - len(shown)
     more = [f"  and {len(shown) - MOST_ROWS} more"] if len(shown) > MOST_ROWS else []
     if quiet:
-        what = (
-            "parameter, which is whole and of which nothing is"
-            if quiet == 1
-            else "parameters, whole, of which nothing is"
-        )
-        more.append(f"  {'and ' if shown else ''}{quiet} {what} sent")
+        what = "parameter" if quiet == 1 else "parameters"
+        more.append(f"  {'and ' if shown else ''}{quiet} whole {what} without communication")
     return [*(table([HEAD, *shown[:MOST_ROWS]]) if shown else []), *more]
 
 
@@ -196,7 +192,7 @@ def _shared_path(plan: PlanRecord, ops: Sequence[str], path: str) -> str:
 def _outside(plan: PlanRecord) -> list[str]:
     inside = {name for repeat in plan.graph.repeats for layer in repeat.layers for name in layer}
     rows = layer_rows(plan, [node.name for node in plan.graph.nodes if node.node not in inside])
-    title = "around the layers" if plan.graph.repeats else "tensors"
+    title = "outside of repeated layers" if plan.graph.repeats else "tensors"
     told, quiet = [row for row in rows if not _is_quiet(row)], [row for row in rows if _is_quiet(row)]
     return [title, *_rows([*_once(told), *quiet])] if rows else []
 
@@ -234,16 +230,19 @@ def _time(plan: PlanRecord) -> list[str]:
     parts = (
         ("forward", costs.compute.forward_seconds),
         ("backward", costs.compute.backward_seconds),
-        ("computed again", costs.compute.recompute_seconds),
+        ("recompute", costs.compute.recompute_seconds),
         ("optimizer", costs.compute.optimizer_seconds),
-        ("sending values", costs.step_seconds - costs.compute.seconds - costs.exposed_seconds - costs.waiting_seconds),
-        ("parameters, not hidden", costs.exposed_seconds),
+        (
+            "communication of values",
+            costs.step_seconds - costs.compute.seconds - costs.exposed_seconds - costs.waiting_seconds,
+        ),
+        ("exposed communication of parameters", costs.exposed_seconds),
         ("waiting for the host", costs.waiting_seconds),
     )
     # An empty model takes no time: avoid a division by zero.
     step = costs.step_seconds or 1.0
     rows = [(name, seconds_text(s), percent_text(s / step)) for name, s in parts if s > 1e-4 * step]
-    head = f"time of a step: {seconds_text(costs.step_seconds)}, {percent_text(costs.mfu)} of the devices' peak"
+    head = f"step time: {seconds_text(costs.step_seconds)}, {percent_text(costs.mfu)} of the devices' peak"
     return [head, *table(rows, right=(1, 2))]
 
 
@@ -251,14 +250,14 @@ def _memory(plan: PlanRecord) -> list[str]:
     memory = plan.costs.memory
     kinds = (
         ("parameters", memory.parameters_bytes),
-        ("copies of them", memory.copies_bytes),
+        ("copies of parameters", memory.copies_bytes),
         ("gradients", memory.gradients_bytes),
         ("optimizer", memory.optimizer_bytes),
         ("inputs", memory.inputs_bytes),
         ("saved for the backward", memory.saved_bytes),
     )
     rows = [(name, bytes_text(size)) for name, size in kinds if size]
-    head = f"memory per device: at most {bytes_text(memory.peak_bytes)}, at {memory.peak_at}"
+    head = f"peak memory per device: {bytes_text(memory.peak_bytes)}, at {memory.peak_at}"
     return [head, *table(rows, right=(1,))]
 
 
@@ -281,7 +280,9 @@ def side_by_side(plans: Mapping[str, PlanRecord]) -> str:
         found = differences(plans[names[0]], plans[name])
         lines += [
             "",
-            f"{names[0]} and {name} differ in {len(found)} kinds of tensors" if found else f"{name}: the same",
+            f"{names[0]} and {name} differ in {len(found)} kinds of tensors"
+            if found
+            else f"{name}: the same shardings",
         ]
         rows = [("tensor", names[0], name), *((tensor, a, b) for tensor, (a, b) in found.items())]
         lines += table(rows[: MOST_DIFFERENCES + 1]) if found else []
@@ -295,9 +296,11 @@ def cost_rows(plans: Mapping[str, PlanRecord]) -> list[Sequence[str]]:
     every = list(plans.values())
     rows: list[Sequence[str]] = [("", *plans)]
     rows.append(("step", *(seconds_text(plan.step_seconds) for plan in every)))
-    rows.append(("  computing", *(seconds_text(plan.costs.compute.seconds) for plan in every)))
-    rows.append(("  sending values", *(seconds_text(plan.costs.seconds_of("values")) for plan in every)))
-    rows.append(("  parameters, not hidden", *(seconds_text(plan.costs.exposed_seconds) for plan in every)))
+    rows.append(("  compute", *(seconds_text(plan.costs.compute.seconds) for plan in every)))
+    rows.append(("  communication of values", *(seconds_text(plan.costs.seconds_of("values")) for plan in every)))
+    rows.append(
+        ("  exposed communication of parameters", *(seconds_text(plan.costs.exposed_seconds) for plan in every))
+    )
     rows.append(("memory", *(bytes_text(plan.memory_bytes) for plan in every)))
     rows.append(("fits", *("yes" if plan.fits else "no" for plan in every)))
     rows.append(("gap", *(_gap(plan) for plan in every)))
@@ -308,7 +311,7 @@ def cost_rows(plans: Mapping[str, PlanRecord]) -> list[Sequence[str]]:
 
 
 def _gap(plan: PlanRecord) -> str:
-    return "-" if plan.gap is None else f"{percent_text(plan.gap)}{' by its file' if plan.claimed else ''}"
+    return "-" if plan.gap is None else f"{percent_text(plan.gap)}{' as its file claims' if plan.claimed else ''}"
 
 
 def _sent(plan: PlanRecord) -> dict[str, float]:
@@ -324,7 +327,7 @@ def differences(one: PlanRecord, other: PlanRecord) -> dict[str, tuple[str, str]
     found: dict[str, tuple[str, str]] = {}
     shared = [name for name in one.graph.tensors if name in other.graph.tensors]
     if not shared:
-        raise AutoparError("the plans are for models that have no tensor in common\nfix: compare plans of one model")
+        raise AutoparError("the models of the plans have no tensor in common\nfix: compare plans of one model")
     for name in shared:
         if not all(name in plan.decided.assignment.values for plan in (one, other)):
             continue

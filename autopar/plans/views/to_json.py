@@ -88,7 +88,7 @@ def explanation_data(explanation: Explanation, alternatives: Sequence[Alternativ
         "kind": facts.tensor.kind,
         "layout": facts.layout,
         "used": facts.used,
-        "held": facts.held,
+        "held": facts.gather,
         "lines": [{"line": number, "text": text} for number, text in facts.lines],
     }
     return {
