@@ -96,24 +96,30 @@ def _claims(layout: Layout, tensor: HasAtoms, kind: str) -> list[_AxisClaim]:
     for i, atom in enumerate(tensor.atoms):
         dims.setdefault(atom.dim, []).append(i)
     rules = list(_rules_about(layout, tensor, kind))
+    by_position = any(pattern.startswith(POSITION) for rule, _ in rules for pattern in rule.dims)
     found: list[_AxisClaim] = []
     for members in dims.values():
-        found += _claims_of(rules, tensor, tuple(members), 0)
+        found += _claims_of(rules, tensor, tuple(members), 0, by_position)
     return found
 
 
-def _claims_of(rules: Sequence[_Rule], tensor: HasAtoms, atoms: tuple[int, ...], level: int) -> list[_AxisClaim]:
+def _claims_of(
+    rules: Sequence[_Rule], tensor: HasAtoms, atoms: tuple[int, ...], level: int, by_position: bool
+) -> list[_AxisClaim]:
     """Return the claims of the dims that stand at one level of the names of some atoms."""
-    # Level 0 is a dim as a whole, deeper levels are its parts; below the last name an atom has its position only.
+    # Level 0 is a dim as a whole, deeper levels are its parts; below the last name an atom has its position only,
+    # which few layouts name.
     groups: dict[str, list[int]] = {}
     for i in atoms:
         names = tensor.atoms[i].names
-        if level <= len(names):
-            groups.setdefault(names[level] if level < len(names) else f"{POSITION}{i}", []).append(i)
+        if level < len(names):
+            groups.setdefault(names[level], []).append(i)
+        elif level == len(names) and by_position:
+            groups.setdefault(f"{POSITION}{i}", []).append(i)
     claims: list[_AxisClaim] = []
     for name, members in groups.items():
         own = _rule_for(rules, tensor, name)
-        parts = _claims_of(rules, tensor, tuple(members), level + 1)
+        parts = _claims_of(rules, tensor, tuple(members), level + 1, by_position)
         if parts and (own is None or max(part.rank for part in parts) > own[0]):
             claims += parts
         elif own is not None:
