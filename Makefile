@@ -44,12 +44,12 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict
 
-# Tracing, rules, planning, five strategies on two and four processes, compilation. Not tests/golden, whose texts are of
+# Tracing, rules, planning, five strategies on two and four processes, compilation, micro-batches. Not tests/golden, whose texts are of
 # TORCH: 2.15 leaves out the copies of a dropout that drops nothing. The wheels bring gigabytes of CUDA with them.
 MATRIX := .venv-matrix
 MATRIX_TESTS := tests/rules/test_torch_versions.py tests/tracing/test_export.py tests/rules/test_prove.py \
 	tests/solver/test_runs.py tests/runtime/test_parallelize.py tests/runtime/test_compiled.py \
-	tests/runtime/test_placements_gathered.py
+	tests/runtime/test_placements_gathered.py tests/runtime/test_micro_batches.py
 
 matrix: matrix-oldest matrix-newest
 

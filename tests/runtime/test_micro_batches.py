@@ -22,10 +22,12 @@ from tests.runtime.training import gradients, worst
 REGATHERED = "micro 4; batch -> dp; * -> none; param { * -> dp }; regather @*"
 
 
-def pair(layout: str, mesh: str, **options: Any) -> tuple[nn.Module, Any, dict[str, Tensor]]:
+def pair(
+    layout: str, mesh: str, dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[nn.Module, Any, dict[str, Tensor]]:
     torch.manual_seed(0)
     model, inputs = gpt(batch=8, seq=12, vocab=104)
-    model = model.double()
+    model = model.to(dtype)
     return model, autopar.parallelize(model, mesh, inputs, layout=layout, **options), inputs
 
 
@@ -256,10 +258,6 @@ def features() -> dict[str, float]:
     model(**inputs).backward()
     parallel(**mine).backward()
     found["local inputs"] = worst(gradients(parallel), gradients(model))
-    model, parallel, inputs = pair("micro 2; ddp", "dp=2")
-    torch.compile(parallel)(**inputs).backward()
-    model(**inputs).backward()
-    found["compiled"] = worst(gradients(parallel), gradients(model))
     return found
 
 
@@ -268,6 +266,19 @@ def test_features() -> None:
     for found in launch(features, ranks=2, seconds=200):
         for name, error in found.items():
             assert error < 1e-12, name
+
+
+def compiled() -> float:
+    # In float32, as the compiler of torch 2.11 has no float64 attention on a CPU.
+    model, parallel, inputs = pair("micro 2; ddp", "dp=2", torch.float32)
+    torch.compile(parallel)(**inputs).backward()
+    model(**inputs).backward()
+    return worst(gradients(parallel), gradients(model))
+
+
+@pytest.mark.slow
+def test_compiled() -> None:
+    assert max(launch(compiled, ranks=2, seconds=200)) < 2e-5
 
 
 class Dropped(nn.Module):
