@@ -180,3 +180,34 @@ def test_the_generated_code_says_what_is_sent() -> None:
     assert lines[places[0] + 1].strip().startswith("blocks_0_down_linear_all_reduce_dp = self.")
     noted = [line for line in lines if line.strip().startswith("# ") and ("all_reduce(" in line or "gather(" in line)]
     assert len(noted) == sending
+
+
+# -- names that a graph writes in another way -------------------------------------------------------------------------
+
+
+class Capitals(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.W = nn.Parameter(torch.randn(8, 6))
+        self.LayerNorm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.LayerNorm(x @ self.W.T).square().mean()
+
+
+def capitals() -> tuple[dict[str, int], float]:
+    """Collectives of a step, and the difference of the loss from one process, with parameters cast to bfloat16."""
+    torch.manual_seed(0)
+    model, x = Capitals(), torch.randn(4, 6)
+    layout = "batch -> dp; * -> none; param, grad, opt { * -> dp }"
+    parallel = autopar.parallelize(model, "dp=2", (x,), layout=layout, compute_dtype=torch.bfloat16, outputs="full")
+    with Counted() as seen:
+        loss = parallel(x)
+        loss.backward()
+    return dict(seen.counts), abs(float(loss.detach()) - float(model(x).detach()))
+
+
+def test_names_with_capitals_are_those_of_parameters() -> None:
+    for counts, error in launch(capitals, ranks=2, seconds=60):
+        assert counts == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+        assert error < 0.02

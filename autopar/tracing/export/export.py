@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from autopar.errors import AutoparWarning, TraceError
 from autopar.ir.call_arguments import apart, bind, check_overlaps, flatten_arguments, plain_call, signature_of
@@ -223,7 +223,8 @@ def _placeholder_sources(
 
 
 def _rename(node: Node, name: str) -> None:
-    node._rename(re.sub(r"\W", "_", name))
+    # A graph writes `LayerNorm` as `layer_norm`: the generated graphs must find the placeholder under the same name.
+    node._rename(Graph().placeholder(re.sub(r"\W", "_", name)).name)
     node.target = node.name
 
 
