@@ -52,6 +52,11 @@ class SimulatedGroups(Groups):
         ranks = [rank for rank, place in enumerate(self.places) if fixed.items() <= place.items()]
         return _Group(",".join(map(str, ranks)), tuple(self.places[rank] for rank in ranks))
 
+    def stages(self, axis: str) -> Any:
+        """No process group: a pipeline is built here and does not run."""
+        fixed = {other: at for other, at in self.coordinate.items() if other != axis}
+        return None, tuple(rank for rank, place in enumerate(self.places) if fixed.items() <= place.items())
+
 
 def on_ranks(axes: Mapping[str, int], function: Callable[[SimulatedGroups], T]) -> list[T]:
     """What the function returns on each rank of a mesh; the first error of a rank is raised."""

@@ -23,6 +23,7 @@ from autopar.ir.values import NamedNode
 from autopar.lowering.collectives.local_reshard import LocalReshard, bind_message
 from autopar.lowering.collectives.process_groups import Groups, GroupsOfMicroBatch
 from autopar.lowering.emitted import Emitted, note_of
+from autopar.lowering.modules.pipeline_loop import StageGroup
 from autopar.lowering.modules.shard_ops import LocalOpModule, LoweredOpModule, ReshardModule
 from autopar.lowering.passes.aliases import FRESH, is_idle_copy, makes_new_memory
 from autopar.lowering.passes.bucket_parameters import BucketedParameters, put_in_buckets
@@ -37,6 +38,7 @@ from autopar.lowering.passes.micro_batches import (
     loop_micro_batches,
     no_micro_batches,
 )
+from autopar.lowering.passes.pipeline_parts import OP, VALUE, StageCut
 from autopar.lowering.passes.random_ops import RandomOps
 from autopar.lowering.passes.rank_check import put_gate
 from autopar.lowering.passes.recompute_regions import KEPT, REGION, with_regions
@@ -131,7 +133,9 @@ class _Emitter:
         self.out.output(tuple(result if place is None else self._value(*place) for result, place in pairs))
         if MICRO in self.axes:
             regathered = frozenset(name for name, tensor in self.by_node.items() if self.parameters.of(tensor).again)
-            self.out = loop_micro_batches(self.out, self.modules, self.micro_batches, regathered, self._body)
+            self.out = loop_micro_batches(
+                self.out, self.modules, self.micro_batches, regathered, self._body, self._stages()
+            )
         ends = move_to_ends(self.out, self.modules, self._inputs()) if with_ends else HoistedSums()
         join_totals(self.out, self.modules)
         put_in_buckets(self.out, self.modules, self.by_node, self.parameters)
@@ -153,6 +157,16 @@ class _Emitter:
         repeat_masked_heads(graph, self.groups.device_type)
         return with_regions(graph, modules, self.regions)
 
+    def _stages(self) -> StageCut | None:
+        """Return the pipeline, seen from this rank."""
+        pipelining = self.assignment.pipelining
+        if pipelining is None:
+            return None
+        group, ranks = self.groups.stages(pipelining.axis)
+        stage = self.groups.coordinate[pipelining.axis]
+        stages = StageGroup(group, ranks, stage, pipelining.schedule, pipelining.chunks, pipelining.more)
+        return StageCut(pipelining, stages, self.graph.tensors, self.by_node)
+
     def _inputs(self) -> list[str]:
         """Return the placeholders of inputs without a gradient."""
         return [node for node, tensor in self.by_node.items() if tensor.kind == "input" and not tensor.requires_grad]
@@ -160,6 +174,7 @@ class _Emitter:
     def _mark(self, made: Node, source: Node, op: str) -> None:
         """Record the source node of generated nodes, and which of them are recomputed."""
         made.meta["origin"] = source.meta.get("origin")
+        made.meta[OP] = op
         module = self.modules.get(str(made.target)) if made.op == "call_module" else None
         # Also for ops without elements on this rank: all ranks must find the same readers of gathered tensors.
         if module is not None and not isinstance(module, ReshardModule):
@@ -381,7 +396,7 @@ class _Emitter:
             produced = op_assignment.produced[i]
             assert produced is not None, node.name
             value = result if single else self.out.call_function(operator.getitem, (result, i))
-            value.meta.update({"local_shape": self._local_shape(name, produced), SHARD: (name, produced)})
+            value.meta.update({"local_shape": self._local_shape(name, produced), SHARD: (name, produced), VALUE: name})
             self.held[name, produced] = value
 
     # -- reshards -----------------------------------------------------------------------------------------------------
@@ -406,6 +421,7 @@ class _Emitter:
         begin = begin_mark(one, atoms_of(self.graph.tensors[name]), self.axes, self.groups.coordinate)
         if begin is not None:
             value = self._module(f"{name}_micro_begin", begin, (value,))
+        value.meta.update({"local_shape": self._local_shape(name, one.target), VALUE: name})
         self.held[name, one.target] = value
 
     def _local_shape(self, name: str, layout: Sharding) -> tuple[int, ...]:

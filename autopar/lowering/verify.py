@@ -28,6 +28,7 @@ from autopar.lowering.emitted import Emitted
 from autopar.lowering.modules.bucket import BucketState
 from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, RegatherRelease, RegatherWatch
 from autopar.lowering.modules.micro_loop import MicroBatchLoop, MicroBatchSlice, MicroBatchZeros
+from autopar.lowering.modules.pipeline_loop import PipelineLoop
 from autopar.lowering.modules.selective_recompute import SelectiveRecompute
 from autopar.lowering.modules.shard_ops import LoweredOpModule, ReshardModule
 from autopar.lowering.passes.join_small_sums import JoinedSums
@@ -150,6 +151,11 @@ class _ShapeRun:
             parts = self.graph_of(module.body, [0, *given])
             pairs = zip(module.results, parts, strict=True)
             return [None if part is None else one.join([one.part(part)] * module.count) for one, part in pairs]
+        if isinstance(module, PipelineLoop):
+            for part in module.parts.values():
+                received = [torch.empty(one.shape, dtype=one.dtype) for one in part.received]
+                self.graph_of(part.body, [0, *(given[place] for place in part.inputs), *received])
+            return [torch.empty(one.joined_shape, dtype=one.dtype) for one in module.results]
         if isinstance(module, MicroBatchSlice | MicroBatchZeros):
             return None if given[1] is None else module(0, given[1])
         if isinstance(module, ReshardModule):
@@ -247,16 +253,17 @@ class _Lowered:
 def _nested(module: GraphModule) -> Iterator[GraphModule]:
     yield module
     for node in module.graph.nodes:
-        body = _body(module, node)
-        if body is not None:
+        for body in _bodies(module, node):
             yield from _nested(body)
 
 
-def _body(module: GraphModule, node: Node) -> GraphModule | None:
-    """Return the body of a region where a node calls it."""
+def _bodies(module: GraphModule, node: Node) -> tuple[GraphModule, ...]:
+    """Return the body of a region where a node calls it, or the parts of a pipeline."""
     called = _named(module, str(node.target)) if node.op in ("call_module", "get_attr") else None
+    if isinstance(called, PipelineLoop):
+        return tuple(part.body for part in called.parts.values())
     body = called.body if isinstance(called, SelectiveRecompute | MicroBatchLoop) else called
-    return body if isinstance(body, GraphModule) else None
+    return (body,) if isinstance(body, GraphModule) else ()
 
 
 def _named(module: nn.Module, path: str) -> Any:
@@ -269,10 +276,10 @@ def _named(module: nn.Module, path: str) -> Any:
 
 def _calls(module: GraphModule) -> Iterator[_ModuleCall]:
     for node in module.graph.nodes:
-        body = _body(module, node)
-        if body is not None:
+        bodies = _bodies(module, node)
+        for body in bodies:
             yield from _calls(body)
-        elif node.op == "call_module":
+        if node.op == "call_module" and not bodies:
             yield _ModuleCall(node, module.get_submodule(str(node.target)))
 
 
@@ -392,6 +399,10 @@ def _reshards_unlike_plan(given: _Lowered) -> Iterator[str]:
         # The graph before may share local reshards with the graph itself.
         moved = Counter(one.reshard for call in _calls(ends.before) for one in call.reshards)
         generated.update({reshard: count for reshard, count in moved.items() if generated[reshard] < planned[reshard]})
+    if given.assignment.pipelining is not None:
+        # A stage has the reshards of its parts; one that follows from inputs alone stands in several parts.
+        yield from (f"{reshard}: not planned, generated" for reshard in generated if reshard not in planned)
+        return
     # A result that adds up several sums is sent as one.
     joined = {one.reshard for _, one in ends.late}
     for reshard in {**planned, **generated}:

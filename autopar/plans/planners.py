@@ -22,7 +22,8 @@ from autopar.sharding.assignment import Assignment, StepPlan
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.layout.resolve import resolve
-from autopar.sharding.layout.syntax import Block, DimRule, Hole, Pin
+from autopar.sharding.layout.source import layout_error
+from autopar.sharding.layout.syntax import Block, DimRule, Hole, Limit, Pin
 from autopar.sharding.propagation import propagate
 from autopar.sharding.reshard_insertion import InsertedReshard
 from autopar.tracing.trace import trace
@@ -62,6 +63,10 @@ class LayoutPlanner:
 
     def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
         check_contracts(self.layout, graph, assignment, inserted)
+        limit = next((one for one in self.layout if isinstance(one, Limit) and one.quantity == "memory"), None)
+        if self.layout.micro_batches is not None and limit is not None:
+            message = "memory has no price with micro-batches yet, so the limit cannot be checked"
+            raise layout_error("E6", message, "leave the limit out", limit.span)
         plan = StepPlan(graph.fingerprint, assignment, self.request.options)
         check_memory(self.layout, graph, plan, self._device_bytes())
 

@@ -392,11 +392,11 @@ class CallCache:
         held = held_by(graph, assignment, self.rank)
         # Parameters are split once, by the plan of the first call.
         for name, place in self.weights.stored.items():
-            if held[name].layout != place.layout:
+            if (held[name].layout, held[name].stage) != (place.layout, place.stage):
                 raise AutoparError(
-                    f"this call needs another sharding of the parameter {name}: expected {place.layout}, that of the "
-                    f"first call, got {held[name].layout}\n"
-                    "fix: name its dims with dims=, so that all calls agree on them"
+                    f"this call needs another sharding of the parameter {name}: expected {place.place_text}, that of "
+                    f"the first call, got {held[name].place_text}\nfix: name its dims with dims=, so that all calls "
+                    "agree on them; in a pipeline name the cuts, as in 'cut pp before @blocks.2'"
                 )
         for path, tensor in zip(given.flat.paths, given.tensors, strict=True):
             place = held[path]

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
 from autopar.mesh import SubMesh
 from autopar.runtime.module_shell import canonical_names, mirror, owner_of
+from autopar.runtime.stage_dtensor import stage_mesh
 from autopar.runtime.strided_dtensor import support
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.sharding import Atoms, Sharding, atoms_of, to_placements
@@ -58,16 +59,39 @@ class LocalShard:
     pieces: tuple[tuple[int, int], ...]
     placements: tuple[Placement, ...]
     mesh: DeviceMesh
+    # Stage of a pipeline that stores it; None if all do.
+    stage: int | None = None
 
     @classmethod
-    def of(cls, tensor: NamedTensor, layout: Sharding, rank: ShardOwner) -> LocalShard:
-        """Return the shard of a tensor on a rank."""
+    def of(
+        cls, tensor: NamedTensor, layout: Sharding, rank: ShardOwner, stages: str = "", stage: int | None = None
+    ) -> LocalShard:
+        """Return the shard of a tensor on a rank; `stage` is the one along the axis `stages` that stores it."""
         atoms = atoms_of(tensor)
         pieces = layout.pieces(atoms, rank.axes, rank.at)
         placements = to_placements(layout, atoms, rank.axes, tensor.name)
+        if stage is not None:
+            place = list(rank.axes).index(stages)
+            placements = (*placements[:place], Shard(0), *placements[place + 1 :])
+            last = layout.pieces(atoms, rank.axes, {axis: size - 1 for axis, size in rank.axes.items()})
+            if any(not length for _, length in last):
+                # An empty shard means here that another stage has the rows.
+                raise LayoutError(
+                    "E4",
+                    f"E4: the layout leaves ranks without elements of {tensor.name}, which one stage of a pipeline "
+                    "stores\nfix: split another dim of it, or store it whole: param { * -> none }",
+                )
+            if rank.at[stages] != stage:
+                first = atoms.members[0][0]
+                pieces = (*pieces[:first], (0, 0), *pieces[first + 1 :])
         # Before any DTensor of these placements exists: torch reads the patched methods when it builds one.
         support(placements)
-        return cls(tensor.name, atoms, layout, tuple(tensor.shape), pieces, placements, rank.mesh)
+        return cls(tensor.name, atoms, layout, tuple(tensor.shape), pieces, placements, rank.mesh, stage)
+
+    @property
+    def place_text(self) -> str:
+        """Return the sharding, and the stage if one has it, for a message."""
+        return str(self.layout) if self.stage is None else f"{self.layout} on stage {self.stage}"
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -84,7 +108,8 @@ class LocalShard:
     def place(self, value: Tensor) -> DTensor:
         """Return a whole tensor, or a DTensor of any mesh, resharded to this sharding."""
         if isinstance(value, DTensor):
-            if value.device_mesh == self.mesh and value.placements == self.placements:
+            # Placements do not tell which stage has the rows.
+            if self.stage is None and value.device_mesh == self.mesh and value.placements == self.placements:
                 return value
             value = value.full_tensor()
         # The clone releases the whole tensor: a view would keep all of it in memory.
@@ -106,11 +131,16 @@ class LocalShard:
 
 def held_by(graph: NamedGraph, assignment: Assignment, rank: ShardOwner) -> dict[str, LocalShard]:
     """Return the shards of all parameters and input tensors on a rank."""
-    return {
-        name: LocalShard.of(graph.tensors[name], layout, rank)
-        for name, layout in assignment.stored.items()
-        if graph.tensors[name].kind in ("param", "input")
-    }
+    pipelining = assignment.pipelining
+    found: dict[str, LocalShard] = {}
+    for name, layout in assignment.stored.items():
+        tensor = graph.tensors[name]
+        if tensor.kind == "param" and pipelining is not None:
+            owner = replace(rank, mesh=stage_mesh(rank.mesh, pipelining.axis))
+            found[name] = LocalShard.of(tensor, layout, owner, pipelining.axis, pipelining.held[name])
+        elif tensor.kind in ("param", "input"):
+            found[name] = LocalShard.of(tensor, layout, rank)
+    return found
 
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -31,6 +31,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from autopar.runtime.stage_dtensor import is_staged
+
 __all__ = ["support"]
 
 
@@ -135,7 +137,8 @@ def _save_all_blocks() -> None:
 
 def _blocks(tensor: DTensor) -> Iterator[_StridedBlock]:
     """Yield the blocks of a strided shard; none if torch sees it right, as one block."""
-    if not _are_strided(tensor.placements):
+    # A tensor of one stage comes here again as one of that stage alone.
+    if not _are_strided(tensor.placements) or is_staged(tensor):
         return
     runs = [list(_runs(_rows(tensor, dim))) for dim in range(tensor.ndim)]
     if all(len(found) <= 1 for found in runs):

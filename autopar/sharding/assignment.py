@@ -10,6 +10,7 @@ from autopar.mesh import SubMesh
 from autopar.sharding.choices import Choice
 from autopar.sharding.layout.parameter_storage import GatherPolicy
 from autopar.sharding.options import Recompute, TrainingOptions
+from autopar.sharding.schedules import Schedule
 from autopar.sharding.sharding import Sharding
 
 
@@ -21,6 +22,23 @@ class OpAssignment:
     operands: tuple[Sharding | None, ...]
     produced: tuple[Sharding | None, ...]
     results: tuple[Sharding | None, ...]
+
+
+@dataclass(frozen=True)
+class Pipelining:
+    """Pipeline over the ranks of one axis: its schedule, and what each stage runs and stores."""
+
+    axis: str
+    stages: int
+    schedule: Schedule
+    # Parts of each stage; part p runs on stage p modulo `stages`.
+    chunks: int
+    # Micro-batches in flight beyond those of the schedule.
+    more: int
+    # By op of the micro-batches that follows from parameters.
+    parts: Mapping[str, int]
+    # By parameter; None if all stages store it.
+    held: Mapping[str, int | None]
 
 
 @dataclass(frozen=True)
@@ -36,6 +54,7 @@ class Assignment:
     gather_policies: Mapping[str, GatherPolicy] = field(default_factory=dict)
     # By the module path of a repeated layer; layers that recompute nothing are left out.
     recompute: Mapping[str, Recompute] = field(default_factory=dict)
+    pipelining: Pipelining | None = None
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from autopar.sharding.lift_broadcasts import lift_broadcasts
 from autopar.sharding.lowered_ops import lowered_context
 from autopar.sharding.micro_batches import with_time
 from autopar.sharding.op_pins import allows, infeasible_pin, pinned_passings, pinned_sites, uneven_sites
+from autopar.sharding.pipelining import check_pipeline, with_stages, without_stages
 from autopar.sharding.reshard.reshard import Reshard, reshard
 from autopar.sharding.sharding import Atoms, Sharding, atoms_of
 from autopar.sharding.verify import verify_assignment
@@ -55,7 +56,9 @@ class PropagationCache:
 
 def propagate(graph: NamedGraph, layout: Layout, axes: SubMesh, cache: PropagationCache | None = None) -> Assignment:
     """Return the assignment of a graph under a layout."""
-    axes = with_time(axes, 1 if layout.micro_batches is None else layout.micro_batches.count)
+    check_pipeline(layout, axes)
+    ranks = axes
+    axes = with_time(without_stages(layout, ranks), 1 if layout.micro_batches is None else layout.micro_batches.count)
     bound = BoundLayout(graph, layout, axes)
     cache = cache or PropagationCache()
     options = options_of(bound.whole, axes)
@@ -64,7 +67,7 @@ def propagate(graph: NamedGraph, layout: Layout, axes: SubMesh, cache: Propagati
     if key is not None and key in cache.assignments:
         return cache.assignments[key]
     found = _HoleFiller(bound, options, cache).run() if options else _Propagation(bound, cache).run()
-    found = lift_broadcasts(graph, found, bound.pinned_ops())
+    found = with_stages(graph, layout, ranks, lift_broadcasts(graph, found, bound.pinned_ops()))
     if verifying():
         verify_assignment(graph, found)
     if key is not None:

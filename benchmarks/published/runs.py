@@ -9,9 +9,9 @@ from typing import Literal
 
 import torch
 
-from autopar.cost.pipeline import Schedule
 from autopar.files import data_folder
 from autopar.sharding.layout.language import Layout, choose_layout
+from autopar.sharding.schedules import Schedule
 from benchmarks.published.models import Decoder
 
 __all__ = [

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.cost.pipeline import StageCosts, TaskKind, orders, pipeline
+from autopar.cost.pipeline import StageCosts, pipeline
+from autopar.sharding.schedules import TaskKind, orders
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 8), (4, 4), (4, 3), (8, 32)]
 

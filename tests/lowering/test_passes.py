@@ -17,7 +17,9 @@ from autopar.ir.graph import NamedGraph
 from autopar.lowering import emit as emitting
 from autopar.lowering.modules.bucket import GradientSync, ParameterHandling
 from autopar.lowering.modules.micro_loop import MicroBatchLoop
+from autopar.lowering.modules.pipeline_loop import PipelineLoop
 from autopar.lowering.passes.bucket_parameters import BucketedParameters
+from autopar.lowering.passes.pipeline_parts import StageCut
 from autopar.mesh import SubMesh
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.propagation import propagate
@@ -80,6 +82,12 @@ PASSES: dict[str, tuple[str, Callable[[], NamedGraph], str, dict[str, Any]]] = {
     "bucket_parameters": ("put_in_buckets", blocks, "batch -> dp; * -> none; param { * -> dp | none }", {}),
     "rank_check": ("put_gate", blocks, "batch -> dp; * -> none; param { * -> dp | none }", {"gate": Gate()}),
     "micro_batches": ("loop_micro_batches", classifier, "micro 2; batch -> dp; * -> none", {}),
+    "pipeline_parts": (
+        "loop_micro_batches",
+        classifier,
+        "micro 2; pipeline dp 1f1b; cut dp before @*/cross_entropy_loss; * -> none",
+        {},
+    ),
     "recompute_regions": (
         "with_regions",
         blocks,
@@ -107,11 +115,16 @@ def before_and_after(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
             result = original(out, *others)
             made = result if isinstance(result, Graph) else getattr(result, "graph", out)
             if isinstance(result, Graph):
-                regions = [text_of(each.body.graph) for each in others[0].values() if isinstance(each, MicroBatchLoop)]
+                bodies = [each.body for each in others[0].values() if isinstance(each, MicroBatchLoop)]
+                for each in others[0].values():
+                    bodies += [part.body for part in each.parts.values()] if isinstance(each, PipelineLoop) else []
+                regions = [text_of(body.graph) for body in bodies]
             else:
                 children = result.children() if made is not out else ()
                 regions = [text_of(each.graph) for each in children if hasattr(each, "graph")]
-            if groups.rank == 0:
+            # The function is replaced for all ranks, of which the stages differ.
+            stages = [each.stages.stage for each in others if isinstance(each, StageCut)]
+            if groups.rank == 0 and stages in ([], [0]):
                 seen[0] = before, "\n\n".join([text_of(made), *regions])
             return result
 

@@ -67,6 +67,11 @@ class Groups:
             self._found[ordered] = self._group(ordered)
         return self._found[ordered]
 
+    def stages(self, axis: str) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+        """Return the process group along the axis of a pipeline, and its ranks by stage."""
+        group = group_over(self.mesh[axis])
+        return group, tuple(dist.get_process_group_ranks(group))
+
     def ranks(self, name: str) -> tuple[int, ...]:
         """Return the members of a group found before, by its name."""
         (members,) = {group.ranks for group in self._found.values() if group.name == name}
@@ -94,6 +99,9 @@ class GroupsOfMicroBatch(Groups):
     def of(self, axes: tuple[str, ...]) -> _Group:
         assert MICRO not in axes, f"a collective over {axes}"
         return self.groups.of(axes)
+
+    def stages(self, axis: str) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+        return self.groups.stages(axis)
 
     def ranks(self, name: str) -> tuple[int, ...]:
         return self.groups.ranks(name)

@@ -14,14 +14,27 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 
-__all__ = ["LoopResult", "MicroBatchKey", "MicroBatchLoop", "MicroBatchSlice", "MicroBatchZeros"]
+__all__ = [
+    "GradientSums",
+    "LoopResult",
+    "MicroBatchKey",
+    "MicroBatchLoop",
+    "MicroBatchSlice",
+    "MicroBatchZeros",
+    "common_factor",
+    "expected_gradients",
+    "generator_states",
+    "leaves_of",
+    "remember_gradients",
+    "restored_generators",
+]
 
 # Odd, so that the keys of micro-batches and those of the next calls differ.
 KEY_STEP = 0x9E3779B1
@@ -98,10 +111,10 @@ class _Loop(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loop: MicroBatchLoop, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.loop, ctx.generators = loop, _generators(inputs)
+        ctx.loop, ctx.generators = loop, generator_states(inputs)
         ctx.is_float16 = loop.casts_to_float16 or any(x.dtype == torch.float16 for x in inputs)
-        leaves = _leaves(inputs)
-        sums = _GradientSums(leaves)
+        leaves = leaves_of(inputs)
+        sums = GradientSums(leaves)
         expected: dict[int, Tensor] = {}
         columns: list[list[Tensor]] = [[] for _ in loop.results]
         kept: list[tuple[Tensor, ...]] = []
@@ -112,7 +125,7 @@ class _Loop(torch.autograd.Function):
             needed = [place for place, part in enumerate(parts) if part.requires_grad]
             if number == 0 and _is_scheduled(loop, parts, needed):
                 scalars = [place for place in needed if loop.results[place].kind == "sum"]
-                expected = _expected(loop, {place: parts[place] for place in scalars}, ctx.is_float16)
+                expected = expected_gradients(loop.expected, {place: parts[place] for place in scalars}, ctx.is_float16)
             if expected:
                 sums.add([parts[place] for place in expected], list(expected.values()))
             else:
@@ -131,19 +144,19 @@ class _Loop(torch.autograd.Function):
         loop: MicroBatchLoop = ctx.loop
         given = {place: x for place, x in enumerate(gradients) if x is not None and place in ctx.needed}
         if ctx.kept:
-            sums = _GradientSums(ctx.leaves)
+            sums = GradientSums(ctx.leaves)
             for number, parts in enumerate(ctx.kept):
                 wanted = [loop.results[place].gradient(x, number) for place, x in given.items()]
                 sums.add([parts[place] for place in given], wanted, retain=True)
             return (None, *sums.found())
-        factor = _factor(ctx.expected, given)
-        _remember(loop, [given.get(place) for place in ctx.expected], factor is not None, ctx.is_float16)
+        factor = common_factor(ctx.expected, given)
+        remember_gradients(loop, [given.get(place) for place in ctx.expected], factor is not None, ctx.is_float16)
         overflows = ctx.is_float16 and factor is not None and factor != 1 and not ctx.sums.are_finite()
         if factor is not None and not ctx.sums.is_used and not overflows:
             return (None, *ctx.sums.found(factor))
-        leaves = _leaves(ctx.saved_tensors)
-        sums = _GradientSums(leaves)
-        with _restored(ctx.generators):
+        leaves = leaves_of(ctx.saved_tensors)
+        sums = GradientSums(leaves)
+        with restored_generators(ctx.generators):
             for number in range(loop.count):
                 with torch.enable_grad():
                     parts = loop.parts(number, leaves)
@@ -152,12 +165,18 @@ class _Loop(torch.autograd.Function):
         return (None, *sums.found())
 
 
-def _leaves(inputs: Sequence[Tensor]) -> list[Tensor]:
+class ExpectsGradients(Protocol):
+    """Module that runs backwards in its forward."""
+
+    expected: tuple[float, ...]
+
+
+def leaves_of(inputs: Sequence[Tensor]) -> list[Tensor]:
     """Return the inputs as leaves of the graph of each micro-batch."""
     return [x.detach().requires_grad_(x.requires_grad) for x in inputs]
 
 
-class _GradientSums:
+class GradientSums:
     """Sums of the gradients of leaves over micro-batches; half precision adds up in float32."""
 
     def __init__(self, leaves: Sequence[Tensor]) -> None:
@@ -166,17 +185,32 @@ class _GradientSums:
         self.totals: dict[int, Tensor] = {}
         self.is_used = False
 
-    def add(self, parts: Sequence[Tensor], gradients: Sequence[Tensor], retain: bool = False) -> None:
-        """Add the gradients of one micro-batch, given those of its parts."""
+    def add(
+        self,
+        parts: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        retain: bool = False,
+        others: Sequence[Tensor] = (),
+    ) -> list[Tensor | None]:
+        """Add the gradients of one micro-batch, given those of its parts; return the gradients of other leaves."""
         leaves = [self.leaves[place] for place in self.wanted]
-        found = torch.autograd.grad(parts, leaves, gradients, retain_graph=retain, allow_unused=True)
-        for place, gradient in zip(self.wanted, found, strict=True):
+        found = torch.autograd.grad(parts, [*leaves, *others], gradients, retain_graph=retain, allow_unused=True)
+        for place, gradient in zip(self.wanted, found, strict=False):
             if gradient is None:
                 continue
             wide = gradient.float() if gradient.dtype in _HALF else gradient
             total = self.totals.get(place)
             # The first one may share memory with another gradient, so it is not written to.
             self.totals[place] = wide if total is None else total + wide
+        return list(found[len(leaves) :])
+
+    def total(self, place: int) -> Tensor:
+        """Return the sum for one leaf, which may be zero."""
+        found = self.totals.get(place)
+        if found is None:
+            leaf = self.leaves[place]
+            found = torch.zeros_like(leaf, dtype=torch.float32 if leaf.dtype in _HALF else leaf.dtype)
+        return found
 
     def are_finite(self) -> bool:
         return all(bool(torch.isfinite(total).all()) for total in self.totals.values())
@@ -198,15 +232,14 @@ def _is_scheduled(loop: MicroBatchLoop, parts: Sequence[Tensor], needed: Sequenc
     return bool(sums) and all(parts[place].numel() == 1 for place in sums)
 
 
-def _expected(loop: MicroBatchLoop, parts: dict[int, Tensor], is_float16: bool) -> dict[int, Tensor]:
+def expected_gradients(known: tuple[float, ...], parts: dict[int, Tensor], is_float16: bool) -> dict[int, Tensor]:
     """Return the gradients of the scalar sums that the backward is expected to bring, up to a common factor."""
-    known = loop.expected
     if len(known) != len(parts):
         known = (FLOAT16_SCALE if is_float16 else 1.0,) * len(parts)
     return {place: torch.full_like(part, value) for (place, part), value in zip(parts.items(), known, strict=True)}
 
 
-def _factor(expected: dict[int, Tensor], given: dict[int, Tensor]) -> Tensor | None:
+def common_factor(expected: dict[int, Tensor], given: dict[int, Tensor]) -> Tensor | None:
     """Return the factor between the gradients and those expected; None if there is none."""
     if set(given) != set(expected):
         return None
@@ -216,8 +249,8 @@ def _factor(expected: dict[int, Tensor], given: dict[int, Tensor]) -> Tensor | N
     return factors[0]
 
 
-def _remember(
-    loop: MicroBatchLoop, gradients: Sequence[Tensor | None], is_proportional: bool, is_float16: bool
+def remember_gradients(
+    loop: ExpectsGradients, gradients: Sequence[Tensor | None], is_proportional: bool, is_float16: bool
 ) -> None:
     """Expect these gradients of the next call, up to a power of two."""
     known = [gradient for gradient in gradients if gradient is not None]
@@ -234,7 +267,7 @@ def _remember(
     loop.expected = tuple(value * scale for value in expected)
 
 
-def _generators(inputs: Sequence[Tensor]) -> dict[torch.device, Tensor]:
+def generator_states(inputs: Sequence[Tensor]) -> dict[torch.device, Tensor]:
     """Return the states of the generators that a micro-batch may draw from."""
     found = {torch.device("cpu"): torch.get_rng_state()}
     for device in {x.device for x in inputs if x.device.type not in ("cpu", "meta")}:
@@ -243,7 +276,7 @@ def _generators(inputs: Sequence[Tensor]) -> dict[torch.device, Tensor]:
 
 
 @contextmanager
-def _restored(states: Mapping[torch.device, Tensor]) -> Iterator[None]:
+def restored_generators(states: Mapping[torch.device, Tensor]) -> Iterator[None]:
     """Set the generators to the given states for a while, so that a second run draws the numbers of the first."""
     now = {device: _set_generator(device, state) for device, state in states.items()}
     try:

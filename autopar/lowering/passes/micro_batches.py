@@ -37,6 +37,7 @@ from autopar.lowering.modules.micro_loop import (
     MicroBatchZeros,
 )
 from autopar.lowering.modules.shard_ops import RandomOp, ReshardModule
+from autopar.lowering.passes.pipeline_parts import StageCut, cut_in_parts
 from autopar.mesh import SubMesh
 from autopar.sharding.micro_batches import MICRO, place_in_time
 from autopar.sharding.reshard_insertion import InsertedReshard
@@ -103,20 +104,33 @@ Finish = Callable[[Graph, dict[str, nn.Module]], GraphModule]
 
 
 def loop_micro_batches(
-    graph: Graph, modules: dict[str, nn.Module], count: int, regathered: frozenset[str], finish: Finish
+    graph: Graph,
+    modules: dict[str, nn.Module],
+    count: int,
+    regathered: frozenset[str],
+    finish: Finish,
+    stages: StageCut | None = None,
 ) -> Graph:
     """Return the graph with a loop for each group of values that leave the micro-batches; `graph` is taken apart.
 
-    `regathered`: placeholders of parameters that each micro-batch gathers and frees.
+    `regathered`: placeholders of parameters that each micro-batch gathers and frees. With `stages` a loop over ops
+    with parameters runs the parts of this rank's stage.
     """
-    return _Looping(graph, modules, count, regathered, finish).run()
+    return _Looping(graph, modules, count, regathered, finish, stages).run()
 
 
 class _Looping:
     def __init__(
-        self, graph: Graph, modules: dict[str, nn.Module], count: int, regathered: frozenset[str], finish: Finish
+        self,
+        graph: Graph,
+        modules: dict[str, nn.Module],
+        count: int,
+        regathered: frozenset[str],
+        finish: Finish,
+        stages: StageCut | None,
     ) -> None:
         self.graph = graph
+        self.stages = stages
         self.regathered = regathered
         self.finish = finish
         self.modules = modules
@@ -141,6 +155,8 @@ class _Looping:
                 self._place(node)
         output = self.graph.output_node()
         self.out.output(_mapped(output.args[0], self.copies))
+        if self.stages is not None:
+            _erase_unread(self.out, self.modules)
         for node in self.varying:
             if node.op == "call_module":
                 self.modules.pop(str(node.target), None)
@@ -248,17 +264,51 @@ class _Looping:
         inner.output(results)
         name = f"micro_batches_{level}" if level else "micro_batches"
         marks = [self._module(end) for end in ends]
-        loop = MicroBatchLoop(
-            self.finish(inner, called),
-            self.count,
-            tuple(mark.result for mark in marks if isinstance(mark, MicroBatchEnd)),
-        )
-        self.modules[name] = loop
-        call = self.out.call_module(name, tuple(self.copies[one] for one in inputs))
+        joins = tuple(mark.result for mark in marks if isinstance(mark, MicroBatchEnd))
+        given = {values[one]: one for one in inputs}
+        read: Sequence[int] = range(len(inputs))
+        absent: list[Node] = []
+        if self.stages is not None and any(self.stages.part_of(node) is not None for node in body):
+            placeholders = self.out.find_nodes(op="placeholder")
+            absent = [one for one in placeholders if self.stages.is_elsewhere(one.name)]
+            learned, shared = (
+                {inner_one for inner_one, one in given.items() if self._follows(one, kind)}
+                for kind in (self.stages.is_learned, self.stages.is_shared)
+            )
+            found, read = cut_in_parts(
+                inner, called, self.stages, joins, learned, shared, self.count, len(absent), self.finish
+            )
+            self.modules[name] = found
+        else:
+            self.modules[name] = MicroBatchLoop(self.finish(inner, called), self.count, joins)
+        arguments = (*(self.copies[inputs[place]] for place in read), *absent)
+        call = self.out.call_module(name, arguments)
         for place, end in enumerate(ends):
-            found = self.copies[end] = self.out.call_function(operator.getitem, (call, place))
-            found.meta.update(end.meta)
+            value = self.copies[end] = self.out.call_function(operator.getitem, (call, place))
+            value.meta.update(end.meta)
             self.modules.pop(str(end.target), None)
+
+    def _follows(self, node: Node, kind: Callable[[str], bool]) -> bool:
+        """Return whether a value follows from a placeholder of a kind."""
+        left, seen = [node], {node}
+        while left:
+            one = left.pop()
+            if one.op == "placeholder" and kind(one.name):
+                return True
+            for source in one.all_input_nodes:
+                if source not in seen:
+                    seen.add(source)
+                    left.append(source)
+        return False
+
+
+def _erase_unread(graph: Graph, modules: dict[str, nn.Module]) -> None:
+    """Erase what no output needs: the gathers of parameters that other stages store."""
+    for node in reversed(list(graph.nodes)):
+        if node.op not in ("placeholder", "output") and not node.users:
+            graph.erase_node(node)
+            if node.op == "call_module":
+                modules.pop(str(node.target), None)
 
 
 def _mapped(value: Any, copies: Mapping[Node, Node]) -> Any:

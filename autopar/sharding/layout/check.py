@@ -26,6 +26,7 @@ from autopar.sharding.layout.syntax import (
     rules_of,
     tensor_globs,
 )
+from autopar.sharding.micro_batches import without_time
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def _check_names(statement: Statement, words: LayoutWords, axes: SubMesh, any_di
     # A `let` is checked where its name is used.
     for name, place in () if isinstance(statement, Let) else named_axes(statement):
         if name not in axes:
-            raise unknown_name("axis", name, axes, _at(place, name))
+            raise unknown_name("axis", name, without_time(axes), _at(place, name))
     guarded = (statement.scope,) if isinstance(statement, Guard) else ()
     for scope in statement.scopes if isinstance(statement, Block) else guarded:
         for dim in () if any_dims else scope.dims:

@@ -17,6 +17,7 @@ from autopar.sharding.layout.source import SourceSpan, layout_error, read_text, 
 from autopar.sharding.layout.syntax import (
     Axes,
     Block,
+    CutStatement,
     DimRule,
     Hole,
     Let,
@@ -28,6 +29,7 @@ from autopar.sharding.layout.syntax import (
     OverAxes,
     Pin,
     PinState,
+    PipelineStatement,
     SplitTerm,
     Statement,
     StrategyStatement,
@@ -63,6 +65,14 @@ class Layout:
     def micro_batches(self) -> MicroBatches | None:
         return next((s for s in self.statements if isinstance(s, MicroBatches)), None)
 
+    @property
+    def pipeline(self) -> PipelineStatement | None:
+        return next((s for s in self.statements if isinstance(s, PipelineStatement)), None)
+
+    @property
+    def cut(self) -> CutStatement | None:
+        return next((s for s in self.statements if isinstance(s, CutStatement)), None)
+
     def on_axes(self, meaning: Mapping[str, Axes]) -> Layout:
         """Return the layout with its axes replaced; `()` stands for an axis of size 1."""
         replaced = (replace_axes(statement, meaning) for statement in self.statements)
@@ -78,7 +88,13 @@ class Layout:
 def parse_layout(text: str, name: str = "<layout>") -> Layout:
     """Read a layout; messages call it `name`."""
     statements = LayoutParser(text, name).file()
-    for one, word in ((StrategyStatement, "strategy"), (MeshStatement, "mesh"), (MicroBatches, "micro")):
+    for one, word in (
+        (StrategyStatement, "strategy"),
+        (MeshStatement, "mesh"),
+        (MicroBatches, "micro"),
+        (PipelineStatement, "pipeline"),
+        (CutStatement, "cut"),
+    ):
         found = [statement for statement in statements if isinstance(statement, one)]
         if len(found) > 1:
             message = f"a layout has one '{word}' line, this one has {len(found)}"
@@ -123,11 +139,18 @@ def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
 
     A strategy fits any mesh: its axes that the mesh lacks have size 1, and `fsdp(fsdp=dp*tp)` maps them by hand. If
     strategy and mesh have one axis each, these are mapped whatever their names. No axis in common is an error.
-    `micro 8; fsdp` is a strategy in eight micro-batches.
+    `micro 8; fsdp` is a strategy in eight micro-batches, `micro 8; pipeline pp 1f1b; fsdp` one in a pipeline too.
     """
-    if isinstance(layout, str) and (match := _MICRO_STRATEGY.fullmatch(layout)) and _names_strategy(match["strategy"]):
-        found = choose_layout(match["strategy"].strip(), axes)
-        return Layout((*parse_layout(match["micro"]).statements, *found.statements), found.name)
+    if (
+        isinstance(layout, str)
+        and (match := _STRATEGY_IN_TIME.fullmatch(layout))
+        and _names_strategy(match["strategy"])
+    ):
+        in_time = parse_layout(match["in_time"])
+        stages = None if in_time.pipeline is None else in_time.pipeline.axis
+        rest = SubMesh({axis: size for axis, size in axes.items() if axis != stages})
+        found = choose_layout(match["strategy"].strip(), rest)
+        return Layout((*in_time.statements, *found.statements), found.name)
     if isinstance(layout, Layout):
         found = layout
     elif isinstance(layout, Path) or layout.endswith(".lay"):
@@ -158,8 +181,10 @@ def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
     return found.on_axes(absent)
 
 
-# `micro 8; fsdp(fsdp=dp)`
-_MICRO_STRATEGY = re.compile(r"\s*(?P<micro>micro\s+\d+(\s+of\s+\w+)?)\s*;(?P<strategy>[^;]+);?\s*", re.DOTALL)
+# `micro 8; pipeline pp 1f1b; fsdp(fsdp=dp)`
+_STRATEGY_IN_TIME = re.compile(
+    r"(?P<in_time>(\s*(micro\s+\d|pipeline\s+\w|cut\s+\w)[^;\n]*[;\n])+)(?P<strategy>[^;]+);?\s*", re.DOTALL
+)
 
 
 def _names_strategy(text: str) -> bool:

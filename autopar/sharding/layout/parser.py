@@ -14,6 +14,7 @@ from autopar.sharding.layout.syntax import (
     Axes,
     Block,
     Collective,
+    CutStatement,
     DimRule,
     GatherStatement,
     Guard,
@@ -27,6 +28,7 @@ from autopar.sharding.layout.syntax import (
     OpPin,
     Pin,
     PinState,
+    PipelineStatement,
     Same,
     Scope,
     SplitTerm,
@@ -36,11 +38,14 @@ from autopar.sharding.layout.syntax import (
     Term,
 )
 from autopar.sharding.layout.tokens import UNITS, Token, TokenReader, parse_percent, parse_size
+from autopar.sharding.schedules import SCHEDULES
 
 # How a statement is written, by its first word: the `fix:` line of errors within it.
 FORMS = {
     "strategy": "write it as in 'strategy fsdp \"what it does\"'",
     "micro": "write it as in 'micro 8', or 'micro 8 of images' where the batch has another name",
+    "pipeline": "write it as in 'pipeline pp 1f1b', or with 1f1b(+1), gpipe or interleaved(2)",
+    "cut": "write it as in 'cut pp before @blocks.2, @blocks.4'",
     "let": "write it as in 'let data = dp*fsdp'",
     "op": "write it as in 'op @blocks.0.mlp/linear[d_ff -> tp]'",
     "keep": "write it as in 'keep @blocks.*.weight'",
@@ -125,6 +130,9 @@ class LayoutParser(TokenReader):
             raise self.expected("a statement", self._fix_of_what_follows())
         if token.kind == "name" and token.text == "micro" and self.tokens[self.position + 1].kind == "number":
             return self.micro(self.advance())
+        # `pipeline` and `cut` are no words of the language either: two names in a row begin no rule.
+        if token.kind == "name" and token.text in ("pipeline", "cut") and self.tokens[self.position + 1].kind == "name":
+            return self.pipeline(self.advance()) if token.text == "pipeline" else self.cut(self.advance())
         if token.kind != "word":
             return self.rule(bare=True)
         if token.text in KINDS:
@@ -163,6 +171,43 @@ class LayoutParser(TokenReader):
             self.advance()
             dim = self.expect_dim("the dim of the batch")
         return MicroBatches(count, dim, keyword.span)
+
+    def pipeline(self, keyword: Token) -> PipelineStatement:
+        self.form = FORMS["pipeline"]
+        axis = self.expect_name("an axis of the mesh")
+        place = self.token.span
+        if self.at_end():
+            raise self.expected("a schedule", f"the schedules are {', '.join(SCHEDULES)}")
+        name = self.token.text
+        if self.is_a("number"):  # `1f1b` is a number and a name
+            self.advance()
+            name += self.token.text
+        self.advance()
+        schedule = next((one for one in SCHEDULES if one == name), None)
+        if schedule is None:
+            raise unknown_name("schedule", name, SCHEDULES, place)
+        chunks, more = (2 if schedule == "interleaved" else 1), 0
+        if schedule != "gpipe" and self.accept("("):
+            if schedule == "1f1b":
+                self.expect("+", "and a number of micro-batches, as in '1f1b(+1)'")
+                more = self.expect_integer("a number of micro-batches")
+            else:
+                chunks = self.expect_integer("a number of parts on each stage")
+                if chunks < 2:
+                    raise layout_error("E0", f"interleaved({chunks}) interleaves nothing", "write '1f1b'", place)
+            self.expect(")", "after the number")
+        return PipelineStatement(axis, schedule, chunks, more, keyword.span)
+
+    def cut(self, keyword: Token) -> CutStatement:
+        self.form = FORMS["cut"]
+        axis = self.expect_name("an axis of the mesh")
+        if not (self.is_a("name") and self.token.text == "before"):
+            raise self.expected("'before' and the modules that begin parts")
+        self.advance()
+        names = [self.expect_glob()]
+        while self.accept(","):
+            names.append(self.expect_glob())
+        return CutStatement(axis, tuple(names), keyword.span)
 
     def strategy(self, span: SourceSpan) -> StrategyStatement:
         name = self.expect_name("the strategy")

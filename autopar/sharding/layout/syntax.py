@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from autopar.mesh import Mesh
 from autopar.sharding.layout.source import SourceSpan
 from autopar.sharding.layout.tokens import format_percent, format_size
+from autopar.sharding.schedules import Schedule
 
 # A product of mesh axes, major to minor.
 Axes = tuple[str, ...]
@@ -171,6 +172,29 @@ class MicroBatches:
 
 
 @dataclass(frozen=True)
+class PipelineStatement:
+    """`pipeline pp 1f1b`: the ranks along an axis are stages, each with a part of the model.
+
+    `interleaved(2)` has two parts on each stage, `1f1b(+1)` one micro-batch more in flight.
+    """
+
+    axis: str
+    schedule: Schedule
+    chunks: int = 1
+    more: int = 0
+    span: SourceSpan | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class CutStatement:
+    """`cut pp before @blocks.2, @blocks.4`: modules or ops that begin the second and later parts of a pipeline."""
+
+    axis: str
+    before: tuple[str, ...]
+    span: SourceSpan | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
 class Guard:
     """`forbid all_gather(act) over tp`: these tensors need no such collective over these axes."""
 
@@ -210,6 +234,8 @@ Statement = (
     StrategyStatement
     | MeshStatement
     | MicroBatches
+    | PipelineStatement
+    | CutStatement
     | OverAxes
     | DimRule
     | Block
@@ -269,6 +295,11 @@ def print_statement(statement: Statement) -> str:
             return f"mesh {', '.join(map(str, mesh.declared))}"
         case MicroBatches(count, dim):
             return f"micro {count}" + ("" if dim == "batch" else f" of {dim}")
+        case PipelineStatement(axis, schedule, chunks, more):
+            extra = f"({chunks})" if schedule == "interleaved" else f"(+{more})" if more else ""
+            return f"pipeline {axis} {schedule}{extra}"
+        case CutStatement(axis, before):
+            return f"cut {axis} before {', '.join(f'@{name}' for name in before)}"
         case Let(name, axes):
             return f"let {name} = {print_axes(axes)}"
         case DimRule():

@@ -1,0 +1,376 @@
+"""Run the micro-batches through the stages of a pipeline: the parts of this stage, in the order of the schedule.
+
+A part sends each value that another stage reads, and receives its gradient. As in the loop without stages, the
+backward of a micro-batch runs within the forward of the module where the results that need a gradient are scalar sums.
+`orders` gives the tasks of each stage, the same ones that the cost model prices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.fx import GraphModule
+
+from autopar.lowering.modules.micro_loop import (
+    GradientSums,
+    LoopResult,
+    common_factor,
+    expected_gradients,
+    generator_states,
+    leaves_of,
+    remember_gradients,
+    restored_generators,
+)
+from autopar.sharding.schedules import Schedule, StageTask, TaskKind, orders
+
+__all__ = ["Crossing", "PartResult", "PipelineLoop", "PipelinePart", "StageGroup"]
+
+
+@dataclass(frozen=True)
+class StageGroup:
+    """Ranks along the axis of the stages, and the schedule that they run."""
+
+    group: ProcessGroup
+    # Global rank of each stage.
+    ranks: tuple[int, ...]
+    stage: int
+    schedule: Schedule
+    chunks: int
+    more: int
+
+    def stage_of(self, part: int) -> int:
+        return part % len(self.ranks)
+
+    def part_of(self, task: StageTask) -> int:
+        return task.chunk * len(self.ranks) + self.stage
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Value that a part makes and other parts read, on one micro-batch and this rank's coordinates."""
+
+    name: str
+    source: int
+    targets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """Result of the loop: the part that makes it, how its values are joined, and the shape and dtype of one value."""
+
+    result: LoopResult
+    source: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+    @property
+    def is_scalar_sum(self) -> bool:
+        return self.result.kind == "sum" and not self.shape
+
+    @property
+    def joined_shape(self) -> tuple[int, ...]:
+        return self.shape if self.result.kind == "sum" else self.result.shape
+
+
+@dataclass(frozen=True)
+class PipelinePart:
+    """Graph of a part, called with the number of the micro-batch, then inputs of the loop, then received values."""
+
+    body: GraphModule
+    # Places of the inputs of the loop that it reads.
+    inputs: tuple[int, ...]
+    received: tuple[Crossing, ...]
+    # The first results of the graph; then come the values of the results of the loop.
+    sent: tuple[Crossing, ...]
+    results: tuple[int, ...]
+
+
+class PipelineLoop(nn.Module):
+    """Parts of this stage, run once for each micro-batch; all stages return the results of all of them."""
+
+    def __init__(
+        self,
+        parts: Mapping[int, PipelinePart],
+        crossings: Sequence[Crossing],
+        count: int,
+        results: Sequence[PartResult],
+        stages: StageGroup,
+        shared: Iterable[int],
+        absent: Iterable[int],
+        casts_to_float16: bool,
+    ) -> None:
+        super().__init__()
+        self.bodies = nn.ModuleDict({str(number): part.body for number, part in parts.items()})
+        self.parts = dict(parts)
+        self.count = count
+        self.results = tuple(results)
+        self.stages = stages
+        # Places of inputs whose gradients add up over the stages, and of parameters that other stages store.
+        self.shared, self.absent = tuple(shared), tuple(absent)
+        self.casts_to_float16 = casts_to_float16
+        self.expected: tuple[float, ...] = ()
+        routes = [(one.name, one.source, target) for one in crossings for target in one.targets]
+        self.tags = {route: number for number, route in enumerate(routes)}
+        self.tasks = orders(len(stages.ranks), count, stages.schedule, stages.chunks, stages.more)[stages.stage]
+
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """Places of the results that need a gradient."""
+        return tuple(place for place, one in enumerate(self.results) if one.differentiable)
+
+    @property
+    def is_scheduled(self) -> bool:
+        """True if each backward may run as soon as the schedule has it."""
+        return bool(self.needed) and all(self.results[place].is_scalar_sum for place in self.needed)
+
+    # A compiler would trace the messages; it compiles what stands before and after.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        if torch.is_grad_enabled() and self.needed:
+            found: tuple[Tensor, ...] = _Pipeline.apply(self, *inputs)  # type: ignore[no-untyped-call]
+            return found
+        run = _Run(self, inputs, None)
+        run.forwards()
+        return run.joined(inputs)
+
+    def extra_repr(self) -> str:
+        held = ", ".join(map(str, self.parts))
+        return f"{self.stages.schedule}, stage {self.stages.stage} of {len(self.stages.ranks)} with part {held}"
+
+
+class _Pipeline(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loop: PipelineLoop, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.loop, ctx.generators = loop, generator_states(inputs)
+        ctx.is_float16 = loop.casts_to_float16 or any(x.dtype == torch.float16 for x in inputs)
+        leaves = leaves_of(inputs)
+        ctx.run = run = _Run(loop, leaves, GradientSums(leaves))
+        if loop.is_scheduled:
+            made = {place: leaves[0].new_empty((), dtype=loop.results[place].dtype) for place in loop.needed}
+            ctx.expected = expected = expected_gradients(loop.expected, made, ctx.is_float16)
+            run.scheduled(lambda place, number: expected[place])
+        else:
+            run.forwards()
+        ctx.save_for_backward(*inputs)
+        found = run.joined(inputs)
+        ctx.mark_non_differentiable(*(x for place, x in enumerate(found) if place not in loop.needed))
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        loop: PipelineLoop = ctx.loop
+        run: _Run = ctx.run
+        given = {place: x for place, x in enumerate(gradients) if x is not None and place in loop.needed}
+
+        def of_part(place: int, number: int) -> Tensor | None:
+            return loop.results[place].result.gradient(given[place], number) if place in given else None
+
+        if not loop.is_scheduled:
+            run.backwards(of_part)
+            return (None, *run.gradients())
+        factor = common_factor(ctx.expected, given)
+        remember_gradients(loop, [given.get(place) for place in ctx.expected], factor is not None, ctx.is_float16)
+        assert run.sums is not None, "it recorded gradients"
+        overflows = ctx.is_float16 and factor is not None and factor != 1 and not run.all_finite()
+        if factor is not None and not run.sums.is_used and not overflows:
+            return (None, *run.gradients(factor))
+        leaves = leaves_of(ctx.saved_tensors)
+        again = _Run(loop, leaves, GradientSums(leaves))
+        with restored_generators(ctx.generators):
+            again.scheduled(of_part)
+        return (None, *again.gradients())
+
+
+# Gradient of the part of a result in one micro-batch; None if it has none.
+_Upstream = Callable[[int, int], Tensor | None]
+
+
+@dataclass
+class _Alive:
+    """Forward of a part that its backward has not used yet."""
+
+    sent: list[Tensor]
+    results: list[Tensor]
+    received: list[Tensor]
+
+
+class _Run:
+    """One pass of all micro-batches through the parts of this stage."""
+
+    def __init__(self, loop: PipelineLoop, leaves: Sequence[Tensor], sums: GradientSums | None) -> None:
+        self.loop = loop
+        self.leaves = leaves
+        self.sums = sums
+        self.group = loop.stages.group
+        self.alive: dict[tuple[int, int], _Alive] = {}
+        # Values and gradients that stay on this stage.
+        self.local: dict[int, Tensor] = {}
+        self.pending: list[tuple[Any, Tensor]] = []
+        self.values: dict[int, list[Tensor]] = {}
+
+    def scheduled(self, upstream: _Upstream) -> None:
+        for task in self.loop.tasks:
+            if task.kind is TaskKind.FORWARD:
+                self._forward(task)
+            else:
+                self._backward(task, upstream)
+        self._finish_sends()
+
+    def forwards(self) -> None:
+        for task in self.loop.tasks:
+            if task.kind is TaskKind.FORWARD:
+                self._forward(task)
+        self._finish_sends()
+
+    def backwards(self, upstream: _Upstream) -> None:
+        for task in self.loop.tasks:
+            if task.kind is TaskKind.BACKWARD:
+                self._backward(task, upstream)
+        self._finish_sends()
+
+    def _forward(self, task: StageTask) -> None:
+        loop, number = self.loop, task.micro_batch
+        here = loop.stages.part_of(task)
+        part = loop.parts[here]
+        received = []
+        for one in part.received:
+            x = self._receive(one, one.source, here, here, number, backward=False)
+            received.append(x.requires_grad_() if self.sums is not None and one.differentiable else x)
+        with torch.set_grad_enabled(self.sums is not None):
+            found = part.body(number, *(self.leaves[place] for place in part.inputs), *received)
+            sent, results = found[: len(part.sent)], found[len(part.sent) :]
+            parts = [loop.results[place].result.part(x) for place, x in zip(part.results, results, strict=True)]
+        for one, x in zip(part.sent, sent, strict=True):
+            for target in one.targets:
+                self._send(one, target, target, number, x.detach(), backward=False)
+        for place, x in zip(part.results, parts, strict=True):
+            self._keep(place, x.detach())
+        if self.sums is not None:
+            self.alive[here, number] = _Alive(list(sent), parts, received)
+
+    def _keep(self, place: int, x: Tensor) -> None:
+        """Add a value to a sum, or keep it to be joined."""
+        known = self.values.get(place)
+        if known is None:
+            self.values[place] = [x.clone() if self.loop.results[place].result.kind == "sum" else x]
+        elif self.loop.results[place].result.kind == "sum":
+            known[0] += x
+        else:
+            known.append(x)
+
+    def _backward(self, task: StageTask, upstream: _Upstream) -> None:
+        loop, number = self.loop, task.micro_batch
+        here = loop.stages.part_of(task)
+        part, alive = loop.parts[here], self.alive.pop((here, number))
+        roots: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for one, x in zip(part.sent, alive.sent, strict=True):
+            if not one.differentiable:
+                continue
+            parts = [self._receive(one, target, here, target, number, backward=True) for target in one.targets]
+            total = parts[0]
+            for other in parts[1:]:
+                total = total + other
+            if x.requires_grad:
+                roots.append(x)
+                gradients.append(total)
+        for place, x in zip(part.results, alive.results, strict=True):
+            gradient = upstream(place, number) if x.requires_grad else None
+            if gradient is not None:
+                roots.append(x)
+                gradients.append(gradient)
+        leaves = [x for x in alive.received if x.requires_grad]
+        assert self.sums is not None, "it records gradients"
+        found = self.sums.add(roots, gradients, others=leaves) if roots else [None] * len(leaves)
+        for one, leaf, gradient in zip([c for c in part.received if c.differentiable], leaves, found, strict=True):
+            value = torch.zeros_like(leaf) if gradient is None else gradient
+            self._send(one, here, one.source, number, value, backward=True)
+
+    # -- messages
+
+    def _number(self, one: Crossing, target: int, micro_batch: int, backward: bool) -> int:
+        route = self.loop.tags[one.name, one.source, target]
+        return (2 * route + backward) * self.loop.count + micro_batch
+
+    def _send(self, one: Crossing, target: int, to: int, number: int, x: Tensor, backward: bool) -> None:
+        """Send a value to a part, or its gradient; `target` is the part that reads the value."""
+        stages, tag = self.loop.stages, self._number(one, target, number, backward)
+        if stages.stage_of(to) == stages.stage:
+            self.local[tag] = x
+            return
+        x = x.contiguous()
+        self.pending = [pair for pair in self.pending if not pair[0].is_completed()]
+        work = dist.isend(x, stages.ranks[stages.stage_of(to)], self.group, tag)
+        self.pending.append((work, x))  # its memory is read until then
+
+    def _receive(self, one: Crossing, source: int, here: int, target: int, number: int, backward: bool) -> Tensor:
+        stages, tag = self.loop.stages, self._number(one, target, number, backward)
+        if stages.stage_of(source) == stages.stage:
+            return self.local.pop(tag).detach()
+        like = self.leaves[0] if self.leaves else torch.empty(0)
+        found = like.new_empty(one.shape, dtype=one.dtype)
+        what = "gradient" if backward else "forward"
+        try:
+            dist.recv(found, stages.ranks[stages.stage_of(source)], self.group, tag)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"stage {stages.stage} waits for the {what} of micro-batch {number} from stage "
+                f"{stages.stage_of(source)}, into part {here}: {error}"
+            ) from error
+        return found
+
+    def _finish_sends(self) -> None:
+        for work, _ in self.pending:
+            work.wait()
+        self.pending = []
+
+    # -- results of all stages
+
+    def joined(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the results; the stage that has one sends it to all others."""
+        stages, found = self.loop.stages, []
+        for place, one in enumerate(self.loop.results):
+            source = stages.stage_of(one.source)
+            if source == stages.stage:
+                values = self.values.pop(place)
+                x = values[0] if one.result.kind == "sum" else one.result.join(values)
+                x = x.contiguous()
+            else:
+                x = inputs[0].new_empty(one.joined_shape, dtype=one.dtype)
+            dist.broadcast(x, stages.ranks[source], self.group)
+            found.append(x)
+        return tuple(found)
+
+    def all_finite(self) -> bool:
+        """Return whether the sums of all stages are finite."""
+        assert self.sums is not None, "it records gradients"
+        flag = torch.tensor([float(self.sums.are_finite())], device=self.leaves[0].device)
+        dist.all_reduce(flag, dist.ReduceOp.MIN, self.group)
+        return bool(flag)
+
+    def gradients(self, factor: Tensor | None = None) -> list[Tensor | None]:
+        """Return the gradients of the inputs; those of shared ones add up over the stages."""
+        sums = self.sums
+        assert sums is not None, "it records gradients"
+        for place in self.loop.shared:
+            if self.leaves[place].requires_grad:
+                total = sums.total(place).contiguous().clone()
+                dist.all_reduce(total, group=self.group)
+                sums.totals[place] = total
+        for place in self.loop.absent:
+            if self.leaves[place].requires_grad:
+                sums.totals[place] = sums.total(place)
+        return sums.found(factor)

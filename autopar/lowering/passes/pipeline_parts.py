@@ -1,0 +1,218 @@
+"""Cut the graph of one micro-batch into the parts of a pipeline.
+
+An op that depends on parameters and on the micro-batch belongs to its part. All others, as a mask, are copied into
+each part that reads them, so only values that follow from parameters cross a cut.
+
+Input, of which op `y` begins part 1::
+
+    x0 = micro_slice(number, x)
+    y0 = linear(x0, w0)
+    y = linear(y0, w1)
+Output::
+
+    part 0:  x0 = micro_slice(number, x)
+             y0 = linear(x0, w0)              sent to part 1
+    part 1:  y = linear(y0, w1)               of y0 as received
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.ir.values import NamedTensor
+from autopar.lowering.modules.micro_loop import LoopResult, MicroBatchSlice, MicroBatchZeros
+from autopar.lowering.modules.pipeline_loop import Crossing, PartResult, PipelineLoop, PipelinePart, StageGroup
+from autopar.lowering.modules.shard_ops import RandomOp
+from autopar.sharding.assignment import Pipelining
+
+__all__ = ["OP", "VALUE", "StageCut", "cut_in_parts"]
+
+# Metadata of a node from emit: the op that it was generated for, and the tensor that it holds a shard of.
+OP = "op"
+VALUE = "value"
+
+
+@dataclass(frozen=True)
+class StageCut:
+    """Pipeline of a graph, seen from one rank."""
+
+    pipelining: Pipelining
+    stages: StageGroup
+    # By name, and by node of the traced graph.
+    tensors: Mapping[str, NamedTensor]
+    by_node: Mapping[str, NamedTensor]
+
+    @property
+    def count(self) -> int:
+        """Number of parts."""
+        return self.pipelining.stages * self.pipelining.chunks
+
+    def part_of(self, node: Node) -> int | None:
+        return self.pipelining.parts.get(node.meta.get(OP, ""))
+
+    def is_elsewhere(self, placeholder: str) -> bool:
+        """Return whether another stage stores the parameter of a placeholder."""
+        tensor = self.by_node.get(placeholder)
+        stage = None if tensor is None else self.pipelining.held.get(tensor.name)
+        return stage is not None and stage != self.stages.stage
+
+    def is_learned(self, placeholder: str) -> bool:
+        tensor = self.by_node.get(placeholder)
+        return tensor is not None and tensor.kind == "param"
+
+    def is_shared(self, placeholder: str) -> bool:
+        """Return whether all stages have a gradient of a placeholder, each a part of the sum."""
+        tensor = self.by_node.get(placeholder)
+        if tensor is None or not tensor.requires_grad:
+            return False
+        return tensor.kind == "input" or (tensor.kind == "param" and self.pipelining.held[tensor.name] is None)
+
+    def value(self, node: Node) -> tuple[tuple[int, ...], NamedTensor]:
+        """Return the local shape of a value, and its tensor."""
+        return tuple(node.meta["local_shape"]), self.tensors[node.meta[VALUE]]
+
+
+# Make the module of a part from its graph and the modules that it calls.
+Finish = Callable[[Graph, dict[str, nn.Module]], GraphModule]
+
+
+def cut_in_parts(
+    graph: Graph,
+    modules: Mapping[str, nn.Module],
+    cut: StageCut,
+    joins: Sequence[LoopResult],
+    learned: Collection[Node],
+    shared: Collection[Node],
+    count: int,
+    absent: int,
+    finish: Finish,
+) -> tuple[PipelineLoop, list[int]]:
+    """Return the loop over the parts of this stage, and the places of the inputs of `graph` that it reads.
+
+    The first placeholder of `graph` is the number of the micro-batch. `learned` are placeholders that follow from
+    parameters, `shared` those whose gradients add up over the stages, `absent` is the number of parameters of other
+    stages, which stand behind the inputs.
+    """
+    return _Cutter(graph, modules, cut, joins, learned, shared).run(count, absent, finish)
+
+
+class _Cutter:
+    def __init__(
+        self,
+        graph: Graph,
+        modules: Mapping[str, nn.Module],
+        cut: StageCut,
+        joins: Sequence[LoopResult],
+        learned: Collection[Node],
+        shared: Collection[Node],
+    ) -> None:
+        self.graph = graph
+        self.modules = modules
+        self.cut = cut
+        self.joins = joins
+        self.learned, self.shared = set(learned), set(shared)
+        self.nodes = [node for node in graph.nodes if node.op != "output"]
+        self.number, *self.inputs = graph.find_nodes(op="placeholder")
+        self.results: list[Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
+        self.parts = self._parts(self.learned | self.shared)
+        self.crossings = [one for node in self.nodes if (one := self._crossing(node)) is not None]
+
+    def _parts(self, learned: set[Node]) -> dict[Node, int]:
+        """Return the part of each node that depends on parameters and on the micro-batch."""
+        found: dict[Node, int] = {}
+        moving: set[Node] = set()
+        for node in self.nodes:
+            module = self.modules.get(str(node.target)) if node.op == "call_module" else None
+            sources = node.all_input_nodes
+            if isinstance(module, MicroBatchSlice | MicroBatchZeros | RandomOp) or not moving.isdisjoint(sources):
+                moving.add(node)
+            if not learned.isdisjoint(sources):
+                learned.add(node)
+                if node in moving:
+                    before = [found[one] for one in sources if one in found]
+                    own = self.cut.part_of(node)
+                    found[node] = max([*before, own] if own is not None else before, default=0)
+        return found
+
+    def _crossing(self, node: Node) -> Crossing | None:
+        """Return the value of a node if other parts read it."""
+        if node not in self.parts:
+            return None
+        source = self.parts[node]
+        targets = sorted({self.parts[user] for user in node.users if user in self.parts} - {source})
+        if not targets:
+            return None
+        shape, tensor = self.cut.value(node)
+        return Crossing(node.name, source, tuple(targets), shape, tensor.dtype, tensor.requires_grad)
+
+    def _source(self, result: Node) -> int:
+        return self.parts.get(result, self.cut.count - 1)
+
+    def _needed(self, part: int) -> set[Node]:
+        """Return the nodes of a part: its own, and all that they read up to placeholders and received values."""
+        left = [node for node, own in self.parts.items() if own == part]
+        left += [node for node in self.results if self._source(node) == part]
+        found: set[Node] = set()
+        while left:
+            node = left.pop()
+            if node not in found:
+                found.add(node)
+                if self.parts.get(node, part) == part:
+                    left += node.all_input_nodes
+        return found
+
+    def run(self, count: int, absent: int, finish: Finish) -> tuple[PipelineLoop, list[int]]:
+        stages = self.cut.stages
+        needed = {part: self._needed(part) for part in range(self.cut.count)}
+        read: list[int] = []
+        shared: list[int] = []
+        for place, node in enumerate(self.inputs):
+            users = {stages.stage_of(part) for part, nodes in needed.items() if node in nodes}
+            assert node in self.shared or node not in self.learned or len(users) <= 1, f"stages {users} read {node}"
+            if node in self.shared or stages.stage in users:
+                if node in self.shared:
+                    shared.append(len(read))
+                read.append(place)
+        places = {self.inputs[place]: number for number, place in enumerate(read)}
+        mine = [part for part in range(self.cut.count) if stages.stage_of(part) == stages.stage]
+        parts = {part: self._part(part, needed[part], places, finish) for part in mine}
+        results = [self._result(node, join) for node, join in zip(self.results, self.joins, strict=True)]
+        halves = any("float16" in str((*node.args, *node.kwargs.values())) for node in self.nodes)
+        behind = range(len(read), len(read) + absent)
+        return PipelineLoop(parts, self.crossings, count, results, stages, shared, behind, halves), read
+
+    def _result(self, node: Node, join: LoopResult) -> PartResult:
+        shape, tensor = self.cut.value(node)
+        return PartResult(join, self._source(node), shape, tensor.dtype, tensor.requires_grad and node in self.parts)
+
+    def _part(self, part: int, needed: set[Node], places: Mapping[Node, int], finish: Finish) -> PipelinePart:
+        graph = Graph()
+        copies = {self.number: graph.placeholder(self.number.name)}
+        read = [node for node in self.inputs if node in needed]
+        received = [one for one in self.crossings if part in one.targets]
+        by_name = {node.name: node for node in self.nodes}
+        for node in (*read, *(by_name[one.name] for one in received)):
+            copies[node] = graph.placeholder(node.name)
+        called: dict[str, nn.Module] = {}
+        for node in self.nodes:
+            if node not in needed or node in copies:
+                continue
+            if node.op == "call_module":
+                called[str(node.target)] = self.modules[str(node.target)]
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        sent = [one for one in self.crossings if one.source == part]
+        results = [place for place, node in enumerate(self.results) if self._source(node) == part]
+        graph.output(
+            tuple(copies[node] for node in (*(by_name[one.name] for one in sent), *(self.results[i] for i in results)))
+        )
+        return PipelinePart(
+            finish(graph, called),
+            tuple(places[node] for node in read),
+            tuple(received),
+            tuple(sent),
+            tuple(results),
+        )

@@ -1,0 +1,236 @@
+"""Stages of a pipeline: the part of the model that each op belongs to, and the stage that stores each parameter.
+
+`pipeline pp 1f1b` makes the ranks along an axis stages. A part is a run of ops; part p runs on stage p modulo the
+number of stages. Only ops of the micro-batches that follow from parameters belong to a part. Values that follow from
+inputs alone, as masks, are computed in each part that reads them. Ops outside of the micro-batches run on each stage
+that reads their results.
+
+    pipeline pp 1f1b
+    cut pp before @blocks.2      part 0: embedding, blocks 0 and 1; part 1: all from block 2 on
+
+Without `cut` the parts have about equal numbers of multiplications.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import prod
+
+from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode
+from autopar.mesh import SubMesh
+from autopar.sharding.assignment import Assignment, Pipelining
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.matching import glob_matches
+from autopar.sharding.layout.source import layout_error, unknown_name
+from autopar.sharding.layout.syntax import CutStatement, PipelineStatement, named_axes
+from autopar.sharding.micro_batches import MICRO
+
+__all__ = ["check_pipeline", "with_stages", "without_stages"]
+
+
+def without_stages(layout: Layout, axes: SubMesh) -> SubMesh:
+    """Return the axes that split tensors: those of the mesh but for the stages of a pipeline."""
+    return axes if layout.pipeline is None else SubMesh({k: n for k, n in axes.items() if k != layout.pipeline.axis})
+
+
+def check_pipeline(layout: Layout, axes: SubMesh) -> None:
+    """Raise if a pipeline does not fit the mesh or the micro-batches."""
+    pipeline, cut, micro = layout.pipeline, layout.cut, layout.micro_batches
+    if cut is not None and (pipeline is None or cut.axis != pipeline.axis):
+        fix = f"write 'pipeline {cut.axis} 1f1b' too"
+        raise layout_error("E3", f"'cut {cut.axis}' cuts no pipeline", fix, cut.span)
+    if pipeline is None:
+        return
+    if pipeline.axis not in axes:
+        raise unknown_name("axis", pipeline.axis, axes, pipeline.span)
+    for statement in layout:
+        for axis, place in named_axes(statement):
+            if axis == pipeline.axis:
+                message = f"the axis '{axis}' has the stages of the pipeline, so it splits nothing else"
+                raise layout_error("E3", message, "name another axis", place, pipeline.span)
+    stages = axes[pipeline.axis]
+    if micro is None or micro.count < 2:
+        message = f"a pipeline of {stages} stages runs micro-batches, and the layout has none"
+        raise layout_error("E5", message, f"write 'micro {2 * stages}' too", pipeline.span)
+    if pipeline.schedule == "interleaved" and micro.count % stages:
+        message = f"micro {micro.count} does not interleave on {stages} stages: expected a multiple of {stages}"
+        raise layout_error("E4", message, f"write 'micro {-(-micro.count // stages) * stages}'", pipeline.span)
+    parts = stages * pipeline.chunks
+    if cut is not None and len(cut.before) != parts - 1:
+        what = f"{stages} stages of {pipeline.chunks} parts" if pipeline.chunks > 1 else f"{stages} stages"
+        message = f"{what} take {parts - 1} cuts, this line has {len(cut.before)}"
+        raise layout_error("E4", message, "name what begins each part but the first", cut.span)
+
+
+def with_stages(graph: NamedGraph, layout: Layout, axes: SubMesh, found: Assignment) -> Assignment:
+    """Return the assignment with the parts of the pipeline of a layout, if it has one."""
+    pipeline = layout.pipeline
+    if pipeline is None or axes[pipeline.axis] == 1:
+        return found
+    stages = axes[pipeline.axis]
+    cutting = _Cutting(graph, found, pipeline, stages * pipeline.chunks)
+    parts = cutting.parts(layout.cut)
+    held = cutting.held(parts, stages)
+    made = Pipelining(pipeline.axis, stages, pipeline.schedule, pipeline.chunks, pipeline.more, parts, held)
+    return replace(found, pipelining=made)
+
+
+class _Cutting:
+    """Ops of the micro-batches that follow from parameters, in the order of the graph."""
+
+    def __init__(self, graph: NamedGraph, assignment: Assignment, pipeline: PipelineStatement, count: int) -> None:
+        self.graph = graph
+        self.pipeline = pipeline
+        self.count = count
+        self.readers: dict[str, list[NamedNode]] = {}
+        self.varying = {node.name for node in graph.nodes if _varies(assignment, node)}
+        learned = {tensor.name for tensor in graph.parameters}
+        self.body: list[NamedNode] = []
+        for node in graph.nodes:
+            for name in dict.fromkeys(filter(None, node.operands)):
+                self.readers.setdefault(name, []).append(node)
+            if learned.intersection(filter(None, node.operands)):
+                learned.update(filter(None, node.outputs))
+                if node.name in self.varying:
+                    self.body.append(node)
+
+    def parts(self, cut: CutStatement | None) -> dict[str, int]:
+        """Return the part of each op."""
+        starts = self._even() if cut is None else [self._start(name, cut) for name in cut.before]
+        for before, after in zip([0, *starts], starts, strict=False):
+            if after <= before:
+                name = self.body[after].name
+                message = f"the part that begins at {name} would be before or within the one before it"
+                raise layout_error("E4", message, "name the parts in the order of the model", cut.span if cut else None)
+        return {node.name: sum(start <= place for start in starts) for place, node in enumerate(self.body)}
+
+    def _start(self, name: str, cut: CutStatement) -> int:
+        """Return the place of the first op of a module, or of the op that has this name or makes this value."""
+        for place, node in enumerate(self.body):
+            names = (node.name, *filter(None, node.outputs))
+            if any(glob_matches(name, own) for own in names) or _is_within(node.name, name):
+                return place
+        known = sorted({path for node in self.body for path in _paths(node.name)})
+        raise unknown_name("module or op of the micro-batches", name, known, cut.span)
+
+    def _even(self) -> list[int]:
+        """Return the places that begin parts, so that the largest part has as little work as possible."""
+        if len(self.body) < self.count:
+            message = f"the model has {len(self.body)} ops with parameters, which is too few for {self.count} parts"
+            raise layout_error("E4", message, "take fewer stages", self.pipeline.span)
+        work = list(accumulate((_work(self.graph, node) for node in self.body), initial=0.0))
+        crossing = self._crossing()
+        layers = [bisect_left(self._order(), self._first(path)) for path in self._layers()]
+        candidates = [place for place in layers if 0 < place < len(self.body)]
+        if len(candidates) + 1 < self.count:
+            fewest = sorted(set(crossing[1:]))
+            for most in fewest:
+                candidates = [place for place in range(1, len(self.body)) if crossing[place] <= most]
+                if len(candidates) + 1 >= self.count:
+                    break
+        return _balanced(work, candidates, self.count)
+
+    def _order(self) -> list[int]:
+        places = {node.name: place for place, node in enumerate(self.graph.nodes)}
+        return [places[node.name] for node in self.body]
+
+    def _first(self, path: str) -> int:
+        return next(place for place, node in enumerate(self.graph.nodes) if _is_within(node.name, path))
+
+    def _layers(self) -> list[str]:
+        """Return the module paths of the longest stack of layers."""
+        stacks = [repeat.module_paths for repeat in self.graph.repeats if len(set(repeat.module_paths)) == repeat.count]
+        names = {path for node in self.graph.nodes for path in _paths(node.name)}
+        return [path for path in max(stacks, key=len, default=()) if path in names]
+
+    def _crossing(self) -> list[int]:
+        """Return the number of values that would cross a cut before each op."""
+        places = {node.name: place for place, node in enumerate(self.body)}
+        change = [0] * (len(self.body) + 1)
+        for place, node in enumerate(self.body):
+            for name in filter(None, node.outputs):
+                last = max((places.get(each.name, 0) for each in self.readers.get(name, ())), default=0)
+                if last > place:
+                    change[place + 1] += 1
+                    change[last + 1] -= 1
+        return list(accumulate(change))[: len(self.body)]
+
+    def held(self, parts: Mapping[str, int], stages: int) -> dict[str, int | None]:
+        """Return the stage that stores each parameter; None if all do."""
+        found = {each.name: self._stage_of(each.name, parts, stages) for each in self.graph.parameters}
+        # Parameters that are joined before the micro-batches are stored alike.
+        sources = {name: {name} for name in found}
+        for node in self.graph.nodes:
+            joined = set().union(*(sources.get(name, set()) for name in node.operands if name is not None))
+            if joined and node.name not in parts:
+                sources.update((name, joined) for name in node.outputs if name is not None)
+                if any(found[name] is None for name in joined):
+                    found.update(dict.fromkeys(joined))
+        return found
+
+    def _stage_of(self, name: str, parts: Mapping[str, int], stages: int) -> int | None:
+        """Return the one stage that reads a parameter; None if several do."""
+        found: set[int] = set()
+        left, seen = [name], {name}
+        while left:
+            for node in self.readers.get(left.pop(), ()):
+                if node.name in parts:
+                    found.add(parts[node.name] % stages)
+                    continue
+                for output in filter(None, node.outputs):
+                    if output not in seen:
+                        seen.add(output)
+                        left.append(output)
+        if found and not seen.isdisjoint(self.graph.outputs):
+            message = (
+                f"the parameter {name} is read outside of the micro-batches, where all stages would add its gradient"
+            )
+            fix = "leave the term of the weights out of the loss, as weight_decay of the optimizer does"
+            raise layout_error("E5", message, fix, self.pipeline.span)
+        return found.pop() if len(found) == 1 and self.graph.tensors[name].shape else None
+
+
+def _varies(assignment: Assignment, node: NamedNode) -> bool:
+    """Return whether an op runs once in each micro-batch."""
+    op = assignment.ops[node.name]
+    shardings = (one for one in (*op.operands, *op.produced) if one is not None)
+    return any(MICRO in one.axes or MICRO in one.partial for one in shardings)
+
+
+def _is_within(op: str, path: str) -> bool:
+    return any(glob_matches(path, own) for own in _paths(op))
+
+
+def _paths(op: str) -> Iterator[str]:
+    """Yield the module paths that an op stands in, innermost first."""
+    path = op.rpartition("/")[0]
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+def _work(graph: NamedGraph, node: NamedNode) -> float:
+    """Return the multiplications of an op, or about its elements."""
+    operands = [graph.tensors[name] for name in node.operands if name is not None]
+    # The rows of a table are a factor of an embedding, which reads one row for each index.
+    if any(not tensor.dtype.is_floating_point for tensor in operands):
+        return float(max((prod(graph.tensors[name].shape) for name in node.outputs if name is not None), default=0))
+    return float(prod(node.sizes.values()))
+
+
+def _balanced(work: Sequence[float], candidates: Sequence[int], count: int) -> list[int]:
+    """Return `count - 1` of the candidates, so that the largest sum of work between two of them is least."""
+    ends = [*candidates, len(work) - 1]
+    # least[j]: largest part of the best cuts of all before ends[j], and these cuts.
+    least: list[tuple[float, list[int]]] = [(work[end], []) for end in ends]
+    for parts in range(1, count):
+        before, least = least, []
+        for j, end in enumerate(ends):
+            options = [(max(before[i][0], work[end] - work[ends[i]]), i) for i in range(parts - 1, j)]
+            size, i = min(options, default=(float("inf"), -1))
+            least.append((size, [*before[i][1], ends[i]] if options else []))
+    return least[-1][1]

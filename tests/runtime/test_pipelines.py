@@ -1,0 +1,302 @@
+"""`pipeline pp 1f1b` on real ranks: results, gradients and training of one process, with the parameters of a stage."""
+
+from __future__ import annotations
+
+import tempfile
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.nn import functional
+
+import autopar
+from autopar.errors import AutoparError, LayoutError
+from autopar.lowering.modules import pipeline_loop
+from autopar.lowering.modules.pipeline_loop import PipelineLoop
+from autopar.sharding.layout.language import parse_layout
+from examples.gpt import gpt
+from tests.runtime.launcher import launch
+from tests.runtime.training import gradients, worst
+
+REGATHERED = "batch -> dp; * -> none; param, grad, opt { * -> dp | none }; regather @*"
+
+
+def pair(layout: str, mesh: str, **options: Any) -> tuple[nn.Module, Any, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model, inputs = gpt(batch=8, seq=12, vocab=104)
+    model = model.double()
+    return model, autopar.parallelize(model, mesh, inputs, layout=layout, **options), inputs
+
+
+def loop_of(parallel: Any) -> PipelineLoop:
+    (found,) = (one for one in parallel.emitted.graph_module.modules() if isinstance(one, PipelineLoop))
+    return found
+
+
+class Watch:
+    """Counts messages, and the most graphs of autograd that are alive at once, in one pass."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.alive = 0
+
+    def __enter__(self) -> Watch:
+        self.old = dist.isend, pipeline_loop._Run._forward
+
+        def isend(*args: Any, **others: Any) -> Any:
+            self.sent += 1
+            return self.old[0](*args, **others)
+
+        def forward(run: Any, task: Any) -> None:
+            self.old[1](run, task)
+            self.alive = max(self.alive, len(run.alive))
+
+        dist.isend, pipeline_loop._Run._forward = isend, forward
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        dist.isend, pipeline_loop._Run._forward = self.old
+
+
+def step(layout: str, mesh: str) -> tuple[float, float, float, int, int, int]:
+    """Errors of loss, gradients and their norm over two steps; messages, graphs alive, and elements stored."""
+    model, parallel, inputs = pair(layout, mesh)
+    error = 0.0
+    for scale in (1.0, 3.0):
+        with Watch() as watch:
+            expected, found = model(**inputs) * scale, parallel(**inputs) * scale
+        error = max(error, float((expected - found).abs()))
+        expected.backward()
+        found.backward()
+    off = worst(gradients(parallel), gradients(model))
+    norms = [float(nn.utils.clip_grad_norm_(each.parameters(), 1.0)) for each in (model, parallel)]
+    stored = sum(parameter.to_local().numel() for parameter in parallel.parameters())
+    return error, off, abs(norms[0] - norms[1]), watch.sent, watch.alive, stored
+
+
+# Layout, mesh, messages of each stage, and micro-batches (of a part) in flight at each stage.
+CASES = [
+    ("micro 4; pipeline pp 1f1b; * -> none", "pp=2", (4, 4), (2, 1)),
+    ("micro 4; pipeline pp gpipe; * -> none", "pp=2", (4, 4), (4, 4)),
+    ("micro 4; pipeline pp 1f1b(+1); * -> none", "pp=2", (4, 4), (3, 2)),
+    ("micro 4; pipeline pp interleaved(2); * -> none", "pp=2", (12, 12), (5, 3)),
+    ("micro 8; pipeline pp 1f1b; * -> none", "pp=4", (8, 16, 16, 8), (4, 3, 2, 1)),
+    ("micro 4; pipeline pp gpipe; * -> none", "pp=4", (4, 8, 8, 4), (4, 4, 4, 4)),
+    ("micro 4; pipeline pp 1f1b; fsdp", "pp=2,dp=2", (4, 4), (2, 1)),
+    ("micro 4; pipeline pp interleaved(2); zero1", "dp=2,pp=2", (12, 12), (5, 3)),
+    ("micro 4; pipeline pp 1f1b; megatron", "pp=2,tp=2", (4, 4), (2, 1)),
+    ("micro 4; pipeline pp gpipe; megatron_sp", "pp=2,tp=2", (4, 4), (4, 4)),
+    (f"micro 4; pipeline pp 1f1b; {REGATHERED}", "pp=2,dp=2", (4, 4), (2, 1)),
+    ("micro 4; pipeline pp 1f1b; batch -> dp; * -> none; recompute full @blocks.*", "pp=2,dp=2", (4, 4), (2, 1)),
+]
+FAST = (0, 3, 6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh", "sent", "alive"),
+    [pytest.param(*case, marks=() if place in FAST else pytest.mark.slow) for place, case in enumerate(CASES)],
+)
+def test_gradients_are_those_of_one_process(
+    layout: str, mesh: str, sent: tuple[int, ...], alive: tuple[int, ...]
+) -> None:
+    sizes = {name: int(size) for name, size in (axis.split("=") for axis in mesh.split(","))}
+    ranks = torch.arange(prod(sizes.values())).reshape(*sizes.values()).movedim([*sizes].index("pp"), 0)
+    found = launch(step, layout, mesh, ranks=ranks.numel(), seconds=120)
+    whole = sum(parameter.numel() for parameter in gpt(batch=8, seq=12, vocab=104)[0].parameters())
+    for stage, row in enumerate(ranks.reshape(len(sent), -1).tolist()):
+        for rank in row:
+            error, off, norm, messages, graphs, stored = found[rank]
+            assert error < 1e-12
+            assert off < 1e-12
+            assert norm < 1e-12
+            assert messages == sent[stage]
+            assert graphs == alive[stage]
+            assert stored < whole
+
+
+def trained(layout: str, mesh: str) -> tuple[float, list[float]]:
+    """Largest difference of parameters after 20 steps of AdamW, by how the optimizer runs; and the losses."""
+    worst_of = []
+    for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
+        model, parallel, inputs = pair(layout, mesh)
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, **options) for each in (model, parallel)]
+        for _ in range(20):
+            for each, optimizer in zip((model, parallel), optimizers, strict=True):
+                loss = each(**inputs)
+                loss.backward()
+                nn.utils.clip_grad_norm_(each.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        pairs = zip(model.parameters(), parallel.parameters(), strict=True)
+        worst_of.append(max(float((one - other.full_tensor()).detach().abs().max()) for one, other in pairs))
+    return max(worst_of), worst_of
+
+
+@pytest.mark.slow
+def test_training_is_that_of_one_process() -> None:
+    for error, each in launch(trained, "micro 4; pipeline pp 1f1b; fsdp", "pp=2,dp=2", ranks=4, seconds=300):
+        assert error < 1e-9, each
+
+
+def resharded(folder: str) -> tuple[float, float, float]:
+    """Differences of parameters: saved by a pipeline and loaded without one, and back; and set from a whole state."""
+    model, source, inputs = pair("micro 4; pipeline pp 1f1b; fsdp", "pp=2,dp=2")
+    checkpoint.save(get_model_state_dict(source), checkpoint_id=f"{folder}/first")
+    found = []
+    target = autopar.parallelize(
+        gpt(batch=8, seq=12, vocab=104)[0].double(), "dp=2,tp=2", inputs, layout="fsdp_tp(fsdp=dp)"
+    )
+    back = autopar.parallelize(
+        gpt(batch=8, seq=12, vocab=104)[0].double(), "pp=4", inputs, layout="micro 4; pipeline pp gpipe; * -> none"
+    )
+    for number, (made, name) in enumerate(((target, "first"), (back, "second"))):
+        state = get_model_state_dict(made)
+        checkpoint.load(state, checkpoint_id=f"{folder}/{name}")
+        set_model_state_dict(made, state)
+        if not number:
+            checkpoint.save(get_model_state_dict(made), checkpoint_id=f"{folder}/second")
+        pairs = zip(model.parameters(), made.parameters(), strict=True)
+        found.append(max(float((one - other.full_tensor()).detach().abs().max()) for one, other in pairs))
+    whole = {name: value.detach() + 1 for name, value in model.state_dict().items()}
+    set_model_state_dict(source, whole, options=StateDictOptions(full_state_dict=True))
+    pairs = zip(model.parameters(), source.parameters(), strict=True)
+    found.append(max(float((one + 1 - other.full_tensor()).detach().abs().max()) for one, other in pairs))
+    return found[0], found[1], found[2]
+
+
+def test_checkpoints_pass_between_layouts() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for errors in launch(resharded, folder, ranks=4, seconds=120):
+            assert errors == (0.0, 0.0, 0.0)
+
+
+# -- calls other than a step ------------------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    """`how` makes the results of two layers."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.last = nn.Linear(6, 7), nn.Linear(7, 5)
+        self.norm = nn.BatchNorm1d(7) if how == "batch norm" else nn.Identity()
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        hidden = functional.dropout(self.norm(self.first(x)).tanh(), 0.5, self.how == "dropout" and self.training)
+        if self.how == "skips":
+            hidden = hidden + self.last(hidden).sum() * self.first.weight.sum(1)
+        logits = self.last(hidden)
+        if self.how == "logits":
+            return logits
+        loss = functional.cross_entropy(logits, y, ignore_index=-100)
+        if self.how == "weights":
+            loss = loss + self.last.weight.square().sum()
+        return (loss, logits) if self.how == "both" else loss
+
+
+CUT = "micro 4; pipeline pp 1f1b; cut pp before @last; * -> none"
+
+
+def small(how: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    y = torch.tensor([0, 1, 2, -100, -100, 4, 0, 1])
+    return Small(how).double(), (torch.randn(8, 6, dtype=torch.float64), y)
+
+
+def features() -> dict[str, float]:
+    """Error of gradients by feature, or of results."""
+    found: dict[str, float] = {}
+    model, inputs = small("logits")
+    parallel = autopar.parallelize(model, "pp=2", inputs, layout=CUT, outputs="full")
+    for each in (model, parallel):
+        each(*inputs).square().sum().backward()
+    found["logits"] = worst(gradients(parallel), gradients(model))
+    with torch.no_grad():
+        found["no grad"] = float((parallel(*inputs) - model(*inputs)).abs().max())
+    model.eval()
+    parallel.eval()
+    found["eval"] = float((parallel(*inputs) - model(*inputs)).detach().abs().max())
+
+    model, inputs = small("both")
+    parallel = autopar.parallelize(model, "pp=2", inputs, layout=CUT, outputs="full")
+    (loss, logits), (mine, theirs) = model(*inputs), parallel(*inputs)
+    found["result beside a loss"] = float((logits - theirs).detach().abs().max())
+    (3 * loss + logits.square().mean()).backward()
+    (3 * mine + theirs.square().mean()).backward()
+    found["loss and logits"] = worst(gradients(parallel), gradients(model))
+
+    model, inputs = small("loss")
+    parallel = autopar.parallelize(model, "pp=2", inputs, layout=CUT, outputs="full")
+    x = inputs[0].clone().requires_grad_()
+    own = inputs[0].clone().requires_grad_()
+    model(x, inputs[1]).backward()
+    parallel(own, inputs[1]).backward()
+    assert x.grad is not None
+    assert own.grad is not None
+    found["gradient of an input"] = float((x.grad - own.grad).abs().max())
+    loss = parallel(*inputs)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for _ in range(2):
+        model(*inputs).backward()
+    found["backward twice"] = worst(gradients(parallel), gradients(model))
+    model.zero_grad()
+    parallel.zero_grad()
+    with parallel.no_sync():
+        parallel(*inputs).backward()
+    parallel(*inputs).backward()
+    for _ in range(2):
+        model(*inputs).backward()
+    found["no_sync"] = worst(gradients(parallel), gradients(model))
+    return found
+
+
+@pytest.mark.slow
+def test_features() -> None:
+    for found in launch(features, ranks=2, seconds=200):
+        for name, error in found.items():
+            assert error < 1e-12, name
+
+
+def refused(how: str, layout: str) -> str:
+    model, inputs = small(how)
+    try:
+        autopar.parallelize(model, "pp=2", inputs, layout=layout)
+    except AutoparError as error:
+        return str(error)
+    return "made"
+
+
+@pytest.mark.parametrize(
+    ("how", "layout", "text"),
+    [
+        ("weights", CUT, "the parameter last.weight is read outside of the micro-batches"),
+        ("batch norm", CUT, "micro 4 cannot split the batch"),
+        ("loss", "pipeline pp 1f1b; * -> none", "a pipeline of 2 stages runs micro-batches, and the layout has none"),
+        ("loss", "micro 4; pipeline pp 1f1b; cut pp before @lost; * -> none", "did you mean 'last'?"),
+        ("loss", "micro 4; pipeline pp 1f1b; batch -> pp; * -> none", "the axis 'pp' has the stages of the pipeline"),
+    ],
+)
+def test_refusals(how: str, layout: str, text: str) -> None:
+    for found in launch(refused, how, layout, ranks=2, seconds=60):
+        assert text in found
+        assert "fix: " in found
+
+
+def test_statements_are_written_as_read() -> None:
+    for text in (
+        "pipeline pp 1f1b\n",
+        "pipeline pp 1f1b(+2)\n",
+        "pipeline pp gpipe\n",
+        "pipeline pp interleaved(3)\ncut pp before @a, @b.1\n",
+    ):
+        assert str(parse_layout(text)) == text
+    for text in ("pipeline pp dualpipe", "pipeline pp", "cut pp after @x", "pipeline pp interleaved(1)"):
+        with pytest.raises(LayoutError, match="fix: "):
+            parse_layout(text)
