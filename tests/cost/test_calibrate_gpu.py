@@ -87,6 +87,7 @@ def measured(device: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Measurements
     return measuring.measure(MeasuringBudget(0, 256, 0.01), lambda text: None), results
 
 
+@pytest.mark.slow
 def test_all_is_measured_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = measured("meta", monkeypatch)
     assert not found.own_host

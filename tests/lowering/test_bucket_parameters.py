@@ -120,7 +120,7 @@ CASES = [
     ("ddp", "dp=2"),
     ("fsdp", "fsdp=2"),
     pytest.param("megatron", "dp=2,tp=2", marks=pytest.mark.slow),
-    ("fsdp_tp", "fsdp=2,tp=2"),
+    pytest.param("fsdp_tp", "fsdp=2,tp=2", marks=pytest.mark.slow),
 ]
 
 

@@ -115,7 +115,9 @@ def by_collectives(mesh: str) -> dict[str, dict[str, Any]]:
     return run_all(mesh)
 
 
-@pytest.mark.parametrize("way", [run_all, pytest.param(by_gloo, marks=pytest.mark.slow), by_collectives])
+@pytest.mark.parametrize(
+    "way", [run_all, *(pytest.param(way, marks=pytest.mark.slow) for way in (by_gloo, by_collectives))]
+)
 @pytest.mark.parametrize(("mesh", "ranks"), [("dp=2", 2), pytest.param("dp=2,tp=2", 4, marks=pytest.mark.slow)])
 def test_sums_at_the_ends_of_a_call(way: Any, mesh: str, ranks: int) -> None:
     for found in launch(way, mesh, ranks=ranks, seconds=200):

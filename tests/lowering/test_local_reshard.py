@@ -115,6 +115,7 @@ def on_four() -> list[dict[str, Any]]:
     return launch(in_turn, *calls, ranks=4)
 
 
+@pytest.mark.slow
 def test_forward_and_backward_in_real_processes(on_two: list[dict[str, Any]], on_four: list[dict[str, Any]]) -> None:
     assert [found["convert_there_and_back"] for found in (*on_two, *on_four)] == [KINDS] * 6
 

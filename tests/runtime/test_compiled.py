@@ -197,6 +197,7 @@ def static_inputs(layout: str) -> tuple[dict[int, tuple[int, int]], list[float]]
     return largest, gaps
 
 
+@pytest.mark.slow
 def test_parameters_stay_where_they_are_for_cuda_graphs() -> None:
     """All but the batch, trained and not; there is a graph for each, and none for a parameter that has moved."""
     for layout in ("ddp(dp=a)", "fsdp(fsdp=a)"):

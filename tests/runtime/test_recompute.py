@@ -213,6 +213,7 @@ def test_compiled() -> None:
         assert max(found.values()) < 1e-11, found
 
 
+@pytest.mark.slow
 def test_shared_parameters() -> None:
     for found in launch(shared_parameters, ranks=2):
         assert len(found) == 12

@@ -238,6 +238,7 @@ def mixture_steps(meshes: list[str]) -> list[Step]:
     return [step(*mixture(), "gshard_moe", mesh, lambda loss: loss) for mesh in meshes]
 
 
+@pytest.mark.slow
 def test_mixture_of_experts() -> None:
     meshes = ["dp=2,ep=2", "dp=1,ep=4"]
     everyone = launch(mixture_steps, meshes, ranks=RANKS)

@@ -158,6 +158,7 @@ def count_collectives(strategy: str, mesh: str) -> tuple[Counts, int]:
     return dict(Counter((c.direction, c.kind) for c in parallel.collectives())), split
 
 
+@pytest.mark.slow
 def test_grouped_queries_under_megatron_send_what_megatron_sends() -> None:
     counts, _ = launch(count_collectives, "megatron", "tp=2", ranks=2)[0]
     assert counts == {

@@ -135,6 +135,7 @@ def test_the_line_that_sets_a_limit_on_memory_is_shown() -> None:
     assert shown(refused.value) == [], "it is not the layout that sets the limit"
 
 
+@pytest.mark.slow
 def test_of_many_meshes_the_one_that_comes_closest_is_told() -> None:
     model, inputs = gpt(batch=4, seq=8, d_model=16, heads=2, vocab=16, layers=1)
     alone = {}

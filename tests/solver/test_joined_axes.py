@@ -48,6 +48,7 @@ def test_axes_on_different_links_are_not_joined(graph: NamedGraph) -> None:
     assert found == [({"pod": 2, "dp*tp": 4}, {"pod": "network", "dp*tp": "nvlink"})]
 
 
+@pytest.mark.slow
 def test_three_axes_are_no_worse_than_two_of_them_joined(graph: NamedGraph) -> None:
     found = solve_plan(graph, AXES, CLUSTER, strategies=False, time_limit=3600)
     for axes in ({"pod": 2, "t": 4}, {"d": 4, "tp": 2}):

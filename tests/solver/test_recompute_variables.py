@@ -96,6 +96,7 @@ def test_elimination_with_modes_is_a_bound_that_candidates_come_close_to(model: 
         assert found <= min(float(weights @ model.sums(drawn(model, draw))) for _ in range(50))
 
 
+@pytest.mark.slow
 def test_less_memory_is_no_faster_and_computes_layers_again(graph: NamedGraph) -> None:
     free = solve_plan(graph, {"dp": 2}, CLUSTER, time_limit=3600)
     seconds, most = [free.costs.step_seconds], free.costs.memory.peak_bytes

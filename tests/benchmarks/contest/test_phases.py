@@ -225,6 +225,7 @@ def test_plain_python_gives_the_same_answer_as_compiled_loops() -> None:
     assert outputs[0][1] == outputs[1][1]
 
 
+@pytest.mark.slow
 def test_a_graph_in_which_every_pair_is_an_edge_needs_message_passing() -> None:
     random = np.random.default_rng(1)
     count = 14
