@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import tempfile
+import time
 from math import prod
 from typing import Any
 
@@ -20,7 +23,7 @@ from autopar.lowering.modules import pipeline_loop
 from autopar.lowering.modules.pipeline_loop import PipelineLoop
 from autopar.sharding.layout.language import parse_layout
 from examples.gpt import gpt
-from tests.runtime.launcher import launch
+from tests.runtime.launcher import endings, launch
 from tests.runtime.training import gradients, worst
 
 REGATHERED = "batch -> dp; * -> none; param, grad, opt { * -> dp | none }; regather @*"
@@ -287,6 +290,31 @@ def test_refusals(how: str, layout: str, text: str) -> None:
     for found in launch(refused, how, layout, ranks=2, seconds=60):
         assert text in found
         assert "fix: " in found
+
+
+def lost(how: str) -> None:
+    """One step, in which rank 1 ends or stops before the forward of micro-batch 2."""
+    _, parallel, inputs = pair("micro 4; pipeline pp 1f1b; * -> none", "pp=2")
+    if dist.get_rank() == 1:
+        forward = pipeline_loop._Run._forward
+
+        def last(run: Any, task: Any) -> None:
+            if task.micro_batch == 2:
+                if how == "ends":
+                    os._exit(3)
+                time.sleep(60)
+            forward(run, task)
+
+        pipeline_loop._Run._forward = last  # type: ignore[method-assign]
+    parallel(**inputs).backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ends", "stops"])
+def test_a_lost_stage_is_named(how: str) -> None:
+    first, _ = endings(lost, how, ranks=2, limit_seconds=4, seconds=90, lost=1)
+    assert first.code == 1
+    assert re.search(r"stage 0 waits for the gradient of micro-batch [12] from stage 1, into part 0", first.log)
 
 
 def test_statements_are_written_as_read() -> None:
