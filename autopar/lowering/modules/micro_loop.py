@@ -183,6 +183,8 @@ class GradientSums:
         self.leaves = leaves
         self.wanted = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
         self.totals: dict[int, Tensor] = {}
+        # Places whose sums have memory of their own.
+        self.own: set[int] = set()
         self.is_used = False
 
     def add(
@@ -200,8 +202,14 @@ class GradientSums:
                 continue
             wide = gradient.float() if gradient.dtype in _HALF else gradient
             total = self.totals.get(place)
+            if place in self.own:
+                assert total is not None, "it was added up"
+                total += wide
+                continue
             # The first one may share memory with another gradient, so it is not written to.
             self.totals[place] = wide if total is None else total + wide
+            if total is not None:
+                self.own.add(place)
         return list(found[len(leaves) :])
 
     def total(self, place: int) -> Tensor:
@@ -222,7 +230,7 @@ class GradientSums:
         for place, total in self.totals.items():
             scaled = total if factor is None else total * factor.to(total.dtype)
             found[place] = scaled.to(self.leaves[place].dtype)
-        self.totals = {}
+        self.totals, self.own = {}, set()
         return found
 
 
