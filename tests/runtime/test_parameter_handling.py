@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -75,6 +77,35 @@ def mixed(layout: str, reduce_dtype: torch.dtype | None) -> tuple[float, float, 
     return float((loss - expected).abs() / expected), worst(gradients(parallel), gradients(model)), seen.dtypes, kinds
 
 
+CANARY = 4096
+MARK = 0xA5
+
+
+@contextmanager
+def canaries() -> Iterator[list[bool]]:
+    """Put marked bytes behind memory that is filled again; yield, for each that is freed, whether they are intact."""
+    intact: list[bool] = []
+    sizes: dict[int, int] = {}
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        used = sizes.pop(storage._cdata, None)
+        if used is not None:
+            intact.append(storage.tolist()[used:] == [MARK] * CANARY)
+        if not size:
+            return resize(storage, 0)
+        found = resize(storage, size + CANARY)
+        torch.empty(0, dtype=torch.uint8).set_(storage)[size:].fill_(MARK)
+        sizes[storage._cdata] = size
+        return found
+
+    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+    try:
+        yield intact
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
 def again() -> tuple[float, float, int, dict[str, int], bool]:
     """Gradients of gathering again, also a second time through one graph; and that the memory is given up between."""
     model, parallel = pair(REGATHERED)
@@ -109,16 +140,20 @@ def frozen() -> float:
     return worst(gradients(parallel), gradients(model))
 
 
-def of_one_element_each() -> float:
-    """Parameters of which each rank holds one element: gathered, they lie strewn over the bucket's buffer."""
+def of_one_element_each() -> tuple[float, list[bool]]:
+    """Parameters of which each rank holds one element or row: gathered, they lie strided over the bucket's buffer.
+
+    Filling such a tensor in memory of its own size writes beyond it.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 2), nn.Tanh(), nn.Linear(2, 2)).double()
     x = torch.randn(4, 6, dtype=torch.float64)
     parallel = autopar.parallelize(model, "dp=2", (x,), layout=REGATHERED, dims={"input": "batch d_in"})
-    for each in (model, parallel):
-        for _ in range(3):
-            each(x).square().sum().backward()
-    return worst(gradients(parallel), gradients(model))
+    with canaries() as intact:
+        for each in (model, parallel):
+            for _ in range(3):
+                each(x).square().sum().backward()
+    return worst(gradients(parallel), gradients(model)), intact
 
 
 def test_no_sync_sends_gradients_once() -> None:
@@ -157,7 +192,10 @@ def test_master_weights_are_kept_and_gradients_summed_in_their_dtype(layout: str
 def test_gathered_again() -> None:
     for found in launch(in_turn, (again, ()), (frozen, ()), (of_one_element_each, ()), ranks=2):
         first, second, buckets, backward, empty = found["again"]
-        assert max(first, second, found["frozen"], found["of_one_element_each"]) < 1e-12
+        error, intact = found["of_one_element_each"]
+        assert len(intact) >= 3
+        assert all(intact), "a write beyond regathered memory"
+        assert max(first, second, found["frozen"], error) < 1e-12
         assert empty
         assert backward["all_gather_into_tensor"] == buckets > 1
 
