@@ -182,9 +182,9 @@ class GradientSums:
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         self.leaves = leaves
         self.wanted = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
-        self.totals: dict[int, Tensor] = {}
-        # Places whose sums have memory of their own.
-        self.own: set[int] = set()
+        self.is_half = any(leaves[place].dtype in _HALF for place in self.wanted)
+        # Without half precision autograd adds to `.grad` of the leaves, in place, until somebody asks.
+        self._totals: dict[int, Tensor] = {}
         self.is_used = False
 
     def add(
@@ -196,21 +196,29 @@ class GradientSums:
     ) -> list[Tensor | None]:
         """Add the gradients of one micro-batch, given those of its parts; return the gradients of other leaves."""
         leaves = [self.leaves[place] for place in self.wanted]
+        if not self.is_half:
+            torch.autograd.backward(parts, gradients, retain_graph=retain, inputs=[*leaves, *others])
+            taken = [leaf.grad for leaf in others]
+            for leaf in others:
+                leaf.grad = None
+            return taken
         found = torch.autograd.grad(parts, [*leaves, *others], gradients, retain_graph=retain, allow_unused=True)
         for place, gradient in zip(self.wanted, found, strict=False):
-            if gradient is None:
-                continue
-            wide = gradient.float() if gradient.dtype in _HALF else gradient
-            total = self.totals.get(place)
-            if place in self.own:
-                assert total is not None, "it was added up"
-                total += wide
-                continue
-            # The first one may share memory with another gradient, so it is not written to.
-            self.totals[place] = wide if total is None else total + wide
-            if total is not None:
-                self.own.add(place)
+            if gradient is not None:
+                wide = gradient.float() if gradient.dtype in _HALF else gradient
+                total = self._totals.get(place)
+                # The first one may share memory with another gradient, so it is not written to.
+                self._totals[place] = wide if total is None else total + wide
         return list(found[len(leaves) :])
+
+    @property
+    def totals(self) -> dict[int, Tensor]:
+        """Return the sums by the places of their leaves; leaves without a gradient have none."""
+        for place in self.wanted:
+            leaf = self.leaves[place]
+            if leaf.grad is not None:
+                self._totals[place], leaf.grad = leaf.grad, None
+        return self._totals
 
     def total(self, place: int) -> Tensor:
         """Return the sum for one leaf, which may be zero."""
@@ -230,7 +238,7 @@ class GradientSums:
         for place, total in self.totals.items():
             scaled = total if factor is None else total * factor.to(total.dtype)
             found[place] = scaled.to(self.leaves[place].dtype)
-        self.totals, self.own = {}, set()
+        self._totals = {}
         return found
 
 
