@@ -98,7 +98,7 @@ def test_plan_beside_experts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "megatron(dp=dp, tp=tp)" in {one["strategy"] for one in data["experts"]}
 
 
-@pytest.mark.parametrize("target", [GPT, f"{ROOT}/examples/moe.py:moe"])
+@pytest.mark.parametrize("target", [GPT, pytest.param(f"{ROOT}/examples/moe.py:moe", marks=pytest.mark.slow)])
 def test_out_of_time_the_plan_is_the_least_of_all_that_is_shown(
     capsys: pytest.CaptureFixture[str], target: str
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_model_that_does_not_run_in_float64(capsys: pytest.CaptureFixture[str]
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """By itself, not by what the others say of the connection that broke."""
     path = tmp_path / "greedy.py"

@@ -209,8 +209,8 @@ def test_recomputation_is_measured_as_predicted(small_gpt: NamedGraph, layout: s
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mode", ["selective", "full"])
-@pytest.mark.parametrize("regathers", [False, True])
+@pytest.mark.parametrize("mode", [pytest.param("selective", marks=pytest.mark.slow), "full"])
+@pytest.mark.parametrize("regathers", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_large_parameters_of_layers_computed_again_are_measured_as_predicted(mode: str, regathers: bool) -> None:
     """Each fills a bucket by itself; what is not gathered again stays, as it is gathered outside the layer."""
     graph = autopar.trace(*gpt(layers=2, d_model=1280, heads=4, vocab=64, seq=16, batch=4))

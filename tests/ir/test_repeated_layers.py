@@ -46,7 +46,7 @@ def ids() -> torch.Tensor:
     return torch.tensor([[1, 4, 2, 7], [5, 1, 0, 3]])
 
 
-@pytest.mark.parametrize("layers", [2, 3, 5])
+@pytest.mark.parametrize("layers", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 5))])
 def test_llama(layers: int) -> None:
     config = LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=layers, num_attention_heads=4)
     config.vocab_size = 10

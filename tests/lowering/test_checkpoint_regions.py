@@ -77,10 +77,10 @@ def step(layout: str, mesh: str) -> tuple[float, dict[str, dict[str, int]], list
 @pytest.mark.parametrize(
     ("layout", "mesh"),
     [
-        ("ddp", "dp=2"),
+        pytest.param("ddp", "dp=2", marks=pytest.mark.slow),
         (REGATHERED, "dp=2"),
         (REGATHERED_WHOLE, "dp=2"),
-        ("fsdp(fsdp=dp)", "dp=2"),
+        pytest.param("fsdp(fsdp=dp)", "dp=2", marks=pytest.mark.slow),
         (MEGATRON, "dp=1,tp=2"),
     ],
 )

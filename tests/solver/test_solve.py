@@ -255,7 +255,7 @@ def test_strategies_are_not_tried_when_it_is_late(graph: NamedGraph, monkeypatch
     assert len(tried) > 20
 
 
-@pytest.mark.parametrize("axes", [AXES, {"pod": 2, "dp": 2, "tp": 2}])
+@pytest.mark.parametrize("axes", [AXES, pytest.param({"pod": 2, "dp": 2, "tp": 2}, marks=pytest.mark.slow)])
 def test_without_time_to_search_the_best_expert_stands(graph: NamedGraph, axes: dict[str, int]) -> None:
     solved = solve_plan(graph, axes, CLUSTER, time_limit=1e-3)
     assert solved.origin != "search"

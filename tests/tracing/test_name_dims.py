@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -77,7 +79,15 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("architecture", STANDARD_NAMES)
+LONG = ("albert", "mixtral", "swin")
+
+
+def quick_first(names: Iterable[str]) -> list[Any]:
+    """The architectures, of which those that take seconds are left to the long run."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in names]
+
+
+@pytest.mark.parametrize("architecture", quick_first(STANDARD_NAMES))
 def test_standard_names_are_found_by_structure(architecture: str) -> None:
     graph = autopar.trace(*hf(architecture))
     assert STANDARD_NAMES[architecture] <= set(graph.dims)
@@ -96,7 +106,7 @@ EQUAL = {
 }
 
 
-@pytest.mark.parametrize("architecture", EQUAL)
+@pytest.mark.parametrize("architecture", quick_first(EQUAL))
 def test_equal_extents_do_not_confuse_names(architecture: str) -> None:
     graphs = [autopar.trace(*hf(architecture, **sizes)) for sizes in ({}, EQUAL[architecture])]
     first, second = ({tensor.name: tensor.dims for tensor in graph.parameters} for graph in graphs)
