@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import gc
 import os
 import tempfile
 from itertools import count
@@ -29,6 +30,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_CACHE_HOME"] = config.stash[CACHE].name
     # Every stage verifies what it hands to the next, also in the processes that tests start.
     os.environ["AUTOPAR_VERIFY"] = "1"
+
+
+def pytest_collection_finish() -> None:
+    # Thousands of collected tests stay to the end; each full collection of garbage would walk through them.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
