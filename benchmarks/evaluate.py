@@ -16,7 +16,7 @@ from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.mesh import Mesh
 from autopar.sharding.layout.language import choose_layout
-from autopar.sharding.propagation import propagate_plan
+from autopar.sharding.time_slice import propagate_plan
 from examples.llama3_8b import llama3_8b
 
 

@@ -33,8 +33,8 @@ from autopar.lowering.passes.bucket_parameters import BucketedParameters
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.options import Recompute
-from autopar.sharding.propagation import propagate_plan
 from autopar.sharding.sharding import atoms_of
+from autopar.sharding.time_slice import propagate_plan
 from examples.gpt import gpt
 from examples.resnet import resnet
 

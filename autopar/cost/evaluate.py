@@ -14,18 +14,18 @@ where the host needs longer for the launches than the device for the kernels, th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import NamedTuple
 
 import torch
 
 from autopar.cost.compute.rates import peak_of
 from autopar.cost.hardware.cluster import Cluster
-from autopar.cost.lowered_step import LoweredStep
+from autopar.cost.lowered_step import LoweredStep, lower_step
 from autopar.cost.memory.peak import MemoryCosts, memory
-from autopar.cost.profile import Profile, Task, profile
+from autopar.cost.profile import Profile, Task, profile, profile_parts
+from autopar.cost.stages import PartTimes, PricedStage, pipelined
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
@@ -82,6 +82,10 @@ class Costs:
     mfu: float
     # Time that devices wait for their host to launch kernels.
     waiting_seconds: float = 0.0
+    # Time that the busiest stage of a pipeline waits for others.
+    bubble_seconds: float = 0.0
+    # Of a pipeline; the other times are those of the busiest stage, the memory that of the fullest.
+    stages: tuple[PricedStage, ...] = ()
 
     @property
     def communication_seconds(self) -> float:
@@ -147,49 +151,101 @@ def evaluate(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Costs:
             f"the plan is for another graph than this one ({plan.graph}, not {graph.fingerprint})\n"
             "fix: trace the model with the inputs that the plan was made for, or plan again"
         )
-    lowered = LoweredStep(graph, plan)
-    found = profile(lowered, cluster)
-    count = plan.options.micro_batches
-    compute = ComputeCosts(
-        count * _compute_seconds(found.forward, "forward"),
-        count * _compute_seconds(found.backward, "backward"),
-        count * sum(task.seconds for task in found.backward if task.direction == "recompute" and not task.overlapped),
-        sum(task.seconds for task in found.optimizer),
-    )
-    values = count * sum(
-        task.seconds
-        for task in (*found.forward, *found.backward)
-        if task.sends and not task.overlapped and task.direction != "recompute"
-    )
-    exposed = exposed_seconds(found, plan, cluster)
-    waiting = count * waiting_seconds(found)
-    step = compute.seconds + values + exposed + waiting
-    flops = count * found.model_flops
+    lowered = lower_step(graph, plan)
+    if plan.assignment.pipelining is None:
+        every: tuple[Profile, ...] = (profile(lowered, cluster),)
+        found, stages = every, tuple[PricedStage, ...]()
+        sums = _sums(found, lowered, cluster)
+        step, costs = sums.seconds, memory(lowered)
+    else:
+        every = profile_parts(lowered, cluster)
+        step, stages = pipelined(lowered, cluster, [_part_times(one, lowered, cluster) for one in every])
+        busiest = max(stages, key=lambda stage: stage.busy_seconds + stage.parameters_seconds)
+        found = tuple(every[part] for part in busiest.parts)
+        sums = _sums(found, lowered, cluster)
+        costs = max((stage.memory for stage in stages), key=lambda one: one.peak_bytes)
+    count = lowered.plan.options.micro_batches
+    flops = count * every[0].model_flops
     # The peak is that of the dtype of most parameters.
     dtypes = Counter(tensor.dtype for tensor in graph.parameters)
     peak = peak_of(cluster.device, max(dtypes, key=dtypes.__getitem__, default=torch.float32))
     return Costs(
         step,
-        compute,
+        sums.compute,
         _communication(found, count),
-        exposed,
-        memory(lowered),
+        sums.exposed_seconds,
+        costs,
         flops,
-        count * sum(task.flops for task in found),
-        flops / (step * prod(plan.axes.values()) * peak) if step else 0.0,
-        waiting,
+        count * sum(task.flops for one in found for task in one),
+        flops / (step * plan.mesh.size * peak) if step else 0.0,
+        sums.waiting_seconds,
+        step - sums.seconds if stages else 0.0,
+        stages,
     )
 
 
-def exposed_seconds(found: Profile, plan: StepPlan, cluster: Cluster) -> float:
+@dataclass(frozen=True)
+class _StepSums:
+    """Times of one device in a step."""
+
+    compute: ComputeCosts
+    values_seconds: float
+    exposed_seconds: float
+    waiting_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute.seconds + self.values_seconds + self.exposed_seconds + self.waiting_seconds
+
+
+def _sums(every: Sequence[Profile], lowered: LoweredStep, cluster: Cluster) -> _StepSums:
+    """Return the times of a device that runs some parts of the model, or all of it."""
+    count = lowered.plan.options.micro_batches
+    forward = [task for one in every for task in one.forward]
+    backward = [task for one in every for task in one.backward]
+    again = (task for task in backward if task.direction == "recompute" and not task.overlapped)
+    values = (task for task in (*forward, *backward) if task.sends and not task.overlapped)
+    return _StepSums(
+        ComputeCosts(
+            count * _compute_seconds(forward, "forward"),
+            count * _compute_seconds(backward, "backward"),
+            count * sum(task.seconds for task in again),
+            sum(task.seconds for one in every for task in one.optimizer),
+        ),
+        count * sum(task.seconds for task in values if task.direction != "recompute"),
+        sum(exposed_seconds(one, lowered, cluster) for one in every),
+        count * sum(map(waiting_seconds, every)),
+    )
+
+
+def _part_times(found: Profile, lowered: LoweredStep, cluster: Cluster) -> PartTimes:
+    """Return the times of one part of a pipeline."""
+    overlap, each, once = OverlapCost.of(cluster), [], []
+    for tasks in (found.forward, found.backward):
+        alone = sum(task.seconds for task in tasks if not task.overlapped)
+        room = sum(task.seconds for task in tasks if task.kind == "compute")
+        beside = sum(task.seconds for task in tasks if task.overlapped and not task.once)
+        each.append(alone + overlap.seconds(beside, room))
+        once.append(sum(task.seconds for task in tasks if task.overlapped and task.once))
+    # The host launches the kernels of both directions one by one.
+    share = 1.0 + waiting_seconds(found) / (sum(each) or 1.0)
+    return PartTimes(share * each[0], share * each[1], once[0], once[1], sum(task.seconds for task in found.optimizer))
+
+
+def exposed_seconds(found: Profile, lowered: LoweredStep, cluster: Cluster) -> float:
     """Return the exposed communication of parameters in a step."""
     total, overlap = 0.0, OverlapCost.of(cluster)
+    micro_batches = lowered.plan.options.micro_batches
     for tasks in (found.forward, found.backward):
         room = sum(task.seconds for task in tasks if task.kind == "compute")
         each = sum(task.seconds for task in tasks if task.overlapped and not task.once)
         once = sum(task.seconds for task in tasks if task.overlapped and task.once)
+        if lowered.call is not None:
+            # A call with micro-batches gathers before the first one and reduces after the last one.
+            total += micro_batches * overlap.seconds(each, room) + once
+            continue
         # Communication of the whole step overlaps with the compute of one micro-batch only.
-        total += (plan.options.micro_batches - 1) * overlap.seconds(each, room)
+        total += (micro_batches - 1) * overlap.seconds(each, room)
         total += overlap.seconds(each + once, room)
     return total
 
@@ -207,9 +263,9 @@ def _compute_seconds(tasks: Iterable[Task], direction: str) -> float:
     return sum(task.seconds for task in own if not task.sends)
 
 
-def _communication(found: Profile, micro_batches: int) -> tuple[CommunicationCosts, ...]:
+def _communication(every: Sequence[Profile], micro_batches: int) -> tuple[CommunicationCosts, ...]:
     totals: dict[tuple[str, tuple[str, ...], str, str], tuple[int, float, float]] = {}
-    for task in found:
+    for task in (task for found in every for task in found):
         if task.sends:
             times = 1 if task.once else micro_batches
             key = task.kind, task.axes, str(task.direction), "parameters" if task.overlapped else "values"

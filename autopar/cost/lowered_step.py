@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from autopar.cost.compute.op_time import local_bytes
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.buckets import Bucket, buckets_of
 from autopar.sharding.options import Recompute
 from autopar.sharding.recompute import RecomputeRegion, layered, recompute_regions, recomputed_ops
-from autopar.sharding.reshard_insertion import ReshardPlan, insert_reshards
+from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan, insert_reshards
 from autopar.sharding.sharding import Sharding
+from autopar.sharding.time_slice import gathered_once, slice_in_time
 
 # A value in one of its shardings.
 Version = tuple[str, Sharding]
@@ -24,6 +26,10 @@ class LoweredStep:
 
     graph: NamedGraph
     plan: StepPlan
+    # The graph of all micro-batches of a call, where `graph` is that of one of them.
+    call: NamedGraph | None = None
+    # The stage whose memory is asked for; None for a rank that runs all ops.
+    stage: int | None = None
 
     @cached_property
     def reshard_plan(self) -> ReshardPlan:
@@ -33,7 +39,80 @@ class LoweredStep:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        return buckets_of(self.graph, self.plan, self.reshard_plan)
+        found = buckets_of(self.graph, self.plan, self.reshard_plan)
+        pipelining = self.plan.assignment.pipelining
+        if pipelining is None:
+            return found
+        # A stage has buckets of its own.
+        apart: list[Bucket] = []
+        for bucket in found:
+            groups: dict[frozenset[int], list[InsertedReshard]] = {}
+            for one in bucket.members:
+                groups.setdefault(self.parts_of[one.op], []).append(one)
+            apart += (replace(bucket, members=tuple(group), op=group[0].op) for group in groups.values())
+        return tuple(apart)
+
+    @cached_property
+    def parts_of(self) -> Mapping[str, frozenset[int]]:
+        """Return the parts of a pipeline that run each op: its own, or those that read what it makes."""
+        pipelining = self.plan.assignment.pipelining
+        parts = {} if pipelining is None else pipelining.parts
+        last = max(parts.values(), default=0)
+        readers: dict[str, set[int]] = {}
+        found: dict[str, frozenset[int]] = {}
+        for node in reversed(self.graph.nodes):
+            read = set().union(*(readers.get(name, ()) for name in node.outputs if name is not None))
+            own = frozenset((parts[node.name],) if node.name in parts else read or (last,))
+            found[node.name] = own
+            for name in node.operands:
+                if name is not None:
+                    readers.setdefault(name, set()).update(own)
+        return found
+
+    @cached_property
+    def crossing(self) -> tuple[tuple[str, int, frozenset[int]], ...]:
+        """Return the values that later parts of a pipeline read: name, the part that makes it, parts that read it."""
+        pipelining = self.plan.assignment.pipelining
+        parts = {} if pipelining is None else pipelining.parts
+        makers = {name: parts[node.name] for node in self.graph.nodes if node.name in parts for name in node.outputs}
+        readers: dict[str, set[int]] = {}
+        for node in self.graph.nodes:
+            for name in node.operands:
+                if name is not None and name in makers and parts.get(node.name, -1) > makers[name]:
+                    readers.setdefault(name, set()).add(parts[node.name])
+        return tuple((name, makers[name], frozenset(found)) for name, found in readers.items())
+
+    def at(self, stage: int) -> LoweredStep:
+        """Return the step as a stage of a pipeline sees it."""
+        found = replace(self, stage=stage)
+        for name in ("reshard_plan", "buckets", "parts_of", "layers", "recomputed"):
+            found.__dict__[name] = getattr(self, name)
+        return found
+
+    def local_bytes(self, name: str) -> float:
+        """Return the bytes of a value of one micro-batch on a rank, as its readers find it."""
+        return float(local_bytes(self.graph, name, self.plan.assignment.values[name], self.plan.axes))
+
+    @cached_property
+    def ops_here(self) -> frozenset[str]:
+        """Return the ops that the stage runs."""
+        return frozenset(op for op, parts in self.parts_of.items() if any(self._is_here(part) for part in parts))
+
+    @cached_property
+    def tensors_here(self) -> frozenset[str]:
+        """Return the tensors that the stage stores, makes or reads; each stage has all inputs."""
+        pipelining = self.plan.assignment.pipelining
+        held = {} if pipelining is None else pipelining.held
+        nodes = [node for node in self.graph.nodes if node.name in self.ops_here]
+        read = {name for node in nodes for name in (*node.operands, *node.outputs) if name is not None}
+        given = (name for name, tensor in self.graph.tensors.items() if tensor.kind not in ("param", "activation"))
+        stored = (name for name, stage in held.items() if stage is None or stage == self.stage)
+        elsewhere = {name for name, stage in held.items() if stage not in (None, self.stage)}
+        return frozenset((*read, *given, *stored)) - elsewhere
+
+    def _is_here(self, part: int) -> bool:
+        pipelining = self.plan.assignment.pipelining
+        return pipelining is None or self.stage is None or part % pipelining.stages == self.stage
 
     @cached_property
     def layers(self) -> Mapping[str, tuple[int, Recompute]]:
@@ -48,6 +127,15 @@ class LoweredStep:
     @cached_property
     def _regions(self) -> tuple[RecomputeRegion, ...]:
         return recompute_regions(self.graph, self.plan.recompute)
+
+
+def lower_step(graph: NamedGraph, plan: StepPlan) -> LoweredStep:
+    """Return the lowering of a plan; of one with micro-batches, the lowering of one of them."""
+    if plan.micro is None:
+        return LoweredStep(graph, plan)
+    sliced = slice_in_time(graph, plan.micro)
+    options = replace(plan.options, micro_batches=plan.micro.count)
+    return LoweredStep(sliced, StepPlan(sliced.fingerprint, gathered_once(plan.assignment), options), graph)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,16 @@ class StageCosts:
 
 
 @dataclass(frozen=True)
+class PartCosts:
+    """Time of one part of the model for one micro-batch."""
+
+    forward_seconds: float
+    backward_seconds: float
+    # Sending activations to the next part, or their gradient to the one before.
+    send_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class PipelineCosts:
     """Time and memory of one step up to the last backward, by stage."""
 
@@ -50,23 +60,37 @@ def pipeline(
 ) -> PipelineCosts:
     """Return the costs of a step of `micro_batches` through the stages, each of `chunks` equal parts."""
     plan = orders(len(stages), micro_batches, schedule, chunks)
-    finished, busy = _simulate(stages, plan, chunks)
-    changes = ([1 if task.kind is TaskKind.FORWARD else -1 for task in order] for order in plan)
-    in_flight = tuple(max(accumulate(change)) / chunks for change in changes)
+    parts = [
+        PartCosts(stage.forward_seconds / chunks, stage.backward_seconds / chunks, stage.send_seconds)
+        for _ in range(chunks)
+        for stage in stages
+    ]
+    finished, busy = run_orders(parts, plan, [0.0] * len(stages), sends_wait=True)
+    in_flight = most_in_flight(plan, chunks)
     memory = tuple(
         stage.resident_bytes + count * stage.activation_bytes for stage, count in zip(stages, in_flight, strict=True)
     )
     return PipelineCosts(max(finished), busy, finished, in_flight, memory)
 
 
-def _simulate(
-    stages: Sequence[StageCosts], plan: Sequence[Sequence[StageTask]], chunks: int
+def most_in_flight(plan: Sequence[Sequence[StageTask]], chunks: int) -> tuple[float, ...]:
+    """Return the most micro-batches with activations at once, by stage; a chunk counts as its share of the stage."""
+    changes = ([1 if task.kind is TaskKind.FORWARD else -1 for task in order] for order in plan)
+    return tuple(max(accumulate(change)) / chunks for change in changes)
+
+
+def run_orders(
+    parts: Sequence[PartCosts], plan: Sequence[Sequence[StageTask]], begins: Sequence[float], sends_wait: bool
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return when each stage ends and how long it is busy; each stage runs until an input is missing."""
+    """Return when each stage ends and how long it is busy; each stage runs until an input is missing.
+
+    A stage begins at its second of `begins`. With `sends_wait` it does not compute while it sends.
+    """
+    stages, chunks = len(plan), len(parts) // len(plan)
     arrived: dict[tuple[int, StageTask], float] = {}
-    clock, busy = [0.0] * len(stages), [0.0] * len(stages)
-    place = [0] * len(stages)
-    waiting = list(range(len(stages)))
+    clock, busy = list(begins), [0.0] * stages
+    place = [0] * stages
+    waiting = list(range(stages))
     while waiting:
         stage = waiting.pop()
         order = plan[stage]
@@ -77,19 +101,20 @@ def _simulate(
             ready = 0.0 if from_input else arrived.pop((stage, task), None)
             if ready is None:
                 break
-            costs = stages[stage]
-            whole = costs.forward_seconds if task.kind is TaskKind.FORWARD else costs.backward_seconds
-            follower = _follower(stage, task, len(stages), chunks)
+            part = parts[task.chunk * stages + stage]
+            follower = _follower(stage, task, stages, chunks)
             sends = follower is not None and follower[0] != stage
-            seconds = whole / chunks + (costs.send_seconds if sends else 0.0)
+            send = part.send_seconds if sends else 0.0
+            seconds = part.forward_seconds if task.kind is TaskKind.FORWARD else part.backward_seconds
+            seconds += send if sends_wait else 0.0
             clock[stage] = max(clock[stage], ready) + seconds
             busy[stage] += seconds
             place[stage] += 1
             if follower is not None:
-                arrived[follower] = clock[stage]
+                arrived[follower] = clock[stage] + (0.0 if sends_wait else send)
                 if sends:
                     waiting.append(follower[0])
-    stuck = [stage for stage in range(len(stages)) if place[stage] < len(plan[stage])]
+    stuck = [stage for stage in range(stages) if place[stage] < len(plan[stage])]
     assert not stuck, f"deadlock: stages {stuck} wait for inputs that no task sends"
     return tuple(clock), tuple(busy)
 

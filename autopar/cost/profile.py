@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +22,7 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.network import Network
 from autopar.ir.graph import NamedGraph
-from autopar.ir.values import NamedNode
+from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import OpAssignment
 from autopar.sharding.buckets import Bucket
@@ -125,7 +126,11 @@ class TaskBuilder:
         self.device = self.cluster.device
         # A compiled module launches its kernels from generated code, without the overhead of Python.
         self.launch = self.device.launch_seconds if self.compiled else self.device.host_seconds
-        self.reshard_costs = ReshardCosts(Network(self.cluster, self.axes, self.links), self.launch)
+        self.on_mesh(self.axes)
+
+    def on_mesh(self, mesh: SubMesh) -> None:
+        """Set the mesh whose links carry the collectives: one stage of a pipeline has a part of its axes."""
+        self.reshard_costs = ReshardCosts(Network(self.cluster, mesh, self.links), self.launch)
 
     # -- ops
 
@@ -226,6 +231,13 @@ def profile(step: LoweredStep, cluster: Cluster) -> Profile:
     return _Profiler(step, cluster).run()
 
 
+def profile_parts(step: LoweredStep, cluster: Cluster) -> tuple[Profile, ...]:
+    """Return the tasks of each part of a pipeline, on its busiest rank."""
+    pipelining = step.plan.assignment.pipelining
+    assert pipelining is not None, "a pipeline has parts"
+    return _Profiler(step, cluster).parts(step.parts_of, pipelining.held)
+
+
 @dataclass
 class _Profiler:
     step: LoweredStep
@@ -237,6 +249,8 @@ class _Profiler:
         self.tasks = TaskBuilder(
             self.graph, self.cluster, plan.axes, plan.options.links, plan.options.compiled, plan.options.gradient_dtype
         )
+        if plan.assignment.pipelining is not None:
+            self.tasks.on_mesh(plan.assignment.pipelining.mesh)
         self.buckets: dict[str, list[Bucket]] = {}
         for bucket in self.step.buckets:
             self.buckets.setdefault(bucket.op, []).append(bucket)
@@ -247,15 +261,37 @@ class _Profiler:
         self.last_use = {name: node.name for node in self.graph.nodes for name in node.operands if name is not None}
 
     def run(self) -> Profile:
-        nodes, inputs, outputs = self.graph.nodes, self.reshard_plan.inputs.values(), self.reshard_plan.outputs
-        works = {node.name: self.tasks.work(node, self.plan.assignment.ops[node.name]) for node in nodes}
-        if self.plan.options.compiled:
-            works = fused(self.graph, works, self.cluster.device)
-        forward: list[Task] = [task for one in inputs for task in self.tasks.reshard(one, "forward")]
+        inputs, outputs = self.reshard_plan.inputs.values(), self.reshard_plan.outputs
+        forward, backward = self._ops(self.graph.nodes)
+        before = [task for one in inputs for task in self.tasks.reshard(one, "forward")]
+        after = [task for one in outputs for task in self.tasks.reshard(one, "forward")]
+        first = [task for one in outputs for task in self.tasks.reshard(one, "backward")]
+        parameters = self.graph.parameters
+        return Profile(
+            (*before, *forward, *after), (*first, *backward), self._optimizer(parameters), self._model_flops()
+        )
+
+    def parts(self, parts_of: Mapping[str, frozenset[int]], held: Mapping[str, int | None]) -> tuple[Profile, ...]:
+        """Return the profile of each part of a pipeline, given the parts that run each op."""
+        found = []
+        count = 1 + max(max(parts, default=0) for parts in parts_of.values())
+        for part in range(count):
+            forward, backward = self._ops([node for node in self.graph.nodes if part in parts_of[node.name]])
+            parameters = [one for one in self.graph.parameters if held.get(one.name) in (None, part)]
+            flops = self._model_flops() if part == 0 else 0.0
+            found.append(Profile(tuple(forward), tuple(backward), self._optimizer(parameters), flops))
+        return tuple(found)
+
+    @cached_property
+    def _works(self) -> Mapping[str, OpWork]:
+        works = {node.name: self.tasks.work(node, self.plan.assignment.ops[node.name]) for node in self.graph.nodes}
+        return fused(self.graph, works, self.cluster.device) if self.plan.options.compiled else works
+
+    def _ops(self, nodes: Sequence[NamedNode]) -> tuple[list[Task], list[Task]]:
+        """Return the tasks of some ops, forward and backward."""
+        works, forward, backward = self._works, list[Task](), list[Task]()
         for node in nodes:
             forward += self._forward(node, works[node.name], "forward", parameters=True)
-        forward += [task for one in outputs for task in self.tasks.reshard(one, "forward")]
-        backward = [task for one in outputs for task in self.tasks.reshard(one, "backward")]
         layers: dict[int, list[NamedNode]] = {}
         for node in nodes:
             if node.name in self.step.recomputed:
@@ -269,7 +305,7 @@ class _Profiler:
                     backward += self._forward(one, works[one.name], "recompute", parameters=False)
             inside = layer
             backward += self._backward(node, works[node.name])
-        return Profile(tuple(forward), tuple(backward), self._optimizer(), self._model_flops())
+        return forward, backward
 
     # -- ops
 
@@ -325,7 +361,7 @@ class _Profiler:
 
     # -- the whole model
 
-    def _optimizer(self) -> tuple[Task, ...]:
+    def _optimizer(self, parameters: Sequence[NamedTensor]) -> tuple[Task, ...]:
         if not self.graph.exported.grad_enabled:
             return ()
         plan, stored = self.plan, self.plan.assignment.stored
@@ -333,7 +369,7 @@ class _Profiler:
             self.tasks.optimizer_bytes(
                 tensor.name, stored[tensor.name], plan.options.optimizer, plan.options.master_dtype
             )
-            for tensor in self.graph.parameters
+            for tensor in parameters
             if tensor.requires_grad
         )
         return (self.tasks.memory_op("optimizer", "optimizer", total),)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost.hardware.cluster import Cluster
-from autopar.cost.lowered_step import LoweredStep
+from autopar.cost.lowered_step import lower_step
 from autopar.cost.profile import Profile, Task, profile
 from autopar.files import write_text
 from autopar.ir.graph import NamedGraph
@@ -79,7 +79,8 @@ def timeline(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Timeline:
     >>> [event.task.kind for event in step.events if event.task.sends]
     ['all_reduce']
     """
-    return timeline_of(profile(LoweredStep(graph, plan), cluster), plan.options.micro_batches)
+    step = lower_step(graph, plan)
+    return timeline_of(profile(step, cluster), step.plan.options.micro_batches)
 
 
 def timeline_of(found: Profile, micro_batches: int) -> Timeline:

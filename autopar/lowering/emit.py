@@ -98,7 +98,8 @@ class _Emitter:
         self.assignment = assignment
         self.axes = assignment.axes
         self.micro_batches = self.axes.get(MICRO, 1)
-        self.groups = GroupsOfMicroBatch(groups) if MICRO in self.axes else groups
+        in_time = MICRO in self.axes and not isinstance(groups, GroupsOfMicroBatch)
+        self.groups = GroupsOfMicroBatch(groups) if in_time else groups
         self.reshard_plan = insert_reshards(graph, assignment, outputs, local_inputs)
         if verifying():
             verify_reshards(graph, assignment, self.reshard_plan, outputs)

@@ -23,6 +23,7 @@ from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.layout.source import read_text
 from autopar.sharding.options import TrainingOptions
+from autopar.sharding.time_slice import step_plan
 
 __all__ = ["find", "folder", "keep", "key", "last", "planner_version"]
 
@@ -98,7 +99,8 @@ def last(graph: NamedGraph, mesh: Mesh) -> StepPlan | None:
     for path in reversed(paths[-1:]):
         try:
             axes = mesh.whole
-            return retarget(graph, parse_layout(read_text(path), str(path)), axes)
+            layout = parse_layout(read_text(path), str(path))
+            return step_plan(graph, layout, retarget(graph, layout, axes))
         except AutoparError:
             continue
     return None

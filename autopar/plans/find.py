@@ -14,9 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cost.compute.optimizers import optimizer_of
 from autopar.cost.hardware.cluster import Cluster, load_cluster, shipped_for
+from autopar.cost.lowered_step import lower_step
 from autopar.cost.memory.peak import memory_limit, size_text
 from autopar.errors import AutoparError, LayoutError, MeshError
 from autopar.ir.graph import NamedGraph
+from autopar.lowering.collectives.process_groups import GroupsOfMicroBatch
+from autopar.lowering.emit import emit
 from autopar.mesh import Mesh, MeshAxis, SubMesh
 from autopar.plans import cache
 from autopar.plans.plan import Plan
@@ -30,11 +33,10 @@ from autopar.sharding.layout.language import (
     parse_memory,
     strategy_names,
 )
-from autopar.sharding.layout.source import excerpts
-from autopar.sharding.layout.syntax import Limit, MeshStatement
+from autopar.sharding.layout.source import excerpts, layout_error
+from autopar.sharding.layout.syntax import Limit, MeshStatement, MicroBatches, OpenMicroBatches
 from autopar.sharding.options import Outputs, TrainingOptions
-from autopar.sharding.propagation import propagate_plan
-from autopar.sharding.reshard_insertion import inserted_reshards
+from autopar.sharding.time_slice import propagate_plan, time_assignment
 from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.progress import Progress
 from autopar.solver.solve import WHOLE, axis_assignments, solve_plan, splits_nothing
@@ -191,14 +193,72 @@ def plan_graph(
         seconds = max(each.time_limit, (ends - time.monotonic()) / (len(meshes) - number))
         beat = math.inf if best is None else best.step_seconds
         try:
-            found = _on_mesh(graph, mesh, layout, each, progress, seconds, beat)
+            found = _in_micro_batches(graph, mesh, layout, each, progress, seconds, beat)
         except (NoFeasiblePlan, LayoutError) as error:  # a layout may be possible on some meshes only
             refused.append((mesh, error))
             continue
         if best is None or found.step_seconds < best.step_seconds:
             best = found
     if best is None:
-        raise _closest(refused)
+        closest = _closest(refused)
+        smaller = _with_open_micro(graph, meshes, layout) if isinstance(closest, NoFeasiblePlan) else None
+        if smaller is None:
+            raise closest
+        try:
+            return plan_graph(graph, meshes, smaller, request, progress)
+        except (NoFeasiblePlan, LayoutError):
+            raise closest from None  # it says more than the error with micro-batches
+    return best
+
+
+def _with_open_micro(graph: NamedGraph, meshes: Sequence[Mesh], layout: str | Path | Layout | None) -> Layout | None:
+    """Return the layout with an open number of micro-batches; None if it says one, or no dim is the batch."""
+    said = Layout(()) if layout is None else choose_layout(layout, meshes[0].whole)
+    if said.micro_batches is not None or said.open_micro_batches is not None or said.pipeline is not None:
+        return None
+    counts = tuple(count for count in _counts(graph, "batch") if count > 1)
+    return said.with_micro_batches(OpenMicroBatches(counts)) if counts else None
+
+
+def _counts(graph: NamedGraph, dim: str) -> list[int]:
+    """Return numbers of micro-batches that divide the batch, each at least twice the one before."""
+    batch = graph.dims[dim].size if dim in graph.dims else 1
+    found = [1]
+    for count in range(2, batch + 1):
+        if batch % count == 0 and count >= 2 * found[-1]:
+            found.append(count)
+    return found
+
+
+def _in_micro_batches(
+    graph: NamedGraph,
+    mesh: Mesh,
+    layout: str | Path | Layout | None,
+    request: PlanRequest,
+    progress: Callable[[Progress], None] | None,
+    seconds: float,
+    beat_seconds: float,
+) -> Plan:
+    """Return the best plan on a mesh; where the number of micro-batches is open, with the best of them."""
+    said = None if layout is None else choose_layout(layout, mesh.whole)
+    asked = None if said is None else said.open_micro_batches
+    if said is None or asked is None:
+        return _on_mesh(graph, mesh, layout, request, progress, seconds, beat_seconds)
+    counts = asked.candidates or _counts(graph, asked.dim)
+    ends, best, refused = time.monotonic() + seconds, None, None
+    for number, count in enumerate(counts):
+        micro = MicroBatches(count, asked.dim, asked.span) if count > 1 else None
+        left = max(seconds / len(counts), (ends - time.monotonic()) / (len(counts) - number))
+        beat = beat_seconds if best is None else min(beat_seconds, best.step_seconds)
+        try:
+            best = _on_mesh(graph, mesh, said.with_micro_batches(micro), request, progress, left, beat)
+        except (NoFeasiblePlan, LayoutError) as error:
+            if best is not None:
+                break  # with more micro-batches it takes longer
+            refused = refused or error
+    if best is None:
+        assert refused is not None, "there is a number of micro-batches"
+        raise refused
     return best
 
 
@@ -224,12 +284,13 @@ def _on_mesh(
     axes = mesh.whole
     cluster = request.cluster_value()
     given = None if layout is None else choose_layout(layout, axes)
-    _check_unpriced(given)
     limit = request.limit_bytes(cluster, given)
     # The limit is in `limit` already. A mesh statement is checked where the layout is read.
     said = None if given is None else Layout(tuple(one for one in given if not _is_limit(one)), given.name)
     demanded = None if said is None else Layout(tuple(one for one in said if not isinstance(one, MeshStatement)))
     options = request.options_on(mesh)
+    if said is not None:
+        _check_micro_batches(graph, said, options)
     key = cache.key(graph, mesh, cluster, demanded, limit, options, request.time_limit)
     known = cache.find(key, graph, cluster) if request.cache else None
     within = demanded is not None and bool(demanded.statements)
@@ -256,13 +317,28 @@ def _on_mesh(
         raise _with_all_memory(error, cluster.device.memory_bytes) if is_usual else error from None
     decided = canonical(graph, solved.plan)
     if said is not None:
-        sent = inserted_reshards(graph, decided.assignment, decided.options.outputs, decided.options.local_inputs)
-        check_contracts(said, graph, decided.assignment, sent)
+        check_contracts(said, graph, decided.assignment, lower_step(graph, decided).reshard_plan.inserted())
     bound = solved.bound_seconds if solved.gap <= LARGEST_GAP else 0.0
     plan = Plan(graph, decided, mesh, cluster, limit, bound, solved.origin, within_layout=within)
     if request.cache:
         cache.keep(key, plan)
     return plan
+
+
+def _check_micro_batches(graph: NamedGraph, layout: Layout, options: TrainingOptions) -> None:
+    """Raise if the batch cannot be split into the micro-batches of a layout."""
+    micro = layout.micro_batches
+    if micro is None or micro.count == 1:
+        return
+    if options.micro_batches > 1:
+        raise layout_error(
+            "E0",
+            f"'micro {micro.count}' and micro_batches={options.micro_batches} both split the batch of a step",
+            "keep one of them",
+            micro.span,
+        )
+    # The generated graph tells whether an op needs all micro-batches at once; no rank runs it.
+    emit(graph, time_assignment(graph, micro), GroupsOfMicroBatch(None), "sharded", local_inputs=False)
 
 
 def _with_its_line(error: NoFeasiblePlan, given: Layout, limit: int, cluster: Cluster) -> NoFeasiblePlan:
@@ -300,15 +376,6 @@ def canonical(graph: NamedGraph, decided: StepPlan) -> StepPlan:
     return replace(decided, assignment=replace(assignment, values=values, recompute=recompute))
 
 
-def _check_unpriced(layout: Layout | None) -> None:
-    if layout is not None and layout.micro_batches is not None:
-        count = layout.micro_batches.count
-        raise AutoparError(
-            f"micro {count}: plans have no price for micro-batches yet\n"
-            f"fix: leave it out to plan a step; autopar.parallelize and autopar verify run 'micro {count}; ...'"
-        )
-
-
 def plan_under_layout(
     graph: NamedGraph, mesh: Mesh, layout: str | Path | Layout, request: PlanRequest, origin: str = ""
 ) -> Plan:
@@ -316,7 +383,6 @@ def plan_under_layout(
     axes = mesh.whole
     cluster = request.cluster_value()
     said = choose_layout(layout, axes)
-    _check_unpriced(said)
     limit = request.limit_bytes(cluster, said)
     kept = Layout(tuple(one for one in said if not _is_limit(one)), said.name)
     decided = propagate_plan(graph, kept, axes).with_options(request.options_on(mesh))

@@ -23,7 +23,8 @@ from autopar.plans.views.summary import difference, summary
 from autopar.plans.views.to_json import plan_data
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.source import read_text
-from autopar.sharding.propagation import propagate_plan
+from autopar.sharding.propagation import propagate
+from autopar.sharding.time_slice import step_plan
 from autopar.tracing.trace import trace
 
 __all__ = ["Plan"]
@@ -114,7 +115,8 @@ class Plan(PlanRecord):
         same = header.graph == graph.fingerprint
         # The mesh statement of the file names the links: its head leaves them out.
         options = replace(header.options, links=layout.mesh.links)
-        made = propagate_plan(graph, layout, axes) if same else retarget(graph, layout, axes)
+        assignment = propagate(graph, layout, axes) if same else retarget(graph, layout, axes)
+        made = step_plan(graph, layout, assignment)
         # Costs are never read from the file: a cluster file may have changed since.
         place = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or _shipped(header.cluster, name))
         limit = header.limit_bytes or int(place.device.memory_bytes)

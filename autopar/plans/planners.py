@@ -18,14 +18,14 @@ from autopar.mesh import Mesh, SubMesh
 from autopar.plans.find import PlanRequest, plan_graph
 from autopar.plans.header import check_model, check_whole, read_header
 from autopar.plans.to_layout import retarget
-from autopar.sharding.assignment import Assignment, StepPlan
+from autopar.sharding.assignment import Assignment
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.layout.resolve import resolve
-from autopar.sharding.layout.source import layout_error
-from autopar.sharding.layout.syntax import Block, DimRule, Hole, Limit, Pin
+from autopar.sharding.layout.syntax import Block, DimRule, Hole, Pin
 from autopar.sharding.propagation import propagate
 from autopar.sharding.reshard_insertion import InsertedReshard
+from autopar.sharding.time_slice import step_plan
 from autopar.tracing.trace import trace
 
 __all__ = ["LayoutPlanner", "PlanFilePlanner", "SearchPlanner", "has_holes"]
@@ -33,6 +33,8 @@ __all__ = ["LayoutPlanner", "PlanFilePlanner", "SearchPlanner", "has_holes"]
 
 def has_holes(layout: Layout) -> bool:
     """Return True if a layout leaves a place open with `?`; published strategies are complete."""
+    if layout.open_micro_batches is not None:
+        return True
     rules: list[DimRule] = []
     for statement in layout if layout.strategy is None else ():
         if isinstance(statement, DimRule):
@@ -63,11 +65,7 @@ class LayoutPlanner:
 
     def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
         check_contracts(self.layout, graph, assignment, inserted)
-        limit = next((one for one in self.layout if isinstance(one, Limit) and one.quantity == "memory"), None)
-        if self.layout.micro_batches is not None and limit is not None:
-            message = "memory has no price with micro-batches yet, so the limit cannot be checked"
-            raise layout_error("E6", message, "leave the limit out", limit.span)
-        plan = StepPlan(graph.fingerprint, assignment, self.request.options)
+        plan = step_plan(graph, self.layout, assignment).with_options(self.request.options)
         check_memory(self.layout, graph, plan, self._device_bytes())
 
     def _device_bytes(self) -> float | None:
@@ -123,14 +121,14 @@ class PlanFilePlanner:
         check_whole(header, len(layout.statements), self.name)
         if header.graph == graph.fingerprint:
             return propagate(graph, layout, self.axes)
-        return retarget(graph, layout, self.axes).assignment
+        return retarget(graph, layout, self.axes)
 
     def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
         """Check the guards of the plan itself."""
         check_contracts(parse_layout(self.text, self.name), graph, assignment, inserted)
 
     def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
-        layout = retarget(graph, parse_layout(self.text, self.name), self.axes).assignment
+        layout = retarget(graph, parse_layout(self.text, self.name), self.axes)
         found = {}
         for name in graph.inputs:
             shape = list(graph.tensors[name].shape)

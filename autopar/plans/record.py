@@ -8,6 +8,7 @@ from pathlib import Path
 
 from autopar.cost.evaluate import Costs, evaluate
 from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.lowered_step import lower_step
 from autopar.cost.network import Network
 from autopar.files import write_text
 from autopar.ir.graph import NamedGraph
@@ -17,8 +18,9 @@ from autopar.plans.header import Header, parameters_of
 from autopar.plans.to_layout import WrittenLayout, write_layout
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.syntax import print_statement
-from autopar.sharding.reshard_insertion import StepCollective, inserted_reshards
+from autopar.sharding.layout.syntax import Statement, print_statement
+from autopar.sharding.pipelining import statements_of
+from autopar.sharding.reshard_insertion import StepCollective
 from autopar.sharding.sharding import Sharding
 from autopar.solver.progress import relative_gap
 
@@ -86,13 +88,11 @@ class PlanRecord:
 
     @cached_property
     def collectives(self) -> tuple[PricedCollective, ...]:
-        """Return the collectives of one forward and backward, in the order of the graph."""
+        """Return the collectives of one forward and backward, of one micro-batch, in the order of the graph."""
         decided = self.decided
-        network = Network(self.cluster, decided.axes, decided.options.links)
+        network = Network(self.cluster, decided.mesh, decided.options.links)
         found = []
-        for one in inserted_reshards(
-            self.graph, decided.assignment, decided.options.outputs, decided.options.local_inputs
-        ):
+        for one in lower_step(self.graph, decided).reshard_plan.inserted():
             for direction, step in one.collectives():
                 size = step.numel * one.itemsize
                 seconds = network.seconds(step.kind.value, step.axes, float(size))
@@ -116,7 +116,11 @@ class PlanRecord:
 
     @cached_property
     def written(self) -> WrittenLayout:
-        return write_layout(self.graph, self.decided.assignment, self.mesh)
+        micro, pipelining = self.decided.micro, self.decided.assignment.pipelining
+        in_time: tuple[Statement, ...] = () if micro is None else (micro,)
+        if pipelining is not None:
+            in_time = (*in_time, *statements_of(pipelining))
+        return write_layout(self.graph, self.decided.assignment, self.mesh, in_time)
 
     @property
     def layout(self) -> Layout:

@@ -18,7 +18,7 @@ from autopar.ir.values import NamedNode
 from autopar.mesh import Mesh, SubMesh
 from autopar.plans.fit_rules import TensorAxes, axes_by_tensor, bare_rules, is_uneven, rules_for, word_of
 from autopar.plans.format import cover
-from autopar.sharding.assignment import Assignment, StepPlan
+from autopar.sharding.assignment import Assignment
 from autopar.sharding.choices import BROADCAST, Choice, can_split
 from autopar.sharding.layout.check import LayoutWords
 from autopar.sharding.layout.language import Layout
@@ -38,7 +38,7 @@ from autopar.sharding.layout.syntax import (
     TensorPattern,
 )
 from autopar.sharding.op_pins import words_of
-from autopar.sharding.propagation import PropagationCache, propagate_partly, propagate_plan
+from autopar.sharding.propagation import PropagationCache, propagate, propagate_partly
 
 # Rounds before all ops and values are pinned; pins may change where other broadcasts begin.
 ROUNDS = 8
@@ -63,16 +63,18 @@ class WrittenLayout:
         return Layout((*self.mesh, *self.rules, *self.tensors, *self.ops, *self.holds), "<plan>")
 
 
-def write_layout(graph: NamedGraph, assignment: Assignment, mesh: Mesh | None = None) -> WrittenLayout:
-    """Return the layout from which `propagate` makes this assignment."""
-    return _LayoutWriter(graph, assignment, mesh or Mesh(**assignment.axes)).run()
+def write_layout(
+    graph: NamedGraph, assignment: Assignment, mesh: Mesh | None = None, in_time: tuple[Statement, ...] = ()
+) -> WrittenLayout:
+    """Return the layout from which `propagate` makes this assignment; `in_time` are its statements about time."""
+    head = MeshStatement(mesh or Mesh(**assignment.axes))
+    return replace(_LayoutWriter(graph, assignment).run(), mesh=(head, *in_time))
 
 
 @dataclass
 class _LayoutWriter:
     graph: NamedGraph
     assignment: Assignment
-    mesh: Mesh
     # Names of ops with a pin.
     pinned: set[str] = field(default_factory=set)
     # Names of values whose pin sets partial sums or broadcasts.
@@ -86,13 +88,12 @@ class _LayoutWriter:
         self.stated |= {name for name, entry in self.tensor_axes.items() if entry.partial}
 
     def run(self) -> WrittenLayout:
-        mesh = (MeshStatement(self.mesh),)
         rules = bare_rules(self.tensor_axes.values(), self.axes)
         holds = tuple(self._holds())
         right = self._right_roles(Layout(rules))
         for count in range(ROUNDS + 1):
             tensors = tuple(self._tensors(right))
-            found = WrittenLayout(mesh, rules, tensors, tuple(self._ops()), holds)
+            found = WrittenLayout((), rules, tensors, tuple(self._ops()), holds)
             if not self._pin_what_differs(found.layout):
                 return found
             if count == ROUNDS - 1:
@@ -247,8 +248,8 @@ def choice_words(node: NamedNode, choice: Choice, axes: SubMesh) -> _Choice:
 # -- retargeting -------------------------------------------------------------------------------------------------------
 
 
-def retarget(graph: NamedGraph, layout: Layout, axes: SubMesh) -> StepPlan:
-    """Return the plan of a layout on another graph of the same model.
+def retarget(graph: NamedGraph, layout: Layout, axes: SubMesh) -> Assignment:
+    """Return the assignment of a layout on another graph of the same model.
 
     Statements about absent ops and values are dropped, and sizes that no longer divide are split unevenly. If the pins
     are infeasible at the new sizes, only the rules remain.
@@ -264,7 +265,7 @@ def retarget(graph: NamedGraph, layout: Layout, axes: SubMesh) -> StepPlan:
     # From the most faithful to the most tolerant; the error of the last attempt is the one to show.
     for tried in (known, without_ops, rules):
         try:
-            return propagate_plan(graph, Layout(tuple(tried), layout.name), axes)
+            return propagate(graph, Layout(tuple(tried), layout.name), axes)
         except LayoutError as found:
             error = found
     assert error is not None

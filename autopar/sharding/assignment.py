@@ -9,6 +9,7 @@ from functools import cached_property
 from autopar.mesh import SubMesh
 from autopar.sharding.choices import Choice
 from autopar.sharding.layout.parameter_storage import GatherPolicy
+from autopar.sharding.layout.syntax import MicroBatches
 from autopar.sharding.options import Recompute, TrainingOptions
 from autopar.sharding.schedules import Schedule
 from autopar.sharding.sharding import Sharding
@@ -29,7 +30,8 @@ class Pipelining:
     """Pipeline over the ranks of one axis: its schedule, and what each stage runs and stores."""
 
     axis: str
-    stages: int
+    # All axes, those of the stages too.
+    mesh: SubMesh
     schedule: Schedule
     # Parts of each stage; part p runs on stage p modulo `stages`.
     chunks: int
@@ -39,6 +41,10 @@ class Pipelining:
     parts: Mapping[str, int]
     # By parameter; None if all stages store it.
     held: Mapping[str, int | None]
+
+    @property
+    def stages(self) -> int:
+        return self.mesh[self.axis]
 
 
 @dataclass(frozen=True)
@@ -59,15 +65,24 @@ class Assignment:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Assignment of the graph of one micro-batch, with the options of the step that runs it."""
+    """Assignment of a graph, with the options of the step that runs it."""
 
     graph: str  # a fingerprint: a plan is never run on another graph
+    # Along the axes of the mesh alone, but for those of stages.
     assignment: Assignment
     options: TrainingOptions = field(default_factory=TrainingOptions)
+    # Micro-batches within a call; those of the options are calls.
+    micro: MicroBatches | None = None
 
     @property
     def axes(self) -> SubMesh:
         return self.assignment.axes
+
+    @property
+    def mesh(self) -> SubMesh:
+        """All axes, those of stages too."""
+        pipelining = self.assignment.pipelining
+        return self.axes if pipelining is None else pipelining.mesh
 
     @property
     def recompute(self) -> Mapping[str, Recompute]:

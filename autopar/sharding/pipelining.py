@@ -29,7 +29,7 @@ from autopar.sharding.layout.source import layout_error, unknown_name
 from autopar.sharding.layout.syntax import CutStatement, PipelineStatement, named_axes
 from autopar.sharding.micro_batches import MICRO
 
-__all__ = ["check_pipeline", "with_stages", "without_stages"]
+__all__ = ["check_pipeline", "statements_of", "with_stages", "without_stages"]
 
 
 def without_stages(layout: Layout, axes: SubMesh) -> SubMesh:
@@ -66,24 +66,53 @@ def check_pipeline(layout: Layout, axes: SubMesh) -> None:
         raise layout_error("E4", message, "name what begins each part but the first", cut.span)
 
 
-def with_stages(graph: NamedGraph, layout: Layout, axes: SubMesh, found: Assignment) -> Assignment:
-    """Return the assignment with the parts of the pipeline of a layout, if it has one."""
+def with_stages(
+    graph: NamedGraph, layout: Layout, axes: SubMesh, found: Assignment, work: Mapping[str, float] | None = None
+) -> Assignment:
+    """Return the assignment with the parts of the pipeline of a layout, if it has one.
+
+    Without `cut` the parts have about equal work: that of the ops in `work`, by default their multiplications.
+    """
     pipeline = layout.pipeline
     if pipeline is None or axes[pipeline.axis] == 1:
         return found
     stages = axes[pipeline.axis]
-    cutting = _Cutting(graph, found, pipeline, stages * pipeline.chunks)
+    cutting = _Cutting(graph, found, pipeline, stages * pipeline.chunks, work)
     parts = cutting.parts(layout.cut)
     held = cutting.held(parts, stages)
-    made = Pipelining(pipeline.axis, stages, pipeline.schedule, pipeline.chunks, pipeline.more, parts, held)
+    made = Pipelining(pipeline.axis, axes, pipeline.schedule, pipeline.chunks, pipeline.more, parts, held)
     return replace(found, pipelining=made)
+
+
+def statements_of(pipelining: Pipelining) -> tuple[PipelineStatement, CutStatement]:
+    """Return the statements that give these stages: the cuts name modules where they can, else ops."""
+    first: dict[int, str] = {}
+    begins: dict[str, str] = {}
+    for op, part in pipelining.parts.items():
+        first.setdefault(part, op)
+        for path in _paths(op):
+            begins.setdefault(path, op)
+    before = []
+    for part in sorted(first)[1:]:
+        paths = [path for path in _paths(first[part]) if begins[path] == first[part]]
+        before.append(paths[-1] if paths else first[part])
+    schedule = PipelineStatement(pipelining.axis, pipelining.schedule, pipelining.chunks, pipelining.more)
+    return schedule, CutStatement(pipelining.axis, tuple(before))
 
 
 class _Cutting:
     """Ops of the micro-batches that follow from parameters, in the order of the graph."""
 
-    def __init__(self, graph: NamedGraph, assignment: Assignment, pipeline: PipelineStatement, count: int) -> None:
+    def __init__(
+        self,
+        graph: NamedGraph,
+        assignment: Assignment,
+        pipeline: PipelineStatement,
+        count: int,
+        work: Mapping[str, float] | None,
+    ) -> None:
         self.graph = graph
+        self.work = work
         self.pipeline = pipeline
         self.count = count
         self.readers: dict[str, list[NamedNode]] = {}
@@ -122,7 +151,8 @@ class _Cutting:
         if len(self.body) < self.count:
             message = f"the model has {len(self.body)} ops with parameters, which is too few for {self.count} parts"
             raise layout_error("E4", message, "take fewer stages", self.pipeline.span)
-        work = list(accumulate((_work(self.graph, node) for node in self.body), initial=0.0))
+        each = (_work(self.graph, node) if self.work is None else self.work[node.name] for node in self.body)
+        work = list(accumulate(each, initial=0.0))
         crossing = self._crossing()
         layers = [bisect_left(self._order(), self._first(path)) for path in self._layers()]
         candidates = [place for place in layers if 0 < place < len(self.body)]

@@ -23,7 +23,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.invariants import verifying
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
-from autopar.sharding.assignment import Assignment, OpAssignment, StepPlan
+from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.bound_layout import BoundLayout, close_request, matches
 from autopar.sharding.choices import Passing, Site, can_split, choices, passings_of, shardings_of, sites_of
 from autopar.sharding.layout.fill_open import fill_from, fill_holes, options_of
@@ -421,8 +421,3 @@ def sent_numel(found: Reshard, differentiable: bool) -> int:
     """Return the number of elements that the busiest rank sends, forward and backward."""
     steps = (*found.forward, *found.backward) if differentiable else found.forward
     return sum(step.sent_numel for step in steps)
-
-
-def propagate_plan(graph: NamedGraph, layout: Layout, axes: SubMesh, cache: PropagationCache | None = None) -> StepPlan:
-    """Return the plan of a layout without holes; `dataclasses.replace` sets its options."""
-    return StepPlan(graph.fingerprint, propagate(graph, layout, axes, cache))

@@ -161,6 +161,9 @@ def stored_of(
         if held == "regather":
             return tuple(StorageOption(layout, again=any(layout.splits)) for layout in kept)
         ways += [StorageOption(layout, again=True) for layout in split if regather and held is None]
+        if setting.call is not None:
+            gathered = [StorageOption(layout, lasting=any(layout.splits)) for layout in kept]
+            return (*gathered, *(one for one in ways if one.again))
         ways += [
             StorageOption(layout, lasting=True) for layout in split if lasting or setting.options.micro_batches > 1
         ]

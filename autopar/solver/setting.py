@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
+from autopar.cost.evaluate import Costs, evaluate
 from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.pipeline import most_in_flight
 from autopar.cost.profile import TaskBuilder
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
+from autopar.sharding.assignment import Pipelining, StepPlan
+from autopar.sharding.layout.syntax import MicroBatches
 from autopar.sharding.options import TrainingOptions
+from autopar.sharding.schedules import orders
+from autopar.sharding.time_slice import gathered_where_used
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,36 @@ class SavedValues:
 
 
 @dataclass(frozen=True, eq=False)
+class MicroBatchedCall:
+    """Call of a graph in micro-batches, each of which runs a smaller graph."""
+
+    graph: NamedGraph
+    micro: MicroBatches
+    # Stages that run the micro-batches; None if each rank runs all ops.
+    pipelining: Pipelining | None = None
+
+    def plan(self, plan: StepPlan) -> StepPlan:
+        """Return the plan of the call, from that of one micro-batch."""
+        options = replace(plan.options, micro_batches=1)
+        assignment = replace(gathered_where_used(plan.assignment), pipelining=self.pipelining)
+        return StepPlan(self.graph.fingerprint, assignment, options, self.micro)
+
+    @property
+    def stage_share(self) -> float:
+        """Return the share of the model that a stage runs and stores, on average."""
+        return 1.0 if self.pipelining is None else 1.0 / self.pipelining.stages
+
+    @property
+    def in_flight(self) -> float:
+        """Return the micro-batches whose activations the first stage keeps."""
+        one = self.pipelining
+        if one is None:
+            return 1.0
+        tasks = orders(one.stages, self.micro.count, one.schedule, one.chunks, one.more)
+        return most_in_flight(tasks, one.chunks)[0]
+
+
+@dataclass(frozen=True, eq=False)
 class PlanningProblem:
     """One graph on one mesh of one cluster."""
 
@@ -101,10 +137,20 @@ class PlanningProblem:
     used: SubMesh
     # Ops that take each tensor, in order, each once.
     users: Mapping[str, tuple[NamedNode, ...]]
+    # The call whose micro-batches have this graph; None without micro-batches.
+    call: MicroBatchedCall | None = None
 
     @staticmethod
-    def of(graph: NamedGraph, axes: SubMesh, cluster: Cluster, options: TrainingOptions) -> PlanningProblem:
+    def of(
+        graph: NamedGraph,
+        axes: SubMesh,
+        cluster: Cluster,
+        options: TrainingOptions,
+        call: MicroBatchedCall | None = None,
+    ) -> PlanningProblem:
         prices = TaskBuilder(graph, cluster, axes, options.links, options.compiled, options.gradient_dtype)
+        if call is not None and call.pipelining is not None:
+            prices.on_mesh(call.pipelining.mesh)
         users: dict[str, list[NamedNode]] = {}
         for node in graph.nodes:
             for name in dict.fromkeys(node.operands):
@@ -112,7 +158,11 @@ class PlanningProblem:
                     users.setdefault(name, []).append(node)
         trains = graph.exported.grad_enabled
         everyone = {name: tuple(nodes) for name, nodes in users.items()}
-        return PlanningProblem(graph, axes, cluster, options, prices, trains, axes.used, everyone)
+        return PlanningProblem(graph, axes, cluster, options, prices, trains, axes.used, everyone, call)
+
+    def costs(self, plan: StepPlan) -> Costs:
+        """Return the costs of a plan, of the whole call where there are micro-batches."""
+        return evaluate(self.graph if self.call is None else self.call.graph, plan, self.cluster)
 
     @cached_property
     def kept(self) -> SavedValues:
@@ -120,4 +170,14 @@ class PlanningProblem:
 
     @property
     def ranks(self) -> int:
-        return self.axes.size
+        return self.axes.size if self.call is None or self.call.pipelining is None else self.call.pipelining.mesh.size
+
+    @property
+    def stored_share(self) -> float:
+        """Return the share of stored tensors, and of their time once a step, that a rank of a pipeline has."""
+        return 1.0 if self.call is None else self.call.stage_share
+
+    @property
+    def saved_share(self) -> float:
+        """Return the saved tensors of the first stage, as a share of those of one micro-batch of the model."""
+        return 1.0 if self.call is None else self.call.stage_share * self.call.in_flight

@@ -15,12 +15,16 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.invariants import verifying
+from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
-from autopar.sharding.assignment import StepPlan
+from autopar.sharding.assignment import OpAssignment, StepPlan
 from autopar.sharding.bound_layout import BoundLayout
+from autopar.sharding.choices import Choice, shardings_of
 from autopar.sharding.layout.language import Layout, applies_to, axes_of, load_strategy, roles_of, strategy_names
 from autopar.sharding.options import TrainingOptions
-from autopar.sharding.propagation import PropagationCache, propagate_plan
+from autopar.sharding.pipelining import check_pipeline, with_stages, without_stages
+from autopar.sharding.propagation import PropagationCache
+from autopar.sharding.time_slice import propagate_plan, slice_in_time, time_assignment
 from autopar.sharding.verify import verify_assignment
 from autopar.solver.explain_infeasible import infeasible_error
 from autopar.solver.infeasible import NoFeasiblePlan, OutOfTime
@@ -29,7 +33,7 @@ from autopar.solver.progress import Progress, relative_gap
 from autopar.solver.search.joined_axes import MOST_AXES
 from autopar.solver.search.phases import Incumbent, SearchPhases, SearchResult, promising_choices, settle
 from autopar.solver.search.prove_small import prove_small
-from autopar.solver.setting import PlanningProblem
+from autopar.solver.setting import MicroBatchedCall, PlanningProblem
 
 __all__ = [
     "WHOLE",
@@ -90,11 +94,42 @@ def solve_plan(
     """
     began = time.monotonic()
     with _uncollected():
-        setting = PlanningProblem.of(graph, SubMesh.of(axes), cluster, options or TrainingOptions())
+        setting = _problem(graph, SubMesh.of(axes), cluster, options or TrainingOptions(), layout or Layout(()))
         limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
-        bound_layout = BoundLayout(graph, layout or Layout(()), axes)
+        said = Layout(()) if layout is None else layout.without_time()
+        # The search splits by axes of several ranks alone.
+        said = said.on_axes({axis: () for axis, size in setting.axes.items() if size == 1})
+        bound_layout = BoundLayout(setting.graph, said, setting.axes)
         incumbent = Incumbent(setting, limit, began, progress, bound_layout)
         return _solved(incumbent, time_limit, warm, strategies, beat_seconds)
+
+
+def _problem(
+    graph: NamedGraph, axes: SubMesh, cluster: Cluster, options: TrainingOptions, layout: Layout
+) -> PlanningProblem:
+    """Return the problem of one call, or of one of its micro-batches on the axes that split tensors."""
+    micro = layout.micro_batches
+    check_pipeline(layout, axes)
+    if micro is None or micro.count == 1:
+        return PlanningProblem.of(graph, axes, cluster, options)
+    options = replace(options, micro_batches=micro.count)
+    call = MicroBatchedCall(graph, micro)
+    found = PlanningProblem.of(slice_in_time(graph, micro), without_stages(layout, axes), cluster, options, call)
+    if layout.pipeline is None:
+        return found
+    # Parts of equal time: without the axes of the mesh, whose choice is still to come, the shares are about the same.
+    seconds = {node.name: _whole_seconds(found, node) for node in found.graph.nodes}
+    stages = with_stages(graph, layout, axes, time_assignment(graph, micro), seconds).pipelining
+    return PlanningProblem.of(found.graph, found.axes, cluster, options, replace(call, pipelining=stages))
+
+
+def _whole_seconds(setting: PlanningProblem, node: NamedNode) -> float:
+    """Return the seconds of an op on one rank alone, both directions, or of its launches where they are longer."""
+    shardings = shardings_of(setting.graph, node, Choice())
+    assert shardings is not None, f"{node.name} runs whole"
+    work = setting.prices.work(node, OpAssignment(Choice(), *shardings, shardings[1]))
+    launch = setting.prices.launch
+    return sum(max(way.seconds, way.launches * launch) for way in (work.forward, work.backward))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.options import TrainingOptions
-from autopar.sharding.propagation import propagate_plan
+from autopar.sharding.time_slice import propagate_plan
 from benchmarks.gpu.setting import Setting, llama, one_process, one_rank_of, stepper
 from examples.gpt import gpt
 from examples.moe import moe

@@ -23,7 +23,7 @@ from autopar.cost.profile import Task, profile
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.options import TrainingOptions
-from autopar.sharding.propagation import propagate_plan
+from autopar.sharding.time_slice import propagate_plan
 from benchmarks.published.models import Decoder, decoder_inputs, decoder_model
 from benchmarks.published.runs import Run, Software, layout_of
 

@@ -15,7 +15,7 @@ import pytest
 import autopar
 from autopar.cost.evaluate import evaluate, exposed_seconds
 from autopar.cost.hardware.cluster import load_cluster
-from autopar.cost.lowered_step import LoweredStep
+from autopar.cost.lowered_step import LoweredStep, lower_step
 from autopar.cost.profile import Profile, Task, profile
 from autopar.cost.timeline import STREAMS, timeline, timeline_of
 from autopar.errors import AutoparError
@@ -24,8 +24,8 @@ from autopar.sharding.assignment import StepPlan
 from autopar.sharding.buckets import BUCKET_BYTES
 from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.options import TrainingOptions
-from autopar.sharding.propagation import propagate_plan
 from autopar.sharding.reshard_insertion import inserted_reshards
+from autopar.sharding.time_slice import propagate_plan
 from examples.gpt import gpt
 
 CLUSTER = load_cluster("h100")
@@ -176,7 +176,7 @@ def test_overlap_has_a_capacity(graph: NamedGraph, micro_batches: int, overlap: 
     )
     plan = plan_of(graph, "ddp", micro_batches=micro_batches)
     library = replace(CLUSTER.library, overlap_fraction=overlap, processors=0)
-    assert exposed_seconds(found, plan, replace(CLUSTER, library=library)) == exposed
+    assert exposed_seconds(found, lower_step(graph, plan), replace(CLUSTER, library=library)) == exposed
 
 
 def test_less_overlap_exposes_more(graph: NamedGraph) -> None:

@@ -21,7 +21,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.options import TrainingOptions
-from autopar.sharding.propagation import propagate_plan
+from autopar.sharding.time_slice import propagate_plan
 from benchmarks.memory import measure
 from examples.gpt import gpt
 from examples.moe import moe

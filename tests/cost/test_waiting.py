@@ -17,7 +17,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import choose_layout
 from autopar.sharding.options import TrainingOptions
-from autopar.sharding.propagation import propagate_plan
+from autopar.sharding.time_slice import propagate_plan
 
 CLUSTER = load_cluster("h100")
 AXES = {"dp": 2}

@@ -13,7 +13,7 @@ from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import Cluster, load_cluster
 from autopar.cost.network import Network
 from autopar.sharding.layout.language import choose_layout
-from autopar.sharding.propagation import propagate_plan
+from autopar.sharding.time_slice import propagate_plan
 from examples.gpt import gpt
 from examples.moe import moe
 

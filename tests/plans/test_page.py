@@ -17,7 +17,7 @@ from autopar.cost.evaluate import evaluate
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.plans.views.page import ComparedPlan, contents, page
 from autopar.sharding.layout.language import load_strategy
-from autopar.sharding.propagation import propagate_plan
+from autopar.sharding.time_slice import propagate_plan
 from examples.gpt import gpt
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

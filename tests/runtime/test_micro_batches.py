@@ -400,6 +400,8 @@ def test_refusals() -> None:
         assert unknown.startswith("E1: there is no dim 'rows'")
 
 
-def test_plans_say_that_they_have_no_price() -> None:
-    with pytest.raises(autopar.AutoparError, match="micro 2: plans have no price for micro-batches yet"):
-        autopar.plan(nn.Linear(4, 2), "dp=2", (torch.ones(8, 4),), layout="micro 2; ddp", cluster="h100", cache=False)
+def test_a_searched_plan_is_exact() -> None:
+    for error, off, counts in launch(step, "micro ?{4}; batch -> dp; * -> none", "dp=2", ranks=2):
+        assert error < 1e-12
+        assert off < 1e-12
+        assert counts == [4]

@@ -96,8 +96,10 @@ CASES = [
     ("micro 4; pipeline pp gpipe; megatron_sp", "pp=2,tp=2", (4, 4), (4, 4)),
     (f"micro 4; pipeline pp 1f1b; {REGATHERED}", "pp=2,dp=2", (4, 4), (2, 1)),
     ("micro 4; pipeline pp 1f1b; batch -> dp; * -> none; recompute full @blocks.*", "pp=2,dp=2", (4, 4), (2, 1)),
+    ("micro ?{4}; pipeline pp 1f1b", "pp=2", (4, 4), (2, 1)),  # a plan of the search, read from its text
+    ("micro ?{4}; pipeline pp interleaved(2)", "pp=2,dp=2", (12, 12), (5, 3)),
 ]
-FAST = (0, 3, 6)
+FAST = (0, 3, 6, 12)
 
 
 @pytest.mark.parametrize(

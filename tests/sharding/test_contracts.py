@@ -12,8 +12,9 @@ from autopar.cost.memory.peak import check_memory, memory
 from autopar.errors import LayoutError
 from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import choose_layout, parse_layout
-from autopar.sharding.propagation import propagate, propagate_plan
+from autopar.sharding.propagation import propagate
 from autopar.sharding.reshard_insertion import inserted_reshards
+from autopar.sharding.time_slice import propagate_plan
 from examples.hf import hf
 
 

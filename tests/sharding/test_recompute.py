@@ -14,8 +14,8 @@ from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.parameter_storage import recompute_of
-from autopar.sharding.propagation import propagate_plan
 from autopar.sharding.recompute import recompute_regions, recomputed_ops
+from autopar.sharding.time_slice import propagate_plan
 
 LAYERS = ("blocks.0", "blocks.1", "blocks.10", "head")
 

@@ -20,7 +20,7 @@ from autopar.cost.compute.op_time import BACKWARD_PRODUCTS, op_work, plain_name
 from autopar.cost.hardware.cluster import Device
 from autopar.mesh import SubMesh
 from autopar.sharding.layout.language import choose_layout
-from autopar.sharding.propagation import propagate_plan
+from autopar.sharding.time_slice import propagate_plan
 from autopar.tracing.trace import named_graph
 
 Function = Callable[..., torch.Tensor]

@@ -37,6 +37,7 @@ class LocalFootprints:
     """Footprints of the ops of a plan on one rank; those of equal ops are computed once."""
 
     def __init__(self, step: LoweredStep) -> None:
+        self.step = step
         self.graph, self.plan, self.reshard_plan = step.graph, step.plan, step.reshard_plan
         self.by_name: dict[str, Footprint] = {}
         self.by_key: dict[Any, Footprint] = {}
@@ -50,7 +51,10 @@ class LocalFootprints:
             if found is None:
                 lowered_op = self.reshard_plan.ops[node.name].split
                 found = local_footprint(self.graph, node, op_assignment, lowered_op, self.plan.axes)
-            self.by_name[node.name] = self.by_key[key] = found
+            self.by_key[key] = found
+            if self.step.stage is not None and node.name not in self.step.ops_here:
+                found = replace(found, internal_bytes=0, forward_bytes=0, backward_bytes=0)
+            self.by_name[node.name] = found
         return found
 
 
@@ -198,6 +202,9 @@ class LiveState:
 
     def __init__(self, step: LoweredStep) -> None:
         self.graph, self.plan, self.reshard_plan = step.graph, step.plan, step.reshard_plan
+        self.call = step.call
+        # None for a rank that runs all ops: what other stages of a pipeline have takes no memory here.
+        self.here = None if step.stage is None else step.tensors_here
         self.recomputed = step.recomputed
         # True where gradients are added to those of earlier micro-batches, or to gradients of another dtype.
         self.accumulates = self.plan.options.micro_batches > 1 or self.plan.options.gradient_dtype is not None
@@ -224,6 +231,8 @@ class LiveState:
         self.sums: dict[str, int] = {}
         # Buffers of buckets whose gather has started.
         self.flat: dict[Bucket, int] = {}
+        # Results of a call with micro-batches, which last until its end.
+        self.results_bytes = 0.0
         self.saved: dict[str, list[int]] = {}
         # By layer: the op and the storage of saved tensors that the recompute makes again.
         self.lost: dict[int, list[tuple[str, int]]] = {}
@@ -237,7 +246,16 @@ class LiveState:
         found = self.sizes.get(version)
         if found is None:
             found = self.sizes[version] = float(local_bytes(self.graph, *version, self.plan.axes))
-        return found
+        return found if self._is_here(version[0]) else 0.0
+
+    def _is_here(self, name: str) -> bool:
+        return self.here is None or name in self.here
+
+    def _times(self, name: str) -> int:
+        """Return how many parts of a tensor a call has: a caller gives and takes those of all micro-batches."""
+        if self.call is None:
+            return 1
+        return max(1, prod(self.call.tensors[name].shape) // max(1, prod(self.graph.tensors[name].shape)))
 
     def _trains(self, node: NamedNode) -> bool:
         made = any(name is not None and self.graph.tensors[name].requires_grad for name in node.outputs)
@@ -253,9 +271,10 @@ class LiveState:
     def _steps(self, source: int, steps: tuple[Step, ...], one: InsertedReshard) -> int:
         """Return the result of reshard steps; the caller keeps its reference to the source."""
         now = self.storages.take(source)
+        share = float(self._is_here(one.tensor))
         for step in steps:
-            after = self.storages.new(prod(shape_of(one, step.after)) * one.itemsize)
-            self.storages.touch(buffers_of(step, one))
+            after = self.storages.new(share * prod(shape_of(one, step.after)) * one.itemsize)
+            self.storages.touch(share * buffers_of(step, one))
             self.storages.drop(now)
             now = after
         return now

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.cost.compute.optimizers import Optimizer, optimizer_of
-from autopar.cost.lowered_step import LoweredStep
+from autopar.cost.lowered_step import LoweredStep, lower_step
 from autopar.cost.memory.step_memory import StepMemory
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
@@ -54,8 +54,8 @@ class MemoryMoment:
     gradients_bytes: float
 
 
-def memory(step: LoweredStep) -> MemoryCosts:
-    """Return the memory of one step, on the rank with most."""
+def memory(step: LoweredStep, in_flight: float = 1.0) -> MemoryCosts:
+    """Return the memory of one step, on the rank with most, with the activations of `in_flight` micro-batches."""
     graph, plan = step.graph, step.plan
     run = StepMemory(step)
     run.forward()
@@ -68,11 +68,16 @@ def memory(step: LoweredStep) -> MemoryCosts:
     copies = sum(run.storages.sizes[storage] for storage in run.copied.values())
     buffers = sum(run.storages.sizes[storage] for storage in run.sums.values())
     saved = run.storages.live - inputs - parameters - copies - buffers
+    if in_flight > 1.0 and graph.exported.grad_enabled:
+        # The other micro-batches wait for their backwards.
+        waiting = (in_flight - 1.0) * (saved - run.results_bytes)
+        run.storages.new(waiting)
+        saved += waiting
     if not graph.exported.grad_enabled:
         return MemoryCosts(parameters, copies, 0.0, 0.0, inputs, 0.0, run.storages.peak, run.storages.peak_at)
     run.backward()
     gradients = run.gradient_bytes()
-    states, largest = _optimizer_bytes(graph, plan, optimizer_of(plan.options.optimizer))
+    states, largest = _optimizer_bytes(step, optimizer_of(plan.options.optimizer))
     updating = parameters + copies + inputs + states + gradients + largest
     moments = {run.storages.peak_at: run.storages.peak + states, "the optimizer": updating}
     at = max(moments, key=moments.__getitem__)
@@ -88,7 +93,7 @@ def memory_over_time(step: LoweredStep) -> tuple[MemoryMoment, ...]:
     states = 0.0
     if graph.exported.grad_enabled:
         run.backward()
-        states, _ = _optimizer_bytes(graph, plan, optimizer_of(plan.options.optimizer))
+        states, _ = _optimizer_bytes(step, optimizer_of(plan.options.optimizer))
     found = {**dict.fromkeys(run.storages.moments, first), **run.gradients_after}
     return tuple(
         MemoryMoment(doing, alive + states, found[doing]) for doing, alive in run.storages.moments.items() if doing
@@ -110,12 +115,13 @@ class _GradientWatch(StepMemory):
         self.gradients_after[self.storages.now] = sum(self.storages.sizes[storage] for storage in found)
 
 
-def _optimizer_bytes(graph: NamedGraph, plan: StepPlan, optimizer: Optimizer) -> tuple[float, float]:
+def _optimizer_bytes(step: LoweredStep, optimizer: Optimizer) -> tuple[float, float]:
     """Return the bytes of the states, and of the temporaries for the largest parameter."""
+    plan = step.plan
     # The optimizer updates parameters one by one: only the largest temporaries count.
     states = largest = 0.0
-    for tensor in graph.parameters:
-        if tensor.requires_grad:
+    for tensor in step.graph.parameters:
+        if tensor.requires_grad and (step.stage is None or tensor.name in step.tensors_here):
             itemsize = (plan.options.master_dtype or tensor.dtype).itemsize
             atoms, stored = atoms_of(tensor), plan.assignment.stored[tensor.name]
             shape = atoms.fold(stored.largest_sizes(atoms, plan.axes))
@@ -159,7 +165,7 @@ def check_memory(layout: Layout, graph: NamedGraph, plan: StepPlan, device_bytes
     if limit is None:
         return
     statement, most_bytes = limit
-    found = memory(LoweredStep(graph, plan))
+    found = memory(lower_step(graph, plan))
     if found.peak_bytes > most_bytes:
         parts = {
             "parameters": found.parameters_bytes + found.copies_bytes,

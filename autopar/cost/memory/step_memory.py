@@ -40,6 +40,11 @@ class ForwardMemory(LiveState):
             self._op_forward(node, place)
         for one in self.reshard_plan.outputs:
             self._reshard(one)
+        for version in dict.fromkeys(self.reshard_plan.results):
+            # The results of earlier micro-batches.
+            if version is not None and self._times(version[0]) > 1:
+                self.results_bytes += self._times(version[0]) * self._bytes(version)
+                self.storages.new((self._times(version[0]) - 1) * self._bytes(version))
 
     def _place_inputs(self) -> None:
         """Allocate inputs, parameters and buffers, which the caller of the module keeps alive."""
@@ -48,7 +53,7 @@ class ForwardMemory(LiveState):
                 continue
             reshard = self.reshard_plan.inputs.get(name)
             version = name, self.plan.assignment.stored[name] if reshard is None else reshard.source
-            size = self._bytes(version)
+            size = self._bytes(version) * self._times(name)
             if tensor.kind == "param" and self.plan.options.master_dtype is not None:
                 # Parameters are stored in the dtype that the optimizer updates.
                 size = size / tensor.dtype.itemsize * self.plan.options.master_dtype.itemsize
@@ -295,7 +300,7 @@ class StepMemory(ForwardMemory):
             return
         given = [self.gradients.pop((one.tensor, one.target)) for one in members]
         whole = sum(self.storages.sizes[storage] for storage in given)
-        prepared = sum(copied(one.reshard.backward[0], one) for one in members)
+        prepared = sum(copied(one.reshard.backward[0], one) for one in members if self._is_here(one.tensor))
         flat = self.storages.new(whole)
         self.storages.touch(prepared)
         made = [self.storages.new(self._bytes((one.tensor, one.source))) for one in members]

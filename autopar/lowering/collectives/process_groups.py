@@ -89,12 +89,20 @@ class Groups:
 
 
 class GroupsOfMicroBatch(Groups):
-    """Groups of the ranks for ops of the first micro-batch: micro-batches are an axis of time, without processes."""
+    """Groups of the ranks for ops of the first micro-batch: micro-batches are an axis of time, without processes.
 
-    def __init__(self, groups: Groups) -> None:
-        self.groups = groups
-        self.coordinate = {MICRO: 0, **groups.coordinate}
-        self.device_type = groups.device_type
+    Without groups of ranks there is no axis but time.
+    """
+
+    def __init__(self, groups: Groups | None) -> None:
+        self._groups = groups
+        self.coordinate = {MICRO: 0, **({} if groups is None else groups.coordinate)}
+        self.device_type = "cpu" if groups is None else groups.device_type
+
+    @property
+    def groups(self) -> Groups:
+        assert self._groups is not None, "a collective of one rank"
+        return self._groups
 
     def of(self, axes: tuple[str, ...]) -> _Group:
         assert MICRO not in axes, f"a collective over {axes}"

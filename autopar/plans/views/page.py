@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from autopar.cost.evaluate import Costs, evaluate
 from autopar.cost.hardware.cluster import Cluster
-from autopar.cost.lowered_step import LoweredStep
+from autopar.cost.lowered_step import LoweredStep, lower_step
 from autopar.cost.memory.peak import MemoryMoment, memory_over_time
 from autopar.cost.profile import Profile, Task, TaskBuilder, profile
 from autopar.cost.timeline import STREAMS, timeline_of
@@ -56,7 +56,7 @@ def contents(
     """Return everything on the page; `memory_bytes` is the limit of a device, by default its memory."""
     costs = evaluate(graph, plan, cluster)
     tensors = _Tensors(graph, plan)
-    wired = LoweredStep(graph, plan)
+    wired = lower_step(graph, plan)
     found = profile(wired, cluster)
     limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
     return {
@@ -72,7 +72,7 @@ def contents(
         "dims": _dims(graph, plan),
         "sections": _sections(graph, plan, tensors, _OpTraffic(wired, cluster)),
         "tensors": tensors.described,
-        "timeline": _timeline(found, plan),
+        "timeline": _timeline(found, wired.plan),
     }
 
 
@@ -89,6 +89,7 @@ def _costs(costs: Costs) -> dict[str, Any]:
             "communication of values": costs.seconds_of("values"),
             "exposed communication of parameters": costs.exposed_seconds,
             "waiting for the host": costs.waiting_seconds,
+            "waiting for other stages": costs.bubble_seconds,
         },
         "communication": [
             {**asdict(one), "axes": list(one.axes)}

@@ -10,6 +10,7 @@ from autopar.errors import AutoparError
 from autopar.ir.analysis.repeated_layers import RepeatedLayers
 from autopar.plans.format import bytes_text, layout_text, percent_text, seconds_text, skeleton, table
 from autopar.plans.record import PlanRecord, PricedCollective
+from autopar.sharding.pipelining import statements_of
 
 
 def summary(plan: PlanRecord) -> str:
@@ -21,6 +22,7 @@ def summary(plan: PlanRecord) -> str:
         _outside(plan),
         _communication(plan),
         _time(plan),
+        _stages(plan),
         _memory(plan),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
@@ -45,7 +47,7 @@ def _head(plan: PlanRecord) -> list[str]:
         f"  step    {seconds_text(plan.step_seconds)}, {', '.join(filter(None, (gap, origin)))}",
         f"  memory  {bytes_text(plan.memory_bytes)} of {limit}: {fits}",
     ]
-    if plan.mesh.size > 1 and not dims_by_place(plan):
+    if plan.decided.axes.size > 1 and not dims_by_place(plan):
         why = "; communication would take longer" if plan.origin == "search" else ""
         lines.append(f"  note    nothing is split: every device computes everything{why}")
     for rate in rate_notes(plan.graph, plan.cluster.device):
@@ -234,16 +236,41 @@ def _time(plan: PlanRecord) -> list[str]:
         ("optimizer", costs.compute.optimizer_seconds),
         (
             "communication of values",
-            costs.step_seconds - costs.compute.seconds - costs.exposed_seconds - costs.waiting_seconds,
+            costs.step_seconds
+            - costs.compute.seconds
+            - costs.exposed_seconds
+            - costs.waiting_seconds
+            - costs.bubble_seconds,
         ),
         ("exposed communication of parameters", costs.exposed_seconds),
         ("waiting for the host", costs.waiting_seconds),
+        ("waiting for other stages", costs.bubble_seconds),
     )
     # An empty model takes no time: avoid a division by zero.
     step = costs.step_seconds or 1.0
     rows = [(name, seconds_text(s), percent_text(s / step)) for name, s in parts if s > 1e-4 * step]
     head = f"step time: {seconds_text(costs.step_seconds)}, {percent_text(costs.mfu)} of the devices' peak"
     return [head, *table(rows, right=(1, 2))]
+
+
+def _stages(plan: PlanRecord) -> list[str]:
+    """Return a row for each stage of a pipeline: what it begins with, its times, its memory."""
+    stages, pipelining = plan.costs.stages, plan.decided.assignment.pipelining
+    if pipelining is None:
+        return []
+    begins = ["", *statements_of(pipelining)[1].before]
+    busiest = max(stages, key=lambda stage: stage.busy_seconds)
+    rows = [("stage", "begins at", "forward", "backward", "busy", "sends", "in flight", "memory")]
+    for number, stage in enumerate(stages):
+        first = ", ".join(begins[part] or "the inputs" for part in stage.parts)
+        busy = percent_text(stage.busy_seconds / (plan.step_seconds or 1.0))
+        times = seconds_text(stage.forward_seconds), seconds_text(stage.backward_seconds), busy
+        # Activations forward, and the gradients of those received backward.
+        sends, size = bytes_text(stage.sent_bytes + stage.received_bytes), bytes_text(stage.memory.peak_bytes)
+        rows.append((f"{number}", first, *times, sends, f"{stage.in_flight:g}", size))
+    bubble = plan.costs.bubble_seconds / (plan.step_seconds or 1.0)
+    head = f"{pipelining.schedule} on {pipelining.axis}: stage {stages.index(busiest)} is the busiest"
+    return [f"{head}, which waits {percent_text(bubble)} of the step", *table(rows, right=(2, 3, 4, 5, 6, 7))]
 
 
 def _memory(plan: PlanRecord) -> list[str]:

@@ -18,6 +18,7 @@ from autopar.sharding.layout.syntax import (
     Let,
     MeshStatement,
     MicroBatches,
+    OpenMicroBatches,
     OpPin,
     Pin,
     SplitTerm,
@@ -54,17 +55,20 @@ def check_layout(layout: Layout, words: LayoutWords, axes: SubMesh) -> None:
     A strategy may name dims that the model lacks: its rules about them are skipped.
     """
     for statement in layout:
-        _check_mesh(statement, axes)
+        _check_mesh(statement, layout, axes)
         _check_names(statement, words, axes, any_dims=layout.strategy is not None)
         unsupported = _unsupported(statement, words)
         if unsupported is not None:
             raise unsupported
 
 
-def _check_mesh(statement: Statement, axes: SubMesh) -> None:
+def _check_mesh(statement: Statement, layout: Layout, axes: SubMesh) -> None:
     if not isinstance(statement, MeshStatement):
         return
-    written = statement.mesh.axes
+    # The axis of stages splits no tensor, and time is no axis of a mesh.
+    stages = None if layout.pipeline is None else layout.pipeline.axis
+    written = {axis: size for axis, size in statement.mesh.axes.items() if axis != stages}
+    axes = without_time(axes)
     # A size that the layout leaves out, `mesh dp, tp=8`, fits any mesh.
     fits = tuple(written) == tuple(axes) and all(size in (None, axes[axis]) for axis, size in written.items())
     if not fits:
@@ -86,7 +90,7 @@ def _check_names(statement: Statement, words: LayoutWords, axes: SubMesh, any_di
                 continue
             if not any(matches(pattern, dim) for dim in words.dims):
                 raise unknown_name("dim", pattern, words.dims, _at(rule.span, pattern))
-    if isinstance(statement, MicroBatches) and statement.dim not in words.dims:
+    if isinstance(statement, MicroBatches | OpenMicroBatches) and statement.dim not in words.dims:
         raise unknown_name("dim", statement.dim, words.dims, _at(span, statement.dim))
     # A `let` is checked where its name is used.
     for name, place in () if isinstance(statement, Let) else named_axes(statement):

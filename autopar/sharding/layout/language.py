@@ -25,6 +25,7 @@ from autopar.sharding.layout.syntax import (
     MeshStatement,
     MicroBatches,
     NotSplit,
+    OpenMicroBatches,
     OpPin,
     OverAxes,
     Pin,
@@ -66,6 +67,20 @@ class Layout:
         return next((s for s in self.statements if isinstance(s, MicroBatches)), None)
 
     @property
+    def open_micro_batches(self) -> OpenMicroBatches | None:
+        return next((s for s in self.statements if isinstance(s, OpenMicroBatches)), None)
+
+    def with_micro_batches(self, micro: MicroBatches | OpenMicroBatches | None) -> Layout:
+        """Return the layout with other micro-batches, or with none."""
+        rest = tuple(one for one in self.statements if not isinstance(one, MicroBatches | OpenMicroBatches))
+        return Layout(rest if micro is None else (micro, *rest), self.name)
+
+    def without_time(self) -> Layout:
+        """Return the layout without micro-batches and stages."""
+        in_time = (MicroBatches, OpenMicroBatches, PipelineStatement, CutStatement)
+        return Layout(tuple(one for one in self.statements if not isinstance(one, in_time)), self.name)
+
+    @property
     def pipeline(self) -> PipelineStatement | None:
         return next((s for s in self.statements if isinstance(s, PipelineStatement)), None)
 
@@ -91,7 +106,7 @@ def parse_layout(text: str, name: str = "<layout>") -> Layout:
     for one, word in (
         (StrategyStatement, "strategy"),
         (MeshStatement, "mesh"),
-        (MicroBatches, "micro"),
+        (MicroBatches | OpenMicroBatches, "micro"),
         (PipelineStatement, "pipeline"),
         (CutStatement, "cut"),
     ):
@@ -183,7 +198,7 @@ def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
 
 # `micro 8; pipeline pp 1f1b; fsdp(fsdp=dp)`
 _STRATEGY_IN_TIME = re.compile(
-    r"(?P<in_time>(\s*(micro\s+\d|pipeline\s+\w|cut\s+\w)[^;\n]*[;\n])+)(?P<strategy>[^;]+);?\s*", re.DOTALL
+    r"(?P<in_time>(\s*(micro\s+[\d?]|pipeline\s+\w|cut\s+\w)[^;\n]*[;\n])+)(?P<strategy>[^;]+);?\s*", re.DOTALL
 )
 
 

@@ -13,7 +13,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from autopar.sharding.layout.language import Layout
-from autopar.sharding.layout.syntax import Block, DimRule, GatherStatement, MicroBatches, OpPin, Pin, Scope, Statement
+from autopar.sharding.layout.syntax import (
+    Block,
+    DimRule,
+    GatherStatement,
+    MicroBatches,
+    OpenMicroBatches,
+    OpPin,
+    Pin,
+    Scope,
+    Statement,
+)
 
 # `_.2` is the third atom of a tensor, for atoms without a name that the language can write.
 POSITION = "_."
@@ -117,7 +127,7 @@ class StatementIndex:
 
 def _globs(statement: Statement) -> Iterator[str | None]:
     """Yield the name patterns of a statement, None for all; none for a contract."""
-    if isinstance(statement, DimRule | MicroBatches):
+    if isinstance(statement, DimRule | MicroBatches | OpenMicroBatches):
         yield None
     elif isinstance(statement, Block):
         yield from (scope.glob for scope in statement.scopes)

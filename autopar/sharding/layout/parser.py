@@ -25,6 +25,7 @@ from autopar.sharding.layout.syntax import (
     MeshStatement,
     MicroBatches,
     NotSplit,
+    OpenMicroBatches,
     OpPin,
     Pin,
     PinState,
@@ -128,7 +129,8 @@ class LayoutParser(TokenReader):
             return self.pin() if following.kind == "symbol" and following.text == "[" else self.block()
         if self.at("}", "]", ")"):
             raise self.expected("a statement", self._fix_of_what_follows())
-        if token.kind == "name" and token.text == "micro" and self.tokens[self.position + 1].kind == "number":
+        following = self.tokens[self.position + 1]
+        if token.kind == "name" and token.text == "micro" and (following.kind == "number" or following.text == "?"):
             return self.micro(self.advance())
         # `pipeline` and `cut` are no words of the language either: two names in a row begin no rule.
         if token.kind == "name" and token.text in ("pipeline", "cut") and self.tokens[self.position + 1].kind == "name":
@@ -159,18 +161,26 @@ class LayoutParser(TokenReader):
                 return self.guard(token)
         return self.hold(token)
 
-    def micro(self, keyword: Token) -> MicroBatches:
+    def micro(self, keyword: Token) -> MicroBatches | OpenMicroBatches:
         # No word of the language: dims and axes may be called `micro`.
         self.form = FORMS["micro"]
+        if self.accept("?"):
+            among = self.listed(self.micro_count, "}", "numbers of micro-batches") if self.accept("{") else ()
+            return OpenMicroBatches(among, self.batch_dim(), keyword.span)
+        return MicroBatches(self.micro_count(), self.batch_dim(), keyword.span)
+
+    def micro_count(self) -> int:
         place = self.token.span
         count = self.expect_integer("a number of micro-batches")
         if count < 1:
             raise layout_error("E0", "there is at least one micro-batch", "write 'micro 1' or leave it out", place)
-        dim = "batch"
-        if self.is_a("name") and self.token.text == "of":
-            self.advance()
-            dim = self.expect_dim("the dim of the batch")
-        return MicroBatches(count, dim, keyword.span)
+        return count
+
+    def batch_dim(self) -> str:
+        if not (self.is_a("name") and self.token.text == "of"):
+            return "batch"
+        self.advance()
+        return self.expect_dim("the dim of the batch")
 
     def pipeline(self, keyword: Token) -> PipelineStatement:
         self.form = FORMS["pipeline"]

@@ -172,6 +172,15 @@ class MicroBatches:
 
 
 @dataclass(frozen=True)
+class OpenMicroBatches:
+    """`micro ?`: the search chooses the number of micro-batches, `micro ?{8, 16}` one of these."""
+
+    candidates: tuple[int, ...] = ()
+    dim: str = "batch"
+    span: SourceSpan | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
 class PipelineStatement:
     """`pipeline pp 1f1b`: the ranks along an axis are stages, each with a part of the model.
 
@@ -234,6 +243,7 @@ Statement = (
     StrategyStatement
     | MeshStatement
     | MicroBatches
+    | OpenMicroBatches
     | PipelineStatement
     | CutStatement
     | OverAxes
@@ -295,6 +305,9 @@ def print_statement(statement: Statement) -> str:
             return f"mesh {', '.join(map(str, mesh.declared))}"
         case MicroBatches(count, dim):
             return f"micro {count}" + ("" if dim == "batch" else f" of {dim}")
+        case OpenMicroBatches(candidates, dim):
+            among = f"{{{', '.join(map(str, candidates))}}}" if candidates else ""
+            return f"micro ?{among}" + ("" if dim == "batch" else f" of {dim}")
         case PipelineStatement(axis, schedule, chunks, more):
             extra = f"({chunks})" if schedule == "interleaved" else f"(+{more})" if more else ""
             return f"pipeline {axis} {schedule}{extra}"

@@ -103,7 +103,7 @@ class OpVariables(ModelBuilder):
                 for position, name in enumerate(keeping):
                     layout = option.produced[position]
                     if name is not None and layout is not None:
-                        sums[Sum.KEPT_GIB, i] += self._gib(name, layout)
+                        sums[Sum.KEPT_GIB, i] += self.setting.saved_share * self._gib(name, layout)
             self.known[key] = parts_of(sums)
         parts: Parts = self.known[key]
         return parts
@@ -135,7 +135,7 @@ class OpVariables(ModelBuilder):
             split = lowered_context(self.graph, node, option.choice.splits, option.operands, self.setting.axes)
             one_rank = OpAssignment(option.choice, option.operands, option.produced, option.produced)
             footprint = local_footprint(self.graph, node, one_rank, split, self.setting.axes)
-            inside = footprint.internal_bytes / 2**30 if keeps else 0.0
+            inside = self.setting.saved_share * footprint.internal_bytes / 2**30 if keeps else 0.0
             sums[Sum.KEPT_GIB, i] += inside
             sums[Sum.PRODUCT_GIB, i] -= inside if node.name in self.gone else 0.0
             if moment is not None:

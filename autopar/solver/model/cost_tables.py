@@ -97,7 +97,12 @@ class ReshardSums:
     def kept_copy(self, cut: TensorCut, held: StorageOption, want: Sharding, kept: bool) -> float:
         """Return the bytes of a gathered copy that lives until the backward, or until the optimizer steps."""
         lives = (kept and not held.again) or held.lasting
-        return self.gib(cut.sizes, cut.itemsize, want) if lives and want.splits != held.layout.splits else 0.0
+        if not lives or want.splits == held.layout.splits:
+            return 0.0
+        # In a call with micro-batches the gradient of the copy lives until it is reduced after the last one.
+        copies = 2 if self.setting.call is not None and cut.trained and held.lasting else 1
+        share = self.setting.stored_share if held.lasting else self.setting.saved_share
+        return share * copies * self.gib(cut.sizes, cut.itemsize, want)
 
     def add_moved(
         self,
@@ -253,7 +258,7 @@ class CostTables:
                 Sum.HOST: _summed(host, columns, place, len(rows)),
             }
             if use.kept:
-                parts[Sum.KEPT_GIB] = self._kept(cut, rows, columns, use.instead)
+                parts[Sum.KEPT_GIB] = self.setting.saved_share * self._kept(cut, rows, columns, use.instead)
             return parts
 
         return self._table(("values", cut, use), sources, wants, made)

@@ -81,27 +81,32 @@ class Hinges:
 
     @staticmethod
     def of(setting: PlanningProblem) -> Hinges:
+        # The stages of a pipeline share the work. The longest takes no less than the mean of all.
+        share = setting.stored_share
         count = setting.options.micro_batches
         device, overlap = setting.cluster.device, OverlapCost.of(setting.cluster)
         occupied = overlap.occupied
         base = np.zeros(len(Sum))
-        base[Sum.DEVICE], base[Sum.FORBIDDEN] = count, FORBIDDEN_SECONDS
-        hinges: list[tuple[dict[Sum, float], float]] = [({Sum.HOST: count, Sum.DEVICE: -count}, 0.0)]
+        base[Sum.DEVICE], base[Sum.FORBIDDEN] = share * count, FORBIDDEN_SECONDS
+        hinges: list[tuple[dict[Sum, float], float]] = [({Sum.HOST: share * count, Sum.DEVICE: -share * count}, 0.0)]
         ways = (
             (Sum.FORWARD_ROOM, Sum.FORWARD_EACH, Sum.FORWARD_ONCE),
             (Sum.BACKWARD_ROOM, Sum.BACKWARD_EACH, Sum.BACKWARD_ONCE),
         )
         for room, each, once in ways:
-            base[each] += occupied * count
-            base[once] += occupied
+            base[each] += share * occupied * count
+            # A call with micro-batches gathers before the first one and reduces after the last one.
+            base[once] += occupied if setting.call is None else share
             beside = {each: 1.0, room: -overlap.overlap_fraction}
-            if count > 1:
-                hinges.append(({key: (count - 1) * (1 - occupied) * value for key, value in beside.items()}, 0.0))
-            hinges.append(({key: (1 - occupied) * value for key, value in {**beside, once: 1.0}.items()}, 0.0))
+            apart = count - 1 if setting.call is None else count
+            if apart:
+                hinges.append(({key: share * apart * (1 - occupied) * value for key, value in beside.items()}, 0.0))
+            if setting.call is None:
+                hinges.append(({key: (1 - occupied) * value for key, value in {**beside, once: 1.0}.items()}, 0.0))
         constant = 0.0
         if setting.trains and any(tensor.requires_grad for tensor in setting.graph.parameters):
             constant = device.op_seconds + device.launch_seconds
-            hinges.append(({Sum.OPTIMIZER: 1.0}, -device.launch_seconds))
+            hinges.append(({Sum.OPTIMIZER: share}, -device.launch_seconds))
         slopes = np.zeros((len(hinges), len(Sum)))
         for row, (terms, _) in enumerate(hinges):
             for key, value in terms.items():

@@ -118,7 +118,7 @@ class StorageVariables(ModelBuilder):
 
     def _stored_memory(self, sums: Floats, tensor: NamedTensor, one: StorageOption) -> None:
         options = self.setting.options
-        size = self._gib(tensor.name, one.layout)
+        size = self._gib(tensor.name, one.layout) * (self.setting.stored_share if tensor.kind == "param" else 1.0)
         if tensor.kind != "param":
             whole = Sharding.replicated(atoms_of(tensor))
             inputs = size if options.local_inputs or tensor.kind != "input" else self._gib(tensor.name, whole)
@@ -266,7 +266,7 @@ class ValueVariables(ModelBuilder):
         if key not in self.known:
             sums = np.zeros((len(Sum), len(homes)))
             for i, home in enumerate(homes):
-                sums[Sum.KEPT_GIB, i] += self._gib(tensor.name, home) if kept else 0.0
+                sums[Sum.KEPT_GIB, i] += self.setting.saved_share * self._gib(tensor.name, home) if kept else 0.0
                 if tensor.requires_grad and self.setting.trains and users > 1:
                     self._added(sums[:, i], tensor.name, home, users - 1)
                 self._handed_out(sums[:, i], tensor, home)

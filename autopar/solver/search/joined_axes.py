@@ -85,7 +85,10 @@ def joined_meshes(setting: PlanningProblem) -> Iterator[tuple[JoinedAxes, Planni
         sizes = SubMesh({name: prod(setting.axes[axis] for axis in group) for name, group in axes.items()})
         put = {name: link for name, found in zip(axes, links, strict=True) for link in found if link is not None}
         options = replace(setting.options, links=put)
-        yield JoinedAxes(setting, axes), PlanningProblem.of(setting.graph, sizes, setting.cluster, options)
+        yield (
+            JoinedAxes(setting, axes),
+            PlanningProblem.of(setting.graph, sizes, setting.cluster, options, setting.call),
+        )
 
 
 @dataclass(frozen=True)

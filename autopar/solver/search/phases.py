@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.cost.compute.rates import peak_of
-from autopar.cost.evaluate import Costs, evaluate
+from autopar.cost.evaluate import Costs
 from autopar.errors import AutoparWarning, LayoutError
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.bound_layout import BoundLayout
@@ -76,7 +76,9 @@ class Incumbent:
     def offer(self, origin: str, plan: StepPlan) -> Costs:
         """Price a plan, and keep it if it is the best that fits."""
         self.is_broken = False
-        costs = evaluate(self.setting.graph, plan, self.setting.cluster)
+        if self.setting.call is not None and plan.micro is None:
+            plan = self.setting.call.plan(plan)
+        costs = self.setting.costs(plan)
         peak = costs.memory.peak_bytes
         if peak > self.limit:
             self.passed_seconds = min(self.passed_seconds, costs.step_seconds)

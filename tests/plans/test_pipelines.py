@@ -1,0 +1,143 @@
+"""Plans with pipelines: the price of their stages, their text, the search on the axes that are left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.cost.lowered_step import lower_step
+from autopar.cost.pipeline import PartCosts, run_orders
+from autopar.plans.find import PlanRequest, plan_graph, plan_under_layout
+from autopar.sharding.layout.syntax import CutStatement
+from autopar.sharding.schedules import Schedule, orders
+from examples.gpt import gpt
+
+REQUEST = PlanRequest("h100", cache=False)
+
+
+class Layers(nn.Module):
+    """Equal layers and a loss that takes no time beside them."""
+
+    def __init__(self, layers: int = 8, width: int = 1024) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False, device="meta") for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x[:, :1].mean()
+
+
+def priced(mesh: str, layout: str, batch: int = 2**16) -> autopar.Plan:
+    graph = autopar.trace(Layers(), (torch.empty(batch, 1024, device="meta"),))
+    return plan_under_layout(graph, autopar.Mesh(mesh), layout, REQUEST)
+
+
+@pytest.mark.parametrize(("schedule", "in_flight"), [("1f1b", (4, 3, 2, 1)), ("gpipe", (16,) * 4)])
+def test_equal_stages_take_as_long_as_the_formula(schedule: str, in_flight: Sequence[int]) -> None:
+    """A step lasts for all micro-batches of one stage, and one more for each other stage."""
+    costs = priced("pp=4", f"micro 16; pipeline pp {schedule}; batch -> none; * -> none").costs
+    one = max(stage.forward_seconds + stage.backward_seconds for stage in costs.stages)
+    least = (16 + 4 - 1) * one + costs.compute.optimizer_seconds
+    # Sends delay a stage that has no forward in reserve.
+    assert least <= costs.step_seconds <= (1.1 if schedule == "1f1b" else 1.02) * least
+    assert costs.bubble_seconds >= 2.9 * one
+    assert tuple(stage.in_flight for stage in costs.stages) == in_flight
+    # The first stage reads an input, which is no activation.
+    saved = [stage.memory.saved_bytes / stage.in_flight for stage in costs.stages[1:]]
+    assert max(saved) <= 1.01 * min(saved)
+    assert len({stage.memory.parameters_bytes for stage in costs.stages}) == 1
+    assert costs.memory.peak_bytes == max(stage.memory.peak_bytes for stage in costs.stages)
+
+
+def test_interleaving_shortens_the_bubble() -> None:
+    plain = priced("pp=4", "micro 16; pipeline pp 1f1b; batch -> none; * -> none").costs
+    finer = priced("pp=4", "micro 16; pipeline pp interleaved(2); batch -> none; * -> none").costs
+    assert finer.bubble_seconds == pytest.approx(plain.bubble_seconds / 2, rel=0.2)
+    assert finer.step_seconds < plain.step_seconds
+    assert [stage.parts for stage in finer.stages] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+def test_stages_share_the_model() -> None:
+    """Parameters, work and collectives of all stages are those of the model on the other axes."""
+    whole = priced("dp=2", "micro 8; batch -> dp; * -> none").costs
+    cut = priced("pp=4,dp=2", "micro 8; pipeline pp 1f1b; batch -> dp; * -> none").costs
+    assert sum(stage.memory.parameters_bytes for stage in cut.stages) == whole.memory.parameters_bytes
+    busy = sum(stage.busy_seconds for stage in cut.stages)
+    assert busy == pytest.approx(whole.compute.forward_seconds + whole.compute.backward_seconds, rel=0.02)
+    assert cut.flops == whole.flops
+    assert cut.mfu < whole.mfu
+
+
+def test_one_value_crosses_each_cut_of_a_gpt() -> None:
+    graph = autopar.trace(*gpt(layers=4, batch=8))
+    plan = plan_under_layout(graph, autopar.Mesh("pp=4"), "micro 4; pipeline pp 1f1b; * -> none", REQUEST)
+    crossing = lower_step(plan.graph, plan.decided).crossing
+    assert sorted((making, tuple(reading)) for _, making, reading in crossing) == [(0, (1,)), (1, (2,)), (2, (3,))]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_send_delays_what_follows_it(waits: bool) -> None:
+    parts = [PartCosts(1.0, 2.0, 0.25), PartCosts(1.0, 2.0, 0.25)]
+    finished, busy = run_orders(parts, orders(2, 1, "1f1b"), [0.5, 0.0], waits)
+    assert finished[0] == pytest.approx(0.5 + 1.0 + 0.25 + 3.0 + 0.25 + 2.0)
+    assert busy == pytest.approx((3.25, 3.25) if waits else (3.0, 3.0))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_unequal_parts(schedule: Schedule) -> None:
+    """The longest part bounds the step from below, all parts in a row bound it too."""
+    chunks = 2 if schedule == "interleaved" else 1
+    parts = [PartCosts(1.0 + 0.5 * place, 2.0 + place) for place in range(3 * chunks)]
+    finished, busy = run_orders(parts, orders(3, 6, schedule, chunks), [0.0] * 3, sends_wait=False)
+    assert max(finished) >= max(busy)
+    assert max(finished) >= sum(part.forward_seconds + part.backward_seconds for part in parts)
+    for stage in range(3):
+        mine = [part for place, part in enumerate(parts) if place % 3 == stage]
+        assert busy[stage] == pytest.approx(6 * sum(part.forward_seconds + part.backward_seconds for part in mine))
+
+
+# -- the search --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout"),
+    [
+        ("pp=2,dp=2", "micro 4; pipeline pp 1f1b; batch -> dp; * -> none"),
+        ("pp=2,tp=2", "micro 4; pipeline pp interleaved(2)"),
+        ("pp=2,dp=2", "micro ?; pipeline pp 1f1b(+1); cut pp before @blocks.1"),
+    ],
+)
+def test_a_plan_is_read_as_it_was_written(mesh: str, layout: str) -> None:
+    plan = plan_graph(autopar.trace(*gpt(layers=4, batch=8)), (autopar.Mesh(mesh),), layout, REQUEST)
+    again = autopar.Plan.read(plan.text, plan.graph)
+    assert again.decided == plan.decided
+    assert again.costs == plan.costs
+    cut = plan.layout.cut
+    assert isinstance(cut, CutStatement)
+    assert all("/" not in name for name in cut.before), "modules, not ops"
+    assert plan.bound_seconds is not None
+    assert 0 <= plan.bound_seconds <= plan.step_seconds
+
+
+def test_parts_take_equal_time() -> None:
+    """The loss counts by its time: by its multiplications alone the last stage would be the slowest by far."""
+    graph = autopar.trace(*gpt(layers=12, d_model=1024, heads=16, vocab=50000, seq=1024, batch=64, device="meta"))
+    plan = plan_graph(graph, (autopar.Mesh("pp=2"),), "micro 4; pipeline pp 1f1b", REQUEST)
+    busy = [stage.busy_seconds for stage in plan.costs.stages]
+    assert max(busy) < 1.25 * min(busy)
+
+
+def test_memory_limits_the_fullest_stage() -> None:
+    graph = autopar.trace(*gpt(layers=8, d_model=256, heads=8, seq=256, batch=64, device="meta"))
+    text = "micro 8; pipeline pp 1f1b; cut pp before @blocks.4"
+    free = plan_graph(graph, (autopar.Mesh("pp=2"),), text, REQUEST)
+    limit = 0.6 * free.memory_bytes
+    tight = plan_graph(graph, (autopar.Mesh("pp=2"),), text, PlanRequest("h100", limit, cache=False))
+    assert all(stage.memory.peak_bytes <= limit for stage in tight.costs.stages)
+    assert tight.step_seconds > free.step_seconds
+    assert tight.decided.recompute
