@@ -118,6 +118,7 @@ def parallelize(
         optimizer: the optimizer whose states count as memory.
         outputs: `"sharded"` returns tensors as DTensors, `"full"` gathers them, `"local"` returns the shards of this
             rank and averages gradients over the shards as DDP does, `"local_sum"` adds gradients up. Scalars are whole.
+            `"loss"` returns scalars alone and None for all else, so that no logits of all micro-batches are kept.
         local_inputs: the inputs are the shards of this rank already.
         compute_dtype: dtype of parameters and inputs in the forward and backward; the optimizer sees them unchanged.
         reduce_dtype: dtype that gradients are added up in; by default the dtype of their parameter.

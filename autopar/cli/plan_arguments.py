@@ -96,7 +96,7 @@ def add_request(parser: argparse.ArgumentParser, mesh: bool = True) -> None:
     parser.add_argument("--optimizer", metavar="NAME", help="optimizer whose states count as memory (default: adamw)")
     parser.add_argument(
         "--outputs",
-        choices=("sharded", "full", "local", "local_sum"),
+        choices=("sharded", "full", "local", "local_sum", "loss"),
         help="form of the results (default: sharded)",
     )
 

@@ -131,7 +131,8 @@ class _Emitter:
         results = source.output_node().args[0]
         assert isinstance(results, tuple), "the graph returns a flat tuple"
         pairs = zip(results, self.reshard_plan.results, strict=True)
-        self.out.output(tuple(result if place is None else self._value(*place) for result, place in pairs))
+        # A result without a place is no tensor, or one that nobody asked for.
+        self.out.output(tuple(_plain(result) if place is None else self._value(*place) for result, place in pairs))
         if MICRO in self.axes:
             regathered = frozenset(name for name, tensor in self.by_node.items() if self.parameters.of(tensor).again)
             self.out = loop_micro_batches(
@@ -437,6 +438,10 @@ class _Emitter:
             unique, count = f"{stem}_{count}", count + 1
         self.modules[unique] = module
         return self.out.call_module(unique, args)
+
+
+def _plain(result: Any) -> Any:
+    return None if isinstance(result, Node) else result
 
 
 def _has_node(value: Any) -> bool:

@@ -33,7 +33,10 @@ __all__ = ["LayoutPlanner", "PlanFilePlanner", "SearchPlanner", "has_holes"]
 
 def has_holes(layout: Layout) -> bool:
     """Return True if a layout leaves a place open with `?`; published strategies are complete."""
-    if layout.open_micro_batches is not None:
+    pipeline, cut = layout.pipeline, layout.cut
+    if layout.open_micro_batches is not None or (pipeline is not None and pipeline.is_open):
+        return True
+    if cut is not None and not cut.before:
         return True
     rules: list[DimRule] = []
     for statement in layout if layout.strategy is None else ():

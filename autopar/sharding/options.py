@@ -29,8 +29,8 @@ class TrainingOptions:
 
 
 # Form of the results: DTensors, whole tensors, or plain shards. With shards each rank computes a loss of its own, and
-# gradients are those of the mean of these losses, or of their sum.
-Outputs = Literal["sharded", "full", "local", "local_sum"]
+# gradients are those of the mean of these losses, or of their sum. `loss` returns scalars alone.
+Outputs = Literal["sharded", "full", "local", "local_sum", "loss"]
 
 
 # Ops of a repeated layer that the backward recomputes: none, the cheap ones, or all.

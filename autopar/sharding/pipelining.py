@@ -53,6 +53,8 @@ def check_pipeline(layout: Layout, axes: SubMesh) -> None:
                 message = f"the axis '{axis}' has the stages of the pipeline, so it splits nothing else"
                 raise layout_error("E3", message, "name another axis", place, pipeline.span)
     stages = axes[pipeline.axis]
+    if stages == 1:
+        return
     if micro is None or micro.count < 2:
         message = f"a pipeline of {stages} stages runs micro-batches, and the layout has none"
         raise layout_error("E5", message, f"write 'micro {2 * stages}' too", pipeline.span)
@@ -60,7 +62,7 @@ def check_pipeline(layout: Layout, axes: SubMesh) -> None:
         message = f"micro {micro.count} does not interleave on {stages} stages: expected a multiple of {stages}"
         raise layout_error("E4", message, f"write 'micro {-(-micro.count // stages) * stages}'", pipeline.span)
     parts = stages * pipeline.chunks
-    if cut is not None and len(cut.before) != parts - 1:
+    if cut is not None and cut.before and len(cut.before) != parts - 1:
         what = f"{stages} stages of {pipeline.chunks} parts" if pipeline.chunks > 1 else f"{stages} stages"
         message = f"{what} take {parts - 1} cuts, this line has {len(cut.before)}"
         raise layout_error("E4", message, "name what begins each part but the first", cut.span)
@@ -129,7 +131,7 @@ class _Cutting:
 
     def parts(self, cut: CutStatement | None) -> dict[str, int]:
         """Return the part of each op."""
-        starts = self._even() if cut is None else [self._start(name, cut) for name in cut.before]
+        starts = self._even() if cut is None or not cut.before else [self._start(name, cut) for name in cut.before]
         for before, after in zip([0, *starts], starts, strict=False):
             if after <= before:
                 name = self.body[after].name

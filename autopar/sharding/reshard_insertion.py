@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import Assignment, OpAssignment
@@ -126,6 +127,7 @@ class _ReshardInserter:
         self.graph = graph
         self.assignment = assignment
         self.whole_outputs = outputs == "full"
+        self.scalars_alone = outputs == "loss"
         self.local_inputs = local_inputs
         self.mesh = without_time(assignment.axes)
         self.shardings: dict[str, Sharding] = {}
@@ -149,6 +151,10 @@ class _ReshardInserter:
         names = [by_node[result.name] if isinstance(result, Node) else None for result in flat]
         # The first outputs of an exported graph are the new values of buffers and inputs that the model writes.
         mutated = len(exported.mutations)
+        if self.scalars_alone:
+            names = [name if i < mutated or self._is_scalar(name) else None for i, name in enumerate(names)]
+            if not any(names[mutated:]):
+                raise AutoparError("outputs='loss': the model returns no scalar\nfix: outputs='sharded'")
         results = tuple(
             None if name is None else self._result(name, i < mutated, handed) for i, name in enumerate(names)
         )
@@ -171,6 +177,9 @@ class _ReshardInserter:
                 after.append(self._convert(name, produced, wanted, node.name))
             self.shardings[name] = wanted
         return OpReshards(operands, tuple(before), split, _messages(split), tuple(after))
+
+    def _is_scalar(self, name: str | None) -> bool:
+        return name is not None and not self.graph.tensors[name].shape
 
     def _result(self, name: str, whole: bool, handed: list[InsertedReshard]) -> tuple[str, Sharding]:
         """Return the sharding of a returned value; scalars and written buffers are whole."""

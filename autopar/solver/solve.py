@@ -17,13 +17,15 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.invariants import verifying
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
-from autopar.sharding.assignment import OpAssignment, StepPlan
+from autopar.sharding.assignment import OpAssignment, Pipelining, StepPlan
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.choices import Choice, shardings_of
 from autopar.sharding.layout.language import Layout, applies_to, axes_of, load_strategy, roles_of, strategy_names
+from autopar.sharding.layout.syntax import PipelineStatement
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.pipelining import check_pipeline, with_stages, without_stages
 from autopar.sharding.propagation import PropagationCache
+from autopar.sharding.schedules import Schedule
 from autopar.sharding.time_slice import propagate_plan, slice_in_time, time_assignment
 from autopar.sharding.verify import verify_assignment
 from autopar.solver.explain_infeasible import infeasible_error
@@ -101,7 +103,8 @@ def solve_plan(
         said = said.on_axes({axis: () for axis, size in setting.axes.items() if size == 1})
         bound_layout = BoundLayout(setting.graph, said, setting.axes)
         incumbent = Incumbent(setting, limit, began, progress, bound_layout)
-        return _solved(incumbent, time_limit, warm, strategies, beat_seconds)
+        found = _solved(incumbent, time_limit, warm, strategies, beat_seconds)
+        return found if layout is None else _with_schedule(found, setting, layout, SubMesh.of(axes), limit)
 
 
 def _problem(
@@ -117,10 +120,56 @@ def _problem(
     found = PlanningProblem.of(slice_in_time(graph, micro), without_stages(layout, axes), cluster, options, call)
     if layout.pipeline is None:
         return found
-    # Parts of equal time: without the axes of the mesh, whose choice is still to come, the shares are about the same.
-    seconds = {node.name: _whole_seconds(found, node) for node in found.graph.nodes}
-    stages = with_stages(graph, layout, axes, time_assignment(graph, micro), seconds).pipelining
+    stages = _stages(found, layout, axes)
     return PlanningProblem.of(found.graph, found.axes, cluster, options, replace(call, pipelining=stages))
+
+
+def _stages(setting: PlanningProblem, layout: Layout, axes: SubMesh) -> Pipelining | None:
+    """Return the stages of a layout; where it names no cuts, their parts take about equal time.
+
+    The axes that split tensors are still to be chosen. Without them the shares of the parts are about the same.
+    """
+    assert setting.call is not None, "a pipeline has micro-batches"
+    seconds = {node.name: _whole_seconds(setting, node) for node in setting.graph.nodes}
+    alone = time_assignment(setting.call.graph, setting.call.micro)
+    return with_stages(setting.call.graph, layout, axes, alone, seconds).pipelining
+
+
+# Schedules of `pipeline pp ?` beside 1f1b: chunks, and micro-batches more in flight.
+OTHER_SCHEDULES: tuple[tuple[Schedule, int, int], ...] = (
+    ("1f1b", 1, 1),
+    ("interleaved", 2, 0),
+    ("interleaved", 3, 0),
+    ("interleaved", 4, 0),
+    ("interleaved", 6, 0),
+    ("interleaved", 8, 0),
+)
+
+
+def _with_schedule(
+    found: SolvedPlan, setting: PlanningProblem, layout: Layout, axes: SubMesh, limit: float
+) -> SolvedPlan:
+    """Return the plan under the fastest schedule that fits, where the layout leaves it open.
+
+    The shardings stay as they are: the schedule changes the idle time, the sends, and the micro-batches in flight.
+    """
+    pipeline, cut = layout.pipeline, layout.cut
+    if pipeline is None or not pipeline.is_open or axes[pipeline.axis] == 1:
+        return found
+    named = cut is not None and bool(cut.before)
+    for schedule, chunks, more in OTHER_SCHEDULES[:1] if named else OTHER_SCHEDULES:
+        statement = PipelineStatement(pipeline.axis, schedule, chunks, more, span=pipeline.span)
+        other = Layout(tuple(statement if one is pipeline else one for one in layout), layout.name)
+        try:
+            check_pipeline(other, axes)
+            stages = _stages(setting, other, axes)
+        except LayoutError:
+            continue  # too few micro-batches or ops for so many parts
+        plan = replace(found.plan, assignment=replace(found.plan.assignment, pipelining=stages))
+        costs = setting.costs(plan)
+        if costs.memory.peak_bytes <= limit and costs.step_seconds < found.costs.step_seconds:
+            found = replace(found, plan=plan, costs=costs)
+    return found
 
 
 def _whole_seconds(setting: PlanningProblem, node: NamedNode) -> float:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.cost.lowered_step import lower_step
 from autopar.cost.pipeline import PartCosts, run_orders
-from autopar.plans.find import PlanRequest, plan_graph, plan_under_layout
+from autopar.plans.find import PlanRequest, meshes_of, plan_graph, plan_under_layout
+from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.syntax import CutStatement
 from autopar.sharding.schedules import Schedule, orders
 from examples.gpt import gpt
@@ -141,3 +142,33 @@ def test_memory_limits_the_fullest_stage() -> None:
     assert all(stage.memory.peak_bytes <= limit for stage in tight.costs.stages)
     assert tight.step_seconds > free.step_seconds
     assert tight.decided.recompute
+
+
+def test_an_open_schedule_is_the_fastest_that_fits() -> None:
+    graph = autopar.trace(*gpt(layers=8, d_model=256, heads=8, seq=256, batch=64, device="meta"))
+    mesh = (autopar.Mesh("pp=2"),)
+    found = plan_graph(graph, mesh, "micro 8; pipeline pp ?; cut pp ?; * -> none", REQUEST)
+    assert "?" not in str(found.layout)
+    for schedule in ("1f1b", "1f1b(+1)", "interleaved(2)"):
+        other = plan_graph(graph, mesh, f"micro 8; pipeline pp {schedule}; * -> none", REQUEST)
+        assert found.step_seconds <= other.step_seconds * (1 + 1e-9)
+    named = plan_graph(graph, mesh, "micro 8; pipeline pp ?; cut pp before @blocks.3; * -> none", REQUEST)
+    assert named.layout.cut == CutStatement("pp", ("blocks.3",))
+    text = "pipeline pp ?\ncut pp ?\n"
+    assert str(parse_layout(text)) == text
+
+
+def test_open_meshes_may_have_one_stage() -> None:
+    """An axis of one rank has no stages, and needs no micro-batches."""
+    meshes = meshes_of("pp=?,dp=?", 2)
+    graph = autopar.trace(*gpt(layers=4, batch=8))
+    plan = plan_graph(graph, meshes, "micro ?{1, 2}; pipeline pp ?; batch -> dp; * -> none", REQUEST)
+    alone = plan_under_layout(graph, autopar.Mesh("pp=1,dp=2"), "pipeline pp 1f1b; batch -> dp; * -> none", REQUEST)
+    assert plan.step_seconds <= alone.step_seconds
+    assert alone.decided.assignment.pipelining is None
+
+
+def test_an_axis_of_one_rank_takes_a_strategy() -> None:
+    model, inputs = gpt(batch=8)
+    plan = autopar.plan(model, "dp=2,tp=1", inputs, layout="megatron", cluster="h100", cache=False)
+    assert autopar.Plan.read(plan.text, plan.graph).costs == plan.costs

@@ -405,3 +405,35 @@ def test_a_searched_plan_is_exact() -> None:
         assert error < 1e-12
         assert off < 1e-12
         assert counts == [4]
+
+
+def scalars_alone(layout: str, mesh: str) -> tuple[bool, float, float]:
+    torch.manual_seed(0)
+    model = Model("both").double()
+    inputs = {"x": torch.randn(8, 6, dtype=torch.float64), "y": torch.randint(5, (8,))}
+    parallel = autopar.parallelize(model, mesh, inputs, layout=layout, outputs="loss")
+    expected, (found, logits) = model(**inputs)[0], parallel(**inputs)
+    expected.backward()
+    found.backward()
+    return logits is None, float((expected - found).abs()), worst(gradients(parallel), gradients(model))
+
+
+@pytest.mark.parametrize("layout", ["batch -> dp; * -> none", "micro 2; batch -> dp; * -> none"])
+def test_results_that_nobody_asks_for_are_none(layout: str) -> None:
+    for is_none, error, off in launch(scalars_alone, layout, "dp=2", ranks=2):
+        assert is_none
+        assert error < 1e-12
+        assert off < 1e-12
+
+
+def test_logits_of_all_micro_batches_take_no_memory() -> None:
+    inputs = {"x": torch.empty(4096, 6, device="meta"), "y": torch.empty(4096, dtype=torch.long, device="meta")}
+    model = Model("both").to("meta")
+    kept, dropped = (
+        autopar.plan(model, "dp=2", inputs, layout="micro 64; ddp", cluster="h100", outputs=one, cache=False)
+        for one in ("sharded", "loss")
+    )
+    logits = 2048 * 5 * 4
+    assert kept.memory_bytes - dropped.memory_bytes == pytest.approx(logits, rel=0.05)
+    with pytest.raises(autopar.AutoparError, match="the model returns no scalar"):
+        autopar.plan(Model("logits").to("meta"), "dp=2", inputs, cluster="h100", outputs="loss", cache=False)

@@ -186,6 +186,8 @@ class LayoutParser(TokenReader):
         self.form = FORMS["pipeline"]
         axis = self.expect_name("an axis of the mesh")
         place = self.token.span
+        if self.accept("?"):
+            return PipelineStatement(axis, "1f1b", is_open=True, span=keyword.span)
         if self.at_end():
             raise self.expected("a schedule", f"the schedules are {', '.join(SCHEDULES)}")
         name = self.token.text
@@ -206,11 +208,13 @@ class LayoutParser(TokenReader):
                 if chunks < 2:
                     raise layout_error("E0", f"interleaved({chunks}) interleaves nothing", "write '1f1b'", place)
             self.expect(")", "after the number")
-        return PipelineStatement(axis, schedule, chunks, more, keyword.span)
+        return PipelineStatement(axis, schedule, chunks, more, span=keyword.span)
 
     def cut(self, keyword: Token) -> CutStatement:
         self.form = FORMS["cut"]
         axis = self.expect_name("an axis of the mesh")
+        if self.accept("?"):
+            return CutStatement(axis, (), keyword.span)
         if not (self.is_a("name") and self.token.text == "before"):
             raise self.expected("'before' and the modules that begin parts")
         self.advance()

@@ -184,19 +184,24 @@ class OpenMicroBatches:
 class PipelineStatement:
     """`pipeline pp 1f1b`: the ranks along an axis are stages, each with a part of the model.
 
-    `interleaved(2)` has two parts on each stage, `1f1b(+1)` one micro-batch more in flight.
+    `interleaved(2)` has two parts on each stage, `1f1b(+1)` one micro-batch more in flight. `pipeline pp ?` leaves the
+    schedule to the search, which begins with that of the statement.
     """
 
     axis: str
     schedule: Schedule
     chunks: int = 1
     more: int = 0
+    is_open: bool = False
     span: SourceSpan | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class CutStatement:
-    """`cut pp before @blocks.2, @blocks.4`: modules or ops that begin the second and later parts of a pipeline."""
+    """`cut pp before @blocks.2, @blocks.4`: modules or ops that begin the second and later parts of a pipeline.
+
+    `cut pp ?` names none: the parts take about equal time, as they do without the statement.
+    """
 
     axis: str
     before: tuple[str, ...]
@@ -308,6 +313,10 @@ def print_statement(statement: Statement) -> str:
         case OpenMicroBatches(candidates, dim):
             among = f"{{{', '.join(map(str, candidates))}}}" if candidates else ""
             return f"micro ?{among}" + ("" if dim == "batch" else f" of {dim}")
+        case PipelineStatement(axis, is_open=True):
+            return f"pipeline {axis} ?"
+        case CutStatement(axis, ()):
+            return f"cut {axis} ?"
         case PipelineStatement(axis, schedule, chunks, more):
             extra = f"({chunks})" if schedule == "interleaved" else f"(+{more})" if more else ""
             return f"pipeline {axis} {schedule}{extra}"

@@ -17,6 +17,7 @@ from autopar.cost.compute.optimizers import optimizer_of
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.bound_layout import BoundLayout
+from autopar.sharding.options import Outputs
 from autopar.sharding.sharding import Sharding, atoms_of
 from autopar.solver.arrays import Floats
 from autopar.solver.infeasible import OutOfTime
@@ -56,7 +57,7 @@ class ModelBuilder:
         self.place: dict[tuple[str, str], int] = {}
         self.nodes = {node.name: node for node in graph.nodes}
         self.makers = {name: (node, i) for node in graph.nodes for i, name in enumerate(node.outputs) if name}
-        self.handed = returned_tensors(graph)
+        self.handed = returned_tensors(graph, self.setting.options.outputs)
         self.shares: dict[str, float] = {}
         self.cuts: dict[str, Any] = {}
         self.signatures: dict[str, Any] = {}
@@ -249,8 +250,8 @@ def parts_of(sums: Floats) -> Parts:
     return {part: sums[part] for part in Sum if sums[part].any()} or {Sum.DEVICE: sums[Sum.DEVICE]}
 
 
-def returned_tensors(graph: NamedGraph) -> dict[str, tuple[bool, ...]]:
-    """Yield every tensor that the graph returns, and whether it is written back whole."""
+def returned_tensors(graph: NamedGraph, outputs: Outputs = "sharded") -> dict[str, tuple[bool, ...]]:
+    """Return every tensor that a step returns, and whether it is written back whole."""
     flat: Any = graph.exported.graph_module.graph.output_node().args[0]
     by_node = {tensor.node: tensor.name for tensor in graph.tensors.values()}
     mutated = len(graph.exported.mutations)
@@ -258,5 +259,7 @@ def returned_tensors(graph: NamedGraph) -> dict[str, tuple[bool, ...]]:
     for i, result in enumerate(flat):
         if isinstance(result, Node):
             name = by_node[result.name]
+            if outputs == "loss" and i >= mutated and graph.tensors[name].shape:
+                continue
             found[name] = (*found.get(name, ()), i < mutated)
     return found

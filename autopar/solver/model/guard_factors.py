@@ -137,7 +137,7 @@ class _Contracts:
         whole = Sharding.replicated(atoms_of(tensor))
         if tensor.kind == "input" and not self.setting.options.local_inputs:
             self._add(place, np.array([self._breaks(tensor, broken, whole, source) for source in sources]))
-        for is_whole in dict.fromkeys(returned_tensors(self.graph).get(name, ())):
+        for is_whole in dict.fromkeys(returned_tensors(self.graph, self.setting.options.outputs).get(name, ())):
             everything = is_whole or self.setting.options.outputs == "full" or not tensor.shape
             ends = [whole if everything else Sharding(source.splits) for source in sources]
             pairs = zip(sources, ends, strict=True)
