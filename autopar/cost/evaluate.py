@@ -159,7 +159,7 @@ def evaluate(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Costs:
         step, costs = sums.seconds, memory(lowered)
     else:
         every = profile_parts(lowered, cluster)
-        step, stages = pipelined(lowered, cluster, [_part_times(one, lowered, cluster) for one in every])
+        step, stages = pipelined(lowered, cluster, [part_times(one, cluster) for one in every])
         busiest = max(stages, key=lambda stage: stage.busy_seconds + stage.parameters_seconds)
         found = tuple(every[part] for part in busiest.parts)
         sums = _sums(found, lowered, cluster)
@@ -218,7 +218,7 @@ def _sums(every: Sequence[Profile], lowered: LoweredStep, cluster: Cluster) -> _
     )
 
 
-def _part_times(found: Profile, lowered: LoweredStep, cluster: Cluster) -> PartTimes:
+def part_times(found: Profile, cluster: Cluster) -> PartTimes:
     """Return the times of one part of a pipeline."""
     overlap, each, once = OverlapCost.of(cluster), [], []
     for tasks in (found.forward, found.backward):

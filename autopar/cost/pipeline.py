@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from autopar.sharding.schedules import Schedule, StageTask, TaskKind, orders
 
@@ -34,6 +35,24 @@ class PartCosts:
     backward_seconds: float
     # Sending activations to the next part, or their gradient to the one before.
     send_seconds: float = 0.0
+
+
+class TaskTime(NamedTuple):
+    """Forward or backward of one part for one micro-batch, with its begin and end."""
+
+    stage: int
+    task: StageTask
+    start_seconds: float
+    end_seconds: float
+
+
+class OrderTimes(NamedTuple):
+    """Times of the tasks of all stages."""
+
+    # By stage: the end of its last task, and the time that it works.
+    finished: tuple[float, ...]
+    busy: tuple[float, ...]
+    tasks: tuple[TaskTime, ...]
 
 
 @dataclass(frozen=True)
@@ -65,7 +84,7 @@ def pipeline(
         for _ in range(chunks)
         for stage in stages
     ]
-    finished, busy = run_orders(parts, plan, [0.0] * len(stages), sends_wait=True)
+    finished, busy, _ = run_orders(parts, plan, [0.0] * len(stages), sends_wait=True)
     in_flight = most_in_flight(plan, chunks)
     memory = tuple(
         stage.resident_bytes + count * stage.activation_bytes for stage, count in zip(stages, in_flight, strict=True)
@@ -81,8 +100,8 @@ def most_in_flight(plan: Sequence[Sequence[StageTask]], chunks: int) -> tuple[fl
 
 def run_orders(
     parts: Sequence[PartCosts], plan: Sequence[Sequence[StageTask]], begins: Sequence[float], sends_wait: bool
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return when each stage ends and how long it is busy; each stage runs until an input is missing.
+) -> OrderTimes:
+    """Return the times of all tasks; each stage runs until an input is missing.
 
     A stage begins at its second of `begins`. With `sends_wait` it does not compute while it sends.
     """
@@ -90,6 +109,7 @@ def run_orders(
     arrived: dict[tuple[int, StageTask], float] = {}
     clock, busy = list(begins), [0.0] * stages
     place = [0] * stages
+    ran: list[TaskTime] = []
     waiting = list(range(stages))
     while waiting:
         stage = waiting.pop()
@@ -107,7 +127,9 @@ def run_orders(
             send = part.send_seconds if sends else 0.0
             seconds = part.forward_seconds if task.kind is TaskKind.FORWARD else part.backward_seconds
             seconds += send if sends_wait else 0.0
-            clock[stage] = max(clock[stage], ready) + seconds
+            start = max(clock[stage], ready)
+            clock[stage] = start + seconds
+            ran.append(TaskTime(stage, task, start, clock[stage]))
             busy[stage] += seconds
             place[stage] += 1
             if follower is not None:
@@ -116,7 +138,7 @@ def run_orders(
                     waiting.append(follower[0])
     stuck = [stage for stage in range(stages) if place[stage] < len(plan[stage])]
     assert not stuck, f"deadlock: stages {stuck} wait for inputs that no task sends"
-    return tuple(clock), tuple(busy)
+    return OrderTimes(tuple(clock), tuple(busy), tuple(ran))
 
 
 def _follower(stage: int, task: StageTask, stages: int, chunks: int) -> tuple[int, StageTask] | None:

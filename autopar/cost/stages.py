@@ -13,10 +13,10 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.memory.peak import MemoryCosts, memory
 from autopar.cost.network import Network
-from autopar.cost.pipeline import PartCosts, most_in_flight, run_orders
-from autopar.sharding.schedules import orders
+from autopar.cost.pipeline import OrderTimes, PartCosts, most_in_flight, run_orders
+from autopar.sharding.schedules import StageTask, orders
 
-__all__ = ["PartTimes", "PricedStage", "pipelined"]
+__all__ = ["PartTimes", "PricedStage", "parts_by_stage", "pipelined", "task_times"]
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,15 @@ class PricedStage:
 
 def pipelined(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) -> tuple[float, tuple[PricedStage, ...]]:
     """Return the seconds of a step and the costs of each stage, given the times of the parts."""
-    plan, pipelining = step.plan, step.plan.assignment.pipelining
+    pipelining = step.plan.assignment.pipelining
     assert pipelining is not None, "a pipeline has stages"
-    count, stages = plan.options.micro_batches, pipelining.stages
-    tasks = orders(stages, count, pipelining.schedule, pipelining.chunks, pipelining.more)
-    network = Network(cluster, pipelining.mesh, plan.options.links)
+    own = parts_by_stage(step, times)
+    begins, ends, optimizer = (
+        [sum(getattr(times[part], when) for part in mine) for mine in own] for when in ("before", "after", "optimizer")
+    )
     sent, received = _sent_bytes(step, len(times))
-    sends = [network.seconds("send", (pipelining.axis,), size) if size else 0.0 for size in sent]
-    parts = [PartCosts(one.forward, one.backward, send) for one, send in zip(times, sends, strict=True)]
-    own = [range(stage, len(times), stages) for stage in range(stages)]
-    begins = [sum(times[part].before for part in mine) for mine in own]
-    ends = [sum(times[part].after for part in mine) for mine in own]
-    finished, busy = run_orders(parts, tasks, begins, sends_wait=False)
-    in_flight = most_in_flight(tasks, pipelining.chunks)
-    optimizer = max(sum(times[part].optimizer for part in mine) for mine in own)
+    finished, busy, _ = task_times(step, cluster, times)
+    in_flight = most_in_flight(_tasks(step), pipelining.chunks)
     found = tuple(
         PricedStage(
             tuple(mine),
@@ -84,7 +79,32 @@ def pipelined(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) -
         )
         for stage, mine in enumerate(own)
     )
-    return max(end + last for end, last in zip(finished, ends, strict=True)) + optimizer, found
+    return max(end + last for end, last in zip(finished, ends, strict=True)) + max(optimizer), found
+
+
+def parts_by_stage(step: LoweredStep, times: Sequence[PartTimes]) -> list[range]:
+    """Return the parts of each stage."""
+    pipelining = step.plan.assignment.pipelining
+    assert pipelining is not None, "a pipeline has stages"
+    return [range(stage, len(times), pipelining.stages) for stage in range(pipelining.stages)]
+
+
+def task_times(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) -> OrderTimes:
+    """Return the times of the forwards and backwards of all stages."""
+    plan, pipelining = step.plan, step.plan.assignment.pipelining
+    assert pipelining is not None, "a pipeline has stages"
+    network = Network(cluster, pipelining.mesh, plan.options.links)
+    sent, _ = _sent_bytes(step, len(times))
+    sends = [network.seconds("send", (pipelining.axis,), size) if size else 0.0 for size in sent]
+    parts = [PartCosts(one.forward, one.backward, send) for one, send in zip(times, sends, strict=True)]
+    begins = [sum(times[part].before for part in mine) for mine in parts_by_stage(step, times)]
+    return run_orders(parts, _tasks(step), begins, sends_wait=False)
+
+
+def _tasks(step: LoweredStep) -> tuple[tuple[StageTask, ...], ...]:
+    one = step.plan.assignment.pipelining
+    assert one is not None, "a pipeline has stages"
+    return orders(one.stages, step.plan.options.micro_batches, one.schedule, one.chunks, one.more)
 
 
 def _sent_bytes(step: LoweredStep, parts: int) -> tuple[list[float], list[float]]:

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autopar.cost.evaluate import part_times
 from autopar.cost.hardware.cluster import Cluster
-from autopar.cost.lowered_step import lower_step
-from autopar.cost.profile import Profile, Task, profile
+from autopar.cost.lowered_step import LoweredStep, lower_step
+from autopar.cost.profile import Profile, Task, profile, profile_parts
+from autopar.cost.stages import parts_by_stage, task_times
 from autopar.files import write_text
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
@@ -42,6 +44,8 @@ class Timeline:
     """All events of a step, in the order of their start within each stream."""
 
     events: tuple[Event, ...]
+    # Of a pipeline, one for each stage.
+    streams: tuple[str, ...] = STREAMS
 
     @property
     def seconds(self) -> float:
@@ -51,16 +55,19 @@ class Timeline:
         """Return the trace event format, which chrome://tracing and ui.perfetto.dev open."""
         named = [
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": stream}}
-            for i, stream in enumerate(STREAMS)
+            for i, stream in enumerate(self.streams)
         ]
-        return {"traceEvents": [*named, *map(_trace_event, self.events)], "displayTimeUnit": "ms"}
+        return {
+            "traceEvents": [*named, *(_trace_event(event, self.streams) for event in self.events)],
+            "displayTimeUnit": "ms",
+        }
 
     def save(self, path: str | Path) -> None:
         write_text(path, json.dumps(self.to_json()))
 
 
 def timeline(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Timeline:
-    """Return the timeline of one device in one step.
+    """Return the timeline of one device in one step; of a pipeline, that of its stages.
 
     Parameters:
         graph: the graph that the plan was made for, `Plan.graph`.
@@ -79,8 +86,38 @@ def timeline(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Timeline:
     >>> [event.task.kind for event in step.events if event.task.sends]
     ['all_reduce']
     """
-    step = lower_step(graph, plan)
+    return step_timeline(lower_step(graph, plan), cluster)
+
+
+def step_timeline(step: LoweredStep, cluster: Cluster) -> Timeline:
+    """Return the timeline of a device, or of all stages of a pipeline."""
+    if step.plan.assignment.pipelining is not None:
+        return _stages_timeline(step, cluster)
     return timeline_of(profile(step, cluster), step.plan.options.micro_batches)
+
+
+def _stages_timeline(step: LoweredStep, cluster: Cluster) -> Timeline:
+    """Return a stream for each stage: gathers, the forwards and backwards of its parts, reductions, optimizer."""
+    times = [part_times(one, cluster) for one in profile_parts(step, cluster)]
+    ran, count = task_times(step, cluster, times), step.plan.options.micro_batches
+    events: list[Event] = []
+    # The optimizer of every stage begins when all gradients are reduced, as `evaluate` has it.
+    ends = [sum(times[part].after for part in parts) for parts in parts_by_stage(step, times)]
+    last = max(end + more for end, more in zip(ran.finished, ends, strict=True))
+    for stage, parts in enumerate(parts_by_stage(step, times)):
+        stream = f"stage {stage}"
+        before, optimizer = (sum(getattr(times[part], when) for part in parts) for when in ("before", "optimizer"))
+        gathers = Task("parameters", "all_gather", "forward", before)
+        events += [Event(gathers, stream, 0.0, 0)] if before else []
+        for one in (one for one in ran.tasks if one.stage == stage):
+            name = f"part {one.task.chunk * len(ran.busy) + stage}"
+            task = Task(name, "compute", one.task.kind.value, one.end_seconds - one.start_seconds)
+            events.append(Event(task, stream, one.start_seconds, one.task.micro_batch))
+        sums = Task("gradients", "reduce_scatter", "backward", ends[stage])
+        events += [Event(sums, stream, ran.finished[stage], count - 1)] if ends[stage] else []
+        update = Task("optimizer", "compute", "optimizer", optimizer)
+        events += [Event(update, stream, last, count - 1)] if optimizer else []
+    return Timeline(tuple(events), tuple(f"stage {stage}" for stage in range(len(ran.busy))))
 
 
 def timeline_of(found: Profile, micro_batches: int) -> Timeline:
@@ -138,7 +175,7 @@ class _Clock:
         return self.sent
 
 
-def _trace_event(event: Event) -> dict[str, Any]:
+def _trace_event(event: Event, streams: Sequence[str]) -> dict[str, Any]:
     task = event.task
     details = {"kind": task.kind, "direction": task.direction, "bytes": task.bytes, "flops": task.flops}
     details |= {"axes": "*".join(task.axes), "micro_batch": event.micro_batch}
@@ -148,7 +185,7 @@ def _trace_event(event: Event) -> dict[str, Any]:
         "cat": task.direction,
         "ph": "X",
         "pid": 0,
-        "tid": STREAMS.index(event.stream),
+        "tid": streams.index(event.stream),
         "ts": event.start_seconds * 1e6,
         "dur": task.seconds * 1e6,
         "args": details,

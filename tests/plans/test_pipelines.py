@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cost.lowered_step import lower_step
+from autopar.cost.memory.peak import memory_over_time
 from autopar.cost.pipeline import PartCosts, run_orders
 from autopar.plans.find import PlanRequest, meshes_of, plan_graph, plan_under_layout
 from autopar.sharding.layout.language import parse_layout
@@ -84,7 +86,7 @@ def test_one_value_crosses_each_cut_of_a_gpt() -> None:
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_send_delays_what_follows_it(waits: bool) -> None:
     parts = [PartCosts(1.0, 2.0, 0.25), PartCosts(1.0, 2.0, 0.25)]
-    finished, busy = run_orders(parts, orders(2, 1, "1f1b"), [0.5, 0.0], waits)
+    finished, busy, _ = run_orders(parts, orders(2, 1, "1f1b"), [0.5, 0.0], waits)
     assert finished[0] == pytest.approx(0.5 + 1.0 + 0.25 + 3.0 + 0.25 + 2.0)
     assert busy == pytest.approx((3.25, 3.25) if waits else (3.0, 3.0))
 
@@ -94,12 +96,27 @@ def test_unequal_parts(schedule: Schedule) -> None:
     """The longest part bounds the step from below, all parts in a row bound it too."""
     chunks = 2 if schedule == "interleaved" else 1
     parts = [PartCosts(1.0 + 0.5 * place, 2.0 + place) for place in range(3 * chunks)]
-    finished, busy = run_orders(parts, orders(3, 6, schedule, chunks), [0.0] * 3, sends_wait=False)
+    finished, busy, _ = run_orders(parts, orders(3, 6, schedule, chunks), [0.0] * 3, sends_wait=False)
     assert max(finished) >= max(busy)
     assert max(finished) >= sum(part.forward_seconds + part.backward_seconds for part in parts)
     for stage in range(3):
         mine = [part for place, part in enumerate(parts) if place % 3 == stage]
         assert busy[stage] == pytest.approx(6 * sum(part.forward_seconds + part.backward_seconds for part in mine))
+
+
+def test_the_timeline_shows_the_stages() -> None:
+    plan = priced("pp=4,dp=2", "micro 8; pipeline pp interleaved(2); fsdp(fsdp=dp)")
+    line = autopar.timeline(plan.graph, plan.decided, plan.cluster)
+    assert line.seconds == pytest.approx(plan.step_seconds)
+    for number, stage in enumerate(plan.costs.stages):
+        own = [event for event in line.events if event.stream == f"stage {number}"]
+        ways = [event.task.direction for event in own if event.task.name.startswith("part ")]
+        assert ways.count("forward") == ways.count("backward") == 16
+        assert {event.task.name for event in own} >= {f"part {part}" for part in stage.parts}
+        assert all(one.end_seconds <= other.start_seconds + 1e-12 for one, other in pairwise(own))
+    names = [row["args"]["name"] for row in line.to_json()["traceEvents"] if row["ph"] == "M"]
+    assert names == [f"stage {number}" for number in range(4)]
+    assert "stage 3" in plan.plot()._repr_html_()
 
 
 # -- the search --------------------------------------------------------------------------------------------------------
@@ -172,3 +189,12 @@ def test_an_axis_of_one_rank_takes_a_strategy() -> None:
     model, inputs = gpt(batch=8)
     plan = autopar.plan(model, "dp=2,tp=1", inputs, layout="megatron", cluster="h100", cache=False)
     assert autopar.Plan.read(plan.text, plan.graph).costs == plan.costs
+
+
+def test_the_page_shows_the_fullest_stage() -> None:
+    plan = priced("pp=4", "micro 16; pipeline pp 1f1b; batch -> none; * -> none")
+    stages = plan.costs.stages
+    fullest = max(stages, key=lambda stage: stage.memory.peak_bytes)
+    step = lower_step(plan.graph, plan.decided).at(stages.index(fullest))
+    moments = memory_over_time(step, fullest.memory)
+    assert max(one.bytes for one in moments) == pytest.approx(plan.memory_bytes, rel=0.01)

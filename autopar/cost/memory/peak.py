@@ -84,11 +84,18 @@ def memory(step: LoweredStep, in_flight: float = 1.0) -> MemoryCosts:
     return MemoryCosts(parameters, copies, gradients, states, inputs, saved, moments[at], at)
 
 
-def memory_over_time(step: LoweredStep) -> tuple[MemoryMoment, ...]:
-    """Return the memory while each op runs, in the order of the step."""
+def memory_over_time(step: LoweredStep, stage: MemoryCosts | None = None) -> tuple[MemoryMoment, ...]:
+    """Return the memory while each op runs, in the order of the step.
+
+    `stage` has the memory of a stage of a pipeline, in whose backward other micro-batches wait for theirs.
+    """
     graph, plan = step.graph, step.plan
     run = _GradientWatch(step)
     run.forward()
+    if stage is not None:
+        known = stage.parameters_bytes + stage.copies_bytes + stage.inputs_bytes
+        own = run.storages.live - known - sum(run.storages.sizes[one] for one in run.sums.values())
+        run.storages.new(max(0.0, stage.saved_bytes - own))
     first = sum(run.storages.sizes[storage] for storage in run.sums.values())
     states = 0.0
     if graph.exported.grad_enabled:

@@ -15,8 +15,8 @@ from autopar.cost.evaluate import Costs, evaluate
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep, lower_step
 from autopar.cost.memory.peak import MemoryMoment, memory_over_time
-from autopar.cost.profile import Profile, Task, TaskBuilder, profile
-from autopar.cost.timeline import STREAMS, timeline_of
+from autopar.cost.profile import Task, TaskBuilder
+from autopar.cost.timeline import step_timeline
 from autopar.files import write_text
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
@@ -57,7 +57,8 @@ def contents(
     costs = evaluate(graph, plan, cluster)
     tensors = _Tensors(graph, plan)
     wired = lower_step(graph, plan)
-    found = profile(wired, cluster)
+    fullest = max(costs.stages, key=lambda stage: stage.memory.peak_bytes, default=None)
+    here = wired if fullest is None else wired.at(costs.stages.index(fullest))
     limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
     return {
         "title": title,
@@ -67,12 +68,12 @@ def contents(
         "claimed": claimed,
         "within_layout": within_layout,
         "costs": _costs(costs),
-        "memory": _memory(costs, limit, memory_over_time(wired)),
+        "memory": _memory(costs, limit, memory_over_time(here, None if fullest is None else fullest.memory)),
         "rivals": [asdict(rival) for rival in rivals],
         "dims": _dims(graph, plan),
         "sections": _sections(graph, plan, tensors, _OpTraffic(wired, cluster)),
         "tensors": tensors.described,
-        "timeline": _timeline(found, wired.plan),
+        "timeline": _timeline(wired, cluster),
     }
 
 
@@ -263,9 +264,9 @@ def _dims(graph: NamedGraph, plan: StepPlan) -> list[dict[str, Any]]:
     return [{"name": dim.name, "sizes": list(dim.sizes), "over": counts[dim.name]} for dim in named]
 
 
-def _timeline(found: Profile, plan: StepPlan) -> dict[str, Any]:
+def _timeline(step: LoweredStep, cluster: Cluster) -> dict[str, Any]:
     """Return the events as rows: stream, start and length in microseconds, name, 1 for the backward, axes."""
-    line = timeline_of(found, plan.options.micro_batches)
+    line, plan = step_timeline(step, cluster), step.plan
     names: dict[str, int] = {}
     rows = []
     for event in line.events:
@@ -276,8 +277,8 @@ def _timeline(found: Profile, plan: StepPlan) -> dict[str, Any]:
         start, length = round(event.start_seconds * 1e6, 2), round(task.seconds * 1e6, 2)
         axes = [list(plan.axes).index(axis) for axis in task.axes if axis in plan.axes]
         # Rows of numbers keep the page small: a long step has many events.
-        rows.append([STREAMS.index(event.stream), start, length, place, int(task.direction != "forward"), axes])
-    return {"streams": list(STREAMS), "names": list(names), "events": rows, "seconds": line.seconds}
+        rows.append([line.streams.index(event.stream), start, length, place, int(task.direction != "forward"), axes])
+    return {"streams": list(line.streams), "names": list(names), "events": rows, "seconds": line.seconds}
 
 
 _HERE = Path(__file__).parent
