@@ -37,7 +37,9 @@ def planned(layout: str | None, batch: int = 4096, **more: Any) -> autopar.Plan:
     return autopar.plan(Blocks(), "dp=2", inputs, layout=layout, cluster="h100", cache=False, **more)
 
 
-@pytest.mark.parametrize("model", ["gpt", "llama", "t5", "bert"])
+@pytest.mark.parametrize(
+    "model", ["gpt", "llama", pytest.param("t5", marks=pytest.mark.slow), pytest.param("bert", marks=pytest.mark.slow)]
+)
 def test_the_graph_of_a_micro_batch_is_that_of_a_smaller_batch(model: str) -> None:
     """Sizes, work and memory are those of a trace of one micro-batch."""
     whole, part = (autopar.trace(*(gpt(batch=n) if model == "gpt" else hf(model, batch=n))) for n in (8, 2))

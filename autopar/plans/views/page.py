@@ -63,7 +63,7 @@ def contents(
     return {
         "title": title,
         "cluster": cluster.name,
-        "axes": [{"name": name, "size": size} for name, size in plan.axes.items()],
+        "axes": [{"name": name, "size": size} for name, size in plan.mesh.items()],
         "gap": gap,
         "claimed": claimed,
         "within_layout": within_layout,
@@ -214,6 +214,7 @@ class _OpTraffic:
         self.prices = TaskBuilder(
             self.graph, cluster, plan.axes, plan.options.links, plan.options.compiled, plan.options.gradient_dtype
         )
+        self.prices.on_mesh(plan.mesh)
         self.reshard_plan = wired.reshard_plan
         self.buckets: dict[str, list[Bucket]] = {}
         for bucket in wired.buckets:
@@ -275,7 +276,7 @@ def _timeline(step: LoweredStep, cluster: Cluster) -> dict[str, Any]:
         name = f"{task.name}: {task.kind}{over}, {task.direction}"
         place = names.setdefault(name, len(names))
         start, length = round(event.start_seconds * 1e6, 2), round(task.seconds * 1e6, 2)
-        axes = [list(plan.axes).index(axis) for axis in task.axes if axis in plan.axes]
+        axes = [list(plan.mesh).index(axis) for axis in task.axes if axis in plan.mesh]
         # Rows of numbers keep the page small: a long step has many events.
         rows.append([line.streams.index(event.stream), start, length, place, int(task.direction != "forward"), axes])
     return {"streams": list(line.streams), "names": list(names), "events": rows, "seconds": line.seconds}

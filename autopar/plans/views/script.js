@@ -121,7 +121,7 @@ function dims() {
 // -- time
 
 function parts() {
-  const tones = ["--compute", "--computed-back", null, "--axis-5", "--axis-1", "--accent", "--axis-3"];
+  const tones = ["--compute", "--computed-back", null, "--axis-5", "--axis-1", "--accent", "--axis-3", "--axis-4"];
   const shown = Object.entries(data.costs.parts).map(([name, value], i) => [name, value, tones[i]]).filter(([, value, tone]) => value > 0 && tone);
   const again = data.costs.parts["recompute"];
   at("parts").append(
@@ -141,7 +141,8 @@ function parts() {
   const drawnSeconds = data.timeline.seconds, off = data.costs.step_seconds - waiting;
   const host = waiting > 0 ? `The timeline shows the work of the device; it also waits ${seconds(waiting)} for its host to start kernels. ` : "";
   const differs = Math.abs(drawnSeconds - off) > 0.02 * off ? `This is one possible order, of ${seconds(drawnSeconds)}; the predicted time, ${seconds(off)}, takes the overlap of compute and communication from a formula. ` : "";
-  at("host").textContent = host + differs;
+  const stages = data.timeline.streams[0].startsWith("stage") ? "Each row is a stage of the pipeline; its tasks include the waits for the host. " : "";
+  at("host").textContent = stages || host + differs;
 }
 
 function rivals() {
