@@ -3,6 +3,7 @@
     python -m benchmarks.order                       # against cost_models/local-cpu.toml
     autopar calibrate --output here.toml && python -m benchmarks.order --cluster here.toml
     python -m benchmarks.order --ranks 2 --steps 20 --json
+    python -m benchmarks.order --pipelines           # data, tensor and pipeline parallelism, and pairs of them
 
 A GPT is trained under each strategy in turn, step by step, so that a machine that drifts drifts for all. A step takes
 as long as its slowest rank, and the median of the faster half counts, as in `autopar calibrate`. Beside it stands what
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -43,14 +44,33 @@ def axis_of(strategy: str) -> str:
     return {"ddp": "dp", "fsdp": "fsdp"}.get(strategy, "tp")
 
 
-def predicted_seconds(size: str, ranks: int, cluster: str) -> dict[str, float]:
-    """Return the predicted seconds of a step, by strategy."""
+def strategies(ranks: int) -> dict[str, Run]:
+    """Return the published strategies on one axis."""
+    return {strategy: Run(f"{axis_of(strategy)}={ranks}", strategy) for strategy in STRATEGIES}
+
+
+def pipelines(ranks: int, batch: int) -> dict[str, Run]:
+    """Return data, tensor and pipeline parallelism, and a pipeline with each of the others."""
+    stages = f"micro {min(4, batch // 2)}; pipeline pp 1f1b"
+    half = ranks // 2
+    return {
+        "dp": Run(f"dp={ranks}", "ddp"),
+        "tp": Run(f"tp={ranks}", "megatron"),
+        "pp": Run(f"pp={ranks}", f"{stages}; * -> none"),
+        "dp * pp": Run(f"pp=2,dp={half}", f"{stages}; ddp"),
+        "tp * pp": Run(f"pp=2,tp={half}", f"{stages}; megatron"),
+    }
+
+
+def predicted_seconds(size: str, runs: Mapping[str, Run], cluster: str) -> dict[str, float]:
+    """Return the predicted seconds of a step, by the names of the runs."""
     graph = autopar.trace(*gpt(**SIZES[size], device="meta"))
     found = {}
-    for strategy in STRATEGIES:
-        axes = {axis_of(strategy): ranks}
-        plan = propagate_plan(graph, choose_layout(strategy, axes), axes).with_options(TrainingOptions(optimizer="sgd"))
-        found[strategy] = evaluate(graph, plan, load_cluster(cluster)).step_seconds
+    for name, run in runs.items():
+        axes = autopar.Mesh(run.mesh).whole
+        plan = propagate_plan(graph, choose_layout(run.layout, axes), axes)
+        plan = plan.with_options(TrainingOptions(optimizer="sgd"))
+        found[name] = evaluate(graph, plan, load_cluster(cluster)).step_seconds
     return found
 
 
@@ -71,17 +91,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--size", choices=SIZES, action="append", help="default: all")
+    parser.add_argument("--pipelines", action="store_true", help="pipelines beside data and tensor parallelism")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     report = {}
     for size in given.size or SIZES:
-        predicted = predicted_seconds(size, given.ranks, given.cluster)
-        runs = {strategy: Run(f"{axis_of(strategy)}={given.ranks}", strategy) for strategy in STRATEGIES}
+        runs = pipelines(given.ranks, SIZES[size]["batch"]) if given.pipelines else strategies(given.ranks)
+        predicted = predicted_seconds(size, runs, given.cluster)
         rounds = measured_seconds(partial(gpt, **SIZES[size]), runs, given.ranks, given.steps)
         measured = {strategy: undisturbed(seconds) for strategy, seconds in rounds.items()}
-        order = sorted(STRATEGIES, key=lambda name: measured[name])
+        order = sorted(runs, key=lambda name: measured[name])
         shares = {one: faster_share(rounds[one], rounds[below]) for one, below in pairwise(order)}
-        tau = kendall_tau([Pair(predicted[name], measured[name]) for name in STRATEGIES])
+        tau = kendall_tau([Pair(predicted[name], measured[name]) for name in runs])
         report[size] = {"predicted": predicted, "measured": measured, "faster_than_next": shares, "tau": tau}
         if not given.json:
             print(f"{size}, {given.ranks} ranks: tau {tau:.2f}", flush=True)

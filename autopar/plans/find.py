@@ -36,7 +36,8 @@ from autopar.sharding.layout.language import (
 from autopar.sharding.layout.source import excerpts, layout_error
 from autopar.sharding.layout.syntax import Limit, MeshStatement, MicroBatches, OpenMicroBatches
 from autopar.sharding.options import Outputs, TrainingOptions
-from autopar.sharding.time_slice import propagate_plan, time_assignment
+from autopar.sharding.propagation import propagate
+from autopar.sharding.time_slice import propagate_plan, step_plan, time_assignment
 from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.progress import Progress
 from autopar.solver.solve import WHOLE, axis_assignments, solve_plan, splits_nothing
@@ -320,6 +321,10 @@ def _on_mesh(
         check_contracts(said, graph, decided.assignment, lower_step(graph, decided).reshard_plan.inserted())
     bound = solved.bound_seconds if solved.gap <= LARGEST_GAP else 0.0
     plan = Plan(graph, decided, mesh, cluster, limit, bound, solved.origin, within_layout=within)
+    if decided.assignment.pipelining is not None:
+        # The stages that run follow from the text: which ops vary in time depends on all shardings.
+        again = step_plan(graph, plan.layout, propagate(graph, plan.layout, axes))
+        plan = replace(plan, decided=again.with_options(decided.options))
     if request.cache:
         cache.keep(key, plan)
     return plan

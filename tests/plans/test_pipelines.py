@@ -18,6 +18,7 @@ from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.syntax import CutStatement
 from autopar.sharding.schedules import Schedule, orders
 from examples.gpt import gpt
+from examples.hf import hf
 
 REQUEST = PlanRequest("h100", cache=False)
 
@@ -198,3 +199,16 @@ def test_the_page_shows_the_fullest_stage() -> None:
     step = lower_step(plan.graph, plan.decided).at(stages.index(fullest))
     moments = memory_over_time(step, fullest.memory)
     assert max(one.bytes for one in moments) == pytest.approx(plan.memory_bytes, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["micro 2", "micro 2; pipeline pp ?"])
+@pytest.mark.parametrize("architecture", ["bart", "bert", "gemma2", "mixtral", "opt", "phi", "t5", "vit"])
+def test_architectures(architecture: str, layout: str) -> None:
+    graph = autopar.trace(*hf(architecture, batch=4, device="meta"))
+    mesh = "pp=2,dp=2" if "pp" in layout else "dp=2,tp=2"
+    plan = plan_graph(graph, (autopar.Mesh(mesh),), layout, REQUEST)
+    again = autopar.Plan.read(plan.text, plan.graph)
+    assert again.decided == plan.decided
+    assert again.costs == plan.costs
+    assert again.text.splitlines()[2:] == plan.text.splitlines()[2:]
