@@ -27,6 +27,7 @@ from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.emitted import Emitted
 from autopar.lowering.modules.bucket import BucketState
 from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, RegatherRelease, RegatherWatch
+from autopar.lowering.modules.late_weights import LateProduct
 from autopar.lowering.modules.micro_loop import MicroBatchLoop, MicroBatchSlice, MicroBatchZeros
 from autopar.lowering.modules.pipeline_loop import PipelineLoop
 from autopar.lowering.modules.selective_recompute import SelectiveRecompute
@@ -156,6 +157,9 @@ class _ShapeRun:
                 received = [torch.empty(one.shape, dtype=one.dtype) for one in part.received]
                 self.graph_of(part.body, [0, *(given[place] for place in part.inputs), *received])
             return [torch.empty(one.joined_shape, dtype=one.dtype) for one in module.results]
+        if isinstance(module, LateProduct):
+            operands = [one for one in given if isinstance(one, Tensor)]
+            return module(*given) if len(operands) == len(node.all_input_nodes) else None
         if isinstance(module, MicroBatchSlice | MicroBatchZeros):
             return None if given[1] is None else module(0, given[1])
         if isinstance(module, ReshardModule):

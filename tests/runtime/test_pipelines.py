@@ -20,6 +20,7 @@ from torch.nn import functional
 import autopar
 from autopar.errors import AutoparError, LayoutError
 from autopar.lowering.modules import pipeline_loop
+from autopar.lowering.modules.late_weights import LateProduct
 from autopar.lowering.modules.pipeline_loop import PipelineLoop
 from autopar.sharding.layout.language import parse_layout
 from examples.gpt import gpt
@@ -42,32 +43,34 @@ def loop_of(parallel: Any) -> PipelineLoop:
 
 
 class Watch:
-    """Counts messages, and the most graphs of autograd that are alive at once, in one pass."""
+    """Counts messages, and the most graphs of autograd and put-off backwards that are alive at once, in one pass."""
 
     def __init__(self) -> None:
         self.sent = 0
         self.alive = 0
+        self.late = 0
 
     def __enter__(self) -> Watch:
-        self.old = dist.isend, pipeline_loop._Run._forward
+        self.old = dist.isend, pipeline_loop._Run._run
 
         def isend(*args: Any, **others: Any) -> Any:
             self.sent += 1
             return self.old[0](*args, **others)
 
-        def forward(run: Any, task: Any) -> None:
-            self.old[1](run, task)
+        def run_task(run: Any, *args: Any) -> None:
+            self.old[1](run, *args)
             self.alive = max(self.alive, len(run.alive))
+            self.late = max(self.late, sum(map(bool, run.late.values())))
 
-        dist.isend, pipeline_loop._Run._forward = isend, forward
+        dist.isend, pipeline_loop._Run._run = isend, run_task
         return self
 
     def __exit__(self, *_: Any) -> None:
-        dist.isend, pipeline_loop._Run._forward = self.old
+        dist.isend, pipeline_loop._Run._run = self.old
 
 
-def step(layout: str, mesh: str) -> tuple[float, float, float, int, int, int]:
-    """Errors of loss, gradients and their norm over two steps; messages, graphs alive, and elements stored."""
+def step(layout: str, mesh: str) -> tuple[float, float, float, int, int, int, int]:
+    """Errors of loss, gradients and their norm over two steps; messages, graphs and put-off backwards, elements."""
     model, parallel, inputs = pair(layout, mesh)
     error = 0.0
     for scale in (1.0, 3.0):
@@ -79,7 +82,7 @@ def step(layout: str, mesh: str) -> tuple[float, float, float, int, int, int]:
     off = worst(gradients(parallel), gradients(model))
     norms = [float(nn.utils.clip_grad_norm_(each.parameters(), 1.0)) for each in (model, parallel)]
     stored = sum(parameter.to_local().numel() for parameter in parallel.parameters())
-    return error, off, abs(norms[0] - norms[1]), watch.sent, watch.alive, stored
+    return error, off, abs(norms[0] - norms[1]), watch.sent, watch.alive, watch.late, stored
 
 
 # Layout, mesh, messages of each stage, and micro-batches (of a part) in flight at each stage.
@@ -98,8 +101,13 @@ CASES = [
     ("micro 4; pipeline pp 1f1b; batch -> dp; * -> none; recompute full @blocks.*", "pp=2,dp=2", (4, 4), (2, 1)),
     ("micro ?{4}; pipeline pp 1f1b", "pp=2", (4, 4), (2, 1)),  # a plan of the search, read from its text
     ("micro ?{4}; pipeline pp interleaved(2)", "pp=2,dp=2", (12, 12), (5, 3)),
+    ("micro 4; pipeline pp zero_bubble; * -> none", "pp=2", (4, 4), (2, 1)),
+    ("micro 8; pipeline pp zero_bubble; * -> none", "pp=4", (8, 16, 16, 8), (4, 3, 2, 1)),
+    ("micro 4; pipeline pp zero_bubble; fsdp", "pp=2,dp=2", (4, 4), (2, 1)),
+    ("micro 4; pipeline pp zero_bubble; megatron", "pp=2,tp=2", (4, 4), (2, 1)),
+    (f"micro 4; pipeline pp zero_bubble; {REGATHERED}", "pp=2,dp=2", (4, 4), (2, 1)),
 ]
-FAST = (0, 3, 12)
+FAST = (0, 3, 12, 14)
 
 
 @pytest.mark.parametrize(
@@ -115,13 +123,47 @@ def test_gradients_are_those_of_one_process(
     whole = sum(parameter.numel() for parameter in gpt(batch=8, seq=12, vocab=104)[0].parameters())
     for stage, row in enumerate(ranks.reshape(len(sent), -1).tolist()):
         for rank in row:
-            error, off, norm, messages, graphs, stored = found[rank]
+            error, off, norm, messages, graphs, late, stored = found[rank]
             assert error < 1e-12
             assert off < 1e-12
             assert norm < 1e-12
             assert messages == sent[stage]
             assert graphs == alive[stage]
+            # Weights that each micro-batch gathers have their gradients at once.
+            assert late == (stage + 1 if "zero_bubble" in layout and "regather" not in layout else 0)
             assert stored < whole
+
+
+def halved() -> dict[str, tuple[list[str], int]]:
+    """By kind of call: parameters with other bits in their gradients than `1f1b` gives, and late products."""
+    found = {}
+    plain, recompute = "batch -> none; * -> none", "batch -> none; * -> none; recompute"
+    cases: dict[str, tuple[str, dict[str, Any]]] = {
+        "float64": (plain, {}),
+        "bfloat16": (plain, {"compute_dtype": torch.bfloat16}),
+        "float16": (plain, {"compute_dtype": torch.float16}),
+        "full": (f"{recompute} full @blocks.*", {}),
+        "selective": (f"{recompute} selective @blocks.*", {}),
+    }
+    for name, (rest, options) in cases.items():
+        grads = []
+        for schedule in ("1f1b", "zero_bubble"):
+            _, parallel, inputs = pair(f"micro 4; pipeline pp {schedule}; {rest}", "pp=2", **options)
+            with parallel.no_sync():
+                parallel(**inputs).backward()
+            for scale in (1.0, 3.0):
+                (parallel(**inputs) * scale).backward()
+            grads.append(gradients(parallel))
+        late = sum(isinstance(one, LateProduct) for one in loop_of(parallel).modules())
+        found[name] = [key for key in grads[0] if not torch.equal(grads[0][key], grads[1][key])], late
+    return found
+
+
+@pytest.mark.slow
+def test_put_off_gradients_are_the_same_bits() -> None:
+    for rank, found in enumerate(launch(halved, ranks=2, seconds=120)):
+        # Four products of a block, and the logits.
+        assert found == {name: ([], 4 + rank) for name in ("float64", "bfloat16", "float16", "full", "selective")}
 
 
 def trained(layout: str, mesh: str) -> tuple[float, list[float]]:
@@ -214,11 +256,12 @@ def small(how: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return Small(how).double(), (torch.randn(8, 6, dtype=torch.float64), y)
 
 
-def features() -> dict[str, float]:
+def features(schedule: str) -> dict[str, float]:
     """Error of gradients by feature, or of results."""
     found: dict[str, float] = {}
+    layout = CUT.replace("1f1b", schedule)
     model, inputs = small("logits")
-    parallel = autopar.parallelize(model, "pp=2", inputs, layout=CUT, outputs="full")
+    parallel = autopar.parallelize(model, "pp=2", inputs, layout=layout, outputs="full")
     for each in (model, parallel):
         each(*inputs).square().sum().backward()
     found["logits"] = worst(gradients(parallel), gradients(model))
@@ -229,7 +272,7 @@ def features() -> dict[str, float]:
     found["eval"] = float((parallel(*inputs) - model(*inputs)).detach().abs().max())
 
     model, inputs = small("both")
-    parallel = autopar.parallelize(model, "pp=2", inputs, layout=CUT, outputs="full")
+    parallel = autopar.parallelize(model, "pp=2", inputs, layout=layout, outputs="full")
     (loss, logits), (mine, theirs) = model(*inputs), parallel(*inputs)
     found["result beside a loss"] = float((logits - theirs).detach().abs().max())
     (3 * loss + logits.square().mean()).backward()
@@ -237,7 +280,7 @@ def features() -> dict[str, float]:
     found["loss and logits"] = worst(gradients(parallel), gradients(model))
 
     model, inputs = small("loss")
-    parallel = autopar.parallelize(model, "pp=2", inputs, layout=CUT, outputs="full")
+    parallel = autopar.parallelize(model, "pp=2", inputs, layout=layout, outputs="full")
     x = inputs[0].clone().requires_grad_()
     own = inputs[0].clone().requires_grad_()
     model(x, inputs[1]).backward()
@@ -263,8 +306,9 @@ def features() -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_features() -> None:
-    for found in launch(features, ranks=2, seconds=200):
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_features(schedule: str) -> None:
+    for found in launch(features, schedule, ranks=2, seconds=200):
         for name, error in found.items():
             assert error < 1e-12, name
 
@@ -324,9 +368,11 @@ def test_statements_are_written_as_read() -> None:
         "pipeline pp 1f1b\n",
         "pipeline pp 1f1b(+2)\n",
         "pipeline pp gpipe\n",
+        "pipeline pp zero_bubble\n",
         "pipeline pp interleaved(3)\ncut pp before @a, @b.1\n",
     ):
         assert str(parse_layout(text)) == text
-    for text in ("pipeline pp dualpipe", "pipeline pp", "cut pp after @x", "pipeline pp interleaved(1)"):
+    unknown = "pipeline pp dualpipe", "pipeline pp", "pipeline pp interleaved(1)", "pipeline pp zero_bubble(2)"
+    for text in (*unknown, "cut pp after @x"):
         with pytest.raises(LayoutError, match="fix: "):
             parse_layout(text)

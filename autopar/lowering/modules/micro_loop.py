@@ -205,11 +205,24 @@ class GradientSums:
         found = torch.autograd.grad(parts, [*leaves, *others], gradients, retain_graph=retain, allow_unused=True)
         for place, gradient in zip(self.wanted, found, strict=False):
             if gradient is not None:
-                wide = gradient.float() if gradient.dtype in _HALF else gradient
-                total = self._totals.get(place)
-                # The first one may share memory with another gradient, so it is not written to.
-                self._totals[place] = wide if total is None else total + wide
+                self._widen(place, gradient)
         return list(found[len(leaves) :])
+
+    def _widen(self, place: int, gradient: Tensor) -> None:
+        wide = gradient.float() if gradient.dtype in _HALF else gradient
+        total = self._totals.get(place)
+        # The first one may share memory with another gradient, so it is not written to.
+        self._totals[place] = wide if total is None else total + wide
+
+    def put(self, place: int, gradient: Tensor) -> None:
+        """Add a gradient of one leaf, in memory of its own."""
+        leaf = self.leaves[place]
+        if self.is_half:
+            self._widen(place, gradient)
+        elif leaf.grad is None:
+            leaf.grad = gradient
+        else:
+            leaf.grad += gradient
 
     @property
     def totals(self) -> dict[int, Tensor]:

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.fx import GraphModule
 
+from autopar.lowering.modules.late_weights import LateWeights
 from autopar.lowering.modules.micro_loop import (
     GradientSums,
     LoopResult,
@@ -28,7 +29,7 @@ from autopar.lowering.modules.micro_loop import (
     remember_gradients,
     restored_generators,
 )
-from autopar.sharding.schedules import Schedule, StageTask, TaskKind, orders
+from autopar.sharding.schedules import BackwardHalf, Schedule, StageTask, TaskKind, orders
 
 __all__ = ["Crossing", "PartResult", "PipelineLoop", "PipelinePart", "StageGroup"]
 
@@ -109,6 +110,7 @@ class PipelineLoop(nn.Module):
         shared: Iterable[int],
         absent: Iterable[int],
         casts_to_float16: bool,
+        late: LateWeights,
     ) -> None:
         super().__init__()
         self.bodies = nn.ModuleDict({str(number): part.body for number, part in parts.items()})
@@ -119,10 +121,13 @@ class PipelineLoop(nn.Module):
         # Places of inputs whose gradients add up over the stages, and of parameters that other stages store.
         self.shared, self.absent = tuple(shared), tuple(absent)
         self.casts_to_float16 = casts_to_float16
+        # Gradients of weights that the last backward of a part has put off.
+        self.late = late
         self.expected: tuple[float, ...] = ()
         routes = [(one.name, one.source, target) for one in crossings for target in one.targets]
         self.tags = {route: number for number, route in enumerate(routes)}
-        self.tasks = orders(len(stages.ranks), count, stages.schedule, stages.chunks, stages.more)[stages.stage]
+        every = orders(len(stages.ranks), count, stages.schedule, stages.chunks, stages.more, halves=True)
+        self.tasks = every[stages.stage]
 
     @property
     def needed(self) -> tuple[int, ...]:
@@ -216,6 +221,7 @@ class _Run:
         self.sums = sums
         self.group = loop.stages.group
         self.alive: dict[tuple[int, int], _Alive] = {}
+        self.late: dict[tuple[int, int], list[Any]] = {}
         # Values and gradients that stay on this stage.
         self.local: dict[int, Tensor] = {}
         self.pending: list[tuple[Any, Tensor]] = []
@@ -223,10 +229,7 @@ class _Run:
 
     def scheduled(self, upstream: _Upstream) -> None:
         for task in self.loop.tasks:
-            if task.kind is TaskKind.FORWARD:
-                self._forward(task)
-            else:
-                self._backward(task, upstream)
+            self._run(task, upstream)
         self._finish_sends()
 
     def forwards(self) -> None:
@@ -237,9 +240,17 @@ class _Run:
 
     def backwards(self, upstream: _Upstream) -> None:
         for task in self.loop.tasks:
-            if task.kind is TaskKind.BACKWARD:
-                self._backward(task, upstream)
+            if task.kind is not TaskKind.FORWARD:
+                self._run(task, upstream)
         self._finish_sends()
+
+    def _run(self, task: StageTask, upstream: _Upstream) -> None:
+        if task.kind is TaskKind.FORWARD:
+            self._forward(task)
+        elif task.half is BackwardHalf.WEIGHTS:
+            self._weight_gradients(task)
+        else:
+            self._backward(task, upstream)
 
     def _forward(self, task: StageTask) -> None:
         loop, number = self.loop, task.micro_batch
@@ -295,9 +306,16 @@ class _Run:
         leaves = [x for x in alive.received if x.requires_grad]
         assert self.sums is not None, "it records gradients"
         found = self.sums.add(roots, gradients, others=leaves) if roots else [None] * len(leaves)
+        if task.half is BackwardHalf.INPUTS:
+            self.late[here, number] = self.loop.late.take()
         for one, leaf, gradient in zip([c for c in part.received if c.differentiable], leaves, found, strict=True):
             value = torch.zeros_like(leaf) if gradient is None else gradient
             self._send(one, here, one.source, number, value, backward=True)
+
+    def _weight_gradients(self, task: StageTask) -> None:
+        assert self.sums is not None, "it records gradients"
+        for one in self.late.pop((self.loop.stages.part_of(task), task.micro_batch)):
+            one.add(self.sums.put)
 
     # -- messages
 

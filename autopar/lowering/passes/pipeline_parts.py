@@ -22,11 +22,14 @@ from dataclasses import dataclass
 
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from autopar.ir.values import NamedTensor
+from autopar.lowering.modules.late_weights import LateProduct, LateWeights, operands_of
 from autopar.lowering.modules.micro_loop import LoopResult, MicroBatchSlice, MicroBatchZeros
 from autopar.lowering.modules.pipeline_loop import Crossing, PartResult, PipelineLoop, PipelinePart, StageGroup
 from autopar.lowering.modules.shard_ops import RandomOp
+from autopar.lowering.passes.aliases import FRESH
 from autopar.sharding.assignment import Pipelining
 
 __all__ = ["OP", "VALUE", "StageCut", "cut_in_parts"]
@@ -119,6 +122,7 @@ class _Cutter:
         self.number, *self.inputs = graph.find_nodes(op="placeholder")
         self.results: list[Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
         self.parts = self._parts(self.learned | self.shared)
+        self.late = LateWeights()
         self.crossings = [one for node in self.nodes if (one := self._crossing(node)) is not None]
 
     def _parts(self, learned: set[Node]) -> dict[Node, int]:
@@ -183,7 +187,7 @@ class _Cutter:
         results = [self._result(node, join) for node, join in zip(self.results, self.joins, strict=True)]
         halves = any("float16" in str((*node.args, *node.kwargs.values())) for node in self.nodes)
         behind = range(len(read), len(read) + absent)
-        return PipelineLoop(parts, self.crossings, count, results, stages, shared, behind, halves), read
+        return PipelineLoop(parts, self.crossings, count, results, stages, shared, behind, halves, self.late), read
 
     def _result(self, node: Node, join: LoopResult) -> PartResult:
         shape, tensor = self.cut.value(node)
@@ -203,7 +207,15 @@ class _Cutter:
                 continue
             if node.op == "call_module":
                 called[str(node.target)] = self.modules[str(node.target)]
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            late = self._late_product(node, places)
+            if late is None:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+            else:
+                called[f"late_{node.name}"] = late
+                copies[node] = copy = graph.create_node(
+                    "call_module", f"late_{node.name}", map_arg(node.args, copies.__getitem__), name=node.name
+                )
+                copy.meta = {**node.meta, FRESH: True}
         sent = [one for one in self.crossings if one.source == part]
         results = [place for place, node in enumerate(self.results) if self._source(node) == part]
         graph.output(
@@ -216,3 +228,12 @@ class _Cutter:
             tuple(sent),
             tuple(results),
         )
+
+    def _late_product(self, node: Node, places: Mapping[Node, int]) -> LateProduct | None:
+        """Return the product that puts off the gradient of its weight, if the schedule and the op allow it."""
+        operands = operands_of(node) if self.cut.stages.schedule == "zero_bubble" else None
+        # A weight that each micro-batch gathers is no input of the loop: its gradient is reduced at once.
+        if operands is None or any(one is not None and one not in places for one in operands):
+            return None
+        weight, bias = operands
+        return LateProduct(node.target, places[weight], None if bias is None else places[bias], self.late)

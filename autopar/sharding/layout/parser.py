@@ -45,7 +45,7 @@ from autopar.sharding.schedules import SCHEDULES
 FORMS = {
     "strategy": "write it as in 'strategy fsdp \"what it does\"'",
     "micro": "write it as in 'micro 8', or 'micro 8 of images' where the batch has another name",
-    "pipeline": "write it as in 'pipeline pp 1f1b', or with 1f1b(+1), gpipe or interleaved(2)",
+    "pipeline": "write it as in 'pipeline pp 1f1b', or with 1f1b(+1), gpipe, interleaved(2) or zero_bubble",
     "cut": "write it as in 'cut pp before @blocks.2, @blocks.4'",
     "let": "write it as in 'let data = dp*fsdp'",
     "op": "write it as in 'op @blocks.0.mlp/linear[d_ff -> tp]'",
@@ -199,7 +199,7 @@ class LayoutParser(TokenReader):
         if schedule is None:
             raise unknown_name("schedule", name, SCHEDULES, place)
         chunks, more = (2 if schedule == "interleaved" else 1), 0
-        if schedule != "gpipe" and self.accept("("):
+        if schedule in ("1f1b", "interleaved") and self.accept("("):
             if schedule == "1f1b":
                 self.expect("+", "and a number of micro-batches, as in '1f1b(+1)'")
                 more = self.expect_integer("a number of micro-batches")

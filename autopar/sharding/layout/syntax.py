@@ -184,8 +184,8 @@ class OpenMicroBatches:
 class PipelineStatement:
     """`pipeline pp 1f1b`: the ranks along an axis are stages, each with a part of the model.
 
-    `interleaved(2)` has two parts on each stage, `1f1b(+1)` one micro-batch more in flight. `pipeline pp ?` leaves the
-    schedule to the search, which begins with that of the statement.
+    `interleaved(2)` has two parts on each stage, `1f1b(+1)` one micro-batch more in flight, `zero_bubble` puts off the
+    gradients of weights. `pipeline pp ?` leaves the schedule to the search, which begins with that of the statement.
     """
 
     axis: str

@@ -1,0 +1,126 @@
+"""Products with a weight that put off the weight's gradient.
+
+The backward of such a product computes the gradient of its input, and records what the weight's gradient needs: the
+input and the gradient of the result. A schedule of a pipeline computes it later, when other stages have their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.fx import Node
+
+__all__ = ["LateProduct", "LateWeights", "operands_of"]
+
+aten = torch.ops.aten
+
+# Arguments of these ops: input, weight and bias.
+_OPERANDS: dict[Any, tuple[int, int, int | None]] = {
+    aten.linear.default: (0, 1, 2),
+    aten.addmm.default: (1, 2, 0),
+    aten.mm.default: (0, 1, None),
+    aten.matmul.default: (0, 1, None),
+}
+
+
+def operands_of(node: Node) -> tuple[Node, Node | None] | None:
+    """Return the weight and the bias of a product; None for other ops."""
+    places = _OPERANDS.get(node.target) if not node.kwargs else None
+    if places is None:
+        return None
+    given, weight, bias = (None if i is None or i >= len(node.args) else node.args[i] for i in places)
+    if not isinstance(weight, Node) or weight is given or not (bias is None or isinstance(bias, Node)):
+        return None
+    return weight, bias
+
+
+@dataclass(frozen=True)
+class _LateGradient:
+    """Operands of the gradients of a weight and a bias, as matrices."""
+
+    product: LateProduct
+    inputs: Tensor
+    gradients: Tensor
+    has_bias: bool
+
+    def add(self, put: Callable[[int, Tensor], None]) -> None:
+        """Compute the gradients, and hand them on with the places of their tensors."""
+        if self.product.is_linear:
+            put(self.product.weight, self.gradients.t().mm(self.inputs))
+        else:
+            put(self.product.weight, self.inputs.t().mm(self.gradients))
+        if self.has_bias:
+            assert self.product.bias is not None, "its gradient is wanted"
+            put(self.product.bias, self.gradients.sum(0))
+
+
+class LateWeights:
+    """Gradients of weights that the backward of one part has put off."""
+
+    def __init__(self) -> None:
+        self._found: list[_LateGradient] = []
+
+    def append(self, one: _LateGradient) -> None:
+        self._found.append(one)
+
+    def take(self) -> list[_LateGradient]:
+        """Return what has been put off since the last time."""
+        found, self._found = self._found, []
+        return found
+
+
+class LateProduct(nn.Module):
+    """Product whose weight and bias are inputs of a loop, at these places."""
+
+    def __init__(self, op: Any, weight: int, bias: int | None, late: LateWeights) -> None:
+        super().__init__()
+        self.op, self.weight, self.bias, self.late = op, weight, bias, late
+        self.places = _OPERANDS[op]
+        self.is_linear = op is aten.linear.default
+
+    def forward(self, *operands: Tensor | None) -> Tensor:
+        _, weight, bias = self._of(operands)
+        is_late = torch.is_grad_enabled() and weight is not None and weight.requires_grad and weight.ndim == 2
+        if is_late and (bias is None or bias.ndim == 1):
+            found: Tensor = _LateProduct.apply(self, *operands)  # type: ignore[no-untyped-call]
+        else:
+            found = self.op(*operands)
+        return found
+
+    def _of(self, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what belongs to the input, the weight and the bias."""
+        return tuple(None if i is None or i >= len(operands) else operands[i] for i in self.places)
+
+    def extra_repr(self) -> str:
+        return f"{self.op}, with the gradient of its weight put off"
+
+
+class _LateProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, product: LateProduct, *operands: Tensor | None) -> Tensor:
+        x, weight, _ = product._of(operands)
+        ctx.product = product
+        ctx.save_for_backward(x, weight)
+        found: Tensor = product.op(*operands)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        product: LateProduct = ctx.product
+        wanted = product._of(ctx.needs_input_grad[1:])
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        late = _LateGradient(product, x.reshape(-1, x.shape[-1]), flat, bool(wanted[2]))
+        product.late.append(late)
+        found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        if wanted[0]:
+            assert product.places[0] is not None, "a product has an input"
+            other = weight if product.is_linear else weight.t()
+            found[1 + product.places[0]] = flat.mm(other).reshape(x.shape)
+        return tuple(found)
