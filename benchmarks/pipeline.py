@@ -5,7 +5,8 @@
 
 Both take the same cuts, micro-batches and schedule; their steps take turns. `wall` is the ratio of the medians of the
 slowest rank, `CPU` that of the processor's seconds of all ranks, which other programs disturb less. `noise` is the
-ratio of the peer's wall time in one half of its steps to that in the other.
+ratio of the peer's wall time in one half of its steps to that in the other. `halves` is the processor's time of the
+backwards of zero_bubble, in two halves, to that of the whole ones of 1f1b.
 """
 
 from __future__ import annotations
@@ -22,18 +23,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
 import autopar
 from autopar.lowering.collectives.process_groups import join_local_group
-from benchmarks.step import SIZES
+from autopar.lowering.modules import pipeline_loop
+from autopar.sharding.schedules import TaskKind
+from benchmarks.step import SIZES as STEP_SIZES
 from examples.gpt import gpt
 
-SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+SCHEDULES: dict[str, Callable[..., Any]] = {
+    "1f1b": Schedule1F1B,
+    "gpipe": ScheduleGPipe,
+    "zero_bubble": lambda stage, *args, **options: ScheduleInterleavedZeroBubble([stage], *args, **options),
+}
 MICRO_BATCHES, WARM_UP = 8, 3
-STEPS = {"host": 60, "small": 40, "25M": 10}
+SIZES = {
+    **STEP_SIZES,
+    "d 256": {"layers": 4, "d_model": 256, "heads": 4, "vocab": 4096, "seq": 64, "batch": 16},
+}
+STEPS = {"host": 60, "small": 40, "25M": 10, "d 256": 20}
 
 
 class Part(nn.Module):
@@ -109,6 +120,46 @@ def ours(size: str, schedule: str, ranks: int) -> tuple[Callable[[], None], Any]
     return step, parallel
 
 
+class BackwardTimes:
+    """Seconds of the processor that our backwards take, in halves or whole."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def __enter__(self) -> BackwardTimes:
+        self.run = run = pipeline_loop._Run._run
+
+        def timed(one: Any, task: Any, *others: Any) -> None:
+            start = time.thread_time()
+            run(one, task, *others)
+            if task.kind is TaskKind.BACKWARD:
+                self.seconds[-1] += time.thread_time() - start
+
+        pipeline_loop._Run._run = timed  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pipeline_loop._Run._run = self.run  # type: ignore[method-assign]
+
+
+def halves(size: str, ranks: int, steps: int) -> float:
+    """Return the time of backwards in two halves to that of whole ones; steps of both take turns."""
+    pair = [ours(size, schedule, ranks)[0] for schedule in ("zero_bubble", "1f1b")]
+    for step in pair:
+        for _ in range(WARM_UP):
+            step()
+    times = [BackwardTimes(), BackwardTimes()]
+    for turn in range(steps):
+        for which in ((0, 1), (1, 0))[turn % 2]:
+            times[which].seconds.append(0.0)
+            with times[which]:
+                pair[which]()
+    found = torch.tensor([each.seconds for each in times])
+    dist.all_reduce(found)
+    halved, whole = found.median(1).values.tolist()
+    return halved / whole
+
+
 def compare(size: str, schedule: str, steps: int, rank: int, ranks: int) -> str:
     mine, parallel = ours(size, schedule, ranks)
     theirs, part = by_hand(size, schedule, rank, ranks)
@@ -129,12 +180,14 @@ def compare(size: str, schedule: str, steps: int, rank: int, ranks: int) -> str:
     dist.all_reduce(found[0], dist.ReduceOp.MAX)
     dist.all_reduce(found[1])
     wall, processor = ([statistics.median(each) for each in table.tolist()] for table in found)
-    halves = [statistics.median(found[0][1][half::2].tolist()) for half in (0, 1)]
+    first, second = (statistics.median(found[0][1][half::2].tolist()) for half in (0, 1))
+    noise = first / second
     error = torch.tensor(_difference(parallel, part))
     dist.all_reduce(error, dist.ReduceOp.MAX)
+    ratio = f"{halves(size, ranks, steps):6.3f}" if schedule == "zero_bubble" else f"{'-':>6}"
     return (
-        f"{schedule:8} {size:6} {ranks:5} {1e3 * wall[0]:9.1f} {1e3 * wall[1]:9.1f} {wall[0] / wall[1]:6.3f} "
-        f"{processor[0] / processor[1]:6.3f} {halves[0] / halves[1]:6.3f}   {float(error):.1e}"
+        f"{schedule:11} {size:6} {ranks:5} {1e3 * wall[0]:9.1f} {1e3 * wall[1]:9.1f} {wall[0] / wall[1]:6.3f} "
+        f"{processor[0] / processor[1]:6.3f} {noise:6.3f} {ratio}   {float(error):.1e}"
     )
 
 
@@ -169,7 +222,8 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.size = arguments.size or ["small", "25M"]
     arguments.schedule = arguments.schedule or list(SCHEDULES)
-    print(f"{'schedule':8} {'size':6} ranks   ours ms   peer ms   wall    CPU  noise   difference of gradients")
+    names = "ranks   ours ms   peer ms   wall    CPU  noise halves   difference of gradients"
+    print(f"{'schedule':11} {'size':6} {names}")
     for ranks in arguments.ranks or (2, 4):
         with tempfile.TemporaryDirectory() as folder:
             spawn(run_rank, (ranks, arguments, folder), nprocs=ranks)
