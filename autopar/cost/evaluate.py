@@ -24,8 +24,8 @@ from autopar.cost.compute.rates import peak_of
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep, lower_step
 from autopar.cost.memory.peak import MemoryCosts, memory
+from autopar.cost.pipeline import PartTimes, PricedStage, pipelined
 from autopar.cost.profile import Profile, Task, profile, profile_parts
-from autopar.cost.stages import PartTimes, PricedStage, pipelined
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan

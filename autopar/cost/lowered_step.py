@@ -96,7 +96,11 @@ class LoweredStep:
     @cached_property
     def ops_here(self) -> frozenset[str]:
         """Return the ops that the stage runs."""
-        return frozenset(op for op, parts in self.parts_of.items() if any(self._is_here(part) for part in parts))
+        pipelining = self.plan.assignment.pipelining
+        count = 1 if pipelining is None or self.stage is None else pipelining.stages
+        return frozenset(
+            op for op, parts in self.parts_of.items() if count == 1 or self.stage in {part % count for part in parts}
+        )
 
     @cached_property
     def tensors_here(self) -> frozenset[str]:
@@ -109,10 +113,6 @@ class LoweredStep:
         stored = (name for name, stage in held.items() if stage is None or stage == self.stage)
         elsewhere = {name for name, stage in held.items() if stage not in (None, self.stage)}
         return frozenset((*read, *given, *stored)) - elsewhere
-
-    def _is_here(self, part: int) -> bool:
-        pipelining = self.plan.assignment.pipelining
-        return pipelining is None or self.stage is None or part % pipelining.stages == self.stage
 
     @cached_property
     def layers(self) -> Mapping[str, tuple[int, Recompute]]:

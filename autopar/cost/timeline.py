@@ -16,8 +16,8 @@ from typing import Any
 from autopar.cost.evaluate import part_times
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep, lower_step
+from autopar.cost.pipeline import parts_by_stage, task_times
 from autopar.cost.profile import Profile, Task, profile, profile_parts
-from autopar.cost.stages import parts_by_stage, task_times
 from autopar.files import write_text
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan

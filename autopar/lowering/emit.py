@@ -51,11 +51,10 @@ from autopar.rules.shard_call.local_call import FactorSlice, LocalCall, amounts
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.choices import Choice
 from autopar.sharding.lowered_ops import LoweredOpContext, lowered_context
-from autopar.sharding.micro_batches import MICRO
 from autopar.sharding.options import Outputs, Recompute
 from autopar.sharding.recompute import recompute_regions, recomputed_ops
 from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards, insert_reshards
-from autopar.sharding.sharding import Sharding, atoms_of, chunk
+from autopar.sharding.sharding import MICRO, Sharding, atoms_of, chunk
 from autopar.sharding.verify import verify_reshards
 
 __all__ = ["emit"]
@@ -130,9 +129,11 @@ class _Emitter:
             self._convert(one)
         results = source.output_node().args[0]
         assert isinstance(results, tuple), "the graph returns a flat tuple"
-        pairs = zip(results, self.reshard_plan.results, strict=True)
         # A result without a place is no tensor, or one that nobody asked for.
-        self.out.output(tuple(_plain(result) if place is None else self._value(*place) for result, place in pairs))
+        plain = (None if isinstance(result, Node) else result for result in results)
+        found = (None if place is None else self._value(*place) for place in self.reshard_plan.results)
+        pairs = zip(plain, found, strict=True)
+        self.out.output(tuple(result if value is None else value for result, value in pairs))
         if MICRO in self.axes:
             regathered = frozenset(name for name, tensor in self.by_node.items() if self.parameters.of(tensor).again)
             self.out = loop_micro_batches(
@@ -438,10 +439,6 @@ class _Emitter:
             unique, count = f"{stem}_{count}", count + 1
         self.modules[unique] = module
         return self.out.call_module(unique, args)
-
-
-def _plain(result: Any) -> Any:
-    return None if isinstance(result, Node) else result
 
 
 def _has_node(value: Any) -> bool:

@@ -23,10 +23,9 @@ from autopar.sharding.layout.parameter_storage import GatherPolicy, gather_polic
 from autopar.sharding.layout.resolve import PinnedStates, SplitRequest, check_states, resolve, states_of
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Axes, Block, OpPin
-from autopar.sharding.micro_batches import MICRO
 from autopar.sharding.op_pins import kinds_of, pin_of, with_constraints, words_of
 from autopar.sharding.options import Recompute
-from autopar.sharding.sharding import Sharding, atoms_of
+from autopar.sharding.sharding import MICRO, Sharding, atoms_of
 
 # Every tensor is resolved under every combination of picks, so their number bounds the time to build a model.
 MAX_PICKS = 256

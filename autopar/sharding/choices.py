@@ -24,8 +24,7 @@ from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.rules.notation import FactorKind, Operand
 from autopar.sharding.lowered_ops import lowered_op_of
-from autopar.sharding.micro_batches import MICRO
-from autopar.sharding.sharding import Sharding, atoms_of
+from autopar.sharding.sharding import MICRO, Sharding, atoms_of
 
 SPLITTABLE = (FactorKind.PARALLEL, FactorKind.SUM, FactorKind.MEAN)
 

@@ -27,7 +27,7 @@ from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.matching import glob_matches
 from autopar.sharding.layout.source import layout_error, unknown_name
 from autopar.sharding.layout.syntax import CutStatement, PipelineStatement, named_axes
-from autopar.sharding.micro_batches import MICRO
+from autopar.sharding.sharding import MICRO
 
 __all__ = ["check_pipeline", "statements_of", "with_stages", "without_stages"]
 

@@ -33,11 +33,10 @@ from autopar.sharding.layout.resolve import UNPINNED, SplitRequest
 from autopar.sharding.layout.syntax import Axes, OpPin, Pin
 from autopar.sharding.lift_broadcasts import lift_broadcasts
 from autopar.sharding.lowered_ops import lowered_context
-from autopar.sharding.micro_batches import with_time
 from autopar.sharding.op_pins import allows, infeasible_pin, pinned_passings, pinned_sites, uneven_sites
 from autopar.sharding.pipelining import check_pipeline, with_stages, without_stages
 from autopar.sharding.reshard.reshard import Reshard, reshard
-from autopar.sharding.sharding import Atoms, Sharding, atoms_of
+from autopar.sharding.sharding import Atoms, Sharding, atoms_of, with_time
 from autopar.sharding.verify import verify_assignment
 
 

@@ -18,10 +18,9 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.lowered_ops import LoweredOpContext, lowered_context
-from autopar.sharding.micro_batches import MICRO, place_in_time, without_time
 from autopar.sharding.options import Outputs
 from autopar.sharding.reshard.reshard import Reshard, Step, reshard
-from autopar.sharding.sharding import Atoms, Sharding, atoms_of
+from autopar.sharding.sharding import MICRO, Atoms, Sharding, atoms_of, place_in_time, without_time
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,8 @@ class _ReshardInserter:
         # The first outputs of an exported graph are the new values of buffers and inputs that the model writes.
         mutated = len(exported.mutations)
         if self.scalars_alone:
-            names = [name if i < mutated or self._is_scalar(name) else None for i, name in enumerate(names)]
+            scalars = {name for name, tensor in self.graph.tensors.items() if not tensor.shape}
+            names = [name if i < mutated or name in scalars else None for i, name in enumerate(names)]
             if not any(names[mutated:]):
                 raise AutoparError("outputs='loss': the model returns no scalar\nfix: outputs='sharded'")
         results = tuple(
@@ -177,9 +177,6 @@ class _ReshardInserter:
                 after.append(self._convert(name, produced, wanted, node.name))
             self.shardings[name] = wanted
         return OpReshards(operands, tuple(before), split, _messages(split), tuple(after))
-
-    def _is_scalar(self, name: str | None) -> bool:
-        return name is not None and not self.graph.tensors[name].shape
 
     def _result(self, name: str, whole: bool, handed: list[InsertedReshard]) -> tuple[str, Sharding]:
         """Return the sharding of a returned value; scalars and written buffers are whole."""

@@ -239,6 +239,30 @@ def coordinates(axes: SubMesh) -> Iterator[dict[str, int]]:
         yield dict(zip(axes, indices, strict=True))
 
 
+# -- micro-batches ----------------------------------------------------------------------------------------------------
+# The statement `micro 8` of a layout splits the batch into eight micro-batches, one after the other. Propagation treats
+# them as an axis of eight places. Along it a tensor is replicated (computed once per call), split (a part in each
+# micro-batch), partial (parts add up after the last one) or broadcast (one value, whose gradients add up).
+
+# Name of the axis; nobody can write it, so it is no axis of a mesh.
+MICRO = "micro-batch"
+
+
+def with_time(axes: SubMesh, count: int) -> SubMesh:
+    """Return the axes of a mesh and, for more than one micro-batch, the axis of time."""
+    return axes if count == 1 else SubMesh({MICRO: count, **without_time(axes)})
+
+
+def without_time(axes: SubMesh) -> SubMesh:
+    """Return the axes of the mesh alone."""
+    return SubMesh({axis: size for axis, size in axes.items() if axis != MICRO})
+
+
+def place_in_time(sharding: Sharding) -> tuple[State, int | None]:
+    """Return the state along the micro-batches, and the atom that they split."""
+    return sharding.state(MICRO), sharding.atom(MICRO)
+
+
 # -- DTensor placements ------------------------------------------------------------------------------------------------
 
 

@@ -15,16 +15,15 @@ from weakref import WeakKeyDictionary
 
 from autopar.ir.analysis.op_memory import Footprint
 from autopar.ir.graph import NamedGraph
-from autopar.ir.values import NamedNode, NamedTensor
+from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import Assignment, OpAssignment, StepPlan
 from autopar.sharding.choices import Choice, Site, sites_of
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.parameter_storage import GatherPolicy
 from autopar.sharding.layout.syntax import MicroBatches
-from autopar.sharding.micro_batches import MICRO, without_time
 from autopar.sharding.propagation import PropagationCache, propagate
-from autopar.sharding.sharding import Sharding
+from autopar.sharding.sharding import MICRO, Sharding, without_time
 
 __all__ = [
     "gathered_once",
@@ -61,7 +60,15 @@ def time_assignment(graph: NamedGraph, micro: MicroBatches) -> Assignment:
 def _sliced(graph: NamedGraph, assignment: Assignment, count: int) -> NamedGraph:
     atoms = _split_atoms(graph, assignment)
     split = {node.name: _split_sites(graph, node, assignment.ops[node.name].choice, atoms) for node in graph.nodes}
-    tensors = {name: _shorter(tensor, atoms.get(name), count) for name, tensor in graph.tensors.items()}
+    tensors = dict(graph.tensors)
+    for name, split_atom in atoms.items():
+        tensor = tensors[name]
+        parts = tuple(
+            atom._replace(size=max(1, atom.size // count)) if i == split_atom else atom
+            for i, atom in enumerate(tensor.atoms)
+        )
+        shape = tuple(prod(atom.size for atom in parts if atom.dim == dim) for dim in range(len(tensor.shape)))
+        tensors[name] = replace(tensor, atoms=parts, shape=shape)
     nodes = tuple(_smaller(node, split[node.name], count) for node in graph.nodes)
     found = replace(graph, tensors=MappingProxyType(tensors), nodes=nodes)
     # Analyses that run ops: those of the whole graph hold for its parts.
@@ -101,16 +108,6 @@ def _split_sites(graph: NamedGraph, node: NamedNode, choice: Choice, atoms: Mapp
         if site is not None:
             found.add(site)
     return frozenset(found)
-
-
-def _shorter(tensor: NamedTensor, split: int | None, count: int) -> NamedTensor:
-    if split is None:
-        return tensor
-    atoms = tuple(
-        atom._replace(size=max(1, atom.size // count)) if i == split else atom for i, atom in enumerate(tensor.atoms)
-    )
-    shape = tuple(prod(atom.size for atom in atoms if atom.dim == dim) for dim in range(len(tensor.shape)))
-    return replace(tensor, atoms=atoms, shape=shape)
 
 
 def _smaller(node: NamedNode, split: frozenset[Site], count: int) -> NamedNode:
@@ -171,29 +168,19 @@ def _without_micro(assignment: Assignment) -> Assignment:
     def every(shardings: Mapping[str, Sharding]) -> dict[str, Sharding]:
         return {name: sharding.without([MICRO]) for name, sharding in shardings.items()}
 
-    ops = {
-        name: OpAssignment(
-            _choice_without_micro(op.choice),
-            tuple(map(plain, op.operands)),
-            tuple(map(plain, op.produced)),
-            tuple(map(plain, op.results)),
-        )
-        for name, op in assignment.ops.items()
-    }
+    ops = {}
+    for name, op in assignment.ops.items():
+        splits = ((site, tuple(axis for axis in axes if axis != MICRO)) for site, axes in op.choice.splits)
+        passes = tuple((axis, passing) for axis, passing in op.choice.passes if axis != MICRO)
+        choice = Choice(tuple((site, axes) for site, axes in splits if axes), passes)
+        ends = (tuple(map(plain, shardings)) for shardings in (op.operands, op.produced, op.results))
+        ops[name] = OpAssignment(choice, *ends)
     return replace(
         assignment,
         axes=without_time(assignment.axes),
         stored=every(assignment.stored),
         values=every(assignment.values),
         ops=ops,
-    )
-
-
-def _choice_without_micro(choice: Choice) -> Choice:
-    splits = ((site, tuple(axis for axis in axes if axis != MICRO)) for site, axes in choice.splits)
-    return Choice(
-        tuple((site, axes) for site, axes in splits if axes),
-        tuple((axis, passing) for axis, passing in choice.passes if axis != MICRO),
     )
 
 

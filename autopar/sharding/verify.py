@@ -14,11 +14,10 @@ from autopar.ir.invariants import Invariant, check_invariants
 from autopar.ir.values import NamedTensor
 from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.choices import can_split, shardings_of
-from autopar.sharding.micro_batches import MICRO, without_time
 from autopar.sharding.options import Outputs, Recompute
 from autopar.sharding.reshard.reshard import Reshard, Step
 from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan
-from autopar.sharding.sharding import Sharding, atoms_of
+from autopar.sharding.sharding import MICRO, Sharding, atoms_of, without_time
 
 __all__ = ["ASSIGNMENT_INVARIANTS", "RESHARD_INVARIANTS", "verify_assignment", "verify_reshards"]
 

@@ -7,3 +7,16 @@ search/      bounds, multipliers, incumbents
 infeasible   errors where there is no plan; `explain_infeasible` writes their messages
 solve        entry point: `solve_plan`; published strategies as first candidates
 """
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Floats", "Ints"]
+
+
+Floats = NDArray[np.float64]
+
+
+Ints = NDArray[np.int64]

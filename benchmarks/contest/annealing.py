@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.solver.arrays import Floats, Ints
+from autopar.solver import Floats, Ints
 from benchmarks.contest.dual import loads_at
 from benchmarks.contest.flat_arrays import Arrays, priced_costs
 from benchmarks.contest.forest_moves import conditional_costs, forest_moves, scratch_for, state_of

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from autopar.names import printable
-from autopar.solver.arrays import Floats, Ints
+from autopar.solver import Floats, Ints
 from benchmarks.contest.problem import Edge, Problem, ProblemError, Usage
 
 __all__ = ["IMPOSSIBLE", "problem_from_text", "problem_to_json", "read_problem", "write_problem"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.solver.arrays import Floats, Ints
+from autopar.solver import Floats, Ints
 from benchmarks.contest.elimination import PairwiseElimination
 from benchmarks.contest.flat_arrays import Arrays, compiled, priced_costs
 from benchmarks.contest.forest_moves import least_left, tree_of, try_move

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.solver.arrays import Floats, Ints
+from autopar.solver import Floats, Ints
 
 __all__ = ["Matrices", "Matrix"]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.solver.arrays import Floats
+from autopar.solver import Floats
 from benchmarks.contest.problem import Problem
 
 __all__ = ["PairwiseElimination", "eliminate", "plan_elimination"]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import AutoparWarning
-from autopar.solver.arrays import Floats, Ints
+from autopar.solver import Floats, Ints
 from benchmarks.contest.problem import Problem
 
 __all__ = ["COMPILED", "Arrays", "arrays_of", "compiled", "impossible_price", "priced_costs", "warn_if_slow"]

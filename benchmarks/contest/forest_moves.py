@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.solver.arrays import Floats, Ints
+from autopar.solver import Floats, Ints
 from benchmarks.contest.flat_arrays import Arrays, compiled
 
 # -- slack of the limits -----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.solver.arrays import Ints
+from autopar.solver import Ints
 
 __all__ = ["Capacities", "LimitRow", "range_minima"]
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.solver.arrays import Floats, Ints
+from autopar.solver import Floats, Ints
 from autopar.solver.progress import PROVED, Progress, relative_gap
 from benchmarks.contest.annealing import AnnealingPlan, AnnealingResult, anneal, cost_in, repair, search
 from benchmarks.contest.dual import Dual, MessageDual, NarrowDual, loads_at

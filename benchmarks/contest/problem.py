@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.errors import AutoparError
-from autopar.solver.arrays import Floats, Ints
+from autopar.solver import Floats, Ints
 
 __all__ = ["Edge", "Problem", "ProblemError", "Usage", "cost_of", "excess_of", "loads_of"]
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.solver.arrays import Floats, Ints
+from autopar.solver import Floats, Ints
 from benchmarks.contest.edge_matrix import Matrices, Matrix
 from benchmarks.contest.limits import Capacities, LimitRow
 from benchmarks.contest.problem import Edge, Problem, Usage

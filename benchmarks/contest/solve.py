@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.solver.arrays import Floats
+from autopar.solver import Floats
 from autopar.solver.progress import Progress, relative_gap
 from benchmarks.contest.elimination import eliminate
 from benchmarks.contest.phases import SharedState

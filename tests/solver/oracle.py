@@ -22,7 +22,7 @@ from autopar.cost.evaluate import Costs, evaluate
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.sharding import Sharding
-from autopar.solver.arrays import Floats
+from autopar.solver import Floats
 from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.cost_tables import CostTables, ValueUse
 from autopar.solver.model.model import Model

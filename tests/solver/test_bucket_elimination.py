@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from autopar.solver.arrays import Floats
+from autopar.solver import Floats
 from autopar.solver.search.bucket_elimination import TooWide, elimination_order
 
 

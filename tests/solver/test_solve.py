@@ -21,7 +21,7 @@ from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.contracts import sharding_text
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.options import TrainingOptions
-from autopar.solver.arrays import Floats
+from autopar.solver import Floats
 from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.objective import Hinges, Sum

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
-from autopar.sharding.micro_batches import MICRO
+from autopar.sharding.sharding import MICRO
 
 __all__ = [
     "Groups",

@@ -39,9 +39,8 @@ from autopar.lowering.modules.micro_loop import (
 from autopar.lowering.modules.shard_ops import RandomOp, ReshardModule
 from autopar.lowering.passes.pipeline_parts import StageCut, cut_in_parts
 from autopar.mesh import SubMesh
-from autopar.sharding.micro_batches import MICRO, place_in_time
 from autopar.sharding.reshard_insertion import InsertedReshard
-from autopar.sharding.sharding import Atoms, State
+from autopar.sharding.sharding import MICRO, Atoms, State, place_in_time
 
 __all__ = ["MicroBatchEnd", "loop_micro_batches"]
 

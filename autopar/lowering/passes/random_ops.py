@@ -30,8 +30,7 @@ from autopar.mesh import SubMesh
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.notation import Operand, Term
 from autopar.sharding.choices import Choice
-from autopar.sharding.micro_batches import MICRO
-from autopar.sharding.sharding import Atoms, Piece, nested
+from autopar.sharding.sharding import MICRO, Atoms, Piece, nested
 
 __all__ = ["DrawnOp", "RandomOps"]
 

@@ -27,7 +27,7 @@ from autopar.sharding.layout.syntax import (
     rules_of,
     tensor_globs,
 )
-from autopar.sharding.micro_batches import without_time
+from autopar.sharding.sharding import without_time
 
 
 @dataclass(frozen=True)

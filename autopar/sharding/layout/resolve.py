@@ -16,8 +16,7 @@ from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.matching import POSITION, Specificity, glob_matches, matches, specificity
 from autopar.sharding.layout.source import SourceSpan, layout_error
 from autopar.sharding.layout.syntax import Axes, Block, DimRule, Hole, NotSplit, Pin, Scope, SplitTerm
-from autopar.sharding.micro_batches import MICRO
-from autopar.sharding.sharding import HasAtoms
+from autopar.sharding.sharding import MICRO, HasAtoms
 
 # The axes that split each atom; None where the layout leaves an atom open.
 SplitRequest = tuple[Axes | None, ...]

@@ -20,7 +20,7 @@ from autopar.sharding.lowered_ops import lowered_context
 from autopar.sharding.options import Recompute
 from autopar.sharding.reshard_insertion import InsertedReshard
 from autopar.sharding.sharding import Sharding, atoms_of
-from autopar.solver.arrays import Floats
+from autopar.solver import Floats
 from autopar.solver.candidates import OpSharding, StorageOption, options_of
 from autopar.solver.infeasible import no_option
 from autopar.solver.model.builder import ModelBuilder, parts_of

@@ -19,7 +19,7 @@ from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.options import Outputs
 from autopar.sharding.sharding import Sharding, atoms_of
-from autopar.solver.arrays import Floats
+from autopar.solver import Floats
 from autopar.solver.infeasible import OutOfTime
 from autopar.solver.model.cost_tables import CostTable, CostTables, Parts, Wants
 from autopar.solver.model.model import Costs, Factor, FactorByMode, Variable

@@ -18,7 +18,7 @@ from autopar.ir.values import NamedTensor
 from autopar.sharding.buckets import BUCKET_BYTES, BUCKETS, LEAST_BYTES, goes_in_bucket
 from autopar.sharding.reshard.reshard import ScaledReshards, StepKind, StepSize
 from autopar.sharding.sharding import Sharding, longest
-from autopar.solver.arrays import Floats, Ints
+from autopar.solver import Floats, Ints
 from autopar.solver.candidates import StorageOption
 from autopar.solver.model.objective import Sum
 from autopar.solver.setting import PlanningProblem

@@ -23,7 +23,7 @@ from autopar.sharding.layout.matching import glob_matches
 from autopar.sharding.layout.syntax import Contract, Guard, Limit, Same
 from autopar.sharding.lowered_ops import lowered_context
 from autopar.sharding.sharding import Sharding, atoms_of
-from autopar.solver.arrays import Floats
+from autopar.solver import Floats
 from autopar.solver.model.builder import returned_tensors
 from autopar.solver.model.cost_tables import CostTable, CostTables, Parts
 from autopar.solver.model.model import Factor, Model, Variable

@@ -14,7 +14,7 @@ from enum import IntEnum
 import numpy as np
 
 from autopar.cost.evaluate import OverlapCost
-from autopar.solver.arrays import Floats
+from autopar.solver import Floats
 from autopar.solver.setting import PlanningProblem
 
 __all__ = ["FORBIDDEN_SECONDS", "HOST", "MEMORY", "MOMENTS", "Hinges", "Sum", "every_peak_gib", "peak_gib"]

@@ -12,7 +12,7 @@ import numpy as np
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.sharding import Sharding, atoms_of
-from autopar.solver.arrays import Floats
+from autopar.solver import Floats
 from autopar.solver.candidates import StorageOption, is_dtensor_sharding, options_of, stored_of
 from autopar.solver.infeasible import no_option
 from autopar.solver.model.builder import ModelBuilder, parts_of

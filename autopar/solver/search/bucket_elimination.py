@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.solver.arrays import Floats
+from autopar.solver import Floats
 
 __all__ = ["SharedTableElimination", "TooWide", "elimination_order"]
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autopar.ir.graph import NamedGraph
-from autopar.solver.arrays import Floats
+from autopar.solver import Floats
 from autopar.solver.model.cost_tables import weigh
 from autopar.solver.model.model import Model
 from autopar.solver.search.bucket_elimination import SharedTableElimination, TooWide, elimination_order, fixed

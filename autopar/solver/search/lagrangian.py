@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.solver.arrays import Floats, Ints
+from autopar.solver import Floats, Ints
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import FORBIDDEN_SECONDS, MOMENTS, Hinges, peak_gib
 from autopar.solver.search.elimination import Elimination, WeightedMinimum

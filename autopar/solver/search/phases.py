@@ -20,7 +20,7 @@ from autopar.sharding.layout.syntax import Contract
 from autopar.sharding.options import Recompute
 from autopar.sharding.recompute import recompute_regions, recomputed_ops
 from autopar.sharding.reshard_insertion import inserted_reshards
-from autopar.solver.arrays import Floats
+from autopar.solver import Floats
 from autopar.solver.infeasible import OutOfTime
 from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.cost_tables import CostTables

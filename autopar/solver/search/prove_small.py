@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from autopar.ir.values import NamedTensor
 from autopar.sharding.sharding import Sharding
-from autopar.solver.arrays import Floats
+from autopar.solver import Floats
 from autopar.solver.model.cost_tables import CostTables, ValueUse
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import FORBIDDEN_SECONDS, MEMORY, MOMENTS, Hinges, Sum, every_peak_gib

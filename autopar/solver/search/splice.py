@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.solver.arrays import Floats, Ints
+from autopar.solver import Floats, Ints
 from autopar.solver.model.model import EqualTerms, Model, TermGroup, distinct_rows
 from autopar.solver.model.objective import Hinges, Sum, every_peak_gib
 
