@@ -14,7 +14,8 @@ from autopar.cost.profile import TaskBuilder
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
-from autopar.sharding.assignment import Pipelining, StepPlan
+from autopar.sharding.assignment import OpAssignment, Pipelining, StepPlan
+from autopar.sharding.choices import Choice, shardings_of
 from autopar.sharding.layout.syntax import MicroBatches
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.schedules import orders
@@ -113,7 +114,8 @@ class MicroBatchedCall:
         """Return the share of the model that a stage runs and stores, on average."""
         return 1.0 if self.pipelining is None else 1.0 / self.pipelining.stages
 
-    @property
+    # Cached, because the model reads it for every option of every op.
+    @cached_property
     def in_flight(self) -> float:
         """Return the micro-batches whose activations the first stage keeps."""
         one = self.pipelining
@@ -163,6 +165,18 @@ class PlanningProblem:
     def costs(self, plan: StepPlan) -> Costs:
         """Return the costs of a plan, of the whole call where there are micro-batches."""
         return evaluate(self.graph if self.call is None else self.call.graph, plan, self.cluster)
+
+    @cached_property
+    def whole_seconds(self) -> Mapping[str, float]:
+        """Return the seconds of each op on one rank, both directions, or of its launches where they are longer."""
+        found: dict[str, float] = {}
+        for node in self.graph.nodes:
+            shardings = shardings_of(self.graph, node, Choice())
+            assert shardings is not None, f"{node.name} runs whole"
+            work = self.prices.work(node, OpAssignment(Choice(), *shardings, shardings[1]))
+            ways = work.forward, work.backward
+            found[node.name] = sum(max(way.seconds, way.launches * self.prices.launch) for way in ways)
+        return found
 
     @cached_property
     def kept(self) -> SavedValues:

@@ -15,11 +15,9 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.invariants import verifying
-from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
-from autopar.sharding.assignment import OpAssignment, Pipelining, StepPlan
+from autopar.sharding.assignment import Pipelining, StepPlan
 from autopar.sharding.bound_layout import BoundLayout
-from autopar.sharding.choices import Choice, shardings_of
 from autopar.sharding.layout.language import Layout, applies_to, axes_of, load_strategy, roles_of, strategy_names
 from autopar.sharding.layout.syntax import PipelineStatement
 from autopar.sharding.options import TrainingOptions
@@ -130,9 +128,8 @@ def _stages(setting: PlanningProblem, layout: Layout, axes: SubMesh) -> Pipelini
     The axes that split tensors are still to be chosen. Without them the shares of the parts are about the same.
     """
     assert setting.call is not None, "a pipeline has micro-batches"
-    seconds = {node.name: _whole_seconds(setting, node) for node in setting.graph.nodes}
     alone = time_assignment(setting.call.graph, setting.call.micro)
-    return with_stages(setting.call.graph, layout, axes, alone, seconds).pipelining
+    return with_stages(setting.call.graph, layout, axes, alone, setting.whole_seconds).pipelining
 
 
 # Schedules of `pipeline pp ?` beside 1f1b: chunks, and micro-batches more in flight.
@@ -170,15 +167,6 @@ def _with_schedule(
         if costs.memory.peak_bytes <= limit and costs.step_seconds < found.costs.step_seconds:
             found = replace(found, plan=plan, costs=costs)
     return found
-
-
-def _whole_seconds(setting: PlanningProblem, node: NamedNode) -> float:
-    """Return the seconds of an op on one rank alone, both directions, or of its launches where they are longer."""
-    shardings = shardings_of(setting.graph, node, Choice())
-    assert shardings is not None, f"{node.name} runs whole"
-    work = setting.prices.work(node, OpAssignment(Choice(), *shardings, shardings[1]))
-    launch = setting.prices.launch
-    return sum(max(way.seconds, way.launches * launch) for way in (work.forward, work.backward))
 
 
 @contextmanager
