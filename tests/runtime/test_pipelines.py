@@ -273,7 +273,9 @@ def features(schedule: str) -> dict[str, float]:
 
     model, inputs = small("both")
     parallel = autopar.parallelize(model, "pp=2", inputs, layout=layout, outputs="full")
-    (loss, logits), (mine, theirs) = model(*inputs), parallel(*inputs)
+    with Watch() as watch:
+        (loss, logits), (mine, theirs) = model(*inputs), parallel(*inputs)
+    found["micro-batches in flight beside a loss"] = abs(watch.alive - (2 - dist.get_rank()))
     found["result beside a loss"] = float((logits - theirs).detach().abs().max())
     (3 * loss + logits.square().mean()).backward()
     (3 * mine + theirs.square().mean()).backward()

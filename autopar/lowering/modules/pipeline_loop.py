@@ -76,10 +76,6 @@ class PartResult:
     differentiable: bool
 
     @property
-    def is_scalar_sum(self) -> bool:
-        return self.result.kind == "sum" and not self.shape
-
-    @property
     def joined_shape(self) -> tuple[int, ...]:
         return self.shape if self.result.kind == "sum" else self.result.shape
 
@@ -135,9 +131,14 @@ class PipelineLoop(nn.Module):
         return tuple(place for place, one in enumerate(self.results) if one.differentiable)
 
     @property
+    def sums(self) -> tuple[int, ...]:
+        """Places of the sums that need a gradient: those that the backwards begin at."""
+        return tuple(place for place in self.needed if self.results[place].result.kind == "sum")
+
+    @property
     def is_scheduled(self) -> bool:
         """True if each backward may run as soon as the schedule has it."""
-        return bool(self.needed) and all(self.results[place].is_scalar_sum for place in self.needed)
+        return bool(self.sums) and not any(self.results[place].shape for place in self.sums)
 
     # A compiler would trace the messages; it compiles what stands before and after.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -163,9 +164,9 @@ class _Pipeline(torch.autograd.Function):
         leaves = leaves_of(inputs)
         ctx.run = run = _Run(loop, leaves, GradientSums(leaves))
         if loop.is_scheduled:
-            made = {place: leaves[0].new_empty((), dtype=loop.results[place].dtype) for place in loop.needed}
+            made = {place: leaves[0].new_empty((), dtype=loop.results[place].dtype) for place in loop.sums}
             ctx.expected = expected = expected_gradients(loop.expected, made, ctx.is_float16)
-            run.scheduled(lambda place, number: expected[place])
+            run.scheduled(lambda place, number: expected.get(place))
         else:
             run.forwards()
         ctx.save_for_backward(*inputs)
