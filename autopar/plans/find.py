@@ -20,6 +20,7 @@ from autopar.errors import AutoparError, LayoutError, MeshError
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.collectives.process_groups import GroupsOfMicroBatch
 from autopar.lowering.emit import emit
+from autopar.lowering.passes.pipeline_parts import check_loops
 from autopar.mesh import Mesh, MeshAxis, SubMesh
 from autopar.plans import cache
 from autopar.plans.plan import Plan
@@ -291,7 +292,7 @@ def _on_mesh(
     demanded = None if said is None else Layout(tuple(one for one in said if not isinstance(one, MeshStatement)))
     options = request.options_on(mesh)
     if said is not None:
-        _check_micro_batches(graph, said, options)
+        _check_micro_batches(graph, said, axes, options)
     key = cache.key(graph, mesh, cluster, demanded, limit, options, request.time_limit)
     known = cache.find(key, graph, cluster) if request.cache else None
     within = demanded is not None and bool(demanded.statements)
@@ -330,7 +331,7 @@ def _on_mesh(
     return plan
 
 
-def _check_micro_batches(graph: NamedGraph, layout: Layout, options: TrainingOptions) -> None:
+def _check_micro_batches(graph: NamedGraph, layout: Layout, axes: SubMesh, options: TrainingOptions) -> None:
     """Raise if the batch cannot be split into the micro-batches of a layout."""
     micro = layout.micro_batches
     if micro is None or micro.count == 1:
@@ -343,7 +344,9 @@ def _check_micro_batches(graph: NamedGraph, layout: Layout, options: TrainingOpt
             micro.span,
         )
     # The generated graph tells whether an op needs all micro-batches at once; no rank runs it.
-    emit(graph, time_assignment(graph, micro), GroupsOfMicroBatch(None), "sharded", local_inputs=False)
+    emitted = emit(graph, time_assignment(graph, micro), GroupsOfMicroBatch(None), "sharded", local_inputs=False)
+    if layout.pipeline is not None and axes.get(layout.pipeline.axis, 1) > 1:
+        check_loops(graph, emitted.graph_module, layout.pipeline.schedule)
 
 
 def _with_its_line(error: NoFeasiblePlan, given: Layout, limit: int, cluster: Cluster) -> NoFeasiblePlan:

@@ -207,21 +207,24 @@ class _Cutting:
     def _stage_of(self, name: str, parts: Mapping[str, int], stages: int) -> int | None:
         """Return the one stage that reads a parameter; None if several do."""
         found: set[int] = set()
-        left, seen = [name], {name}
+        left, seen, once = [name], {name}, ""
         while left:
             for node in self.readers.get(left.pop(), ()):
                 if node.name in parts:
                     found.add(parts[node.name] % stages)
                     continue
+                once = once or node.name
                 for output in filter(None, node.outputs):
                     if output not in seen:
                         seen.add(output)
                         left.append(output)
         if found and not seen.isdisjoint(self.graph.outputs):
-            message = (
-                f"the parameter {name} is read outside of the micro-batches, where all stages would add its gradient"
+            where = f"outside of the micro-batches, by {once}" if once else "outside of the micro-batches"
+            message = f"the parameter {name} is read {where}, where all stages would add its gradient"
+            fix = (
+                "leave a term of the weights out of the loss, as weight_decay of the optimizer does; "
+                "a model of two batches takes no pipeline"
             )
-            fix = "leave the term of the weights out of the loss, as weight_decay of the optimizer does"
             raise layout_error("E5", message, fix, self.pipeline.span)
         return found.pop() if len(found) == 1 and self.graph.tensors[name].shape else None
 

@@ -242,6 +242,8 @@ class Small(nn.Module):
         if self.how == "logits":
             return logits
         loss = functional.cross_entropy(logits, y, ignore_index=-100)
+        if self.how == "router":
+            loss = loss + logits.softmax(-1).mean(0).square().sum()
         if self.how == "weights":
             loss = loss + self.last.weight.square().sum()
         return (loss, logits) if self.how == "both" else loss
@@ -270,6 +272,12 @@ def features(schedule: str) -> dict[str, float]:
     model.eval()
     parallel.eval()
     found["eval"] = float((parallel(*inputs) - model(*inputs)).detach().abs().max())
+
+    model, inputs = small("router")
+    parallel = autopar.parallelize(model, "pp=2", inputs, layout=CUT.replace("1f1b", "gpipe"))
+    for each in (model, parallel):
+        each(*inputs).backward()
+    found["router"] = worst(gradients(parallel), gradients(model))
 
     model, inputs = small("both")
     parallel = autopar.parallelize(model, "pp=2", inputs, layout=layout, outputs="full")
@@ -324,11 +332,25 @@ def refused(how: str, layout: str) -> str:
     return "made"
 
 
+def test_a_plan_is_refused_where_the_run_would_be() -> None:
+    model, inputs = small("router")
+    for schedule in ("1f1b", "zero_bubble", "interleaved(2)", "?"):
+        layout = f"micro 4; pipeline pp {schedule}; * -> none"
+        with pytest.raises(
+            LayoutError, match=r"the loss needs /mean.*test_pipelines.py:.*of all(.|\n)*fix: the schedule gpipe"
+        ):
+            autopar.plan(model, "pp=2", inputs, layout=layout, cluster="h100", cache=False)
+    for schedule, mesh in (("gpipe", "pp=2"), ("1f1b", "pp=1")):
+        layout = f"micro 4; pipeline pp {schedule}; * -> none"
+        assert autopar.plan(model, mesh, inputs, layout=layout, cluster="h100", cache=False).text
+
+
 @pytest.mark.parametrize(
     ("how", "layout", "text"),
     [
         ("weights", CUT, "the parameter last.weight is read outside of the micro-batches"),
         ("batch norm", CUT, "micro 4 cannot split the batch"),
+        ("router", CUT, "1f1b runs the first backward before the last forward, but the loss needs /mean"),
         ("loss", "pipeline pp 1f1b; * -> none", "a pipeline of 2 stages runs micro-batches, and the layout has none"),
         ("loss", "micro 4; pipeline pp 1f1b; cut pp before @lost; * -> none", "did you mean 'last'?"),
         ("loss", "micro 4; pipeline pp 1f1b; batch -> pp; * -> none", "the axis 'pp' has the stages of the pipeline"),

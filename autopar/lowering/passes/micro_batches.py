@@ -54,7 +54,7 @@ class MicroBatchEnd(nn.Module):
 
 
 # Fixes of errors.
-STATISTICS = "a model without statistics of the whole batch (GroupNorm for BatchNorm)"
+STATISTICS = "a model that handles each row by itself (GroupNorm for BatchNorm, no loss that compares rows)"
 POSITIONS = "give the positions as an input of the model"
 
 

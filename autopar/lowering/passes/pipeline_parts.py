@@ -17,22 +17,25 @@ Output::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from autopar.errors import LayoutError
+from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
 from autopar.lowering.modules.late_weights import LateProduct, LateWeights, operands_of
-from autopar.lowering.modules.micro_loop import LoopResult, MicroBatchSlice, MicroBatchZeros
+from autopar.lowering.modules.micro_loop import LoopResult, MicroBatchLoop, MicroBatchSlice, MicroBatchZeros
 from autopar.lowering.modules.pipeline_loop import Crossing, PartResult, PipelineLoop, PipelinePart, StageGroup
 from autopar.lowering.modules.shard_ops import RandomOp
 from autopar.lowering.passes.aliases import FRESH
 from autopar.sharding.assignment import Pipelining
+from autopar.sharding.schedules import Schedule
 
-__all__ = ["OP", "VALUE", "StageCut", "cut_in_parts"]
+__all__ = ["OP", "VALUE", "StageCut", "check_loops", "cut_in_parts"]
 
 # Metadata of a node from emit: the op that it was generated for, and the tensor that it holds a shard of.
 OP = "op"
@@ -45,8 +48,8 @@ class StageCut:
 
     pipelining: Pipelining
     stages: StageGroup
-    # By name, and by node of the traced graph.
-    tensors: Mapping[str, NamedTensor]
+    graph: NamedGraph
+    # By node of the traced graph.
     by_node: Mapping[str, NamedTensor]
 
     @property
@@ -76,7 +79,37 @@ class StageCut:
 
     def value(self, node: Node) -> tuple[tuple[int, ...], NamedTensor]:
         """Return the local shape of a value, and its tensor."""
-        return tuple(node.meta["local_shape"]), self.tensors[node.meta[VALUE]]
+        return tuple(node.meta["local_shape"]), self.graph.tensors[node.meta[VALUE]]
+
+
+def check_loops(graph: NamedGraph, module: nn.Module, schedule: Schedule) -> None:
+    """Raise if a loop of a generated graph without stages could not run the backwards of a schedule."""
+    for loop in module.modules():
+        if isinstance(loop, MicroBatchLoop):
+            nodes: Iterable[Node] = loop.body.graph.output_node().args[0]  # type: ignore[assignment]
+            pairs = zip((graph.tensors.get(node.meta.get(VALUE, "")) for node in nodes), loop.results, strict=True)
+            _check_first_backward(graph, schedule, ((one, result) for one, result in pairs if one is not None))
+
+
+def _check_first_backward(
+    graph: NamedGraph, schedule: Schedule, results: Iterable[tuple[NamedTensor, LoopResult]]
+) -> None:
+    """Raise if a loss needs a value of all micro-batches, and the first backward comes before the last forward."""
+    if schedule == "gpipe" or not any(_is_loss(graph.tensors[name]) for name in graph.outputs):
+        return
+    for tensor, result in results:
+        is_known = tensor.name in graph.outputs if result.kind == "concat" else not tensor.shape
+        if tensor.requires_grad and not is_known:
+            lines = [node.origin.source for node in graph.nodes if tensor.name in node.outputs and node.origin.source]
+            value = f"{tensor.name} ({lines[0]})" if lines else tensor.name
+            reason = f"but the loss needs {value} of all micro-batches, as the auxiliary loss of a router does"
+            message = f"E5: {schedule} runs the first backward before the last forward, {reason}"
+            fix = "the schedule gpipe, which runs all forwards first, or a loss without that term"
+            raise LayoutError("E5", f"{message}\nfix: {fix}")
+
+
+def _is_loss(tensor: NamedTensor) -> bool:
+    return tensor.requires_grad and not tensor.shape
 
 
 # Make the module of a part from its graph and the modules that it calls.
@@ -184,6 +217,8 @@ class _Cutter:
         places = {self.inputs[place]: number for number, place in enumerate(read)}
         mine = [part for part in range(self.cut.count) if stages.stage_of(part) == stages.stage]
         parts = {part: self._part(part, needed[part], places, finish) for part in mine}
+        values = [self.cut.value(node)[1] for node in self.results]
+        _check_first_backward(self.cut.graph, stages.schedule, zip(values, self.joins, strict=True))
         results = [self._result(node, join) for node, join in zip(self.results, self.joins, strict=True)]
         halves = any("float16" in str((*node.args, *node.kwargs.values())) for node in self.nodes)
         behind = range(len(read), len(read) + absent)
