@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from itertools import combinations, permutations, product
+from itertools import combinations, permutations
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.mesh import SubMesh
-from autopar.sharding.sharding import Atoms, Sharding, longest, nested
+from autopar.sharding.sharding import Atoms, Sharding, longest
 
 
 class StepKind(Enum):
@@ -275,16 +278,26 @@ def _busiest(extent: int, other: int | None, sizes: tuple[int, ...], order: tupl
     Without another extent only the order of the pieces changes. Ranks at 0 of all other axes have the longest pieces,
     so only the axes of the exchange count.
     """
-    busiest = 0
-    for place in product(*map(range, sizes)):
-        held = nested(extent, zip(sizes, place, strict=True))
-        wanted = nested(extent if other is None else other, [(sizes[i], place[i]) for i in order])
-        if other is None:
-            overlap = max(0, min(sum(held), sum(wanted)) - max(held[0], wanted[0]))
-            busiest = max(busiest, held[1] - overlap)
-        else:
-            busiest = max(busiest, held[1] * (other - wanted[1]))
-    return busiest
+    # All ranks at once: a mesh may have thousands.
+    places = np.indices(sizes).reshape(len(sizes), -1)
+    begins, held = _pieces(extent, sizes, places)
+    wanted_at, wanted = _pieces(extent if other is None else other, [sizes[i] for i in order], places[list(order)])
+    if other is not None:
+        return int((held * (other - wanted)).max())
+    overlap = np.minimum(begins + held, wanted_at + wanted) - np.maximum(begins, wanted_at)
+    return int((held - np.maximum(overlap, 0)).max())
+
+
+def _pieces(
+    extent: int, sizes: Sequence[int], places: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return begin and length of the piece of each rank after cuts by all axes, as `nested` does for one rank."""
+    begins, lengths = np.zeros(places.shape[1], np.int64), np.full(places.shape[1], extent)
+    for size, index in zip(sizes, places, strict=True):
+        step = -(-lengths // size)
+        offset = np.minimum(index * step, lengths)
+        begins, lengths = begins + offset, np.minimum(step, lengths - offset)
+    return begins, lengths
 
 
 def _cut(sharding: Sharding, atom: int, axes: tuple[str, ...]) -> Sharding:
