@@ -8,6 +8,7 @@ from functools import cached_property
 
 from autopar.cost.compute.op_time import local_bytes
 from autopar.ir.graph import NamedGraph
+from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.buckets import Bucket, buckets_of
 from autopar.sharding.options import Recompute
@@ -85,7 +86,7 @@ class LoweredStep:
     def at(self, stage: int) -> LoweredStep:
         """Return the step as a stage of a pipeline sees it."""
         found = replace(self, stage=stage)
-        for name in ("reshard_plan", "buckets", "parts_of", "layers", "recomputed"):
+        for name in ("reshard_plan", "buckets", "parts_of", "crossing", "layers", "recomputed", "schedule"):
             found.__dict__[name] = getattr(self, name)
         return found
 
@@ -100,6 +101,16 @@ class LoweredStep:
         count = 1 if pipelining is None or self.stage is None else pipelining.stages
         return frozenset(
             op for op, parts in self.parts_of.items() if count == 1 or self.stage in {part % count for part in parts}
+        )
+
+    @cached_property
+    def nodes_here(self) -> tuple[NamedNode, ...]:
+        """Return the ops that the stage runs, and those of other stages whose results it receives."""
+        if self.stage is None:
+            return self.graph.nodes
+        received = self.tensors_here
+        return tuple(
+            node for node in self.graph.nodes if node.name in self.ops_here or not received.isdisjoint(node.outputs)
         )
 
     @cached_property
@@ -123,6 +134,11 @@ class LoweredStep:
     def recomputed(self) -> frozenset[str]:
         """Return the ops that the backward recomputes."""
         return recomputed_ops(self.graph, self._regions)
+
+    @cached_property
+    def schedule(self) -> BucketSchedule:
+        """Return the ops at which the step gathers and regathers its buckets."""
+        return bucket_schedule(self)
 
     @cached_property
     def _regions(self) -> tuple[RecomputeRegion, ...]:

@@ -58,6 +58,16 @@ def test_equal_stages_take_as_long_as_the_formula(schedule: str, in_flight: Sequ
     assert costs.memory.peak_bytes == max(stage.memory.peak_bytes for stage in costs.stages)
 
 
+def test_gathered_parameters_count_once() -> None:
+    """All micro-batches in flight read one copy of the parameters that a stage gathers before the first."""
+    text = "micro 16; pipeline pp gpipe; batch -> dp; * -> none"
+    whole, gathered = priced("pp=2,dp=4", text), priced("pp=2,dp=4", text + "; param, grad, opt { * -> dp }")
+    for one, other in zip(whole.costs.stages, gathered.costs.stages, strict=True):
+        assert other.memory.parameters_bytes == one.memory.parameters_bytes / 4
+        assert other.memory.copies_bytes == one.memory.parameters_bytes
+        assert other.memory.saved_bytes == pytest.approx(one.memory.saved_bytes, rel=1e-3)
+
+
 def test_interleaving_shortens_the_bubble() -> None:
     plain = priced("pp=4", "micro 16; pipeline pp 1f1b; batch -> none; * -> none").costs
     finer = priced("pp=4", "micro 16; pipeline pp interleaved(2); batch -> none; * -> none").costs

@@ -6,8 +6,10 @@ footprint. A lowered op, with collectives inside, runs other ops: its lowering r
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from math import inf, prod
+from math import prod
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
 from autopar.cost.compute.op_time import local_bytes
-from autopar.cost.lowered_step import LoweredStep, Version, bucket_schedule
+from autopar.cost.lowered_step import LoweredStep, Version
 from autopar.ir.analysis.op_memory import Footprint, fake_input, measure
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
@@ -37,7 +39,6 @@ class LocalFootprints:
     """Footprints of the ops of a plan on one rank; those of equal ops are computed once."""
 
     def __init__(self, step: LoweredStep) -> None:
-        self.step = step
         self.graph, self.plan, self.reshard_plan = step.graph, step.plan, step.reshard_plan
         self.by_name: dict[str, Footprint] = {}
         self.by_key: dict[Any, Footprint] = {}
@@ -52,8 +53,6 @@ class LocalFootprints:
                 lowered_op = self.reshard_plan.ops[node.name].split
                 found = local_footprint(self.graph, node, op_assignment, lowered_op, self.plan.axes)
             self.by_key[key] = found
-            if self.step.stage is not None and node.name not in self.step.ops_here:
-                found = replace(found, internal_bytes=0, forward_bytes=0, backward_bytes=0)
             self.by_name[node.name] = found
         return found
 
@@ -205,21 +204,28 @@ class LiveState:
         self.call = step.call
         # None for a rank that runs all ops: what other stages of a pipeline have takes no memory here.
         self.here = None if step.stage is None else step.tensors_here
+        self.nodes, self.runs = step.nodes_here, step.ops_here
+        # Values of other stages and for them: a stage keeps them until their gradients have gone or come.
+        self.crossing = (
+            frozenset() if step.stage is None else step.tensors_here.intersection(map(itemgetter(0), step.crossing))
+        )
         self.recomputed = step.recomputed
         # True where gradients are added to those of earlier micro-batches, or to gradients of another dtype.
         self.accumulates = self.plan.options.micro_batches > 1 or self.plan.options.gradient_dtype is not None
         self.footprints = LocalFootprints(step)
-        self.last = last_uses(self.graph, self.reshard_plan)
-        # Versions whose last use is the op at a place.
-        self.ends: dict[float, list[Version]] = {}
-        for version, place in self.last.items():
-            self.ends.setdefault(place, []).append(version)
+        self.last = last_uses([node for node in self.nodes if node.name in self.runs], self.reshard_plan)
+        # Versions by the op that uses them last.
+        self.ends: dict[str, list[Version]] = {}
+        self.elsewhere = self._elsewhere()
+        self.last.update(((name, self.plan.assignment.values[name]), "") for name in self.crossing)
+        for version, op in self.last.items():
+            self.ends.setdefault(op, []).append(version)
         self.layers = step.layers if step.recomputed else {}
         # Layers under a checkpoint, which keeps its inputs until the backward has left it.
         self.whole = {layer for layer, mode in self.layers.values() if mode == "full"}
         # Recomputed ops whose operands must be kept for the recompute.
         self.reading = reading(self.graph, self.layers, self.recomputed)
-        self.schedule = bucket_schedule(step)
+        self.schedule = step.schedule
         self.sizes: dict[Version, float] = {}
         self.storages = Storages()
         self.values: dict[Version, int] = {}
@@ -241,6 +247,19 @@ class LiveState:
         self.made: dict[int, set[int]] = {}
         # By layer: parameters that it regathers itself, with the bytes of the buffer of each.
         self.gathered: dict[int, dict[int, float]] = {}
+
+    def _elsewhere(self) -> dict[str, list[InsertedReshard]]:
+        """Return the reshards that the graph has before ops of other stages, by the first op here that needs them."""
+        if self.here is None:
+            return {}
+        others = (self.reshard_plan.ops[node.name].before for node in self.graph.nodes if node.name not in self.runs)
+        left = {(one.tensor, one.target): one for before in others for one in before if one.tensor in self.here}
+        found: dict[str, list[InsertedReshard]] = {}
+        for node in self.nodes if left else ():
+            for version in self.reshard_plan.ops[node.name].operands if node.name in self.runs else ():
+                if version in left:
+                    found.setdefault(node.name, []).append(left.pop(version))
+        return found
 
     def _bytes(self, version: Version) -> float:
         found = self.sizes.get(version)
@@ -287,17 +306,17 @@ class LiveState:
         return flat
 
 
-def last_uses(graph: NamedGraph, reshard_plan: ReshardPlan) -> dict[Version, float]:
-    """Return the place of the last op that uses each version; results of the module have no end."""
-    found: dict[Version, float] = {}
-    for place, node in enumerate(graph.nodes):
+def last_uses(nodes: Iterable[NamedNode], reshard_plan: ReshardPlan) -> dict[Version, str]:
+    """Return the last op that uses each version; results of the module have no end."""
+    found: dict[Version, str] = {}
+    for node in nodes:
         reshards = reshard_plan.ops[node.name]
         for version in reshards.operands:
             if version is not None:
-                found[version] = place
+                found[version] = node.name
         for one in (*reshards.before, *reshards.after):
-            found[one.tensor, one.source] = place
+            found[one.tensor, one.source] = node.name
     for one in reshard_plan.outputs:
-        found[one.tensor, one.source] = inf
-    found.update((result, inf) for result in reshard_plan.results if result is not None)
+        found[one.tensor, one.source] = ""
+    found.update((result, "") for result in reshard_plan.results if result is not None)
     return found

@@ -35,11 +35,15 @@ class ForwardMemory(LiveState):
             for bucket in sums:
                 for one in bucket.members if not self._defers_reduction(bucket.members[0].tensor) else ():
                     self.sums[one.tensor] = self.storages.new(self._bytes((one.tensor, one.source)))
-        for place, node in enumerate(self.graph.nodes):
+        for node in self.nodes:
             self.storages.now = f"the forward of {node.name}"
-            self._op_forward(node, place)
+            if node.name in self.runs:
+                self._op_forward(node)
+            else:
+                self._receive(node)
         for one in self.reshard_plan.outputs:
-            self._reshard(one)
+            if (one.tensor, one.source) in self.values:
+                self._reshard(one)
         for version in dict.fromkeys(self.reshard_plan.results):
             # The results of earlier micro-batches.
             if version is not None and self._times(version[0]) > 1:
@@ -62,14 +66,24 @@ class ForwardMemory(LiveState):
             if reshard is not None:
                 self._reshard(reshard)
 
-    def _op_forward(self, node: NamedNode, place: int) -> None:
+    def _receive(self, node: NamedNode) -> None:
+        """Allocate the results of another stage that this one reads."""
+        for name, produced in zip(node.outputs, self.plan.assignment.ops[node.name].produced, strict=True):
+            if name is not None and produced is not None and self._is_here(name):
+                version = name, self.plan.assignment.values[name]
+                self.values[version] = self.storages.new(self._bytes(version))
+
+    def _op_forward(self, node: NamedNode) -> None:
         reshards = self.reshard_plan.ops[node.name]
         footprint = self.footprints.of(node)
         for bucket in self.schedule.of_op.get(node.name, ()):
             self._gather(bucket)
-        for one in reshards.before:
+        for one in self._before(node):
             if (one.tensor, one.target) not in self.schedule.versions:
                 self._reshard(one)
+        for operand in reshards.operands:
+            if operand is not None and operand not in self.values:  # the bucket of a parameter of several stages
+                self.values[operand] = self.storages.new(self._bytes(operand))
         halo_copies = self._halo_copies(reshards)
         outputs: list[Version | None] = []
         for name, produced, alias in zip(
@@ -95,7 +109,11 @@ class ForwardMemory(LiveState):
             self.storages.drop(copy)
         for one in reshards.after:
             self._reshard(one)
-        self._free(node, reshards, place)
+        self._free(node, reshards)
+
+    def _before(self, node: NamedNode) -> tuple[InsertedReshard, ...]:
+        """Return the reshards before an op, also those that an op of another stage needs first."""
+        return (*self.elsewhere.get(node.name, ()), *self.reshard_plan.ops[node.name].before)
 
     def _halo_copies(self, reshards: OpReshards) -> dict[int, int]:
         """Return the copy of the first operand with its neighbours' edges, where the op exchanges halos."""
@@ -149,12 +167,12 @@ class ForwardMemory(LiveState):
                 if storage not in inside and storage not in entering:
                     entering.add(self.storages.take(storage))
 
-    def _free(self, node: NamedNode, reshards: OpReshards, place: int) -> None:
+    def _free(self, node: NamedNode, reshards: OpReshards) -> None:
         """Free versions whose last use is this op, and those it makes that no op uses."""
         made = [(one.tensor, one.target) for one in (*reshards.before, *reshards.after)]
         pairs = zip(node.outputs, self.plan.assignment.ops[node.name].produced, strict=True)
         made += [(name, sharding) for name, sharding in pairs if name is not None and sharding is not None]
-        for version in (*self.ends.get(place, ()), *(version for version in made if version not in self.last)):
+        for version in (*self.ends.get(node.name, ()), *(version for version in made if version not in self.last)):
             if version in self.values:
                 self.storages.drop(self.values.pop(version))
 
@@ -169,9 +187,16 @@ class ForwardMemory(LiveState):
         made = self.values[one.tensor, one.target] = self._steps(source, one.reshard.forward, one)
         return made
 
+    def _is_kept(self, bucket: Bucket) -> bool:
+        """Return whether a call gathered the parameters of a bucket before its first micro-batch."""
+        return self.call is not None and all(one.tensor in self.copied for one in bucket.members)
+
     def _gather(self, bucket: Bucket) -> None:
         """Gather a bucket: copy its shards into one buffer, gather ahead, copy the parameters out."""
-        if bucket.is_alone:
+        if self._is_kept(bucket):
+            for one in bucket.members:
+                self.values[one.tensor, one.target] = self.storages.take(self.copied[one.tensor])
+        elif bucket.is_alone:
             self._reshard(bucket.members[0])
         elif len(bucket.members) == 1 or not bucket.members[0].reshard.forward:
             for one in bucket.members:
@@ -190,7 +215,7 @@ class ForwardMemory(LiveState):
             sizes = {one: self.storages.sizes[one] if buffered else 0.0 for one in made}
             self.gathered.setdefault(self.schedule.inside[bucket], {}).update(sizes)
         for other in self.schedule.ahead.get(bucket.op, ()):
-            if other is not bucket and other not in self.flat:
+            if other is not bucket and other not in self.flat and not self._is_kept(other):
                 self.flat[other] = self._start_gather(other)
 
 
@@ -213,7 +238,10 @@ class StepMemory(ForwardMemory):
         for one in reversed(self.reshard_plan.outputs):
             self._reshard_gradient(one)
         inside = 0
-        for node in reversed(self.graph.nodes):
+        for node in reversed(self.nodes):
+            if node.name not in self.runs:
+                self._send_gradients(node)
+                continue
             layer = self._layer(node)
             if layer != inside:
                 self._leave(inside)
@@ -229,8 +257,23 @@ class StepMemory(ForwardMemory):
         names = {tensor.name for tensor in self.graph.parameters}
         return sum(self.storages.sizes[one] for (name, _), one in self.gradients.items() if name in names)
 
+    def _send_gradients(self, node: NamedNode) -> None:
+        """Free received values and their gradients, which go back to the stage that made them."""
+        for name in node.outputs:
+            if name is not None:
+                version = name, self.plan.assignment.values[name]
+                for held in (self.gradients, self.values):
+                    if version in held:
+                        self.storages.drop(held.pop(version))
+
     def _op_backward(self, node: NamedNode) -> None:
         reshards, footprint = self.reshard_plan.ops[node.name], self.footprints.of(node)
+        for name in self.crossing.intersection(node.outputs):
+            crossed = name, self.plan.assignment.values[name]
+            if crossed in self.values:
+                self.storages.drop(self.values.pop(crossed))
+            if crossed not in self.gradients and self.graph.tensors[name].requires_grad:
+                self.gradients[crossed] = self.storages.new(self._bytes(crossed))
         for bucket in self.schedule.regathered.get(node.name, ()):
             self._regather(bucket)
         for one in reversed(reshards.after):
@@ -251,7 +294,7 @@ class StepMemory(ForwardMemory):
         for version in dict.fromkeys(version for version in reshards.operands if version is not None):
             for made in self.pending.pop(version, ()):
                 self._accumulate(version, made)
-        for one in reversed(reshards.before):
+        for one in reversed(self._before(node)):
             if (one.tensor, one.target) not in self.schedule.versions:
                 self._reshard_gradient(one)
         for bucket in self.schedule.of_op.get(node.name, ()):
