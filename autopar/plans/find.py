@@ -18,9 +18,6 @@ from autopar.cost.lowered_step import lower_step
 from autopar.cost.memory.peak import memory_limit, size_text
 from autopar.errors import AutoparError, LayoutError, MeshError
 from autopar.ir.graph import NamedGraph
-from autopar.lowering.collectives.process_groups import GroupsOfMicroBatch
-from autopar.lowering.emit import emit
-from autopar.lowering.passes.pipeline_parts import check_loops
 from autopar.mesh import Mesh, MeshAxis, SubMesh
 from autopar.plans import cache
 from autopar.plans.plan import Plan
@@ -29,6 +26,7 @@ from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import (
     Layout,
     applies_to,
+    axes_of,
     choose_layout,
     load_strategy,
     parse_memory,
@@ -37,11 +35,13 @@ from autopar.sharding.layout.language import (
 from autopar.sharding.layout.source import excerpts, layout_error
 from autopar.sharding.layout.syntax import Limit, MeshStatement, MicroBatches, OpenMicroBatches
 from autopar.sharding.options import Outputs, TrainingOptions
+from autopar.sharding.pipelining import needs_micro_batches
 from autopar.sharding.propagation import propagate
-from autopar.sharding.time_slice import propagate_plan, step_plan, time_assignment
+from autopar.sharding.schedules import Schedule
+from autopar.sharding.time_slice import propagate_plan, step_plan
 from autopar.solver.infeasible import NoFeasiblePlan
 from autopar.solver.progress import Progress
-from autopar.solver.solve import WHOLE, axis_assignments, solve_plan, splits_nothing
+from autopar.solver.solve import WHOLE, axis_assignments, check_in_time, solve_plan, splits_nothing
 
 __all__ = [
     "PlanRequest",
@@ -218,18 +218,18 @@ def _with_open_micro(graph: NamedGraph, meshes: Sequence[Mesh], layout: str | Pa
     said = Layout(()) if layout is None else choose_layout(layout, meshes[0].whole)
     if said.micro_batches is not None or said.open_micro_batches is not None or said.pipeline is not None:
         return None
-    counts = tuple(count for count in _counts(graph, "batch") if count > 1)
-    return said.with_micro_batches(OpenMicroBatches(counts)) if counts else None
+    counts = tuple(_counts(graph, "batch", several=True))
+    return said.with_micro_batches(OpenMicroBatches(counts)) if counts[-1] > 1 else None
 
 
-def _counts(graph: NamedGraph, dim: str) -> list[int]:
-    """Return numbers of micro-batches that divide the batch, each at least twice the one before."""
+def _counts(graph: NamedGraph, dim: str, several: bool) -> list[int]:
+    """Return numbers of micro-batches that divide the batch, each twice the one before or more; `several` omits 1."""
     batch = graph.dims[dim].size if dim in graph.dims else 1
     found = [1]
     for count in range(2, batch + 1):
         if batch % count == 0 and count >= 2 * found[-1]:
             found.append(count)
-    return found
+    return found[1:] if several and len(found) > 1 else found
 
 
 def _in_micro_batches(
@@ -243,10 +243,10 @@ def _in_micro_batches(
 ) -> Plan:
     """Return the best plan on a mesh; where the number of micro-batches is open, with the best of them."""
     said = None if layout is None else choose_layout(layout, mesh.whole)
-    asked = None if said is None else said.open_micro_batches
-    if said is None or asked is None:
+    if said is None or (said.open_micro_batches is None and not needs_micro_batches(said, mesh.whole)):
         return _on_mesh(graph, mesh, layout, request, progress, seconds, beat_seconds)
-    counts = asked.candidates or _counts(graph, asked.dim)
+    asked = said.open_micro_batches or OpenMicroBatches()
+    counts = asked.candidates or _counts(graph, asked.dim, needs_micro_batches(said, mesh.whole))
     ends, best, refused = time.monotonic() + seconds, None, None
     for number, count in enumerate(counts):
         micro = MicroBatches(count, asked.dim, asked.span) if count > 1 else None
@@ -292,7 +292,8 @@ def _on_mesh(
     demanded = None if said is None else Layout(tuple(one for one in said if not isinstance(one, MeshStatement)))
     options = request.options_on(mesh)
     if said is not None:
-        _check_micro_batches(graph, said, axes, options)
+        schedule = said.pipeline.schedule if said.pipeline and axes.get(said.pipeline.axis, 1) > 1 else None
+        _check_in_time(graph, said.micro_batches, schedule, options.micro_batches)
     key = cache.key(graph, mesh, cluster, demanded, limit, options, request.time_limit)
     known = cache.find(key, graph, cluster) if request.cache else None
     within = demanded is not None and bool(demanded.statements)
@@ -331,22 +332,18 @@ def _on_mesh(
     return plan
 
 
-def _check_micro_batches(graph: NamedGraph, layout: Layout, axes: SubMesh, options: TrainingOptions) -> None:
-    """Raise if the batch cannot be split into the micro-batches of a layout."""
-    micro = layout.micro_batches
+def _check_in_time(graph: NamedGraph, micro: MicroBatches | None, schedule: Schedule | None, calls: int) -> None:
+    """Raise if the batch of one of the calls of a step cannot be split into these micro-batches."""
     if micro is None or micro.count == 1:
         return
-    if options.micro_batches > 1:
+    if calls > 1:
         raise layout_error(
             "E0",
-            f"'micro {micro.count}' and micro_batches={options.micro_batches} both split the batch of a step",
+            f"'micro {micro.count}' and micro_batches={calls} both split the batch of a step",
             "keep one of them",
             micro.span,
         )
-    # The generated graph tells whether an op needs all micro-batches at once; no rank runs it.
-    emitted = emit(graph, time_assignment(graph, micro), GroupsOfMicroBatch(None), "sharded", local_inputs=False)
-    if layout.pipeline is not None and axes.get(layout.pipeline.axis, 1) > 1:
-        check_loops(graph, emitted.graph_module, layout.pipeline.schedule)
+    check_in_time(graph, micro, schedule)
 
 
 def _with_its_line(error: NoFeasiblePlan, given: Layout, limit: int, cluster: Cluster) -> NoFeasiblePlan:
@@ -394,6 +391,8 @@ def plan_under_layout(
     limit = request.limit_bytes(cluster, said)
     kept = Layout(tuple(one for one in said if not _is_limit(one)), said.name)
     decided = propagate_plan(graph, kept, axes).with_options(request.options_on(mesh))
+    stages = decided.assignment.pipelining
+    _check_in_time(graph, decided.micro, None if stages is None else stages.schedule, decided.options.micro_batches)
     return Plan(graph, decided, mesh, cluster, limit, None, origin)
 
 
@@ -403,9 +402,10 @@ def plan_under_layout(
 def price_strategies(plan: Plan) -> dict[str, Plan]:
     """Return a plan for each applicable strategy, fastest first; equal plans appear once, under the first name."""
     request = request_like(plan)
-    used = plan.decided.axes.used
+    used = plan.mesh.whole.used
     found: dict[str, Plan] = {}
-    for name in strategy_names():
+    # Of equal plans that of the strategy with the fewest axes counts.
+    for name in sorted(strategy_names(), key=lambda name: len(axes_of(load_strategy(name)))):
         best: tuple[str, Plan] | None = None
         for call in _calls(name, used, plan.graph.dims):
             try:

@@ -17,24 +17,78 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from math import prod
+from math import gcd, prod
 
 from autopar.ir.graph import NamedGraph
-from autopar.ir.values import NamedNode
+from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import Assignment, Pipelining
+from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.matching import glob_matches
 from autopar.sharding.layout.source import layout_error, unknown_name
-from autopar.sharding.layout.syntax import CutStatement, PipelineStatement, named_axes
+from autopar.sharding.layout.syntax import (
+    CutStatement,
+    MicroBatches,
+    OpenMicroBatches,
+    PipelineStatement,
+    named_axes,
+)
 from autopar.sharding.sharding import MICRO
 
-__all__ = ["check_pipeline", "statements_of", "with_stages", "without_stages"]
+__all__ = [
+    "check_pipeline",
+    "needs_micro_batches",
+    "statements_of",
+    "with_default_micro",
+    "with_stages",
+    "without_stages",
+]
+
+
+def needs_micro_batches(layout: Layout, axes: SubMesh) -> bool:
+    """Return whether a layout has stages and names no number of micro-batches."""
+    pipeline = layout.pipeline
+    return layout.micro_batches is None and pipeline is not None and axes.get(pipeline.axis, 1) > 1
+
+
+def with_default_micro(graph: NamedGraph, layout: Layout, axes: SubMesh) -> Layout:
+    """Return the layout with a number of micro-batches where it has stages and names none.
+
+    It is the least divisor of a rank's batch that gives each stage two micro-batches; if none does, the largest one.
+    """
+    pipeline, asked = layout.pipeline, layout.open_micro_batches or OpenMicroBatches()
+    if pipeline is None or not needs_micro_batches(layout, axes):
+        return layout
+    _check_axes(layout, pipeline, axes)
+    stages, bound = axes[pipeline.axis], BoundLayout(graph, layout, without_stages(layout, axes))
+    rows = gcd(*(count for name in graph.inputs for count in _rows(bound, graph.tensors[name], asked.dim)))
+    each = stages if pipeline.schedule == "interleaved" else 1
+    counts = [one for one in asked.candidates or range(2, rows + 1) if one > 1 and rows % one == one % each == 0]
+    if not counts:
+        said = f"{rows} on a rank" if rows else "which no input has"
+        message = (
+            f"a pipeline of {stages} stages runs micro-batches, and no number of them divides '{asked.dim}', {said}"
+        )
+        fix = f"give a batch of {2 * stages} for each rank, or name its dim, as in 'micro {2 * stages} of images'"
+        raise layout_error("E4", message, fix, asked.span or pipeline.span)
+    count = min((one for one in counts if one >= 2 * stages), default=max(counts))
+    return layout.with_micro_batches(MicroBatches(count, asked.dim, asked.span or pipeline.span))
+
+
+def _rows(bound: BoundLayout, tensor: NamedTensor, batch: str) -> Iterator[int]:
+    """Yield the sizes of the batch of an input on a rank; 1 where they differ between ranks."""
+    for i, atom in enumerate(tensor.atoms):
+        if atom.names[:1] == (batch,) and not (i and tensor.atoms[i - 1].names[:1] == (batch,)):
+            ranks = prod(bound.axes[axis] for axis in bound.storage(tensor).stored.splits[i])
+            yield 1 if atom.size % ranks else atom.size // ranks
 
 
 def without_stages(layout: Layout, axes: SubMesh) -> SubMesh:
     """Return the axes that split tensors: those of the mesh but for the stages of a pipeline."""
-    return axes if layout.pipeline is None else SubMesh({k: n for k, n in axes.items() if k != layout.pipeline.axis})
+    stages = None if layout.pipeline is None else layout.pipeline.axis
+    # An axis of one rank has no stages: such a plan is that of a layout without a pipeline.
+    return SubMesh({axis: size for axis, size in axes.items() if axis != stages or size == 1})
 
 
 def check_pipeline(layout: Layout, axes: SubMesh) -> None:
@@ -45,13 +99,7 @@ def check_pipeline(layout: Layout, axes: SubMesh) -> None:
         raise layout_error("E3", f"'cut {cut.axis}' cuts no pipeline", fix, cut.span)
     if pipeline is None:
         return
-    if pipeline.axis not in axes:
-        raise unknown_name("axis", pipeline.axis, axes, pipeline.span)
-    for statement in layout:
-        for axis, place in named_axes(statement):
-            if axis == pipeline.axis:
-                message = f"the axis '{axis}' has the stages of the pipeline, so it splits nothing else"
-                raise layout_error("E3", message, "name another axis", place, pipeline.span)
+    _check_axes(layout, pipeline, axes)
     stages = axes[pipeline.axis]
     if stages == 1:
         return
@@ -66,6 +114,17 @@ def check_pipeline(layout: Layout, axes: SubMesh) -> None:
         what = f"{stages} stages of {pipeline.chunks} parts" if pipeline.chunks > 1 else f"{stages} stages"
         message = f"{what} take {parts - 1} cuts, this line has {len(cut.before)}"
         raise layout_error("E4", message, "name what begins each part but the first", cut.span)
+
+
+def _check_axes(layout: Layout, pipeline: PipelineStatement, axes: SubMesh) -> None:
+    """Raise if the axis of the stages is not of the mesh, or has a second use."""
+    if pipeline.axis not in axes:
+        raise unknown_name("axis", pipeline.axis, axes, pipeline.span)
+    for statement in layout:
+        for axis, place in named_axes(statement):
+            if axis == pipeline.axis:
+                message = f"the axis '{axis}' has the stages of the pipeline, so it splits nothing else"
+                raise layout_error("E3", message, "name another axis", place, pipeline.span)
 
 
 def with_stages(

@@ -34,7 +34,7 @@ from autopar.sharding.layout.syntax import Axes, OpPin, Pin
 from autopar.sharding.lift_broadcasts import lift_broadcasts
 from autopar.sharding.lowered_ops import lowered_context
 from autopar.sharding.op_pins import allows, infeasible_pin, pinned_passings, pinned_sites, uneven_sites
-from autopar.sharding.pipelining import check_pipeline, with_stages, without_stages
+from autopar.sharding.pipelining import check_pipeline, with_default_micro, with_stages, without_stages
 from autopar.sharding.reshard.reshard import Reshard, reshard
 from autopar.sharding.sharding import Atoms, Sharding, atoms_of, with_time
 from autopar.sharding.verify import verify_assignment
@@ -44,10 +44,11 @@ class PropagationCache:
     """Cache of propagations of one graph on one mesh under several layouts.
 
     Ops that are equal up to names, with equal shardings and requests, share a choice. Layouts with equal requests for
-    every tensor share an assignment.
+    every tensor share an assignment. Layouts with other stages or micro-batches have a cache of their own.
     """
 
     def __init__(self) -> None:
+        self.in_time: dict[Hashable, PropagationCache] = {}
         self.ops: dict[Hashable, OpAssignment] = {}
         self.assignments: dict[Hashable, Assignment] = {}
         self.sent_numel: dict[tuple[Atoms, bool, Sharding, Sharding], int] = {}
@@ -55,11 +56,13 @@ class PropagationCache:
 
 def propagate(graph: NamedGraph, layout: Layout, axes: SubMesh, cache: PropagationCache | None = None) -> Assignment:
     """Return the assignment of a graph under a layout."""
+    layout = with_default_micro(graph, layout, axes)
     check_pipeline(layout, axes)
     ranks = axes
     axes = with_time(without_stages(layout, ranks), 1 if layout.micro_batches is None else layout.micro_batches.count)
     bound = BoundLayout(graph, layout, axes)
-    cache = cache or PropagationCache()
+    in_time = tuple(axes.items()), layout.pipeline, layout.cut
+    cache = (cache or PropagationCache()).in_time.setdefault(in_time, PropagationCache())
     options = options_of(bound.whole, axes)
     # With holes the picks depend on the whole graph, so such a layout is not looked up.
     key = None if options else bound.equivalence_key()

@@ -148,8 +148,9 @@ def propagate_plan(graph: NamedGraph, layout: Layout, axes: SubMesh, cache: Prop
 
 def step_plan(graph: NamedGraph, layout: Layout, assignment: Assignment) -> StepPlan:
     """Return the plan of an assignment that a layout completes."""
-    micro = layout.micro_batches
-    runs = micro if micro is not None and micro.count > 1 else None
+    count, named = assignment.axes.get(MICRO, 1), layout.micro_batches or layout.open_micro_batches
+    # Propagation chooses the number where the layout names stages alone.
+    runs = MicroBatches(count, "batch" if named is None else named.dim) if count > 1 else None
     return StepPlan(graph.fingerprint, _without_micro(assignment), micro=runs)
 
 

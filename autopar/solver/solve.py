@@ -15,11 +15,14 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.invariants import verifying
+from autopar.lowering.collectives.process_groups import GroupsOfMicroBatch
+from autopar.lowering.emit import emit
+from autopar.lowering.passes.pipeline_parts import check_loops
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import Pipelining, StepPlan
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout, applies_to, axes_of, load_strategy, roles_of, strategy_names
-from autopar.sharding.layout.syntax import PipelineStatement
+from autopar.sharding.layout.syntax import MicroBatches, PipelineStatement
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.pipelining import check_pipeline, with_stages, without_stages
 from autopar.sharding.propagation import PropagationCache
@@ -40,6 +43,7 @@ __all__ = [
     "SolvedPlan",
     "TrainingOptions",
     "axis_assignments",
+    "check_in_time",
     "solve_plan",
     "splits_nothing",
     "strategy_plans",
@@ -277,7 +281,8 @@ def splits_nothing(plan: StepPlan) -> bool:
     """Return whether every device stores and computes everything."""
     assignment = plan.assignment
     held = any(any(layout.splits) for layout in assignment.stored.values())
-    return not held and not any(op.choice.splits for op in assignment.ops.values())
+    splits = held or any(op.choice.splits for op in assignment.ops.values())
+    return assignment.pipelining is None and not splits
 
 
 def strategy_plans(
@@ -292,13 +297,19 @@ def strategy_plans(
     found: list[StepPlan] = []
     loaded = {name: load_strategy(name) for name in strategy_names()}
     strategies = {name: strategy for name, strategy in loaded.items() if applies_to(strategy, setting.graph.dims)}
+    # A layout or a call has micro-batches of its own.
+    has_own = setting.call is not None or setting.options.micro_batches > 1
     for name, strategy in sorted(strategies.items(), key=lambda item: len(axes_of(item[1]))):
+        if has_own and strategy.pipeline is not None:
+            continue
         for meaning in axis_assignments(strategy, setting.used, setting.graph.dims):
             if is_late():
                 return
             layout = strategy.on_axes(meaning)
             plan = plan_under(setting, layout, known)
-            if plan is not None and not any(plan.assignment is other.assignment for other in found):
+            # Each plan with micro-batches has an assignment of its own.
+            known_plans = (plan.assignment is one.assignment or (plan.micro and plan == one) for one in found if plan)
+            if plan is not None and not any(known_plans):
                 found.append(plan)
                 given = ", ".join(f"{axis}={'*'.join(own)}" for axis, own in meaning.items() if own)
                 called = WHOLE if splits_nothing(plan) else f"{name}({given})"
@@ -307,9 +318,20 @@ def strategy_plans(
 
 def plan_under(setting: PlanningProblem, layout: Layout, known: PropagationCache | None = None) -> StepPlan | None:
     try:
-        return propagate_plan(setting.graph, layout, setting.axes, known)
+        found = propagate_plan(setting.graph, layout, setting.axes, known)
+        if found.micro is not None:
+            stages = found.assignment.pipelining
+            check_in_time(setting.graph, found.micro, None if stages is None else stages.schedule)
     except LayoutError:
         return None
+    return found
+
+
+def check_in_time(graph: NamedGraph, micro: MicroBatches, schedule: Schedule | None) -> None:
+    """Raise if an op or a schedule needs all micro-batches at once: the generated graph tells, and no rank runs it."""
+    emitted = emit(graph, time_assignment(graph, micro), GroupsOfMicroBatch(None), "sharded", local_inputs=False)
+    if schedule is not None:
+        check_loops(graph, emitted.graph_module, schedule)
 
 
 def axis_assignments(
@@ -318,9 +340,15 @@ def axis_assignments(
     """Yield the mesh axes of each strategy axis, in every way; several may serve one, in the order of the mesh.
 
     An axis of the strategy whose dims the model lacks gets none. With `match_names`, a mesh axis named like an axis of
-    the strategy serves that one; a strategy of one axis may leave mesh axes idle.
+    the strategy serves that one; a strategy of one axis may leave mesh axes idle. The stages of a strategy lie along
+    the mesh axis of their name: a strategy with stages has no assignment on a mesh without it.
     """
     own, roles = axes_of(strategy), roles_of(strategy, dims)
-    options = [(axis,) if match_names and axis in roles and len(own) > 1 else roles for axis in axes]
+    stages = None if strategy.pipeline is None else strategy.pipeline.axis
+    if stages is not None and stages not in axes:
+        return
+    others = [role for role in roles if role != stages]
+    matched = [axis == stages or (match_names and axis in roles and len(own) > 1) for axis in axes]
+    options = [(axis,) if is_matched else others for axis, is_matched in zip(axes, matched, strict=True)]
     for dealt in product(*options):
         yield {role: tuple(axis for axis, to in zip(axes, dealt, strict=True) if to == role) for role in own}

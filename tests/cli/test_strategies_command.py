@@ -29,6 +29,8 @@ def test_lists_all_with_what_they_do(capsys: pytest.CaptureFixture[str]) -> None
         "gshard_moe   experts on ep; the tokens travel by all-to-all",
         "megatron     tensor parallel: heads, d_ff and vocab",
         "megatron_sp  megatron, with the sequence split between the tensor-parallel regions",
+        "megatron_3d  megatron in stages: layers on pp, heads, d_ff and vocab on tp, the batch over dp",
+        "pipeline     stages of layers on pp, the batch over dp",
         "spatial      images cut in tiles",
         "zero1        as ddp, optimizer state split",
     } <= set(lines)

@@ -13,10 +13,14 @@ import autopar
 from autopar.cost.lowered_step import lower_step
 from autopar.cost.memory.peak import memory_over_time
 from autopar.cost.pipeline import PartCosts, run_orders
-from autopar.plans.find import PlanRequest, meshes_of, plan_graph, plan_under_layout
+from autopar.errors import LayoutError
+from autopar.plans.find import PlanRequest, meshes_of, plan_graph, plan_under_layout, price_strategies
 from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.layout.syntax import CutStatement
+from autopar.sharding.layout.syntax import CutStatement, MicroBatches
+from autopar.sharding.options import TrainingOptions
 from autopar.sharding.schedules import Schedule, orders
+from autopar.solver.setting import PlanningProblem
+from autopar.solver.solve import strategy_plans
 from examples.gpt import gpt
 from examples.hf import hf
 
@@ -209,6 +213,104 @@ def test_the_page_shows_the_fullest_stage() -> None:
     step = lower_step(plan.graph, plan.decided).at(stages.index(fullest))
     moments = memory_over_time(step, fullest.memory)
     assert max(one.bytes for one in moments) == pytest.approx(plan.memory_bytes, rel=0.01)
+
+
+# -- strategies with stages --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout", "batch", "count"),
+    [
+        ("pp=4", "pipeline", 64, 8),
+        ("pp=4,dp=2", "pipeline", 64, 8),
+        ("pp=4,dp=2", "pipeline", 24, 12),  # a rank has 12 rows
+        ("pp=4,dp=2", "pipeline", 8, 4),
+        ("pp=3", "pipeline pp interleaved(2); pipeline", 72, 6),
+        ("pp=3", "pipeline pp interleaved(2); pipeline", 45, 9),
+        ("pp=2", "micro ?{3, 16}; pipeline", 48, 16),
+        ("pp=2", "micro 6; pipeline", 48, 6),
+        ("pp=1,dp=2", "pipeline", 64, None),
+    ],
+)
+def test_the_number_of_micro_batches_follows_from_the_batch(
+    mesh: str, layout: str, batch: int, count: int | None
+) -> None:
+    plan = priced(mesh, layout, batch)
+    assert plan.decided.micro == (None if count is None else MicroBatches(count))
+    assert (plan.decided.assignment.pipelining is None) == (count is None)
+
+
+@pytest.mark.parametrize(
+    ("layout", "batch", "text"),
+    [
+        ("pipeline", 2, "no number of them divides 'batch', 1 on a rank"),
+        ("pipeline pp interleaved(2); pipeline", 10, "no number of them divides 'batch', 5 on a rank"),
+        ("pipeline pp 1f1b; * -> dp", 8, "the dims"),
+        ("pipeline pp 1f1b; batch -> pp; * -> none", 8, "the axis 'pp' has the stages"),
+        ("pipeline qq 1f1b; * -> none", 8, "there is no axis 'qq'"),
+    ],
+)
+def test_without_a_number_that_divides(layout: str, batch: int, text: str) -> None:
+    with pytest.raises(LayoutError, match=text):
+        priced("pp=2,dp=2", layout, batch)
+
+
+def test_a_search_chooses_the_micro_batches_of_a_strategy() -> None:
+    graph = autopar.trace(*gpt(layers=4, batch=8))
+    for layout in ("pipeline", "pipeline pp 1f1b; batch -> dp; * -> none"):
+        plan = plan_graph(graph, (autopar.Mesh("pp=2,dp=2"),), layout, REQUEST)
+        assert plan.decided.micro is not None
+        assert plan.decided.assignment.pipelining is not None
+        priced_alone = plan_under_layout(graph, plan.mesh, layout, REQUEST)
+        assert plan.step_seconds <= priced_alone.step_seconds * (1 + 1e-9)
+        assert autopar.Plan.read(plan.text, plan.graph).costs == plan.costs
+
+
+def test_strategies_with_stages_are_priced_where_the_mesh_has_their_axis() -> None:
+    graph = autopar.trace(*gpt(layers=4, batch=8))
+    staged_names = {"megatron_3d(pp=pp, dp=none, tp=tp)", "pipeline(pp=pp, dp=tp)"}
+    for mesh, layout, expected in (("pp=2,tp=2", "ddp(dp=none)", staged_names), ("dp=4", "ddp", set())):
+        plan = plan_under_layout(graph, autopar.Mesh(mesh), layout, REQUEST)
+        found = price_strategies(plan)
+        staged = {name for name, one in found.items() if one.decided.assignment.pipelining is not None}
+        assert staged == expected
+        assert all(found[name].decided.micro == MicroBatches(4) for name in staged)
+        setting = PlanningProblem.of(graph, plan.mesh.whole, plan.cluster, TrainingOptions())
+        offered = {name for name, one in strategy_plans(setting) if one.assignment.pipelining is not None}
+        assert bool(offered) == bool(expected)
+
+
+def test_a_plan_has_stages_where_no_strategy_is_faster() -> None:
+    """The axis divides neither the batch nor the width, nine micro-batches divide the batch; no time is left to pad."""
+    graph = autopar.trace(Layers(width=1021), (torch.empty(9 * 1334, 1021, device="meta"),))
+    plan = plan_graph(graph, (autopar.Mesh("pp=4"),), None, PlanRequest("h100", time_limit=1e-3, cache=False))
+    assert plan.origin == "pipeline(pp=pp)"
+    assert plan.decided.micro == MicroBatches(9)
+    assert plan.bound_seconds is not None
+    assert plan.bound_seconds <= plan.step_seconds
+    assert autopar.Plan.read(plan.text, plan.graph).decided == plan.decided
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.norm = nn.Linear(6, 7), nn.Linear(7, 5), nn.BatchNorm1d(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)).relu()).mean()
+
+
+def test_no_stages_where_an_op_needs_the_whole_batch() -> None:
+    """Statistics of the batch are refused as they are in a layout."""
+    graph = autopar.trace(Normed(), (torch.empty(8, 6),))
+    mesh = autopar.Mesh("pp=2")
+    with pytest.raises(LayoutError, match="cannot split the batch"):
+        plan_under_layout(graph, mesh, "pipeline", REQUEST)
+    plan = plan_under_layout(graph, mesh, "ddp", REQUEST)
+    setting = PlanningProblem.of(graph, mesh.whole, plan.cluster, TrainingOptions())
+    for names in (price_strategies(plan), dict(strategy_plans(setting))):
+        assert names
+        assert not any(name.startswith("pipeline") for name in names)
 
 
 @pytest.mark.slow

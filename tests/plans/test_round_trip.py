@@ -12,6 +12,9 @@ import torch
 
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
+from autopar.mesh import Mesh
+from autopar.plans.find import PlanRequest, plan_under_layout
+from autopar.plans.plan import Plan
 from autopar.plans.to_layout import write_layout
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.language import (
@@ -66,19 +69,25 @@ def _terms(layout: object) -> list[object]:
 def test_what_experts_wrote(model: str) -> None:
     torch.manual_seed(0)
     graph = trace(*MODELS[model]())
-    tried = 0
+    tried = staged = 0
     for axes, name in product(MESHES, strategy_names()):
         strategy = load_strategy(name)
         roles = axes_of(strategy)
         for order in dict.fromkeys((roles, roles[::-1])):
             meaning = {role: tuple(axes)[place : place + 1] for place, role in enumerate(order)}
+            layout = strategy.on_axes(meaning)
             try:
-                assignment = propagate(graph, strategy.on_axes(meaning), axes)
+                if layout.pipeline is None:
+                    check(graph, propagate(graph, layout, axes))
+                else:  # the text has stages and micro-batches too
+                    plan = plan_under_layout(graph, Mesh(**axes), layout, PlanRequest("h100"))
+                    assert Plan.read(plan.text, graph).decided == plan.decided
+                    staged += 1
             except LayoutError:
                 continue
-            check(graph, assignment)
             tried += 1
     assert tried > 8
+    assert staged
 
 
 @pytest.mark.parametrize("first_seed", [0, 50])

@@ -104,10 +104,13 @@ CASES = [
     ("micro 4; pipeline pp zero_bubble; * -> none", "pp=2", (4, 4), (2, 1)),
     ("micro 8; pipeline pp zero_bubble; * -> none", "pp=4", (8, 16, 16, 8), (4, 3, 2, 1)),
     ("micro 4; pipeline pp zero_bubble; fsdp", "pp=2,dp=2", (4, 4), (2, 1)),
-    ("micro 4; pipeline pp zero_bubble; megatron", "pp=2,tp=2", (4, 4), (2, 1)),
+    ("micro 4; pipeline pp zero_bubble; megatron_3d", "pp=2,tp=2", (4, 4), (2, 1)),
     (f"micro 4; pipeline pp zero_bubble; {REGATHERED}", "pp=2,dp=2", (4, 4), (2, 1)),
+    # Two micro-batches for each stage, which divide the batch of a rank.
+    ("pipeline", "pp=2,dp=2", (4, 4), (2, 1)),
+    ("megatron_3d", "pp=2,tp=2", (4, 4), (2, 1)),
 ]
-FAST = (0, 3, 12, 14)
+FAST = (0, 3, 12, 14, 19, 20)
 
 
 @pytest.mark.parametrize(
@@ -351,7 +354,7 @@ def test_a_plan_is_refused_where_the_run_would_be() -> None:
         ("weights", CUT, "the parameter last.weight is read outside of the micro-batches"),
         ("batch norm", CUT, "micro 4 cannot split the batch"),
         ("router", CUT, "1f1b runs the first backward before the last forward, but the loss needs /mean"),
-        ("loss", "pipeline pp 1f1b; * -> none", "a pipeline of 2 stages runs micro-batches, and the layout has none"),
+        ("loss", "micro 1; pipeline pp 1f1b; * -> none", "stages runs micro-batches, and the layout has none"),
         ("loss", "micro 4; pipeline pp 1f1b; cut pp before @lost; * -> none", "did you mean 'last'?"),
         ("loss", "micro 4; pipeline pp 1f1b; batch -> pp; * -> none", "the axis 'pp' has the stages of the pipeline"),
     ],

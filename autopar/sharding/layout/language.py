@@ -75,10 +75,14 @@ class Layout:
         rest = tuple(one for one in self.statements if not isinstance(one, MicroBatches | OpenMicroBatches))
         return Layout(rest if micro is None else (micro, *rest), self.name)
 
+    def without_pipeline(self) -> Layout:
+        """Return the layout without a pipeline."""
+        stages = (PipelineStatement, CutStatement)
+        return Layout(tuple(one for one in self.statements if not isinstance(one, stages)), self.name)
+
     def without_time(self) -> Layout:
         """Return the layout without micro-batches and stages."""
-        in_time = (MicroBatches, OpenMicroBatches, PipelineStatement, CutStatement)
-        return Layout(tuple(one for one in self.statements if not isinstance(one, in_time)), self.name)
+        return self.with_micro_batches(None).without_pipeline()
 
     @property
     def pipeline(self) -> PipelineStatement | None:
@@ -154,7 +158,8 @@ def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
 
     A strategy fits any mesh: its axes that the mesh lacks have size 1, and `fsdp(fsdp=dp*tp)` maps them by hand. If
     strategy and mesh have one axis each, these are mapped whatever their names. No axis in common is an error.
-    `micro 8; fsdp` is a strategy in eight micro-batches, `micro 8; pipeline pp 1f1b; fsdp` one in a pipeline too.
+    `micro 8; fsdp` is a strategy in eight micro-batches, `micro 8; pipeline pp 1f1b; fsdp` one in a pipeline too. Such
+    a pipeline replaces the one that the strategy names.
     """
     if (
         isinstance(layout, str)
@@ -165,7 +170,8 @@ def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
         stages = None if in_time.pipeline is None else in_time.pipeline.axis
         rest = SubMesh({axis: size for axis, size in axes.items() if axis != stages})
         found = choose_layout(match["strategy"].strip(), rest)
-        return Layout((*in_time.statements, *found.statements), found.name)
+        unstaged = found if in_time.pipeline is None else found.without_pipeline()
+        return Layout((*in_time.statements, *unstaged.statements), found.name)
     if isinstance(layout, Layout):
         found = layout
     elif isinstance(layout, Path) or layout.endswith(".lay"):
@@ -196,9 +202,9 @@ def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
     return found.on_axes(absent)
 
 
-# `micro 8; pipeline pp 1f1b; fsdp(fsdp=dp)`
+# `micro 8; pipeline pp 1f1b; fsdp(fsdp=dp)`. The statement names an axis on its line, the strategy `pipeline` does not.
 _STRATEGY_IN_TIME = re.compile(
-    r"(?P<in_time>(\s*(micro\s+[\d?]|pipeline\s+\w|cut\s+\w)[^;\n]*[;\n])+)(?P<strategy>[^;]+);?\s*", re.DOTALL
+    r"(?P<in_time>(\s*(micro[ \t]+[\d?]|(pipeline|cut)[ \t]+\w)[^;\n]*[;\n])+)(?P<strategy>[^;]+);?\s*"
 )
 
 
@@ -249,8 +255,9 @@ def roles_of(layout: Layout, dims: Iterable[str]) -> tuple[str, ...]:
 
 
 def axes_of(layout: Layout) -> tuple[str, ...]:
-    """Return all mesh axes that a layout names, in the order of its text."""
-    return tuple(dict.fromkeys(axis for statement in layout for axis, _ in named_axes(statement)))
+    """Return all mesh axes that a layout names: that of the stages first, then those of the rules, in their order."""
+    stages = [] if layout.pipeline is None else [layout.pipeline.axis]
+    return tuple(dict.fromkeys((*stages, *(axis for statement in layout for axis, _ in named_axes(statement)))))
 
 
 def strategy_names() -> tuple[str, ...]:
@@ -296,9 +303,15 @@ def expand_lets(statements: Sequence[Statement]) -> tuple[Statement, ...]:
 def replace_axes(statement: Statement, meaning: Mapping[str, Axes]) -> Statement | None:
     """Return the statement with other axes, or None if nothing is left of it.
 
-    Without their axes `tp` is `none`, `tp?` is `?`, and guards and pinned states are gone.
+    Without their axes `tp` is `none`, `tp?` is `?`, and guards, pinned states and stages are gone.
     """
     match statement:
+        case PipelineStatement(axis=axis, span=span) | CutStatement(axis=axis, span=span):
+            own = _replaced((axis,), meaning, span)
+            if len(own) > 1:
+                message = f"the stages of a pipeline lie along one axis, and '{axis}' stands for {'*'.join(own)}"
+                raise layout_error("E3", message, "name one axis of the mesh", span)
+            return replace(statement, axis=own[0]) if own else None
         case DimRule():
             return _rule(statement, meaning)
         case Block(rules=rules):

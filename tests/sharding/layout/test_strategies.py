@@ -15,10 +15,12 @@ from autopar.sharding.layout.language import (
     strategy_names,
     strategy_path,
 )
+from autopar.sharding.layout.syntax import PipelineStatement, print_statement
 
 
 def test_names() -> None:
     shipped = {"ddp", "fsdp", "fsdp_tp", "gshard_moe", "megatron", "megatron_sp", "spatial", "zero1"}
+    shipped |= {"megatron_3d", "pipeline"}
     assert shipped <= set(strategy_names())
     assert strategy_names() == tuple(sorted(path.stem for path in data_folder("strategies").glob("*.lay")))
 
@@ -65,3 +67,46 @@ def test_a_strategy_of_one_axis_is_on_the_only_axis_of_a_mesh() -> None:
     for strategy, axes in (("fsdp", {"a": 2, "b": 2}), ("megatron", {"data": 4})):
         with pytest.raises(LayoutError, match="splits nothing on a mesh of"):
             choose_layout(strategy, axes)
+
+
+# -- strategies with stages --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "axes", "stages", "rest"),
+    [
+        ("pipeline", {"pp": 4}, "pipeline pp 1f1b", set()),
+        ("pipeline", {"pp": 1, "dp": 4}, "pipeline pp 1f1b", {"dp"}),
+        ("pipeline", {"dp": 4}, None, {"dp"}),
+        ("pipeline(pp=none)", {"pp": 2, "dp": 2}, None, {"dp"}),
+        ("pipeline(pp=a, dp=b*c)", {"a": 2, "b": 2, "c": 2}, "pipeline a 1f1b", {"b", "c"}),
+        ("megatron_3d", {"pp": 2, "tp": 2}, "pipeline pp 1f1b", {"tp"}),
+        ("megatron_3d", {"dp": 2, "tp": 2}, None, {"dp", "tp"}),
+        # Statements of the text come first: their pipeline is the one that counts.
+        ("pipeline pp gpipe; megatron_3d", {"pp": 2, "tp": 2}, "pipeline pp gpipe", {"tp"}),
+        ("pipeline stages gpipe; pipeline", {"stages": 2, "dp": 2}, "pipeline stages gpipe", {"dp"}),
+        ("micro 8; pipeline", {"pp": 2, "dp": 2}, "pipeline pp 1f1b", {"dp"}),
+        ("micro 8\npipeline\n", {"pp": 2, "dp": 2}, "pipeline pp 1f1b", {"dp"}),
+        ("micro 8; pipeline(pp=x, dp=none)", {"x": 2}, "pipeline x 1f1b", set()),
+        ("micro 8; pipeline pp ?", {"pp": 2, "dp": 2}, "pipeline pp ?", set()),
+        ("pipeline pp interleaved(2)", {"pp": 2, "dp": 2}, "pipeline pp interleaved(2)", set()),
+    ],
+)
+def test_stages_of_a_strategy(text: str, axes: dict[str, int], stages: str | None, rest: set[str]) -> None:
+    layout = choose_layout(text, axes)
+    found = [print_statement(one) for one in layout if isinstance(one, PipelineStatement)]
+    assert found == ([] if stages is None else [stages])
+    assert set(axes_of(layout)) == rest | (set() if stages is None else {stages.split()[1]})
+    assert choose_layout(layout, axes) == layout
+    assert (layout.micro_batches is not None) == text.startswith("micro")
+
+
+def test_stages_lie_along_one_axis() -> None:
+    with pytest.raises(LayoutError, match=r"'pp' stands for a\*b\n.*\n.*\nfix: name one axis"):
+        choose_layout("pipeline(pp=a*b)", {"a": 2, "b": 2})
+    with pytest.raises(LayoutError, match=r"'both' stands for a\*b\n.*\n.*\nfix: name one axis"):
+        parse_layout("let both = a*b; pipeline both 1f1b")
+    renamed = parse_layout("let one = a; pipeline one 1f1b; cut one before @x")
+    assert [print_statement(one) for one in renamed][1:] == ["pipeline a 1f1b", "cut a before @x"]
+    with pytest.raises(LayoutError, match="splits nothing on a mesh of x"):
+        choose_layout("pipeline", {"x": 4})
