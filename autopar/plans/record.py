@@ -162,6 +162,11 @@ class PlanRecord:
             if statements:
                 parts.append([f"# {title}", *map(print_statement, statements)])
         sent = [f"#   {line}" for line in collective_lines(self)]
+        pipelining = self.decided.assignment.pipelining
+        if pipelining is not None:
+            sent.append(
+                f"#   activations of each micro-batch from stage to stage of {pipelining.axis}, and their gradients"
+            )
         parts.append(["# what a step sends, each by itself", *(sent or ["#   nothing"])])
         return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 

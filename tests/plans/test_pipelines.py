@@ -206,6 +206,29 @@ def test_an_axis_of_one_rank_takes_a_strategy() -> None:
     assert autopar.Plan.read(plan.text, plan.graph).costs == plan.costs
 
 
+@pytest.mark.parametrize(
+    ("mesh", "layout", "note"),
+    [
+        ("pp=2", "micro 4; pipeline pp 1f1b; * -> none", ""),
+        ("pp=2,dp=2", "micro 4; pipeline pp 1f1b; batch -> dp; * -> none", ""),
+        (
+            "pp=2,dp=2",
+            "micro 4; pipeline pp 1f1b; * -> none",
+            "nothing is split over dp: each rank of it computes the same",
+        ),
+        ("pp=2,dp=2", "batch -> dp; * -> none", "nothing is split over pp: each rank of it computes the same"),
+        ("pp=2,dp=2", "* -> none", "nothing is split: every device computes everything"),
+    ],
+)
+def test_the_summary_names_axes_that_do_nothing(mesh: str, layout: str, note: str) -> None:
+    plan = priced(mesh, layout)
+    summary = plan.summary()
+    assert "".join(line.partition("note")[2].strip() for line in summary.splitlines() if "  note " in line) == note
+    if "pipeline" in layout:
+        assert "from stage to stage of pp" in plan.text
+        assert "communication\n  none" not in summary
+
+
 def test_the_page_shows_the_fullest_stage() -> None:
     plan = priced("pp=4", "micro 16; pipeline pp 1f1b; batch -> none; * -> none")
     stages = plan.costs.stages

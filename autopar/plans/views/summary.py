@@ -47,12 +47,24 @@ def _head(plan: PlanRecord) -> list[str]:
         f"  step    {seconds_text(plan.step_seconds)}, {', '.join(filter(None, (gap, origin)))}",
         f"  memory  {bytes_text(plan.memory_bytes)} of {limit}: {fits}",
     ]
-    if plan.decided.axes.size > 1 and not dims_by_place(plan):
+    idle = _idle_axes(plan)
+    if idle:
         why = "; communication would take longer" if plan.origin == "search" else ""
-        lines.append(f"  note    nothing is split: every device computes everything{why}")
+        every = len(idle) == sum(size > 1 for size in plan.decided.mesh.values())
+        text = (
+            "nothing is split: every device" if every else f"nothing is split over {', '.join(idle)}: each rank of it"
+        )
+        lines.append(f"  note    {text} computes {'everything' if every else 'the same'}{why}")
     for rate in rate_notes(plan.graph, plan.cluster.device):
         lines.append(f"  note    the device has no rate for a dtype of the model: priced {rate}")
     return lines
+
+
+def _idle_axes(plan: PlanRecord) -> list[str]:
+    """Return the axes that split no tensor and have no stages."""
+    assignment = plan.decided.assignment
+    used = {axis for each in (assignment.values, assignment.stored) for one in each.values() for axis in one.axes}
+    return [axis for axis, size in plan.decided.axes.items() if size > 1 and axis not in used]
 
 
 def dims_by_place(plan: PlanRecord) -> dict[str, list[str]]:
@@ -223,7 +235,7 @@ def _communication(plan: PlanRecord) -> list[str]:
         size, seconds = bytes_text(one.bytes), seconds_text(one.seconds)
         rows.append((over, one.kind, one.of, one.direction, str(one.count), size, seconds))
     if len(rows) == 1:
-        return ["communication", "  none"]
+        return ["communication", "  between stages alone" if plan.costs.stages else "  none"]
     return ["communication in a step", *table(rows, right=(4, 5, 6))]
 
 
