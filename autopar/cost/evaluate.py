@@ -229,7 +229,9 @@ def part_times(found: Profile, cluster: Cluster) -> PartTimes:
         once.append(sum(task.seconds for task in tasks if task.overlapped and task.once))
     # The host launches the kernels of both directions one by one.
     share = 1.0 + waiting_seconds(found) / (sum(each) or 1.0)
-    return PartTimes(share * each[0], share * each[1], once[0], once[1], sum(task.seconds for task in found.optimizer))
+    late = sum(task.seconds for task in found.backward if task.is_late)
+    optimizer = sum(task.seconds for task in found.optimizer)
+    return PartTimes(share * each[0], share * each[1], share * late, once[0], once[1], optimizer)
 
 
 def exposed_seconds(found: Profile, lowered: LoweredStep, cluster: Cluster) -> float:

@@ -12,8 +12,10 @@ from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.buckets import Bucket, buckets_of
 from autopar.sharding.options import Recompute
+from autopar.sharding.pipelining import late_weights
 from autopar.sharding.recompute import RecomputeRegion, layered, recompute_regions, recomputed_ops
 from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan, insert_reshards
+from autopar.sharding.schedules import StageTask, orders
 from autopar.sharding.sharding import Sharding
 from autopar.sharding.time_slice import gathered_once, slice_in_time
 
@@ -86,7 +88,17 @@ class LoweredStep:
     def at(self, stage: int) -> LoweredStep:
         """Return the step as a stage of a pipeline sees it."""
         found = replace(self, stage=stage)
-        for name in ("reshard_plan", "buckets", "parts_of", "crossing", "layers", "recomputed", "schedule"):
+        for name in (
+            "tasks",
+            "reshard_plan",
+            "buckets",
+            "parts_of",
+            "crossing",
+            "layers",
+            "recomputed",
+            "late_weights",
+            "schedule",
+        ):
             found.__dict__[name] = getattr(self, name)
         return found
 
@@ -134,6 +146,18 @@ class LoweredStep:
     def recomputed(self) -> frozenset[str]:
         """Return the ops that the backward recomputes."""
         return recomputed_ops(self.graph, self._regions)
+
+    @cached_property
+    def tasks(self) -> tuple[tuple[StageTask, ...], ...]:
+        """Return the tasks of each stage of a pipeline, in order."""
+        one = self.plan.assignment.pipelining
+        assert one is not None, "a pipeline has stages"
+        return orders(one.stages, self.plan.options.micro_batches, one.schedule, one.chunks, one.more, halves=True)
+
+    @cached_property
+    def late_weights(self) -> Mapping[str, tuple[str, ...]]:
+        """Return the products that put off the gradients of their weights, with the operands of these."""
+        return late_weights(self.graph, self.plan.assignment)
 
     @cached_property
     def schedule(self) -> BucketSchedule:

@@ -3,12 +3,13 @@
 A stage keeps the activations of each micro-batch between its forward and its backward. `pipeline` prices stages of
 equal parts from a few numbers. `pipelined` prices the stages of a plan: parts have times of their own, a stage gathers
 its parameters before its first forward and reduces their gradients after its last backward, and sends go beside the
-compute. The orders are those that the ranks run.
+compute. The orders are those that the ranks run. Under `zero_bubble` a stage puts off the gradients of weights, and
+keeps their operands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep
 from autopar.cost.memory.peak import MemoryCosts, memory
 from autopar.cost.network import Network
-from autopar.sharding.schedules import Schedule, StageTask, TaskKind, orders
+from autopar.sharding.schedules import BackwardHalf, Schedule, StageTask, TaskKind, orders
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class StageCosts:
     resident_bytes: float = 0.0
     # Saved by the forward of one micro-batch for its backward.
     activation_bytes: float = 0.0
+    # Of the backward, the gradients of weights that `zero_bubble` puts off, and the operands kept for them.
+    late_seconds: float = 0.0
+    late_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,16 @@ class PartCosts:
     backward_seconds: float
     # Sending activations to the next part, or their gradient to the one before.
     send_seconds: float = 0.0
+    # Of the backward, the gradients of weights that `zero_bubble` puts off.
+    late_seconds: float = 0.0
+
+    def seconds(self, task: StageTask) -> float:
+        """Return the time of a task."""
+        if task.kind is TaskKind.FORWARD:
+            return self.forward_seconds
+        if task.half is BackwardHalf.WEIGHTS:
+            return self.late_seconds
+        return self.backward_seconds - (self.late_seconds if task.half is BackwardHalf.INPUTS else 0.0)
 
 
 class TaskTime(NamedTuple):
@@ -85,24 +99,39 @@ def pipeline(
     stages: Sequence[StageCosts], micro_batches: int, schedule: Schedule = "1f1b", chunks: int = 1
 ) -> PipelineCosts:
     """Return the costs of a step of `micro_batches` through the stages, each of `chunks` equal parts."""
-    plan = orders(len(stages), micro_batches, schedule, chunks)
+    plan = orders(len(stages), micro_batches, schedule, chunks, halves=True)
     parts = [
-        PartCosts(stage.forward_seconds / chunks, stage.backward_seconds / chunks, stage.send_seconds)
+        PartCosts(
+            stage.forward_seconds / chunks,
+            stage.backward_seconds / chunks,
+            stage.send_seconds,
+            stage.late_seconds / chunks,
+        )
         for _ in range(chunks)
         for stage in stages
     ]
     finished, busy, _ = run_orders(parts, plan, [0.0] * len(stages), sends_wait=True)
-    in_flight = most_in_flight(plan, chunks)
     memory = tuple(
-        stage.resident_bytes + count * stage.activation_bytes for stage, count in zip(stages, in_flight, strict=True)
+        stage.resident_bytes + most_kept(order, chunks, stage.activation_bytes, stage.late_bytes)
+        for stage, order in zip(stages, plan, strict=True)
     )
-    return PipelineCosts(max(finished), busy, finished, in_flight, memory)
+    return PipelineCosts(max(finished), busy, finished, most_in_flight(plan, chunks), memory)
 
 
 def most_in_flight(plan: Sequence[Sequence[StageTask]], chunks: int) -> tuple[float, ...]:
     """Return the most micro-batches with activations at once, by stage; a chunk counts as its share of the stage."""
-    changes = ([1 if task.kind is TaskKind.FORWARD else -1 for task in order] for order in plan)
-    return tuple(max(accumulate(change)) / chunks for change in changes)
+    return tuple(most_kept(order, chunks, 1.0, 0.0) for order in plan)
+
+
+def most_kept(order: Iterable[StageTask], chunks: int, activation_bytes: float, late_bytes: float) -> float:
+    """Return the most bytes that a stage keeps at once, for micro-batches in flight and for put-off gradients.
+
+    A backward of the inputs frees the activations of its micro-batch, but for the operands of put-off gradients.
+    """
+    changes = {None: -activation_bytes, BackwardHalf.INPUTS: late_bytes - activation_bytes}
+    changes[BackwardHalf.WEIGHTS] = -late_bytes
+    kept = (activation_bytes if task.kind is TaskKind.FORWARD else changes[task.half] for task in order)
+    return max(accumulate(kept)) / chunks
 
 
 def run_orders(
@@ -113,7 +142,8 @@ def run_orders(
     A stage begins at its second of `begins`. With `sends_wait` it does not compute while it sends.
     """
     stages, chunks = len(plan), len(parts) // len(plan)
-    arrived: dict[tuple[int, StageTask], float] = {}
+    # By stage: whether a forward waits for its input or a backward for its gradient, micro-batch and chunk.
+    arrived: dict[tuple[int, TaskKind, int, int], float] = {}
     clock, busy = list(begins), [0.0] * stages
     place = [0] * stages
     ran: list[TaskTime] = []
@@ -123,17 +153,17 @@ def run_orders(
         order = plan[stage]
         while place[stage] < len(order):
             task = order[place[stage]]
-            # The first chunk of the first stage takes the inputs of the step.
+            # The first chunk of the first stage takes the inputs of the step, a put-off gradient what the stage keeps.
             from_input = task.kind is TaskKind.FORWARD and stage == 0 and task.chunk == 0
-            ready = 0.0 if from_input else arrived.pop((stage, task), None)
+            waits = not from_input and task.half is not BackwardHalf.WEIGHTS
+            ready = arrived.pop((stage, task.kind, task.micro_batch, task.chunk), None) if waits else 0.0
             if ready is None:
                 break
             part = parts[task.chunk * stages + stage]
             follower = _follower(stage, task, stages, chunks)
             sends = follower is not None and follower[0] != stage
             send = part.send_seconds if sends else 0.0
-            seconds = part.forward_seconds if task.kind is TaskKind.FORWARD else part.backward_seconds
-            seconds += send if sends_wait else 0.0
+            seconds = part.seconds(task) + (send if sends_wait else 0.0)
             start = max(clock[stage], ready)
             clock[stage] = start + seconds
             ran.append(TaskTime(stage, task, start, clock[stage]))
@@ -148,16 +178,16 @@ def run_orders(
     return OrderTimes(tuple(clock), tuple(busy), tuple(ran))
 
 
-def _follower(stage: int, task: StageTask, stages: int, chunks: int) -> tuple[int, StageTask] | None:
-    """Return the stage and the task that need the result of a task; None for the last backward."""
+def _follower(stage: int, task: StageTask, stages: int, chunks: int) -> tuple[int, TaskKind, int, int] | None:
+    """Return the stage, kind, micro-batch and chunk of the task that needs the result of a task, if there is one."""
     part = task.chunk * stages + stage
     if task.kind is TaskKind.FORWARD:
         if part + 1 == stages * chunks:
-            return stage, StageTask(TaskKind.BACKWARD, task.micro_batch, task.chunk)
-        return (part + 1) % stages, StageTask(TaskKind.FORWARD, task.micro_batch, (part + 1) // stages)
-    if part == 0:
+            return stage, TaskKind.BACKWARD, task.micro_batch, task.chunk
+        return (part + 1) % stages, TaskKind.FORWARD, task.micro_batch, (part + 1) // stages
+    if part == 0 or task.half is BackwardHalf.WEIGHTS:
         return None
-    return (part - 1) % stages, StageTask(TaskKind.BACKWARD, task.micro_batch, (part - 1) // stages)
+    return (part - 1) % stages, TaskKind.BACKWARD, task.micro_batch, (part - 1) // stages
 
 
 # -- stages of a plan -------------------------------------------------------------------------------------------------
@@ -169,6 +199,8 @@ class PartTimes:
 
     forward: float
     backward: float
+    # Of the backward, the gradients of weights that the schedule puts off.
+    late: float
     before: float
     after: float
     optimizer: float
@@ -183,6 +215,8 @@ class PricedStage:
     # One micro-batch, all parts.
     forward_seconds: float
     backward_seconds: float
+    # Of the backward, the gradients of weights that the schedule puts off.
+    late_seconds: float
     # All micro-batches.
     busy_seconds: float
     # Gathers before the first forward, reductions after the last backward.
@@ -207,19 +241,20 @@ def pipelined(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) -
     )
     sent, received = _sent_bytes(step, len(times))
     finished, busy, _ = task_times(step, cluster, times)
-    in_flight = most_in_flight(_tasks(step), pipelining.chunks)
+    in_flight = most_in_flight(step.tasks, pipelining.chunks)
     found = tuple(
         PricedStage(
             tuple(mine),
             sum(times[part].forward for part in mine),
             sum(times[part].backward for part in mine),
+            sum(times[part].late for part in mine),
             busy[stage],
             begins[stage] + ends[stage],
             finished[stage],
             sum(sent[part] for part in mine),
             sum(received[part] for part in mine),
             in_flight[stage],
-            memory(step.at(stage), in_flight[stage]),
+            memory(step.at(stage)),
         )
         for stage, mine in enumerate(own)
     )
@@ -240,15 +275,9 @@ def task_times(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) 
     network = Network(cluster, pipelining.mesh, plan.options.links)
     sent, _ = _sent_bytes(step, len(times))
     sends = [network.seconds("send", (pipelining.axis,), size) if size else 0.0 for size in sent]
-    parts = [PartCosts(one.forward, one.backward, send) for one, send in zip(times, sends, strict=True)]
+    parts = [PartCosts(one.forward, one.backward, send, one.late) for one, send in zip(times, sends, strict=True)]
     begins = [sum(times[part].before for part in mine) for mine in parts_by_stage(step, times)]
-    return run_orders(parts, _tasks(step), begins, sends_wait=False)
-
-
-def _tasks(step: LoweredStep) -> tuple[tuple[StageTask, ...], ...]:
-    one = step.plan.assignment.pipelining
-    assert one is not None, "a pipeline has stages"
-    return orders(one.stages, step.plan.options.micro_batches, one.schedule, one.chunks, one.more)
+    return run_orders(parts, step.tasks, begins, sends_wait=False)
 
 
 def _sent_bytes(step: LoweredStep, parts: int) -> tuple[list[float], list[float]]:

@@ -51,6 +51,8 @@ class Task(NamedTuple):
     once: bool = False
     # Time of the host to launch it.
     host_seconds: float = 0.0
+    # True for the gradient of a weight, where the schedule of a pipeline puts it off.
+    is_late: bool = False
 
     @property
     def sends(self) -> bool:
@@ -329,12 +331,15 @@ class _Profiler:
         for bucket in self.buckets.get(node.name, ()):
             if bucket.gathers and any(one.tensor in self.plan.regather for one in bucket.members):
                 yield from (task._replace(direction="recompute") for task in self._bucket(bucket, "forward"))
-        yield from self.tasks.op(node.name, "backward", work.backward)
+        late = self.step.late_weights.get(node.name, ())
+        yield from self.tasks.op(node.name, "backward", work.backward - work.weights if late else work.backward)
+        for task in self.tasks.op(f"weights of {node.name}", "backward", work.weights) if late else ():
+            yield task._replace(is_late=True)
         for one in reversed(self._value_reshards(reshards)):
             yield from self.tasks.reshard(one, "backward")
         for name in dict.fromkeys(node.operands):
             if name is not None and self.graph.tensors[name].requires_grad:
-                yield from self._gradient_sums(name, node)
+                yield from (task._replace(is_late=name in late) for task in self._gradient_sums(name, node))
         for bucket in self.buckets.get(node.name, ()):
             yield from self._bucket(bucket, "backward")
 

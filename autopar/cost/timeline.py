@@ -21,6 +21,7 @@ from autopar.cost.profile import Profile, Task, profile, profile_parts
 from autopar.files import write_text
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import StepPlan
+from autopar.sharding.schedules import BackwardHalf
 
 STREAMS = ("compute", "communication of values", "communication of parameters")
 
@@ -110,7 +111,8 @@ def _stages_timeline(step: LoweredStep, cluster: Cluster) -> Timeline:
         gathers = Task("parameters", "all_gather", "forward", before)
         events += [Event(gathers, stream, 0.0, 0)] if before else []
         for one in (one for one in ran.tasks if one.stage == stage):
-            name = f"part {one.task.chunk * len(ran.busy) + stage}"
+            part = f"part {one.task.chunk * len(ran.busy) + stage}"
+            name = f"weights of {part}" if one.task.half is BackwardHalf.WEIGHTS else part
             task = Task(name, "compute", one.task.kind.value, one.end_seconds - one.start_seconds)
             events.append(Event(task, stream, one.start_seconds, one.task.micro_batch))
         sums = Task("gradients", "reduce_scatter", "backward", ends[stage])

@@ -168,7 +168,7 @@ class _Emitter:
         group, ranks = self.groups.stages(pipelining.axis)
         stage = self.groups.coordinate[pipelining.axis]
         stages = StageGroup(group, ranks, stage, pipelining.schedule, pipelining.chunks, pipelining.more)
-        return StageCut(pipelining, stages, self.graph, self.by_node)
+        return StageCut(self.assignment, stages, self.graph, self.by_node)
 
     def _inputs(self) -> list[str]:
         """Return the placeholders of inputs without a gradient."""

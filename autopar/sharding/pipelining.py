@@ -37,13 +37,24 @@ from autopar.sharding.layout.syntax import (
 from autopar.sharding.sharding import MICRO
 
 __all__ = [
+    "PRODUCTS",
     "check_pipeline",
+    "late_weights",
     "needs_micro_batches",
     "statements_of",
     "with_default_micro",
     "with_stages",
     "without_stages",
 ]
+
+
+# Products that may put off the gradient of a weight: the places of their input, weight and bias among the operands.
+PRODUCTS: dict[str, tuple[int, int, int | None]] = {
+    "aten.linear.default": (0, 1, 2),
+    "aten.addmm.default": (1, 2, 0),
+    "aten.mm.default": (0, 1, None),
+    "aten.matmul.default": (0, 1, None),
+}
 
 
 def needs_micro_batches(layout: Layout, axes: SubMesh) -> bool:
@@ -159,6 +170,34 @@ def statements_of(pipelining: Pipelining) -> tuple[PipelineStatement, CutStateme
         before.append(paths[-1] if paths else first[part])
     schedule = PipelineStatement(pipelining.axis, pipelining.schedule, pipelining.chunks, pipelining.more)
     return schedule, CutStatement(pipelining.axis, tuple(before))
+
+
+def late_weights(graph: NamedGraph, assignment: Assignment) -> dict[str, tuple[str, ...]]:
+    """Return the operands whose gradients a product puts off under `zero_bubble`: its weight and its bias, by op.
+
+    The weight is a matrix that is the same for all micro-batches: one that each of them gathers is reduced at once.
+    """
+    pipelining = assignment.pipelining
+    if pipelining is None or pipelining.schedule != "zero_bubble":
+        return {}
+    stored, values = assignment.stored, assignment.values
+    gathered = (name for name, policy in assignment.gather_policies.items() if policy.regather)
+    varying = {name for name in gathered if stored[name].splits != values[name].splits}
+    varying.update(graph.inputs)
+    plain = {node.name for node in graph.exported.graph_module.graph.nodes if not node.kwargs}
+    found: dict[str, tuple[str, ...]] = {}
+    for node in graph.nodes:
+        places = PRODUCTS.get(node.op) if node.node in plain else None
+        if places is not None and node.name in pipelining.parts:
+            x, weight, bias = (None if i is None or i >= len(node.operands) else node.operands[i] for i in places)
+            trained = [name for name in (weight, bias) if name is not None and graph.tensors[name].requires_grad]
+            ndims = [None if name is None else len(graph.tensors[name].shape) for name in (weight, bias)]
+            is_constant = x != weight and varying.isdisjoint((weight, bias))
+            if is_constant and weight in trained and ndims[0] == 2 and ndims[1] in (None, 1):
+                found[node.name] = tuple(trained)
+        if node.name in pipelining.parts or not varying.isdisjoint(node.operands):
+            varying.update(name for name in node.outputs if name is not None)
+    return found
 
 
 class _Cutting:

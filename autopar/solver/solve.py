@@ -139,6 +139,7 @@ def _stages(setting: PlanningProblem, layout: Layout, axes: SubMesh) -> Pipelini
 # Schedules of `pipeline pp ?` beside 1f1b: chunks, and micro-batches more in flight.
 OTHER_SCHEDULES: tuple[tuple[Schedule, int, int], ...] = (
     ("1f1b", 1, 1),
+    ("zero_bubble", 1, 0),
     ("interleaved", 2, 0),
     ("interleaved", 3, 0),
     ("interleaved", 4, 0),
@@ -158,7 +159,9 @@ def _with_schedule(
     if pipeline is None or not pipeline.is_open or axes[pipeline.axis] == 1:
         return found
     named = cut is not None and bool(cut.before)
-    for schedule, chunks, more in OTHER_SCHEDULES[:1] if named else OTHER_SCHEDULES:
+    for schedule, chunks, more in OTHER_SCHEDULES:
+        if named and chunks > 1:
+            continue
         statement = PipelineStatement(pipeline.axis, schedule, chunks, more, span=pipeline.span)
         other = Layout(tuple(statement if one is pipeline else one for one in layout), layout.name)
         try:

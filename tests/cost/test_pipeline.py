@@ -31,6 +31,30 @@ def test_bubble_of_interleaved_stages(stages: int, micro_batches: int, chunks: i
     assert costs.bubble == pytest.approx((stages - 1) / (micro_batches * chunks))
 
 
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 5), (2, 2), (2, 8), (4, 4), (4, 16), (8, 32)])
+@pytest.mark.parametrize(("forward", "inputs", "weights"), [(1.0, 1.0, 1.0), (2.0, 3.0, 2.0), (5.0, 4.0, 3.0)])
+def test_bubble_of_zero_bubble(stages: int, micro_batches: int, forward: float, inputs: float, weights: float) -> None:
+    """(p - 1) (F + I - W): ZB-H1 of Qi et al., 2023."""
+    costs = pipeline(
+        [StageCosts(forward, inputs + weights, late_seconds=weights)] * stages, micro_batches, "zero_bubble"
+    )
+    busy = micro_batches * (forward + inputs + weights)
+    assert costs.busy_seconds == pytest.approx((busy,) * stages)
+    assert costs.seconds == pytest.approx(busy + (stages - 1) * (forward + inputs - weights))
+
+
+def test_zero_bubble_keeps_the_operands_of_put_off_gradients() -> None:
+    """Stage s has p - s micro-batches in flight and puts off those of s others; a backward frees what it saved."""
+    stages = equal_stages(4, resident_bytes=100.0, activation_bytes=10.0, late_bytes=1.0, late_seconds=1.0)
+    costs = pipeline(stages, 8, "zero_bubble")
+    assert costs.in_flight == (4.0, 3.0, 2.0, 1.0)
+    assert costs.memory_bytes == (140.0, 131.0, 122.0, 113.0)
+    assert pipeline(stages, 8).memory_bytes == (140.0, 130.0, 120.0, 110.0)
+    # Larger than the activations, as under recomputation, they count right after a backward.
+    large = pipeline(equal_stages(4, activation_bytes=1.0, late_bytes=10.0), 8, "zero_bubble")
+    assert large.memory_bytes == (13.0, 22.0, 31.0, 40.0)
+
+
 @pytest.mark.parametrize(("stages", "micro_batches"), SIZES)
 def test_in_flight_micro_batches(stages: int, micro_batches: int) -> None:
     gpipe = pipeline(equal_stages(stages), micro_batches, "gpipe")

@@ -16,8 +16,9 @@ from autopar.cost.pipeline import PartCosts, run_orders
 from autopar.errors import LayoutError
 from autopar.plans.find import PlanRequest, meshes_of, plan_graph, plan_under_layout, price_strategies
 from autopar.sharding.layout.language import parse_layout
-from autopar.sharding.layout.syntax import CutStatement, MicroBatches
+from autopar.sharding.layout.syntax import CutStatement, MicroBatches, PipelineStatement
 from autopar.sharding.options import TrainingOptions
+from autopar.sharding.pipelining import late_weights
 from autopar.sharding.schedules import Schedule, orders
 from autopar.solver.setting import PlanningProblem
 from autopar.solver.solve import strategy_plans
@@ -38,6 +39,22 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = layer(x).relu()
         return x[:, :1].mean()
+
+
+class Products(nn.Module):
+    """Products whose weights have gradients, and some that put off none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.bias = (nn.Parameter(torch.empty(shape, device="meta")) for shape in ((6, 6), (6,)))
+        self.frozen = nn.Parameter(torch.empty(6, 6, device="meta"), requires_grad=False)
+        self.batched = nn.Parameter(torch.empty(1, 6, 6, device="meta"))
+        self.last = nn.Linear(6, 4, bias=False, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.bias, x, self.w) @ self.frozen
+        z = torch.matmul(y[:, None], self.batched)[:, 0]
+        return self.last(z @ (z.t() @ z) if z.shape[0] == 1 else z).square().mean()
 
 
 def priced(mesh: str, layout: str, batch: int = 2**16) -> autopar.Plan:
@@ -78,6 +95,46 @@ def test_interleaving_shortens_the_bubble() -> None:
     assert finer.bubble_seconds == pytest.approx(plain.bubble_seconds / 2, rel=0.2)
     assert finer.step_seconds < plain.step_seconds
     assert [stage.parts for stage in finer.stages] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+
+
+def test_zero_bubble_takes_as_long_as_the_formula() -> None:
+    """The idle time is that of 3 times F + I - W; operands of put-off gradients are inputs and gradients of layers."""
+    layout = "micro 16; pipeline pp {}; batch -> none; * -> none"
+    whole, costs = (priced("pp=4", layout.format(name)).costs for name in ("1f1b", "zero_bubble"))
+    each = costs.stages[1]
+    assert each.late_seconds == pytest.approx(each.backward_seconds / 2, rel=0.2)
+    idle = 3 * (each.forward_seconds + each.backward_seconds - 2 * each.late_seconds)
+    busy = 16 * max(stage.forward_seconds + stage.backward_seconds for stage in costs.stages)
+    least = busy + idle + costs.compute.optimizer_seconds
+    assert least <= costs.step_seconds <= 1.05 * least  # sends delay a stage that has no forward in reserve
+    assert costs.step_seconds < 0.9 * whole.step_seconds
+    assert [stage.in_flight for stage in costs.stages] == [4, 3, 2, 1]
+    layer = 2**16 // 16 * 1024 * 4
+    for number, (stage, plain) in enumerate(zip(costs.stages, whole.stages, strict=True)):
+        assert stage.busy_seconds == pytest.approx(plain.busy_seconds)
+        kept = stage.memory.saved_bytes - plain.memory.saved_bytes
+        # The last of two layers has the loss behind it; the first stage reads an input, which takes no memory twice.
+        assert kept == pytest.approx(number * 4 * layer, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "late"),
+    [
+        ("param { * -> dp | none }", {"w", "bias", "last.weight"}),
+        ("param { * -> dp | none }; regather @last.weight", {"w", "bias"}),
+        ("param { * -> none }; regather @*", {"w", "bias", "last.weight"}),  # nothing is gathered
+    ],
+)
+def test_which_gradients_are_put_off(layout: str, late: set[str]) -> None:
+    graph = autopar.trace(Products(), (torch.empty(8, 6, device="meta"),))
+    text = f"micro 2; pipeline pp zero_bubble; cut pp before @last; batch -> dp; * -> none; {layout}"
+    plan = plan_under_layout(graph, autopar.Mesh("pp=2,dp=2"), text, REQUEST)
+    found = late_weights(plan.graph, plan.decided.assignment)
+    assert {name for names in found.values() for name in names} == {
+        {"head": "last.weight"}.get(one, one) for one in late
+    }
+    other = plan_under_layout(graph, autopar.Mesh("pp=2,dp=2"), text.replace("zero_bubble", "1f1b"), REQUEST)
+    assert not late_weights(other.graph, other.decided.assignment)
 
 
 def test_stages_share_the_model() -> None:
@@ -131,6 +188,13 @@ def test_the_timeline_shows_the_stages() -> None:
         assert all(one.end_seconds <= other.start_seconds + 1e-12 for one, other in pairwise(own))
     names = [row["args"]["name"] for row in line.to_json()["traceEvents"] if row["ph"] == "M"]
     assert names == [f"stage {number}" for number in range(4)]
+    halved = priced("pp=4,dp=2", "micro 8; pipeline pp zero_bubble; fsdp(fsdp=dp)")
+    line = autopar.timeline(halved.graph, halved.decided, halved.cluster)
+    assert line.seconds == pytest.approx(halved.step_seconds)
+    for number, stage in enumerate(halved.costs.stages):
+        own = [event for event in line.events if event.task.name == f"weights of part {number}"]
+        assert len(own) == 8
+        assert own[0].end_seconds - own[0].start_seconds == pytest.approx(stage.late_seconds)
     assert "stage 3" in plan.plot()._repr_html_()
 
 
@@ -181,11 +245,12 @@ def test_an_open_schedule_is_the_fastest_that_fits() -> None:
     mesh = (autopar.Mesh("pp=2"),)
     found = plan_graph(graph, mesh, "micro 8; pipeline pp ?; cut pp ?; * -> none", REQUEST)
     assert "?" not in str(found.layout)
-    for schedule in ("1f1b", "1f1b(+1)", "interleaved(2)"):
+    for schedule in ("1f1b", "1f1b(+1)", "interleaved(2)", "zero_bubble"):
         other = plan_graph(graph, mesh, f"micro 8; pipeline pp {schedule}; * -> none", REQUEST)
         assert found.step_seconds <= other.step_seconds * (1 + 1e-9)
     named = plan_graph(graph, mesh, "micro 8; pipeline pp ?; cut pp before @blocks.3; * -> none", REQUEST)
     assert named.layout.cut == CutStatement("pp", ("blocks.3",))
+    assert named.layout.pipeline == PipelineStatement("pp", "zero_bubble")
     text = "pipeline pp ?\ncut pp ?\n"
     assert str(parse_layout(text)) == text
 

@@ -15,13 +15,18 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.fx import GraphModule
 from torch.nn import functional
 
 import autopar
+from autopar.cost.lowered_step import lower_step
+from autopar.cost.memory.step_memory import StepMemory
 from autopar.errors import AutoparError, LayoutError
 from autopar.lowering.modules import pipeline_loop
 from autopar.lowering.modules.late_weights import LateProduct
 from autopar.lowering.modules.pipeline_loop import PipelineLoop
+from autopar.mesh import Mesh
+from autopar.plans.find import PlanRequest, plan_under_layout
 from autopar.sharding.layout.language import parse_layout
 from examples.gpt import gpt
 from tests.runtime.launcher import endings, launch
@@ -135,6 +140,57 @@ def test_gradients_are_those_of_one_process(
             # Weights that each micro-batch gathers have their gradients at once.
             assert late == (stage + 1 if "zero_bubble" in layout and "regather" not in layout else 0)
             assert stored < whole
+
+
+def put_off(layout: str, mesh: str) -> tuple[set[str], set[str], float, float]:
+    """Products that put off gradients on this rank as run and as priced, and the bytes that they keep."""
+    _, parallel, inputs = pair(layout, mesh)
+    most = 0.0
+    old = pipeline_loop._Run._backward
+
+    def backward(run: Any, task: Any, *others: Any) -> None:
+        nonlocal most
+        old(run, task, *others)
+        for found in run.late.values():
+            kept = {x.untyped_storage() for one in found for x in (one.inputs, one.gradients)}
+            # Storages are new objects in each access.
+            most = max(most, sum({one.data_ptr(): one.nbytes() for one in kept}.values()))
+
+    pipeline_loop._Run._backward = backward  # type: ignore[method-assign]
+    parallel(**inputs).backward()
+    pipeline_loop._Run._backward = old  # type: ignore[method-assign]
+    loop = loop_of(parallel)
+    # Recomputed ones stand in a module of their layer.
+    graphs = [one for part in loop.parts.values() for one in part.body.modules() if isinstance(one, GraphModule)]
+    ran = {
+        str(node.meta["op"])
+        for one in graphs
+        for node in one.graph.find_nodes(op="call_module")
+        if isinstance(one.get_submodule(node.target), LateProduct)
+    }
+    plan = plan_under_layout(parallel.graph, Mesh(mesh), layout, PlanRequest("h100"))
+    step = lower_step(plan.graph, plan.decided).at(loop.stages.stage)
+    memory = StepMemory(step)
+    memory.forward()
+    memory.backward()
+    return ran, set(step.late_weights).intersection(step.ops_here), most, memory.late_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "mesh"),
+    [
+        ("micro 4; pipeline pp zero_bubble; batch -> none; * -> none", "pp=2"),
+        ("micro 4; pipeline pp zero_bubble; megatron_3d", "pp=2,tp=2"),
+        ("micro 4; pipeline pp zero_bubble; batch -> none; * -> none; recompute full @blocks.*", "pp=2"),
+        (f"micro 4; pipeline pp zero_bubble; {REGATHERED}", "pp=2,dp=2"),
+    ],
+)
+def test_what_is_put_off_is_priced(layout: str, mesh: str) -> None:
+    for ran, priced, measured, predicted in launch(put_off, layout, mesh, ranks=Mesh(mesh).size, seconds=120):
+        assert ran == priced
+        assert bool(ran) == ("regather" not in layout)
+        assert predicted == pytest.approx(measured, rel=0.02)
 
 
 def halved() -> dict[str, tuple[list[str], int]]:

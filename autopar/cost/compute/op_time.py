@@ -32,6 +32,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import OpAssignment
+from autopar.sharding.pipelining import PRODUCTS
 from autopar.sharding.sharding import Sharding, atoms_of
 
 # Backward over forward FLOPs of fused attention: five products, one of which recomputes the scores, over two.
@@ -64,6 +65,15 @@ class DirectionWork:
             self.launches + other.launches,
         )
 
+    def __sub__(self, other: DirectionWork) -> DirectionWork:
+        return DirectionWork(
+            self.flops - other.flops,
+            self.bytes - other.bytes,
+            self.seconds - other.seconds,
+            self.multiplying_seconds - other.multiplying_seconds,
+            self.launches - other.launches,
+        )
+
 
 NO_WORK = DirectionWork()
 
@@ -74,6 +84,8 @@ class OpWork:
 
     forward: DirectionWork
     backward: DirectionWork
+    # Of the backward of a product, the gradients of its weight and its bias.
+    weights: DirectionWork = NO_WORK
 
 
 def op_work(
@@ -254,18 +266,23 @@ class _OpTimer:
             size = product.bytes(dtype.itemsize)
             return DirectionWork(product.flops, size, max(seconds, self.device.launch_seconds), product.flops / peak, 1)
 
-        forward = backward = NO_WORK
+        forward = backward = weights = NO_WORK
+        places = PRODUCTS.get(self.node.op)
         for product, step in steps:
             forward += work(product)
             m, n, k = product.rows, product.columns, product.reduction
             gradients = (MatmulShape(product.batch, m, k, n), MatmulShape(product.batch, k, n, m))
-            backward = sum((work(gradients[side]) for side in self._trained_sides(step)), backward)
+            for side in self._trained_sides(step):
+                one = work(gradients[side])
+                backward += one
+                weights += one if places is not None and places[1] in step.operands[side] else NO_WORK
         rest = [i for i in self._trained() if i not in multiplied and i not in self.footprint.passes]
         if rest:
             # The gradient of a bias is a sum that reads the gradient of the result once more.
             size = self._output_bytes(0) + sum(map(self._operand_bytes, rest))
-            backward += self._by_bytes(size)
-        return OpWork(forward, backward)
+            summed = self._by_bytes(size)
+            backward, weights = backward + summed, weights + summed
+        return OpWork(forward, backward, weights)
 
     # -- ops with more work than their rules show
 

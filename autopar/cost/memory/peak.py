@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from operator import itemgetter
 
 from autopar.cost.compute.optimizers import Optimizer, optimizer_of
 from autopar.cost.lowered_step import LoweredStep, lower_step
@@ -19,6 +20,7 @@ from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.source import layout_error
 from autopar.sharding.layout.syntax import Limit
+from autopar.sharding.schedules import BackwardHalf, TaskKind
 from autopar.sharding.sharding import atoms_of
 
 _UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
@@ -54,8 +56,8 @@ class MemoryMoment:
     gradients_bytes: float
 
 
-def memory(step: LoweredStep, in_flight: float = 1.0) -> MemoryCosts:
-    """Return the memory of one step, on the rank with most, with the activations of `in_flight` micro-batches."""
+def memory(step: LoweredStep) -> MemoryCosts:
+    """Return the memory of one step, on the rank with most; of a stage, with the other micro-batches in flight."""
     graph, plan = step.graph, step.plan
     run = StepMemory(step)
     run.forward()
@@ -68,20 +70,40 @@ def memory(step: LoweredStep, in_flight: float = 1.0) -> MemoryCosts:
     copies = sum(run.storages.sizes[storage] for storage in run.copied.values())
     buffers = sum(run.storages.sizes[storage] for storage in run.sums.values())
     saved = run.storages.live - inputs - parameters - copies - buffers
-    if in_flight > 1.0 and graph.exported.grad_enabled:
-        # The other micro-batches wait for their backwards.
-        waiting = (in_flight - 1.0) * (saved - run.results_bytes)
-        run.storages.new(waiting)
-        saved += waiting
     if not graph.exported.grad_enabled:
         return MemoryCosts(parameters, copies, 0.0, 0.0, inputs, 0.0, run.storages.peak, run.storages.peak_at)
-    run.backward()
-    gradients = run.gradient_bytes()
     states, largest = _optimizer_bytes(step, optimizer_of(plan.options.optimizer))
-    updating = parameters + copies + inputs + states + gradients + largest
-    moments = {run.storages.peak_at: run.storages.peak + states, "the optimizer": updating}
-    at = max(moments, key=moments.__getitem__)
-    return MemoryCosts(parameters, copies, gradients, states, inputs, saved, moments[at], at)
+    moments = [(run.storages.peak + states, run.storages.peak_at)]
+    run.storages.peak = 0.0
+    run.backward()
+    # Other micro-batches wait for their backwards, and for put-off gradients, while that of one runs.
+    waiting = _waiting_bytes(step, saved - run.results_bytes, run.late_bytes)
+    moments.append((run.storages.peak + waiting + states, run.storages.peak_at))
+    gradients = run.gradient_bytes()
+    moments.append((parameters + copies + inputs + states + gradients + largest, "the optimizer"))
+    peak, at = max(moments, key=itemgetter(0))
+    return MemoryCosts(parameters, copies, gradients, states, inputs, saved + waiting, peak, at)
+
+
+def _waiting_bytes(step: LoweredStep, saved_bytes: float, late_bytes: float) -> float:
+    """Return the most bytes that a stage keeps for other micro-batches while a backward runs.
+
+    A forward adds the tensors that it saves. A backward frees them, but for the operands of put-off gradients.
+    """
+    pipelining = step.plan.assignment.pipelining
+    if pipelining is None or step.stage is None:
+        return 0.0
+    change = {None: -saved_bytes, BackwardHalf.INPUTS: late_bytes - saved_bytes, BackwardHalf.WEIGHTS: -late_bytes}
+    kept = most = 0.0
+    for task in step.tasks[step.stage]:
+        if task.kind is TaskKind.FORWARD:
+            kept += saved_bytes
+            continue
+        if task.half is not BackwardHalf.WEIGHTS:
+            most = max(most, kept)
+        kept += change[task.half]
+    # A chunk counts as its share of the stage.
+    return max(0.0, most / pipelining.chunks - saved_bytes)
 
 
 def memory_over_time(step: LoweredStep, stage: MemoryCosts | None = None) -> tuple[MemoryMoment, ...]:
@@ -172,7 +194,9 @@ def check_memory(layout: Layout, graph: NamedGraph, plan: StepPlan, device_bytes
     if limit is None:
         return
     statement, most_bytes = limit
-    found = memory(lower_step(graph, plan))
+    step, pipelining = lower_step(graph, plan), plan.assignment.pipelining
+    every = [step] if pipelining is None else [step.at(stage) for stage in range(pipelining.stages)]
+    found = max(map(memory, every), key=lambda one: one.peak_bytes)
     if found.peak_bytes > most_bytes:
         parts = {
             "parameters": found.parameters_bytes + found.copies_bytes,

@@ -229,6 +229,10 @@ class StepMemory(ForwardMemory):
         self.regathered: dict[Bucket, int] = {}
         # Buckets whose gradients are reduced when the backward leaves a checkpoint.
         self.waiting: list[Bucket] = []
+        # Operands of put-off gradients, and their bytes at the end of the backward.
+        self.late_weights = step.late_weights
+        self.put_off: list[int] = []
+        self.late_bytes = 0.0
 
     def backward(self) -> None:
         if self.accumulates:
@@ -251,6 +255,10 @@ class StepMemory(ForwardMemory):
             inside = layer
             self._op_backward(node)
         self._leave(inside)
+        kept = self.storages.live
+        for storage in self.put_off:
+            self.storages.drop(storage)
+        self.late_bytes = kept - self.storages.live
 
     def gradient_bytes(self) -> float:
         """Return the bytes of the gradients of parameters after the backward."""
@@ -289,8 +297,12 @@ class StepMemory(ForwardMemory):
                     made = self.storages.take(given[0]) if passed else self.storages.new(self._bytes(version))
                     self.pending.setdefault(version, []).append(made)
             self.storages.touch(footprint.backward_bytes)
-        for storage in (*given, *self.saved.pop(node.name, ())):
-            self.storages.drop(storage)
+        used = (*given, *self.saved.pop(node.name, ()))
+        if node.name in self.late_weights:
+            self.put_off += used
+        else:
+            for storage in used:
+                self.storages.drop(storage)
         for version in dict.fromkeys(version for version in reshards.operands if version is not None):
             for made in self.pending.pop(version, ()):
                 self._accumulate(version, made)

@@ -15,27 +15,21 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.fx import Node
 
+from autopar.sharding.pipelining import PRODUCTS
+
 __all__ = ["LateProduct", "LateWeights", "operands_of"]
 
 aten = torch.ops.aten
 
-# Arguments of these ops: input, weight and bias.
-_OPERANDS: dict[Any, tuple[int, int, int | None]] = {
-    aten.linear.default: (0, 1, 2),
-    aten.addmm.default: (1, 2, 0),
-    aten.mm.default: (0, 1, None),
-    aten.matmul.default: (0, 1, None),
-}
-
 
 def operands_of(node: Node) -> tuple[Node, Node | None] | None:
     """Return the weight and the bias of a product; None for other ops."""
-    places = _OPERANDS.get(node.target) if not node.kwargs else None
+    places = PRODUCTS.get(str(node.target))
     if places is None:
         return None
-    given, weight, bias = (None if i is None or i >= len(node.args) else node.args[i] for i in places)
-    if not isinstance(weight, Node) or weight is given or not (bias is None or isinstance(bias, Node)):
-        return None
+    _, weight, bias = (None if i is None or i >= len(node.args) else node.args[i] for i in places)
+    assert isinstance(weight, Node), f"{node} has a weight"
+    assert bias is None or isinstance(bias, Node), f"{node} has a bias that is a tensor"
     return weight, bias
 
 
@@ -80,7 +74,7 @@ class LateProduct(nn.Module):
     def __init__(self, op: Any, weight: int, bias: int | None, late: LateWeights) -> None:
         super().__init__()
         self.op, self.weight, self.bias, self.late = op, weight, bias, late
-        self.places = _OPERANDS[op]
+        self.places = PRODUCTS[str(op)]
         self.is_linear = op is aten.linear.default
 
     def forward(self, *operands: Tensor | None) -> Tensor:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
@@ -32,7 +33,8 @@ from autopar.lowering.modules.micro_loop import LoopResult, MicroBatchLoop, Micr
 from autopar.lowering.modules.pipeline_loop import Crossing, PartResult, PipelineLoop, PipelinePart, StageGroup
 from autopar.lowering.modules.shard_ops import RandomOp
 from autopar.lowering.passes.aliases import FRESH
-from autopar.sharding.assignment import Pipelining
+from autopar.sharding.assignment import Assignment, Pipelining
+from autopar.sharding.pipelining import late_weights
 from autopar.sharding.schedules import Schedule
 
 __all__ = ["OP", "VALUE", "StageCut", "check_loops", "cut_in_parts"]
@@ -46,11 +48,21 @@ VALUE = "value"
 class StageCut:
     """Pipeline of a graph, seen from one rank."""
 
-    pipelining: Pipelining
+    assignment: Assignment
     stages: StageGroup
     graph: NamedGraph
     # By node of the traced graph.
     by_node: Mapping[str, NamedTensor]
+
+    @property
+    def pipelining(self) -> Pipelining:
+        assert self.assignment.pipelining is not None, "a pipeline has stages"
+        return self.assignment.pipelining
+
+    @cached_property
+    def late_weights(self) -> Mapping[str, tuple[str, ...]]:
+        """Products that put off the gradients of their weights, by op."""
+        return late_weights(self.graph, self.assignment)
 
     @property
     def count(self) -> int:
@@ -266,9 +278,8 @@ class _Cutter:
 
     def _late_product(self, node: Node, places: Mapping[Node, int]) -> LateProduct | None:
         """Return the product that puts off the gradient of its weight, if the schedule and the op allow it."""
-        operands = operands_of(node) if self.cut.stages.schedule == "zero_bubble" else None
-        # A weight that each micro-batch gathers is no input of the loop: its gradient is reduced at once.
-        if operands is None or any(one is not None and one not in places for one in operands):
+        operands = operands_of(node) if node.meta.get(OP) in self.cut.late_weights else None
+        if operands is None:
             return None
         weight, bias = operands
         return LateProduct(node.target, places[weight], None if bias is None else places[bias], self.late)
