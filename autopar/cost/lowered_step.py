@@ -11,7 +11,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.buckets import Bucket, buckets_of
-from autopar.sharding.options import Recompute
+from autopar.sharding.options import Recompute, sum_dtype
 from autopar.sharding.pipelining import late_weights
 from autopar.sharding.recompute import RecomputeRegion, layered, recompute_regions, recomputed_ops
 from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan, insert_reshards
@@ -21,6 +21,18 @@ from autopar.sharding.time_slice import gathered_once, slice_in_time
 
 # A value in one of its shardings.
 Version = tuple[str, Sharding]
+
+
+@dataclass(frozen=True)
+class TiedValue:
+    """Value from before the micro-batches that one stage of a pipeline has and sends to others, as a tied parameter."""
+
+    version: Version
+    source: int
+    targets: tuple[int, ...]
+    bytes: float
+    # Bytes of the gradient that comes back; none for a frozen parameter.
+    gradient_bytes: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,14 +58,23 @@ class LoweredStep:
         pipelining = self.plan.assignment.pipelining
         if pipelining is None:
             return found
-        # A stage has buckets of its own.
+        places = {node.name: place for place, node in enumerate(self.graph.nodes)}
+        # The first op of each part, and the first one that reads a version.
+        first: dict[tuple[Version | None, int], str] = {}
+        for op, parts in ((node.name, self.parts_of[node.name]) for node in self.graph.nodes):
+            for version in (None, *self.reshard_plan.ops[op].operands):
+                first.update(((version, part), op) for part in parts if (version, part) not in first)
+        # A part has buckets of its own.
         apart: list[Bucket] = []
         for bucket in found:
             groups: dict[frozenset[int], list[InsertedReshard]] = {}
             for one in bucket.members:
-                groups.setdefault(self.parts_of[one.op], []).append(one)
-            apart += (replace(bucket, members=tuple(group), op=group[0].op) for group in groups.values())
-        return tuple(apart)
+                groups.setdefault(self.parts_of_parameter(one), []).append(one)
+            for where, group in groups.items():
+                for part in sorted(where):
+                    ops = {first.get(((one.tensor, one.target), part), first[None, part]) for one in group}
+                    apart.append(replace(bucket, members=tuple(group), op=min(ops, key=places.__getitem__)))
+        return tuple(sorted(apart, key=lambda bucket: places[bucket.op]))
 
     @cached_property
     def parts_of(self) -> Mapping[str, frozenset[int]]:
@@ -66,10 +87,70 @@ class LoweredStep:
         for node in reversed(self.graph.nodes):
             read = set().union(*(readers.get(name, ()) for name in node.outputs if name is not None))
             own = frozenset((parts[node.name],) if node.name in parts else read or (last,))
+            stages = {self.stage_with[name] for name in filter(None, node.operands) if name in self.stage_with}
+            if node.name not in parts and stages:
+                # The other stages that read the result receive it.
+                own = frozenset(stages)
             found[node.name] = own
             for name in node.operands:
                 if name is not None:
                     readers.setdefault(name, set()).update(own)
+        return found
+
+    @cached_property
+    def stage_with(self) -> Mapping[str, int]:
+        """Return the stage of parameters that one stage has, and of values that are computed from them once."""
+        pipelining = self.plan.assignment.pipelining
+        if pipelining is None:
+            return {}
+        found = {name: stage for name, stage in pipelining.held.items() if stage is not None}
+        for node in self.graph.nodes:
+            stages = [found[name] for name in node.operands if name in found]
+            if stages and node.name not in pipelining.parts:
+                found.update((name, stages[0]) for name in node.outputs if name is not None)
+        return found
+
+    @cached_property
+    def tied(self) -> tuple[TiedValue, ...]:
+        """Return the values that the stage which has them sends to other stages, once in a call."""
+        pipelining = self.plan.assignment.pipelining
+        targets: dict[Version, set[int]] = {}
+        for op, part in {} if pipelining is None else pipelining.parts.items():
+            assert pipelining is not None, "it has parts"
+            stage = part % pipelining.stages
+            for version in filter(None, self.reshard_plan.ops[op].operands):
+                if self.stage_with.get(version[0], stage) != stage:
+                    # Each micro-batch gathers a regathered parameter, on the stage that reads it.
+                    again = version[0] in self.plan.regather
+                    sent = (version[0], self.plan.assignment.stored[version[0]]) if again else version
+                    targets.setdefault(sent, set()).add(stage)
+        return tuple(self._tied(version, tuple(sorted(found))) for version, found in targets.items())
+
+    def _tied(self, version: Version, targets: tuple[int, ...]) -> TiedValue:
+        tensor = self.graph.tensors[version[0]]
+        size = float(local_bytes(self.graph, *version, self.plan.axes))
+        trains = tensor.requires_grad and self.graph.exported.grad_enabled
+        wider = sum_dtype(tensor.dtype).itemsize / tensor.dtype.itemsize
+        return TiedValue(version, self.stage_with[version[0]], targets, size, size * wider if trains else 0.0)
+
+    def parts_of_parameter(self, one: InsertedReshard) -> frozenset[int]:
+        """Return the parts in which a parameter is resharded: on the stage that stores it, if not in each micro-batch.
+
+        Each part that reads a regathered parameter gathers it.
+        """
+        pipelining, parts = self.plan.assignment.pipelining, self.readers.get((one.tensor, one.target), frozenset())
+        if pipelining is None or one.tensor not in self.stage_with or one.tensor in self.plan.regather:
+            return parts or self.parts_of[one.op]
+        stage = self.stage_with[one.tensor]
+        return frozenset((min((part for part in parts if part % pipelining.stages == stage), default=stage),))
+
+    @cached_property
+    def readers(self) -> Mapping[Version, frozenset[int]]:
+        """Return the parts of a pipeline that read each version."""
+        found: dict[Version, frozenset[int]] = {}
+        for op, reshards in self.reshard_plan.ops.items():
+            for version in filter(None, reshards.operands):
+                found[version] = found.get(version, frozenset()) | self.parts_of[op]
         return found
 
     @cached_property
@@ -88,17 +169,8 @@ class LoweredStep:
     def at(self, stage: int) -> LoweredStep:
         """Return the step as a stage of a pipeline sees it."""
         found = replace(self, stage=stage)
-        for name in (
-            "tasks",
-            "reshard_plan",
-            "buckets",
-            "parts_of",
-            "crossing",
-            "layers",
-            "recomputed",
-            "late_weights",
-            "schedule",
-        ):
+        in_parts = "tasks", "parts_of", "crossing", "stage_with", "tied", "late_weights"
+        for name in ("reshard_plan", "buckets", "layers", "recomputed", "schedule", *in_parts):
             found.__dict__[name] = getattr(self, name)
         return found
 
@@ -134,8 +206,27 @@ class LoweredStep:
         read = {name for node in nodes for name in (*node.operands, *node.outputs) if name is not None}
         given = (name for name, tensor in self.graph.tensors.items() if tensor.kind not in ("param", "activation"))
         stored = (name for name, stage in held.items() if stage is None or stage == self.stage)
-        elsewhere = {name for name, stage in held.items() if stage not in (None, self.stage)}
+        elsewhere = {name for name, stage in self.stage_with.items() if stage != self.stage}
         return frozenset((*read, *given, *stored)) - elsewhere
+
+    @cached_property
+    def received(self) -> tuple[TiedValue, ...]:
+        """Return the values that other stages send to this one before the micro-batches."""
+        return tuple(one for one in self.tied if self.stage in one.targets)
+
+    def has(self, version: Version) -> bool:
+        """Return whether the stage has a version, in memory of its own."""
+        name, sharding = version
+        return (
+            self.stage is None
+            or name in self.tensors_here
+            # A stage gathers a regathered parameter from the shard that it received.
+            or (
+                name in self.plan.regather
+                and sharding != self.plan.assignment.stored[name]
+                and any(one.version[0] == name for one in self.received)
+            )
+        )
 
     @cached_property
     def layers(self) -> Mapping[str, tuple[int, Recompute]]:

@@ -3,8 +3,9 @@
 A stage keeps the activations of each micro-batch between its forward and its backward. `pipeline` prices stages of
 equal parts from a few numbers. `pipelined` prices the stages of a plan: parts have times of their own, a stage gathers
 its parameters before its first forward and reduces their gradients after its last backward, and sends go beside the
-compute. The orders are those that the ranks run. Under `zero_bubble` a stage puts off the gradients of weights, and
-keeps their operands.
+compute. Tied parameters go from the stage that has them to the others before, and their gradients back after. The
+orders are those that the ranks run. Under `zero_bubble` a stage puts off the gradients of weights, and keeps their
+operands.
 """
 
 from __future__ import annotations
@@ -231,6 +232,15 @@ class PricedStage:
     memory: MemoryCosts
 
 
+class StepTimes(NamedTuple):
+    """Times of all stages in a step, up to the optimizer."""
+
+    ran: OrderTimes
+    # By stage: begin of the reductions, once its own gradients and those from other stages are there, and their end.
+    reducing: tuple[float, ...]
+    reduced: tuple[float, ...]
+
+
 def pipelined(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) -> tuple[float, tuple[PricedStage, ...]]:
     """Return the seconds of a step and the costs of each stage, given the times of the parts."""
     pipelining = step.plan.assignment.pipelining
@@ -240,17 +250,17 @@ def pipelined(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) -
         [sum(getattr(times[part], when) for part in mine) for mine in own] for when in ("before", "after", "optimizer")
     )
     sent, received = _sent_bytes(step, len(times))
-    finished, busy, _ = task_times(step, cluster, times)
+    found = step_times(step, cluster, times)
     in_flight = most_in_flight(step.tasks, pipelining.chunks)
-    found = tuple(
+    stages = tuple(
         PricedStage(
             tuple(mine),
             sum(times[part].forward for part in mine),
             sum(times[part].backward for part in mine),
             sum(times[part].late for part in mine),
-            busy[stage],
+            found.ran.busy[stage],
             begins[stage] + ends[stage],
-            finished[stage],
+            found.ran.finished[stage],
             sum(sent[part] for part in mine),
             sum(received[part] for part in mine),
             in_flight[stage],
@@ -258,7 +268,7 @@ def pipelined(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) -
         )
         for stage, mine in enumerate(own)
     )
-    return max(end + last for end, last in zip(finished, ends, strict=True)) + max(optimizer), found
+    return max(found.reduced) + max(optimizer), stages
 
 
 def parts_by_stage(step: LoweredStep, times: Sequence[PartTimes]) -> list[range]:
@@ -268,16 +278,34 @@ def parts_by_stage(step: LoweredStep, times: Sequence[PartTimes]) -> list[range]
     return [range(stage, len(times), pipelining.stages) for stage in range(pipelining.stages)]
 
 
-def task_times(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) -> OrderTimes:
-    """Return the times of the forwards and backwards of all stages."""
+def step_times(step: LoweredStep, cluster: Cluster, times: Sequence[PartTimes]) -> StepTimes:
+    """Return the times of the forwards and backwards of all stages, and of the reductions after them."""
     plan, pipelining = step.plan, step.plan.assignment.pipelining
     assert pipelining is not None, "a pipeline has stages"
     network = Network(cluster, pipelining.mesh, plan.options.links)
+
+    def seconds(size: float) -> float:
+        return network.seconds("send", (pipelining.axis,), size) if size else 0.0
+
     sent, _ = _sent_bytes(step, len(times))
-    sends = [network.seconds("send", (pipelining.axis,), size) if size else 0.0 for size in sent]
+    sends = [seconds(size) for size in sent]
     parts = [PartCosts(one.forward, one.backward, send, one.late) for one, send in zip(times, sends, strict=True)]
-    begins = [sum(times[part].before for part in mine) for mine in parts_by_stage(step, times)]
-    return run_orders(parts, step.tasks, begins, sends_wait=False)
+    own = parts_by_stage(step, times)
+    begins = [sum(times[part].before for part in mine) for mine in own]
+    # A stage sends its tied parameters one after the other, and computes meanwhile.
+    sending = list(begins)
+    for tied in step.tied:
+        for target in tied.targets:
+            sending[tied.source] += seconds(tied.bytes)
+            begins[target] = max(begins[target], sending[tied.source])
+    ran = run_orders(parts, step.tasks, begins, sends_wait=False)
+    reducing, sending = list(ran.finished), list(ran.finished)
+    for tied in step.tied:
+        for target in tied.targets:
+            sending[target] += seconds(tied.gradient_bytes)
+            reducing[tied.source] = max(reducing[tied.source], sending[target])
+    ends = (sum(times[part].after for part in mine) for mine in own)
+    return StepTimes(ran, tuple(reducing), tuple(map(sum, zip(reducing, ends, strict=True))))
 
 
 def _sent_bytes(step: LoweredStep, parts: int) -> tuple[list[float], list[float]]:

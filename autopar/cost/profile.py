@@ -24,7 +24,7 @@ from autopar.cost.network import Network
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
-from autopar.sharding.assignment import OpAssignment
+from autopar.sharding.assignment import OpAssignment, Pipelining
 from autopar.sharding.buckets import Bucket
 from autopar.sharding.choices import Choice
 from autopar.sharding.reshard.reshard import StepKind, StepSize
@@ -237,7 +237,7 @@ def profile_parts(step: LoweredStep, cluster: Cluster) -> tuple[Profile, ...]:
     """Return the tasks of each part of a pipeline, on its busiest rank."""
     pipelining = step.plan.assignment.pipelining
     assert pipelining is not None, "a pipeline has parts"
-    return _Profiler(step, cluster).parts(step.parts_of, pipelining.held)
+    return _Profiler(step, cluster).parts(pipelining)
 
 
 @dataclass
@@ -256,11 +256,15 @@ class _Profiler:
         self.buckets: dict[str, list[Bucket]] = {}
         for bucket in self.step.buckets:
             self.buckets.setdefault(bucket.op, []).append(bucket)
-        self.first_use: dict[str, str] = {}
-        for node in self.graph.nodes:
-            for name in node.operands:
-                self.first_use.setdefault(name or "", node.name)
-        self.last_use = {name: node.name for node in self.graph.nodes for name in node.operands if name is not None}
+        pipelining = self.plan.assignment.pipelining
+        count = 1 if pipelining is None else pipelining.stages
+        # Each stage of a pipeline adds up gradients of its own.
+        self.stages = {op: frozenset(part % count for part in parts) for op, parts in self.step.parts_of.items()}
+        uses = [
+            (name, self.stages[node.name], node.name) for node in self.graph.nodes for name in node.operands if name
+        ]
+        self.first_use = {(name, stages): op for name, stages, op in reversed(uses)}
+        self.last_use = {(name, stages): op for name, stages, op in uses}
 
     def run(self) -> Profile:
         inputs, outputs = self.reshard_plan.inputs.values(), self.reshard_plan.outputs
@@ -273,13 +277,15 @@ class _Profiler:
             (*before, *forward, *after), (*first, *backward), self._optimizer(parameters), self._model_flops()
         )
 
-    def parts(self, parts_of: Mapping[str, frozenset[int]], held: Mapping[str, int | None]) -> tuple[Profile, ...]:
-        """Return the profile of each part of a pipeline, given the parts that run each op."""
+    def parts(self, pipelining: Pipelining) -> tuple[Profile, ...]:
+        """Return the profile of each part of a pipeline."""
         found = []
-        count = 1 + max(max(parts, default=0) for parts in parts_of.values())
-        for part in range(count):
+        parts_of, stages = self.step.parts_of, pipelining.stages
+        for part in range(stages * pipelining.chunks):
             forward, backward = self._ops([node for node in self.graph.nodes if part in parts_of[node.name]])
-            parameters = [one for one in self.graph.parameters if held.get(one.name) in (None, part)]
+            # The optimizer of a stage counts with its first part.
+            held = ((one, pipelining.held[one.name]) for one in self.graph.parameters)
+            parameters = [one for one, stage in held if part < stages and stage in (None, part)]
             flops = self._model_flops() if part == 0 else 0.0
             found.append(Profile(tuple(forward), tuple(backward), self._optimizer(parameters), flops))
         return tuple(found)
@@ -349,13 +355,17 @@ class _Profiler:
         return (*before, *reshards.inside)
 
     def _gradient_sums(self, name: str, node: NamedNode) -> Iterator[Task]:
-        plan = self.plan
+        plan, use = self.plan, (name, self.stages[node.name])
         # The backward runs in reverse: the last use has the first gradient, all others add to it.
-        if self.last_use[name] != node.name:
+        if self.last_use[use] != node.name:
             yield self.tasks.gradient_sum(name, plan.assignment.values[name])
         # At the first use the gradient is complete, and is added to that of earlier micro-batches.
         accumulates = plan.options.micro_batches > 1 or plan.options.gradient_dtype is not None
-        if accumulates and self.graph.tensors[name].kind == "param" and self.first_use[name] == node.name:
+        if (
+            accumulates
+            and self.graph.tensors[name].kind == "param"
+            and self.first_use[name, self.stages[node.name]] == node.name
+        ):
             layout = plan.assignment.values[name] if name in plan.defer_reduction else plan.assignment.stored[name]
             yield self.tasks.gradient_accumulation(name, layout, plan.options.master_dtype)
 

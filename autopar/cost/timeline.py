@@ -16,7 +16,7 @@ from typing import Any
 from autopar.cost.evaluate import part_times
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep, lower_step
-from autopar.cost.pipeline import parts_by_stage, task_times
+from autopar.cost.pipeline import parts_by_stage, step_times
 from autopar.cost.profile import Profile, Task, profile, profile_parts
 from autopar.files import write_text
 from autopar.ir.graph import NamedGraph
@@ -100,11 +100,10 @@ def step_timeline(step: LoweredStep, cluster: Cluster) -> Timeline:
 def _stages_timeline(step: LoweredStep, cluster: Cluster) -> Timeline:
     """Return a stream for each stage: gathers, the forwards and backwards of its parts, reductions, optimizer."""
     times = [part_times(one, cluster) for one in profile_parts(step, cluster)]
-    ran, count = task_times(step, cluster, times), step.plan.options.micro_batches
+    found, count = step_times(step, cluster, times), step.plan.options.micro_batches
     events: list[Event] = []
     # The optimizer of every stage begins when all gradients are reduced, as `evaluate` has it.
-    ends = [sum(times[part].after for part in parts) for parts in parts_by_stage(step, times)]
-    last = max(end + more for end, more in zip(ran.finished, ends, strict=True))
+    ran, last = found.ran, max(found.reduced)
     for stage, parts in enumerate(parts_by_stage(step, times)):
         stream = f"stage {stage}"
         before, optimizer = (sum(getattr(times[part], when) for part in parts) for when in ("before", "optimizer"))
@@ -115,8 +114,8 @@ def _stages_timeline(step: LoweredStep, cluster: Cluster) -> Timeline:
             name = f"weights of {part}" if one.task.half is BackwardHalf.WEIGHTS else part
             task = Task(name, "compute", one.task.kind.value, one.end_seconds - one.start_seconds)
             events.append(Event(task, stream, one.start_seconds, one.task.micro_batch))
-        sums = Task("gradients", "reduce_scatter", "backward", ends[stage])
-        events += [Event(sums, stream, ran.finished[stage], count - 1)] if ends[stage] else []
+        sums = Task("gradients", "reduce_scatter", "backward", found.reduced[stage] - found.reducing[stage])
+        events += [Event(sums, stream, found.reducing[stage], count - 1)] if sums.seconds else []
         update = Task("optimizer", "compute", "optimizer", optimizer)
         events += [Event(update, stream, last, count - 1)] if optimizer else []
     return Timeline(tuple(events), tuple(f"stage {stage}" for stage in range(len(ran.busy))))

@@ -191,7 +191,8 @@ class _Emitter:
         tensor = self.by_node[node.name]
         whole = self.reshard_plan.inputs.get(tensor.name)
         given = self.assignment.stored[tensor.name] if whole is None else whole.source
-        self.held[tensor.name, given] = self.out.placeholder(node.name)
+        self.held[tensor.name, given] = made = self.out.placeholder(node.name)
+        made.meta.update({"local_shape": self._local_shape(tensor.name, given), VALUE: tensor.name})
         if whole is not None:
             self._convert(whole)
 

@@ -153,6 +153,8 @@ class _ShapeRun:
             pairs = zip(module.results, parts, strict=True)
             return [None if part is None else one.join([one.part(part)] * module.count) for one, part in pairs]
         if isinstance(module, PipelineLoop):
+            tied = [one for one in module.tied if one.source != module.stages.stage]
+            given = [*given, *(torch.empty(one.shape, dtype=one.dtype) for one in tied)]
             for part in module.parts.values():
                 received = [torch.empty(one.shape, dtype=one.dtype) for one in part.received]
                 self.graph_of(part.body, [0, *(given[place] for place in part.inputs), *received])

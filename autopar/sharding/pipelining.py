@@ -290,20 +290,30 @@ class _Cutting:
         return list(accumulate(change))[: len(self.body)]
 
     def held(self, parts: Mapping[str, int], stages: int) -> dict[str, int | None]:
-        """Return the stage that stores each parameter; None if all do."""
-        found = {each.name: self._stage_of(each.name, parts, stages) for each in self.graph.parameters}
-        # Parameters that are joined before the micro-batches are stored alike.
-        sources = {name: {name} for name in found}
-        for node in self.graph.nodes:
-            joined = set().union(*(sources.get(name, set()) for name in node.operands if name is not None))
-            if joined and node.name not in parts:
-                sources.update((name, joined) for name in node.outputs if name is not None)
-                if any(found[name] is None for name in joined):
-                    found.update(dict.fromkeys(joined))
+        """Return the stage that stores each parameter: the last one that reads it; None if all do."""
+        read = {each.name: self._stages_of(each.name, parts, stages) for each in self.graph.parameters}
+        found: dict[str, int | None] = {}
+        for joined in self._joined(parts).values():
+            readers = set().union(*(read[name] for name in joined))
+            # A scalar has no dim along which one stage could have all rows.
+            is_whole = not readers or not all(self.graph.tensors[name].shape for name in joined)
+            found.update(dict.fromkeys(joined, None if is_whole else max(readers)))
         return found
 
-    def _stage_of(self, name: str, parts: Mapping[str, int], stages: int) -> int | None:
-        """Return the one stage that reads a parameter; None if several do."""
+    def _joined(self, parts: Mapping[str, int]) -> dict[str, set[str]]:
+        """Return, for each parameter, those that ops before the micro-batches join it with."""
+        origins = {each.name: each.name for each in self.graph.parameters}
+        groups = {name: {name} for name in origins}
+        for node in self.graph.nodes:
+            sources = [origins[name] for name in node.operands if name in origins]
+            if sources and node.name not in parts:
+                joined = set().union(*(groups[name] for name in sources))
+                groups.update(dict.fromkeys(joined, joined))
+                origins.update((name, sources[0]) for name in node.outputs if name is not None)
+        return groups
+
+    def _stages_of(self, name: str, parts: Mapping[str, int], stages: int) -> set[int]:
+        """Return the stages that read a parameter."""
         found: set[int] = set()
         left, seen, once = [name], {name}, ""
         while left:
@@ -324,7 +334,7 @@ class _Cutting:
                 "a model of two batches takes no pipeline"
             )
             raise layout_error("E5", message, fix, self.pipeline.span)
-        return found.pop() if len(found) == 1 and self.graph.tensors[name].shape else None
+        return found
 
 
 def _varies(assignment: Assignment, node: NamedNode) -> bool:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
+from math import prod
 
 import pytest
 import torch
@@ -11,19 +15,26 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cost.lowered_step import lower_step
-from autopar.cost.memory.peak import memory_over_time
+from autopar.cost.memory.peak import check_memory, memory, memory_over_time
+from autopar.cost.network import Network
 from autopar.cost.pipeline import PartCosts, run_orders
 from autopar.errors import LayoutError
+from autopar.lowering.emit import emit
+from autopar.lowering.modules.bucket import ParameterHandling
+from autopar.lowering.modules.pipeline_loop import PipelineLoop
+from autopar.lowering.passes.bucket_parameters import BucketedParameters
 from autopar.plans.find import PlanRequest, meshes_of, plan_graph, plan_under_layout, price_strategies
-from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.layout.language import choose_layout, parse_layout
 from autopar.sharding.layout.syntax import CutStatement, MicroBatches, PipelineStatement
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.pipelining import late_weights
+from autopar.sharding.propagation import propagate
 from autopar.sharding.schedules import Schedule, orders
 from autopar.solver.setting import PlanningProblem
 from autopar.solver.solve import strategy_plans
 from examples.gpt import gpt
 from examples.hf import hf
+from tests.ranks import SimulatedGroups, on_ranks
 
 REQUEST = PlanRequest("h100", cache=False)
 
@@ -153,6 +164,74 @@ def test_one_value_crosses_each_cut_of_a_gpt() -> None:
     plan = plan_under_layout(graph, autopar.Mesh("pp=4"), "micro 4; pipeline pp 1f1b; * -> none", REQUEST)
     crossing = lower_step(plan.graph, plan.decided).crossing
     assert sorted((making, tuple(reading)) for _, making, reading in crossing) == [(0, (1,)), (1, (2,)), (2, (3,))]
+
+
+TIED = [
+    ("pp=2,dp=2", "micro 4; pipeline pp 1f1b; batch -> dp; * -> none"),
+    ("pp=2,dp=2", "micro 4; pipeline pp 1f1b; fsdp"),
+    ("pp=2,tp=2", "micro 4; pipeline pp interleaved(2); megatron"),
+    ("pp=2,dp=2", "micro 4; pipeline pp 1f1b; batch -> dp; * -> none; param { * -> dp | none }; regather @*"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "layout"), TIED)
+def test_tied_parameters_are_priced_as_they_are_sent(mesh: str, layout: str) -> None:
+    """The table of tokens and logits: its bytes in the price are those that the graph of a rank sends."""
+    plan = plan_under_layout(autopar.trace(*gpt(layers=4, vocab=104, batch=8)), autopar.Mesh(mesh), layout, REQUEST)
+    step = lower_step(plan.graph, plan.decided)
+    axes = plan.decided.mesh
+    assignment = propagate(plan.graph, choose_layout(layout, axes), axes)
+    again = plan.decided.regather
+    handling = {one.name: ParameterHandling(*3 * [one.dtype], again=one.name in again) for one in plan.graph.parameters}
+
+    def loop(groups: SimulatedGroups) -> list[PipelineLoop]:
+        emitted = emit(plan.graph, assignment, groups, "sharded", False, BucketedParameters(handling))
+        return [one for one in emitted.graph_module.modules() if isinstance(one, PipelineLoop)]
+
+    (priced,) = step.tied
+    for (found,) in on_ranks(axes, loop):
+        (one,) = found.tied
+        assert (one.source, one.targets) == (priced.source, priced.targets) == (1, (0,))
+        assert prod(one.shape) * one.dtype.itemsize == priced.bytes == priced.gradient_bytes
+
+    # The first stage begins when it has the table, the last one reduces when it has its gradient.
+    line = autopar.timeline(plan.graph, plan.decided, plan.cluster)
+    events = [[event for event in line.events if event.stream == f"stage {stage}"] for stage in range(2)]
+    parts = [[event for event in each if event.task.name.startswith("part ")] for each in events]
+    sending = Network(plan.cluster, plan.decided.mesh).seconds("send", ("pp",), priced.bytes)
+    gathering = sum(event.task.seconds for event in events[1] if event.task.name == "parameters")
+    assert parts[0][0].start_seconds == pytest.approx(gathering + sending)
+    if "regather" not in layout and "tp" not in mesh:
+        (reducing,) = (event for event in events[1] if event.task.name == "gradients")
+        assert reducing.start_seconds == pytest.approx(parts[0][-1].end_seconds + sending)
+
+
+@pytest.mark.parametrize(("mesh", "layout"), TIED)
+def test_tied_parameters_are_stored_once(mesh: str, layout: str) -> None:
+    graph = autopar.trace(*gpt(layers=4, vocab=104, batch=8))
+    plan = plan_under_layout(graph, autopar.Mesh(mesh), layout, REQUEST)
+    step = lower_step(plan.graph, plan.decided)
+    alone = re.sub(r"pipeline \w+ [^;]*; ", "", layout)
+    whole = plan_under_layout(graph, autopar.Mesh(mesh.removeprefix("pp=2,")), alone, REQUEST).costs.memory
+    for kind in ("parameters_bytes", "optimizer_bytes", "gradients_bytes"):
+        total = sum(getattr(stage.memory, kind) for stage in plan.costs.stages)
+        assert total == pytest.approx(getattr(whole, kind)), kind
+    # The first stage has the table beside its own parameters.
+    stage = plan.costs.stages[0].memory
+    assert stage.copies_bytes >= step.tied[0].bytes
+    # Its gradient is there from the first backward on, and that of one micro-batch beside it.
+    frozen = step.at(0)
+    frozen.__dict__["tied"] = (replace(step.tied[0], gradient_bytes=0.0),)
+    without = memory(frozen)
+    assert stage.peak_bytes >= without.peak_bytes + step.tied[0].gradient_bytes
+
+
+def test_a_limit_is_that_of_the_fullest_stage() -> None:
+    plan = priced("pp=4", "micro 16; pipeline pp 1f1b; batch -> none; * -> none")
+    for share in (1.01, 0.99):
+        layout = parse_layout(f"limit memory {int(share * plan.memory_bytes)}B")
+        with nullcontext() if share > 1 else pytest.raises(LayoutError, match="out of memory"):
+            check_memory(layout, plan.graph, plan.decided)
 
 
 @pytest.mark.parametrize("waits", [False, True])

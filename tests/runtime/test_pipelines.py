@@ -135,7 +135,8 @@ def test_gradients_are_those_of_one_process(
             assert error < 1e-12
             assert off < 1e-12
             assert norm < 1e-12
-            assert messages == sent[stage]
+            # The table of tokens and logits goes to the first stage, and its gradient to the last one.
+            assert messages == sent[stage] + (stage in (0, len(sent) - 1))
             assert graphs == alive[stage]
             # Weights that each micro-batch gathers have their gradients at once.
             assert late == (stage + 1 if "zero_bubble" in layout and "regather" not in layout else 0)
@@ -295,6 +296,10 @@ class Small(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
         hidden = functional.dropout(self.norm(self.first(x)).tanh(), 0.5, self.how == "dropout" and self.training)
+        if self.how == "mean":
+            hidden = hidden - hidden.mean(0)
+        if self.how == "scaled mean":
+            hidden = hidden - hidden.mean(0) * self.last.weight.sum(0)
         if self.how == "skips":
             hidden = hidden + self.last(hidden).sum() * self.first.weight.sum(1)
         logits = self.last(hidden)
@@ -337,6 +342,12 @@ def features(schedule: str) -> dict[str, float]:
     for each in (model, parallel):
         each(*inputs).backward()
     found["router"] = worst(gradients(parallel), gradients(model))
+    # The micro-batches run twice: for the mean of all of them, and with it.
+    model, inputs = small("mean")
+    parallel = autopar.parallelize(model, "pp=2", inputs, layout=CUT.replace("1f1b", "gpipe"))
+    for each in (model, parallel):
+        each(*inputs).backward()
+    found["mean of all micro-batches"] = worst(gradients(parallel), gradients(model))
 
     model, inputs = small("both")
     parallel = autopar.parallelize(model, "pp=2", inputs, layout=layout, outputs="full")
@@ -408,6 +419,7 @@ def test_a_plan_is_refused_where_the_run_would_be() -> None:
     ("how", "layout", "text"),
     [
         ("weights", CUT, "the parameter last.weight is read outside of the micro-batches"),
+        ("scaled mean", CUT.replace("1f1b", "gpipe"), "from a parameter that one stage of the pipeline has"),
         ("batch norm", CUT, "micro 4 cannot split the batch"),
         ("router", CUT, "1f1b runs the first backward before the last forward, but the loss needs /mean"),
         ("loss", "micro 1; pipeline pp 1f1b; * -> none", "stages runs micro-batches, and the layout has none"),

@@ -202,8 +202,9 @@ class LiveState:
     def __init__(self, step: LoweredStep) -> None:
         self.graph, self.plan, self.reshard_plan = step.graph, step.plan, step.reshard_plan
         self.call = step.call
-        # None for a rank that runs all ops: what other stages of a pipeline have takes no memory here.
-        self.here = None if step.stage is None else step.tensors_here
+        # What other stages of a pipeline have takes no memory here.
+        self.has = step.has
+        self.received = () if step.stage is None else step.received
         self.nodes, self.runs = step.nodes_here, step.ops_here
         # Values of other stages and for them: a stage keeps them until their gradients have gone or come.
         self.crossing = (
@@ -250,10 +251,9 @@ class LiveState:
 
     def _elsewhere(self) -> dict[str, list[InsertedReshard]]:
         """Return the reshards that the graph has before ops of other stages, by the first op here that needs them."""
-        if self.here is None:
-            return {}
         others = (self.reshard_plan.ops[node.name].before for node in self.graph.nodes if node.name not in self.runs)
-        left = {(one.tensor, one.target): one for before in others for one in before if one.tensor in self.here}
+        versions = {(one.tensor, one.target): one for before in others for one in before}
+        left = {version: one for version, one in versions.items() if self.has(version)}
         found: dict[str, list[InsertedReshard]] = {}
         for node in self.nodes if left else ():
             for version in self.reshard_plan.ops[node.name].operands if node.name in self.runs else ():
@@ -265,10 +265,7 @@ class LiveState:
         found = self.sizes.get(version)
         if found is None:
             found = self.sizes[version] = float(local_bytes(self.graph, *version, self.plan.axes))
-        return found if self._is_here(version[0]) else 0.0
-
-    def _is_here(self, name: str) -> bool:
-        return self.here is None or name in self.here
+        return found if self.has(version) else 0.0
 
     def _times(self, name: str) -> int:
         """Return how many parts of a tensor a call has: a caller gives and takes those of all micro-batches."""
@@ -290,7 +287,7 @@ class LiveState:
     def _steps(self, source: int, steps: tuple[Step, ...], one: InsertedReshard) -> int:
         """Return the result of reshard steps; the caller keeps its reference to the source."""
         now = self.storages.take(source)
-        share = float(self._is_here(one.tensor))
+        share = float(self.has((one.tensor, one.target)))
         for step in steps:
             after = self.storages.new(share * prod(shape_of(one, step.after)) * one.itemsize)
             self.storages.touch(share * buffers_of(step, one))

@@ -23,6 +23,9 @@ class ForwardMemory(LiveState):
 
     def forward(self) -> None:
         self._place_inputs()
+        for tied in self.received:
+            made = self.copied[f"{tied.version} of stage {tied.source}"] = self.storages.new(tied.bytes)
+            self.values.setdefault(tied.version, self.storages.take(made))
         for tensor in self.graph.parameters:
             stays = tensor.name in self.plan.keep_gathered and self.plan.options.micro_batches > 1
             # The step keeps a copy of parameters that stay gathered, or that compute in another dtype than stored.
@@ -69,8 +72,10 @@ class ForwardMemory(LiveState):
     def _receive(self, node: NamedNode) -> None:
         """Allocate the results of another stage that this one reads."""
         for name, produced in zip(node.outputs, self.plan.assignment.ops[node.name].produced, strict=True):
-            if name is not None and produced is not None and self._is_here(name):
-                version = name, self.plan.assignment.values[name]
+            if name is None or produced is None:
+                continue
+            version = name, self.plan.assignment.values[name]
+            if self.has(version):
                 self.values[version] = self.storages.new(self._bytes(version))
 
     def _op_forward(self, node: NamedNode) -> None:
@@ -237,6 +242,8 @@ class StepMemory(ForwardMemory):
     def backward(self) -> None:
         if self.accumulates:
             self._place_gradients()
+        for tied in self.received:
+            self.storages.new(tied.gradient_bytes)
         for version in differentiable_results(self.graph, self.reshard_plan):
             self.gradients[version] = self.storages.new(self._bytes(version))
         for one in reversed(self.reshard_plan.outputs):
@@ -296,7 +303,11 @@ class StepMemory(ForwardMemory):
                     passed = i in footprint.passes
                     made = self.storages.take(given[0]) if passed else self.storages.new(self._bytes(version))
                     self.pending.setdefault(version, []).append(made)
-            self.storages.touch(footprint.backward_bytes)
+            # The gradient of a received parameter, before it is added to that of other uses.
+            received = sum(
+                one.bytes for one in self.received if one.gradient_bytes and one.version in reshards.operands
+            )
+            self.storages.touch(footprint.backward_bytes + received)
         used = (*given, *self.saved.pop(node.name, ()))
         if node.name in self.late_weights:
             self.put_off += used
@@ -355,7 +366,7 @@ class StepMemory(ForwardMemory):
             return
         given = [self.gradients.pop((one.tensor, one.target)) for one in members]
         whole = sum(self.storages.sizes[storage] for storage in given)
-        prepared = sum(copied(one.reshard.backward[0], one) for one in members if self._is_here(one.tensor))
+        prepared = sum(copied(one.reshard.backward[0], one) for one in members if self.has((one.tensor, one.target)))
         flat = self.storages.new(whole)
         self.storages.touch(prepared)
         made = [self.storages.new(self._bytes((one.tensor, one.source))) for one in members]

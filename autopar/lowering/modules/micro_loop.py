@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 
+from autopar.sharding.options import sum_dtype
+
 __all__ = [
     "GradientSums",
     "LoopResult",
@@ -209,7 +211,7 @@ class GradientSums:
         return list(found[len(leaves) :])
 
     def _widen(self, place: int, gradient: Tensor) -> None:
-        wide = gradient.float() if gradient.dtype in _HALF else gradient
+        wide = gradient.to(sum_dtype(gradient.dtype))
         total = self._totals.get(place)
         # The first one may share memory with another gradient, so it is not written to.
         self._totals[place] = wide if total is None else total + wide
@@ -219,10 +221,12 @@ class GradientSums:
         leaf = self.leaves[place]
         if self.is_half:
             self._widen(place, gradient)
-        elif leaf.grad is None:
-            leaf.grad = gradient
-        else:
+        elif leaf.grad is not None:
             leaf.grad += gradient
+        elif place in self._totals:
+            self._totals[place] += gradient
+        else:
+            leaf.grad = gradient
 
     @property
     def totals(self) -> dict[int, Tensor]:
@@ -238,7 +242,13 @@ class GradientSums:
         found = self.totals.get(place)
         if found is None:
             leaf = self.leaves[place]
-            found = torch.zeros_like(leaf, dtype=torch.float32 if leaf.dtype in _HALF else leaf.dtype)
+            found = torch.zeros_like(leaf, dtype=sum_dtype(leaf.dtype))
+        return found
+
+    def take(self, place: int) -> Tensor:
+        """Return the sum for one leaf, and forget it."""
+        found = self.total(place)
+        self._totals.pop(place, None)
         return found
 
     def are_finite(self) -> bool:

@@ -3,6 +3,7 @@
 A part sends each value that another stage reads, and receives its gradient. As in the loop without stages, the
 backward of a micro-batch runs within the forward of the module where the results that need a gradient are scalar sums.
 `orders` gives the tasks of each stage, the same ones that the cost model prices.
+A stage sends a tied parameter to others before the first micro-batch, and adds up their gradients after the last one.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from autopar.lowering.modules.micro_loop import (
     remember_gradients,
     restored_generators,
 )
+from autopar.sharding.options import sum_dtype
 from autopar.sharding.schedules import BackwardHalf, Schedule, StageTask, TaskKind, orders
 
-__all__ = ["Crossing", "PartResult", "PipelineLoop", "PipelinePart", "StageGroup"]
+__all__ = ["Crossing", "PartResult", "PipelineLoop", "PipelinePart", "StageGroup", "TiedInput"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,20 @@ class Crossing:
 
 
 @dataclass(frozen=True)
+class TiedInput:
+    """Input of the loop that one stage has and other stages read, as a tied parameter."""
+
+    # Place among the inputs of the loop; behind them on a stage that receives it.
+    place: int
+    # The stage that has it, and those that it is sent to.
+    source: int
+    targets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+
+@dataclass(frozen=True)
 class PartResult:
     """Result of the loop: the part that makes it, how its values are joined, and the shape and dtype of one value."""
 
@@ -85,7 +101,7 @@ class PipelinePart:
     """Graph of a part, called with the number of the micro-batch, then inputs of the loop, then received values."""
 
     body: GraphModule
-    # Places of the inputs of the loop that it reads.
+    # Places of the inputs of the loop that it reads, and of tied ones.
     inputs: tuple[int, ...]
     received: tuple[Crossing, ...]
     # The first results of the graph; then come the values of the results of the loop.
@@ -105,6 +121,7 @@ class PipelineLoop(nn.Module):
         stages: StageGroup,
         shared: Iterable[int],
         absent: Iterable[int],
+        tied: Iterable[TiedInput],
         casts_to_float16: bool,
         late: LateWeights,
     ) -> None:
@@ -116,6 +133,9 @@ class PipelineLoop(nn.Module):
         self.stages = stages
         # Places of inputs whose gradients add up over the stages, and of parameters that other stages store.
         self.shared, self.absent = tuple(shared), tuple(absent)
+        # In one order on all stages; and the number of those that other stages have.
+        self.tied = tuple(tied)
+        self.received = sum(one.source != stages.stage for one in self.tied)
         self.casts_to_float16 = casts_to_float16
         # Gradients of weights that the last backward of a part has put off.
         self.late = late
@@ -146,9 +166,25 @@ class PipelineLoop(nn.Module):
         if torch.is_grad_enabled() and self.needed:
             found: tuple[Tensor, ...] = _Pipeline.apply(self, *inputs)  # type: ignore[no-untyped-call]
             return found
-        run = _Run(self, inputs, None)
+        run = _Run(self, self.with_tied(inputs), None)
         run.forwards()
         return run.joined(inputs)
+
+    def with_tied(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the inputs, with the tied ones that other stages have behind them."""
+        stages, found = self.stages, list(inputs)
+        sent: list[tuple[Any, Tensor]] = []
+        for one in self.tied:
+            if one.source == stages.stage:
+                x = inputs[one.place].detach().contiguous()
+                sent += [(dist.isend(x, stages.ranks[target], stages.group), x) for target in one.targets]
+            else:
+                x = inputs[0].new_empty(one.shape, dtype=one.dtype)
+                dist.recv(x, stages.ranks[one.source], stages.group)
+                found.append(x.requires_grad_(one.differentiable))
+        for work, _ in sent:
+            work.wait()
+        return tuple(found)
 
     def extra_repr(self) -> str:
         held = ", ".join(map(str, self.parts))
@@ -161,7 +197,8 @@ class _Pipeline(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.loop, ctx.generators = loop, generator_states(inputs)
         ctx.is_float16 = loop.casts_to_float16 or any(x.dtype == torch.float16 for x in inputs)
-        leaves = leaves_of(inputs)
+        given = loop.with_tied(inputs)
+        leaves = leaves_of(given)
         ctx.run = run = _Run(loop, leaves, GradientSums(leaves))
         if loop.is_scheduled:
             made = {place: leaves[0].new_empty((), dtype=loop.results[place].dtype) for place in loop.sums}
@@ -169,7 +206,7 @@ class _Pipeline(torch.autograd.Function):
             run.scheduled(lambda place, number: expected.get(place))
         else:
             run.forwards()
-        ctx.save_for_backward(*inputs)
+        ctx.save_for_backward(*given)
         found = run.joined(inputs)
         ctx.mark_non_differentiable(*(x for place, x in enumerate(found) if place not in loop.needed))
         return found
@@ -231,6 +268,7 @@ class _Run:
     def scheduled(self, upstream: _Upstream) -> None:
         for task in self.loop.tasks:
             self._run(task, upstream)
+        self._add_tied()
         self._finish_sends()
 
     def forwards(self) -> None:
@@ -243,6 +281,7 @@ class _Run:
         for task in self.loop.tasks:
             if task.kind is not TaskKind.FORWARD:
                 self._run(task, upstream)
+        self._add_tied()
         self._finish_sends()
 
     def _run(self, task: StageTask, upstream: _Upstream) -> None:
@@ -356,6 +395,21 @@ class _Run:
             work.wait()
         self.pending = []
 
+    def _add_tied(self) -> None:
+        """Send the gradients of tied inputs to the stage that has them, and add them up there."""
+        stages, sums = self.loop.stages, self.sums
+        assert sums is not None, "it records gradients"
+        for one in (one for one in self.loop.tied if one.differentiable):
+            if one.source != stages.stage:
+                total = sums.take(one.place).contiguous()
+                work = dist.isend(total, stages.ranks[one.source], self.group)
+                self.pending.append((work, total))
+                continue
+            for target in one.targets:
+                total = self.leaves[one.place].new_empty(one.shape, dtype=sum_dtype(one.dtype))
+                dist.recv(total, stages.ranks[target], self.group)
+                sums.put(one.place, total)
+
     # -- results of all stages
 
     def joined(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -381,7 +435,7 @@ class _Run:
         return bool(flag)
 
     def gradients(self, factor: Tensor | None = None) -> list[Tensor | None]:
-        """Return the gradients of the inputs; those of shared ones add up over the stages."""
+        """Return the gradients of the inputs of this stage; those of shared ones add up over the stages."""
         sums = self.sums
         assert sums is not None, "it records gradients"
         for place in self.loop.shared:
@@ -392,4 +446,4 @@ class _Run:
         for place in self.loop.absent:
             if self.leaves[place].requires_grad:
                 sums.totals[place] = sums.total(place)
-        return sums.found(factor)
+        return sums.found(factor)[: len(self.leaves) - self.loop.received]

@@ -21,7 +21,7 @@ Output::
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from torch import nn
@@ -37,7 +37,7 @@ from autopar.lowering.modules.micro_loop import (
     MicroBatchZeros,
 )
 from autopar.lowering.modules.shard_ops import RandomOp, ReshardModule
-from autopar.lowering.passes.pipeline_parts import StageCut, cut_in_parts
+from autopar.lowering.passes.pipeline_parts import VALUE, InputOrigin, StageCut, cut_in_parts
 from autopar.mesh import SubMesh
 from autopar.sharding.reshard_insertion import InsertedReshard
 from autopar.sharding.sharding import MICRO, Atoms, State, place_in_time
@@ -241,6 +241,8 @@ class _Looping:
         inner = Graph()
         number = inner.placeholder("micro_batch")
         values = {one: inner.placeholder(one.name) for one in inputs}
+        for one, placeholder in values.items():
+            placeholder.meta.update({key: one.meta[key] for key in ("local_shape", VALUE) if key in one.meta})
         called: dict[str, nn.Module] = {}
         keys: dict[Node, Node] = {}
         for node in body:
@@ -264,19 +266,13 @@ class _Looping:
         name = f"micro_batches_{level}" if level else "micro_batches"
         marks = [self._module(end) for end in ends]
         joins = tuple(mark.result for mark in marks if isinstance(mark, MicroBatchEnd))
-        given = {values[one]: one for one in inputs}
         read: Sequence[int] = range(len(inputs))
         absent: list[Node] = []
         if self.stages is not None and any(self.stages.part_of(node) is not None for node in body):
             placeholders = self.out.find_nodes(op="placeholder")
             absent = [one for one in placeholders if self.stages.is_elsewhere(one.name)]
-            learned, shared = (
-                {inner_one for inner_one, one in given.items() if self._follows(one, kind)}
-                for kind in (self.stages.is_learned, self.stages.is_shared)
-            )
-            found, read = cut_in_parts(
-                inner, called, self.stages, joins, learned, shared, self.count, len(absent), self.finish
-            )
+            origins = {values[one]: self._origin(one, self.stages) for one in inputs}
+            found, read = cut_in_parts(inner, called, self.stages, joins, origins, self.count, len(absent), self.finish)
             self.modules[name] = found
         else:
             self.modules[name] = MicroBatchLoop(self.finish(inner, called), self.count, joins)
@@ -287,18 +283,23 @@ class _Looping:
             value.meta.update(end.meta)
             self.modules.pop(str(end.target), None)
 
-    def _follows(self, node: Node, kind: Callable[[str], bool]) -> bool:
-        """Return whether a value follows from a placeholder of a kind."""
-        left, seen = [node], {node}
-        while left:
-            one = left.pop()
-            if one.op == "placeholder" and kind(one.name):
-                return True
-            for source in one.all_input_nodes:
-                if source not in seen:
-                    seen.add(source)
-                    left.append(source)
-        return False
+    def _origin(self, node: Node, stages: StageCut) -> InputOrigin:
+        ends = {end for level in self.ends.values() for end in level}
+        sources = _sources(node, ends)
+        results = {one for end in sources & ends for one in _sources(end, set())}
+        names = frozenset(one.name for one in sources if one.op == "placeholder")
+        return InputOrigin(names, any(stages.is_learned(one.name) for one in results))
+
+
+def _sources(node: Node, last: Set[Node]) -> set[Node]:
+    """Return a node and all that it follows from, up to some of them."""
+    left, found = [node], {node}
+    while left:
+        one = left.pop()
+        if one not in last:
+            left += [source for source in one.all_input_nodes if source not in found]
+            found.update(one.all_input_nodes)
+    return found
 
 
 def _erase_unread(graph: Graph, modules: dict[str, nn.Module]) -> None:

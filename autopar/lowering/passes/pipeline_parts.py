@@ -13,11 +13,13 @@ Output::
     part 0:  x0 = micro_slice(number, x)
              y0 = linear(x0, w0)              sent to part 1
     part 1:  y = linear(y0, w1)               of y0 as received
+
+One stage has a parameter that several stages read. The others read it as received before the first micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,14 +32,21 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
 from autopar.lowering.modules.late_weights import LateProduct, LateWeights, operands_of
 from autopar.lowering.modules.micro_loop import LoopResult, MicroBatchLoop, MicroBatchSlice, MicroBatchZeros
-from autopar.lowering.modules.pipeline_loop import Crossing, PartResult, PipelineLoop, PipelinePart, StageGroup
+from autopar.lowering.modules.pipeline_loop import (
+    Crossing,
+    PartResult,
+    PipelineLoop,
+    PipelinePart,
+    StageGroup,
+    TiedInput,
+)
 from autopar.lowering.modules.shard_ops import RandomOp
 from autopar.lowering.passes.aliases import FRESH
 from autopar.sharding.assignment import Assignment, Pipelining
 from autopar.sharding.pipelining import late_weights
 from autopar.sharding.schedules import Schedule
 
-__all__ = ["OP", "VALUE", "StageCut", "check_loops", "cut_in_parts"]
+__all__ = ["OP", "VALUE", "InputOrigin", "StageCut", "check_loops", "cut_in_parts"]
 
 # Metadata of a node from emit: the op that it was generated for, and the tensor that it holds a shard of.
 OP = "op"
@@ -72,11 +81,14 @@ class StageCut:
     def part_of(self, node: Node) -> int | None:
         return self.pipelining.parts.get(node.meta.get(OP, ""))
 
+    def stage_with(self, placeholder: str) -> int | None:
+        """Return the stage that stores the parameter of a placeholder; None if all stages have it."""
+        tensor = self.by_node.get(placeholder)
+        return None if tensor is None else self.pipelining.held.get(tensor.name)
+
     def is_elsewhere(self, placeholder: str) -> bool:
         """Return whether another stage stores the parameter of a placeholder."""
-        tensor = self.by_node.get(placeholder)
-        stage = None if tensor is None else self.pipelining.held.get(tensor.name)
-        return stage is not None and stage != self.stages.stage
+        return self.stage_with(placeholder) not in (None, self.stages.stage)
 
     def is_learned(self, placeholder: str) -> bool:
         tensor = self.by_node.get(placeholder)
@@ -124,6 +136,15 @@ def _is_loss(tensor: NamedTensor) -> bool:
     return tensor.requires_grad and not tensor.shape
 
 
+@dataclass(frozen=True)
+class InputOrigin:
+    """Placeholders of the whole graph that an input of the loop follows from."""
+
+    names: frozenset[str]
+    # True if it also follows from results of an earlier loop with parameters, which all stages have.
+    is_result: bool
+
+
 # Make the module of a part from its graph and the modules that it calls.
 Finish = Callable[[Graph, dict[str, nn.Module]], GraphModule]
 
@@ -133,19 +154,17 @@ def cut_in_parts(
     modules: Mapping[str, nn.Module],
     cut: StageCut,
     joins: Sequence[LoopResult],
-    learned: Collection[Node],
-    shared: Collection[Node],
+    origins: Mapping[Node, InputOrigin],
     count: int,
     absent: int,
     finish: Finish,
 ) -> tuple[PipelineLoop, list[int]]:
-    """Return the loop over the parts of this stage, and the places of the inputs of `graph` that it reads.
+    """Return the loop over the parts of this stage, and the places of the inputs of `graph` that it takes.
 
-    The first placeholder of `graph` is the number of the micro-batch. `learned` are placeholders that follow from
-    parameters, `shared` those whose gradients add up over the stages, `absent` is the number of parameters of other
-    stages, which stand behind the inputs.
+    The first placeholder of `graph` is the number of the micro-batch, `origins` has the others. `absent` is the number
+    of parameters of other stages, which stand behind the inputs.
     """
-    return _Cutter(graph, modules, cut, joins, learned, shared).run(count, absent, finish)
+    return _Cutter(graph, modules, cut, joins, origins).run(count, absent, finish)
 
 
 class _Cutter:
@@ -155,20 +174,37 @@ class _Cutter:
         modules: Mapping[str, nn.Module],
         cut: StageCut,
         joins: Sequence[LoopResult],
-        learned: Collection[Node],
-        shared: Collection[Node],
+        origins: Mapping[Node, InputOrigin],
     ) -> None:
         self.graph = graph
         self.modules = modules
         self.cut = cut
         self.joins = joins
-        self.learned, self.shared = set(learned), set(shared)
+        # Inputs that depend on parameters, those whose gradients add up over the stages, and the stages of parameters.
+        self.learned = {node for node, one in origins.items() if one.is_result or any(map(cut.is_learned, one.names))}
+        self.shared = {node for node, one in origins.items() if one.is_result or any(map(cut.is_shared, one.names))}
+        self.source = {
+            node: stage for node, one in origins.items() if (stage := self._stage_with(node, one)) is not None
+        }
         self.nodes = [node for node in graph.nodes if node.op != "output"]
         self.number, *self.inputs = graph.find_nodes(op="placeholder")
         self.results: list[Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
         self.parts = self._parts(self.learned | self.shared)
         self.late = LateWeights()
         self.crossings = [one for node in self.nodes if (one := self._crossing(node)) is not None]
+
+    def _stage_with(self, node: Node, origin: InputOrigin) -> int | None:
+        """Return the stage that has an input; None if all do."""
+        stages = {stage for name in origin.names if (stage := self.cut.stage_with(name)) is not None}
+        assert len(stages) <= 1, f"{node} joins parameters of stages {stages}"
+        if stages and node in self.shared:
+            raise LayoutError(
+                "E5",
+                f"E5: {node} is computed before the micro-batches, from a parameter that one stage of the pipeline has "
+                "and from an input with a gradient or a sum over micro-batches\n"
+                "fix: compute it from values of the micro-batch, or take no pipeline",
+            )
+        return stages.pop() if stages else None
 
     def _parts(self, learned: set[Node]) -> dict[Node, int]:
         """Return the part of each node that depends on parameters and on the micro-batch."""
@@ -217,24 +253,43 @@ class _Cutter:
     def run(self, count: int, absent: int, finish: Finish) -> tuple[PipelineLoop, list[int]]:
         stages = self.cut.stages
         needed = {part: self._needed(part) for part in range(self.cut.count)}
-        read: list[int] = []
-        shared: list[int] = []
-        for place, node in enumerate(self.inputs):
-            users = {stages.stage_of(part) for part, nodes in needed.items() if node in nodes}
-            assert node in self.shared or node not in self.learned or len(users) <= 1, f"stages {users} read {node}"
-            if node in self.shared or stages.stage in users:
-                if node in self.shared:
-                    shared.append(len(read))
-                read.append(place)
+        readers = {
+            node: {stages.stage_of(part) for part, nodes in needed.items() if node in nodes} for node in self.inputs
+        }
+        read = [
+            place
+            for place, node in enumerate(self.inputs)
+            if (stages.stage in readers[node] and node not in self.source)
+            or (readers[node] and self.source.get(node) == stages.stage)
+            or node in self.shared
+        ]
         places = {self.inputs[place]: number for number, place in enumerate(read)}
+        shared = [places[node] for node in self.inputs if node in self.shared]
+        behind = range(len(read), len(read) + absent)
+        tied = self._tied(readers, places, behind.stop)
         mine = [part for part in range(self.cut.count) if stages.stage_of(part) == stages.stage]
         parts = {part: self._part(part, needed[part], places, finish) for part in mine}
         values = [self.cut.value(node)[1] for node in self.results]
         _check_first_backward(self.cut.graph, stages.schedule, zip(values, self.joins, strict=True))
         results = [self._result(node, join) for node, join in zip(self.results, self.joins, strict=True)]
         halves = any("float16" in str((*node.args, *node.kwargs.values())) for node in self.nodes)
-        behind = range(len(read), len(read) + absent)
-        return PipelineLoop(parts, self.crossings, count, results, stages, shared, behind, halves, self.late), read
+        return PipelineLoop(
+            parts, self.crossings, count, results, stages, shared, behind, tied, halves, self.late
+        ), read
+
+    def _tied(self, readers: Mapping[Node, set[int]], places: dict[Node, int], count: int) -> list[TiedInput]:
+        """Return the inputs that this stage sends or receives; those received get places from `count` on."""
+        found = []
+        for node, source in self.source.items():
+            targets = sorted(readers[node] - {source})
+            if self.cut.stages.stage in targets:
+                places[node] = count
+                count += 1
+            if targets and self.cut.stages.stage in (source, *targets):
+                shape, tensor = self.cut.value(node)
+                one = TiedInput(places[node], source, tuple(targets), shape, tensor.dtype, tensor.requires_grad)
+                found.append(one)
+        return found
 
     def _result(self, node: Node, join: LoopResult) -> PartResult:
         shape, tensor = self.cut.value(node)
