@@ -13,11 +13,12 @@ Without `cut` the parts have about equal numbers of multiplications.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import gcd, prod
+
+import numpy as np
 
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
@@ -254,8 +255,7 @@ class _Cutting:
         each = (_work(self.graph, node) if self.work is None else self.work[node.name] for node in self.body)
         work = list(accumulate(each, initial=0.0))
         crossing = self._crossing()
-        layers = [bisect_left(self._order(), self._first(path)) for path in self._layers()]
-        candidates = [place for place in layers if 0 < place < len(self.body)]
+        candidates = [place for place in self._between_layers() if 0 < place < len(self.body)]
         if len(candidates) + 1 < self.count:
             fewest = sorted(set(crossing[1:]))
             for most in fewest:
@@ -264,18 +264,15 @@ class _Cutting:
                     break
         return _balanced(work, candidates, self.count)
 
-    def _order(self) -> list[int]:
-        places = {node.name: place for place, node in enumerate(self.graph.nodes)}
-        return [places[node.name] for node in self.body]
-
-    def _first(self, path: str) -> int:
-        return next(place for place, node in enumerate(self.graph.nodes) if _is_within(node.name, path))
-
-    def _layers(self) -> list[str]:
-        """Return the module paths of the longest stack of layers."""
+    def _between_layers(self) -> list[int]:
+        """Return the places before, between and behind the layers of the longest stack."""
         stacks = [repeat.module_paths for repeat in self.graph.repeats if len(set(repeat.module_paths)) == repeat.count]
-        names = {path for node in self.graph.nodes for path in _paths(node.name)}
-        return [path for path in max(stacks, key=len, default=()) if path in names]
+        layers = set(max(stacks, key=len, default=()))
+        ends: dict[str, tuple[int, int]] = {}
+        for place, node in enumerate(self.body):
+            for path in layers.intersection(_paths(node.name)):
+                ends[path] = ends.get(path, (place, place))[0], place + 1
+        return sorted({place for found in ends.values() for place in found})
 
     def _crossing(self) -> list[int]:
         """Return the number of values that would cross a cut before each op."""
@@ -368,12 +365,17 @@ def _work(graph: NamedGraph, node: NamedNode) -> float:
 def _balanced(work: Sequence[float], candidates: Sequence[int], count: int) -> list[int]:
     """Return `count - 1` of the candidates, so that the largest sum of work between two of them is least."""
     ends = [*candidates, len(work) - 1]
-    # least[j]: largest part of the best cuts of all before ends[j], and these cuts.
-    least: list[tuple[float, list[int]]] = [(work[end], []) for end in ends]
-    for parts in range(1, count):
-        before, least = least, []
-        for j, end in enumerate(ends):
-            options = [(max(before[i][0], work[end] - work[ends[i]]), i) for i in range(parts - 1, j)]
-            size, i = min(options, default=(float("inf"), -1))
-            least.append((size, [*before[i][1], ends[i]] if options else []))
-    return least[-1][1]
+    until = np.array([work[end] for end in ends])
+    # sums[i, j]: work between two ends, in order.
+    sums = np.where(np.tri(len(ends), dtype=bool), np.inf, until - until[:, None])
+    # least[j]: largest part of the best cuts of all before ends[j]; chosen: the last of these cuts.
+    least, chosen = until, []
+    for _ in range(1, count):
+        options = np.maximum(least[:, None], sums)
+        chosen.append(options.argmin(axis=0))
+        least = options.min(axis=0)
+    found, place = [], len(ends) - 1
+    for best in reversed(chosen):
+        place = int(best[place])
+        found.append(ends[place])
+    return found[::-1]
