@@ -36,7 +36,7 @@ from autopar.plans.find import PlanRequest, plan_graph
 from autopar.plans.planners import PlanFilePlanner
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.parameter_storage import GatherPolicy
-from autopar.solver.progress import Progress
+from autopar.solver import Progress
 from examples.llama3_8b import llama3_8b
 
 STAGES = ("export", "trace", "search", "strategies", "text", "rewrite")

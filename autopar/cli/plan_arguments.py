@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from autopar.mesh import Mesh
     from autopar.plans.find import PlanRequest
     from autopar.plans.plan import Plan
-    from autopar.solver.progress import Progress
+    from autopar.solver import Progress
 
 
 # Codes of layouts that are infeasible (exit code 1); other codes are mistakes in the layout (2).

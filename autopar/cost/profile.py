@@ -240,6 +240,11 @@ def profile_parts(step: LoweredStep, cluster: Cluster) -> tuple[Profile, ...]:
     return _Profiler(step, cluster).parts(pipelining)
 
 
+def op_seconds(step: LoweredStep, cluster: Cluster) -> dict[str, float]:
+    """Return the seconds of each op with its recompute and its reshards of values, in both directions."""
+    return _Profiler(step, cluster).seconds()
+
+
 @dataclass
 class _Profiler:
     step: LoweredStep
@@ -280,15 +285,29 @@ class _Profiler:
     def parts(self, pipelining: Pipelining) -> tuple[Profile, ...]:
         """Return the profile of each part of a pipeline."""
         found = []
-        parts_of, stages = self.step.parts_of, pipelining.stages
+        stages = pipelining.stages
+        nodes: dict[int, list[NamedNode]] = {}
+        for node in self.graph.nodes:
+            for part in self.step.parts_of[node.name]:
+                nodes.setdefault(part, []).append(node)
         for part in range(stages * pipelining.chunks):
-            forward, backward = self._ops([node for node in self.graph.nodes if part in parts_of[node.name]])
+            forward, backward = self._ops(nodes.get(part, []))
             # The optimizer of a stage counts with its first part.
             held = ((one, pipelining.held[one.name]) for one in self.graph.parameters)
             parameters = [one for one, stage in held if part < stages and stage in (None, part)]
             flops = self._model_flops() if part == 0 else 0.0
             found.append(Profile(tuple(forward), tuple(backward), self._optimizer(parameters), flops))
         return tuple(found)
+
+    def seconds(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for node in self.graph.nodes:
+            work = self._works[node.name]
+            tasks = list(self._forward(node, work, "forward", parameters=False))
+            tasks *= 2 if node.name in self.step.recomputed else 1
+            tasks += self._backward(node, work) if self.graph.exported.grad_enabled else ()
+            found[node.name] = sum(task.seconds for task in tasks if not task.overlapped)
+        return found
 
     @cached_property
     def _works(self) -> Mapping[str, OpWork]:

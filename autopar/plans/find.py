@@ -39,8 +39,8 @@ from autopar.sharding.pipelining import needs_micro_batches
 from autopar.sharding.propagation import propagate
 from autopar.sharding.schedules import Schedule
 from autopar.sharding.time_slice import propagate_plan, step_plan
+from autopar.solver import Progress
 from autopar.solver.infeasible import NoFeasiblePlan
-from autopar.solver.progress import Progress
 from autopar.solver.solve import WHOLE, axis_assignments, check_in_time, solve_plan, splits_nothing
 
 __all__ = [

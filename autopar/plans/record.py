@@ -22,7 +22,7 @@ from autopar.sharding.layout.syntax import Statement, print_statement
 from autopar.sharding.pipelining import statements_of
 from autopar.sharding.reshard_insertion import StepCollective
 from autopar.sharding.sharding import Sharding
-from autopar.solver.progress import relative_gap
+from autopar.solver import relative_gap
 
 __all__ = ["PlanRecord", "PricedCollective", "collective_lines"]
 

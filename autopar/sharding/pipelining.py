@@ -267,7 +267,8 @@ class _Cutting:
     def _between_layers(self) -> list[int]:
         """Return the places before, between and behind the layers of the longest stack."""
         stacks = [repeat.module_paths for repeat in self.graph.repeats if len(set(repeat.module_paths)) == repeat.count]
-        layers = set(max(stacks, key=len, default=()))
+        longest = max(stacks, key=len, default=())
+        layers = set(longest)
         ends: dict[str, tuple[int, int]] = {}
         for place, node in enumerate(self.body):
             for path in layers.intersection(_paths(node.name)):

@@ -9,7 +9,6 @@ from math import prod
 
 from autopar.cost.evaluate import Costs, evaluate
 from autopar.cost.hardware.cluster import Cluster
-from autopar.cost.pipeline import most_in_flight
 from autopar.cost.profile import TaskBuilder
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
@@ -18,7 +17,6 @@ from autopar.sharding.assignment import OpAssignment, Pipelining, StepPlan
 from autopar.sharding.choices import Choice, shardings_of
 from autopar.sharding.layout.syntax import MicroBatches
 from autopar.sharding.options import TrainingOptions
-from autopar.sharding.schedules import orders
 from autopar.sharding.time_slice import gathered_where_used
 
 
@@ -102,6 +100,10 @@ class MicroBatchedCall:
     micro: MicroBatches
     # Stages that run the micro-batches; None if each rank runs all ops.
     pipelining: Pipelining | None = None
+    # Micro-batches whose activations the first stage keeps.
+    in_flight: float = 1.0
+    # A lower bound on the step: multiples of the time of one micro-batch in all stages, and of what they do once.
+    shares: tuple[float, float] | None = None
 
     def plan(self, plan: StepPlan) -> StepPlan:
         """Return the plan of the call, from that of one micro-batch."""
@@ -113,16 +115,6 @@ class MicroBatchedCall:
     def stage_share(self) -> float:
         """Return the share of the model that a stage runs and stores, on average."""
         return 1.0 if self.pipelining is None else 1.0 / self.pipelining.stages
-
-    # Cached, because the model reads it for every option of every op.
-    @cached_property
-    def in_flight(self) -> float:
-        """Return the micro-batches whose activations the first stage keeps."""
-        one = self.pipelining
-        if one is None:
-            return 1.0
-        tasks = orders(one.stages, self.micro.count, one.schedule, one.chunks, one.more)
-        return most_in_flight(tasks, one.chunks)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,6 +182,12 @@ class PlanningProblem:
     def stored_share(self) -> float:
         """Return the share of stored tensors, and of their time once a step, that a rank of a pipeline has."""
         return 1.0 if self.call is None else self.call.stage_share
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Return the least time of a step: multiples of that of a micro-batch, and of communication once a step."""
+        own = None if self.call is None else self.call.shares
+        return (float(self.options.micro_batches), 1.0) if own is None else own
 
     @property
     def saved_share(self) -> float:

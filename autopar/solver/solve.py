@@ -19,24 +19,25 @@ from autopar.lowering.collectives.process_groups import GroupsOfMicroBatch
 from autopar.lowering.emit import emit
 from autopar.lowering.passes.pipeline_parts import check_loops
 from autopar.mesh import SubMesh
-from autopar.sharding.assignment import Pipelining, StepPlan
+from autopar.sharding.assignment import StepPlan
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout, applies_to, axes_of, load_strategy, roles_of, strategy_names
-from autopar.sharding.layout.syntax import MicroBatches, PipelineStatement
+from autopar.sharding.layout.syntax import MicroBatches
 from autopar.sharding.options import TrainingOptions
-from autopar.sharding.pipelining import check_pipeline, with_stages, without_stages
+from autopar.sharding.pipelining import check_pipeline, without_stages
 from autopar.sharding.propagation import PropagationCache
 from autopar.sharding.schedules import Schedule
 from autopar.sharding.time_slice import propagate_plan, slice_in_time, time_assignment
 from autopar.sharding.verify import verify_assignment
+from autopar.solver import Progress, relative_gap
 from autopar.solver.explain_infeasible import infeasible_error
 from autopar.solver.infeasible import NoFeasiblePlan, OutOfTime
 from autopar.solver.model.cost_tables import CostTables
-from autopar.solver.progress import Progress, relative_gap
 from autopar.solver.search.joined_axes import MOST_AXES
 from autopar.solver.search.phases import Incumbent, SearchPhases, SearchResult, promising_choices, settle
 from autopar.solver.search.prove_small import prove_small
 from autopar.solver.setting import MicroBatchedCall, PlanningProblem
+from autopar.solver.stages import settle_stages, with_call
 
 __all__ = [
     "WHOLE",
@@ -106,7 +107,8 @@ def solve_plan(
         bound_layout = BoundLayout(setting.graph, said, setting.axes)
         incumbent = Incumbent(setting, limit, began, progress, bound_layout)
         found = _solved(incumbent, time_limit, warm, strategies, beat_seconds)
-        return found if layout is None else _with_schedule(found, setting, layout, SubMesh.of(axes), limit)
+        settle_stages(incumbent, layout or Layout(()), SubMesh.of(axes))
+        return replace(found, plan=incumbent.plan or found.plan, costs=incumbent.costs or found.costs)
 
 
 def _problem(
@@ -122,58 +124,7 @@ def _problem(
     found = PlanningProblem.of(slice_in_time(graph, micro), without_stages(layout, axes), cluster, options, call)
     if layout.pipeline is None:
         return found
-    stages = _stages(found, layout, axes)
-    return PlanningProblem.of(found.graph, found.axes, cluster, options, replace(call, pipelining=stages))
-
-
-def _stages(setting: PlanningProblem, layout: Layout, axes: SubMesh) -> Pipelining | None:
-    """Return the stages of a layout; where it names no cuts, their parts take about equal time.
-
-    The axes that split tensors are still to be chosen. Without them the shares of the parts are about the same.
-    """
-    assert setting.call is not None, "a pipeline has micro-batches"
-    alone = time_assignment(setting.call.graph, setting.call.micro)
-    return with_stages(setting.call.graph, layout, axes, alone, setting.whole_seconds).pipelining
-
-
-# Schedules of `pipeline pp ?` beside 1f1b: chunks, and micro-batches more in flight.
-OTHER_SCHEDULES: tuple[tuple[Schedule, int, int], ...] = (
-    ("1f1b", 1, 1),
-    ("zero_bubble", 1, 0),
-    ("interleaved", 2, 0),
-    ("interleaved", 3, 0),
-    ("interleaved", 4, 0),
-    ("interleaved", 6, 0),
-    ("interleaved", 8, 0),
-)
-
-
-def _with_schedule(
-    found: SolvedPlan, setting: PlanningProblem, layout: Layout, axes: SubMesh, limit: float
-) -> SolvedPlan:
-    """Return the plan under the fastest schedule that fits, where the layout leaves it open.
-
-    The shardings stay as they are: the schedule changes the idle time, the sends, and the micro-batches in flight.
-    """
-    pipeline, cut = layout.pipeline, layout.cut
-    if pipeline is None or not pipeline.is_open or axes[pipeline.axis] == 1:
-        return found
-    named = cut is not None and bool(cut.before)
-    for schedule, chunks, more in OTHER_SCHEDULES:
-        if named and chunks > 1:
-            continue
-        statement = PipelineStatement(pipeline.axis, schedule, chunks, more, span=pipeline.span)
-        other = Layout(tuple(statement if one is pipeline else one for one in layout), layout.name)
-        try:
-            check_pipeline(other, axes)
-            stages = _stages(setting, other, axes)
-        except LayoutError:
-            continue  # too few micro-batches or ops for so many parts
-        plan = replace(found.plan, assignment=replace(found.plan.assignment, pipelining=stages))
-        costs = setting.costs(plan)
-        if costs.memory.peak_bytes <= limit and costs.step_seconds < found.costs.step_seconds:
-            found = replace(found, plan=plan, costs=costs)
-    return found
+    return PlanningProblem.of(found.graph, found.axes, cluster, options, with_call(found, layout, axes))
 
 
 @contextmanager

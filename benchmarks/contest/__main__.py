@@ -18,7 +18,7 @@ from autopar.cli.plan_arguments import check_words
 from autopar.errors import AutoparError
 from autopar.files import write_text
 from autopar.names import printable
-from autopar.solver.progress import Progress
+from autopar.solver import Progress
 from benchmarks.contest.contest_format import read_problem
 from benchmarks.contest.problem import ProblemError
 from benchmarks.contest.solve import Solution, solve

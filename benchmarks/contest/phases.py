@@ -11,8 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.solver import Floats, Ints
-from autopar.solver.progress import PROVED, Progress, relative_gap
+from autopar.solver import PROVED, Floats, Ints, Progress, relative_gap
 from benchmarks.contest.annealing import AnnealingPlan, AnnealingResult, anneal, cost_in, repair, search
 from benchmarks.contest.dual import Dual, MessageDual, NarrowDual, loads_at
 from benchmarks.contest.elimination import plan_elimination

@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.solver import Floats
-from autopar.solver.progress import Progress, relative_gap
+from autopar.solver import Floats, Progress, relative_gap
 from benchmarks.contest.elimination import eliminate
 from benchmarks.contest.phases import SharedState
 from benchmarks.contest.problem import Problem, cost_of

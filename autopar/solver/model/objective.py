@@ -81,32 +81,31 @@ class Hinges:
 
     @staticmethod
     def of(setting: PlanningProblem) -> Hinges:
-        # The stages of a pipeline share the work. The longest takes no less than the mean of all.
-        share = setting.stored_share
-        count = setting.options.micro_batches
+        # The stages of a pipeline share the work.
+        (passes, ends), count = setting.shares, setting.options.micro_batches
         device, overlap = setting.cluster.device, OverlapCost.of(setting.cluster)
         occupied = overlap.occupied
         base = np.zeros(len(Sum))
-        base[Sum.DEVICE], base[Sum.FORBIDDEN] = share * count, FORBIDDEN_SECONDS
-        hinges: list[tuple[dict[Sum, float], float]] = [({Sum.HOST: share * count, Sum.DEVICE: -share * count}, 0.0)]
+        base[Sum.DEVICE], base[Sum.FORBIDDEN] = passes, FORBIDDEN_SECONDS
+        hinges: list[tuple[dict[Sum, float], float]] = [({Sum.HOST: passes, Sum.DEVICE: -passes}, 0.0)]
         ways = (
             (Sum.FORWARD_ROOM, Sum.FORWARD_EACH, Sum.FORWARD_ONCE),
             (Sum.BACKWARD_ROOM, Sum.BACKWARD_EACH, Sum.BACKWARD_ONCE),
         )
         for room, each, once in ways:
-            base[each] += share * occupied * count
+            base[each] += occupied * passes
             # A call with micro-batches gathers before the first one and reduces after the last one.
-            base[once] += occupied if setting.call is None else share
+            base[once] += occupied if setting.call is None else ends
             beside = {each: 1.0, room: -overlap.overlap_fraction}
-            apart = count - 1 if setting.call is None else count
+            apart = count - 1 if setting.call is None else passes
             if apart:
-                hinges.append(({key: share * apart * (1 - occupied) * value for key, value in beside.items()}, 0.0))
+                hinges.append(({key: apart * (1 - occupied) * value for key, value in beside.items()}, 0.0))
             if setting.call is None:
                 hinges.append(({key: (1 - occupied) * value for key, value in {**beside, once: 1.0}.items()}, 0.0))
         constant = 0.0
         if setting.trains and any(tensor.requires_grad for tensor in setting.graph.parameters):
             constant = device.op_seconds + device.launch_seconds
-            hinges.append(({Sum.OPTIMIZER: share}, -device.launch_seconds))
+            hinges.append(({Sum.OPTIMIZER: setting.stored_share}, -device.launch_seconds))
         slopes = np.zeros((len(hinges), len(Sum)))
         for row, (terms, _) in enumerate(hinges):
             for key, value in terms.items():

@@ -20,7 +20,7 @@ from autopar.sharding.layout.syntax import Contract
 from autopar.sharding.options import Recompute
 from autopar.sharding.recompute import recompute_regions, recomputed_ops
 from autopar.sharding.reshard_insertion import inserted_reshards
-from autopar.solver import Floats
+from autopar.solver import Floats, Progress
 from autopar.solver.infeasible import OutOfTime
 from autopar.solver.model.build import build, plan_of
 from autopar.solver.model.cost_tables import CostTables
@@ -28,7 +28,6 @@ from autopar.solver.model.guard_factors import forbid_broken
 from autopar.solver.model.model import Model
 from autopar.solver.model.objective import HOST
 from autopar.solver.model.recompute_variables import STATES, layers_of
-from autopar.solver.progress import Progress
 from autopar.solver.search.joined_axes import AxisRoles, JoinedAxes, joined_meshes, ways_of
 from autopar.solver.search.lagrangian import LagrangianSearch
 from autopar.solver.search.lower_memory import least_memory, lower_memory, splice_plans
