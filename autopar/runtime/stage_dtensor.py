@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._state_dict_utils as state_dict_utils
 import torch.distributed.checkpoint.state_dict as checkpoint_state_dict
 import torch.distributed.tensor._dispatch as _dispatch
 import torch.distributed.tensor._redistribute as _redistribute
@@ -56,7 +57,6 @@ def _patch() -> None:
         return
     kind: Any = DTensor
     gathered: Any = _redistribute.redistribute_local_tensor
-    state_dicts: Any = checkpoint_state_dict
 
     def redistribute(local: Tensor, current: DTensorSpec, target: DTensorSpec, *args: Any, **others: Any) -> Any:
         dim = _stage_dim(current.mesh, tuple(current.placements))
@@ -79,7 +79,6 @@ def _patch() -> None:
             module.redistribute_local_tensor = redistribute  # type: ignore[attr-defined]
 
     items, chunks, shard_of = kind.__create_write_items__, kind.__create_chunk_list__, kind.__get_tensor_shard__
-    distribute = state_dicts._distribute_state_dict
 
     # By name on `own`: other patches, of strided shards, may stand in front of these.
     def create_write_items(self: DTensor, fqn: str, tensor: Any) -> Any:
@@ -98,19 +97,35 @@ def _patch() -> None:
         own: Any = _on_stage(self) if is_staged(self) else None
         return shard_of(self, index) if own is None else own.__get_tensor_shard__(index)
 
+    kind.__create_write_items__ = create_write_items
+    kind.__create_chunk_list__ = create_chunk_list
+    kind.__get_tensor_shard__ = get_tensor_shard
+    _split_whole_tensors()
+    kind._autopar_stages = True
+
+
+def _split_whole_tensors() -> None:
+    state_dicts: Any = checkpoint_state_dict
+    utils: Any = state_dict_utils
+    distribute, distribute_received = state_dicts._distribute_state_dict, utils._distribute_tensors
+
     def distribute_whole(whole: dict[str, Any], state: dict[str, Any], device: torch.device, *args: Any) -> None:
         """Replace each tensor of a stage in `state` by its shard of the whole tensor."""
         staged = {key for key, own in state.items() if isinstance(own, DTensor) and is_staged(own) and key in whole}
         for key in staged:
-            _fill(state[key], whole[key].detach().to(device))
+            state[key] = _filled(state[key], whole[key].detach().to(device))
         rest = {key: value for key, value in whole.items() if key not in staged}
         distribute(rest, state, device, *args)
 
-    kind.__create_write_items__ = create_write_items
-    kind.__create_chunk_list__ = create_chunk_list
-    kind.__get_tensor_shard__ = get_tensor_shard
-    state_dicts._distribute_state_dict = distribute_whole
-    kind._autopar_stages = True
+    def distribute_tensors(state: dict[str, Any], keys: list[str], device: torch.device, pg: Any = None) -> None:
+        """Replace each pair of a tensor of a stage and a whole tensor by the shard."""
+        pairs = {key: state[key] for key in keys if isinstance(state.get(key), tuple)}
+        staged = {key for key, (own, _) in pairs.items() if isinstance(own, DTensor) and is_staged(own)}
+        for key in staged:
+            state[key] = _filled(*pairs[key])
+        distribute_received(state, [key for key in keys if key not in staged], device, pg)
+
+    state_dicts._distribute_state_dict, utils._distribute_tensors = distribute_whole, distribute_tensors
 
 
 def is_staged(tensor: DTensor) -> bool:
@@ -157,10 +172,17 @@ def _on_stage(tensor: DTensor) -> DTensor | None:
     )
 
 
-def _fill(tensor: DTensor, whole: Tensor) -> None:
-    """Copy this rank's shard of a whole tensor into a tensor of one stage."""
+def _filled(tensor: DTensor, whole: Tensor) -> DTensor:
+    """Copy this rank's shard of a whole tensor into a tensor of one stage, or into a new one for meta."""
+    if tensor.is_meta:
+        local = torch.empty(tensor.to_local().shape, dtype=whole.dtype, device=whole.device)
+        shape, stride = tensor.shape, tensor.stride()
+        tensor = DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+        )
     own = _on_stage(tensor)
     if own is not None:
         # Without a source rank nothing is sent: the other stages take no part.
         part = distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
         own.to_local().copy_(part.to_local())
+    return tensor

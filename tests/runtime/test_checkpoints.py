@@ -34,6 +34,7 @@ batch -> dp; heads -> tp; * -> none
 param, grad, opt { head_dim -> dp; heads -> tp; * -> none }
 """
 """Layouts under which two axes cut one dim of the fused q, k, v weight, in blocks: by one of its parts, and by two."""
+STAGES = "micro 2; pipeline pp 1f1b; zero1"
 
 
 def model_and_inputs() -> tuple[nn.Module, Inputs]:
@@ -67,6 +68,7 @@ SAVED = {
     "megatron": ("megatron", "dp=2,tp=2"),
     "fsdp_tp": ("fsdp_tp", "fsdp=2,tp=2"),
     "parts": (PARTS, "dp=2,tp=2"),
+    "stages": (STAGES, "pp=2,dp=2"),
 }
 LOADED = {
     "ddp to megatron": ("megatron", "dp=2,tp=2"),
@@ -75,6 +77,9 @@ LOADED = {
     "fsdp_tp to megatron4": ("megatron", "tp=4"),
     "fsdp_tp to zero1": ("zero1", "dp=4"),
     "parts to heads": (HEADS, "dp=2,tp=2"),
+    "stages to megatron": ("megatron", "dp=2,tp=2"),
+    "megatron to stages": (STAGES, "pp=2,dp=2"),
+    "stages to other stages": ("micro 2; pipeline pp interleaved(2); fsdp_tp(fsdp=none)", "tp=2,pp=2"),
 }
 FAST_LOADED = ("fsdp_tp to zero1",)
 
@@ -130,6 +135,7 @@ EXCHANGED = (
     ("fsdp", "fsdp=4"),
     (HEADS, "dp=2,tp=2"),
     (PARTS, "dp=2,tp=2"),
+    (STAGES, "pp=2,dp=2"),
 )
 FAST_EXCHANGED = EXCHANGED[1:2]
 
