@@ -226,6 +226,36 @@ def test_put_off_gradients_are_the_same_bits() -> None:
         assert found == {name: ([], 4 + rank) for name in ("float64", "bfloat16", "float16", "full", "selective")}
 
 
+def from_shards(layout: str) -> tuple[str, float, float]:
+    """The error for other rows on each rank; then errors of loss and gradients where all stages have the same rows."""
+    torch.manual_seed(0)
+    model, inputs = gpt(batch=8, seq=12, vocab=104)
+    model = model.double()
+    rank, options = dist.get_rank(), {"layout": layout, "local_inputs": True}
+    other = {name: value.chunk(4)[rank] for name, value in inputs.items()}
+    try:
+        autopar.parallelize(model, "pp=2,dp=2", other, **options)(**other)
+        said = "made"
+    except AutoparError as error:
+        said = str(error)
+    rows = {name: value.chunk(2)[rank % 2] for name, value in inputs.items()}
+    parallel = autopar.parallelize(model, "pp=2,dp=2", rows, **options)
+    expected, found = model(**inputs), parallel(**rows)
+    expected.backward()
+    found.backward()
+    return said, float((expected - found).detach().abs()), worst(gradients(parallel), gradients(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["micro 2; pipeline pp 1f1b; fsdp", "pipeline"])
+def test_each_rank_of_the_batch_may_bring_its_rows(layout: str) -> None:
+    for said, error, off in launch(from_shards, layout, ranks=4, seconds=120):
+        assert "ids differs between rank 0 and rank 2" in said
+        assert "fix: ranks along the axes pp work on the same data" in said
+        assert error < 1e-12
+        assert off < 1e-12
+
+
 def trained(layout: str, mesh: str) -> tuple[float, list[float]]:
     """Largest difference of parameters after 20 steps of AdamW, by how the optimizer runs; and the losses."""
     worst_of = []
@@ -280,6 +310,30 @@ def test_checkpoints_pass_between_layouts() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for errors in launch(resharded, folder, ranks=4, seconds=120):
             assert errors == (0.0, 0.0, 0.0)
+
+
+def loaded_on_meta() -> list[float]:
+    """Errors of the loss of models without values, which load whole tensors: of each rank, of rank 0, of the module."""
+    found = []
+    for way in ("each rank", "rank 0", "module"):
+        torch.manual_seed(0)
+        model, inputs = gpt(batch=8, seq=12, vocab=104)
+        empty, _ = gpt(batch=8, seq=12, vocab=104, device="meta")
+        parallel = autopar.parallelize(empty, "pp=2", inputs, layout="micro 4; pipeline pp 1f1b; * -> none")
+        whole = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        if way == "module":
+            parallel.load_full_state_dict(whole)
+        else:
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=way == "rank 0")
+            set_model_state_dict(parallel, whole if way == "each rank" or dist.get_rank() == 0 else {}, options=options)
+        found.append(abs(float(parallel(**inputs) - model(**inputs))))
+    return found
+
+
+@pytest.mark.slow
+def test_whole_tensors_fill_models_without_values() -> None:
+    for errors in launch(loaded_on_meta, ranks=2, seconds=60):
+        assert max(errors) < 1e-6
 
 
 # -- calls other than a step ------------------------------------------------------------------------------------------
