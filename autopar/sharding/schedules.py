@@ -10,17 +10,30 @@ ended the task before it and its input has arrived. What the cost model prices a
 
 Other stages wait for the gradient of a part's inputs alone. `zero_bubble` computes the gradients of weights later, in
 the time in which a stage would wait. Stage s puts off those of s micro-batches.
+
+Messages stand in the program of a stage where their sender's task ends in one simulated step. All stages take them in
+this one order, so that no stages wait for one another in a circle, even if each send waits for its receive.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
-__all__ = ["SCHEDULES", "BackwardHalf", "Schedule", "StageTask", "TaskKind", "orders"]
+__all__ = [
+    "SCHEDULES",
+    "BackwardHalf",
+    "Route",
+    "Schedule",
+    "StageMessage",
+    "StageTask",
+    "TaskKind",
+    "orders",
+    "stage_program",
+]
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
@@ -95,3 +108,85 @@ def _task(kind: TaskKind, position: int, stages: int, chunks: int) -> StageTask:
     turn, within = divmod(position, stages * chunks)
     chunk, offset = divmod(within, stages)
     return StageTask(kind, turn * stages + offset, chunk if kind is TaskKind.FORWARD else chunks - 1 - chunk)
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+class Route(NamedTuple):
+    """Way of a value from the part that makes it to one that reads it; a gradient goes back."""
+
+    source: int
+    target: int
+    differentiable: bool
+
+
+class StageMessage(NamedTuple):
+    """Value of a route for one micro-batch, or its gradient."""
+
+    # Place of the route.
+    route: int
+    micro_batch: int
+    backward: bool
+
+
+def stage_program(
+    stage: int, plan: Sequence[Sequence[StageTask]], routes: Sequence[Route]
+) -> tuple[StageTask | StageMessage, ...]:
+    """Return the tasks of a stage with the messages that it sends and receives, given the tasks of all stages."""
+    starts, ends = _simulated(plan, routes)
+    events: list[tuple[int, bool, StageTask | StageMessage]] = [
+        (start, True, task) for task, start in zip(plan[stage], starts[stage], strict=True)
+    ]
+    micro_batches = 1 + max(task.micro_batch for task in plan[stage])
+    for number, route in enumerate(routes):
+        stages = [part % len(plan) for part in (route.source, route.target)]
+        if stage not in stages or stages[0] == stages[1]:
+            continue
+        ways = [(False, TaskKind.FORWARD, route.source)]
+        ways += [(True, TaskKind.BACKWARD, route.target)] if route.differentiable else []
+        for backward, kind, sender in ways:
+            for one in range(micro_batches):
+                events.append((ends[kind, sender, one], False, StageMessage(number, one, backward)))
+    # A message stands before the tasks that begin when it arrives.
+    events.sort(key=lambda event: (event[0], event[1], event[2] if isinstance(event[2], StageMessage) else ()))
+    return tuple(item for _, _, item in events)
+
+
+def _simulated(
+    plan: Sequence[Sequence[StageTask]], routes: Sequence[Route]
+) -> tuple[list[list[int]], dict[tuple[TaskKind, int, int], int]]:
+    """Return the starts of the tasks of each stage, and the ends of forwards and backwards by part and micro-batch.
+
+    A forward takes one unit of time, a backward two, half a backward one, and a message none.
+    """
+    readers: dict[int, list[int]] = {}
+    makers: dict[int, list[int]] = {}
+    for route in routes:
+        makers.setdefault(route.target, []).append(route.source)
+        if route.differentiable:
+            readers.setdefault(route.source, []).append(route.target)
+    needed = {TaskKind.FORWARD: makers, TaskKind.BACKWARD: readers}
+    ends: dict[tuple[TaskKind, int, int], int] = {}
+    starts: list[list[int]] = [[] for _ in plan]
+    clock = [0] * len(plan)
+    moves = True
+    while moves:
+        moves = False
+        for stage, order in enumerate(plan):
+            while len(starts[stage]) < len(order):
+                task = order[len(starts[stage])]
+                part = task.chunk * len(plan) + stage
+                is_late = task.half is BackwardHalf.WEIGHTS
+                before = [] if is_late else needed[task.kind].get(part, ())
+                arrived = [ends.get((task.kind, other, task.micro_batch), -1) for other in before]
+                if -1 in arrived:
+                    break
+                starts[stage].append(max(clock[stage], *arrived, 0))
+                clock[stage] = starts[stage][-1] + (2 if task.kind is TaskKind.BACKWARD and task.half is None else 1)
+                if not is_late:
+                    ends[task.kind, part, task.micro_batch] = clock[stage]
+                moves = True
+    stuck = [stage for stage, order in enumerate(plan) if len(starts[stage]) < len(order)]
+    assert not stuck, f"deadlock: stages {stuck} wait for values that no task sends"
+    return starts, ends

@@ -319,6 +319,20 @@ def test_memory_limits_the_fullest_stage() -> None:
     assert tight.decided.recompute
 
 
+def test_a_limit_of_a_layout_is_that_of_a_stage() -> None:
+    """Layouts without a search are checked too: the model is larger than the limit, none of its stages is."""
+    plan = priced("pp=4", "micro 16; pipeline pp 1f1b; batch -> none; * -> none")
+    whole = priced("pp=1", "micro 16; batch -> none; * -> none").memory_bytes
+    assert whole > plan.memory_bytes + 1
+    for limit in (int(plan.memory_bytes) + 1, int(plan.memory_bytes) - 1):
+        layout = parse_layout(f"limit memory {limit}B")
+        if limit > plan.memory_bytes:
+            check_memory(layout, plan.graph, plan.decided)
+        else:
+            with pytest.raises(LayoutError, match="out of memory"):
+                check_memory(layout, plan.graph, plan.decided)
+
+
 def test_an_open_schedule_is_the_fastest_that_fits() -> None:
     graph = autopar.trace(*gpt(layers=8, d_model=256, heads=8, seq=256, batch=64, device="meta"))
     mesh = (autopar.Mesh("pp=2"),)

@@ -1,7 +1,9 @@
 """Run the micro-batches through the stages of a pipeline: the parts of this stage, in the order of the schedule.
 
-A part sends each value that another stage reads, and receives its gradient. As in the loop without stages, the
-backward of a micro-batch runs within the forward of the module where the results that need a gradient are scalar sums.
+A part sends each value that another stage reads, and receives its gradient. Messages stand in the program of the stage
+in an order that all stages share; a receive is posted there, and waited for where its value is read. As in the loop
+without stages, the backward of a micro-batch runs within the forward of the module where the results that need a
+gradient are scalar sums.
 `orders` gives the tasks of each stage, the same ones that the cost model prices.
 A stage sends a tied parameter to others before the first micro-batch, and adds up their gradients after the last one.
 """
@@ -16,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 from torch.fx import GraphModule
 
+from autopar.lowering.collectives.process_groups import Crossing, MessageExchange, StageGroup
 from autopar.lowering.modules.late_weights import LateWeights
 from autopar.lowering.modules.micro_loop import (
     GradientSums,
@@ -31,40 +33,9 @@ from autopar.lowering.modules.micro_loop import (
     restored_generators,
 )
 from autopar.sharding.options import sum_dtype
-from autopar.sharding.schedules import BackwardHalf, Schedule, StageTask, TaskKind, orders
+from autopar.sharding.schedules import BackwardHalf, Route, StageMessage, StageTask, TaskKind, orders, stage_program
 
-__all__ = ["Crossing", "PartResult", "PipelineLoop", "PipelinePart", "StageGroup", "TiedInput"]
-
-
-@dataclass(frozen=True)
-class StageGroup:
-    """Ranks along the axis of the stages, and the schedule that they run."""
-
-    group: ProcessGroup
-    # Global rank of each stage.
-    ranks: tuple[int, ...]
-    stage: int
-    schedule: Schedule
-    chunks: int
-    more: int
-
-    def stage_of(self, part: int) -> int:
-        return part % len(self.ranks)
-
-    def part_of(self, task: StageTask) -> int:
-        return task.chunk * len(self.ranks) + self.stage
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """Value that a part makes and other parts read, on one micro-batch and this rank's coordinates."""
-
-    name: str
-    source: int
-    targets: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    differentiable: bool
+__all__ = ["PartResult", "PipelineLoop", "PipelinePart", "TiedInput"]
 
 
 @dataclass(frozen=True)
@@ -140,10 +111,11 @@ class PipelineLoop(nn.Module):
         # Gradients of weights that the last backward of a part has put off.
         self.late = late
         self.expected: tuple[float, ...] = ()
-        routes = [(one.name, one.source, target) for one in crossings for target in one.targets]
-        self.tags = {route: number for number, route in enumerate(routes)}
+        # Values that cross, each with the part that reads it.
+        self.routed = tuple((one, target) for one in crossings for target in one.targets)
+        routes = [Route(one.source, target, one.differentiable) for one, target in self.routed]
         every = orders(len(stages.ranks), count, stages.schedule, stages.chunks, stages.more, halves=True)
-        self.tasks = every[stages.stage]
+        self.program = stage_program(stages.stage, every, routes)
 
     @property
     def needed(self) -> tuple[int, ...]:
@@ -250,6 +222,10 @@ class _Alive:
     received: list[Tensor]
 
 
+def _is_backward(item: StageTask | StageMessage) -> bool:
+    return item.backward if isinstance(item, StageMessage) else item.kind is TaskKind.BACKWARD
+
+
 class _Run:
     """One pass of all micro-batches through the parts of this stage."""
 
@@ -257,40 +233,40 @@ class _Run:
         self.loop = loop
         self.leaves = leaves
         self.sums = sums
-        self.group = loop.stages.group
         self.alive: dict[tuple[int, int], _Alive] = {}
         self.late: dict[tuple[int, int], list[Any]] = {}
-        # Values and gradients that stay on this stage.
-        self.local: dict[int, Tensor] = {}
-        self.pending: list[tuple[Any, Tensor]] = []
+        like = leaves[0] if leaves else torch.empty(0)
+        self.messages = MessageExchange(loop.stages, loop.routed, loop.count, like)
         self.values: dict[int, list[Tensor]] = {}
 
     def scheduled(self, upstream: _Upstream) -> None:
-        for task in self.loop.tasks:
-            self._run(task, upstream)
+        for item in self.loop.program:
+            self._run(item, upstream)
         self._add_tied()
-        self._finish_sends()
+        self.messages.finish()
 
     def forwards(self) -> None:
-        for task in self.loop.tasks:
-            if task.kind is TaskKind.FORWARD:
-                self._forward(task)
-        self._finish_sends()
+        for item in self.loop.program:
+            if not _is_backward(item):
+                self._run(item, lambda place, number: None)
+        self.messages.finish()
 
     def backwards(self, upstream: _Upstream) -> None:
-        for task in self.loop.tasks:
-            if task.kind is not TaskKind.FORWARD:
-                self._run(task, upstream)
+        for item in self.loop.program:
+            if _is_backward(item):
+                self._run(item, upstream)
         self._add_tied()
-        self._finish_sends()
+        self.messages.finish()
 
-    def _run(self, task: StageTask, upstream: _Upstream) -> None:
-        if task.kind is TaskKind.FORWARD:
-            self._forward(task)
-        elif task.half is BackwardHalf.WEIGHTS:
-            self._weight_gradients(task)
+    def _run(self, item: StageTask | StageMessage, upstream: _Upstream) -> None:
+        if isinstance(item, StageMessage):
+            self.messages.exchange(item)
+        elif item.kind is TaskKind.FORWARD:
+            self._forward(item)
+        elif item.half is BackwardHalf.WEIGHTS:
+            self._weight_gradients(item)
         else:
-            self._backward(task, upstream)
+            self._backward(item, upstream)
 
     def _forward(self, task: StageTask) -> None:
         loop, number = self.loop, task.micro_batch
@@ -298,7 +274,7 @@ class _Run:
         part = loop.parts[here]
         received = []
         for one in part.received:
-            x = self._receive(one, one.source, here, here, number, backward=False)
+            x = self.messages.received(one, here, number, backward=False)
             received.append(x.requires_grad_() if self.sums is not None and one.differentiable else x)
         with torch.set_grad_enabled(self.sums is not None):
             found = part.body(number, *(self.leaves[place] for place in part.inputs), *received)
@@ -306,7 +282,7 @@ class _Run:
             parts = [loop.results[place].result.part(x) for place, x in zip(part.results, results, strict=True)]
         for one, x in zip(part.sent, sent, strict=True):
             for target in one.targets:
-                self._send(one, target, target, number, x.detach(), backward=False)
+                self.messages.put(one, target, number, x.detach(), backward=False)
         for place, x in zip(part.results, parts, strict=True):
             self._keep(place, x.detach())
         if self.sums is not None:
@@ -331,7 +307,7 @@ class _Run:
         for one, x in zip(part.sent, alive.sent, strict=True):
             if not one.differentiable:
                 continue
-            parts = [self._receive(one, target, here, target, number, backward=True) for target in one.targets]
+            parts = [self.messages.received(one, target, number, backward=True) for target in one.targets]
             total = parts[0]
             for other in parts[1:]:
                 total = total + other
@@ -350,50 +326,12 @@ class _Run:
             self.late[here, number] = self.loop.late.take()
         for one, leaf, gradient in zip([c for c in part.received if c.differentiable], leaves, found, strict=True):
             value = torch.zeros_like(leaf) if gradient is None else gradient
-            self._send(one, here, one.source, number, value, backward=True)
+            self.messages.put(one, here, number, value, backward=True)
 
     def _weight_gradients(self, task: StageTask) -> None:
         assert self.sums is not None, "it records gradients"
         for one in self.late.pop((self.loop.stages.part_of(task), task.micro_batch)):
             one.add(self.sums.put)
-
-    # -- messages
-
-    def _number(self, one: Crossing, target: int, micro_batch: int, backward: bool) -> int:
-        route = self.loop.tags[one.name, one.source, target]
-        return (2 * route + backward) * self.loop.count + micro_batch
-
-    def _send(self, one: Crossing, target: int, to: int, number: int, x: Tensor, backward: bool) -> None:
-        """Send a value to a part, or its gradient; `target` is the part that reads the value."""
-        stages, tag = self.loop.stages, self._number(one, target, number, backward)
-        if stages.stage_of(to) == stages.stage:
-            self.local[tag] = x
-            return
-        x = x.contiguous()
-        self.pending = [pair for pair in self.pending if not pair[0].is_completed()]
-        work = dist.isend(x, stages.ranks[stages.stage_of(to)], self.group, tag)
-        self.pending.append((work, x))  # its memory is read until then
-
-    def _receive(self, one: Crossing, source: int, here: int, target: int, number: int, backward: bool) -> Tensor:
-        stages, tag = self.loop.stages, self._number(one, target, number, backward)
-        if stages.stage_of(source) == stages.stage:
-            return self.local.pop(tag).detach()
-        like = self.leaves[0] if self.leaves else torch.empty(0)
-        found = like.new_empty(one.shape, dtype=one.dtype)
-        what = "gradient" if backward else "forward"
-        try:
-            dist.recv(found, stages.ranks[stages.stage_of(source)], self.group, tag)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"stage {stages.stage} waits for the {what} of micro-batch {number} from stage "
-                f"{stages.stage_of(source)}, into part {here}: {error}"
-            ) from error
-        return found
-
-    def _finish_sends(self) -> None:
-        for work, _ in self.pending:
-            work.wait()
-        self.pending = []
 
     def _add_tied(self) -> None:
         """Send the gradients of tied inputs to the stage that has them, and add them up there."""
@@ -402,12 +340,12 @@ class _Run:
         for one in (one for one in self.loop.tied if one.differentiable):
             if one.source != stages.stage:
                 total = sums.take(one.place).contiguous()
-                work = dist.isend(total, stages.ranks[one.source], self.group)
-                self.pending.append((work, total))
+                work = dist.isend(total, stages.ranks[one.source], self.loop.stages.group)
+                self.messages.pending.append((work, total))
                 continue
             for target in one.targets:
                 total = self.leaves[one.place].new_empty(one.shape, dtype=sum_dtype(one.dtype))
-                dist.recv(total, stages.ranks[target], self.group)
+                dist.recv(total, stages.ranks[target], self.loop.stages.group)
                 sums.put(one.place, total)
 
     # -- results of all stages
@@ -423,7 +361,7 @@ class _Run:
                 x = x.contiguous()
             else:
                 x = inputs[0].new_empty(one.joined_shape, dtype=one.dtype)
-            dist.broadcast(x, stages.ranks[source], self.group)
+            dist.broadcast(x, stages.ranks[source], self.loop.stages.group)
             found.append(x)
         return tuple(found)
 
@@ -431,7 +369,7 @@ class _Run:
         """Return whether the sums of all stages are finite."""
         assert self.sums is not None, "it records gradients"
         flag = torch.tensor([float(self.sums.are_finite())], device=self.leaves[0].device)
-        dist.all_reduce(flag, dist.ReduceOp.MIN, self.group)
+        dist.all_reduce(flag, dist.ReduceOp.MIN, self.loop.stages.group)
         return bool(flag)
 
     def gradients(self, factor: Tensor | None = None) -> list[Tensor | None]:
@@ -441,7 +379,7 @@ class _Run:
         for place in self.loop.shared:
             if self.leaves[place].requires_grad:
                 total = sums.total(place).contiguous().clone()
-                dist.all_reduce(total, group=self.group)
+                dist.all_reduce(total, group=self.loop.stages.group)
                 sums.totals[place] = total
         for place in self.loop.absent:
             if self.leaves[place].requires_grad:

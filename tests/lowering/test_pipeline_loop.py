@@ -1,0 +1,198 @@
+"""Messages of the stages of a pipeline: no stages wait for one another, even if each send waits for its receive."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.lowering.collectives.process_groups import Crossing, StageGroup
+from autopar.lowering.modules.late_weights import LateWeights
+from autopar.lowering.modules.micro_loop import GradientSums, LoopResult, leaves_of
+from autopar.lowering.modules.pipeline_loop import PartResult, PipelineLoop, PipelinePart, _Run
+from autopar.sharding.schedules import Route, Schedule, StageMessage, orders, stage_program
+
+# One message: whether it is sent, the other stage, and its tag.
+Action = tuple[bool, int, int]
+
+SCHEDULES: list[tuple[Schedule, int, int]] = [
+    ("gpipe", 1, 0),
+    ("1f1b", 1, 0),
+    ("1f1b", 1, 2),
+    ("interleaved", 2, 0),
+    ("interleaved", 3, 0),
+    ("zero_bubble", 1, 0),
+]
+
+
+class Body(nn.Module):
+    """Part that makes values of all that it reads."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, number: int, weight: Tensor, *received: Tensor) -> tuple[Tensor, ...]:
+        x = weight * (number + sum(one.sum() for one in received))
+        return tuple(x + place for place in range(self.count))
+
+
+def crossings_of(draw: random.Random, parts: int) -> list[Crossing]:
+    """A value into each part from the one before, some that skip parts, and some without a gradient."""
+    routes: list[tuple[int, tuple[int, ...]]] = [(part, (part + 1,)) for part in range(parts - 1)]
+    for _ in range(draw.randrange(4) if parts > 2 else 0):
+        source = draw.randrange(parts - 1)
+        later = range(source + 1, parts)
+        routes.append((source, tuple(sorted(draw.sample(later, draw.randint(1, min(3, len(later))))))))
+    draw.shuffle(routes)
+    return [
+        Crossing(f"x{number}", source, targets, (2,), torch.float32, number % 5 != 4)
+        for number, (source, targets) in enumerate(routes)
+    ]
+
+
+def loop_of(
+    stage: int, stages: int, count: int, schedule: tuple[Schedule, int, int], crossings: Sequence[Crossing]
+) -> PipelineLoop:
+    name, chunks, more = schedule
+    group: Any = None
+    parts = {}
+    for part in range(stage, stages * chunks, stages):
+        received = tuple(one for one in crossings if part in one.targets)
+        sent = tuple(one for one in crossings if one.source == part)
+        is_last = part == stages * chunks - 1
+        body: Any = Body(len(sent) + is_last)
+        parts[part] = PipelinePart(body, (0,), received, sent, (0,) if is_last else ())
+    result = PartResult(LoopResult("sum"), stages * chunks - 1, (), torch.float32, True)
+    at = StageGroup(group, tuple(range(stages)), stage, name, chunks, more)
+    return PipelineLoop(parts, crossings, count, [result], at, (), (), (), False, LateWeights())
+
+
+class Done:
+    """StageMessage that has arrived."""
+
+    def wait(self) -> None: ...
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def recorded(loop: PipelineLoop, patch: pytest.MonkeyPatch, run: Callable[[_Run], None]) -> list[Action]:
+    """The messages of the executor of one stage, in the order in which it posts them; those received are ones."""
+    found: list[Action] = []
+
+    def isend(x: Tensor, to: int, group: Any, tag: int) -> Done:
+        found.append((True, to, tag))
+        return Done()
+
+    def irecv(x: Tensor, source: int, group: Any, tag: int) -> Done:
+        found.append((False, source, tag))
+        x.fill_(1.0)
+        return Done()
+
+    with patch.context() as during:
+        during.setattr(dist, "isend", isend)
+        during.setattr(dist, "irecv", irecv)
+        leaves = leaves_of([torch.ones(2, requires_grad=True)])
+        run(_Run(loop, leaves, GradientSums(leaves)))
+    return found
+
+
+def scheduled(run: _Run) -> None:
+    run.scheduled(lambda place, number: torch.ones(2))
+    assert not run.alive
+    assert not run.late
+    assert not run.messages.made
+    assert not run.messages.coming
+
+
+def forwards_first(run: _Run) -> None:
+    """All forwards, then all backwards, as for a model without a loss."""
+    run.forwards()
+    run.backwards(lambda place, number: torch.ones(2))
+
+
+def stuck(programs: Sequence[Sequence[Action]]) -> list[int]:
+    """The stages that wait forever, where each message blocks both its ends until it is the next one of both."""
+    place = [0] * len(programs)
+
+    def following(stage: int) -> Action | None:
+        return programs[stage][place[stage]] if place[stage] < len(programs[stage]) else None
+
+    waiting = list(range(len(programs)))
+    while waiting:
+        stage = waiting.pop()
+        while (own := following(stage)) is not None:
+            is_sent, other, tag = own
+            if following(other) != (not is_sent, stage, tag):
+                break
+            place[stage] += 1
+            place[other] += 1
+            waiting.append(other)
+    return [stage for stage in range(len(programs)) if following(stage) is not None]
+
+
+def drawn(seed: int) -> Iterator[tuple[int, int, tuple[Schedule, int, int], list[Crossing]]]:
+    """A program for each schedule."""
+    draw = random.Random(seed)
+    for schedule in SCHEDULES:
+        stages, count = draw.randint(1, 8), draw.randint(1, 32)
+        count = -(-count // stages) * stages if schedule[1] > 1 else count
+        yield stages, count, schedule, crossings_of(draw, stages * schedule[1])
+
+
+@pytest.mark.parametrize("run", [scheduled, forwards_first])
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 60), marks=pytest.mark.slow)])
+def test_blocking_sends_never_wait_in_a_circle(
+    seeds: range, run: Callable[[_Run], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random programs of the executor itself: 1 to 8 stages, 1 to 32 micro-batches, values that skip stages."""
+    for seed in seeds:
+        for stages, count, schedule, crossings in drawn(seed):
+            loops = [loop_of(stage, stages, count, schedule, crossings) for stage in range(stages)]
+            programs = [recorded(loop, monkeypatch, run) for loop in loops]
+            assert not stuck(programs), (seed, stages, count, schedule)
+            remote = [(one, target) for one in crossings for target in one.targets if (one.source - target) % stages]
+            assert sum(map(len, programs)) == 2 * count * sum(1 + one.differentiable for one, _ in remote)
+
+
+def test_messages_in_the_order_of_the_tasks_would_wait_in_a_circle() -> None:
+    """Each stage sends right after a task and receives right before one: the order of `1f1b` until now."""
+    programs: list[list[Action]] = []
+    for stage in range(2):
+        sent: list[Action] = []
+        for task in orders(2, 4, "1f1b")[stage]:
+            is_forward = task.kind.value == "forward"
+            sent.append((is_forward == (stage == 0), 1 - stage, 2 * task.micro_batch + (not is_forward)))
+        programs.append(sent)
+    assert stuck(programs) == [0, 1]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_program_of_a_chain_ends(schedule: tuple[Schedule, int, int]) -> None:
+    """All sizes, with a value into each part from the one before."""
+    name, chunks, more = schedule
+    for stages, count in product(range(1, 9), (1, 2, 3, 5, 8, 13, 24, 32)):
+        if chunks > 1 and count % stages:
+            continue
+        plan = orders(stages, count, name, chunks, more, halves=True)
+        routes = [Route(part, part + 1, True) for part in range(stages * chunks - 1)]
+        programs = []
+        for stage in range(stages):
+            items = stage_program(stage, plan, routes)
+            assert tuple(item for item in items if not isinstance(item, StageMessage)) == plan[stage]
+            messages = [item for item in items if isinstance(item, StageMessage)]
+            found: list[Action] = []
+            for one in messages:
+                ends = [part % stages for part in routes[one.route][:2]]
+                sender, reader = reversed(ends) if one.backward else ends
+                tag = (2 * one.route + one.backward) * count + one.micro_batch
+                found.append((sender == stage, reader if sender == stage else sender, tag))
+            programs.append(found)
+        assert not stuck(programs), (stages, count)
