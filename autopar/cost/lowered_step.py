@@ -13,7 +13,7 @@ from autopar.sharding.assignment import StepPlan
 from autopar.sharding.buckets import Bucket, buckets_of
 from autopar.sharding.options import Recompute, sum_dtype
 from autopar.sharding.pipelining import late_weights
-from autopar.sharding.recompute import RecomputeRegion, layered, recompute_regions, recomputed_ops
+from autopar.sharding.recompute import RecomputeRegion, layered, reading, recompute_regions, recomputed_ops
 from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan, insert_reshards
 from autopar.sharding.schedules import StageTask, orders
 from autopar.sharding.sharding import Sharding
@@ -170,7 +170,7 @@ class LoweredStep:
         """Return the step as a stage of a pipeline sees it."""
         found = replace(self, stage=stage)
         in_parts = "tasks", "parts_of", "crossing", "stage_with", "tied", "late_weights"
-        for name in ("reshard_plan", "buckets", "layers", "recomputed", "schedule", *in_parts):
+        for name in ("reshard_plan", "buckets", "layers", "recomputed", "reading", "schedule", *in_parts):
             found.__dict__[name] = getattr(self, name)
         return found
 
@@ -249,6 +249,11 @@ class LoweredStep:
     def late_weights(self) -> Mapping[str, tuple[str, ...]]:
         """Return the products that put off the gradients of their weights, with the operands of these."""
         return late_weights(self.graph, self.plan.assignment)
+
+    @cached_property
+    def reading(self) -> frozenset[str]:
+        """Return the recomputed ops whose operands are kept for it."""
+        return reading(self.graph, self.layers if self.recomputed else {}, self.recomputed)
 
     @cached_property
     def schedule(self) -> BucketSchedule:

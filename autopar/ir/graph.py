@@ -48,7 +48,7 @@ class NamedGraph:
             counts[node.source] += 1
         return counts
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[NamedTensor, ...]:
         return tuple(tensor for tensor in self.tensors.values() if tensor.kind == "param")
 

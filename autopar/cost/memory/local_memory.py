@@ -6,7 +6,7 @@ footprint. A lowered op, with collectives inside, runs other ops: its lowering r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from operator import itemgetter
@@ -29,7 +29,6 @@ from autopar.sharding.assignment import OpAssignment
 from autopar.sharding.buckets import Bucket, buffers_of, shape_of
 from autopar.sharding.lowered_ops import LoweredOpContext
 from autopar.sharding.lowered_ops.base import OpMessage, Send
-from autopar.sharding.recompute import reading
 from autopar.sharding.reshard.reshard import Step, StepKind
 from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan
 from autopar.sharding.sharding import atoms_of
@@ -214,10 +213,11 @@ class LiveState:
         # True where gradients are added to those of earlier micro-batches, or to gradients of another dtype.
         self.accumulates = self.plan.options.micro_batches > 1 or self.plan.options.gradient_dtype is not None
         self.footprints = LocalFootprints(step)
-        self.last = last_uses([node for node in self.nodes if node.name in self.runs], self.reshard_plan)
+        self.elsewhere = self._elsewhere()
+        own = [node for node in self.nodes if node.name in self.runs]
+        self.last = last_uses(own, self.reshard_plan, self.elsewhere)
         # Versions by the op that uses them last.
         self.ends: dict[str, list[Version]] = {}
-        self.elsewhere = self._elsewhere()
         self.last.update(((name, self.plan.assignment.values[name]), "") for name in self.crossing)
         for version, op in self.last.items():
             self.ends.setdefault(op, []).append(version)
@@ -225,7 +225,7 @@ class LiveState:
         # Layers under a checkpoint, which keeps its inputs until the backward has left it.
         self.whole = {layer for layer, mode in self.layers.values() if mode == "full"}
         # Recomputed ops whose operands must be kept for the recompute.
-        self.reading = reading(self.graph, self.layers, self.recomputed)
+        self.reading = step.reading
         self.schedule = step.schedule
         self.sizes: dict[Version, float] = {}
         self.storages = Storages()
@@ -303,15 +303,20 @@ class LiveState:
         return flat
 
 
-def last_uses(nodes: Iterable[NamedNode], reshard_plan: ReshardPlan) -> dict[Version, str]:
-    """Return the last op that uses each version; results of the module have no end."""
+def last_uses(
+    nodes: Iterable[NamedNode], reshard_plan: ReshardPlan, elsewhere: Mapping[str, Sequence[InsertedReshard]]
+) -> dict[Version, str]:
+    """Return the last op that uses each version; results of the module have no end.
+
+    `elsewhere` has more reshards before some ops.
+    """
     found: dict[Version, str] = {}
     for node in nodes:
         reshards = reshard_plan.ops[node.name]
         for version in reshards.operands:
             if version is not None:
                 found[version] = node.name
-        for one in (*reshards.before, *reshards.after):
+        for one in (*elsewhere.get(node.name, ()), *reshards.before, *reshards.after):
             found[one.tensor, one.source] = node.name
     for one in reshard_plan.outputs:
         found[one.tensor, one.source] = ""
