@@ -119,7 +119,7 @@ class PlanRecord:
         micro, pipelining = self.decided.micro, self.decided.assignment.pipelining
         in_time: tuple[Statement, ...] = () if micro is None else (micro,)
         if pipelining is not None:
-            in_time = (*in_time, *statements_of(pipelining))
+            in_time = (*in_time, *statements_of(pipelining), *pipelining.pinned)
         return write_layout(self.graph, self.decided.assignment, self.mesh, in_time)
 
     @property

@@ -9,7 +9,7 @@ from functools import cached_property
 from autopar.mesh import SubMesh
 from autopar.sharding.choices import Choice
 from autopar.sharding.layout.parameter_storage import GatherPolicy
-from autopar.sharding.layout.syntax import MicroBatches
+from autopar.sharding.layout.syntax import MicroBatches, PartPin
 from autopar.sharding.options import Recompute, TrainingOptions
 from autopar.sharding.schedules import Schedule
 from autopar.sharding.sharding import Sharding
@@ -41,6 +41,8 @@ class Pipelining:
     parts: Mapping[str, int]
     # By parameter; None if all stages store it.
     held: Mapping[str, int | None]
+    # Statements about ops that stand elsewhere than the cuts say.
+    pinned: tuple[PartPin, ...] = ()
 
     @property
     def stages(self) -> int:

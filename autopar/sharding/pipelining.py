@@ -8,11 +8,12 @@ that reads their results.
     pipeline pp 1f1b
     cut pp before @blocks.2      part 0: embedding, blocks 0 and 1; part 1: all from block 2 on
 
-Without `cut` the parts have about equal numbers of multiplications.
+Without `cut` the parts have about equal numbers of multiplications. `op @vision.* at part 0` puts ops elsewhere.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -20,6 +21,7 @@ from math import gcd, prod
 
 import numpy as np
 
+from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
@@ -27,11 +29,12 @@ from autopar.sharding.assignment import Assignment, Pipelining
 from autopar.sharding.bound_layout import BoundLayout
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.matching import glob_matches
-from autopar.sharding.layout.source import layout_error, unknown_name
+from autopar.sharding.layout.source import SourceSpan, layout_error, unknown_name
 from autopar.sharding.layout.syntax import (
     CutStatement,
     MicroBatches,
     OpenMicroBatches,
+    PartPin,
     PipelineStatement,
     named_axes,
 )
@@ -110,6 +113,10 @@ def check_pipeline(layout: Layout, axes: SubMesh) -> None:
         fix = f"write 'pipeline {cut.axis} 1f1b' too"
         raise layout_error("E3", f"'cut {cut.axis}' cuts no pipeline", fix, cut.span)
     if pipeline is None:
+        for pin in layout.part_pins:
+            raise layout_error(
+                "E3", f"'at part {pin.part}' is a part of no pipeline", "write 'pipeline pp 1f1b' too", pin.span
+            )
         return
     _check_axes(layout, pipeline, axes)
     stages = axes[pipeline.axis]
@@ -151,9 +158,10 @@ def with_stages(
         return found
     stages = axes[pipeline.axis]
     cutting = _Cutting(graph, found, pipeline, stages * pipeline.chunks, work)
-    parts = cutting.parts(layout.cut)
+    parts = cutting.parts(layout.cut, layout.part_pins)
     held = cutting.held(parts, stages)
-    made = Pipelining(pipeline.axis, axes, pipeline.schedule, pipeline.chunks, pipeline.more, parts, held)
+    schedule, chunks, more = pipeline.schedule, pipeline.chunks, pipeline.more
+    made = Pipelining(pipeline.axis, axes, schedule, chunks, more, parts, held, layout.part_pins)
     return replace(found, pipelining=made)
 
 
@@ -161,8 +169,11 @@ def statements_of(pipelining: Pipelining) -> tuple[PipelineStatement, CutStateme
     """Return the statements that give these stages: the cuts name modules where they can, else ops."""
     first: dict[int, str] = {}
     begins: dict[str, str] = {}
-    for op, part in pipelining.parts.items():
-        first.setdefault(part, op)
+    is_pinned = {op: any(_is_of(op, pin.glob) for pin in pipelining.pinned) for op in pipelining.parts}
+    # A part begins at an op that is where the cuts say, if it has one.
+    for op in sorted(pipelining.parts, key=is_pinned.__getitem__):
+        first.setdefault(pipelining.parts[op], op)
+    for op in pipelining.parts:
         for path in _paths(op):
             begins.setdefault(path, op)
     before = []
@@ -228,41 +239,94 @@ class _Cutting:
                 if node.name in self.varying:
                     self.body.append(node)
 
-    def parts(self, cut: CutStatement | None) -> dict[str, int]:
+    def parts(self, cut: CutStatement | None, pins: Sequence[PartPin]) -> dict[str, int]:
         """Return the part of each op."""
-        starts = self._even() if cut is None or not cut.before else [self._start(name, cut) for name in cut.before]
+        pinned = self._pinned(pins)
+        starts = (
+            self._even(pinned) if cut is None or not cut.before else [self._start(name, cut) for name in cut.before]
+        )
         for before, after in zip([0, *starts], starts, strict=False):
             if after <= before:
                 name = self.body[after].name
                 message = f"the part that begins at {name} would be before or within the one before it"
                 raise layout_error("E4", message, "name the parts in the order of the model", cut.span if cut else None)
-        return {node.name: sum(start <= place for start in starts) for place, node in enumerate(self.body)}
+        found = {node.name: sum(start <= place for start in starts) for place, node in enumerate(self.body)}
+        for part, start in enumerate(starts, start=1):
+            pin = pinned.get(self.body[start].name)
+            if pin is not None and pin.part != part:
+                message = f"{self.body[start].name} begins part {part}, and another line puts it at part {pin.part}"
+                raise layout_error("E3", message, "cut before another op", cut.span if cut else None, pin.span)
+        found.update((name, pin.part) for name, pin in pinned.items())
+        if pinned:
+            self._check_flow(found, pinned)
+        return found
+
+    def _pinned(self, pins: Sequence[PartPin]) -> dict[str, PartPin]:
+        """Return the statement about the part of each op that has one."""
+        found: dict[str, PartPin] = {}
+        for pin in pins:
+            if pin.part >= self.count:
+                message = f"there is no part {pin.part}: the pipeline has {self.count}, from 0 to {self.count - 1}"
+                raise layout_error("E4", message, "take one of these", pin.span)
+            own = [node.name for node in self.body if _is_of(node.name, pin.glob)]
+            if not own:
+                raise self._unknown(pin.glob, pin.span)
+            for name in own:
+                other = found.setdefault(name, pin)
+                if other.part != pin.part:
+                    message = f"{name} cannot be at part {other.part} and at part {pin.part}"
+                    raise layout_error("E2", message, "remove one of the lines", other.span, pin.span)
+        return found
+
+    def _check_flow(self, parts: Mapping[str, int], pinned: Mapping[str, PartPin]) -> None:
+        """Raise where a value would flow from a part to an earlier one."""
+        makers = {name: node.name for node in self.body for name in node.outputs}
+        for node in self.body:
+            for name in node.operands:
+                maker = None if name is None else makers.get(name)
+                if maker is not None and parts[maker] > parts[node.name]:
+                    message = f"{maker} in part {parts[maker]} feeds {node.name} in part {parts[node.name]}"
+                    # One of both has a line; the other one goes where it is.
+                    move, to = (maker, node.name) if node.name in pinned else (node.name, maker)
+                    fix = f"values go to later parts alone: write 'op @{move} at part {parts[to]}' too"
+                    involved = (pinned[op].span for op in (maker, node.name) if op in pinned)
+                    raise layout_error("E5", message, fix, *involved)
 
     def _start(self, name: str, cut: CutStatement) -> int:
         """Return the place of the first op of a module, or of the op that has this name or makes this value."""
         for place, node in enumerate(self.body):
-            names = (node.name, *filter(None, node.outputs))
-            if any(glob_matches(name, own) for own in names) or _is_within(node.name, name):
+            if _is_of(node.name, name) or any(glob_matches(name, own) for own in filter(None, node.outputs)):
                 return place
-        known = sorted({path for node in self.body for path in _paths(node.name)})
-        raise unknown_name("module or op of the micro-batches", name, known, cut.span)
+        raise self._unknown(name, cut.span)
 
-    def _even(self) -> list[int]:
+    def _unknown(self, name: str, span: SourceSpan | None) -> LayoutError:
+        known = sorted({path for node in self.body for path in _paths(node.name)})
+        return unknown_name("module or op of the micro-batches", name, known, span)
+
+    def _even(self, pinned: Mapping[str, PartPin]) -> list[int]:
         """Return the places that begin parts, so that the largest part has as little work as possible."""
         if len(self.body) < self.count:
             message = f"the model has {len(self.body)} ops with parameters, which is too few for {self.count} parts"
             raise layout_error("E4", message, "take fewer stages", self.pipeline.span)
-        each = (_work(self.graph, node) if self.work is None else self.work[node.name] for node in self.body)
+        each = [_work(self.graph, node) if self.work is None else self.work[node.name] for node in self.body]
+        fixed = [0.0] * self.count
+        for place, node in enumerate(self.body):
+            if node.name in pinned:
+                fixed[pinned[node.name].part] += each[place]
+                each[place] = 0.0
         work = list(accumulate(each, initial=0.0))
         crossing = self._crossing()
-        candidates = [place for place in self._between_layers() if 0 < place < len(self.body)]
+        places = [place for place, node in enumerate(self.body) if place and node.name not in pinned]
+        # A part begins at the next op that stands where the cuts say.
+        following = (bisect_left(places, place) for place in self._between_layers() if place)
+        candidates = sorted({places[i] for i in following if i < len(places)})
         if len(candidates) + 1 < self.count:
             fewest = sorted(set(crossing[1:]))
             for most in fewest:
-                candidates = [place for place in range(1, len(self.body)) if crossing[place] <= most]
+                candidates = [place for place in places if crossing[place] <= most]
                 if len(candidates) + 1 >= self.count:
                     break
-        return _balanced(work, candidates, self.count)
+        return _balanced(work, candidates, fixed)
 
     def _between_layers(self) -> list[int]:
         """Return the places before, between and behind the layers of the longest stack."""
@@ -342,8 +406,9 @@ def _varies(assignment: Assignment, node: NamedNode) -> bool:
     return any(MICRO in one.axes or MICRO in one.partial for one in shardings)
 
 
-def _is_within(op: str, path: str) -> bool:
-    return any(glob_matches(path, own) for own in _paths(op))
+def _is_of(op: str, name: str) -> bool:
+    """Return whether an op has a name, or stands in a module of this path."""
+    return glob_matches(name, op) or any(glob_matches(name, path) for path in _paths(op))
 
 
 def _paths(op: str) -> Iterator[str]:
@@ -363,16 +428,19 @@ def _work(graph: NamedGraph, node: NamedNode) -> float:
     return float(prod(node.sizes.values()))
 
 
-def _balanced(work: Sequence[float], candidates: Sequence[int], count: int) -> list[int]:
-    """Return `count - 1` of the candidates, so that the largest sum of work between two of them is least."""
+def _balanced(work: Sequence[float], candidates: Sequence[int], fixed: Sequence[float]) -> list[int]:
+    """Return the candidates that begin the later parts, so that the most work of a part is least.
+
+    A part has the work between two of them, and what is fixed.
+    """
     ends = [*candidates, len(work) - 1]
     until = np.array([work[end] for end in ends])
     # sums[i, j]: work between two ends, in order.
     sums = np.where(np.tri(len(ends), dtype=bool), np.inf, until - until[:, None])
     # least[j]: largest part of the best cuts of all before ends[j]; chosen: the last of these cuts.
-    least, chosen = until, []
-    for _ in range(1, count):
-        options = np.maximum(least[:, None], sums)
+    least, chosen = until + fixed[0], []
+    for more in fixed[1:]:
+        options = np.maximum(least[:, None], sums + more)
         chosen.append(options.argmin(axis=0))
         least = options.min(axis=0)
     found, place = [], len(ends) - 1

@@ -61,7 +61,7 @@ def propagate(graph: NamedGraph, layout: Layout, axes: SubMesh, cache: Propagati
     ranks = axes
     axes = with_time(without_stages(layout, ranks), 1 if layout.micro_batches is None else layout.micro_batches.count)
     bound = BoundLayout(graph, layout, axes)
-    in_time = tuple(axes.items()), layout.pipeline, layout.cut
+    in_time = tuple(axes.items()), layout.pipeline, layout.cut, layout.part_pins
     cache = (cache or PropagationCache()).in_time.setdefault(in_time, PropagationCache())
     options = options_of(bound.whole, axes)
     # With holes the picks depend on the whole graph, so such a layout is not looked up.

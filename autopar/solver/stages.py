@@ -64,7 +64,8 @@ def open_schedules(layout: Layout, axes: SubMesh) -> Iterator[Layout]:
     if pipeline is None or not pipeline.is_open or axes[pipeline.axis] == 1:
         yield layout
         return
-    named = cut is not None and bool(cut.before)
+    # Names of cuts and numbers of parts are for this number of parts.
+    named = (cut is not None and bool(cut.before)) or bool(layout.part_pins)
     for schedule, chunks, more in SCHEDULES:
         if named and chunks > 1:
             continue

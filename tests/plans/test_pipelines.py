@@ -396,6 +396,82 @@ def test_the_page_shows_the_fullest_stage() -> None:
     assert max(one.bytes for one in moments) == pytest.approx(plan.memory_bytes, rel=0.01)
 
 
+# -- ops at other parts ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "text"),
+    [
+        ("pipeline pp 1f1b; op @layers.9 at part 0", "E1", "no module or op of the micro-batches 'layers.9'"),
+        ("pipeline pp 1f1b; op @layers.1 at part 2", "E4", "there is no part 2: the pipeline has 2, from 0 to 1"),
+        ("pipeline pp 1f1b; op @layers.1 at part 1", "E5", "layers.1/linear in part 1 feeds .* in part 0"),
+        ("pipeline pp 1f1b; op @layers.1 at part 1; op @layers.*/linear at part 0", "E2", "cannot be at part"),
+        ("pipeline pp 1f1b; cut pp before @layers.4; op @layers.4 at part 0", "E3", "begins part 1, and another line"),
+        ("op @layers.1 at part 1", "E3", "'at part 1' is a part of no pipeline"),
+    ],
+)
+def test_parts_that_cannot_be(lines: str, code: str, text: str) -> None:
+    with pytest.raises(LayoutError, match=text) as error:
+        priced("pp=2", f"micro 4; {lines}; * -> none")
+    assert error.value.code == code
+    assert "fix: " in str(error.value)
+    # A mesh without the axis, or with one rank on it, has no parts.
+    if "pipeline" in lines:
+        assert priced("pp=1", f"micro 4; {lines}; * -> none").decided.assignment.pipelining is None
+
+
+def test_strategies_and_searches_keep_ops_where_they_are_put() -> None:
+    text = "micro 4; pipeline pp 1f1b; cut pp before @layers.4; op @/relu.3 at part 1; {}"
+    plain, plan = (
+        priced("pp=2", text.replace("op @/relu.3 at part 1; ", "").format("ddp")),
+        priced("pp=2", text.format("ddp")),
+    )
+    searched = plan_graph(plan.graph, (autopar.Mesh("pp=2"),), text.format("* -> none"), REQUEST)
+    stages = [one.decided.assignment.pipelining for one in (plain, plan, searched)]
+    before, after, found = (one.parts for one in stages if one is not None)
+    assert {op for op in before if before[op] != after[op]} == {"/relu.3"}
+    assert found == after
+    assert autopar.Plan.read(searched.text, searched.graph).decided == searched.decided
+
+
+class Towers(nn.Module):
+    """Two towers of equal layers, which the last op joins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def layer() -> nn.Module:
+            return nn.Sequential(nn.Linear(1024, 1024, device="meta"), nn.ReLU())
+
+        self.first, self.second = (nn.ModuleList(layer() for _ in range(4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for layer in self.first:
+            x = layer(x)
+        for layer in self.second:
+            y = layer(y)
+        return (x + y)[:, :1].mean()
+
+
+def test_cuts_balance_what_stands_elsewhere() -> None:
+    graph = autopar.trace(Towers(), (torch.empty(4096, 1024, device="meta"),))
+    first, second = ({f"{tower}.{layer}.0/linear" for layer in range(4)} for tower in ("first", "second"))
+    cases = {
+        "": first,
+        "op @second at part 0; ": second | {"first.0.0/linear"},
+        "op @second.0 at part 1; ": first,
+        "op @first.0 at part 0; op @second.0 at part 0; ": first - {"first.3.0/linear"} | {"second.0.0/linear"},
+    }
+    for lines, expected in cases.items():
+        text = f"micro 4; pipeline pp 1f1b; {lines}* -> none"
+        plan = plan_under_layout(graph, autopar.Mesh("pp=2"), text, REQUEST)
+        assert plan.decided.assignment.pipelining is not None
+        parts = plan.decided.assignment.pipelining.parts
+        assert {op for op, part in parts.items() if part == 0 and op.endswith("linear")} == expected
+        assert autopar.Plan.read(plan.text, plan.graph).decided == plan.decided
+
+
 # -- strategies with stages --------------------------------------------------------------------------------------------
 
 

@@ -376,6 +376,52 @@ def small(how: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return Small(how).double(), (torch.randn(8, 6, dtype=torch.float64), y)
 
 
+class Towers(nn.Module):
+    """Two towers, of which the second stands before the last layer of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 7), nn.Linear(7, 5)
+        self.vision = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 7))
+        self.middle = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.middle(self.first(x).tanh())
+        seen = self.vision(x)
+        return functional.cross_entropy(self.last(hidden.tanh() * seen), y, ignore_index=-100)
+
+
+def pinned(lines: str) -> tuple[float, dict[str, int], str]:
+    """Error of gradients, elements of the parameters of this rank, and the text of the stages of a plan."""
+    _, inputs = small("loss")
+    torch.manual_seed(0)
+    model = Towers().double()
+    layout = f"micro 4; pipeline pp 1f1b; {lines}; * -> none"
+    parallel = autopar.parallelize(model, "pp=2", inputs, layout=layout)
+    for each in (model, parallel):
+        each(*inputs).backward()
+    plan = plan_under_layout(parallel.graph, Mesh("pp=2"), layout, PlanRequest("h100"))
+    assert autopar.Plan.read(plan.text, plan.graph).decided == plan.decided
+    stages = [line for line in str(plan.layout).splitlines() if line.startswith(("cut", "op"))]
+    stored = {name: parameter.to_local().numel() for name, parameter in parallel.named_parameters()}
+    return worst(gradients(parallel), gradients(model)), stored, "; ".join(stages)
+
+
+@pytest.mark.parametrize(
+    ("lines", "stage_of_vision"),
+    [
+        ("cut pp before @middle; op @vision at part 0", 0),
+        ("cut pp before @last; op @vision at part 1; op @/mul at part 1", 1),
+    ],
+)
+def test_ops_stand_where_the_layout_puts_them(lines: str, stage_of_vision: int) -> None:
+    for rank, (error, stored, text) in enumerate(launch(pinned, lines, ranks=2, seconds=60)):
+        assert error < 1e-12
+        assert text.endswith(lines.partition("; ")[2])
+        assert (stored["vision.2.weight"] > 0) == (rank == stage_of_vision)
+        assert (stored["last.weight"] > 0) == (rank == 1)
+
+
 def features(schedule: str) -> dict[str, float]:
     """Error of gradients by feature, or of results."""
     found: dict[str, float] = {}
@@ -519,9 +565,10 @@ def test_statements_are_written_as_read() -> None:
         "pipeline pp gpipe\n",
         "pipeline pp zero_bubble\n",
         "pipeline pp interleaved(3)\ncut pp before @a, @b.1\n",
+        "pipeline pp 1f1b\nop @vision.* at part 0\nop @vision/linear.1 at part 12\n",
     ):
         assert str(parse_layout(text)) == text
     unknown = "pipeline pp dualpipe", "pipeline pp", "pipeline pp interleaved(1)", "pipeline pp zero_bubble(2)"
-    for text in (*unknown, "cut pp after @x"):
+    for text in (*unknown, "cut pp after @x", "op @x at part", "op @x at stage 1", "op @x at part -1"):
         with pytest.raises(LayoutError, match="fix: "):
             parse_layout(text)

@@ -28,6 +28,7 @@ from autopar.sharding.layout.syntax import (
     OpenMicroBatches,
     OpPin,
     OverAxes,
+    PartPin,
     Pin,
     PinState,
     PipelineStatement,
@@ -77,7 +78,7 @@ class Layout:
 
     def without_pipeline(self) -> Layout:
         """Return the layout without a pipeline."""
-        stages = (PipelineStatement, CutStatement)
+        stages = (PipelineStatement, CutStatement, PartPin)
         return Layout(tuple(one for one in self.statements if not isinstance(one, stages)), self.name)
 
     def without_time(self) -> Layout:
@@ -92,10 +93,15 @@ class Layout:
     def cut(self) -> CutStatement | None:
         return next((s for s in self.statements if isinstance(s, CutStatement)), None)
 
+    @property
+    def part_pins(self) -> tuple[PartPin, ...]:
+        return tuple(s for s in self.statements if isinstance(s, PartPin))
+
     def on_axes(self, meaning: Mapping[str, Axes]) -> Layout:
         """Return the layout with its axes replaced; `()` stands for an axis of size 1."""
         replaced = (replace_axes(statement, meaning) for statement in self.statements)
-        return Layout(tuple(statement for statement in replaced if statement is not None), self.name)
+        found = Layout(tuple(statement for statement in replaced if statement is not None), self.name)
+        return found if self.pipeline is None or found.pipeline is not None else found.without_pipeline()
 
     def __iter__(self) -> Iterator[Statement]:
         return iter(self.statements)
@@ -204,7 +210,8 @@ def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
 
 # `micro 8; pipeline pp 1f1b; fsdp(fsdp=dp)`. The statement names an axis on its line, the strategy `pipeline` does not.
 _STRATEGY_IN_TIME = re.compile(
-    r"(?P<in_time>(\s*(micro[ \t]+[\d?]|(pipeline|cut)[ \t]+\w)[^;\n]*[;\n])+)(?P<strategy>[^;]+);?\s*"
+    r"(?P<in_time>(\s*(micro[ \t]+[\d?]|(pipeline|cut)[ \t]+\w|op[ \t]+@\S+[ \t]+at\s)[^;\n]*[;\n])+)"
+    r"(?P<strategy>[^;]+);?\s*"
 )
 
 

@@ -27,6 +27,7 @@ from autopar.sharding.layout.syntax import (
     NotSplit,
     OpenMicroBatches,
     OpPin,
+    PartPin,
     Pin,
     PinState,
     PipelineStatement,
@@ -49,6 +50,7 @@ FORMS = {
     "cut": "write it as in 'cut pp before @blocks.2, @blocks.4'",
     "let": "write it as in 'let data = dp*fsdp'",
     "op": "write it as in 'op @blocks.0.mlp/linear[d_ff -> tp]'",
+    "part": "write it as in 'op @vision.* at part 0'",
     "keep": "write it as in 'keep @blocks.*.weight'",
     "regather": "write it as in 'regather @blocks.*.weight'",
     "recompute": "write it as in 'recompute full @blocks.*', or with 'none' or 'selective'",
@@ -298,8 +300,15 @@ class LayoutParser(TokenReader):
             states.append(PinState(state, axes))
         return Pin(glob, rules, tuple(states), span)
 
-    def op(self, span: SourceSpan) -> OpPin:
+    def op(self, span: SourceSpan) -> OpPin | PartPin:
         glob = self.expect_glob()
+        if self.is_a("name") and self.token.text == "at":
+            self.form = FORMS["part"]
+            self.advance()
+            if self.token.text != "part":
+                raise self.expected("'part' and its number after 'at'")
+            self.advance()
+            return PartPin(glob, self.expect_integer("the number of a part, from 0"), span)
         self.expect("[", "and factors after the name of the op")
         found = self.listed(self._factor, "]", "axes")
         choice = tuple((factor, axes) for factor, axes, _ in found)

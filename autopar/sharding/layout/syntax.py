@@ -209,6 +209,15 @@ class CutStatement:
 
 
 @dataclass(frozen=True)
+class PartPin:
+    """`op @vision.* at part 0`: ops that stand in another part of a pipeline than the cuts say."""
+
+    glob: str
+    part: int
+    span: SourceSpan | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
 class Guard:
     """`forbid all_gather(act) over tp`: these tensors need no such collective over these axes."""
 
@@ -251,6 +260,7 @@ Statement = (
     | OpenMicroBatches
     | PipelineStatement
     | CutStatement
+    | PartPin
     | OverAxes
     | DimRule
     | Block
@@ -322,6 +332,8 @@ def print_statement(statement: Statement) -> str:
             return f"pipeline {axis} {schedule}{extra}"
         case CutStatement(axis, before):
             return f"cut {axis} before {', '.join(f'@{name}' for name in before)}"
+        case PartPin(glob, part):
+            return f"op @{glob} at part {part}"
         case Let(name, axes):
             return f"let {name} = {print_axes(axes)}"
         case DimRule():
