@@ -5,32 +5,41 @@
 
 Both take the same cuts, micro-batches and schedule; their steps take turns. `wall` is the ratio of the medians of the
 slowest rank, `CPU` that of the processor's seconds of all ranks, which other programs disturb less. `noise` is the
-ratio of the peer's wall time in one half of its steps to that in the other. `halves` is the processor's time of the
-backwards of zero_bubble, in two halves, to that of the whole ones of 1f1b.
+ratio of the peer's wall time in one half of its steps to that in the other. `memory` is the ratio of the peaks of the
+fullest ranks, in bytes of tensors alive at once. `bubble` is the
+idle time of the busiest stage, in the fastest step, to that of the same schedule simulated with the measured tasks; it
+needs a core for each rank. `halves` is the processor's time of the backwards of zero_bubble, in two halves, to that of
+the whole ones of 1f1b.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
 import autopar
-from autopar.lowering.collectives.process_groups import join_local_group
+from autopar.cost.pipeline import PartCosts, run_orders
+from autopar.lowering.collectives.process_groups import MessageExchange, join_local_group
 from autopar.lowering.modules import pipeline_loop
-from autopar.sharding.schedules import TaskKind
+from autopar.sharding.schedules import BackwardHalf, StageTask, TaskKind, orders
 from benchmarks.step import SIZES as STEP_SIZES
 from examples.gpt import gpt
 
@@ -120,26 +129,45 @@ def ours(size: str, schedule: str, ranks: int) -> tuple[Callable[[], None], Any]
     return step, parallel
 
 
-class BackwardTimes:
-    """Seconds of the processor that our backwards take, in halves or whole."""
+class Timed(NamedTuple):
+    """Task of our step: its begin and end, the time without waiting for messages, and the processor's time."""
+
+    task: StageTask
+    begin: float
+    end: float
+    busy: float
+    processor: float
+
+
+class TaskTimes:
+    """Times of our tasks, by step."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
+        self.steps: list[list[Timed]] = []
 
-    def __enter__(self) -> BackwardTimes:
-        self.run = run = pipeline_loop._Run._run
+    def run(self, step: Callable[[], None]) -> None:
+        tasks: list[Timed] = []
+        waited = 0.0
+        run, receive = pipeline_loop._Run._run, MessageExchange.received
 
-        def timed(one: Any, task: Any, *others: Any) -> None:
-            start = time.thread_time()
-            run(one, task, *others)
-            if task.kind is TaskKind.BACKWARD:
-                self.seconds[-1] += time.thread_time() - start
+        def timed(one: Any, item: Any, *others: Any) -> None:
+            before, begin, used = waited, time.perf_counter(), time.thread_time()
+            run(one, item, *others)
+            end, processor = time.perf_counter(), time.thread_time() - used
+            if isinstance(item, StageTask):
+                tasks.append(Timed(item, begin, end, end - begin - (waited - before), processor))
 
-        pipeline_loop._Run._run = timed  # type: ignore[method-assign]
-        return self
+        def received(*arguments: Any, **others: Any) -> Tensor:
+            nonlocal waited
+            begin = time.perf_counter()
+            found = receive(*arguments, **others)
+            waited += time.perf_counter() - begin
+            return found
 
-    def __exit__(self, *_: Any) -> None:
-        pipeline_loop._Run._run = self.run  # type: ignore[method-assign]
+        with mock.patch.object(pipeline_loop._Run, "_run", timed):  # noqa: SIM117
+            with mock.patch.object(MessageExchange, "received", received):
+                step()
+        self.steps.append(tasks)
 
 
 def halves(size: str, ranks: int, steps: int) -> float:
@@ -148,25 +176,91 @@ def halves(size: str, ranks: int, steps: int) -> float:
     for step in pair:
         for _ in range(WARM_UP):
             step()
-    times = [BackwardTimes(), BackwardTimes()]
+    times = [TaskTimes(), TaskTimes()]
     for turn in range(steps):
         for which in ((0, 1), (1, 0))[turn % 2]:
-            times[which].seconds.append(0.0)
-            with times[which]:
-                pair[which]()
-    found = torch.tensor([each.seconds for each in times])
+            times[which].run(pair[which])
+    backwards = TaskKind.BACKWARD
+    found = torch.tensor(
+        [[sum(one.processor for one in tasks if one.task.kind is backwards) for tasks in each.steps] for each in times]
+    )
     dist.all_reduce(found)
     halved, whole = found.median(1).values.tolist()
-    return halved / whole
+    return float(halved / whole)
+
+
+def bubbles(step: Callable[[], None], schedule: Any, ranks: int, steps: int) -> float:
+    """Return the idle time of our fastest step to that of the simulated one, without messages."""
+    times = TaskTimes()
+    for _ in range(steps):
+        dist.barrier()
+        times.run(step)
+    every: list[Any] = [None] * ranks
+    dist.all_gather_object(every, times.steps)
+    plan = orders(ranks, MICRO_BATCHES, schedule, halves=True)
+    found = []
+    for stages in zip(*every, strict=True):
+        span = max(tasks[-1].end for tasks in stages) - min(tasks[0].begin for tasks in stages)
+        measured = span / max(sum(one.busy for one in tasks) for tasks in stages) - 1
+        finished, busy, _ = run_orders([part_costs(tasks) for tasks in stages], plan, [0.0] * ranks, sends_wait=False)
+        found.append((span, measured / (max(finished) / max(busy) - 1)))
+    return min(found)[1]
+
+
+def part_costs(tasks: Sequence[Timed]) -> PartCosts:
+    """Return the mean times of the tasks of one stage."""
+
+    def mean(*which: tuple[TaskKind, BackwardHalf | None]) -> float:
+        return sum(one.busy for one in tasks if (one.task.kind, one.task.half) in which) / MICRO_BATCHES
+
+    weights = TaskKind.BACKWARD, BackwardHalf.WEIGHTS
+    backward = mean((TaskKind.BACKWARD, None), (TaskKind.BACKWARD, BackwardHalf.INPUTS), weights)
+    return PartCosts(mean((TaskKind.FORWARD, None)), backward, late_seconds=mean(weights))
+
+
+def live_bytes() -> int:
+    """Return the bytes of all tensors that Python sees."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and not isinstance(x, DTensor | FakeTensor)]
+    storages = [x.untyped_storage() for x in tensors if x.device.type == "cpu"]
+    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+
+
+def peak_bytes(step: Callable[[], None]) -> int:
+    """Return the most bytes alive at once in a step.
+
+    The profiler sees what is freed only if it saw the allocation, so the second of two steps counts.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
+        step()
+        with torch.profiler.record_function("second step"):
+            step()
+    after = live_bytes()
+    assert found.profiler is not None, "it has run"
+    events: Any = found.profiler.kineto_results.events()
+    (begin,) = (one.start_ns() for one in events if one.name() == "second step")
+    changes = sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]")
+    # From the end of the step backwards.
+    later = accumulate(-size for at, size in reversed(changes) if at >= begin)
+    return after + max(0, *later)
 
 
 def compare(size: str, schedule: str, steps: int, rank: int, ranks: int) -> str:
-    mine, parallel = ours(size, schedule, ranks)
-    theirs, part = by_hand(size, schedule, rank, ranks)
-    pair = (mine, theirs)
-    for step in pair:
+    before = live_bytes()
+    made: list[Any] = []
+    memory = torch.zeros(2)
+    # What the first side keeps is there when the second one runs.
+    for place, make in enumerate((lambda: ours(size, schedule, ranks), lambda: by_hand(size, schedule, rank, ranks))):
+        made.append(make())
+        step, module = made[-1]
         for _ in range(WARM_UP):
             step()
+        memory[place] = peak_bytes(step) - before
+        module.zero_grad()
+        before = live_bytes()
+    (mine, parallel), (theirs, part) = made
+    pair = (mine, theirs)
+    dist.all_reduce(memory, dist.ReduceOp.MAX)
     walls: list[list[float]] = [[], []]
     seconds: list[list[float]] = [[], []]
     for turn in range(steps):
@@ -185,9 +279,10 @@ def compare(size: str, schedule: str, steps: int, rank: int, ranks: int) -> str:
     error = torch.tensor(_difference(parallel, part))
     dist.all_reduce(error, dist.ReduceOp.MAX)
     ratio = f"{halves(size, ranks, steps):6.3f}" if schedule == "zero_bubble" else f"{'-':>6}"
+    kept, idle = float(memory[0] / memory[1]), bubbles(mine, schedule, ranks, steps)
     return (
         f"{schedule:11} {size:6} {ranks:5} {1e3 * wall[0]:9.1f} {1e3 * wall[1]:9.1f} {wall[0] / wall[1]:6.3f} "
-        f"{processor[0] / processor[1]:6.3f} {noise:6.3f} {ratio}   {float(error):.1e}"
+        f"{processor[0] / processor[1]:6.3f} {noise:6.3f} {kept:6.3f} {idle:6.3f} {ratio}   {float(error):.1e}"
     )
 
 
@@ -222,7 +317,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.size = arguments.size or ["small", "25M"]
     arguments.schedule = arguments.schedule or list(SCHEDULES)
-    names = "ranks   ours ms   peer ms   wall    CPU  noise halves   difference of gradients"
+    names = "ranks   ours ms   peer ms   wall    CPU  noise memory bubble halves   difference of gradients"
     print(f"{'schedule':11} {'size':6} {names}")
     for ranks in arguments.ranks or (2, 4):
         with tempfile.TemporaryDirectory() as folder:
