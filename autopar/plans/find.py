@@ -253,7 +253,9 @@ def _in_micro_batches(
         left = max(seconds / len(counts), (ends - time.monotonic()) / (len(counts) - number))
         beat = beat_seconds if best is None else min(beat_seconds, best.step_seconds)
         try:
-            best = _on_mesh(graph, mesh, said.with_micro_batches(micro), request, progress, left, beat)
+            found = _on_mesh(graph, mesh, said.with_micro_batches(micro), request, progress, left, beat)
+            # The bound of a pipeline omits idle time, so a search may end with a slower plan.
+            best = min(best or found, found, key=lambda plan: plan.step_seconds)
         except (NoFeasiblePlan, LayoutError) as error:
             if best is not None:
                 break  # with more micro-batches it takes longer

@@ -348,6 +348,20 @@ def test_an_open_schedule_is_the_fastest_that_fits() -> None:
     assert str(parse_layout(text)) == text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", ["h100", "local-cpu"])
+def test_an_open_number_of_micro_batches_is_the_fastest(cluster: str) -> None:
+    # The bound is far below these steps, so it excludes no number.
+    graph = autopar.trace(*gpt(layers=2, d_model=64, heads=4, vocab=48, seq=64, batch=16, device="meta"))
+    request, mesh = PlanRequest(cluster, cache=False), (autopar.Mesh("pp=2,dp=2"),)
+    layout = "pipeline pp 1f1b; batch -> dp; * -> none"
+    times = {n: plan_graph(graph, mesh, f"micro {n}; {layout}", request).step_seconds for n in (2, 4, 8)}
+    assert len(set(times.values())) == 3
+    found = plan_graph(graph, mesh, f"micro ?{{2, 4, 8}}; {layout}", request)
+    assert found.step_seconds == min(times.values())
+    assert f"micro {min(times, key=times.__getitem__)}\n" in found.text
+
+
 def test_open_meshes_may_have_one_stage() -> None:
     """An axis of one rank has no stages, and needs no micro-batches."""
     meshes = meshes_of("pp=?,dp=?", 2)
