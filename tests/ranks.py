@@ -55,7 +55,7 @@ class SimulatedGroups(Groups):
     def stages(self, axis: str) -> Any:
         """No process group: a pipeline is built here and does not run."""
         fixed = {other: at for other, at in self.coordinate.items() if other != axis}
-        return None, tuple(rank for rank, place in enumerate(self.places) if fixed.items() <= place.items())
+        return (None, None), tuple(rank for rank, place in enumerate(self.places) if fixed.items() <= place.items())
 
 
 def on_ranks(axes: Mapping[str, int], function: Callable[[SimulatedGroups], T]) -> list[T]:

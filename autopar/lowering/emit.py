@@ -164,9 +164,9 @@ class _Emitter:
         pipelining = self.assignment.pipelining
         if pipelining is None:
             return None
-        group, ranks = self.groups.stages(pipelining.axis)
+        groups, ranks = self.groups.stages(pipelining.axis)
         stage = self.groups.coordinate[pipelining.axis]
-        stages = StageGroup(group, ranks, stage, pipelining.schedule, pipelining.chunks, pipelining.more)
+        stages = StageGroup(groups, ranks, stage, pipelining.schedule, pipelining.chunks, pipelining.more)
         return StageCut(self.assignment, stages, self.graph, self.by_node)
 
     def _inputs(self) -> list[str]:

@@ -61,7 +61,7 @@ def loop_of(
     stage: int, stages: int, count: int, schedule: tuple[Schedule, int, int], crossings: Sequence[Crossing]
 ) -> PipelineLoop:
     name, chunks, more = schedule
-    group: Any = None
+    groups: Any = ("values", "gradients")
     parts = {}
     for part in range(stage, stages * chunks, stages):
         received = tuple(one for one in crossings if part in one.targets)
@@ -70,7 +70,7 @@ def loop_of(
         body: Any = Body(len(sent) + is_last)
         parts[part] = PipelinePart(body, (0,), received, sent, (0,) if is_last else ())
     result = PartResult(LoopResult("sum"), stages * chunks - 1, (), torch.float32, True)
-    at = StageGroup(group, tuple(range(stages)), stage, name, chunks, more)
+    at = StageGroup(groups, tuple(range(stages)), stage, name, chunks, more)
     return PipelineLoop(parts, crossings, count, [result], at, (), (), (), False, LateWeights())
 
 
@@ -88,10 +88,12 @@ def recorded(loop: PipelineLoop, patch: pytest.MonkeyPatch, run: Callable[[_Run]
     found: list[Action] = []
 
     def isend(x: Tensor, to: int, group: Any, tag: int) -> Done:
+        assert group == loop.stages.groups[tag // loop.count % 2], "gradients have a group of their own"
         found.append((True, to, tag))
         return Done()
 
     def irecv(x: Tensor, source: int, group: Any, tag: int) -> Done:
+        assert group == loop.stages.groups[tag // loop.count % 2], "gradients have a group of their own"
         found.append((False, source, tag))
         x.fill_(1.0)
         return Done()

@@ -533,9 +533,9 @@ def test_refusals(how: str, layout: str, text: str) -> None:
         assert "fix: " in found
 
 
-def lost(how: str) -> None:
+def lost(how: str, mesh: str) -> None:
     """One step, in which rank 1 ends or stops before the forward of micro-batch 2."""
-    _, parallel, inputs = pair("micro 4; pipeline pp 1f1b; * -> none", "pp=2")
+    _, parallel, inputs = pair("micro 4; pipeline pp 1f1b; * -> none", mesh)
     if dist.get_rank() == 1:
         forward = pipeline_loop._Run._forward
 
@@ -551,9 +551,9 @@ def lost(how: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["ends", "stops"])
-def test_a_lost_stage_is_named(how: str) -> None:
-    first, _ = endings(lost, how, ranks=2, limit_seconds=4, seconds=90, lost=1)
+@pytest.mark.parametrize(("how", "mesh"), [("ends", "pp=2"), ("stops", "pp=2"), ("stops", "pp=2,dp=1")])
+def test_a_lost_stage_is_named(how: str, mesh: str) -> None:
+    first, _ = endings(lost, how, mesh, ranks=2, limit_seconds=4, seconds=90, lost=1)
     assert first.code == 1
     assert re.search(r"stage 0 waits for the gradient of micro-batch [12] from stage 1, into part 0", first.log)
 

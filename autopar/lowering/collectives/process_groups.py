@@ -65,6 +65,7 @@ class Groups:
         self.coordinate: Mapping[str, int] = dict(zip(self.names, coordinate, strict=True))
         self.device_type: str = mesh.device_type
         self._found: dict[tuple[str, ...], _Group] = {}
+        self._stages: dict[str, tuple[ProcessGroup, ProcessGroup]] = {}
 
     def of(self, axes: tuple[str, ...]) -> _Group:
         """Return the group of ranks that differ from this one along these axes only."""
@@ -73,10 +74,16 @@ class Groups:
             self._found[ordered] = self._group(ordered)
         return self._found[ordered]
 
-    def stages(self, axis: str) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
-        """Return the process group along the axis of a pipeline, and its ranks by stage."""
-        group = group_over(self.mesh[axis])
-        return group, tuple(dist.get_process_group_ranks(group))
+    def stages(self, axis: str) -> tuple[tuple[ProcessGroup, ProcessGroup], tuple[int, ...]]:
+        """Return the process groups of values and of gradients along the axis of a pipeline, and its ranks by stage."""
+        lines = self.mesh.mesh.movedim(self.names.index(axis), -1).reshape(-1, self.mesh[axis].size()).tolist()
+        if axis not in self._stages:
+            # New ones: messages keep the time limit with which their group is made.
+            limit = _time_limit(self.device_type)
+            values, gradients = (dist.new_subgroups_by_enumeration(lines, limit)[0] for _ in range(2))  # type: ignore[no-untyped-call]
+            self._stages[axis] = values, gradients
+        (ranks,) = (line for line in lines if dist.get_rank() in line)
+        return self._stages[axis], tuple(ranks)
 
     def ranks(self, name: str) -> tuple[int, ...]:
         """Return the members of a group found before, by its name."""
@@ -114,7 +121,7 @@ class GroupsOfMicroBatch(Groups):
         assert MICRO not in axes, f"a collective over {axes}"
         return self.groups.of(axes)
 
-    def stages(self, axis: str) -> tuple[dist.ProcessGroup, tuple[int, ...]]:
+    def stages(self, axis: str) -> tuple[tuple[ProcessGroup, ProcessGroup], tuple[int, ...]]:
         return self.groups.stages(axis)
 
     def ranks(self, name: str) -> tuple[int, ...]:
@@ -166,9 +173,18 @@ def group_over(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 def _keep_time_limit(group: dist.ProcessGroup, device: str) -> None:
     """Give a group the limit of `init_process_group`; torch gives new groups a default limit."""
+    limit = _time_limit(device)
+    if group is not dist.group.WORLD and limit is not None:
+        _set_pg_timeout(limit, group)
+
+
+def _time_limit(device: str) -> timedelta | None:
+    """Return the limit of `init_process_group`, if the backend has one."""
     world: Any = dist.group.WORLD
-    if group is not world and dist.get_backend(group) in (dist.Backend.GLOO, dist.Backend.NCCL):
-        _set_pg_timeout(world._get_backend(torch.device(device)).options._timeout, group)
+    if dist.get_backend() not in (dist.Backend.GLOO, dist.Backend.NCCL):
+        return None
+    limit: timedelta = world._get_backend(torch.device(device)).options._timeout
+    return limit
 
 
 def limit_seconds_of(group: dist.ProcessGroup) -> float:
@@ -229,7 +245,8 @@ def _resolves(host: str) -> bool:
 class StageGroup:
     """Ranks along the axis of the stages, and the schedule that they run."""
 
-    group: ProcessGroup
+    # Of values, and of gradients: a library may run the messages of a group one after the other.
+    groups: tuple[ProcessGroup, ProcessGroup]
     # Global rank of each stage.
     ranks: tuple[int, ...]
     stage: int
@@ -286,12 +303,16 @@ class MessageExchange:
         if self.stages.stage_of(source) == self.stages.stage:
             x = self.made.pop(message).contiguous()
             self.pending = [pair for pair in self.pending if not pair[0].is_completed()]
-            work = dist.isend(x, self.stages.ranks[self.stages.stage_of(target)], self.stages.group, tag)
+            work = dist.isend(
+                x, self.stages.ranks[self.stages.stage_of(target)], self.stages.groups[message.backward], tag
+            )
             self.pending.append((work, x))  # its memory is read until then
             return
         x = self.like.new_empty(one.shape, dtype=one.dtype)
         with self._naming(message):
-            work = dist.irecv(x, self.stages.ranks[self.stages.stage_of(source)], self.stages.group, tag)
+            work = dist.irecv(
+                x, self.stages.ranks[self.stages.stage_of(source)], self.stages.groups[message.backward], tag
+            )
             self.coming[message] = work, x
 
     def received(self, one: Crossing, target: int, micro_batch: int, backward: bool) -> Tensor:

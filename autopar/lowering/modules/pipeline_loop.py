@@ -149,10 +149,10 @@ class PipelineLoop(nn.Module):
         for one in self.tied:
             if one.source == stages.stage:
                 x = inputs[one.place].detach().contiguous()
-                sent += [(dist.isend(x, stages.ranks[target], stages.group), x) for target in one.targets]
+                sent += [(dist.isend(x, stages.ranks[target], stages.groups[0]), x) for target in one.targets]
             else:
                 x = inputs[0].new_empty(one.shape, dtype=one.dtype)
-                dist.recv(x, stages.ranks[one.source], stages.group)
+                dist.recv(x, stages.ranks[one.source], stages.groups[0])
                 found.append(x.requires_grad_(one.differentiable))
         for work, _ in sent:
             work.wait()
@@ -340,12 +340,12 @@ class _Run:
         for one in (one for one in self.loop.tied if one.differentiable):
             if one.source != stages.stage:
                 total = sums.take(one.place).contiguous()
-                work = dist.isend(total, stages.ranks[one.source], self.loop.stages.group)
+                work = dist.isend(total, stages.ranks[one.source], stages.groups[1])
                 self.messages.pending.append((work, total))
                 continue
             for target in one.targets:
                 total = self.leaves[one.place].new_empty(one.shape, dtype=sum_dtype(one.dtype))
-                dist.recv(total, stages.ranks[target], self.loop.stages.group)
+                dist.recv(total, stages.ranks[target], stages.groups[1])
                 sums.put(one.place, total)
 
     # -- results of all stages
@@ -361,7 +361,7 @@ class _Run:
                 x = x.contiguous()
             else:
                 x = inputs[0].new_empty(one.joined_shape, dtype=one.dtype)
-            dist.broadcast(x, stages.ranks[source], self.loop.stages.group)
+            dist.broadcast(x, stages.ranks[source], self.loop.stages.groups[0])
             found.append(x)
         return tuple(found)
 
@@ -369,7 +369,7 @@ class _Run:
         """Return whether the sums of all stages are finite."""
         assert self.sums is not None, "it records gradients"
         flag = torch.tensor([float(self.sums.are_finite())], device=self.leaves[0].device)
-        dist.all_reduce(flag, dist.ReduceOp.MIN, self.loop.stages.group)
+        dist.all_reduce(flag, dist.ReduceOp.MIN, self.loop.stages.groups[0])
         return bool(flag)
 
     def gradients(self, factor: Tensor | None = None) -> list[Tensor | None]:
@@ -379,7 +379,7 @@ class _Run:
         for place in self.loop.shared:
             if self.leaves[place].requires_grad:
                 total = sums.total(place).contiguous().clone()
-                dist.all_reduce(total, group=self.loop.stages.group)
+                dist.all_reduce(total, group=self.loop.stages.groups[0])
                 sums.totals[place] = total
         for place in self.loop.absent:
             if self.leaves[place].requires_grad:
