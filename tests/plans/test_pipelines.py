@@ -100,6 +100,25 @@ def test_gathered_parameters_count_once() -> None:
         assert other.memory.saved_bytes == pytest.approx(one.memory.saved_bytes, rel=1e-3)
 
 
+class Head(Layers):
+    """Layers whose last stage makes much more in its forward than it keeps."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.repeat(1, 8).sum(1, keepdim=True).mean()
+
+
+def test_a_forward_runs_beside_saved_micro_batches() -> None:
+    """The peak of the forward counts what waits for its backward: under gpipe all other micro-batches."""
+    graph = autopar.trace(Head(4), (torch.empty(2**14, 1024, device="meta"),))
+    layout = "micro 8; pipeline pp gpipe; batch -> none; * -> none"
+    last = plan_under_layout(graph, autopar.Mesh("pp=2"), layout, REQUEST).costs.stages[-1].memory
+    assert "the forward of" in last.peak_at
+    # Of one micro-batch: 8 MiB of float32 in each value, and eight times as much before the sum.
+    assert last.peak_bytes >= last.parameters_bytes + last.saved_bytes + 64 * 2**20
+
+
 def test_interleaving_shortens_the_bubble() -> None:
     plain = priced("pp=4", "micro 16; pipeline pp 1f1b; batch -> none; * -> none").costs
     finer = priced("pp=4", "micro 16; pipeline pp interleaved(2); batch -> none; * -> none").costs

@@ -76,9 +76,10 @@ def memory(step: LoweredStep) -> MemoryCosts:
     moments = [(run.storages.peak + states, run.storages.peak_at)]
     run.storages.peak = 0.0
     run.backward()
-    # Other micro-batches wait for their backwards, and for put-off gradients, while that of one runs.
+    moments.append((run.storages.peak + states, run.storages.peak_at))
+    # While the forward or the backward of one runs, others wait for their backwards, and for put-off gradients.
     waiting = _waiting_bytes(step, saved - run.results_bytes, run.late_bytes)
-    moments.append((run.storages.peak + waiting + states, run.storages.peak_at))
+    moments = [(peak + waiting, at) for peak, at in moments]
     gradients = run.gradient_bytes()
     moments.append((parameters + copies + inputs + states + gradients + largest, "the optimizer"))
     peak, at = max(moments, key=itemgetter(0))
@@ -86,7 +87,7 @@ def memory(step: LoweredStep) -> MemoryCosts:
 
 
 def _waiting_bytes(step: LoweredStep, saved_bytes: float, late_bytes: float) -> float:
-    """Return the most bytes that a stage keeps for other micro-batches while a backward runs.
+    """Return the most bytes that a stage keeps for other micro-batches while one runs.
 
     A forward adds the tensors that it saves. A backward frees them, but for the operands of put-off gradients.
     """
@@ -117,7 +118,9 @@ def memory_over_time(step: LoweredStep, stage: MemoryCosts | None = None) -> tup
     if stage is not None:
         known = stage.parameters_bytes + stage.copies_bytes + stage.inputs_bytes
         own = run.storages.live - known - sum(run.storages.sizes[one] for one in run.sums.values())
-        run.storages.new(max(0.0, stage.saved_bytes - own))
+        waiting = max(0.0, stage.saved_bytes - own)
+        run.storages.moments = {doing: alive + waiting for doing, alive in run.storages.moments.items()}
+        run.storages.new(waiting)
     first = sum(run.storages.sizes[storage] for storage in run.sums.values())
     states = 0.0
     if graph.exported.grad_enabled:
