@@ -318,11 +318,12 @@ class _Cutting:
         crossing = self._crossing()
         places = [place for place, node in enumerate(self.body) if place and node.name not in pinned]
         # A part begins at the next op that stands where the cuts say.
-        following = (bisect_left(places, place) for place in self._between_layers() if place)
+        between = self._between_layers()
+        following = (bisect_left(places, place) for place in between if place)
         candidates = sorted({places[i] for i in following if i < len(places)})
-        if len(candidates) + 1 < self.count:
-            fewest = sorted(set(crossing[1:]))
-            for most in fewest:
+        # Only a stage of several chunks may have one without a layer.
+        if len(candidates) + 1 - (self.pipeline.chunks == 1 and between[-1] < len(self.body)) < self.count:
+            for most in sorted(set(crossing[1:])):
                 candidates = [place for place in places if crossing[place] <= most]
                 if len(candidates) + 1 >= self.count:
                     break
@@ -331,13 +332,12 @@ class _Cutting:
     def _between_layers(self) -> list[int]:
         """Return the places before, between and behind the layers of the longest stack."""
         stacks = [repeat.module_paths for repeat in self.graph.repeats if len(set(repeat.module_paths)) == repeat.count]
-        longest = max(stacks, key=len, default=())
-        layers = set(longest)
-        ends: dict[str, tuple[int, int]] = {}
+        layers, begins, end = max(stacks, key=len, default=()), dict[str, int](), 0
         for place, node in enumerate(self.body):
-            for path in layers.intersection(_paths(node.name)):
-                ends[path] = ends.get(path, (place, place))[0], place + 1
-        return sorted({place for found in ends.values() for place in found})
+            for path in set(_paths(node.name)).intersection(layers):
+                begins.setdefault(path, place)
+                end = place + 1
+        return sorted({*begins.values(), end})
 
     def _crossing(self) -> list[int]:
         """Return the number of values that would cross a cut before each op."""
