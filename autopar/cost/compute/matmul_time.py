@@ -9,7 +9,7 @@ constants belong to a device (`[matrix]` in its file) and are fitted to measured
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
@@ -47,6 +47,10 @@ class MatmulUnit:
     # `product_seconds` is cached by its arguments, and a mapping has no hash.
     def __hash__(self) -> int:
         return hash((self.processors, self.start_seconds, self.fill, self.split_seconds, self.tile))
+
+    def at_speed(self, fraction: float) -> MatmulUnit:
+        """Return the constants of a device at a fraction of its speed; the peak rate is no part of them."""
+        return replace(self, start_seconds=self.start_seconds / fraction, split_seconds=self.split_seconds / fraction)
 
 
 @dataclass(frozen=True)

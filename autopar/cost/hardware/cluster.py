@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from autopar.cost.collective_algorithms import ALGORITHMS, KINDS, Library, TopologyLevel
 from autopar.cost.compute.matmul_time import MatmulUnit
@@ -27,7 +27,7 @@ from autopar.names import did_you_mean
 MEMORY_TOLERANCE = 0.15
 # Folders of the shared files, and the keys of a cluster's own file.
 FOLDERS = {"device": "devices", "library": "libraries"}
-KEYS = ("name", "description", "device", "library", "level", "sources")
+KEYS = ("name", "description", "device", "library", "level", "part", "sources")
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,40 @@ class Device:
     def stream(self) -> float:
         return self.stream_bytes_per_second or self.hbm_bytes_per_second
 
+    def at_speed(self, fraction: float) -> Device:
+        """Return the device with every op slowed to a fraction of its speed; its host stays as fast."""
+        if fraction == 1.0:
+            return self
+        rates: dict[str, Any] = {
+            name: MappingProxyType({key: fraction * rate for key, rate in getattr(self, name).items()})
+            for name in ("peak_flops", "forward_bytes_per_second", "backward_bytes_per_second")
+        }
+        stream = None if self.stream_bytes_per_second is None else fraction * self.stream_bytes_per_second
+        # Products and attention are priced by these rates and by the start of an op.
+        matrix = None if self.matrix is None else self.matrix.at_speed(fraction)
+        return replace(
+            self,
+            hbm_bytes_per_second=fraction * self.hbm_bytes_per_second,
+            stream_bytes_per_second=stream,
+            launch_seconds=self.launch_seconds / fraction,
+            op_seconds=self.op_seconds / fraction,
+            matrix=matrix,
+            **rates,
+        )
+
+
+@dataclass(frozen=True)
+class ClusterPart:
+    """Units of one level with devices of their own: the first ones of the level, after those of earlier parts."""
+
+    name: str
+    # Level that joins the units: of the level of the network they are nodes.
+    level: str
+    units: int
+    device: Device
+    # Speed of these devices, as a share of that of their kind: a limit of power, a slower clock.
+    speed_fraction: float = 1.0
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -84,9 +118,11 @@ class Cluster:
 
     name: str
     description: str
+    # Of all units that no part names.
     device: Device
     level: tuple[TopologyLevel, ...]
     library: Library
+    part: tuple[ClusterPart, ...] = ()
     sources: Mapping[str, Source] = field(default_factory=dict, metadata={"key": False})
     # Quantities of the files that name no source.
     uncited: tuple[str, ...] = field(default=(), metadata={"key": False})
@@ -95,6 +131,10 @@ class Cluster:
     def ranks_per_node(self) -> int | None:
         """Return the number of devices that the innermost links join; None: any number."""
         return self.level[0].units
+
+    def with_device(self, device: Device) -> Cluster:
+        """Return the cluster with all devices of one kind."""
+        return replace(self, device=device, part=())
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -175,14 +215,20 @@ def _load(path: Path, stamp: int) -> Cluster:
             sources |= {f"{key}-{name}": source for name, source in shared.sources().items()}
             uncited += [f"{key}.{name}" for name in shared.uncited]
     del table["device"], table["library"]
+    described = table.pop("part", [])
     for key in table:
         if key not in ("name", "description", "level"):
             hint = did_you_mean(key, KEYS)
             document.fail((key,), f"unknown key '{key}'{hint}", f"the keys are {', '.join(KEYS)}")
     own = document.read(_OwnTables, (), table)
     _check_levels(document, own.level, library)
+    parts, shared_files = _read_parts(document, described, own.level, device)
+    for i, shared in shared_files:
+        name = shared.name.removesuffix(".toml")
+        sources |= {f"{name}-{source}": found for source, found in shared.sources().items()}
+        uncited += [f"part.{i}.device.{quantity}" for quantity in shared.uncited]
     cited = MappingProxyType(sources)
-    return Cluster(own.name, own.description, device, own.level, library, cited, (*uncited, *document.uncited))
+    return Cluster(own.name, own.description, device, own.level, library, parts, cited, (*uncited, *document.uncited))
 
 
 @dataclass(frozen=True)
@@ -215,14 +261,76 @@ def _shared_part(document: Document, key: str, record: type[Part]) -> tuple[Part
     names = _shared_names(key)
     if key not in document.table:
         document.fail((), f"the file lacks '{key}'", f"name one of {', '.join(names)}, or write it under [{key}]")
-    name = document.table[key]
+    return _named_part(document, (key,), document.table[key], key, record)
+
+
+def _named_part(
+    document: Document, place: tuple[str | int, ...], name: object, key: str, record: type[Part]
+) -> tuple[Part, Document]:
+    """Return a device or library and the file that describes it, given its name or its table in a cluster's file."""
     if not isinstance(name, str):
-        return document.read(record, (key,), name), document
+        return document.read(record, place, name), document
+    names = _shared_names(key)
     if name not in names:
-        fix = f"take one of {', '.join(names)}, or write it under [{key}]"
-        document.fail((key,), f"there is no {key} '{name}'{did_you_mean(name, names)}", fix)
+        fix = f"take one of {', '.join(names)}, or write it under [{'.'.join(map(str, place[::2]))}]"
+        document.fail(place, f"there is no {key} '{name}'{did_you_mean(name, names)}", fix)
     shared = read_document(shared_path(key, name))
     return shared.read(record, (), _without_sources(shared)), shared
+
+
+def _read_parts(
+    document: Document, described: object, levels: tuple[TopologyLevel, ...], device: Device
+) -> tuple[tuple[ClusterPart, ...], list[tuple[int, Document]]]:
+    """Read `[[part]]` tables; also return the files of their devices, by the number of the part.
+
+    A part names its device, describes it in a table, or has that of the cluster at another speed.
+    """
+    if not isinstance(described, list):
+        document.fail(("part",), "'part' is not a list", "write it as [[part]]")
+    parts: list[ClusterPart] = []
+    files: list[tuple[int, Document]] = []
+    for i, table in enumerate(described):
+        place = ("part", i)
+        values = dict(table) if isinstance(table, dict) else {}
+        own = values.pop("device", None)
+        values.setdefault("level", levels[-1].name)
+        found = document.read(_PartKeys, place, values)
+        kind = device
+        if own is not None:
+            kind, file = _named_part(document, (*place, "device"), own, "device", Device)
+            files += [] if file is document else [(i, file)]
+        parts.append(ClusterPart(found.name, found.level, found.units, kind, found.speed_fraction))
+    _check_parts(document, parts, levels)
+    return tuple(parts), files
+
+
+@dataclass(frozen=True)
+class _PartKeys:
+    """Keys of a `[[part]]` beside its device."""
+
+    name: str
+    level: str
+    units: int
+    speed_fraction: float = 1.0
+
+
+def _check_parts(document: Document, parts: list[ClusterPart], levels: tuple[TopologyLevel, ...]) -> None:
+    names = [level.name for level in levels]
+    for i, part in enumerate(parts):
+        place = ("part", i)
+        if part.name in (other.name for other in parts[:i]):
+            document.fail((*place, "name"), f"two parts are called '{part.name}'", "give each part another name")
+        if part.level not in names:
+            message = f"there is no level '{part.level}'{did_you_mean(part.level, names)}"
+            document.fail((*place, "level"), message, f"the levels are {', '.join(names)}")
+        if part.level != parts[0].level:
+            message = f"the parts stand on two levels, '{parts[0].level}' and '{part.level}'"
+            document.fail((*place, "level"), message, "count all parts in units of one level")
+        level = levels[names.index(part.level)]
+        if level.units is not None and sum(one.units for one in parts[: i + 1]) > level.units:
+            counts = " + ".join(str(one.units) for one in parts[: i + 1])
+            message = f"the parts have more units than the level: {counts}, and '{level.name}' joins {level.units}"
+            document.fail((*place, "units"), message, f"give parts of {level.units} units together, or fewer")
 
 
 def _check_levels(document: Document, levels: tuple[TopologyLevel, ...], library: Library) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from autopar.cost.hardware.cluster import Cluster, cluster_path, shared_path
+from autopar.cost.hardware.cluster import Cluster, ClusterPart, cluster_path, shared_path
 from autopar.cost.hardware.toml_reader import read_document
 from autopar.cost.network import Network
 from autopar.mesh import SubMesh
@@ -15,6 +16,8 @@ from autopar.mesh import SubMesh
 SIZES = ((2**16, "64 KiB"), (2**20, "1 MiB"), (2**24, "16 MiB"), (2**28, "256 MiB"))
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 DEFAULT_RANKS = 4
+# Nodes of the largest example.
+MOST_NODES = 16
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"))
 
 
@@ -57,6 +60,17 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
         "levels": [
             {**{key: getattr(level, key) for key in keys}, "offers": list(level.offers)} for level in cluster.level
         ],
+        "parts": [
+            {
+                "name": part.name,
+                "level": part.level,
+                "units": part.units,
+                "device": part.device.name,
+                "memory_bytes": part.device.memory_bytes,
+                "speed": part.speed_fraction,
+            }
+            for part in cluster.part
+        ],
         "library": cluster.library.name,
         "sources": {name: {"text": one.text, "date": one.date} for name, one in sorted(cluster.sources.items())},
     }
@@ -73,6 +87,7 @@ def describe(cluster: Cluster) -> str:
         f"  device    {device.name}: {memory} at {_number(device.hbm_bytes_per_second, 'B/s')}",
         f"            {peaks}",
         f"            an op of an eager program takes {_time(device.launch_seconds)} at least",
+        *(f"  {'parts' if i == 0 else '':9} {_part(part)}" for i, part in enumerate(cluster.part)),
         *(f"  {'links' if i == 0 else '':9} {_level(cluster, i)}" for i in range(len(cluster.level))),
         f"  library   {cluster.library.name}: {', '.join(algorithms)}",
         "",
@@ -82,6 +97,14 @@ def describe(cluster: Cluster) -> str:
         *(f"  {name}: {source.text} ({source.date})" for name, source in sorted(cluster.sources.items())),
     ]
     return "\n".join(lines)
+
+
+def _part(part: ClusterPart) -> str:
+    device, units = part.device, "unit" if part.units == 1 else "units"
+    speed = "" if part.speed_fraction == 1.0 else f", at {100 * part.speed_fraction:.3g} % of its speed"
+    return (
+        f"{part.name}: {part.units} {units} of {part.level}, {device.name}: {_number(device.memory_bytes, 'B')}{speed}"
+    )
 
 
 def _level(cluster: Cluster, i: int) -> str:
@@ -95,9 +118,12 @@ def _level(cluster: Cluster, i: int) -> str:
 
 
 def _prices(cluster: Cluster) -> list[str]:
-    """Return the seconds of collectives inside a node, over 2 nodes and over 16."""
+    """Return the seconds of collectives inside a node, over 2 nodes and over 16, or over all that there are."""
     inside = cluster.level[0].units or DEFAULT_RANKS
-    nodes = (1, 2, 16) if len(cluster.level) > 1 else (1,)
+    nodes = [1, 2, MOST_NODES] if len(cluster.level) > 1 else [1]
+    if len(cluster.level) > 1 and cluster.level[-1].units is not None:
+        every = prod(level.units or 1 for level in cluster.level[1:])
+        nodes = sorted({min(count, every) for count in nodes})
     lines = [f"  {'':15} {'ranks':>10}" + "".join(f"{name:>12}" for _, name in SIZES)]
     for kind in COLLECTIVES:
         for units in nodes:
@@ -124,9 +150,30 @@ def standalone(name_or_path: str | Path) -> str:
             nested = re.sub(r"^(\[\[?)([\w.]+)(\]\]?)", rf"\1{key}.\2\3", body, flags=re.MULTILINE)
             parts.append(f"[{key}]\n{nested}")
             sources += [f"{key}-{line}" for line in cited]
+    text, own = _with_part_devices(text)
+    sources += own
     head, cited = _split(text)
     tables = [part.strip("\n") + "\n" for part in parts]
     return "\n".join([head.rstrip("\n"), "", *tables, "[sources]", *cited, *sources, ""])
+
+
+def _with_part_devices(text: str) -> tuple[str, list[str]]:
+    """Return the text of a cluster with the devices of its parts written out, and the lines of their sources."""
+    body, cited = _split(text)
+    blocks = re.split(r"(?m)^(?=\[)", body)
+    sources: dict[str, None] = {}
+    for i, block in enumerate(blocks):
+        named = re.search(r'(?m)^device\s*=\s*"(.*?)".*\n', block)
+        if not block.startswith("[[part]]") or named is None:
+            continue
+        name = named[1]
+        shared, own = _split(
+            re.sub(r'\[([\w.-]+)\]"', rf'[{name}-\1]"', shared_path("device", name).read_text("utf-8"))
+        )
+        nested = re.sub(r"(?m)^(\[\[?)([\w.]+)(\]\]?)", r"\1part.device.\2\3", shared)
+        blocks[i] = f"{block.replace(named[0], '').rstrip()}\n\n[part.device]\n{nested.strip()}\n\n"
+        sources |= dict.fromkeys(f"{name}-{line}" for line in own)
+    return "\n".join([f"{''.join(blocks)}[sources]", *cited, ""]), list(sources)
 
 
 def links_of(name_or_path: str | Path) -> tuple[list[str], list[str]]:
@@ -140,7 +187,7 @@ def links_of(name_or_path: str | Path) -> tuple[list[str], list[str]]:
     wanted = False
     for line in body.splitlines():
         if line.startswith("["):
-            wanted = not line.lstrip("[").startswith("device")
+            wanted = not line.lstrip("[").startswith(("device", "part"))
         if wanted:
             kept.append(line)
     return kept, [f"links-{line}" for line in sources]
