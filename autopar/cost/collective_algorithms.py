@@ -2,30 +2,30 @@
 
 A group of ranks is a tuple of spans, the innermost links first: `units` of the level below are joined over `level`. The
 buffer has 1 byte: `traffic` is the most bytes that a unit of a level sends or receives in one direction. `hops` counts
-the messages that must follow one another. Traffic on two levels of one phase is pipelined, so the slower level
-counts; the times of phases add up. To add an algorithm, write its function and list it in `ALGORITHMS`. Levels and the
-constants of a library's algorithms are data of cluster files (`TopologyLevel`, `Library`).
+the messages that must follow one another. Both are those of the longest chain of messages. The slower one of two levels
+of one phase counts; the times of phases add up. Levels and the constants of a library's algorithms are data of cluster
+files (`TopologyLevel`, `Library`). `algorithm_registry.py` lists all algorithms; to add one, write its function there.
 
     p ranks, one level      hops in a row           traffic
     ring all-reduce         2 (p-1)                 2 (p-1)/p
     ring all-gather         p-1                     (p-1)/p
     double binary tree      2 ceil(log2 p)          2, but 1 for p = 2
-    halving and doubling    2 log2 p                2 (p-1)/p, p a power of two
     NVLS all-reduce         2                       1 + 1/p: all read every rank's part, each writes its own result
 
-Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH" (2005); Sanders,
-Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009); Jia et al., "Highly
-scalable deep learning training system with mixed-precision" (2018); Mikami et al., "Massively distributed SGD:
-ImageNet/ResNet-50 training in a flash" (2018); NCCL's documentation for NVLS and SHARP.
+A pipelined phase cuts its data into pieces, and a unit sends a piece on while the next one comes. In a phase of rounds
+nobody sends before the messages of the last round have arrived.
+
+Sources: Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009); Jia et
+al., "Highly scalable deep learning training system with mixed-precision" (2018); Mikami et al., "Massively distributed
+SGD: ImageNet/ResNet-50 training in a flash" (2018); Cho et al., "BlueConnect: decomposing all-reduce for deep learning
+on heterogeneous network hierarchy" (2019); NCCL's documentation for NVLS and SHARP.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from math import ceil, log2, prod
-from types import MappingProxyType
 
 
 @dataclass(frozen=True)
@@ -68,20 +68,29 @@ class Algorithm:
     name: str
     collectives: tuple[str, ...]
     base_seconds: float
-    # This and the next three mappings have kinds of links as keys.
+    # This and the next mappings have kinds of links as keys.
     hop_seconds: Mapping[str, float]
+    # Time for each rank of the group, however few hops there are.
+    rank_seconds: float = 0.0
     # Share of the bandwidth that carries data; 1 by default.
     bandwidth_fraction: Mapping[str, float] = field(default_factory=dict)
     # Most bytes per second in one direction, however wide the links are.
     limit_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
     # Most bytes in flight, which bounds the time to fill a pipeline; no bound by default.
     fill_bytes: Mapping[str, float] = field(default_factory=dict)
+    # Whether the library sends pieces on before a round is over; None: as the algorithm does by its nature.
+    pipelined: bool | None = None
+    # Rings that pass each unit at once; None: as many as the unit has links.
+    rings: int | None = None
     protocol: str = ""
     # Reductions that switches must offer: `nvls` on the innermost level, `sharp` on the outer ones.
     needs: tuple[str, ...] = ()
     # Smallest and largest group of ranks: the constants of a library may differ by group size.
     least: int = 2
     most: int | None = None
+    # Smallest and largest buffer for which the library takes it.
+    smallest_bytes: float | None = None
+    largest_bytes: float | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -136,11 +145,14 @@ Group = tuple[LevelSpan, ...]
 
 @dataclass(frozen=True)
 class Phase:
-    """Hops in a row and traffic by level for a buffer of 1 byte; `lone` if one rank of each unit sends."""
+    """Hops in a row and traffic by level for a buffer of 1 byte."""
 
     hops: tuple[float, ...]
     traffic: tuple[float, ...]
+    # One rank of each unit sends for all.
     lone: bool = False
+    # Pieces are sent on while others come, instead of rounds.
+    pipelined: bool = False
 
 
 # Phases in order.
@@ -148,22 +160,29 @@ CollectiveAlgorithm = tuple[Phase, ...]
 AlgorithmPhases = Callable[[str, Group], CollectiveAlgorithm | None]
 
 
-def _ranks(group: Group) -> int:
+def ranks_of(group: Group) -> int:
     return prod(span.units for span in group)
 
 
-def _log(units: int) -> int:
+def rounds_of(units: int) -> int:
+    """Return the rounds in which one unit reaches all others, if their number doubles in each."""
     return ceil(log2(units))
+
+
+def one_level(group: Group, i: int, hops: float, traffic: float, lone: bool = False, pipelined: bool = False) -> Phase:
+    """Return a phase on one level only."""
+    zeros = [0.0] * len(group)
+    return Phase((*zeros[:i], hops, *zeros[i + 1 :]), (*zeros[:i], traffic, *zeros[i + 1 :]), lone, pipelined)
 
 
 # -- algorithms -------------------------------------------------------------------------------------------------------
 
 
-def _ring(kind: str, group: Group) -> CollectiveAlgorithm | None:
+def ring(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """Return one ring through all ranks that enters and leaves each unit once."""
-    p = _ranks(group)
+    p = ranks_of(group)
     # Edges of the ring by level: chains inside units; the outermost level closes the ring.
-    edges = [(span.units - 1) * _ranks(group[i + 1 :]) for i, span in enumerate(group)]
+    edges = [(span.units - 1) * ranks_of(group[i + 1 :]) for i, span in enumerate(group)]
     edges[-1] += 1
     laps, share = {
         "all_reduce": (2 * (p - 1) / p, 2 * (p - 1) / p),
@@ -174,7 +193,9 @@ def _ring(kind: str, group: Group) -> CollectiveAlgorithm | None:
     }.get(kind, (0.0, 0.0))
     if not laps:
         return None
-    return (Phase(tuple(laps * count for count in edges), tuple(share for _ in group)),)
+    # A chain: whoever receives a piece sends it on.
+    pipelined = kind in ("broadcast", "reduce")
+    return (Phase(tuple(laps * count for count in edges), tuple(share for _ in group), pipelined=pipelined),)
 
 
 def _tree_traffic(units: int) -> float:
@@ -184,93 +205,55 @@ def _tree_traffic(units: int) -> float:
     return min(2.0, units / 2)
 
 
-def _tree(kind: str, group: Group, depth: Callable[[int], int]) -> CollectiveAlgorithm | None:
+def tree(kind: str, group: Group, depth: Callable[[int], int]) -> CollectiveAlgorithm | None:
     *inner, outer = group
-    hops = (*(float(depth(span.units)) for span in inner), float(_log(outer.units)))
+    hops = (*(float(depth(span.units)) for span in inner), float(rounds_of(outer.units)))
     if kind == "all_reduce":
         # Inside units the trees are chains: both pass every rank except the ends, up and then down.
         traffic = (*(min(2.0, float(span.units - 1)) for span in inner), _tree_traffic(outer.units))
-        return (Phase(tuple(2 * count for count in hops), traffic),)
+        return (Phase(tuple(2 * count for count in hops), traffic, pipelined=True),)
     if kind in ("broadcast", "reduce"):
-        return (Phase(hops, tuple(1.0 for _ in group)),)
+        return (Phase(hops, tuple(1.0 for _ in group), pipelined=True),)
     return None
 
 
-def _tree_of_chains(kind: str, group: Group) -> CollectiveAlgorithm | None:
+def tree_of_chains(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """Return NCCL's tree: a double binary tree over nodes, with a chain of ranks in each; on one node a chain."""
     if len(group) == 1 and group[0].innermost:
         span = group[0]
         hops = float(span.units - 1)
         if kind == "all_reduce":
-            return (Phase((2 * hops,), (min(2.0, hops),)),)
-        return (Phase((hops,), (1.0,)),) if kind in ("broadcast", "reduce") else None
-    return _tree(kind, group, lambda units: units - 1)
+            return (Phase((2 * hops,), (min(2.0, hops),), pipelined=True),)
+        return (Phase((hops,), (1.0,), pipelined=True),) if kind in ("broadcast", "reduce") else None
+    return tree(kind, group, lambda units: units - 1)
 
 
-def _exchange_of_chains(kind: str, group: Group) -> CollectiveAlgorithm | None:
+def exchange_of_chains(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """Return the tree of chains over two nodes, which send to each other directly."""
-    return _tree_of_chains(kind, group) if not group[-1].innermost and group[-1].units == 2 else None
+    return tree_of_chains(kind, group) if not group[-1].innermost and group[-1].units == 2 else None
 
 
-def _blocks(units: int) -> list[int]:
-    """Return the powers of two that add up to a number, the largest first."""
-    return [1 << bit for bit in reversed(range(units.bit_length())) if units >> bit & 1]
+def ring_and_slice(kind: str, group: Group) -> CollectiveAlgorithm | None:
+    """Return a reduce-scatter that all-reduces in a ring, after which each rank keeps its part."""
+    return ring("all_reduce", group) if kind == "reduce_scatter" else None
 
 
-def _one_level(group: Group, i: int, hops: float, traffic: float, lone: bool = False) -> Phase:
-    """Return a phase on one level only."""
-    zeros = [0.0] * len(group)
-    return Phase((*zeros[:i], hops, *zeros[i + 1 :]), (*zeros[:i], traffic, *zeros[i + 1 :]), lone)
-
-
-def _halving_doubling(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """Halve over the fast links first, so that slow links carry little, then double in reverse order.
-
-    With units that are no power of two, each surplus unit first sends all its data to a partner and gets the result.
-    """
-    directions = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}.get(kind)
-    if directions is None:
-        return None
-    phases = []
-    for i, span in enumerate(group):
-        power = _blocks(span.units)[0]
-        folded = power < span.units
-        if folded and kind != "all_reduce":
-            return None
-        hops, traffic = directions * log2(power), directions * (power - 1) / power
-        phases.append(_one_level(group, i, hops + 2 * folded, traffic + 2 * folded))
-    return tuple(phases)
-
-
-def _binary_blocks(kind: str, group: Group) -> CollectiveAlgorithm | None:
-    """Halve and double in blocks of powers of two; each smaller block joins the next larger one."""
-    # Only the first block is counted at full length: the smaller ones run at the same time.
-    if kind != "all_reduce":
-        return None
-    phases = []
-    for i, span in enumerate(group):
-        first, *others = _blocks(span.units)
-        hops = 2 * log2(first) + 2 * len(others)
-        traffic = 2 * (first - 1) / first + sum(2 / block for block in others)
-        phases.append(_one_level(group, i, hops, traffic))
-    return tuple(phases)
-
-
-def _hierarchical_ring(kind: str, group: Group) -> CollectiveAlgorithm | None:
+def hierarchical_ring(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """Return three phases: reduce to a leader in each unit, a ring of the leaders, broadcast in each unit."""
     if kind != "all_reduce" or len(group) < 2:
         return None
     *inner, outer = range(len(group))
     n = group[outer].units
-    inside = [_one_level(group, i, group[i].units - 1, 1.0, lone=i > 0) for i in inner]
-    return (*inside, _one_level(group, outer, 2 * (n - 1), 2 * (n - 1) / n, lone=True), *reversed(inside))
+    # Chains.
+    inside = [one_level(group, i, group[i].units - 1, 1.0, lone=i > 0, pipelined=True) for i in inner]
+    return (*inside, one_level(group, outer, 2 * (n - 1), 2 * (n - 1) / n, lone=True), *reversed(inside))
 
 
-def _torus(kind: str, group: Group) -> CollectiveAlgorithm | None:
+def torus(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """Return one phase per level: reduce-scatter inside, reduce the shards across, gather inside."""
     if len(group) < 2:
         return None
-    half = [_one_level(group, i, span.units - 1, (span.units - 1) / span.units) for i, span in enumerate(group)]
+    half = [one_level(group, i, span.units - 1, (span.units - 1) / span.units) for i, span in enumerate(group)]
     if kind == "all_reduce":
         return (*half, *reversed(half))
     if kind == "all_gather":
@@ -278,38 +261,39 @@ def _torus(kind: str, group: Group) -> CollectiveAlgorithm | None:
     return tuple(half) if kind == "reduce_scatter" else None
 
 
-def _nvls(kind: str, group: Group) -> CollectiveAlgorithm | None:
+def nvls(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """Return a reduction in the switch: each rank reads its part of the sum and multicasts it to all."""
     if len(group) != 1:
         return None
     p = group[0].units
     traffic = {"all_reduce": 1 + 1 / p, "all_gather": 1.0, "reduce_scatter": 1.0}.get(kind)
-    return None if traffic is None else (Phase((1.0,), (traffic,)),)
+    return None if traffic is None else (Phase((1.0,), (traffic,), pipelined=True),)
 
 
-def _nvls_outer(
+def nvls_outer(
     kind: str, group: Group, hops: Callable[[int], float], traffic: Callable[[int], float]
 ) -> CollectiveAlgorithm | None:
     if len(group) < 2 or kind != "all_reduce":
         return None
     inner, *outer = group
     outer_traffic = (traffic(span.units) for span in outer)
-    return (Phase((1.0, *(hops(span.units) for span in outer)), (1 + 1 / inner.units, *outer_traffic)),)
+    counts = (hops(span.units) for span in outer)
+    return (Phase((1.0, *counts), (1 + 1 / inner.units, *outer_traffic), pipelined=True),)
 
 
-def _nvls_tree(kind: str, group: Group) -> CollectiveAlgorithm | None:
+def nvls_tree(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """Return NVLS inside nodes, with a double binary tree across."""
-    return _nvls_outer(kind, group, lambda units: 2.0 * _log(units), _tree_traffic)
+    return nvls_outer(kind, group, lambda units: 2.0 * rounds_of(units), _tree_traffic)
 
 
-def _nvls_exchange(kind: str, group: Group) -> CollectiveAlgorithm | None:
+def nvls_exchange(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """Return NVLS inside two nodes, which send to each other directly."""
-    return _nvls_tree(kind, group) if group[-1].units == 2 else None
+    return nvls_tree(kind, group) if group[-1].units == 2 else None
 
 
-def _direct(kind: str, group: Group) -> CollectiveAlgorithm | None:
+def direct(kind: str, group: Group) -> CollectiveAlgorithm | None:
     """Return all messages at once, each straight to its receiver."""
-    p = _ranks(group)
+    p = ranks_of(group)
     if kind == "all_to_all":
         traffic = tuple(span.members * (p - span.members) / p for span in group)
     elif kind in ("gather", "scatter"):
@@ -322,24 +306,3 @@ def _direct(kind: str, group: Group) -> CollectiveAlgorithm | None:
         return None
     hops = tuple(float(i == len(group) - 1) for i in range(len(group)))
     return (Phase(hops, traffic, lone=kind != "all_to_all"),)
-
-
-# Algorithms by the names of the library's file; each returns None where it cannot run.
-ALGORITHMS: Mapping[str, AlgorithmPhases] = MappingProxyType(
-    {
-        "ring": _ring,
-        "double_binary_tree": partial(_tree, depth=_log),
-        "tree_of_chains": _tree_of_chains,
-        "exchange_of_chains": _exchange_of_chains,
-        "halving_doubling": _halving_doubling,
-        "binary_blocks": _binary_blocks,
-        "hierarchical_ring": _hierarchical_ring,
-        "torus": _torus,
-        "nvls": _nvls,
-        "nvls_tree": _nvls_tree,
-        "nvls_exchange": _nvls_exchange,
-        # The network switches reduce: all data goes up once and down once.
-        "sharp": partial(_nvls_outer, hops=lambda units: 2.0, traffic=lambda units: 1.0),
-        "direct": _direct,
-    }
-)

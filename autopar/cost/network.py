@@ -1,22 +1,26 @@
 """Time of collectives over axes of a mesh on the links of a cluster.
 
-On the links that the axes span, an algorithm of the library (autopar/cost/collective_algorithms.py) has three numbers:
-the time L of its hops, the time β of a byte, and the longest time F to fill its pipeline. The library cuts a message of
-S bytes into pieces for the best overlap of hops and sends, but no larger than its buffers:
+On the links that the axes span, an algorithm of the library (autopar/cost/collective_algorithms.py) has four numbers:
+the time L of its hops, the time β of a byte, the root C of the product of both over the phases that are pipelined, and
+the longest time F to fill the pipeline. The library cuts a message of S bytes into pieces for the best overlap of hops
+and sends, but no larger than its buffers:
 
-    seconds(S) = L + S β + min(sqrt(L S β), F)
+    seconds(S) = L + S β + min(C sqrt(S), F)
 
-The price is the minimum over the algorithms of the library. L, β and F are computed once for each kind and axes.
+The start of a piece is taken to occupy its sender for a quarter of a hop. Algorithms that run in rounds have C = 0. The
+price is the minimum over the algorithms that the library takes for a buffer of this size. The numbers are computed once
+for each kind and axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf, prod, sqrt
 from types import MappingProxyType
 
-from autopar.cost.collective_algorithms import ALGORITHMS, KINDS, Algorithm, LevelSpan, TopologyLevel
+from autopar.cost.algorithm_registry import ALGORITHMS
+from autopar.cost.collective_algorithms import KINDS, Algorithm, LevelSpan, Phase, TopologyLevel
 from autopar.cost.hardware.cluster import Cluster
 from autopar.errors import ClusterError
 from autopar.mesh import SubMesh
@@ -35,20 +39,36 @@ class Curve:
     algorithm: str
     latency_seconds: float
     seconds_per_byte: float
-    fill_seconds: float
+    # Times the root of the bytes: the time to fill the pipeline, and the most that it takes.
+    fill_per_root: float = 0.0
+    fill_seconds: float = inf
+    # Buffers for which the library takes it.
+    smallest_bytes: float = 0.0
+    largest_bytes: float = inf
 
     def seconds(self, buffer_bytes: float) -> float:
-        sending = buffer_bytes * self.seconds_per_byte
-        return self.latency_seconds + sending + min(sqrt(self.latency_seconds * sending), self.fill_seconds)
+        filling = min(self.fill_per_root * sqrt(buffer_bytes), self.fill_seconds)
+        return self.latency_seconds + buffer_bytes * self.seconds_per_byte + filling
+
+    def takes(self, buffer_bytes: float) -> bool:
+        """Return whether the library takes it for a buffer of this size."""
+        return self.smallest_bytes <= buffer_bytes <= self.largest_bytes
 
     @property
-    def numbers(self) -> tuple[float, float, float]:
-        return self.latency_seconds, self.seconds_per_byte, self.fill_seconds
+    def numbers(self) -> tuple[float, ...]:
+        costs = self.latency_seconds, self.seconds_per_byte, self.fill_per_root, self.fill_seconds
+        return (*costs, self.smallest_bytes, -self.largest_bytes)
 
     def dominates(self, other: Curve, ties: bool) -> bool:
-        """Return True for a curve that is never slower; for equal curves return `ties`."""
+        """Return True for a curve that is never slower where the other is taken; for equal curves return `ties`."""
         no_slower = all(a <= b for a, b in zip(self.numbers, other.numbers, strict=True))
         return no_slower and (self.numbers != other.numbers or ties)
+
+
+def _fastest(curves: Sequence[Curve], buffer_bytes: float) -> Curve | None:
+    """Return the fastest curve of those taken for this size; of all where none is."""
+    taken = [curve for curve in curves if curve.takes(buffer_bytes)]
+    return min(taken or curves, key=lambda curve: curve.seconds(buffer_bytes), default=None)
 
 
 _CurveCache = dict[tuple[str, tuple[str, ...]], tuple[Curve, ...]]
@@ -99,8 +119,8 @@ class Network:
         key = (kind, axes, buffer_bytes)
         found = self._seconds.get(key)
         if found is None:
-            found = min((curve.seconds(buffer_bytes) for curve in self._undominated(kind, axes)), default=0.0)
-            self._seconds[key] = found if buffer_bytes else 0.0
+            curve = _fastest(self._undominated(kind, axes), buffer_bytes) if buffer_bytes else None
+            self._seconds[key] = 0.0 if curve is None else curve.seconds(buffer_bytes)
         return self._seconds[key]
 
     def curves(self, kind: str, axes: tuple[str, ...]) -> tuple[Curve, ...]:
@@ -123,8 +143,8 @@ class Network:
 
     def algorithm(self, kind: str, axes: tuple[str, ...], buffer_bytes: float) -> str:
         """Return the name of the fastest algorithm; empty where nothing is sent."""
-        curves = self.curves(kind, axes)
-        return min(curves, key=lambda curve: curve.seconds(buffer_bytes)).algorithm if curves else ""
+        curve = _fastest(self.curves(kind, axes), buffer_bytes)
+        return "" if curve is None else curve.algorithm
 
     def _all_curves(self, kind: str, axes: tuple[str, ...]) -> tuple[Curve, ...]:
         if kind in LOCAL:
@@ -250,18 +270,29 @@ def _curve(kind: str, algorithm: Algorithm, group: tuple[LevelSpan, ...]) -> Cur
     phases = ALGORITHMS[algorithm.name](kind, group)
     if phases is None or not all(need in span.level.offers for need, span in switches):
         return None
-    latency, per_byte, fill = algorithm.base_seconds, 0.0, 0.0
+    latency = algorithm.base_seconds + ranks * algorithm.rank_seconds
+    per_byte = root = fill = 0.0
     for phase in phases:
-        for span, hops in zip(group, phase.hops, strict=True):
-            latency += hops * algorithm.hop(span.level)
-        times = []
-        for span, share in zip(group, phase.traffic, strict=True):
-            rate = span.lone_rate if phase.lone else span.rate
-            rate *= algorithm.bandwidth_fraction.get(span.level.link, 1.0)
-            rate *= span.level.send_fraction if kind in PAIRWISE else 1.0
-            times.append(1 / min(rate, algorithm.limit_bytes_per_second.get(span.level.link, inf)) * share)
+        waits = sum(hops * algorithm.hop(span.level) for span, hops in zip(group, phase.hops, strict=True))
+        times = [
+            share / _byte_rate(kind, algorithm, span, phase) for span, share in zip(group, phase.traffic, strict=True)
+        ]
         slowest = times.index(max(times))
-        per_byte += times[slowest]
-        if phase.traffic[slowest]:
-            fill += algorithm.fill_bytes.get(group[slowest].level.link, inf) * times[slowest] / phase.traffic[slowest]
-    return Curve(algorithm.names[0], latency, per_byte, fill)
+        if times[slowest] and (phase.pipelined if algorithm.pipelined is None else algorithm.pipelined):
+            # The start of the algorithm counts with its first pipeline.
+            root += sqrt((waits + (0.0 if root else algorithm.base_seconds)) * times[slowest])
+            in_flight = algorithm.fill_bytes.get(group[slowest].level.link, inf)
+            fill += in_flight * times[slowest] / phase.traffic[slowest]
+        latency, per_byte = latency + waits, per_byte + times[slowest]
+    smallest, largest = algorithm.smallest_bytes or 0.0, algorithm.largest_bytes or inf
+    return Curve(algorithm.names[0], latency, per_byte, root, fill if root else inf, smallest, largest)
+
+
+def _byte_rate(kind: str, algorithm: Algorithm, span: LevelSpan, phase: Phase) -> float:
+    """Return the bytes per second that a unit of a level sends in a phase."""
+    rate = span.lone_rate if phase.lone else span.rate
+    if algorithm.rings is not None:
+        rate = min(rate, algorithm.rings * span.lone_rate)
+    rate *= algorithm.bandwidth_fraction.get(span.level.link, 1.0)
+    rate *= span.level.send_fraction if kind in PAIRWISE else 1.0
+    return min(rate, algorithm.limit_bytes_per_second.get(span.level.link, inf))

@@ -40,7 +40,7 @@ def only(cluster: Cluster, name: str, **changes: object) -> Cluster:
 
 
 def test_seconds_of_a_curve() -> None:
-    curve = Curve("ring", 16e-6, 1e-9, 1e-3)
+    curve = Curve("ring", 16e-6, 1e-9, (16e-6 * 1e-9) ** 0.5, 1e-3)
     assert curve.seconds(0) == 16e-6
     assert curve.seconds(1e6) == pytest.approx(16e-6 + 1e-3 + (16e-6 * 1e-3) ** 0.5)
     assert curve.seconds(1e9) == pytest.approx(16e-6 + 1 + 1e-3)  # no more than it takes to fill the pipeline

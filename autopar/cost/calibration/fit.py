@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from math import inf
+from math import inf, prod, sqrt
 from statistics import median
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from autopar.cost.algorithm_registry import ALGORITHMS
 from autopar.cost.calibration.op_trials import TimedAttention, TimedOp
-from autopar.cost.collective_algorithms import ALGORITHMS, LevelSpan, TopologyLevel
+from autopar.cost.collective_algorithms import LevelSpan, TopologyLevel
 from autopar.cost.compute.matmul_time import MatmulShape, MatmulUnit, product_seconds
 from autopar.cost.hardware.cluster import AttentionRates, Cluster, Device
 from autopar.cost.network import Curve, Network
@@ -314,11 +315,11 @@ def _fit(
     if per_byte <= 0:
         # Too few or too noisy measurements: take the best bandwidth that was seen.
         per_byte = float((seconds / traffic).min())
-    fill = float("inf") if pipelined else 0.0
-    curves = [
-        Curve(algorithm, base + hop * count, passed * per_byte / one.buffer_bytes, fill)
+    pairs = [
+        (base + hop * count, passed * per_byte / one.buffer_bytes)
         for one, count, passed in zip(measured, hops, traffic, strict=True)
     ]
+    curves = [Curve(algorithm, *pair, sqrt(prod(pair)) if pipelined else 0.0) for pair in pairs]
     error = _median_error(
         curve.seconds(one.buffer_bytes) / one.seconds for curve, one in zip(curves, measured, strict=True)
     )

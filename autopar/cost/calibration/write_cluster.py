@@ -17,7 +17,7 @@ from autopar.cost.collective_algorithms import Library
 from autopar.cost.compute.matmul_time import MatmulUnit
 from autopar.cost.hardware.cluster import AttentionRates, Cluster, Device
 
-# The fill of an algorithm without a pipeline: one byte, so that filling takes no time.
+# The fill of links without a pipeline, of an algorithm with one on others: one byte, so that filling takes no time.
 NO_FILL = "1 B"
 # Link names of level 0 (inside nodes) and level 1 (across nodes).
 LINKS = ("inside", "across")
@@ -245,7 +245,8 @@ def _algorithm(kind: str, row: dict[int, CollectiveFit], fits: Sequence[Collecti
     }
     shares = {level: 100 * fit.bytes_per_second / _fastest(fits, fit.level) for level, fit in row.items()}
     kinds = [kind, "halo_exchange"] if kind == "send" else [kind]
-    no_fill = {level: f'"{NO_FILL} [measured]"' for level, fit in row.items() if not fit.pipelined}
+    pipelined = any(fit.pipelined for fit in row.values())
+    no_fill = {level: f'"{NO_FILL} [measured]"' for level, fit in row.items() if pipelined and not fit.pipelined}
     return [
         "[[library.algorithm]]",
         f'name = "{inside.algorithm}"',
@@ -253,6 +254,7 @@ def _algorithm(kind: str, row: dict[int, CollectiveFit], fits: Sequence[Collecti
         f"base = {_measured(inside.base_seconds * 1e6, 'us')}",
         f"hop = {_by_link({level: _measured(hop * 1e6, 'us') for level, hop in hops.items()})}",
         f"bandwidth = {_by_link({level: _measured(share, '%') for level, share in shares.items()})}",
+        f"pipelined = {str(pipelined).lower()}",
         *([f"fill = {_by_link(no_fill)}"] if no_fill else []),
     ]
 

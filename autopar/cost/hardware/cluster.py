@@ -11,11 +11,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from autopar.cost.collective_algorithms import ALGORITHMS, KINDS, Library, TopologyLevel
+from autopar.cost.algorithm_registry import ALGORITHMS
+from autopar.cost.collective_algorithms import KINDS, Library, TopologyLevel
 from autopar.cost.compute.matmul_time import MatmulUnit
 from autopar.cost.hardware.toml_reader import Document, Source, read_document
 from autopar.errors import ClusterError
@@ -370,6 +372,9 @@ def _check_library(document: Document, library: Library) -> None:
         if algorithm.most is not None and algorithm.most < algorithm.least:
             message = f"'most' is impossible: it is less than {algorithm.least}, the least"
             document.fail((*place, "most"), message, "give the smallest and the largest group that it is for")
+        if (algorithm.smallest_bytes or 0.0) > (algorithm.largest_bytes or inf):
+            message = "'largest' is impossible: it is less than 'smallest'"
+            document.fail((*place, "largest"), message, "give the smallest and the largest buffer that it is for")
         for kind in algorithm.collectives:
             if kind not in KINDS:
                 message = f"there is no collective '{kind}'{did_you_mean(kind, KINDS)}"
