@@ -13,16 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.cost.hardware.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.lowering.collectives.process_groups import device_mesh, device_type_of
-from autopar.mesh import Mesh, SubMesh
+from autopar.mesh import Mesh
 from autopar.plans.find import PlanRequest, check_outputs, meshes_of, plan_graph
 from autopar.plans.header import read_header
 from autopar.plans.plan import Plan
 from autopar.plans.planners import LayoutPlanner, PlanFilePlanner, SearchPlanner, has_holes
 from autopar.runtime.agreement import Agreement
 from autopar.runtime.module import CallSettings, ParallelModule, Planner
-from autopar.sharding.layout.language import Layout, choose_layout
+from autopar.runtime.sync.replica_group import ReplicaSetting, replica_devices
+from autopar.sharding.layout.language import Layout, choose_layout, parse_layout
 from autopar.sharding.layout.source import read_text
 from autopar.sharding.options import Outputs, TrainingOptions
+from autopar.sharding.replicas import Drift, batch_dim_of, split_replicas
 from autopar.tracing.trace import check_plain, trace
 
 __all__ = ["parallelize", "plan"]
@@ -147,35 +149,47 @@ def parallelize(
     # A DeviceMesh becomes a Mesh of the same names and sizes.
     named_axes = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
     devices = device_mesh(named_axes, device_type_of(model, inputs)) if isinstance(mesh, str | Mesh) else mesh
-    axes = named_axes.whole
     # With a compute dtype the optimizer keeps the dtype of the parameters as they are now.
     stored = next((parameter.dtype for parameter in model.parameters()), None) if compute_dtype is not None else None
     options = TrainingOptions(outputs, local_inputs, optimizer, master_dtype=stored, gradient_dtype=reduce_dtype)
     request = PlanRequest(cluster, memory, options, time_limit)
     # A layout file that one rank alone cannot read stops all of them.
-    planner = Agreement(devices).together(
-        lambda: _planner(layout, named_axes, axes, dims, request, devices.device_type)
+    planner, drift, dim = Agreement(devices).together(
+        lambda: _planner(layout, named_axes, dims, request, devices.device_type)
     )
-    return ParallelModule(model, devices, planner, CallSettings(options, compute_dtype), inputs)
+    settings = CallSettings(options, compute_dtype)
+    if drift is None:
+        return ParallelModule(model, devices, planner, settings, inputs)
+    own, group = replica_devices(devices, drift)
+    return ParallelModule(model, own, planner, settings, inputs, ReplicaSetting(drift, group, devices, dim))
 
 
 def _planner(
     layout: str | Path | Layout | Plan | None,
     mesh: Mesh,
-    axes: SubMesh,
     dims: Mapping[str, str] | None,
     request: PlanRequest,
     device_type: str,
-) -> Planner:
-    """Who decides: a plan, a search where something is left to it, or the layout by itself."""
+) -> tuple[Planner, Drift | None, str]:
+    """Return who decides: a plan, a search where something is left to it, or the layout by itself.
+
+    With it come the replicas that the layout states, for whose inner mesh it decides, and the dim that they share.
+    """
     text, name = (layout.text, "<plan>") if isinstance(layout, Plan) else (None, str(layout))
     if isinstance(layout, Path) or (isinstance(layout, str) and layout.endswith(".lay")):
         text = read_text(layout)
     header = None if text is None else read_header(text, name)
     if text is not None and header is not None:
-        return PlanFilePlanner(text, name, axes, dims)
+        written = parse_layout(text, name)
+        return PlanFilePlanner(text, name, mesh, dims), split_replicas(written, mesh)[1], batch_dim_of(written)
     assert not isinstance(layout, Plan)
-    chosen = None if layout is None else choose_layout(layout, axes)
-    if chosen is None or has_holes(chosen):
-        return SearchPlanner(chosen, mesh, dims, request)
-    return LayoutPlanner(chosen, axes, dims, request, device_type)
+    if layout is None:
+        return SearchPlanner(None, mesh, dims, request), None, "batch"
+    chosen, drift = split_replicas(choose_layout(layout, mesh.whole), mesh)
+    inner = mesh if drift is None else drift.replica_mesh
+    planner: Planner = (
+        SearchPlanner(chosen, inner, dims, request)
+        if has_holes(chosen)
+        else LayoutPlanner(chosen, inner.whole, dims, request, device_type)
+    )
+    return planner, drift, batch_dim_of(chosen)

@@ -105,7 +105,8 @@ class _Emitter:
         self.modules: dict[str, nn.Module] = {}
         self.held: dict[tuple[str, Sharding], Node] = {}
         self.by_node = {tensor.node: tensor for tensor in graph.tensors.values()}
-        self.drawings = RandomOps(self.axes, self.groups.coordinate, torch.device(groups.device_type))
+        device = torch.device(groups.device_type)
+        self.drawings = RandomOps(self.axes, self.groups.coordinate, device, groups.replicas)
         self.key: Node | None = None
         self.regions = recompute_regions(graph, recompute) if graph.exported.grad_enabled else ()
         self.again = recomputed_ops(graph, self.regions)

@@ -24,6 +24,7 @@ from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.layout.resolve import resolve
 from autopar.sharding.layout.syntax import Block, DimRule, Hole, Pin
 from autopar.sharding.propagation import propagate
+from autopar.sharding.replicas import split_replicas
 from autopar.sharding.reshard_insertion import InsertedReshard
 from autopar.sharding.time_slice import step_plan
 from autopar.tracing.trace import trace
@@ -105,8 +106,14 @@ class PlanFilePlanner:
 
     text: str
     name: str
-    axes: SubMesh
+    # That of the text, with the axes of replicas; the plan is that of one replica.
+    mesh: Mesh
     dims: Mapping[str, str] | None
+
+    def _layout(self) -> tuple[Layout, SubMesh]:
+        """Return the layout of one replica, and its axes."""
+        layout, drift = split_replicas(parse_layout(self.text, self.name), self.mesh)
+        return layout, (self.mesh if drift is None else drift.replica_mesh).whole
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
         return trace(model, inputs, dims=self.dims)
@@ -120,30 +127,31 @@ class PlanFilePlanner:
         header = read_header(text, self.name)
         assert header is not None, "only plans come here"
         check_model(header, graph, self.name)
-        layout = parse_layout(text, self.name)
-        check_whole(header, len(layout.statements), self.name)
+        check_whole(header, len(parse_layout(text, self.name).statements), self.name)
+        layout, axes = self._layout()
         if header.graph == graph.fingerprint:
-            return propagate(graph, layout, self.axes)
-        return retarget(graph, layout, self.axes)
+            return propagate(graph, layout, axes)
+        return retarget(graph, layout, axes)
 
     def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
         """Check the guards of the plan itself."""
-        check_contracts(parse_layout(self.text, self.name), graph, assignment, inserted)
+        check_contracts(self._layout()[0], graph, assignment, inserted)
 
     def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
-        layout = retarget(graph, parse_layout(self.text, self.name), self.axes)
+        text, sizes = self._layout()
+        layout = retarget(graph, text, sizes)
         found = {}
         for name in graph.inputs:
             shape = list(graph.tensors[name].shape)
             for atom, axes in zip(graph.tensors[name].atoms, layout.stored[name].splits, strict=True):
-                shape[atom.dim] *= prod(self.axes[axis] for axis in axes)
+                shape[atom.dim] *= prod(sizes[axis] for axis in axes)
             found[name] = tuple(shape)
         return found
 
     def facts(self) -> Mapping[str, str]:
         lines = enumerate(self.text.splitlines(), start=1)
         found = {f"line {number} of the plan": line for number, line in lines}
-        return {**found, "dims": str(dict(self.dims or {})), "mesh": str(dict(self.axes))}
+        return {**found, "dims": str(dict(self.dims or {})), "mesh": str(dict(self.mesh.whole))}
 
 
 @dataclass
@@ -166,8 +174,7 @@ class SearchPlanner:
 
     def read(self, graph: NamedGraph, text: str) -> Assignment:
         if self.found is None:
-            axes = self.mesh.whole
-            self.found = PlanFilePlanner(text, "<plan>", axes, self.dims)
+            self.found = PlanFilePlanner(text, "<plan>", self.mesh, self.dims)
         return self.found.read(graph, text)
 
     def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,17 +24,18 @@ from autopar.lowering.modules.bucket import GradientSync, ParameterHandling
 from autopar.lowering.passes.bucket_parameters import BucketedParameters
 from autopar.mesh import SubMesh
 from autopar.runtime.agreement import Agreement, PendingCheck, graph_facts
+from autopar.runtime.call_planner import CallSettings, Planner
 from autopar.runtime.compiled_call import CallResults, CallSignature, CompiledCall
 from autopar.runtime.random_keys import RandomKeys, kept_generators
 from autopar.runtime.shards import LocalShard, ShardOwner, held_by
+from autopar.runtime.sync.replica_batch import ReplicaBatch
+from autopar.runtime.sync.replica_group import ReplicaSetting
 from autopar.runtime.torch_wrappers import check_not_captured
 from autopar.runtime.weights import Weights
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.parameter_storage import GatherPolicy
-from autopar.sharding.options import TrainingOptions
-from autopar.sharding.reshard_insertion import InsertedReshard
 
-__all__ = ["CallCache", "CallSettings", "Disagreement", "FixedInputs", "Planner"]
+__all__ = ["CallCache", "Disagreement"]
 
 SAME_MODEL = "build the same model on every rank: the same seed before it is built, or the same weights loaded into it"
 SAME_ARGUMENTS = "call parallelize on every rank with the same arguments; a layout file must be the same for all"
@@ -53,64 +53,6 @@ LOCAL = (
 FIRST_CALLS, LATER_CALLS = 10, 100
 
 
-class Planner(Protocol):
-    """Protocol: make the named graph and the assignment of a call."""
-
-    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph: ...
-
-    def decide(self, graph: NamedGraph) -> Assignment | str:
-        """Return an assignment, or text for `read` on all ranks; only the first rank calls this."""
-        ...
-
-    def read(self, graph: NamedGraph, text: str) -> Assignment: ...
-
-    def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
-        """Raise if the emitted graph breaks the contract of the user's layout."""
-        ...
-
-    def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
-        """Return the global shapes of the inputs of a graph that was traced with the shards of one rank."""
-        ...
-
-    def facts(self) -> Mapping[str, str]:
-        """Return the planner's own inputs as text: all ranks must have the same."""
-        ...
-
-
-@dataclass(frozen=True)
-class CallSettings:
-    """Settings of all calls of one module: the options of the step, and the dtype that parameters are cast to."""
-
-    options: TrainingOptions = field(default_factory=TrainingOptions)
-    compute_dtype: torch.dtype | None = None
-
-
-@dataclass(frozen=True)
-class FixedInputs:
-    """Planner with one fixed graph and assignment, for calls of the signature that was traced."""
-
-    graph: NamedGraph
-    assignment: Assignment
-
-    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
-        return self.graph
-
-    def decide(self, graph: NamedGraph) -> Assignment | str:
-        return self.assignment
-
-    def read(self, graph: NamedGraph, text: str) -> Assignment:
-        raise AssertionError("the assignment is fixed")
-
-    def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
-        """Check nothing: the caller has checked its assignment."""
-
-    def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(graph.tensors[name].shape) for name in graph.inputs}
-
-    def facts(self) -> Mapping[str, str]:
-        return {}
-
-
 class Disagreement(Exception):
     """Raised before the first collective if the ranks make different calls; the caller begins the call again."""
 
@@ -119,20 +61,30 @@ class CallCache:
     """Compiled calls of a parallel module by call signature, with the weights and groups that they share."""
 
     def __init__(
-        self, shell: nn.Module, model: nn.Module, mesh: DeviceMesh, planner: Planner, settings: CallSettings
+        self,
+        shell: nn.Module,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        planner: Planner,
+        settings: CallSettings,
+        replica: ReplicaSetting | None = None,
     ) -> None:
         self.shell = shell
         self.planner = planner
         self.settings = settings
         self.results = CallResults(settings.options.outputs, settings.options.local_inputs, settings.compute_dtype)
-        self.groups = Groups(mesh)
+        self.groups = Groups(mesh, 1 if replica is None else replica.group.count)
         self.agreement = Agreement(mesh)
+        # All ranks of all replicas: they compare what they start with, and nothing later.
+        self.everyone = self.agreement if replica is None else Agreement(replica.devices)
+        self.replica = replica
+        self.batch = None if replica is None else ReplicaBatch(replica.drift, replica.group.index, replica.dim)
         axes = SubMesh(dict(zip(self.groups.names, mesh.shape, strict=True)))
         self.rank = ShardOwner(mesh, axes, self.groups.coordinate)
         self.device = torch.device(mesh.device_type)
         if self.device.type != "cpu":
             self.device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
-        self.randomness = RandomKeys(self.agreement, self.device)
+        self.randomness = RandomKeys(self.agreement, self.device, 0 if replica is None else replica.group.index)
         self.weights = Weights(shell, model, self.device, settings.compute_dtype)
         self.synchronisation = GradientSync()
         self.signature = signature_of(self.weights.skeleton)
@@ -148,10 +100,10 @@ class CallCache:
         # Rows of a comparison, by process group.
         self.places: dict[str, list[int]] = {}
         # Facts first: `same_values` expects the same names on all ranks.
-        self.agreement.same(self.weights.facts(), SAME_MODEL)
-        self.agreement.same({**planner.facts(), "settings": str(settings)}, SAME_ARGUMENTS)
-        if self.agreement.size > 1:
-            self.agreement.same_values(self.weights.sums(), lambda name: SAME_MODEL)
+        self.everyone.same(self.weights.facts(), SAME_MODEL)
+        self.everyone.same({**planner.facts(), "settings": str(settings)}, SAME_ARGUMENTS)
+        if self.everyone.size > 1:
+            self.everyone.same_values(self.weights.sums(), lambda name: SAME_MODEL)
         self.agreement.open_channel()
 
     def current(self) -> CompiledCall:
@@ -164,8 +116,9 @@ class CallCache:
     def prepare(self, inputs: tuple[Any, ...] | Mapping[str, Any]) -> None:
         """Trace and plan a call with these example inputs, which may be on the meta device."""
         arguments = bind(self.signature, self.weights.owner, inputs)
-        given = self._given(flatten_arguments(arguments, self.weights.owner))
-        self.agreement.together(lambda: self._check_devices(given, "meta"))
+        flat = flatten_arguments(arguments, self.weights.owner)
+        given = self.everyone.together(lambda: self._given(self._of_replica(flat)))
+        self.everyone.together(lambda: self._check_devices(given, "meta"))
         self.agreement.same(given.facts(), SAME_CALL)
         self._plan(given)
 
@@ -183,6 +136,21 @@ class CallCache:
 
     def _given(self, flat: Flattened) -> CallSignature:
         return CallSignature(self.signature, flat, *self.weights.state(), torch.is_grad_enabled(), autocast_state())
+
+    def _of_replica(self, flat: Flattened) -> Flattened:
+        """Return the inputs of this replica: its rows of a global batch."""
+        if self.batch is None or self.settings.options.local_inputs:
+            return flat
+        if any(isinstance(tensor, DTensor) for tensor in flat.tensors):
+            return flat
+
+        def trace_whole() -> NamedGraph:
+            given = self._given(flat)
+            model = self.weights.traceable(given.training, given.trained, given.dtypes)
+            with kept_generators(self.device):
+                return self.planner.trace(model, given.example(None, self.settings.compute_dtype))
+
+        return self.batch.cut(flat, trace_whole)
 
     def _check_devices(self, given: CallSignature, *others: str) -> None:
         """Raise if an input, except a scalar on the host, is on another device than this rank's."""
@@ -207,7 +175,8 @@ class CallCache:
         # A rank must not raise alone: the others would wait for it in the comparison. Errors are kept until then.
         own: AutoparError | None = None
         try:
-            given = self._given(CallSignature.read(self.signature, self.weights.owner, args, kwargs))
+            flat = CallSignature.read(self.signature, self.weights.owner, args, kwargs)
+            given = self._given(self._of_replica(flat))
             self._check_devices(given)
         except AutoparError as error:
             own, given = error, None
@@ -319,8 +288,9 @@ class CallCache:
         agreement = self.agreement
         graph = agreement.together(lambda: self._trace(given))
         agreement.same(graph_facts(graph), SAME_GRAPH)
-        # A search with a time limit may end with different plans, so one rank searches.
-        found = agreement.decided_by_first(lambda: self.planner.decide(graph))
+        # A search with a time limit may end with different plans, so one rank searches, also for other replicas.
+        first = agreement if self.weights.shells else self.everyone
+        found = first.decided_by_first(lambda: self.planner.decide(graph))
         assignment = agreement.together(lambda: self.planner.read(graph, found)) if isinstance(found, str) else found
         held = agreement.together(lambda: self._held(graph, assignment, given))
         self._check_values(given, held)

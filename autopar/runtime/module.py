@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn, Self, TypeVar
@@ -16,9 +17,12 @@ from autopar.errors import AutoparError, ModuleAttributeError
 from autopar.ir.graph import NamedGraph
 from autopar.lowering.emitted import Emitted, with_ends, with_notes
 from autopar.lowering.modules.late_tensor import LateTensor
-from autopar.runtime.call_cache import CallCache, CallSettings, Disagreement, FixedInputs, Planner
+from autopar.runtime.call_cache import CallCache, Disagreement
+from autopar.runtime.call_planner import CallSettings, FixedInputs, Planner
 from autopar.runtime.compiled_call import CallSignature, CompiledCall
 from autopar.runtime.module_shell import ClosedModule, entry_of, tie
+from autopar.runtime.sync.replica_group import ReplicaSetting
+from autopar.runtime.sync.replicas import Replicas
 from autopar.runtime.torch_wrappers import (
     UNTRACED,
     check_conversion,
@@ -50,6 +54,7 @@ class ParallelModule(ClosedModule):
     """
 
     _plans: CallCache
+    _replicas: Replicas | None
 
     def __init__(
         self,
@@ -58,10 +63,12 @@ class ParallelModule(ClosedModule):
         planner: Planner,
         settings: CallSettings,
         inputs: tuple[Any, ...] | Mapping[str, Any] | None,
+        replica: ReplicaSetting | None = None,
     ) -> None:
         super().__init__()
         # Not in the tables of the module: the model may have a child module of this name.
-        object.__setattr__(self, "_plans", CallCache(self, model, mesh, planner, settings))
+        object.__setattr__(self, "_plans", CallCache(self, model, mesh, planner, settings, replica))
+        object.__setattr__(self, "_replicas", self._replicas_of(replica))
         self.training = model.training
         watch_replaced(model.parameters())
         watch_wrappers()
@@ -156,6 +163,10 @@ class ParallelModule(ClosedModule):
         return plan, given, values
 
     def _end(self, plan: CompiledCall, given: CallSignature, outputs: tuple[Any, ...]) -> Any:
+        # Not in a backward, which runs recomputed calls again.
+        if self._replicas is not None and given.grad_enabled and torch._C._current_graph_task_id() == -1:
+            assert self._plans.replica is not None, "it made the replicas"
+            self._replicas.count_rows(self._plans.replica.rows(plan.graph))
         return plan.finish(given, plan.emitted.ends.last(outputs, self._plans))
 
     @_untraced
@@ -203,6 +214,28 @@ class ParallelModule(ClosedModule):
         with self._plans.randomness.exact():
             yield
 
+    @property
+    def replicas(self) -> Replicas:
+        """Return the replicas that a `drift` line of the layout makes of the module: index, weight, state, mean."""
+        if self._replicas is None:
+            raise AutoparError(
+                "the module has no replicas that drift\nfix: a layout with a 'drift' line, as in "
+                "'drift pod -> mean every 16; fsdp'"
+            )
+        return self._replicas
+
+    def _replicas_of(self, replica: ReplicaSetting | None) -> Replicas | None:
+        """Return the replicas of this module; of a copy too, whose parameters are its own."""
+        if replica is None:
+            return None
+        own = weakref.ref(self)
+
+        def parameters() -> Mapping[str, nn.Parameter]:
+            module = own()
+            return {} if module is None else dict(nn.Module.named_parameters(module))
+
+        return Replicas(replica.drift, replica.group, parameters)
+
     def collectives(self) -> tuple[StepCollective, ...]:
         """Return the collectives of a forward and backward of the latest call, in order of the graph."""
         return tuple(
@@ -242,7 +275,7 @@ class ParallelModule(ClosedModule):
 
         Every rank draws the same numbers, so the weights do not depend on the layout.
         """
-        self._plans.weights.initialise(init, self._plans.agreement)
+        self._plans.weights.initialise(init, self._plans.everyone)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Load this rank's shards from a state dict of whole tensors, also from mapped files."""
@@ -269,12 +302,13 @@ class ParallelModule(ClosedModule):
         made = ParallelModule.__new__(ParallelModule)
         memo[id(self)] = made
         # `_plans.copied` fills these: the call cache has process groups, which cannot be copied.
-        tables = ("_parameters", "_buffers", "_modules", "_plans")
+        tables = ("_parameters", "_buffers", "_modules", "_plans", "_replicas")
         nn.Module.__init__(made)
         made.__dict__.update(
             {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items() if name not in tables}
         )
         object.__setattr__(made, "_plans", self._plans.copied(made, memo))
+        object.__setattr__(made, "_replicas", made._replicas_of(self._plans.replica))
         return made
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -26,13 +26,17 @@ __all__ = ["RandomKeys", "kept_generators"]
 
 # Number of calls whose backward may be outstanding: more than any pipeline has in flight.
 REMEMBERED = 4096
+# 2**62 divided by the golden ratio: multiples of it lie far apart.
+FRACTION = 0x278DDE6E5FD29E17
 
 
 class RandomKeys:
     """Keys of the random numbers of a module's calls, and the ops that drew from the recent ones."""
 
-    def __init__(self, agreement: Agreement, device: torch.device) -> None:
+    def __init__(self, agreement: Agreement, device: torch.device, replica: int = 0) -> None:
         self.agreement = agreement
+        # Replicas that drift draw other numbers each, also if their generators have one state.
+        self._replica = replica * FRACTION % 2**62
         self.device = device
         self.is_exact = False
         self._group: Any = agreement.group
@@ -69,9 +73,11 @@ class RandomKeys:
             return torch.tensor([0, 1])
         if agreed is None:
             key = torch.tensor([own if own is not None else int(torch.randint(2**62, ())), 0])
-            dist.broadcast(key, src=self.agreement.ranks[0], group=self._host_group())
+            if self.agreement.size > 1:
+                dist.broadcast(key, src=self.agreement.ranks[0], group=self._host_group())
         else:
             key = torch.tensor([agreed, 0])
+        key[0] = (int(key[0]) + self._replica) % 2**62
         self._check_again(int(key[0]), ops)
         return key
 

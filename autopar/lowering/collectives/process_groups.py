@@ -52,15 +52,16 @@ class Groups:
     """Process groups of a device mesh, one for each set of axes that a collective runs over.
 
     A group is created when a reshard first needs it. All ranks must bind the same reshards in the same order.
+    `replicas` counts the copies of this mesh that drift apart.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, replicas: int = 1) -> None:
         if mesh.mesh_dim_names is None:
             raise MeshError("the dims of the DeviceMesh have no names; give it mesh_dim_names")
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise MeshError(f"rank {dist.get_rank()} is not in the mesh {mesh}; start one process per device of it")
-        self.mesh = mesh
+        self.mesh, self.replicas = mesh, replicas
         self.names: tuple[str, ...] = tuple(mesh.mesh_dim_names)
         self.coordinate: Mapping[str, int] = dict(zip(self.names, coordinate, strict=True))
         self.device_type: str = mesh.device_type
@@ -111,6 +112,7 @@ class GroupsOfMicroBatch(Groups):
         self._groups = groups
         self.coordinate = {MICRO: 0, **({} if groups is None else groups.coordinate)}
         self.device_type = "cpu" if groups is None else groups.device_type
+        self.replicas = 1 if groups is None else groups.replicas
 
     @property
     def groups(self) -> Groups:

@@ -185,10 +185,11 @@ _BY_VALUE = frozenset(
 
 
 class RandomOps:
-    """Drawing ops of one graph in order, on one rank."""
+    """Drawing ops of one graph in order, on one rank; `replicas` of the graph must draw other numbers each."""
 
-    def __init__(self, axes: SubMesh, coordinate: Mapping[str, int], device: torch.device) -> None:
+    def __init__(self, axes: SubMesh, coordinate: Mapping[str, int], device: torch.device, replicas: int = 1) -> None:
         self.axes = axes
+        self.is_alone = prod(axes.values()) * replicas == 1
         self.coordinate = coordinate
         self.device = device
         self.ops: list[DrawnOp] = []
@@ -198,7 +199,7 @@ class RandomOps:
         self, node: NamedNode, source: Node, choice: Choice, local: Mapping[str, Any], differentiable: bool
     ) -> RandomOp | None:
         """Return the module for an op under a choice if it draws anything; `local` are its arguments on this rank."""
-        if prod(self.axes.values()) == 1:
+        if self.is_alone:
             return None  # it draws as the model does
         if not node.rule.random:
             if is_random(source) and (node.source != "table" or not node.op.startswith("aten.")):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autopar.errors import LayoutError
 from autopar.mesh import SubMesh
+from autopar.sharding.layout.drift import DriftStatement
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.matching import POSITION, glob_matches, matches
 from autopar.sharding.layout.source import SourceSpan, layout_error, unknown_name
@@ -131,6 +132,10 @@ def _at(span: SourceSpan | None, word: str) -> SourceSpan | None:
 def _unsupported(statement: Statement, words: LayoutWords) -> LayoutError | None:
     """Return the error for a statement of the language that autopar cannot run."""
     match statement:
+        case DriftStatement(span=span):
+            return layout_error(
+                "E0", "replicas that drift are split off before a layout is completed", "plan one of them", span
+            )
         case GatherStatement(action="regather", glob=glob, span=span):
             if not any(glob_matches(glob, name) for name in words.of_kind("param")):
                 message = f"'{glob}' is no parameter, and only parameters are gathered again"

@@ -12,6 +12,7 @@ from pathlib import Path
 from autopar.errors import AutoparError, LayoutError
 from autopar.files import data_folder
 from autopar.mesh import Mesh, SubMesh
+from autopar.sharding.layout.drift import DriftStatement
 from autopar.sharding.layout.parser import LayoutParser
 from autopar.sharding.layout.source import SourceSpan, layout_error, read_text, unknown_name
 from autopar.sharding.layout.syntax import (
@@ -81,6 +82,10 @@ class Layout:
         stages = (PipelineStatement, CutStatement, PartPin)
         return Layout(tuple(one for one in self.statements if not isinstance(one, stages)), self.name)
 
+    def without_drift(self) -> Layout:
+        """Return the layout of one replica."""
+        return Layout(tuple(one for one in self.statements if not isinstance(one, DriftStatement)), self.name)
+
     def without_time(self) -> Layout:
         """Return the layout without micro-batches and stages."""
         return self.with_micro_batches(None).without_pipeline()
@@ -92,6 +97,10 @@ class Layout:
     @property
     def cut(self) -> CutStatement | None:
         return next((s for s in self.statements if isinstance(s, CutStatement)), None)
+
+    @property
+    def drift(self) -> DriftStatement | None:
+        return next((s for s in self.statements if isinstance(s, DriftStatement)), None)
 
     @property
     def part_pins(self) -> tuple[PartPin, ...]:
@@ -119,6 +128,7 @@ def parse_layout(text: str, name: str = "<layout>") -> Layout:
         (MicroBatches | OpenMicroBatches, "micro"),
         (PipelineStatement, "pipeline"),
         (CutStatement, "cut"),
+        (DriftStatement, "drift"),
     ):
         found = [statement for statement in statements if isinstance(statement, one)]
         if len(found) > 1:
@@ -165,7 +175,7 @@ def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
     A strategy fits any mesh: its axes that the mesh lacks have size 1, and `fsdp(fsdp=dp*tp)` maps them by hand. If
     strategy and mesh have one axis each, these are mapped whatever their names. No axis in common is an error.
     `micro 8; fsdp` is a strategy in eight micro-batches, `micro 8; pipeline pp 1f1b; fsdp` one in a pipeline too. Such
-    a pipeline replaces the one that the strategy names.
+    a pipeline replaces the one that the strategy names. `drift pod -> mean every 16; fsdp` is one in each replica.
     """
     if (
         isinstance(layout, str)
@@ -173,11 +183,13 @@ def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
         and _names_strategy(match["strategy"])
     ):
         in_time = parse_layout(match["in_time"])
-        stages = None if in_time.pipeline is None else in_time.pipeline.axis
-        rest = SubMesh({axis: size for axis, size in axes.items() if axis != stages})
+        taken = () if in_time.drift is None else in_time.drift.axes
+        taken = taken if in_time.pipeline is None else (*taken, in_time.pipeline.axis)
+        rest = SubMesh({axis: size for axis, size in axes.items() if axis not in taken})
         found = choose_layout(match["strategy"].strip(), rest)
-        unstaged = found if in_time.pipeline is None else found.without_pipeline()
-        return Layout((*in_time.statements, *unstaged.statements), found.name)
+        found = found if in_time.pipeline is None else found.without_pipeline()
+        found = found if in_time.drift is None else found.without_drift()
+        return Layout((*in_time.statements, *found.statements), found.name)
     if isinstance(layout, Layout):
         found = layout
     elif isinstance(layout, Path) or layout.endswith(".lay"):
@@ -210,7 +222,7 @@ def choose_layout(layout: str | Path | Layout, axes: SubMesh) -> Layout:
 
 # `micro 8; pipeline pp 1f1b; fsdp(fsdp=dp)`. The statement names an axis on its line, the strategy `pipeline` does not.
 _STRATEGY_IN_TIME = re.compile(
-    r"(?P<in_time>(\s*(micro[ \t]+[\d?]|(pipeline|cut)[ \t]+\w|op[ \t]+@\S+[ \t]+at\s)[^;\n]*[;\n])+)"
+    r"(?P<in_time>(\s*(micro[ \t]+[\d?]|(pipeline|cut|drift)[ \t]+\w|op[ \t]+@\S+[ \t]+at\s)[^;\n]*[;\n])+)"
     r"(?P<strategy>[^;]+);?\s*"
 )
 
@@ -262,9 +274,10 @@ def roles_of(layout: Layout, dims: Iterable[str]) -> tuple[str, ...]:
 
 
 def axes_of(layout: Layout) -> tuple[str, ...]:
-    """Return all mesh axes that a layout names: that of the stages first, then those of the rules, in their order."""
-    stages = [] if layout.pipeline is None else [layout.pipeline.axis]
-    return tuple(dict.fromkeys((*stages, *(axis for statement in layout for axis, _ in named_axes(statement)))))
+    """Return all mesh axes that a layout names: those of replicas and stages first, then those of the rules."""
+    first = () if layout.drift is None else layout.drift.axes
+    stages = () if layout.pipeline is None else (layout.pipeline.axis,)
+    return tuple(dict.fromkeys((*first, *stages, *(axis for statement in layout for axis, _ in named_axes(statement)))))
 
 
 def strategy_names() -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from typing import Literal, NoReturn, cast
 from autopar.errors import LayoutError
 from autopar.mesh import Mesh, parse_axes
 from autopar.names import did_you_mean
+from autopar.sharding.layout.drift import read_drift
 from autopar.sharding.layout.source import SourceSpan, layout_error, unknown_name
 from autopar.sharding.layout.syntax import (
     COLLECTIVES,
@@ -134,9 +135,11 @@ class LayoutParser(TokenReader):
         following = self.tokens[self.position + 1]
         if token.kind == "name" and token.text == "micro" and (following.kind == "number" or following.text == "?"):
             return self.micro(self.advance())
-        # `pipeline` and `cut` are no words of the language either: two names in a row begin no rule.
-        if token.kind == "name" and token.text in ("pipeline", "cut") and self.tokens[self.position + 1].kind == "name":
+        # `pipeline`, `cut` and `drift` are no words of the language either: two names in a row begin no rule.
+        if token.kind == "name" and token.text in ("pipeline", "cut") and following.kind == "name":
             return self.pipeline(self.advance()) if token.text == "pipeline" else self.cut(self.advance())
+        if token.kind == "name" and token.text == "drift" and (following.kind == "name" or following.text == "?"):
+            return read_drift(self, self.advance(), self.axes)
         if token.kind != "word":
             return self.rule(bare=True)
         if token.text in KINDS:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from autopar.mesh import Mesh
+from autopar.sharding.layout.drift import DriftStatement, print_drift
 from autopar.sharding.layout.source import SourceSpan
 from autopar.sharding.layout.tokens import format_percent, format_size
 from autopar.sharding.schedules import Schedule
@@ -250,7 +251,7 @@ class Limit:
 Contract = Guard | Same | Limit
 
 # Statements with one product of mesh axes in `axes`: `let` names and strategy axes are substituted there.
-OverAxes = Let | Guard
+OverAxes = Let | Guard | DriftStatement
 
 # A `DimRule` that stands by itself is a bare rule.
 Statement = (
@@ -334,6 +335,8 @@ def print_statement(statement: Statement) -> str:
             return f"cut {axis} before {', '.join(f'@{name}' for name in before)}"
         case PartPin(glob, part):
             return f"op @{glob} at part {part}"
+        case DriftStatement():
+            return print_drift(statement)
         case Let(name, axes):
             return f"let {name} = {print_axes(axes)}"
         case DimRule():

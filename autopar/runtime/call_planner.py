@@ -1,0 +1,75 @@
+"""Who plans the calls of a parallel module, and the settings that all its calls share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from autopar.ir.graph import NamedGraph
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.options import TrainingOptions
+from autopar.sharding.reshard_insertion import InsertedReshard
+
+__all__ = ["CallSettings", "FixedInputs", "Planner"]
+
+
+class Planner(Protocol):
+    """Protocol: make the named graph and the assignment of a call."""
+
+    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph: ...
+
+    def decide(self, graph: NamedGraph) -> Assignment | str:
+        """Return an assignment, or text for `read` on all ranks; only the first rank calls this."""
+        ...
+
+    def read(self, graph: NamedGraph, text: str) -> Assignment: ...
+
+    def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
+        """Raise if the emitted graph breaks the contract of the user's layout."""
+        ...
+
+    def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
+        """Return the global shapes of the inputs of a graph that was traced with the shards of one rank."""
+        ...
+
+    def facts(self) -> Mapping[str, str]:
+        """Return the planner's own inputs as text: all ranks must have the same."""
+        ...
+
+
+@dataclass(frozen=True)
+class CallSettings:
+    """Settings of all calls of one module: the options of the step, and the dtype that parameters are cast to."""
+
+    options: TrainingOptions = field(default_factory=TrainingOptions)
+    compute_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class FixedInputs:
+    """Planner with one fixed graph and assignment, for calls of the signature that was traced."""
+
+    graph: NamedGraph
+    assignment: Assignment
+
+    def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
+        return self.graph
+
+    def decide(self, graph: NamedGraph) -> Assignment | str:
+        return self.assignment
+
+    def read(self, graph: NamedGraph, text: str) -> Assignment:
+        raise AssertionError("the assignment is fixed")
+
+    def check(self, graph: NamedGraph, assignment: Assignment, inserted: tuple[InsertedReshard, ...]) -> None:
+        """Check nothing: the caller has checked its assignment."""
+
+    def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(graph.tensors[name].shape) for name in graph.inputs}
+
+    def facts(self) -> Mapping[str, str]:
+        return {}

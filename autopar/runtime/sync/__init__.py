@@ -1,0 +1,1 @@
+"""Replicas that drift: what they send each other at meetings, and when."""

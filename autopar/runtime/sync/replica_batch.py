@@ -1,0 +1,81 @@
+"""The rows of a global batch that one replica trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+
+from torch import Tensor
+
+from autopar.errors import AutoparError
+from autopar.ir.graph import NamedGraph
+from autopar.ir.pytree import Flattened
+from autopar.sharding.layout.source import layout_error
+from autopar.sharding.replicas import Drift, check_batch
+
+__all__ = ["ReplicaBatch", "batch_places"]
+
+
+def batch_places(graph: NamedGraph, drift: Drift, dim: str) -> dict[str, tuple[int, int]]:
+    """Return for each input with the batch its dim of the batch, and the extent of that dim for one row."""
+    found = {}
+    for name in graph.inputs:
+        tensor = graph.tensors[name]
+        for place, atom in enumerate(tensor.atoms):
+            if dim not in atom.names:
+                continue
+            if any(other.dim == atom.dim for other in tensor.atoms[:place]):
+                raise layout_error(
+                    "E5",
+                    f"the input {name} has the dim '{dim}' behind another one, so that replicas would get strided rows",
+                    "give inputs whose first dim is the batch, or each rank its own rows with local_inputs=True",
+                    drift.statement.span,
+                )
+            found[name] = atom.dim, tensor.shape[atom.dim] // atom.size
+    if not found:
+        raise layout_error(
+            "E1",
+            f"no input has the dim '{dim}', which the replicas along {'*'.join(drift.axes)} share",
+            f"name it: dims={{INPUT: '{dim} ...'}}; or give each rank its own rows with local_inputs=True",
+            drift.statement.span,
+        )
+    return found
+
+
+class ReplicaBatch:
+    """Cut of global inputs into those of one replica; one trace for each shape of them."""
+
+    def __init__(self, drift: Drift, index: int, dim: str) -> None:
+        self.drift, self.index, self.dim = drift, index, dim
+        # By call: for each tensor its dim of the batch and the range there, or None.
+        self._known: dict[Hashable, tuple[tuple[int, int, int] | None, ...]] = {}
+
+    def cut(self, flat: Flattened, trace: Callable[[], NamedGraph]) -> Flattened:
+        """Return the inputs of this replica, views of the global ones."""
+        key = tuple((path, tensor.shape) for path, tensor in zip(flat.paths, flat.tensors, strict=True))
+        if key not in self._known:
+            self._known[key] = self._ranges(flat, trace())
+        pairs = zip(flat.tensors, self._known[key], strict=True)
+        return replace(flat, tensors=tuple(x if place is None else _narrow(x, place) for x, place in pairs))
+
+    def _ranges(self, flat: Flattened, graph: NamedGraph) -> tuple[tuple[int, int, int] | None, ...]:
+        places = batch_places(graph, self.drift, self.dim)
+        batch = graph.dims[self.dim].size
+        check_batch(self.drift, batch, self.dim)
+        for mutation in graph.exported.mutations:
+            if mutation.kind == "input" and mutation.target in places:
+                raise AutoparError(
+                    f"the model changes its input {mutation.target} in place, of which each replica has a part\n"
+                    "fix: give each rank its own rows, with local_inputs=True; or change a copy in the model"
+                )
+        rows = self.drift.rows(batch)
+        first, count = sum(rows[: self.index]), rows[self.index]
+        found = []
+        for path in flat.paths:
+            place = places.get(path)
+            found.append(None if place is None else (place[0], first * place[1], count * place[1]))
+        return tuple(found)
+
+
+def _narrow(tensor: Tensor, place: tuple[int, int, int]) -> Tensor:
+    return tensor.narrow(*place)

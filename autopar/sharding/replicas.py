@@ -1,0 +1,136 @@
+"""Replicas along axes that drift: what one replica runs, on which part of the mesh and of the batch.
+
+A replica is a whole plan on the mesh without these axes. Only the batch is cut over them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autopar.errors import LayoutError
+from autopar.mesh import Mesh, MeshAxis
+from autopar.sharding.layout.drift import DriftStatement
+from autopar.sharding.layout.language import Layout
+from autopar.sharding.layout.source import SourceSpan, layout_error, unknown_name
+from autopar.sharding.layout.syntax import CutStatement, Let, MeshStatement, PipelineStatement, Statement, named_axes
+
+__all__ = ["Drift", "batch_dim_of", "check_batch", "split_replicas"]
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Replicas along the first axes of a mesh, and how they meet."""
+
+    statement: DriftStatement
+    # All axes: those of the replicas first, then those of one replica.
+    mesh: Mesh
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.statement.axes
+
+    @property
+    def replicas(self) -> int:
+        return self.mesh.extent(*self.axes)
+
+    @property
+    def replica_mesh(self) -> Mesh:
+        """Return the mesh of one replica; an axis of one rank where it has no other."""
+        inner = tuple(axis for axis in self.mesh.declared if axis.name not in self.axes)
+        return Mesh(inner or (MeshAxis(self.single_axis, 1, None),))
+
+    @property
+    def single_axis(self) -> str:
+        """Return a name for the axis of a replica of one rank."""
+        return next(name for name in ("replica", "replica_rank") if name not in self.axes)
+
+    def rows(self, batch: int) -> tuple[int, ...]:
+        """Return the rows of the batch for each replica."""
+        return (batch // self.replicas,) * self.replicas
+
+
+def split_replicas(layout: Layout, mesh: Mesh) -> tuple[Layout, Drift | None]:
+    """Return the layout of one replica, and the replicas that the layout states on a mesh."""
+    statement = layout.drift
+    if statement is None:
+        return layout, None
+    _check_axes(layout, statement, mesh)
+    drift = Drift(statement, mesh)
+    if statement.servers > drift.replicas:
+        message = f"server({statement.servers}) needs a replica for each server, and there are {drift.replicas}"
+        raise layout_error("E4", message, f"write 'server({drift.replicas})' or less", statement.span)
+    kept = (_inside(one, drift) for one in layout if one is not statement)
+    return Layout(tuple(one for one in kept if one is not None), layout.name), drift
+
+
+def batch_dim_of(layout: Layout) -> str:
+    """Return the name of the dim that replicas share, which a line about micro-batches may give."""
+    micro = layout.micro_batches or layout.open_micro_batches
+    return "batch" if micro is None else micro.dim
+
+
+def check_batch(drift: Drift, batch: int, dim: str = "batch") -> None:
+    """Raise unless the replicas can share a batch."""
+    if batch % drift.replicas:
+        names = "*".join(drift.axes)
+        raise layout_error(
+            "E4",
+            f"{dim}={batch} does not divide over the {drift.replicas} replicas along {names}",
+            f"give a batch that is a multiple of {drift.replicas}, or each rank its own rows with local_inputs=True",
+            drift.statement.span,
+        )
+
+
+def _check_axes(layout: Layout, statement: DriftStatement, mesh: Mesh) -> None:
+    for axis in statement.axes:
+        if axis not in mesh.names:
+            place = None if statement.span is None else statement.span.at(axis)
+            raise unknown_name("axis", axis, mesh.names, place)
+    if mesh.names[: len(statement.axes)] != statement.axes:
+        written = "*".join(statement.axes)
+        rest = [str(axis) for axis in mesh.declared if axis.name not in statement.axes]
+        first = ", ".join([*(str(mesh.declared[mesh.names.index(axis)]) for axis in statement.axes), *rest])
+        raise layout_error(
+            "E3",
+            f"axis '{written}' drifts and must stand first in the mesh, so that a replica has consecutive ranks",
+            f"write the mesh as '{first}'",
+            statement.span,
+        )
+    for other in layout:
+        for axis, span in _axes_of_tensors(other):
+            if axis in statement.axes:
+                raise _names_drift(axis, span)
+
+
+def _axes_of_tensors(statement: Statement) -> tuple[tuple[str, SourceSpan | None], ...]:
+    """Return the axes that a statement splits or sums tensors over, with their places."""
+    if isinstance(statement, PipelineStatement | CutStatement):
+        return ((statement.axis, statement.span),)
+    if isinstance(statement, DriftStatement | Let | MeshStatement):
+        return ()
+    return tuple(named_axes(statement))
+
+
+def _names_drift(axis: str, span: SourceSpan | None) -> LayoutError:
+    return layout_error(
+        "E3",
+        f"axis '{axis}' drifts: replicas differ along it, so no tensor can be split or summed over it",
+        f"leave '{axis}' out, or delete the 'drift' line",
+        None if span is None else span.at(axis),
+    )
+
+
+def _inside(statement: Statement, drift: Drift) -> Statement | None:
+    """Return a statement as one replica has it; None if nothing is left of it."""
+    if isinstance(statement, Let):  # its name is replaced in all other statements
+        return None if set(statement.axes) & set(drift.axes) else statement
+    if not isinstance(statement, MeshStatement):
+        return statement
+    fits = statement.mesh.names == drift.mesh.names and all(
+        size in (None, drift.mesh.extent(axis)) for axis, size in statement.mesh.axes.items()
+    )
+    if not fits:
+        message = f"the layout is for another mesh than the one it is to run on, {drift.mesh}"
+        fix = f"write 'mesh {', '.join(map(str, drift.mesh.declared))}', or leave the line out"
+        raise layout_error("E1", message, fix, statement.span)
+    return replace(statement, mesh=drift.replica_mesh)
