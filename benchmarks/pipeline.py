@@ -6,25 +6,24 @@
 Both take the same cuts, micro-batches and schedule; their steps take turns. `wall` is the ratio of the medians of the
 slowest rank, `CPU` that of the processor's seconds of all ranks, which other programs disturb less. `noise` is the
 ratio of the peer's wall time in one half of its steps to that in the other. `memory` is the ratio of the peaks of the
-fullest ranks, in bytes of tensors alive at once. `bubble` is the
-idle time of the busiest stage, in the fastest step, to that of the same schedule simulated with the measured tasks; it
-needs a core for each rank. `halves` is the processor's time of the backwards of zero_bubble, in two halves, to that of
-the whole ones of 1f1b.
+fullest ranks, in bytes of tensors alive at once. `bubble` is the idle time of the busiest stage, in the fastest step,
+to that of the same schedule simulated with the measured tasks and messages; it needs a core for each rank. `halves` is
+the processor's time of the backwards of zero_bubble, in two halves, to that of the whole ones of 1f1b.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,11 +35,9 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
 import autopar
-from autopar.cost.pipeline import PartCosts, run_orders
-from autopar.lowering.collectives.process_groups import MessageExchange, join_local_group
-from autopar.lowering.modules import pipeline_loop
-from autopar.sharding.schedules import BackwardHalf, StageTask, TaskKind, orders
+from autopar.lowering.collectives.process_groups import join_local_group
 from benchmarks.step import SIZES as STEP_SIZES
+from benchmarks.task_times import bubble, halves
 from examples.gpt import gpt
 
 SCHEDULES: dict[str, Callable[..., Any]] = {
@@ -129,93 +126,13 @@ def ours(size: str, schedule: str, ranks: int) -> tuple[Callable[[], None], Any]
     return step, parallel
 
 
-class Timed(NamedTuple):
-    """Task of our step: its begin and end, the time without waiting for messages, and the processor's time."""
-
-    task: StageTask
-    begin: float
-    end: float
-    busy: float
-    processor: float
-
-
-class TaskTimes:
-    """Times of our tasks, by step."""
-
-    def __init__(self) -> None:
-        self.steps: list[list[Timed]] = []
-
-    def run(self, step: Callable[[], None]) -> None:
-        tasks: list[Timed] = []
-        waited = 0.0
-        run, receive = pipeline_loop._Run._run, MessageExchange.received
-
-        def timed(one: Any, item: Any, *others: Any) -> None:
-            before, begin, used = waited, time.perf_counter(), time.thread_time()
-            run(one, item, *others)
-            end, processor = time.perf_counter(), time.thread_time() - used
-            if isinstance(item, StageTask):
-                tasks.append(Timed(item, begin, end, end - begin - (waited - before), processor))
-
-        def received(*arguments: Any, **others: Any) -> Tensor:
-            nonlocal waited
-            begin = time.perf_counter()
-            found = receive(*arguments, **others)
-            waited += time.perf_counter() - begin
-            return found
-
-        with mock.patch.object(pipeline_loop._Run, "_run", timed):  # noqa: SIM117
-            with mock.patch.object(MessageExchange, "received", received):
-                step()
-        self.steps.append(tasks)
-
-
-def halves(size: str, ranks: int, steps: int) -> float:
-    """Return the time of backwards in two halves to that of whole ones; steps of both take turns."""
+def both_schedules(size: str, ranks: int) -> list[Callable[[], None]]:
+    """Return steps of zero_bubble and of 1f1b, which have run."""
     pair = [ours(size, schedule, ranks)[0] for schedule in ("zero_bubble", "1f1b")]
     for step in pair:
         for _ in range(WARM_UP):
             step()
-    times = [TaskTimes(), TaskTimes()]
-    for turn in range(steps):
-        for which in ((0, 1), (1, 0))[turn % 2]:
-            times[which].run(pair[which])
-    backwards = TaskKind.BACKWARD
-    found = torch.tensor(
-        [[sum(one.processor for one in tasks if one.task.kind is backwards) for tasks in each.steps] for each in times]
-    )
-    dist.all_reduce(found)
-    halved, whole = found.median(1).values.tolist()
-    return float(halved / whole)
-
-
-def bubbles(step: Callable[[], None], schedule: Any, ranks: int, steps: int) -> float:
-    """Return the idle time of our fastest step to that of the simulated one, without messages."""
-    times = TaskTimes()
-    for _ in range(steps):
-        dist.barrier()
-        times.run(step)
-    every: list[Any] = [None] * ranks
-    dist.all_gather_object(every, times.steps)
-    plan = orders(ranks, MICRO_BATCHES, schedule, halves=True)
-    found = []
-    for stages in zip(*every, strict=True):
-        span = max(tasks[-1].end for tasks in stages) - min(tasks[0].begin for tasks in stages)
-        measured = span / max(sum(one.busy for one in tasks) for tasks in stages) - 1
-        finished, busy, _ = run_orders([part_costs(tasks) for tasks in stages], plan, [0.0] * ranks, sends_wait=False)
-        found.append((span, measured / (max(finished) / max(busy) - 1)))
-    return min(found)[1]
-
-
-def part_costs(tasks: Sequence[Timed]) -> PartCosts:
-    """Return the mean times of the tasks of one stage."""
-
-    def mean(*which: tuple[TaskKind, BackwardHalf | None]) -> float:
-        return sum(one.busy for one in tasks if (one.task.kind, one.task.half) in which) / MICRO_BATCHES
-
-    weights = TaskKind.BACKWARD, BackwardHalf.WEIGHTS
-    backward = mean((TaskKind.BACKWARD, None), (TaskKind.BACKWARD, BackwardHalf.INPUTS), weights)
-    return PartCosts(mean((TaskKind.FORWARD, None)), backward, late_seconds=mean(weights))
+    return pair
 
 
 def live_bytes() -> int:
@@ -278,8 +195,8 @@ def compare(size: str, schedule: str, steps: int, rank: int, ranks: int) -> str:
     noise = first / second
     error = torch.tensor(_difference(parallel, part))
     dist.all_reduce(error, dist.ReduceOp.MAX)
-    ratio = f"{halves(size, ranks, steps):6.3f}" if schedule == "zero_bubble" else f"{'-':>6}"
-    kept, idle = float(memory[0] / memory[1]), bubbles(mine, schedule, ranks, steps)
+    ratio = f"{halves(both_schedules(size, ranks), steps):6.3f}" if schedule == "zero_bubble" else f"{'-':>6}"
+    kept, idle = float(memory[0] / memory[1]), bubble(mine, schedule, MICRO_BATCHES, ranks, steps)
     return (
         f"{schedule:11} {size:6} {ranks:5} {1e3 * wall[0]:9.1f} {1e3 * wall[1]:9.1f} {wall[0] / wall[1]:6.3f} "
         f"{processor[0] / processor[1]:6.3f} {noise:6.3f} {kept:6.3f} {idle:6.3f} {ratio}   {float(error):.1e}"
@@ -317,6 +234,8 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.size = arguments.size or ["small", "25M"]
     arguments.schedule = arguments.schedule or list(SCHEDULES)
+    # The profiler of the ranks prints lines of its own, and warns of tensors that are older than it.
+    os.environ.update(KINETO_LOG_LEVEL="99", TORCH_CPP_LOG_LEVEL="ERROR")
     names = "ranks   ours ms   peer ms   wall    CPU  noise memory bubble halves   difference of gradients"
     print(f"{'schedule':11} {'size':6} {names}")
     for ranks in arguments.ranks or (2, 4):

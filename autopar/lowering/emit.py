@@ -21,7 +21,8 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.invariants import verifying
 from autopar.ir.values import NamedNode
 from autopar.lowering.collectives.local_reshard import LocalReshard, bind_message
-from autopar.lowering.collectives.process_groups import Groups, GroupsOfMicroBatch, StageGroup
+from autopar.lowering.collectives.process_groups import Groups, GroupsOfMicroBatch
+from autopar.lowering.collectives.stage_messages import StageGroup
 from autopar.lowering.emitted import Emitted, note_of
 from autopar.lowering.modules.shard_ops import LocalOpModule, LoweredOpModule, ReshardModule
 from autopar.lowering.passes.aliases import FRESH, is_idle_copy, makes_new_memory

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.lowering.collectives.process_groups import Crossing, StageGroup
+from autopar.lowering.collectives import stage_messages
+from autopar.lowering.collectives.stage_messages import Crossing, MessageExchange, ResultMessage, StageGroup
 from autopar.lowering.modules.late_weights import LateWeights
 from autopar.lowering.modules.micro_loop import GradientSums, LoopResult, leaves_of
 from autopar.lowering.modules.pipeline_loop import PartResult, PipelineLoop, PipelinePart, _Run
-from autopar.sharding.schedules import Route, Schedule, StageMessage, orders, stage_program
+from autopar.sharding.schedules import Route, Schedule, StageMessage, TaskKind, orders, stage_program
 
 # One message: whether it is sent, the other stage, and its tag.
 Action = tuple[bool, int, int]
@@ -71,7 +73,8 @@ def loop_of(
         parts[part] = PipelinePart(body, (0,), received, sent, (0,) if is_last else ())
     result = PartResult(LoopResult("sum"), stages * chunks - 1, (), torch.float32, True)
     at = StageGroup(groups, tuple(range(stages)), stage, name, chunks, more)
-    return PipelineLoop(parts, crossings, count, [result], at, (), (), (), False, LateWeights())
+    with mock.patch.object(dist, "get_group_rank", lambda group, rank: rank):
+        return PipelineLoop(parts, crossings, count, [result], at, (), (), (), False, LateWeights())
 
 
 class Done:
@@ -79,28 +82,25 @@ class Done:
 
     def wait(self) -> None: ...
 
-    def is_completed(self) -> bool:
-        return True
-
 
 def recorded(loop: PipelineLoop, patch: pytest.MonkeyPatch, run: Callable[[_Run], None]) -> list[Action]:
     """The messages of the executor of one stage, in the order in which it posts them; those received are ones."""
     found: list[Action] = []
 
-    def isend(x: Tensor, to: int, group: Any, tag: int) -> Done:
+    def send(x: Tensor, group: Any, to: int, tag: int) -> Done:
         assert group == loop.stages.groups[tag // loop.count % 2], "gradients have a group of their own"
         found.append((True, to, tag))
         return Done()
 
-    def irecv(x: Tensor, source: int, group: Any, tag: int) -> Done:
+    def receive(x: Tensor, group: Any, source: int, tag: int) -> Done:
         assert group == loop.stages.groups[tag // loop.count % 2], "gradients have a group of their own"
         found.append((False, source, tag))
         x.fill_(1.0)
         return Done()
 
     with patch.context() as during:
-        during.setattr(dist, "isend", isend)
-        during.setattr(dist, "irecv", irecv)
+        during.setattr(stage_messages, "send", send)
+        during.setattr(stage_messages, "receive", receive)
         leaves = leaves_of([torch.ones(2, requires_grad=True)])
         run(_Run(loop, leaves, GradientSums(leaves)))
     return found
@@ -162,6 +162,58 @@ def test_blocking_sends_never_wait_in_a_circle(
             assert not stuck(programs), (seed, stages, count, schedule)
             remote = [(one, target) for one in crossings for target in one.targets if (one.source - target) % stages]
             assert sum(map(len, programs)) == 2 * count * sum(1 + one.differentiable for one, _ in remote)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_few_sends_are_under_way(schedule: tuple[Schedule, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that waits for its gradient is alive anyway; of all others two are, whatever their number."""
+    stages, count, exchange = 3, 24, MessageExchange.exchange
+    crossings = [
+        Crossing(f"x{part}", part, (part + 1,), (2,), torch.float32, True) for part in range(3 * schedule[1] - 1)
+    ]
+    crossings.append(Crossing("mask", 0, (2,), (2,), torch.float32, False))
+    for stage in range(stages):
+        most = [0, 0]
+
+        def exchanged(one: MessageExchange, message: StageMessage, most: list[int] = most) -> None:
+            exchange(one, message)
+            in_flight = len({number for _, number in one.answered})
+            most[0] = max(most[0], in_flight)
+            most[1] = max(most[1], *(len(found) for found in one.sending.values()), 0)
+
+        with monkeypatch.context() as during:
+            during.setattr(MessageExchange, "exchange", exchanged)
+            recorded(loop_of(stage, stages, count, schedule, crossings), during, scheduled)
+        plan = orders(stages, count, *schedule)[stage]
+        flight = [1 if task.kind is TaskKind.FORWARD else -1 for task in plan]
+        assert most[0] <= max(accumulate(flight))
+        assert most[1] <= 2
+
+
+def test_small_results_of_a_stage_travel_together() -> None:
+    results = [(1, (), torch.float32), (1, (), torch.int64), (0, (3,), torch.bool), (1, (64, 64), torch.float32)]
+    found = ResultMessage.of(results)
+    assert [(one.source, one.places) for one in found] == [(1, (1, 0)), (0, (2,)), (1, (3,))]
+    values = {0: torch.tensor(0.1), 1: torch.tensor(-(2**40)), 2: torch.tensor([True, False, True])}
+    values[3] = torch.randn(64, 64)
+    wire: list[Tensor] = []
+
+    def broadcast(x: Tensor, source: int, group: Any) -> None:
+        if stage == source:
+            wire.append(x.clone())
+        else:
+            x.copy_(wire[-1])
+
+    groups: Any = ("values", "gradients")
+    with mock.patch.object(dist, "broadcast", broadcast):
+        for one in found:
+            for stage in (one.source, 1 - one.source):
+                at = StageGroup(groups, (0, 1), stage, "1f1b", 1, 0)
+                mine = [values[place] for place in one.places] if stage == one.source else []
+                for place, x in zip(one.places, one.share(at, mine, torch.empty(0)), strict=True):
+                    assert x.dtype == values[place].dtype
+                    assert torch.equal(x, values[place])
+    assert len(wire) == 3
 
 
 def test_messages_in_the_order_of_the_tasks_would_wait_in_a_circle() -> None:

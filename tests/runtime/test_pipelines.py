@@ -22,6 +22,7 @@ import autopar
 from autopar.cost.lowered_step import lower_step
 from autopar.cost.memory.step_memory import StepMemory
 from autopar.errors import AutoparError, LayoutError
+from autopar.lowering.collectives import stage_messages
 from autopar.lowering.modules import pipeline_loop
 from autopar.lowering.modules.late_weights import LateProduct
 from autopar.lowering.modules.pipeline_loop import PipelineLoop
@@ -56,9 +57,9 @@ class Watch:
         self.late = 0
 
     def __enter__(self) -> Watch:
-        self.old = dist.isend, pipeline_loop._Run._run
+        self.old = stage_messages.send, pipeline_loop._Run._run
 
-        def isend(*args: Any, **others: Any) -> Any:
+        def send(*args: Any, **others: Any) -> Any:
             self.sent += 1
             return self.old[0](*args, **others)
 
@@ -67,11 +68,13 @@ class Watch:
             self.alive = max(self.alive, len(run.alive))
             self.late = max(self.late, sum(map(bool, run.late.values())))
 
-        dist.isend, pipeline_loop._Run._run = isend, run_task
+        stage_messages.send = pipeline_loop.send = send
+        pipeline_loop._Run._run = run_task
         return self
 
     def __exit__(self, *_: Any) -> None:
-        dist.isend, pipeline_loop._Run._run = self.old
+        stage_messages.send = pipeline_loop.send = self.old[0]
+        pipeline_loop._Run._run = self.old[1]
 
 
 def step(layout: str, mesh: str) -> tuple[float, float, float, int, int, int, int]:

@@ -1,11 +1,10 @@
-"""Processes that run a plan: process groups, the torch `DeviceMesh` of a mesh, messages between stages."""
+"""Processes that run a plan: process groups, and the torch `DeviceMesh` of a mesh."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
@@ -23,15 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
-from autopar.sharding.schedules import Schedule, StageMessage, StageTask
 from autopar.sharding.sharding import MICRO
 
 __all__ = [
-    "Crossing",
     "Groups",
     "GroupsOfMicroBatch",
-    "MessageExchange",
-    "StageGroup",
     "device_mesh",
     "device_type_of",
     "group_over",
@@ -238,114 +233,3 @@ def _resolves(host: str) -> bool:
     except OSError:
         return False
     return True
-
-
-# -- stages of a pipeline ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StageGroup:
-    """Ranks along the axis of the stages, and the schedule that they run."""
-
-    # Of values, and of gradients: a library may run the messages of a group one after the other.
-    groups: tuple[ProcessGroup, ProcessGroup]
-    # Global rank of each stage.
-    ranks: tuple[int, ...]
-    stage: int
-    schedule: Schedule
-    chunks: int
-    more: int
-
-    def stage_of(self, part: int) -> int:
-        return part % len(self.ranks)
-
-    def part_of(self, task: StageTask) -> int:
-        return task.chunk * len(self.ranks) + self.stage
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """Value that a part makes and other parts read, on one micro-batch and this rank's coordinates."""
-
-    name: str
-    source: int
-    targets: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    differentiable: bool
-
-
-class MessageExchange:
-    """Messages of one pass of a stage.
-
-    The program of the stage says where each message is sent, or its receive posted. It is waited for where its value is
-    read.
-    """
-
-    def __init__(
-        self, stages: StageGroup, routed: Sequence[tuple[Crossing, int]], micro_batches: int, like: Tensor
-    ) -> None:
-        self.stages, self.routed, self.micro_batches, self.like = stages, routed, micro_batches, like
-        self.numbers = {(one.name, target): number for number, (one, target) in enumerate(routed)}
-        # Values and gradients of this stage, until they are sent or read here.
-        self.made: dict[StageMessage, Tensor] = {}
-        # Receives that are posted, and sends.
-        self.coming: dict[StageMessage, tuple[Any, Tensor]] = {}
-        self.pending: list[tuple[Any, Tensor]] = []
-
-    def put(self, one: Crossing, target: int, micro_batch: int, x: Tensor, backward: bool) -> None:
-        """Keep a value for the part that reads it, or its gradient for the part that makes it."""
-        self.made[StageMessage(self.numbers[one.name, target], micro_batch, backward)] = x
-
-    def exchange(self, message: StageMessage) -> None:
-        """Send a message that this stage has made, or post its receive."""
-        one, _ = self.routed[message.route]
-        source, target = self._ends(message)
-        tag = (2 * message.route + message.backward) * self.micro_batches + message.micro_batch
-        if self.stages.stage_of(source) == self.stages.stage:
-            x = self.made.pop(message).contiguous()
-            self.pending = [pair for pair in self.pending if not pair[0].is_completed()]
-            work = dist.isend(
-                x, self.stages.ranks[self.stages.stage_of(target)], self.stages.groups[message.backward], tag
-            )
-            self.pending.append((work, x))  # its memory is read until then
-            return
-        x = self.like.new_empty(one.shape, dtype=one.dtype)
-        with self._naming(message):
-            work = dist.irecv(
-                x, self.stages.ranks[self.stages.stage_of(source)], self.stages.groups[message.backward], tag
-            )
-            self.coming[message] = work, x
-
-    def received(self, one: Crossing, target: int, micro_batch: int, backward: bool) -> Tensor:
-        """Return a value for a part, or its gradient."""
-        message = StageMessage(self.numbers[one.name, target], micro_batch, backward)
-        if message in self.made:
-            return self.made.pop(message).detach()
-        work, x = self.coming.pop(message)
-        with self._naming(message):
-            work.wait()
-        return x
-
-    def finish(self) -> None:
-        """Wait for all sends."""
-        for work, _ in self.pending:
-            work.wait()
-        self.pending = []
-
-    def _ends(self, message: StageMessage) -> tuple[int, int]:
-        """Return the part that makes a message and the one that reads it."""
-        one, target = self.routed[message.route]
-        return (target, one.source) if message.backward else (one.source, target)
-
-    @contextmanager
-    def _naming(self, message: StageMessage) -> Iterator[None]:
-        """Name a message that is waited for in errors of the process group."""
-        try:
-            yield
-        except RuntimeError as error:
-            (source, into), what = self._ends(message), "gradient" if message.backward else "forward"
-            raise RuntimeError(
-                f"stage {self.stages.stage} waits for the {what} of micro-batch {message.micro_batch} from stage "
-                f"{self.stages.stage_of(source)}, into part {into}: {error}"
-            ) from error

@@ -197,13 +197,14 @@ class GradientSums:
         others: Sequence[Tensor] = (),
     ) -> list[Tensor | None]:
         """Add the gradients of one micro-batch, given those of its parts; return the gradients of other leaves."""
-        leaves = [self.leaves[place] for place in self.wanted]
         if not self.is_half:
-            torch.autograd.backward(parts, gradients, retain_graph=retain, inputs=[*leaves, *others])
+            # The graph has no leaves but these. Their list as an argument would cost a look-up for each of its nodes.
+            torch.autograd.backward(parts, gradients, retain_graph=retain)
             taken = [leaf.grad for leaf in others]
             for leaf in others:
                 leaf.grad = None
             return taken
+        leaves = [self.leaves[place] for place in self.wanted]
         found = torch.autograd.grad(parts, [*leaves, *others], gradients, retain_graph=retain, allow_unused=True)
         for place, gradient in zip(self.wanted, found, strict=False):
             if gradient is not None:
@@ -211,10 +212,12 @@ class GradientSums:
         return list(found[len(leaves) :])
 
     def _widen(self, place: int, gradient: Tensor) -> None:
-        wide = gradient.to(sum_dtype(gradient.dtype))
         total = self._totals.get(place)
-        # The first one may share memory with another gradient, so it is not written to.
-        self._totals[place] = wide if total is None else total + wide
+        if total is None:
+            # A copy: the gradient may share memory with another one.
+            self._totals[place] = gradient.to(sum_dtype(gradient.dtype), copy=True)
+        else:
+            total += gradient
 
     def put(self, place: int, gradient: Tensor) -> None:
         """Add a gradient of one leaf, in memory of its own."""
@@ -228,22 +231,17 @@ class GradientSums:
         else:
             leaf.grad = gradient
 
-    @property
-    def totals(self) -> dict[int, Tensor]:
-        """Return the sums by the places of their leaves; leaves without a gradient have none."""
-        for place in self.wanted:
-            leaf = self.leaves[place]
-            if leaf.grad is not None:
-                self._totals[place], leaf.grad = leaf.grad, None
-        return self._totals
+    def _moved(self, place: int) -> Tensor | None:
+        """Return the sum for one leaf, which is not in its `.grad` any more; None if there is no gradient."""
+        leaf = self.leaves[place]
+        if leaf.grad is not None:
+            self._totals[place], leaf.grad = leaf.grad, None
+        return self._totals.get(place)
 
     def total(self, place: int) -> Tensor:
         """Return the sum for one leaf, which may be zero."""
-        found = self.totals.get(place)
-        if found is None:
-            leaf = self.leaves[place]
-            found = torch.zeros_like(leaf, dtype=sum_dtype(leaf.dtype))
-        return found
+        found, leaf = self._moved(place), self.leaves[place]
+        return torch.zeros_like(leaf, dtype=sum_dtype(leaf.dtype)) if found is None else found
 
     def take(self, place: int) -> Tensor:
         """Return the sum for one leaf, and forget it."""
@@ -251,16 +249,29 @@ class GradientSums:
         self._totals.pop(place, None)
         return found
 
+    def replace(self, place: int, total: Tensor) -> None:
+        """Set the sum for one leaf, in memory of its own."""
+        self._moved(place)
+        self._totals[place] = total
+
     def are_finite(self) -> bool:
-        return all(bool(torch.isfinite(total).all()) for total in self.totals.values())
+        totals = map(self._moved, self.wanted)
+        return all(bool(torch.isfinite(total).all()) for total in totals if total is not None)
 
     def found(self, factor: Tensor | None = None) -> list[Tensor | None]:
         """Return the sums times a factor, once: their memory goes to the caller."""
         self.is_used = True
+        totals = {place: total for place in self.wanted if (total := self._moved(place)) is not None}
+        # Reading the factor would make another device wait.
+        if factor is not None and not (factor.is_cpu and factor == 1):
+            by_dtype: dict[torch.dtype, list[Tensor]] = {}
+            for total in totals.values():
+                by_dtype.setdefault(total.dtype, []).append(total)
+            for dtype, same in by_dtype.items():
+                torch._foreach_mul_(same, factor.to(dtype))
         found: list[Tensor | None] = [None] * len(self.leaves)
-        for place, total in self.totals.items():
-            scaled = total if factor is None else total * factor.to(total.dtype)
-            found[place] = scaled.to(self.leaves[place].dtype)
+        for place, total in totals.items():
+            found[place] = total.to(self.leaves[place].dtype)
         self._totals = {}
         return found
 
@@ -291,16 +302,21 @@ def common_factor(expected: dict[int, Tensor], given: dict[int, Tensor]) -> Tens
 def remember_gradients(
     loop: ExpectsGradients, gradients: Sequence[Tensor | None], is_proportional: bool, is_float16: bool
 ) -> None:
-    """Expect these gradients of the next call, up to a power of two."""
+    """Expect these gradients of the next call."""
     known = [gradient for gradient in gradients if gradient is not None]
-    # A common factor counts in float16 alone; reading it would make a device wait.
-    if len(known) < len(gradients) or (not is_float16 and (is_proportional or len(known) == 1)):
+    # A common factor counts in float16 alone; reading it would make another device than the CPU wait.
+    is_free = is_float16 or all(gradient.is_cpu for gradient in known)
+    if len(known) < len(gradients) or (not is_free and (is_proportional or len(known) == 1)):
         return
     values = [float(gradient) for gradient in known]
     size = max(map(abs, values))
     if size == 0 or not math.isfinite(size):
         return
-    scale = min(1.0, 2.0 ** math.floor(math.log2(FLOAT16_SCALE / size))) if is_float16 else 1.0
+    if not is_float16:
+        # Gradients of the next call then need no factor, if its loss counts as many targets.
+        loop.expected = tuple(values)
+        return
+    scale = min(1.0, 2.0 ** math.floor(math.log2(FLOAT16_SCALE / size)))
     # One gradient is remembered as a power of two, so that the factor to the next one is exact.
     expected = values if len(values) > 1 else [2.0 ** math.floor(math.log2(size))]
     loop.expected = tuple(value * scale for value in expected)

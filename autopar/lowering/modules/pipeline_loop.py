@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 
-from autopar.lowering.collectives.process_groups import Crossing, MessageExchange, StageGroup
+from autopar.lowering.collectives.stage_messages import (
+    Crossing,
+    MessageExchange,
+    ResultMessage,
+    StageGroup,
+    StageMessages,
+    receive,
+    send,
+)
 from autopar.lowering.modules.late_weights import LateWeights
 from autopar.lowering.modules.micro_loop import (
     GradientSums,
@@ -80,6 +88,23 @@ class PipelinePart:
     results: tuple[int, ...]
 
 
+class _PartWays(NamedTuple):
+    """Routes of the values that a part receives, and of each value that it sends; gradients go back on them."""
+
+    received: tuple[tuple[int, bool], ...]
+    sent: tuple[tuple[tuple[int, ...], bool], ...]
+
+    @classmethod
+    def of(cls, number: int, part: PipelinePart, messages: StageMessages) -> _PartWays:
+        return cls(
+            tuple((messages.numbers[one.name, number], one.differentiable) for one in part.received),
+            tuple(
+                (tuple(messages.numbers[one.name, target] for target in one.targets), one.differentiable)
+                for one in part.sent
+            ),
+        )
+
+
 class PipelineLoop(nn.Module):
     """Parts of this stage, run once for each micro-batch; all stages return the results of all of them."""
 
@@ -111,11 +136,13 @@ class PipelineLoop(nn.Module):
         # Gradients of weights that the last backward of a part has put off.
         self.late = late
         self.expected: tuple[float, ...] = ()
-        # Values that cross, each with the part that reads it.
-        self.routed = tuple((one, target) for one in crossings for target in one.targets)
-        routes = [Route(one.source, target, one.differentiable) for one, target in self.routed]
+        routes = [Route(one.source, target, one.differentiable) for one in crossings for target in one.targets]
         every = orders(len(stages.ranks), count, stages.schedule, stages.chunks, stages.more, halves=True)
         self.program = stage_program(stages.stage, every, routes)
+        self.messages = StageMessages(stages, crossings, self.program)
+        self.ways = {number: _PartWays.of(number, part, self.messages) for number, part in parts.items()}
+        made = [(stages.stage_of(one.source), one.joined_shape, one.dtype) for one in self.results]
+        self.result_messages = ResultMessage.of(made)
 
     @property
     def needed(self) -> tuple[int, ...]:
@@ -149,10 +176,10 @@ class PipelineLoop(nn.Module):
         for one in self.tied:
             if one.source == stages.stage:
                 x = inputs[one.place].detach().contiguous()
-                sent += [(dist.isend(x, stages.ranks[target], stages.groups[0]), x) for target in one.targets]
+                sent += [(send(x, stages.groups[0], self.messages.places[target]), x) for target in one.targets]
             else:
                 x = inputs[0].new_empty(one.shape, dtype=one.dtype)
-                dist.recv(x, stages.ranks[one.source], stages.groups[0])
+                receive(x, stages.groups[0], self.messages.places[one.source]).wait()
                 found.append(x.requires_grad_(one.differentiable))
         for work, _ in sent:
             work.wait()
@@ -236,19 +263,21 @@ class _Run:
         self.alive: dict[tuple[int, int], _Alive] = {}
         self.late: dict[tuple[int, int], list[Any]] = {}
         like = leaves[0] if leaves else torch.empty(0)
-        self.messages = MessageExchange(loop.stages, loop.routed, loop.count, like)
+        self.messages = MessageExchange(loop.messages, like, sums is not None)
         self.values: dict[int, list[Tensor]] = {}
 
     def scheduled(self, upstream: _Upstream) -> None:
-        for item in self.loop.program:
-            self._run(item, upstream)
+        with torch.enable_grad():
+            for item in self.loop.program:
+                self._run(item, upstream)
         self._add_tied()
         self.messages.finish()
 
     def forwards(self) -> None:
-        for item in self.loop.program:
-            if not _is_backward(item):
-                self._run(item, lambda place, number: None)
+        with torch.set_grad_enabled(self.sums is not None):
+            for item in self.loop.program:
+                if not _is_backward(item):
+                    self._run(item, lambda place, number: None)
         self.messages.finish()
 
     def backwards(self, upstream: _Upstream) -> None:
@@ -269,24 +298,26 @@ class _Run:
             self._backward(item, upstream)
 
     def _forward(self, task: StageTask) -> None:
-        loop, number = self.loop, task.micro_batch
+        loop, messages, number = self.loop, self.messages, task.micro_batch
         here = loop.stages.part_of(task)
-        part = loop.parts[here]
+        part, ways = loop.parts[here], loop.ways[here]
+        records = self.sums is not None
         received = []
-        for one in part.received:
-            x = self.messages.received(one, here, number, backward=False)
-            received.append(x.requires_grad_() if self.sums is not None and one.differentiable else x)
-        with torch.set_grad_enabled(self.sums is not None):
-            found = part.body(number, *(self.leaves[place] for place in part.inputs), *received)
-            sent, results = found[: len(part.sent)], found[len(part.sent) :]
-            parts = [loop.results[place].result.part(x) for place, x in zip(part.results, results, strict=True)]
-        for one, x in zip(part.sent, sent, strict=True):
-            for target in one.targets:
-                self.messages.put(one, target, number, x.detach(), backward=False)
-        for place, x in zip(part.results, parts, strict=True):
+        for route, is_differentiable in ways.received:
+            x = messages.received(route, number, backward=False)
+            received.append(x.requires_grad_() if records and is_differentiable else x)
+        found = part.body(number, *[self.leaves[place] for place in part.inputs], *received)
+        sent = found[: len(part.sent)]
+        results = [
+            loop.results[place].result.part(x) for place, x in zip(part.results, found[len(sent) :], strict=True)
+        ]
+        for (routes, _), x in zip(ways.sent, sent, strict=True):
+            for route in routes:
+                messages.put(route, number, x.detach(), backward=False)
+        for place, x in zip(part.results, results, strict=True):
             self._keep(place, x.detach())
-        if self.sums is not None:
-            self.alive[here, number] = _Alive(list(sent), parts, received)
+        if records:
+            self.alive[here, number] = _Alive(sent, results, received)
 
     def _keep(self, place: int, x: Tensor) -> None:
         """Add a value to a sum, or keep it to be joined."""
@@ -299,18 +330,16 @@ class _Run:
             known.append(x)
 
     def _backward(self, task: StageTask, upstream: _Upstream) -> None:
-        loop, number = self.loop, task.micro_batch
+        loop, messages, number = self.loop, self.messages, task.micro_batch
         here = loop.stages.part_of(task)
-        part, alive = loop.parts[here], self.alive.pop((here, number))
+        part, ways, alive = loop.parts[here], loop.ways[here], self.alive.pop((here, number))
         roots: list[Tensor] = []
         gradients: list[Tensor] = []
-        for one, x in zip(part.sent, alive.sent, strict=True):
-            if not one.differentiable:
+        for (routes, is_differentiable), x in zip(ways.sent, alive.sent, strict=True):
+            if not is_differentiable:
                 continue
-            parts = [self.messages.received(one, target, number, backward=True) for target in one.targets]
-            total = parts[0]
-            for other in parts[1:]:
-                total = total + other
+            first, *others = [messages.received(route, number, backward=True) for route in routes]
+            total = sum(others, first)
             if x.requires_grad:
                 roots.append(x)
                 gradients.append(total)
@@ -323,10 +352,10 @@ class _Run:
         assert self.sums is not None, "it records gradients"
         found = self.sums.add(roots, gradients, others=leaves) if roots else [None] * len(leaves)
         if task.half is BackwardHalf.INPUTS:
-            self.late[here, number] = self.loop.late.take()
-        for one, leaf, gradient in zip([c for c in part.received if c.differentiable], leaves, found, strict=True):
-            value = torch.zeros_like(leaf) if gradient is None else gradient
-            self.messages.put(one, here, number, value, backward=True)
+            self.late[here, number] = loop.late.take()
+        back = (route for route, is_differentiable in ways.received if is_differentiable)
+        for route, leaf, gradient in zip(back, leaves, found, strict=True):
+            messages.put(route, number, torch.zeros_like(leaf) if gradient is None else gradient, backward=True)
 
     def _weight_gradients(self, task: StageTask) -> None:
         assert self.sums is not None, "it records gradients"
@@ -335,35 +364,35 @@ class _Run:
 
     def _add_tied(self) -> None:
         """Send the gradients of tied inputs to the stage that has them, and add them up there."""
-        stages, sums = self.loop.stages, self.sums
+        stages, places, sums = self.loop.stages, self.loop.messages.places, self.sums
         assert sums is not None, "it records gradients"
+        sent: list[tuple[Any, Tensor]] = []
         for one in (one for one in self.loop.tied if one.differentiable):
             if one.source != stages.stage:
                 total = sums.take(one.place).contiguous()
-                work = dist.isend(total, stages.ranks[one.source], stages.groups[1])
-                self.messages.pending.append((work, total))
+                sent.append((send(total, stages.groups[1], places[one.source]), total))
                 continue
             for target in one.targets:
                 total = self.leaves[one.place].new_empty(one.shape, dtype=sum_dtype(one.dtype))
-                dist.recv(total, stages.ranks[target], stages.groups[1])
+                receive(total, stages.groups[1], places[target]).wait()
                 sums.put(one.place, total)
+        for work, _ in sent:
+            work.wait()
 
     # -- results of all stages
 
     def joined(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the results; the stage that has one sends it to all others."""
-        stages, found = self.loop.stages, []
-        for place, one in enumerate(self.loop.results):
-            source = stages.stage_of(one.source)
-            if source == stages.stage:
-                values = self.values.pop(place)
-                x = values[0] if one.result.kind == "sum" else one.result.join(values)
-                x = x.contiguous()
-            else:
-                x = inputs[0].new_empty(one.joined_shape, dtype=one.dtype)
-            dist.broadcast(x, stages.ranks[source], self.loop.stages.groups[0])
-            found.append(x)
-        return tuple(found)
+        stages = self.loop.stages
+        found: dict[int, Tensor] = {}
+        for one in self.loop.result_messages:
+            mine = [self._joined(place) for place in one.places] if one.source == stages.stage else []
+            found.update(zip(one.places, one.share(stages, mine, inputs[0]), strict=True))
+        return tuple(found[place] for place in range(len(self.loop.results)))
+
+    def _joined(self, place: int) -> Tensor:
+        values, result = self.values.pop(place), self.loop.results[place].result
+        return (values[0] if result.kind == "sum" else result.join(values)).contiguous()
 
     def all_finite(self) -> bool:
         """Return whether the sums of all stages are finite."""
@@ -380,8 +409,9 @@ class _Run:
             if self.leaves[place].requires_grad:
                 total = sums.total(place).contiguous().clone()
                 dist.all_reduce(total, group=self.loop.stages.groups[0])
-                sums.totals[place] = total
+                sums.replace(place, total)
+        found = sums.found(factor)
         for place in self.loop.absent:
             if self.leaves[place].requires_grad:
-                sums.totals[place] = sums.total(place)
-        return sums.found(factor)[: len(self.leaves) - self.loop.received]
+                found[place] = torch.zeros_like(self.leaves[place])
+        return found[: len(self.leaves) - self.loop.received]

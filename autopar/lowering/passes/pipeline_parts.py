@@ -30,7 +30,7 @@ from torch.fx.node import map_arg
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
-from autopar.lowering.collectives.process_groups import Crossing, StageGroup
+from autopar.lowering.collectives.stage_messages import Crossing, StageGroup
 from autopar.lowering.modules.late_weights import LateProduct, LateWeights, operands_of
 from autopar.lowering.modules.micro_loop import LoopResult, MicroBatchLoop, MicroBatchSlice, MicroBatchZeros
 from autopar.lowering.modules.pipeline_loop import PartResult, PipelineLoop, PipelinePart, TiedInput

@@ -1,0 +1,154 @@
+"""Times of the forwards and backwards of a pipeline as its stages run them, and the schedule simulated with them.
+
+A task lasts until the stage begins the next thing, without its waits for messages: handing messages to the process
+group is a part of it. A message lasts from its send to the end of the wait for it, where a stage waited when it was
+sent; clocks of processes of one machine agree.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.cost.pipeline import PartCosts, run_orders
+from autopar.lowering.collectives.stage_messages import MessageExchange
+from autopar.lowering.modules import pipeline_loop
+from autopar.sharding.schedules import BackwardHalf, StageMessage, StageTask, TaskKind, orders
+
+__all__ = ["StepTrace", "TaskTimes", "bubble", "halves"]
+
+
+class Timed(NamedTuple):
+    """Task: its begin and end, the time without waiting for messages, and the processor's time."""
+
+    task: StageTask
+    begin: float
+    end: float
+    busy: float
+    processor: float
+
+
+@dataclass
+class StepTrace:
+    """What one stage did in one step."""
+
+    tasks: list[Timed] = field(default_factory=list)
+    # When a message was sent; when the wait for a message began and ended.
+    sent: dict[StageMessage, float] = field(default_factory=dict)
+    waits: dict[StageMessage, tuple[float, float]] = field(default_factory=dict)
+
+
+class TaskTimes:
+    """Traces of our steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepTrace] = []
+
+    def run(self, step: Callable[[], None]) -> None:
+        trace, waited = StepTrace(), 0.0
+        run, receive, exchange = pipeline_loop._Run._run, MessageExchange.received, MessageExchange.exchange
+
+        def timed(one: Any, item: Any, *others: Any) -> None:
+            before, begin, used = waited, time.perf_counter(), time.thread_time()
+            run(one, item, *others)
+            end, processor = time.perf_counter(), time.thread_time() - used
+            if isinstance(item, StageTask):
+                trace.tasks.append(Timed(item, begin, end, end - begin - (waited - before), processor))
+            elif trace.tasks:
+                last = trace.tasks[-1]
+                trace.tasks[-1] = last._replace(
+                    end=end, busy=last.busy + end - begin, processor=last.processor + processor
+                )
+
+        def received(one: Any, route: int, micro_batch: int, backward: bool) -> Tensor:
+            nonlocal waited
+            begin = time.perf_counter()
+            found = receive(one, route, micro_batch, backward)
+            end = time.perf_counter()
+            waited += end - begin
+            trace.waits[StageMessage(route, micro_batch, backward)] = begin, end
+            return found
+
+        def exchanged(one: Any, message: StageMessage) -> None:
+            if one.messages.envelopes[message].is_sent:
+                trace.sent[message] = time.perf_counter()
+            exchange(one, message)
+
+        with (
+            mock.patch.object(pipeline_loop._Run, "_run", timed),
+            mock.patch.object(MessageExchange, "received", received),
+            mock.patch.object(MessageExchange, "exchange", exchanged),
+        ):
+            step()
+        self.steps.append(trace)
+
+
+def halves(pair: Sequence[Callable[[], None]], steps: int) -> float:
+    """Return the processor's time of the backwards of one step to that of another one; steps of both take turns."""
+    times = [TaskTimes(), TaskTimes()]
+    for turn in range(steps):
+        for which in ((0, 1), (1, 0))[turn % 2]:
+            times[which].run(pair[which])
+    backwards = TaskKind.BACKWARD
+    found = torch.tensor(
+        [
+            [sum(one.processor for one in trace.tasks if one.task.kind is backwards) for trace in each.steps]
+            for each in times
+        ]
+    )
+    dist.all_reduce(found)
+    halved, whole = found.median(1).values.tolist()
+    return float(halved / whole)
+
+
+def bubble(step: Callable[[], None], schedule: Any, micro_batches: int, ranks: int, steps: int) -> float:
+    """Return the idle time of our fastest step to that of the schedule, simulated with its tasks and messages."""
+    times = TaskTimes()
+    for _ in range(steps):
+        dist.barrier()
+        times.run(step)
+    every: list[Any] = [None] * ranks
+    dist.all_gather_object(every, times.steps)
+    by_step = [*zip(*every, strict=True)]
+    send = message_seconds(by_step)
+    plan = orders(ranks, micro_batches, schedule, halves=True)
+    found = []
+    for stages in by_step:
+        begins = [trace.tasks[0].begin for trace in stages]
+        span = max(trace.tasks[-1].end for trace in stages) - min(begins)
+        measured = span / max(sum(one.busy for one in trace.tasks) for trace in stages) - 1
+        parts = [replace(part_costs(trace.tasks, micro_batches), send_seconds=send) for trace in stages]
+        finished, busy, _ = run_orders(parts, plan, [0.0] * ranks, sends_wait=False)
+        found.append((span, measured / (max(finished) / max(busy) - 1)))
+    return min(found)[1]
+
+
+def message_seconds(steps: Sequence[Sequence[StepTrace]]) -> float:
+    """Return the median time of messages that a stage waited for when they were sent."""
+    found = []
+    for stages in steps:
+        sent = {message: at for trace in stages for message, at in trace.sent.items()}
+        for trace in stages:
+            for message, (begin, end) in trace.waits.items():
+                if message in sent and begin < sent[message]:
+                    found.append(end - sent[message])
+    return statistics.median(found) if found else 0.0
+
+
+def part_costs(tasks: Sequence[Timed], micro_batches: int) -> PartCosts:
+    """Return the mean times of the tasks of one stage."""
+
+    def mean(*which: tuple[TaskKind, BackwardHalf | None]) -> float:
+        return sum(one.busy for one in tasks if (one.task.kind, one.task.half) in which) / micro_batches
+
+    weights = TaskKind.BACKWARD, BackwardHalf.WEIGHTS
+    backward = mean((TaskKind.BACKWARD, None), (TaskKind.BACKWARD, BackwardHalf.INPUTS), weights)
+    return PartCosts(mean((TaskKind.FORWARD, None)), backward, late_seconds=mean(weights))
