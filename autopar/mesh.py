@@ -16,7 +16,7 @@ from autopar.names import INTEGER, MAX_DIGITS, NAME, RESERVED, did_you_mean
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Mesh", "MeshAxis", "SubMesh", "parse_axes"]
+__all__ = ["Mesh", "MeshAxis", "Shares", "SubMesh", "parse_axes"]
 
 # Raise the error at a column of the text: message, then fix.
 Fail = Callable[[int, str, str], NoReturn]
@@ -37,11 +37,34 @@ class MeshAxis:
         return f"{self.name}={size}" + (f"@{self.link}" if self.link else "")
 
 
+@dataclass(frozen=True)
+class Shares:
+    """Unequal pieces of one dim along some axes, `batch -> pod by 12:4`; all other dims are split evenly.
+
+    Weights are whole numbers without a common divisor, one for each place along an axis. An extent that their sum
+    divides has pieces in exact proportion.
+    """
+
+    dim: str
+    weights: tuple[tuple[str, tuple[int, ...]], ...]
+
+    def of(self, axis: str) -> tuple[int, ...] | None:
+        """Return the weights along an axis; None where it splits the dim evenly."""
+        return next((weights for name, weights in self.weights if name == axis), None)
+
+    def along(self, axes: Iterable[str]) -> Shares | None:
+        """Return the shares along some axes; None if all of them split evenly."""
+        names = set(axes)
+        kept = tuple((axis, weights) for axis, weights in self.weights if axis in names)
+        return Shares(self.dim, kept) if kept else None
+
+
 class SubMesh(dict[str, int]):
     """The part of a device mesh that runs one SPMD program: axis name -> size, major first, and its ranks.
 
     The whole mesh is the sub-mesh of all ranks; a stage of a pipeline runs on a smaller one. A sub-mesh is a value: it
-    is hashed and compared by axes, in their order, and ranks.
+    is hashed and compared by axes, in their order, ranks and shares. `seen_from` are the coordinates of the rank whose
+    shards are priced, along axes with shares; without it the longest shard counts.
 
     >>> stage = SubMesh({"dp": 2, "tp": 4}, ranks=range(8, 16))
     >>> stage["tp"], stage.size, stage.rank({"dp": 1, "tp": 0})
@@ -49,12 +72,21 @@ class SubMesh(dict[str, int]):
     """
 
     # A dict and no dataclass: the search reads sizes in its innermost loops.
-    __slots__ = ("_hash", "ranks")
+    __slots__ = ("_hash", "ranks", "seen_from", "shares")
 
-    def __init__(self, axes: Mapping[str, int], ranks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        axes: Mapping[str, int],
+        ranks: Sequence[int] | None = None,
+        shares: Shares | None = None,
+        seen_from: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__(axes)
         self.ranks = _as_range(range(self.size) if ranks is None else ranks)
-        self._hash = hash((tuple(self.items()), self.ranks))
+        self.shares = None if shares is None else shares.along(self)
+        unequal = () if self.shares is None else [axis for axis, _ in self.shares.weights]
+        self.seen_from = {axis: place for axis, place in (seen_from or {}).items() if axis in unequal}
+        self._hash = hash((tuple(self.items()), self.ranks, self.shares, tuple(self.seen_from.items())))
         assert len(self.ranks) == self.size, f"{len(self.ranks)} ranks for the sub-mesh {dict(self)}"
 
     @staticmethod
@@ -70,7 +102,19 @@ class SubMesh(dict[str, int]):
     @property
     def used(self) -> SubMesh:
         """Axes with more than one rank: along the others nothing is split or sent."""
-        return SubMesh({name: size for name, size in self.items() if size > 1}, self.ranks)
+        return self.like({name: size for name, size in self.items() if size > 1}, self.ranks)
+
+    def like(self, axes: Mapping[str, int], ranks: Sequence[int] | None = None) -> SubMesh:
+        """Return a sub-mesh of some of these axes, or of more, with the shares of this one."""
+        return SubMesh(axes, ranks, self.shares, self.seen_from)
+
+    def with_shares(self, shares: Shares | None) -> SubMesh:
+        """Return the same axes with these shares."""
+        return SubMesh(self, self.ranks, shares, self.seen_from)
+
+    def seen(self, coordinate: Mapping[str, int]) -> SubMesh:
+        """Return the same axes, for prices of the rank at a coordinate."""
+        return SubMesh(self, self.ranks, self.shares, coordinate)
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
         """Return the rank at these positions along all axes."""
@@ -86,7 +130,8 @@ class SubMesh(dict[str, int]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SubMesh):
             return super().__eq__(other)
-        return tuple(self.items()) == tuple(other.items()) and self.ranks == other.ranks
+        mine, theirs = ((one.ranks, one.shares, one.seen_from) for one in (self, other))
+        return tuple(self.items()) == tuple(other.items()) and mine == theirs
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -95,7 +140,7 @@ class SubMesh(dict[str, int]):
         raise TypeError("a SubMesh is a value and does not change")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SubMesh, (dict(self), self.ranks)
+        return SubMesh, (dict(self), self.ranks, self.shares, self.seen_from)
 
 
 def _as_range(ranks: Sequence[int]) -> Sequence[int]:

@@ -17,6 +17,7 @@ from autopar.sharding.recompute import RecomputeRegion, layered, reading, recomp
 from autopar.sharding.reshard_insertion import InsertedReshard, ReshardPlan, insert_reshards
 from autopar.sharding.schedules import StageTask, orders
 from autopar.sharding.sharding import Sharding
+from autopar.sharding.shares import marked_for
 from autopar.sharding.time_slice import gathered_once, slice_in_time
 
 # A value in one of its shardings.
@@ -267,6 +268,7 @@ class LoweredStep:
 
 def lower_step(graph: NamedGraph, plan: StepPlan) -> LoweredStep:
     """Return the lowering of a plan; of one with micro-batches, the lowering of one of them."""
+    graph = marked_for(graph, plan.axes)
     if plan.micro is None:
         return LoweredStep(graph, plan)
     sliced = slice_in_time(graph, plan.micro)

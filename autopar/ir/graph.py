@@ -40,6 +40,8 @@ class NamedGraph:
     outputs: tuple[str, ...]
     dims: Mapping[str, Dim]
     repeats: tuple[RepeatedLayers, ...]
+    # Dim whose atoms are marked, because axes split it by unequal shares (autopar/sharding/shares.py); empty if none.
+    by_share: str = ""
 
     def coverage(self) -> dict[str, int]:
         """Return the number of ops with a rule of the table, with a discovered rule, and without (replicated)."""
@@ -355,7 +357,7 @@ def _forms(
     known: dict[Hashable, int] = {}
     # Everything about a tensor that matters to its ops: all but its name and those of its dims.
     kinds = {
-        name: (one.kind == "param", one.dtype, one.requires_grad, one.shape, tuple((a.dim, a.size) for a in one.atoms))
+        name: (one.kind == "param", one.dtype, one.requires_grad, one.shape, _marked_atoms(one))
         for name, one in tensors.items()
     }
 
@@ -364,6 +366,10 @@ def _forms(
         outputs = tuple(None if name is None else kinds[name] for name in node.outputs)
         sizes = tuple(node.sizes.items()), tuple(node.atoms.items())
         band = node.attention and node.attention.band
-        return node.op, node.source, node.rule, sizes, operands, outputs, band, passable[node.name]
+        return node.op, node.source, node.rule, sizes, operands, outputs, band, passable[node.name], node.by_share
 
     return {node.name: known.setdefault(form(node), len(known)) for node in nodes}
+
+
+def _marked_atoms(tensor: NamedTensor) -> Hashable:
+    return tuple((atom.dim, atom.size, atom.by_share) for atom in tensor.atoms)

@@ -68,6 +68,8 @@ class Atom(NamedTuple):
     size: int
     # Names from the outermost named dim inwards: `("heads", "kv_heads")`; empty for a `1`.
     names: tuple[str, ...]
+    # Axes with shares split it by them (`NamedGraph.by_share`).
+    by_share: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,3 +111,5 @@ class NamedNode:
     node: str
     # For fused attention only.
     attention: AttentionNote | None = None
+    # Factors and their atoms that axes with shares split by them.
+    by_share: frozenset[tuple[str, int]] = frozenset()

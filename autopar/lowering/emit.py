@@ -54,7 +54,8 @@ from autopar.sharding.lowered_ops import LoweredOpContext, lowered_context
 from autopar.sharding.options import Outputs, Recompute
 from autopar.sharding.recompute import recompute_regions, recomputed_ops
 from autopar.sharding.reshard_insertion import InsertedReshard, OpReshards, insert_reshards
-from autopar.sharding.sharding import MICRO, Sharding, atoms_of, chunk
+from autopar.sharding.sharding import MICRO, Sharding, atoms_of, piece
+from autopar.sharding.shares import marked_for
 from autopar.sharding.verify import verify_reshards
 
 __all__ = ["emit"]
@@ -92,6 +93,7 @@ class _Emitter:
         parameters: BucketedParameters,
         recompute: Mapping[str, Recompute],
     ) -> None:
+        graph = marked_for(graph, assignment.axes)
         self.graph = graph
         self.parameters = parameters
         self.assignment = assignment
@@ -342,9 +344,9 @@ class _Emitter:
         nodes = local.arguments
         shapes = {name: self._shapes(value) for name, value in nodes.items()}
         seen = replace(local, arguments=shapes)
-        for piece in pieces:
+        for part in pieces:
             for word in local.rule.localise:
-                seen = localiser(word)(seen, piece)
+                seen = localiser(word)(seen, part)
         back = {id(shape): nodes[name] for name, shape in shapes.items() if _has_node(nodes[name])}
         return replace(seen, arguments={name: back.get(id(value), value) for name, value in seen.arguments.items()})
 
@@ -374,19 +376,16 @@ class _Emitter:
         for factor in dict.fromkeys(factor for (factor, _), _ in choice.splits):
             parts = []
             for atom, size in enumerate(node.atoms[factor]):
-                start, length = 0, size
-                for axis in choice.of((factor, atom)):
-                    offset, length = chunk(length, self.axes[axis], at[axis])
-                    start += offset
-                parts.append((start, length))
+                by_share = (factor, atom) in node.by_share
+                parts.append(piece(size, choice.of((factor, atom)), self.axes, at, by_share))
             inner = prod(length for _, length in parts[1:])
             begin = parts[0][0] * inner
             yield FactorSlice(factor, int(begin > 0), begin, begin + parts[0][1] * inner, node.sizes[factor])
 
     def _scaled(self, result: Node, node: NamedNode, choice: Choice) -> Node:
         """Scale the mean over a shard by the shard's share of the count, so that shards add up to the whole mean."""
-        means = [piece for piece in self._pieces(node, choice) if node.rule.kinds[piece.factor] is FactorKind.MEAN]
-        length, total = prod(piece.length for piece in means), prod(piece.total for piece in means)
+        means = [one for one in self._pieces(node, choice) if node.rule.kinds[one.factor] is FactorKind.MEAN]
+        length, total = prod(one.length for one in means), prod(one.total for one in means)
         if length == total:
             return result
         share = (torch.ops.aten.div.Scalar, total // length) if length and total % length == 0 else None

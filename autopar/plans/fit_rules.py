@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
-from autopar.ir.values import NamedTensor
+from autopar.ir.values import Atom, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.names import RESERVED
 from autopar.plans.format import skeleton
@@ -36,6 +36,7 @@ from autopar.sharding.layout.syntax import (
     Statement,
     TensorPattern,
 )
+from autopar.sharding.sharding import splits_evenly
 
 __all__ = ["NONE", "Splits", "TensorAxes", "axes_by_tensor", "bare_rules", "is_uneven", "rules_for", "word_of"]
 
@@ -139,13 +140,9 @@ def word_of(tensor: NamedTensor, i: int) -> str:
     return names[-1]
 
 
-def is_uneven(size: int, split: Axes, axes: SubMesh) -> bool:
-    """Return True if the axes split an extent into pieces of different lengths."""
-    for axis in split:
-        if size % axes[axis]:
-            return True
-        size //= axes[axis]
-    return False
+def is_uneven(atom: Atom, split: Axes, axes: SubMesh) -> bool:
+    """Return True if the axes split an atom with a rest, into pieces of other lengths than the layout gives them."""
+    return not splits_evenly(atom.size, split, axes, atom.by_share)
 
 
 def rules_for(tensor: NamedTensor, splits: Splits, axes: SubMesh) -> tuple[DimRule, ...]:
@@ -153,7 +150,7 @@ def rules_for(tensor: NamedTensor, splits: Splits, axes: SubMesh) -> tuple[DimRu
     places: dict[SplitTerm, list[str]] = {}
     for i, split in enumerate(splits):
         if split:
-            term = SplitTerm(split, pad=is_uneven(tensor.atoms[i].size, split, axes))
+            term = SplitTerm(split, pad=is_uneven(tensor.atoms[i], split, axes))
             places.setdefault(term, []).append(word_of(tensor, i))
     return (*(DimRule(tuple(dims), TensorPattern((term,))) for term, dims in places.items()), NONE)
 
@@ -270,9 +267,9 @@ class _RuleFitter:
         counts: dict[Axes, int] = {}
         uneven: set[Axes] = set()
         for kind in self.kinds:
-            for split, size in _splits_of(kind.entry, dim):
+            for split, atom in _splits_of(kind.entry, dim):
                 counts[split] = counts.get(split, 0) + kind.weight
-                if is_uneven(size, split, self.axes):
+                if is_uneven(atom, split, self.axes):
                     uneven.add(split)
         found = sorted((split for split in counts if split), key=lambda split: -counts[split])[:MOST_OPTIONS]
         terms = [SplitTerm(split, pad=split in uneven) for split in found]
@@ -290,8 +287,7 @@ class _RuleFitter:
             for i, split in enumerate(stored):
                 # The block repeats the rules for its dims, so it has to add only the axes beyond them.
                 for k in range(len(split)):
-                    size = kind.entry.tensor.atoms[i].size
-                    found[split[k:], is_uneven(size, split, self.axes)] = None
+                    found[split[k:], is_uneven(kind.entry.tensor.atoms[i], split, self.axes)] = None
         for axes, uneven in found:
             for kinds in (("param", "grad", "opt"), ("opt",), ("grad", "opt")):
                 yield kinds, axes, uneven
@@ -351,11 +347,11 @@ def _mention(rule: DimRule, axes: Axes) -> bool:
     return any(isinstance(term, SplitTerm) and set(term.axes) & set(axes) for term in rule.place.terms)
 
 
-def _splits_of(entry: TensorAxes, dim: str) -> Iterator[tuple[Axes, int]]:
-    """Yield the axes of a dim of a tensor with its extent, in the roles that bare rules set."""
+def _splits_of(entry: TensorAxes, dim: str) -> Iterator[tuple[Axes, Atom]]:
+    """Yield the axes of a dim of a tensor with its first atom, in the roles that bare rules set."""
     members = [i for i, atom in enumerate(entry.tensor.atoms) if dim in atom.names]
     if not members:
         return
     for role, splits in entry.roles:
         if role not in ("grad", "opt"):
-            yield tuple(axis for i in members for axis in splits[i]), entry.tensor.atoms[members[0]].size
+            yield tuple(axis for i in members for axis in splits[i]), entry.tensor.atoms[members[0]]

@@ -26,6 +26,7 @@ from autopar.sharding.layout.syntax import Block, DimRule, Hole, Pin
 from autopar.sharding.propagation import propagate
 from autopar.sharding.replicas import split_replicas
 from autopar.sharding.reshard_insertion import InsertedReshard
+from autopar.sharding.shares import check_whole_inputs
 from autopar.sharding.time_slice import step_plan
 from autopar.tracing.trace import trace
 
@@ -80,6 +81,7 @@ class LayoutPlanner:
         return float(properties.total_memory)
 
     def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
+        check_whole_inputs(self.layout)
         return {name: self._whole(graph.tensors[name]) for name in graph.inputs}
 
     def _whole(self, tensor: NamedTensor) -> tuple[int, ...]:
@@ -140,6 +142,7 @@ class PlanFilePlanner:
     def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
         text, sizes = self._layout()
         layout = retarget(graph, text, sizes)
+        check_whole_inputs(text)
         found = {}
         for name in graph.inputs:
             shape = list(graph.tensors[name].shape)

@@ -39,6 +39,7 @@ from autopar.sharding.layout.syntax import (
 )
 from autopar.sharding.op_pins import words_of
 from autopar.sharding.propagation import PropagationCache, propagate, propagate_partly
+from autopar.sharding.shares import marked_for, with_numbers
 
 # Rounds before all ops and values are pinned; pins may change where other broadcasts begin.
 ROUNDS = 8
@@ -68,7 +69,9 @@ def write_layout(
 ) -> WrittenLayout:
     """Return the layout from which `propagate` makes this assignment; `in_time` are its statements about time."""
     head = MeshStatement(mesh or Mesh(**assignment.axes))
-    return replace(_LayoutWriter(graph, assignment).run(), mesh=(head, *in_time))
+    found = _LayoutWriter(marked_for(graph, assignment.axes), assignment).run()
+    rules, tensors = (with_numbers(statements, assignment.axes) for statements in (found.rules, found.tensors))
+    return replace(found, mesh=(head, *in_time), rules=rules, tensors=tensors)
 
 
 @dataclass
@@ -186,7 +189,7 @@ class _LayoutWriter:
         for i, atom in enumerate(entry.tensor.atoms):
             splits = {splits[i] for _, splits in entry.roles}
             if len(splits) == 1 and (split := splits.pop()):
-                pad = is_uneven(atom.size, split, self.axes)
+                pad = is_uneven(atom, split, self.axes)
                 return DimRule((word_of(entry.tensor, i),), TensorPattern((SplitTerm(split, pad=pad),)))
         raise AssertionError(f"nothing holds for {entry.tensor} in all roles")
 
@@ -302,7 +305,7 @@ def _rule(rule: DimRule, words: LayoutWords) -> Iterator[DimRule]:
     if dims:
         *others, last = rule.place.terms
         # A size that no longer divides is padded, so that parameters keep the storage of the old plan.
-        terms = (*others, replace(last, pad=True) if isinstance(last, SplitTerm) else last)
+        terms = (*others, replace(last, pad=last.by is None) if isinstance(last, SplitTerm) else last)
         yield replace(rule, dims=dims, place=TensorPattern(terms, rule.place.priority))
 
 

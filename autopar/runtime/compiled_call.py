@@ -13,7 +13,6 @@ from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from math import prod
 from operator import attrgetter
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, LayoutError
 from autopar.ir.call_arguments import bind_call, check_overlaps, flatten_arguments, plain_call, without_defaults
 from autopar.ir.exported import Autocast
 from autopar.ir.graph import NamedGraph
@@ -30,10 +29,10 @@ from autopar.lowering.collectives.checksum import digest, kind_of
 from autopar.lowering.emitted import Emitted
 from autopar.lowering.modules.bucket import GradientSync, waited
 from autopar.runtime.module_shell import owner_of
-from autopar.runtime.shards import LocalShard, ShardOwner
+from autopar.runtime.shards import LocalShard, ShardOwner, number_of_shards
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.options import Outputs
-from autopar.sharding.sharding import Sharding
+from autopar.sharding.shares import marked_for
 
 
 @dataclass(frozen=True)
@@ -168,6 +167,7 @@ class CompiledCall:
         results: CallResults,
         synchronisation: GradientSync,
     ) -> None:
+        graph, rank = marked_for(graph, assignment.axes), rank.on(assignment)
         exported = graph.exported
         self.structure = given.structure
         self.graph = graph
@@ -195,12 +195,15 @@ class CompiledCall:
         self.handed = tuple(
             None if found is None or not found[0].shape else LocalShard.of(*found, rank=rank) for found in tensors
         )
-
-        def shards(sharding: Sharding) -> int:
-            return prod(rank.axes[axis] for axes in sharding.splits for axis in axes)
-
-        # Number of shards of each result.
-        self.shares = tuple(1 if place is None else shards(place[1]) for place in emitted.results)
+        unequal = next((one.name for one in self.handed if one is not None and one.placements is None), None)
+        if unequal is not None:
+            raise LayoutError(
+                "E4",
+                f"E4: {unequal} has shards of unequal shares, and outputs='sharded' returns DTensors, which have none\n"
+                "fix: outputs='full', or outputs='local'; or keep the result whole: output { * -> none }",
+            )
+        # Number of shards of each result; of unequal ones, of how many like this rank's the whole is made.
+        self.shares = tuple(1 if place is None else number_of_shards(graph, *place, rank) for place in emitted.results)
 
     def values(self, given: CallSignature, compiled: bool = False) -> list[Tensor]:
         """Return the arguments of the graph: this rank's shards of all its placeholders."""
@@ -421,7 +424,7 @@ def _differentiable(gradient: Tensor, spec: Any) -> Tensor:
     )
 
 
-def averaged(value: Any, shards: int) -> Any:
+def averaged(value: Any, shards: float) -> Any:
     """Return a shard whose gradient is divided by the number of shards, as in DDP."""
     if shards == 1 or not isinstance(value, Tensor) or not value.requires_grad:
         return value
@@ -430,7 +433,7 @@ def averaged(value: Any, shards: int) -> Any:
 
 class _Averaged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, shards: int) -> Tensor:
+    def forward(ctx: Any, value: Tensor, shards: float) -> Tensor:
         ctx.shards = shards
         return value.detach()
 

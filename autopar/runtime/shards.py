@@ -20,7 +20,8 @@ from autopar.runtime.module_shell import canonical_names, mirror, owner_of
 from autopar.runtime.stage_dtensor import stage_mesh
 from autopar.runtime.strided_dtensor import support
 from autopar.sharding.assignment import Assignment
-from autopar.sharding.sharding import Atoms, Sharding, atoms_of, to_placements
+from autopar.sharding.sharding import Atoms, Sharding, atoms_of, split_by_share, to_placements, weights_of
+from autopar.sharding.shares import marked_for
 
 __all__ = [
     "LocalShard",
@@ -30,6 +31,7 @@ __all__ = [
     "initialise",
     "load_full",
     "match_dtypes",
+    "number_of_shards",
     "placed",
     "split",
     "strides_of",
@@ -46,6 +48,10 @@ class ShardOwner:
     # Coordinate on each axis.
     at: Mapping[str, int]
 
+    def on(self, assignment: Assignment) -> ShardOwner:
+        """Return the rank on the axes of an assignment, which may split by shares."""
+        return replace(self, axes=self.axes.with_shares(assignment.axes.shares))
+
 
 @dataclass(frozen=True)
 class LocalShard:
@@ -57,7 +63,8 @@ class LocalShard:
     shape: tuple[int, ...]
     # Start and length in each atom.
     pieces: tuple[tuple[int, int], ...]
-    placements: tuple[Placement, ...]
+    # None for shards of unequal shares, which no DTensor has.
+    placements: tuple[Placement, ...] | None
     mesh: DeviceMesh
     # Stage of a pipeline that stores it; None if all do.
     stage: int | None = None
@@ -69,6 +76,8 @@ class LocalShard:
         """Return the shard of a tensor on a rank; `stage` is the one along the axis `stages` that stores it."""
         atoms = atoms_of(tensor)
         pieces = layout.pieces(atoms, rank.axes, rank.at)
+        if split_by_share(layout, atoms, rank.axes) is not None:
+            return cls(tensor.name, atoms, layout, tuple(tensor.shape), pieces, None, rank.mesh)
         placements = to_placements(layout, atoms, rank.axes, tensor.name)
         if stage is not None:
             place = list(rank.axes).index(stages)
@@ -118,6 +127,7 @@ class LocalShard:
 
     def wrap(self, local: Tensor) -> DTensor:
         """Return the DTensor whose shard on this rank is `local`."""
+        assert self.placements is not None, f"{self.name} has shards of unequal shares"
         # Shape and stride are given because torch would derive them as if all shards had the size of this one.
         return DTensor.from_local(
             local,
@@ -131,7 +141,7 @@ class LocalShard:
 
 def held_by(graph: NamedGraph, assignment: Assignment, rank: ShardOwner) -> dict[str, LocalShard]:
     """Return the shards of all parameters and input tensors on a rank."""
-    pipelining = assignment.pipelining
+    pipelining, graph, rank = assignment.pipelining, marked_for(graph, assignment.axes), rank.on(assignment)
     found: dict[str, LocalShard] = {}
     for name, layout in assignment.stored.items():
         tensor = graph.tensors[name]
@@ -141,6 +151,17 @@ def held_by(graph: NamedGraph, assignment: Assignment, rank: ShardOwner) -> dict
         elif tensor.kind in ("param", "input"):
             found[name] = LocalShard.of(tensor, layout, rank)
     return found
+
+
+def number_of_shards(graph: NamedGraph, name: str, sharding: Sharding, rank: ShardOwner) -> float:
+    """Return the number of shards of a tensor; of unequal ones, of how many like this rank's the whole is made."""
+    atoms, count = atoms_of(graph.tensors[name]), 1.0
+    for i, split in enumerate(sharding.splits):
+        for axis in split:
+            weights = weights_of(rank.axes, axis, i in atoms.by_share)
+            # A rank without rows has no gradient to average.
+            count *= rank.axes[axis] if weights is None else sum(weights) / max(1, weights[rank.at[axis]])
+    return count
 
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:

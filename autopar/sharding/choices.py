@@ -24,7 +24,7 @@ from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.rules.notation import FactorKind, Operand
 from autopar.sharding.lowered_ops import lowered_op_of
-from autopar.sharding.sharding import MICRO, Sharding, atoms_of
+from autopar.sharding.sharding import MICRO, Sharding, atoms_of, splits_evenly
 
 SPLITTABLE = (FactorKind.PARALLEL, FactorKind.SUM, FactorKind.MEAN)
 
@@ -141,10 +141,14 @@ def can_split(node: NamedNode, site: Site, used: tuple[str, ...], axes: SubMesh,
     by_offset = node.rule.lowering(factor) is not None or "diagonal" in node.rule.localise
     if by_offset and atom != 0:
         return False  # positions are counted from the first one of the shard, so a shard must be contiguous
-    count = prod(axes[axis] for axis in used)
     extents = [node.atoms[factor][atom]]
     if kind is FactorKind.HALO:
         extents.append(node.sizes[factor])  # the extent of the output
+    if site in node.by_share and axes.shares is not None and axes.shares.along(used) is not None:
+        # Neighbours exchange the edges of even pieces.
+        is_tried = node.source != "discovered" and kind is not FactorKind.HALO
+        return is_tried and splits_evenly(extents[0], used, axes, by_share=True)
+    count = prod(axes[axis] for axis in used)
     # A discovered rule was tried on even pieces only.
     return all(extent % count == 0 for extent in extents) or (uneven and node.source != "discovered")
 

@@ -103,7 +103,7 @@ def without_stages(layout: Layout, axes: SubMesh) -> SubMesh:
     """Return the axes that split tensors: those of the mesh but for the stages of a pipeline."""
     stages = None if layout.pipeline is None else layout.pipeline.axis
     # An axis of one rank has no stages: such a plan is that of a layout without a pipeline.
-    return SubMesh({axis: size for axis, size in axes.items() if axis != stages or size == 1})
+    return SubMesh.of(axes).like({axis: size for axis, size in axes.items() if axis != stages or size == 1})
 
 
 def check_pipeline(layout: Layout, axes: SubMesh) -> None:

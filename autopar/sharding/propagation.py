@@ -34,9 +34,16 @@ from autopar.sharding.layout.syntax import Axes, OpPin, Pin
 from autopar.sharding.lift_broadcasts import lift_broadcasts
 from autopar.sharding.lowered_ops import lowered_context
 from autopar.sharding.op_pins import allows, infeasible_pin, pinned_passings, pinned_sites, uneven_sites
-from autopar.sharding.pipelining import check_pipeline, with_default_micro, with_stages, without_stages
+from autopar.sharding.pipelining import (
+    check_pipeline,
+    needs_micro_batches,
+    with_default_micro,
+    with_stages,
+    without_stages,
+)
 from autopar.sharding.reshard.reshard import Reshard, reshard
 from autopar.sharding.sharding import Atoms, Sharding, atoms_of, with_time
+from autopar.sharding.shares import with_shares
 from autopar.sharding.verify import verify_assignment
 
 
@@ -56,12 +63,13 @@ class PropagationCache:
 
 def propagate(graph: NamedGraph, layout: Layout, axes: SubMesh, cache: PropagationCache | None = None) -> Assignment:
     """Return the assignment of a graph under a layout."""
-    layout = with_default_micro(graph, layout, axes)
+    layout = _with_micro_batches(graph, layout, axes)
     check_pipeline(layout, axes)
-    ranks = axes
-    axes = with_time(without_stages(layout, ranks), 1 if layout.micro_batches is None else layout.micro_batches.count)
+    count = 1 if layout.micro_batches is None else layout.micro_batches.count
+    graph, ranks = with_shares(graph, layout, axes, count)
+    axes = with_time(without_stages(layout, ranks), count)
     bound = BoundLayout(graph, layout, axes)
-    in_time = tuple(axes.items()), layout.pipeline, layout.cut, layout.part_pins
+    in_time = tuple(axes.items()), axes.shares, layout.pipeline, layout.cut, layout.part_pins
     cache = (cache or PropagationCache()).in_time.setdefault(in_time, PropagationCache())
     options = options_of(bound.whole, axes)
     # With holes the picks depend on the whole graph, so such a layout is not looked up.
@@ -75,6 +83,14 @@ def propagate(graph: NamedGraph, layout: Layout, axes: SubMesh, cache: Propagati
     if key is not None:
         cache.assignments[key] = found
     return found
+
+
+def _with_micro_batches(graph: NamedGraph, layout: Layout, axes: SubMesh) -> Layout:
+    """Return the layout with a number of micro-batches where it has stages and names none."""
+    if not needs_micro_batches(layout, axes):
+        return layout
+    graph, axes = with_shares(graph, layout, axes)
+    return with_default_micro(graph, layout, axes)
 
 
 def propagate_partly(

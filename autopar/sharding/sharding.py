@@ -33,6 +33,8 @@ class NamedAtom(Protocol):
     def size(self) -> int: ...
     @property
     def names(self) -> tuple[str, ...]: ...
+    @property
+    def by_share(self) -> bool: ...
 
 
 class HasAtoms(Protocol):
@@ -56,7 +58,8 @@ def _atoms(atoms: tuple[NamedAtom, ...], rank: int) -> Atoms:
     counts = [0] * rank
     for atom in atoms:
         counts[atom.dim] += 1
-    return Atoms(tuple(atom.size for atom in atoms), tuple(counts))
+    marked = tuple(i for i, atom in enumerate(atoms) if atom.by_share)
+    return Atoms(tuple(atom.size for atom in atoms), tuple(counts), marked)
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Atoms:
 
     sizes: tuple[int, ...]
     dims: tuple[int, ...]
+    # Atoms that axes with shares split by them.
+    by_share: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if sum(self.dims) != len(self.sizes) or min((*self.sizes, *self.dims), default=0) < 0:
@@ -179,8 +184,8 @@ class Sharding:
     def pieces(self, atoms: Atoms, axes: SubMesh, coordinate: Mapping[str, int]) -> tuple[Piece, ...]:
         """Return the part of every atom on the rank at this coordinate."""
         return tuple(
-            nested(size, [(axes[axis], coordinate[axis]) for axis in split])
-            for size, split in zip(atoms.sizes, self.splits, strict=True)
+            piece(size, split, axes, coordinate, i in atoms.by_share)
+            for i, (size, split) in enumerate(zip(atoms.sizes, self.splits, strict=True))
         )
 
     def local_sizes(self, atoms: Atoms, axes: SubMesh, coordinate: Mapping[str, int]) -> tuple[int, ...]:
@@ -188,8 +193,8 @@ class Sharding:
         return tuple(length for _, length in self.pieces(atoms, axes, coordinate))
 
     def largest_sizes(self, atoms: Atoms, axes: SubMesh) -> tuple[int, ...]:
-        """Return the local sizes on the first rank, which has the largest shard."""
-        return _largest_sizes(atoms.sizes, self.splits, SubMesh.of(axes))
+        """Return the local sizes on the rank that has the largest shard, or on the one that prices are for."""
+        return _largest_sizes(atoms.sizes, self.splits, SubMesh.of(axes), atoms.by_share)
 
     def __str__(self) -> str:
         rules = ", ".join(f"{atom} -> {'*'.join(axes)}" for atom, axes in enumerate(self.splits) if axes)
@@ -198,31 +203,69 @@ class Sharding:
 
 
 @lru_cache(maxsize=65536)
-def _largest_sizes(sizes: tuple[int, ...], splits: tuple[tuple[str, ...], ...], axes: SubMesh) -> tuple[int, ...]:
-    return tuple(longest(size, split, axes) for size, split in zip(sizes, splits, strict=True))
+def _largest_sizes(
+    sizes: tuple[int, ...], splits: tuple[tuple[str, ...], ...], axes: SubMesh, by_share: tuple[int, ...]
+) -> tuple[int, ...]:
+    pairs = zip(sizes, splits, strict=True)
+    return tuple(longest(size, split, axes, i in by_share) for i, (size, split) in enumerate(pairs))
 
 
-def chunk(extent: int, count: int, index: int) -> Piece:
-    """Return a piece of `torch.chunk`: of the ceiling size, the last ones shorter."""
+def chunk(extent: int, count: int, index: int, weights: tuple[int, ...] | None = None) -> Piece:
+    """Return a piece of `torch.chunk`, of the ceiling size, the last ones shorter; with weights, one in proportion."""
+    if weights is not None:
+        whole, before = sum(weights), sum(weights[:index])
+        start = extent * before // whole
+        return start, extent * (before + weights[index]) // whole - start
     step = -(-extent // count)
     start = min(index * step, extent)
     return start, min(step, extent - start)
 
 
-def nested(extent: int, cuts: Iterable[tuple[int, int]]) -> Piece:
-    """Return the piece after several cuts, major to minor, each of (count, index)."""
+def piece(extent: int, split: Iterable[str], axes: SubMesh, at: Mapping[str, int], by_share: bool) -> Piece:
+    """Return the piece of an extent at a coordinate after cuts by several axes, major to minor."""
     start = 0
-    for count, index in cuts:
-        offset, extent = chunk(extent, count, index)
+    for axis in split:
+        offset, extent = chunk(extent, axes[axis], at[axis], weights_of(axes, axis, by_share))
         start += offset
     return start, extent
 
 
-def longest(extent: int, split: Iterable[str], axes: SubMesh) -> int:
-    """Return the length of the longest piece of an extent that these axes split."""
+def weights_of(axes: SubMesh, axis: str, by_share: bool) -> tuple[int, ...] | None:
+    """Return the weights by which an axis splits an atom; None if evenly."""
+    return axes.shares.of(axis) if by_share and axes.shares is not None else None
+
+
+def longest(extent: int, split: Iterable[str], axes: SubMesh, by_share: bool = False) -> int:
+    """Return the length of the longest piece of an extent that these axes split, or of that which is priced."""
     for axis in split:
-        extent = -(-extent // axes[axis])
+        weights = weights_of(axes, axis, by_share)
+        if weights is None:
+            extent = -(-extent // axes[axis])
+        elif axis in axes.seen_from:
+            extent = chunk(extent, len(weights), axes.seen_from[axis], weights)[1]
+        else:
+            extent = max(chunk(extent, len(weights), i, weights)[1] for i in range(len(weights)))
     return extent
+
+
+def split_by_share(sharding: Sharding, atoms: Atoms, axes: SubMesh) -> str | None:
+    """Return an axis that splits a tensor into shards of unequal shares, None if there is none."""
+    split = (axis for i in atoms.by_share for axis in sharding.splits[i])
+    return next((axis for axis in split if weights_of(axes, axis, True) is not None), None)
+
+
+def splits_evenly(extent: int, split: Iterable[str], axes: SubMesh, by_share: bool = False) -> bool:
+    """Return whether axes split an extent without a rest: into equal pieces, or in proportion to their shares."""
+    lengths = {extent}
+    for axis in split:
+        weights = weights_of(axes, axis, by_share)
+        if any(length % (axes[axis] if weights is None else sum(weights)) for length in lengths):
+            return False
+        if weights is None:
+            lengths = {length // axes[axis] for length in lengths}
+        else:
+            lengths = {length // sum(weights) * weight for length in lengths for weight in weights}
+    return True
 
 
 def common_axes(one: tuple[str, ...], other: tuple[str, ...]) -> int:
@@ -250,12 +293,12 @@ MICRO = "micro-batch"
 
 def with_time(axes: SubMesh, count: int) -> SubMesh:
     """Return the axes of a mesh and, for more than one micro-batch, the axis of time."""
-    return axes if count == 1 else SubMesh({MICRO: count, **without_time(axes)})
+    return axes if count == 1 else SubMesh.of(axes).like({MICRO: count, **without_time(axes)})
 
 
 def without_time(axes: SubMesh) -> SubMesh:
     """Return the axes of the mesh alone."""
-    return SubMesh({axis: size for axis, size in axes.items() if axis != MICRO})
+    return SubMesh.of(axes).like({axis: size for axis, size in axes.items() if axis != MICRO})
 
 
 def place_in_time(sharding: Sharding) -> tuple[State, int | None]:

@@ -27,6 +27,7 @@ from autopar.sharding.options import TrainingOptions
 from autopar.sharding.pipelining import check_pipeline, without_stages
 from autopar.sharding.propagation import PropagationCache
 from autopar.sharding.schedules import Schedule
+from autopar.sharding.shares import with_shares
 from autopar.sharding.time_slice import propagate_plan, slice_in_time, time_assignment
 from autopar.sharding.verify import verify_assignment
 from autopar.solver import Progress, relative_gap
@@ -99,7 +100,9 @@ def solve_plan(
     """
     began = time.monotonic()
     with _uncollected():
-        setting = _problem(graph, SubMesh.of(axes), cluster, options or TrainingOptions(), layout or Layout(()))
+        micro = None if layout is None else layout.micro_batches
+        graph, axes = with_shares(graph, layout or Layout(()), SubMesh.of(axes), 1 if micro is None else micro.count)
+        setting = _problem(graph, axes, cluster, options or TrainingOptions(), layout or Layout(()))
         limit = cluster.device.memory_bytes if memory_bytes is None else memory_bytes
         said = Layout(()) if layout is None else layout.without_time()
         # The search splits by axes of several ranks alone.
@@ -107,7 +110,7 @@ def solve_plan(
         bound_layout = BoundLayout(setting.graph, said, setting.axes)
         incumbent = Incumbent(setting, limit, began, progress, bound_layout)
         found = _solved(incumbent, time_limit, warm, strategies, beat_seconds)
-        settle_stages(incumbent, layout or Layout(()), SubMesh.of(axes))
+        settle_stages(incumbent, layout or Layout(()), axes)
         return replace(found, plan=incumbent.plan or found.plan, costs=incumbent.costs or found.costs)
 
 

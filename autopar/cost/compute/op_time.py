@@ -32,8 +32,9 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import OpAssignment
+from autopar.sharding.choices import Choice, Site
 from autopar.sharding.pipelining import PRODUCTS
-from autopar.sharding.sharding import Sharding, atoms_of
+from autopar.sharding.sharding import Sharding, atoms_of, longest
 
 # Backward over forward FLOPs of fused attention: five products, one of which recomputes the scores, over two.
 BACKWARD_PRODUCTS = 2.5
@@ -100,6 +101,26 @@ def op_work(
     return _OpTimer(graph, node, op_assignment, footprint, axes, device).work()
 
 
+def longest_of(node: NamedNode, site: Site, used: tuple[str, ...], axes: SubMesh, extent: int) -> int:
+    """Return the local extent of a factor that axes split at one of its atoms."""
+    if site in node.by_share and axes.shares is not None:
+        size = node.atoms[site[0]][site[1]]
+        return -(-extent * longest(size, used, axes, by_share=True) // size)
+    return -(-extent // prod(axes[axis] for axis in used))
+
+
+def share_of(node: NamedNode, choice: Choice, axes: SubMesh) -> float:
+    """Return the share of an op's work that the priced rank has."""
+    share = 1.0
+    for (factor, atom), used in choice.splits:
+        size = node.atoms[factor][atom]
+        if (factor, atom) in node.by_share and axes.shares is not None:
+            share *= longest(size, used, axes, by_share=True) / size
+        else:
+            share /= prod(axes[axis] for axis in used)
+    return share
+
+
 def local_bytes(graph: NamedGraph, name: str, layout: Sharding, axes: SubMesh) -> int:
     """Return the bytes of the largest shard of a tensor."""
     tensor = graph.tensors[name]
@@ -156,9 +177,9 @@ class _OpTimer:
     def _sizes(self) -> dict[str, int]:
         """Return the local extent of each factor."""
         sizes = dict(self.node.sizes)
-        for (factor, _), used in self.op_assignment.choice.splits:
-            if factor in sizes:
-                sizes[factor] = -(-sizes[factor] // prod(self.axes[axis] for axis in used))
+        for site, used in self.op_assignment.choice.splits:
+            if site[0] in sizes:
+                sizes[site[0]] = longest_of(self.node, site, used, self.axes, sizes[site[0]])
         return sizes
 
     def _operand_bytes(self, position: int) -> int:
@@ -175,7 +196,7 @@ class _OpTimer:
 
     def _share(self) -> float:
         """Return one rank's share of the tensors that an op allocates inside."""
-        return 1 / prod(self.axes[axis] for axis in self.op_assignment.choice.axes)
+        return share_of(self.node, self.op_assignment.choice, self.axes)
 
     def _dtype(self, position: int) -> torch.dtype:
         name = self.node.operands[position]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
-from autopar.cost.compute.op_time import local_bytes
+from autopar.cost.compute.op_time import local_bytes, longest_of, share_of
 from autopar.cost.lowered_step import LoweredStep, Version
 from autopar.ir.analysis.op_memory import Footprint, fake_input, measure
 from autopar.ir.graph import NamedGraph
@@ -70,7 +70,7 @@ def local_footprint(
         if StepKind.HALO_EXCHANGE not in kinds:
             return _lowered_footprint(graph, node, op_assignment, lowered_op, axes)
     whole = graph.footprints[node.node]
-    share = 1 / prod(axes[axis] for axis in op_assignment.choice.axes)
+    share = share_of(node, op_assignment.choice, axes)
     return replace(
         whole,
         internal_bytes=round(whole.internal_bytes * share),
@@ -100,9 +100,9 @@ def _lowered_footprint(
                 arguments[name] = _argument(value, next(left))
         # The first rank has the largest slice of each factor.
         lengths = dict(node.sizes)
-        for (factor, _), used in op_assignment.choice.splits:
-            if factor in lengths:
-                lengths[factor] = -(-lengths[factor] // prod(axes[axis] for axis in used))
+        for site, used in op_assignment.choice.splits:
+            if site[0] in lengths:
+                lengths[site[0]] = longest_of(node, site, used, axes, lengths[site[0]])
         slices = {factor: FactorSlice(factor, 0, 0, length, node.sizes[factor]) for factor, length in lengths.items()}
         sizes = {factor: length for factor, length in lengths.items() if factor not in lowered_op.factors}
         local = LocalCall(target, arguments, node.rule, dict(node.sizes), {**node.sizes, **sizes})

@@ -30,7 +30,7 @@ from autopar.mesh import SubMesh
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.notation import Operand, Term
 from autopar.sharding.choices import Choice
-from autopar.sharding.sharding import MICRO, Atoms, Piece, nested
+from autopar.sharding.sharding import MICRO, Atoms, Piece, piece
 
 __all__ = ["DrawnOp", "RandomOps"]
 
@@ -254,7 +254,7 @@ def _cut(
             for atom, size in enumerate(node.atoms.get(factor, (node.sizes[factor],))):
                 split = choice.of((factor, atom))
                 sizes.append(size)
-                pieces.append(nested(size, [(axes[axis], coordinate[axis]) for axis in split]))
+                pieces.append(piece(size, split, axes, coordinate, (factor, atom) in node.by_share))
         dims.append(len(sizes) - before)
     return LocalRegion(Atoms(tuple(sizes), tuple(dims)), tuple(pieces))
 

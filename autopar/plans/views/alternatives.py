@@ -199,7 +199,7 @@ def _moved(tensor: NamedTensor, now: Splits, plan: PlanRecord) -> Iterator[Split
         yield tuple(without)
         for i, atom in enumerate(tensor.atoms):
             split = _in_order({*without[i], axis}, axes)
-            if axis not in now[i] and not is_uneven(atom.size, split, axes):
+            if axis not in now[i] and not is_uneven(atom, split, axes):
                 yield (*without[:i], split, *without[i + 1 :])
 
 

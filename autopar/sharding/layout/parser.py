@@ -428,7 +428,33 @@ class LayoutParser(TokenReader):
             raise self.expected("axes, 'none' or '?'")
         axes = self.axes()
         extends = self.accept("?")
-        return SplitTerm(axes, extends, pad=self.accept("pad"))
+        pad, place = self.accept("pad"), self.token.span
+        by = self.shares()
+        if by is not None and (extends or pad):
+            message = f"'{'pad' if pad else '?'}' and 'by' both say how long shards are: shares are exact"
+            raise layout_error("E0", message, "keep one of them", place)
+        return SplitTerm(axes, extends, pad, by)
+
+    def shares(self) -> tuple[int, ...] | Literal["speed"] | None:
+        """Read `by speed` or `by 12:4` after the axes of a rule."""
+        # `by` and `speed` are no words of the language: no other name follows axes.
+        if not (self.is_a("name") and self.token.text == "by"):
+            return None
+        self.advance()
+        if self.is_a("name") and self.token.text == "speed":
+            self.advance()
+            return "speed"
+        numbers = [self.share()]
+        while self.accept(":"):
+            numbers.append(self.share())
+        return tuple(numbers)
+
+    def share(self) -> int:
+        place = self.token.span
+        number = self.expect_integer("'speed', or whole numbers as in 'by 12:4'")
+        if number < 1:
+            raise layout_error("E0", "a share is at least 1", "write whole numbers, as in 'by 12:4'", place)
+        return number
 
     def axes(self) -> Axes:
         axes: list[str] = []

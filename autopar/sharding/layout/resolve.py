@@ -16,7 +16,7 @@ from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.matching import POSITION, Specificity, glob_matches, matches, specificity
 from autopar.sharding.layout.source import SourceSpan, layout_error
 from autopar.sharding.layout.syntax import Axes, Block, DimRule, Hole, NotSplit, Pin, Scope, SplitTerm
-from autopar.sharding.sharding import MICRO, HasAtoms
+from autopar.sharding.sharding import MICRO, HasAtoms, longest, splits_evenly
 
 # The axes that split each atom; None where the layout leaves an atom open.
 SplitRequest = tuple[Axes | None, ...]
@@ -76,7 +76,8 @@ def _split_in_time(layout: Layout, tensor: HasAtoms, kind: str, wanted: SplitReq
             continue
         own = found[i]
         ranks = prod(axes[axis] for axis in own or ())
-        if atom.size % (micro.count * ranks) == 0 and atom.size:
+        is_even = splits_evenly(atom.size // micro.count, own or (), axes, atom.by_share)
+        if atom.size % micro.count == 0 and is_even and atom.size:
             found[i] = (MICRO, *(own or ())) if own is not None or kind == "input" else None
         elif kind == "input":
             over = f" over {'*'.join(own)} = {ranks}" if own else ""
@@ -227,10 +228,11 @@ def _spread(
         while len(atoms) > 1 and left[atoms[0]] == 1:
             atoms.pop(0)
         atom = atoms[0]
-        if left[atom] % axes[axis] and not uneven:
-            return None
-        left[atom] = -(-left[atom] // axes[axis])
         granted[atom] = (*granted.get(atom, ()), axis)
+        by_share = tensor.atoms[atom].by_share
+        if not uneven and not splits_evenly(tensor.atoms[atom].size, granted[atom], axes, by_share):
+            return None
+        left[atom] = longest(left[atom], (axis,), axes, by_share)
     return granted
 
 

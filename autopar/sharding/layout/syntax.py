@@ -39,11 +39,15 @@ class Hole:
 
 @dataclass(frozen=True)
 class SplitTerm:
-    """`dp*tp`: a split over these axes; `tp?`: over these and perhaps more; `tp pad`: in uneven shards too."""
+    """`dp*tp`: a split over these axes; `tp?`: over these and perhaps more; `tp pad`: in uneven shards too.
+
+    `pod by 12:4` splits in unequal shards of these proportions, `pod by speed` in those of the devices' speeds.
+    """
 
     axes: Axes
     extends: bool = False
     pad: bool = False
+    by: tuple[int, ...] | Literal["speed"] | None = None
 
 
 Term = NotSplit | Hole | SplitTerm
@@ -385,7 +389,8 @@ def _term(term: Term) -> str:
         return "none"
     if isinstance(term, Hole):
         return f"?{{{', '.join(map(print_axes, term.candidates))}}}" if term.candidates else "?"
-    return print_axes(term.axes) + ("?" if term.extends else "") + (" pad" if term.pad else "")
+    by = "" if term.by is None else f" by {term.by if term.by == 'speed' else ':'.join(map(str, term.by))}"
+    return print_axes(term.axes) + ("?" if term.extends else "") + (" pad" if term.pad else "") + by
 
 
 def _block(block: Block) -> str:

@@ -22,7 +22,7 @@ from autopar.rules.shard_call.local_call import FactorSlice, LocalCall, amounts,
 from autopar.rules.shard_call.windows import WindowReach, numeric_padding, padded, reach, unpadded
 from autopar.sharding.lowered_ops.base import LoweredOpContext, OpMessage, Send, dims_of
 from autopar.sharding.reshard.reshard import Reshard, Step, StepKind
-from autopar.sharding.sharding import Atoms, Sharding, nested
+from autopar.sharding.sharding import Atoms, Sharding, chunk
 
 
 class Window:
@@ -119,7 +119,11 @@ class HaloStretch:
         for size in reversed(self.sizes):
             place, index = divmod(place, size)
             cuts.append((size, index))
-        return nested(extent, reversed(cuts))
+        start = 0
+        for size, index in reversed(cuts):
+            offset, extent = chunk(extent, size, index)
+            start += offset
+        return start, extent
 
     def reach(self, place: int) -> WindowReach:
         """Return the stretch of the input that a piece of the output reads."""

@@ -103,7 +103,7 @@ class StepSize(NamedTuple):
 
 _Splits = tuple[tuple[str, ...], ...]
 # A reshard of a small tensor: its sizes, then splits and partial axes, each before and after.
-_Key = tuple[tuple[int, ...], _Splits, _Splits, frozenset[str], frozenset[str]]
+_Key = tuple[tuple[int, ...], tuple[int, ...], _Splits, _Splits, frozenset[str], frozenset[str]]
 
 
 class _ShardingChange(NamedTuple):
@@ -132,8 +132,10 @@ class ScaledReshards:
     def __post_init__(self) -> None:
         self.ranks = prod(self.axes.values())
 
-    def of(self, sizes: tuple[int, ...], source: Sharding, target: Sharding) -> tuple[StepSize, ...]:
-        """Return the steps between two shardings of a tensor with atoms of these sizes."""
+    def of(
+        self, sizes: tuple[int, ...], source: Sharding, target: Sharding, by_share: tuple[int, ...] = ()
+    ) -> tuple[StepSize, ...]:
+        """Return the steps between two shardings of a tensor with atoms of these sizes, some of them split by share."""
         if source.splits == target.splits and source.partial == target.partial:
             return ()
         change = self.changes.get((source, target))
@@ -143,25 +145,28 @@ class ScaledReshards:
         # this helper must equal that of `_limits`.
         helper = min(change.others, key=lambda i: (sizes[i] % change.ranks != 0, -sizes[i], i), default=None)
         places = change.cut if helper is None else tuple(sorted((*change.cut, helper)))
-        small, before, after = [], [], []
+        small, marked = list[int](), list[int]()
+        before, after = [], []
         scale = 1.0
         # Other atoms scale the result by their local size; one that all axes divide shrinks to their product.
         for i, size in enumerate(sizes):
             if i not in places:
-                scale *= longest(size, source.splits[i], self.axes)
+                scale *= longest(size, source.splits[i], self.axes, i in by_share)
                 continue
             fixed = 0
-            if size and not size % self.ranks:
+            if i in by_share:
+                marked.append(len(small))
+            elif size and not size % self.ranks:
                 fixed = change.fixed[i]
                 scale *= size / prod([self.axes[axis] for axis in source.splits[i][:fixed]]) / self.ranks
                 size = self.ranks
             small.append(size)
             before.append(source.splits[i][fixed:])
             after.append(target.splits[i][fixed:])
-        key = tuple(small), tuple(before), tuple(after), change.before, change.after
+        key = tuple(small), tuple(marked), tuple(before), tuple(after), change.before, change.after
         found = self.small.get(key)
         if found is None:
-            atoms = Atoms(tuple(small), (1,) * len(small))
+            atoms = Atoms(tuple(small), (1,) * len(small), tuple(marked))
             ends = Sharding(tuple(before), change.before), Sharding(tuple(after), change.after)
             found = tuple(StepSize.of(step, atoms, self.axes) for step in steps(atoms, *ends, self.axes))
             self.small[key] = found

@@ -219,7 +219,7 @@ class _StepMaker:
 
     def _extent(self, atom: int, split: tuple[str, ...]) -> int:
         """Return the longest local extent of an atom."""
-        return longest(self.atoms.sizes[atom], split, self.axes)
+        return longest(self.atoms.sizes[atom], split, self.axes, atom in self.atoms.by_share)
 
     def _local_numel(self, sharding: Sharding, leave_out: tuple[int, ...] = ()) -> int:
         splits = enumerate(sharding.splits)

@@ -21,7 +21,7 @@ from autopar.sharding.options import Outputs
 from autopar.sharding.sharding import Sharding, atoms_of
 from autopar.solver import Floats
 from autopar.solver.infeasible import OutOfTime
-from autopar.solver.model.cost_tables import CostTable, CostTables, Parts, Wants
+from autopar.solver.model.cost_tables import CostTable, CostTables, Parts, TensorCut, Wants
 from autopar.solver.model.model import Costs, Factor, FactorByMode, Variable
 from autopar.solver.model.objective import Sum
 from autopar.solver.model.recompute_variables import STATES, RecomputeModes
@@ -141,7 +141,7 @@ class ModelBuilder:
 
     def _gib(self, name: str, layout: Sharding) -> float:
         tensor = self.graph.tensors[name]
-        return self.tables.ways.gib(tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize, layout)
+        return self.tables.ways.gib(TensorCut.of(tensor, self.setting), layout)
 
     def _is_shared(self, name: str) -> bool:
         """Return whether a result has a variable of its own."""
@@ -224,11 +224,11 @@ class ModelBuilder:
     def _add_reshard(
         self, sums: Floats, tensor: NamedTensor, source: Sharding, target: Sharding, backward: bool = True
     ) -> None:
-        sizes, itemsize = tuple(atom.size for atom in tensor.atoms), tensor.dtype.itemsize
+        cut = TensorCut.of(tensor, self.setting)
         share = self.setting.prices.share(tensor.name)
-        ways = [self.tables.ways.way(sizes, itemsize, source.value, target.value, share)]
+        ways = [self.tables.ways.way(cut, source.value, target.value, share)]
         if backward and tensor.requires_grad:
-            ways.append(self.tables.ways.way(sizes, itemsize, target.gradient.value, source.gradient.value))
+            ways.append(self.tables.ways.way(cut, target.gradient.value, source.gradient.value))
         for device, host in ways:
             sums[Sum.DEVICE] += device
             sums[Sum.HOST] += host

@@ -6,7 +6,7 @@ A table keeps the sums of `objective` apart, so one table serves all multipliers
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from autopar.cost.compute.op_time import seconds_of_bytes
 from autopar.ir.values import NamedTensor
 from autopar.sharding.buckets import BUCKET_BYTES, BUCKETS, LEAST_BYTES, goes_in_bucket
 from autopar.sharding.reshard.reshard import ScaledReshards, StepKind, StepSize
-from autopar.sharding.sharding import Sharding, longest
+from autopar.sharding.sharding import Sharding, atoms_of, longest
 from autopar.solver import Floats, Ints
 from autopar.solver.candidates import StorageOption
 from autopar.solver.model.objective import Sum
@@ -37,11 +37,18 @@ class TensorCut(NamedTuple):
     itemsize: int
     # It has a gradient.
     trained: bool
+    # Atoms that axes with shares split by them.
+    by_share: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, tensor: NamedTensor, setting: PlanningProblem) -> TensorCut:
-        sizes = tuple(atom.size for atom in tensor.atoms)
-        return cls(sizes, tensor.dtype.itemsize, tensor.requires_grad and setting.trains)
+        atoms = atoms_of(tensor)
+        trained = tensor.requires_grad and setting.trains
+        return cls(atoms.sizes, tensor.dtype.itemsize, trained, atoms.by_share)
+
+    def steps(self, routes: ScaledReshards, source: Sharding, target: Sharding) -> tuple[StepSize, ...]:
+        """Return the steps between two shardings of the tensor."""
+        return routes.of(self.sizes, source, target, self.by_share)
 
 
 class _BucketShare(NamedTuple):
@@ -59,9 +66,9 @@ class ReshardSums:
         self.setting = setting
         self.costs = setting.prices.reshard_costs
         self.routes = ScaledReshards(setting.axes)
-        self.prices: dict[tuple[tuple[int, ...], int, Sharding, Sharding, float], tuple[float, float]] = {}
+        self.prices: dict[Hashable, tuple[float, float]] = {}
         self.moved: dict[tuple[TensorCut, Sharding, Sharding, float], _BucketShare] = {}
-        self.elements: dict[tuple[tuple[int, ...], tuple[tuple[str, ...], ...]], float] = {}
+        self.elements: dict[Hashable, float] = {}
         self.blocks: dict[str, float] = {}
         self.total = 0.0
         for tensor in setting.graph.parameters:
@@ -71,26 +78,25 @@ class ReshardSums:
 
     # -- values
 
-    def way(
-        self, sizes: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding, share: float = 1.0
-    ) -> tuple[float, float]:
-        key = sizes, itemsize, source, target, share
+    def way(self, cut: TensorCut, source: Sharding, target: Sharding, share: float = 1.0) -> tuple[float, float]:
+        key = cut.sizes, cut.by_share, cut.itemsize, source, target, share
         price = self.prices.get(key)
         if price is None:
             device = host = 0.0
-            for cost in self.costs.value_steps(self.routes.of(sizes, source, target), itemsize, share):
+            for cost in self.costs.value_steps(cut.steps(self.routes, source, target), cut.itemsize, share):
                 device, host = device + cost.seconds, host + cost.host_seconds
             price = self.prices[key] = (device, host)
         return price
 
-    def gib(self, sizes: tuple[int, ...], itemsize: int, layout: Sharding) -> float:
+    def gib(self, cut: TensorCut, layout: Sharding) -> float:
         """Return the largest shard."""
-        key = sizes, layout.splits
+        key = cut.sizes, cut.by_share, layout.splits
         found = self.elements.get(key)
         if found is None:
-            cuts = (longest(size, axes, self.setting.axes) for size, axes in zip(sizes, layout.splits, strict=True))
-            found = self.elements[key] = prod(cuts) / 2**30
-        return found * itemsize
+            pairs = enumerate(zip(cut.sizes, layout.splits, strict=True))
+            lengths = (longest(size, axes, self.setting.axes, i in cut.by_share) for i, (size, axes) in pairs)
+            found = self.elements[key] = prod(lengths) / 2**30
+        return found * cut.itemsize
 
     # -- parameters
 
@@ -102,7 +108,7 @@ class ReshardSums:
         # In a call with micro-batches the gradient of the copy lives until it is reduced after the last one.
         copies = 2 if self.setting.call is not None and cut.trained and held.lasting else 1
         share = self.setting.stored_share if held.lasting else self.setting.saved_share
-        return share * copies * self.gib(cut.sizes, cut.itemsize, want)
+        return share * copies * self.gib(cut, want)
 
     def add_moved(
         self,
@@ -140,8 +146,8 @@ class ReshardSums:
         return found
 
     def _ways_of(self, cut: TensorCut, stored: Sharding, want: Sharding) -> tuple[tuple[_Sent, ...], tuple[_Sent, ...]]:
-        there = self.routes.of(cut.sizes, stored.value, want.value)
-        back = self.routes.of(cut.sizes, want.gradient.value, stored.gradient.value) if cut.trained else ()
+        there = cut.steps(self.routes, stored.value, want.value)
+        back = cut.steps(self.routes, want.gradient.value, stored.gradient.value) if cut.trained else ()
         dtype = self.setting.options.gradient_dtype
         reduced = cut.itemsize if dtype is None else dtype.itemsize
         return tuple((leg, cut.itemsize) for leg in there), tuple((leg, reduced) for leg in back)
@@ -284,7 +290,7 @@ class CostTables:
                         if want is not None and want != one.shared:
                             sums[Sum.KEPT_GIB, i, j] += self.ways.kept_copy(cut, one, want, handled.kept)
                             if handled.measured and one.again and want.splits != one.layout.splits:
-                                sums[Sum.PRODUCT_GIB, i, j] += self.ways.gib(cut.sizes, cut.itemsize, want)
+                                sums[Sum.PRODUCT_GIB, i, j] += self.ways.gib(cut, want)
                             self.ways.add_moved(sums[:, i, j], cut, one, want, handled.gathered, handled.later)
                     first = next(iter(each), None)
                     if accumulates is not None and first is not None:
@@ -317,12 +323,12 @@ class CostTables:
         """Return device and host seconds of one direction; each pair of shardings is priced once."""
         rows, row_of = _numbered(sources)
         columns, column_of = _numbered(targets)
-        key = "each", cut.sizes, cut.itemsize, share, tuple(rows), tuple(columns)
+        key = "each", cut.sizes, cut.by_share, cut.itemsize, share, tuple(rows), tuple(columns)
         if key not in self.known:
             found = np.zeros((2, len(rows), len(columns)))
             for i, source in enumerate(rows):
                 for j, target in enumerate(columns):
-                    found[:, i, j] = self.ways.way(cut.sizes, cut.itemsize, source, target, share)
+                    found[:, i, j] = self.ways.way(cut, source, target, share)
             self.known[key] = found
         return np.asarray(self.known[key][:, row_of[:, None], column_of])
 
@@ -333,8 +339,8 @@ class CostTables:
             for j, each in enumerate(columns):
                 for want in each:
                     if want is not None and want.value != row.value:
-                        found[i, j] += self.ways.gib(cut.sizes, cut.itemsize, want)
-                        found[i, j] -= self.ways.gib(cut.sizes, cut.itemsize, row) if instead else 0.0
+                        found[i, j] += self.ways.gib(cut, want)
+                        found[i, j] -= self.ways.gib(cut, row) if instead else 0.0
         return found
 
     def _table(

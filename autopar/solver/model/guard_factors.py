@@ -25,7 +25,7 @@ from autopar.sharding.lowered_ops import lowered_context
 from autopar.sharding.sharding import Sharding, atoms_of
 from autopar.solver import Floats
 from autopar.solver.model.builder import returned_tensors
-from autopar.solver.model.cost_tables import CostTable, CostTables, Parts
+from autopar.solver.model.cost_tables import CostTable, CostTables, Parts, TensorCut
 from autopar.solver.model.model import Factor, Model, Variable
 from autopar.solver.model.objective import Sum
 
@@ -152,8 +152,7 @@ class _Contracts:
         second: int,
         wants: Sequence[tuple[Sharding, ...]],
     ) -> None:
-        sizes = tuple(atom.size for atom in tensor.atoms)
-        key = sizes, tensor.requires_grad, broken, tuple(sources), tuple(wants)
+        key = atoms_of(tensor), tensor.requires_grad, broken, tuple(sources), tuple(wants)
         if key not in self.known:
             counts = np.array(
                 [
@@ -168,12 +167,13 @@ class _Contracts:
 
     def _breaks(self, tensor: NamedTensor, broken: Broken, source: Sharding, want: Sharding) -> float:
         """Return how often a reshard breaks a guard."""
-        sizes = tuple(atom.size for atom in tensor.atoms)
-        key = "breaks", sizes, tensor.requires_grad, broken, source, want
+        cut = TensorCut.of(tensor, self.tables.setting)
+        key = "breaks", cut, tensor.requires_grad, broken, source, want
         if key not in self.known:
-            ways = {"forward": self.tables.ways.routes.of(sizes, source.value, want.value)}
+            routes = self.tables.ways.routes
+            ways = {"forward": cut.steps(routes, source.value, want.value)}
             if tensor.requires_grad:
-                ways["backward"] = self.tables.ways.routes.of(sizes, want.gradient.value, source.gradient.value)
+                ways["backward"] = cut.steps(routes, want.gradient.value, source.gradient.value)
             self.known[key] = sum(
                 _count(broken, way, [(leg.kind, frozenset(leg.axes)) for leg in legs if not leg.local])
                 for way, legs in ways.items()

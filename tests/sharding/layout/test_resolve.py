@@ -19,6 +19,7 @@ class Atom:
     dim: int
     size: int
     names: tuple[str, ...]
+    by_share: bool = False
 
 
 @dataclass(frozen=True)
