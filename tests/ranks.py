@@ -45,6 +45,7 @@ class SimulatedGroups(Groups):
         self.rank = rank
         self.device_type = "cpu"
         self.coordinate = self.places[rank]
+        self.replicas = 1
         self._found = {}
 
     def _group(self, axes: tuple[str, ...]) -> _Group:
