@@ -145,6 +145,7 @@ class _WrongShares(Exception):
 
 def with_numbers(statements: Iterable[Statement], axes: SubMesh) -> tuple[Statement, ...]:
     """Return the statements of a plan with the shares of the axes in each rule about the dim that they split."""
+    axes = SubMesh.of(axes)
     shares = axes.shares
     if shares is None:
         return tuple(statements)
@@ -311,7 +312,8 @@ def marked(graph: NamedGraph, dim: str) -> NamedGraph:
 
 def marked_for(graph: NamedGraph, axes: SubMesh) -> NamedGraph:
     """Return the graph with marks where the axes have shares."""
-    return graph if axes.shares is None else marked(graph, axes.shares.dim)
+    shares = SubMesh.of(axes).shares
+    return graph if shares is None else marked(graph, shares.dim)
 
 
 def _place(tensor: NamedTensor, dim: str) -> int | None:
