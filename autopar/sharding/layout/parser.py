@@ -40,7 +40,7 @@ from autopar.sharding.layout.syntax import (
     TensorPattern,
     Term,
 )
-from autopar.sharding.layout.tokens import UNITS, Token, TokenReader, parse_percent, parse_size
+from autopar.sharding.layout.tokens import UNITS, Token, TokenReader, parse_percent, parse_size, read_shares
 from autopar.sharding.schedules import SCHEDULES
 
 # How a statement is written, by its first word: the `fix:` line of errors within it.
@@ -429,32 +429,11 @@ class LayoutParser(TokenReader):
         axes = self.axes()
         extends = self.accept("?")
         pad, place = self.accept("pad"), self.token.span
-        by = self.shares()
+        by = read_shares(self)
         if by is not None and (extends or pad):
             message = f"'{'pad' if pad else '?'}' and 'by' both say how long shards are: shares are exact"
             raise layout_error("E0", message, "keep one of them", place)
         return SplitTerm(axes, extends, pad, by)
-
-    def shares(self) -> tuple[int, ...] | Literal["speed"] | None:
-        """Read `by speed` or `by 12:4` after the axes of a rule."""
-        # `by` and `speed` are no words of the language: no other name follows axes.
-        if not (self.is_a("name") and self.token.text == "by"):
-            return None
-        self.advance()
-        if self.is_a("name") and self.token.text == "speed":
-            self.advance()
-            return "speed"
-        numbers = [self.share()]
-        while self.accept(":"):
-            numbers.append(self.share())
-        return tuple(numbers)
-
-    def share(self) -> int:
-        place = self.token.span
-        number = self.expect_integer("'speed', or whole numbers as in 'by 12:4'")
-        if number < 1:
-            raise layout_error("E0", "a share is at least 1", "write whole numbers, as in 'by 12:4'", place)
-        return number
 
     def axes(self) -> Axes:
         axes: list[str] = []

@@ -201,6 +201,24 @@ class TokenReader:
         return tuple(items)
 
 
+def read_shares(reader: TokenReader) -> tuple[int, ...] | Literal["speed"] | None:
+    """Read `by speed` or `by 12:4` after the axes of a rule."""
+    # `by` and `speed` are no words of the language: no other name follows axes.
+    if not (reader.is_a("name") and reader.token.text == "by"):
+        return None
+    reader.advance()
+    if reader.is_a("name") and reader.token.text == "speed":
+        reader.advance()
+        return "speed"
+    numbers: list[int] = []
+    while not numbers or reader.accept(":"):
+        place = reader.token.span
+        numbers.append(reader.expect_integer("'speed', or whole numbers as in 'by 12:4'"))
+        if numbers[-1] < 1:
+            raise layout_error("E0", "a share is at least 1", "write whole numbers, as in 'by 12:4'", place)
+    return tuple(numbers)
+
+
 UNITS = {
     "B": 1,
     **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
