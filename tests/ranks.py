@@ -44,6 +44,7 @@ class SimulatedGroups(Groups):
         self.names = tuple(axes)
         self.rank = rank
         self.device_type = "cpu"
+        self.replicas = 1
         self.coordinate = self.places[rank]
         self.replicas = 1
         self._found = {}

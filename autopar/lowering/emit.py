@@ -22,7 +22,6 @@ from autopar.ir.invariants import verifying
 from autopar.ir.values import NamedNode
 from autopar.lowering.collectives.local_reshard import LocalReshard, bind_message
 from autopar.lowering.collectives.process_groups import Groups, GroupsOfMicroBatch
-from autopar.lowering.collectives.stage_messages import StageGroup
 from autopar.lowering.emitted import Emitted, note_of
 from autopar.lowering.modules.shard_ops import LocalOpModule, LoweredOpModule, ReshardModule
 from autopar.lowering.passes.aliases import FRESH, is_idle_copy, makes_new_memory
@@ -30,6 +29,7 @@ from autopar.lowering.passes.bucket_parameters import BucketedParameters, put_in
 from autopar.lowering.passes.empty_shards import EmptyShardOp, nodes_of, reached
 from autopar.lowering.passes.hoist_small_sums import HoistedSums, move_to_ends
 from autopar.lowering.passes.join_small_sums import join_totals
+from autopar.lowering.passes.loop_buckets import put_in_loops
 from autopar.lowering.passes.micro_batches import (
     POSITIONS,
     STATISTICS,
@@ -42,7 +42,8 @@ from autopar.lowering.passes.pipeline_parts import OP, VALUE, StageCut
 from autopar.lowering.passes.random_ops import RandomOps
 from autopar.lowering.passes.rank_check import put_gate
 from autopar.lowering.passes.recompute_regions import KEPT, REGION, with_regions
-from autopar.lowering.verify import SHARD, verify_emitted
+from autopar.lowering.verify import verify_emitted
+from autopar.lowering.verify_shapes import SHARD
 from autopar.rules.call import arguments_by_name, takes_tensors
 from autopar.rules.notation import FactorKind
 from autopar.rules.shard_call.attention import repeat_masked_heads
@@ -95,6 +96,7 @@ class _Emitter:
     ) -> None:
         graph = marked_for(graph, assignment.axes)
         self.graph = graph
+        self.outputs = outputs
         self.parameters = parameters
         self.assignment = assignment
         self.axes = assignment.axes
@@ -139,12 +141,13 @@ class _Emitter:
         self.out.output(tuple(result if value is None else value for result, value in pairs))
         if MICRO in self.axes:
             regathered = frozenset(name for name, tensor in self.by_node.items() if self.parameters.of(tensor).again)
-            self.out = loop_micro_batches(
-                self.out, self.modules, self.micro_batches, regathered, self._body, self._stages()
-            )
+            stages = StageCut.of(self.assignment, self.groups, self.graph, self.by_node)
+            self.out = loop_micro_batches(self.out, self.modules, self.micro_batches, regathered, self._body, stages)
         ends = move_to_ends(self.out, self.modules, self._inputs()) if with_ends else HoistedSums()
         join_totals(self.out, self.modules)
         put_in_buckets(self.out, self.modules, self.by_node, self.parameters)
+        # A loss of each rank alone may get another gradient on each.
+        put_in_loops(self.out, self.modules, self.outputs not in ("local", "local_sum"))
         if self.parameters.gate is not None:
             put_gate(self.out, self.modules, self.parameters.gate)
         repeat_masked_heads(self.out, self.groups.device_type)
@@ -162,16 +165,6 @@ class _Emitter:
         put_in_buckets(graph, modules, self.by_node, replace(self.parameters, awaited=False))
         repeat_masked_heads(graph, self.groups.device_type)
         return with_regions(graph, modules, self.regions)
-
-    def _stages(self) -> StageCut | None:
-        """Return the pipeline, seen from this rank."""
-        pipelining = self.assignment.pipelining
-        if pipelining is None:
-            return None
-        groups, ranks = self.groups.stages(pipelining.axis)
-        stage = self.groups.coordinate[pipelining.axis]
-        stages = StageGroup(groups, ranks, stage, pipelining.schedule, pipelining.chunks, pipelining.more)
-        return StageCut(self.assignment, stages, self.graph, self.by_node)
 
     def _inputs(self) -> list[str]:
         """Return the placeholders of inputs without a gradient."""

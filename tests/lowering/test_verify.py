@@ -17,7 +17,8 @@ from autopar.lowering.emit import emit
 from autopar.lowering.emitted import Emitted
 from autopar.lowering.modules.bucket_ends import BucketEnd
 from autopar.lowering.modules.shard_ops import ReshardModule
-from autopar.lowering.verify import EMITTED_INVARIANTS, SHARD, verify_emitted
+from autopar.lowering.verify import EMITTED_INVARIANTS, verify_emitted
+from autopar.lowering.verify_shapes import SHARD
 from autopar.mesh import SubMesh
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.layout.language import parse_layout

@@ -8,11 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
 import autopar
+from autopar.lowering.collectives import stage_messages
+from autopar.lowering.modules import pipeline_loop
 from autopar.lowering.modules.pipeline_loop import PipelineLoop
 from examples.gpt import gpt
 from tests.runtime.launcher import launch
@@ -58,18 +59,20 @@ class Sends:
 
     def __enter__(self) -> Sends:
         self.count = 0
-        send = dist.isend
+        send = stage_messages.send
 
         def counted(*args: Any, **others: Any) -> Any:
             self.count += 1
             return send(*args, **others)
 
-        self.patch = mock.patch.object(dist, "isend", counted)
-        self.patch.start()
+        self.patches = [mock.patch.object(one, "send", counted) for one in (stage_messages, pipeline_loop)]
+        for patch in self.patches:
+            patch.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.patch.stop()
+        for patch in self.patches:
+            patch.stop()
 
 
 def trained(how: str, layout: str, mesh: str, **options: Any) -> dict[str, Any]:

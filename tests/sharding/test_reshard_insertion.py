@@ -51,6 +51,7 @@ class FirstRank:
 
     axes: Mapping[str, int]
     device_type: str = "cpu"
+    replicas: int = 1
 
     @property
     def coordinate(self) -> Mapping[str, int]:

@@ -38,7 +38,7 @@ from autopar.lowering.modules.bucket import (
     waited,
 )
 
-__all__ = ["BucketEnd", "BucketStart", "RegatherRelease", "RegatherWatch"]
+__all__ = ["BucketEnd", "BucketStart", "RegatherRelease", "RegatherWatch", "with_unsent"]
 
 
 def start(running: BucketState, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -128,7 +128,7 @@ class _End(torch.autograd.Function):
             running.lasting = None  # the optimizer's turn
         found: list[Tensor | None] = [None] * ctx.count
         if handling.deferred and not compiling and not differentiable:
-            gradients = _with_unsent(running, gradients)
+            gradients = with_unsent(running, gradients, running.synchronisation.enabled)
         here = [i for i, gradient in enumerate(gradients) if gradient is not None]
         if bucket.is_sum and not compiling and not differentiable and len(here) == len(gradients):
             return (None, *_sums(running, gradients))  # type: ignore[arg-type]
@@ -157,13 +157,13 @@ class _End(torch.autograd.Function):
         return (None, *found)
 
 
-def _with_unsent(running: BucketState, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+def with_unsent(running: BucketState, gradients: Sequence[Tensor | None], is_sent: bool) -> tuple[Tensor | None, ...]:
     """Return the gradients plus those kept from earlier backwards; nothing if these are kept too."""
     total = list(gradients)
     if running.unsent:
         pairs = zip(running.unsent, gradients, strict=True)
         total = [new if old is None else old if new is None else old.add_(new) for old, new in pairs]
-    if running.synchronisation.enabled:
+    if is_sent:
         running.unsent = []
         return tuple(total)
     # Copies in the dtype of the sums: autograd's gradients may share memory with another tensor.

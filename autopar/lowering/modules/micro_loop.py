@@ -3,7 +3,8 @@
 A loop returns sums and concatenations over its micro-batches. Where all sums that need a gradient are scalars, as a
 loss, each micro-batch runs its backward right after its forward, so the activations of one micro-batch are alive at a
 time. The backward of the loop then scales these gradients by the gradient of the sum. Gradients in another direction,
-such as those of logits, run the loop again.
+such as those of logits, run the loop again. A loop gathers parameters and reduces their gradients itself
+(`loop_buckets`).
 
 Without a scalar that needs a gradient, all forwards run in the forward and all backwards in the backward.
 """
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.fx import GraphModule
 
+from autopar.lowering.modules.loop_buckets import BucketPass, LoopBuckets, with_arrivals
 from autopar.sharding.options import sum_dtype
+from autopar.sharding.schedules import StageTask, TaskKind
 
 __all__ = [
     "GradientSums",
@@ -92,17 +95,42 @@ class MicroBatchLoop(nn.Module):
         self.casts_to_float16 = any(torch.float16 in (*node.args, *node.kwargs.values()) for node in body.graph.nodes)
         # Gradients expected of the scalar sums, up to a common factor: those of the last backward.
         self.expected: tuple[float, ...] = ()
+        self.buckets = LoopBuckets()
+        # Body of the first micro-batch, which waits for gathers; not a child, as it shares all modules with the body.
+        self._first: tuple[GraphModule] = (body,)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.buckets.notes
+
+    def take_buckets(self, buckets: LoopBuckets) -> None:
+        """Gather and reduce these buckets, whose inputs are stored parameters."""
+        self.buckets = buckets
+        reads = {bucket: tuple(1 + place for place in bucket.places) for bucket in buckets.every}
+        self._first = (with_arrivals(self.body, reads),)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = self._run(torch.compiler.is_compiling(), *inputs)
+        return found
+
+    # A compiler takes the bodies one by one.
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
+    def _run(self, compiled: bool, *inputs: Tensor) -> tuple[Tensor, ...]:
         if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-            found: tuple[Tensor, ...] = _Loop.apply(self, *inputs)  # type: ignore[no-untyped-call]
+            found: tuple[Tensor, ...] = _Loop.apply(self, compiled, *inputs)  # type: ignore[no-untyped-call]
             return found
-        columns = zip(*(self.parts(number, inputs) for number in range(self.count)), strict=True)
+        given = BucketPass(self.buckets, inputs)
+        columns = zip(*(self.parts(number, given, given.inputs, compiled) for number in range(self.count)), strict=True)
         return tuple(result.join(parts) for result, parts in zip(self.results, columns, strict=True))
 
-    def parts(self, number: int, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def parts(
+        self, number: int, given: BucketPass, inputs: Sequence[Tensor], compiled: bool = False
+    ) -> tuple[Tensor, ...]:
         """Return the parts of one micro-batch."""
-        found = self.body(number, *inputs)
+        if compiled and not number:
+            given.arrive()
+        body = self.body if compiled or number else self._first[0]
+        found = body(number, *inputs)
         return tuple(result.part(value) for result, value in zip(self.results, found, strict=True))
 
     def extra_repr(self) -> str:
@@ -111,29 +139,34 @@ class MicroBatchLoop(nn.Module):
 
 class _Loop(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loop: MicroBatchLoop, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, loop: MicroBatchLoop, compiled: bool, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.loop, ctx.generators = loop, generator_states(inputs)
-        ctx.is_float16 = loop.casts_to_float16 or any(x.dtype == torch.float16 for x in inputs)
-        leaves = leaves_of(inputs)
+        ctx.loop, ctx.compiled, ctx.generators = loop, compiled, generator_states(inputs)
+        ctx.given = given = BucketPass(loop.buckets, inputs)
+        leaves = given.leaves()
+        ctx.is_float16 = loop.casts_to_float16 or any(x.dtype == torch.float16 for x in leaves)
         sums = GradientSums(leaves)
+        given.reduce(sums, ctx.is_float16)
         expected: dict[int, Tensor] = {}
         columns: list[list[Tensor]] = [[] for _ in loop.results]
         kept: list[tuple[Tensor, ...]] = []
         needed: list[int] = []
         for number in range(loop.count):
             with torch.enable_grad():
-                parts = loop.parts(number, leaves)
+                parts = loop.parts(number, given, leaves, compiled)
             needed = [place for place, part in enumerate(parts) if part.requires_grad]
             if number == 0 and _is_scheduled(loop, parts, needed):
                 scalars = [place for place in needed if loop.results[place].kind == "sum"]
                 expected = expected_gradients(loop.expected, {place: parts[place] for place in scalars}, ctx.is_float16)
             if expected:
-                sums.add([parts[place] for place in expected], list(expected.values()))
+                with given.closing(StageTask(TaskKind.BACKWARD, number)):
+                    sums.add([parts[place] for place in expected], list(expected.values()))
             else:
                 kept.append(parts)
             for column, part in zip(columns, parts, strict=True):
                 column.append(part.detach())
+        if expected:
+            given.finish()
         ctx.needed, ctx.kept, ctx.leaves, ctx.sums, ctx.expected = needed, kept, leaves, sums, expected
         ctx.save_for_backward(*inputs)
         found = tuple(result.join(column) for result, column in zip(loop.results, columns, strict=True))
@@ -144,27 +177,35 @@ class _Loop(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         loop: MicroBatchLoop = ctx.loop
+        parameters: BucketPass = ctx.given
         given = {place: x for place, x in enumerate(gradients) if x is not None and place in ctx.needed}
         if ctx.kept:
             sums = GradientSums(ctx.leaves)
+            parameters.reduce(sums, is_final=True)
             for number, parts in enumerate(ctx.kept):
                 wanted = [loop.results[place].gradient(x, number) for place, x in given.items()]
-                sums.add([parts[place] for place in given], wanted, retain=True)
-            return (None, *sums.found())
+                with parameters.closing(StageTask(TaskKind.BACKWARD, number)):
+                    sums.add([parts[place] for place in given], wanted, retain=True)
+            parameters.finish()
+            return (None, None, *parameters.handed(sums.found()))
         factor = common_factor(ctx.expected, given)
         remember_gradients(loop, [given.get(place) for place in ctx.expected], factor is not None, ctx.is_float16)
         overflows = ctx.is_float16 and factor is not None and factor != 1 and not ctx.sums.are_finite()
         if factor is not None and not ctx.sums.is_used and not overflows:
-            return (None, *ctx.sums.found(factor))
-        leaves = leaves_of(ctx.saved_tensors)
+            return (None, None, *parameters.handed(ctx.sums.found(factor), factor))
+        again = BucketPass(loop.buckets, ctx.saved_tensors, parameters.is_synchronised)
+        leaves = again.leaves()
         sums = GradientSums(leaves)
+        again.reduce(sums, is_final=True)
         with restored_generators(ctx.generators):
             for number in range(loop.count):
                 with torch.enable_grad():
-                    parts = loop.parts(number, leaves)
+                    parts = loop.parts(number, again, leaves, ctx.compiled)
                 wanted = [loop.results[place].gradient(x, number) for place, x in given.items()]
-                sums.add([parts[place] for place in given], wanted)
-        return (None, *sums.found())
+                with again.closing(StageTask(TaskKind.BACKWARD, number)):
+                    sums.add([parts[place] for place in given], wanted)
+        again.finish()
+        return (None, None, *again.handed(sums.found()))
 
 
 class ExpectsGradients(Protocol):
@@ -197,19 +238,22 @@ class GradientSums:
         others: Sequence[Tensor] = (),
     ) -> list[Tensor | None]:
         """Add the gradients of one micro-batch, given those of its parts; return the gradients of other leaves."""
-        if not self.is_half:
-            # The graph has no leaves but these. Their list as an argument would cost a look-up for each of its nodes.
-            torch.autograd.backward(parts, gradients, retain_graph=retain)
-            taken = [leaf.grad for leaf in others]
-            for leaf in others:
-                leaf.grad = None
-            return taken
-        leaves = [self.leaves[place] for place in self.wanted]
-        found = torch.autograd.grad(parts, [*leaves, *others], gradients, retain_graph=retain, allow_unused=True)
-        for place, gradient in zip(self.wanted, found, strict=False):
-            if gradient is not None:
-                self._widen(place, gradient)
-        return list(found[len(leaves) :])
+        # The graph has no leaves but these. Their list as an argument would cost a look-up for each of its nodes.
+        torch.autograd.backward(parts, gradients, retain_graph=retain)
+        taken = [leaf.grad for leaf in others]
+        for leaf in others:
+            leaf.grad = None
+        if self.is_half:
+            for place in self.wanted:
+                self._take_half(place)
+        return taken
+
+    def _take_half(self, place: int) -> None:
+        """Move the gradient of one micro-batch from `.grad` of a leaf to its sum."""
+        leaf = self.leaves[place]
+        if leaf.grad is not None:
+            gradient, leaf.grad = leaf.grad, None
+            self._widen(place, gradient)
 
     def _widen(self, place: int, gradient: Tensor) -> None:
         total = self._totals.get(place)
@@ -248,6 +292,13 @@ class GradientSums:
         found = self.total(place)
         self._totals.pop(place, None)
         return found
+
+    def pop(self, place: int) -> Tensor | None:
+        """Return the sum for one leaf, and forget it; None if it has no gradient."""
+        if self.is_half:
+            self._take_half(place)
+        self._moved(place)
+        return self._totals.pop(place, None)
 
     def replace(self, place: int, total: Tensor) -> None:
         """Set the sum for one leaf, in memory of its own."""

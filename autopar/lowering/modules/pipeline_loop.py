@@ -4,21 +4,21 @@ A part sends each value that another stage reads, and receives its gradient. Mes
 in an order that all stages share; a receive is posted there, and waited for where its value is read. As in the loop
 without stages, the backward of a micro-batch runs within the forward of the module where the results that need a
 gradient are scalar sums.
-`orders` gives the tasks of each stage, the same ones that the cost model prices.
-A stage sends a tied parameter to others before the first micro-batch, and adds up their gradients after the last one.
+`orders` gives the tasks of each stage, the same ones that the cost model prices. A stage gathers its parameters and
+reduces their gradients beside the tasks (`loop_buckets`). It sends a tied parameter to others before the first
+micro-batch, and adds up their gradients after the last one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.fx import GraphModule
 
 from autopar.lowering.collectives.stage_messages import (
     Crossing,
@@ -30,79 +30,20 @@ from autopar.lowering.collectives.stage_messages import (
     send,
 )
 from autopar.lowering.modules.late_weights import LateWeights
+from autopar.lowering.modules.loop_buckets import BucketPass, LoopBuckets, with_arrivals
 from autopar.lowering.modules.micro_loop import (
     GradientSums,
-    LoopResult,
     common_factor,
     expected_gradients,
     generator_states,
-    leaves_of,
     remember_gradients,
     restored_generators,
 )
+from autopar.lowering.modules.pipeline_part import PartResult, PartWays, PipelinePart, TiedInput
 from autopar.sharding.options import sum_dtype
 from autopar.sharding.schedules import BackwardHalf, Route, StageMessage, StageTask, TaskKind, orders, stage_program
 
-__all__ = ["PartResult", "PipelineLoop", "PipelinePart", "TiedInput"]
-
-
-@dataclass(frozen=True)
-class TiedInput:
-    """Input of the loop that one stage has and other stages read, as a tied parameter."""
-
-    # Place among the inputs of the loop; behind them on a stage that receives it.
-    place: int
-    # The stage that has it, and those that it is sent to.
-    source: int
-    targets: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    differentiable: bool
-
-
-@dataclass(frozen=True)
-class PartResult:
-    """Result of the loop: the part that makes it, how its values are joined, and the shape and dtype of one value."""
-
-    result: LoopResult
-    source: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    differentiable: bool
-
-    @property
-    def joined_shape(self) -> tuple[int, ...]:
-        return self.shape if self.result.kind == "sum" else self.result.shape
-
-
-@dataclass(frozen=True)
-class PipelinePart:
-    """Graph of a part, called with the number of the micro-batch, then inputs of the loop, then received values."""
-
-    body: GraphModule
-    # Places of the inputs of the loop that it reads, and of tied ones.
-    inputs: tuple[int, ...]
-    received: tuple[Crossing, ...]
-    # The first results of the graph; then come the values of the results of the loop.
-    sent: tuple[Crossing, ...]
-    results: tuple[int, ...]
-
-
-class _PartWays(NamedTuple):
-    """Routes of the values that a part receives, and of each value that it sends; gradients go back on them."""
-
-    received: tuple[tuple[int, bool], ...]
-    sent: tuple[tuple[tuple[int, ...], bool], ...]
-
-    @classmethod
-    def of(cls, number: int, part: PipelinePart, messages: StageMessages) -> _PartWays:
-        return cls(
-            tuple((messages.numbers[one.name, number], one.differentiable) for one in part.received),
-            tuple(
-                (tuple(messages.numbers[one.name, target] for target in one.targets), one.differentiable)
-                for one in part.sent
-            ),
-        )
+__all__ = ["PipelineLoop"]
 
 
 class PipelineLoop(nn.Module):
@@ -136,13 +77,28 @@ class PipelineLoop(nn.Module):
         # Gradients of weights that the last backward of a part has put off.
         self.late = late
         self.expected: tuple[float, ...] = ()
+        self.buckets = LoopBuckets()
+        # Bodies of the first micro-batch, which wait for gathers.
+        self.first = {number: part.body for number, part in parts.items()}
         routes = [Route(one.source, target, one.differentiable) for one in crossings for target in one.targets]
         every = orders(len(stages.ranks), count, stages.schedule, stages.chunks, stages.more, halves=True)
         self.program = stage_program(stages.stage, every, routes)
         self.messages = StageMessages(stages, crossings, self.program)
-        self.ways = {number: _PartWays.of(number, part, self.messages) for number, part in parts.items()}
+        self.ways = {number: PartWays.of(number, part, self.messages) for number, part in parts.items()}
         made = [(stages.stage_of(one.source), one.joined_shape, one.dtype) for one in self.results]
         self.result_messages = ResultMessage.of(made)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self.buckets.notes
+
+    def take_buckets(self, buckets: LoopBuckets) -> None:
+        """Gather and reduce these buckets, whose inputs are stored parameters."""
+        self.buckets = buckets
+        for number, part in self.parts.items():
+            places = {place: 1 + own for own, place in enumerate(part.inputs)}
+            reads = {one: tuple(places[place] for place in one.places if place in places) for one in buckets.every}
+            self.first[number] = with_arrivals(part.body, reads)
 
     @property
     def needed(self) -> tuple[int, ...]:
@@ -165,16 +121,19 @@ class PipelineLoop(nn.Module):
         if torch.is_grad_enabled() and self.needed:
             found: tuple[Tensor, ...] = _Pipeline.apply(self, *inputs)  # type: ignore[no-untyped-call]
             return found
-        run = _Run(self, self.with_tied(inputs), None)
+        given = BucketPass(self.buckets, inputs)
+        run = _Run(self, [*given.inputs, *self.received_tied(given)], None, given)
         run.forwards()
         return run.joined(inputs)
 
-    def with_tied(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the inputs, with the tied ones that other stages have behind them."""
-        stages, found = self.stages, list(inputs)
+    def received_tied(self, given: BucketPass) -> list[Tensor]:
+        """Send tied inputs to other stages; return those that other stages have."""
+        stages, found = self.stages, list[Tensor]()
+        inputs = given.inputs
         sent: list[tuple[Any, Tensor]] = []
         for one in self.tied:
             if one.source == stages.stage:
+                given.arrive(one.place)
                 x = inputs[one.place].detach().contiguous()
                 sent += [(send(x, stages.groups[0], self.messages.places[target]), x) for target in one.targets]
             else:
@@ -183,7 +142,7 @@ class PipelineLoop(nn.Module):
                 found.append(x.requires_grad_(one.differentiable))
         for work, _ in sent:
             work.wait()
-        return tuple(found)
+        return found
 
     def extra_repr(self) -> str:
         held = ", ".join(map(str, self.parts))
@@ -195,17 +154,18 @@ class _Pipeline(torch.autograd.Function):
     def forward(ctx: Any, loop: PipelineLoop, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.loop, ctx.generators = loop, generator_states(inputs)
-        ctx.is_float16 = loop.casts_to_float16 or any(x.dtype == torch.float16 for x in inputs)
-        given = loop.with_tied(inputs)
-        leaves = leaves_of(given)
-        ctx.run = run = _Run(loop, leaves, GradientSums(leaves))
+        given = BucketPass(loop.buckets, inputs)
+        received = loop.received_tied(given)
+        leaves = [*given.leaves(), *received]
+        ctx.is_float16 = loop.casts_to_float16 or any(x.dtype == torch.float16 for x in leaves)
+        ctx.run = run = _Run(loop, leaves, GradientSums(leaves), given)
         if loop.is_scheduled:
             made = {place: leaves[0].new_empty((), dtype=loop.results[place].dtype) for place in loop.sums}
             ctx.expected = expected = expected_gradients(loop.expected, made, ctx.is_float16)
-            run.scheduled(lambda place, number: expected.get(place))
+            run.scheduled(lambda place, number: expected.get(place), is_float16=ctx.is_float16)
         else:
             run.forwards()
-        ctx.save_for_backward(*given)
+        ctx.save_for_backward(*inputs, *received)
         found = run.joined(inputs)
         ctx.mark_non_differentiable(*(x for place, x in enumerate(found) if place not in loop.needed))
         return found
@@ -229,10 +189,12 @@ class _Pipeline(torch.autograd.Function):
         overflows = ctx.is_float16 and factor is not None and factor != 1 and not run.all_finite()
         if factor is not None and not run.sums.is_used and not overflows:
             return (None, *run.gradients(factor))
-        leaves = leaves_of(ctx.saved_tensors)
-        again = _Run(loop, leaves, GradientSums(leaves))
+        saved = ctx.saved_tensors
+        own = BucketPass(loop.buckets, saved, run.given.is_synchronised)
+        leaves = own.leaves()
+        again = _Run(loop, leaves, GradientSums(leaves), own)
         with restored_generators(ctx.generators):
-            again.scheduled(of_part)
+            again.scheduled(of_part, is_final=True)
         return (None, *again.gradients())
 
 
@@ -256,8 +218,15 @@ def _is_backward(item: StageTask | StageMessage) -> bool:
 class _Run:
     """One pass of all micro-batches through the parts of this stage."""
 
-    def __init__(self, loop: PipelineLoop, leaves: Sequence[Tensor], sums: GradientSums | None) -> None:
+    def __init__(
+        self,
+        loop: PipelineLoop,
+        leaves: Sequence[Tensor],
+        sums: GradientSums | None,
+        given: BucketPass | None = None,
+    ) -> None:
         self.loop = loop
+        self.given = given or BucketPass(LoopBuckets(), ())
         self.leaves = leaves
         self.sums = sums
         self.alive: dict[tuple[int, int], _Alive] = {}
@@ -266,12 +235,18 @@ class _Run:
         self.messages = MessageExchange(loop.messages, like, sums is not None)
         self.values: dict[int, list[Tensor]] = {}
 
-    def scheduled(self, upstream: _Upstream) -> None:
+    def scheduled(self, upstream: _Upstream, is_float16: bool = False, is_final: bool = False) -> None:
+        assert self.sums is not None, "it records gradients"
+        self.given.reduce(self.sums, is_float16, is_final)
         with torch.enable_grad():
             for item in self.loop.program:
                 self._run(item, upstream)
+        self._end()
+
+    def _end(self) -> None:
         self._add_tied()
         self.messages.finish()
+        self.given.finish()
 
     def forwards(self) -> None:
         with torch.set_grad_enabled(self.sums is not None):
@@ -281,21 +256,24 @@ class _Run:
         self.messages.finish()
 
     def backwards(self, upstream: _Upstream) -> None:
+        assert self.sums is not None, "it records gradients"
+        self.given.reduce(self.sums, is_final=True)
         for item in self.loop.program:
             if _is_backward(item):
                 self._run(item, upstream)
-        self._add_tied()
-        self.messages.finish()
+        self._end()
 
     def _run(self, item: StageTask | StageMessage, upstream: _Upstream) -> None:
         if isinstance(item, StageMessage):
             self.messages.exchange(item)
         elif item.kind is TaskKind.FORWARD:
             self._forward(item)
-        elif item.half is BackwardHalf.WEIGHTS:
-            self._weight_gradients(item)
         else:
-            self._backward(item, upstream)
+            with self.given.closing(item):
+                if item.half is BackwardHalf.WEIGHTS:
+                    self._weight_gradients(item)
+                else:
+                    self._backward(item, upstream)
 
     def _forward(self, task: StageTask) -> None:
         loop, messages, number = self.loop, self.messages, task.micro_batch
@@ -306,7 +284,8 @@ class _Run:
         for route, is_differentiable in ways.received:
             x = messages.received(route, number, backward=False)
             received.append(x.requires_grad_() if records and is_differentiable else x)
-        found = part.body(number, *[self.leaves[place] for place in part.inputs], *received)
+        body = part.body if number else loop.first[here]
+        found = body(number, *[self.leaves[place] for place in part.inputs], *received)
         sent = found[: len(part.sent)]
         results = [
             loop.results[place].result.part(x) for place, x in zip(part.results, found[len(sent) :], strict=True)
@@ -360,7 +339,12 @@ class _Run:
     def _weight_gradients(self, task: StageTask) -> None:
         assert self.sums is not None, "it records gradients"
         for one in self.late.pop((self.loop.stages.part_of(task), task.micro_batch)):
-            one.add(self.sums.put)
+            one.add(self._put)
+
+    def _put(self, place: int, gradient: Tensor) -> None:
+        assert self.sums is not None, "it records gradients"
+        self.sums.put(place, gradient)
+        self.given.added(place)
 
     def _add_tied(self) -> None:
         """Send the gradients of tied inputs to the stage that has them, and add them up there."""
@@ -414,4 +398,4 @@ class _Run:
         for place in self.loop.absent:
             if self.leaves[place].requires_grad:
                 found[place] = torch.zeros_like(self.leaves[place])
-        return found[: len(self.leaves) - self.loop.received]
+        return self.given.handed(found, factor)[: len(self.leaves) - self.loop.received]

@@ -34,10 +34,12 @@ from autopar.ir.values import NamedTensor
 from autopar.lowering.collectives.local_reshard import LocalReshard
 from autopar.lowering.modules.bucket import BucketCollectives, BucketState, GradientSync, ParameterHandling
 from autopar.lowering.modules.bucket_ends import BucketEnd, BucketStart, RegatherRelease, RegatherWatch
+from autopar.lowering.modules.micro_loop import MicroBatchLoop
+from autopar.lowering.modules.pipeline_loop import PipelineLoop
 from autopar.lowering.passes.aliases import readers
 from autopar.sharding.buckets import BUCKET_BYTES, goes_in_bucket, in_buckets
 
-__all__ = ["BucketedParameters", "CallGate", "put_in_buckets"]
+__all__ = ["BucketedParameters", "CallGate", "loop_with", "put_in_buckets"]
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,17 @@ def _give_up(graph: Graph, modules: dict[str, nn.Module], name: str, running: Bu
             graph.call_module(f"{name}_release")
 
 
+def loop_with(value: Node, modules: Mapping[str, nn.Module]) -> Node | None:
+    """Return the loop over micro-batches that can gather a parameter itself: the only reader, which reads it once."""
+    loop = next(iter(value.users)) if len(value.users) == 1 else None
+    module = None if loop is None or loop.op != "call_module" else modules.get(str(loop.target))
+    if loop is None or not isinstance(module, MicroBatchLoop | PipelineLoop) or loop.args.count(value) != 1:
+        return None
+    # Gradients of shared parameters first add up over the stages.
+    is_shared = isinstance(module, PipelineLoop) and loop.args.index(value) in module.shared
+    return None if is_shared else loop
+
+
 def _cast(
     graph: Graph, modules: Mapping[str, nn.Module], tensors: Mapping[str, NamedTensor], parameters: BucketedParameters
 ) -> None:
@@ -178,7 +191,9 @@ def _reshard_of(
         return None
     steps = tuple(tuple((move.kind, move.group, move.ranks) for move in way) for way in ways)
     handling = parameters.of(tensor)
-    kind = steps, handling, tensor.requires_grad
+    # A loop over micro-batches takes whole buckets.
+    loop = loop_with(node, modules)
+    kind = steps, handling, tensor.requires_grad, None if loop is None else loop.name
     size = max(largest) * tensor.dtype.itemsize
     block = re.match(r"(.*?\.\d+)\.", tensor.name)
     (note,) = modules[str(node.target)].notes  # type: ignore[misc]

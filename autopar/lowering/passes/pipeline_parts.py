@@ -30,10 +30,12 @@ from torch.fx.node import map_arg
 from autopar.errors import LayoutError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
+from autopar.lowering.collectives.process_groups import Groups
 from autopar.lowering.collectives.stage_messages import Crossing, StageGroup
 from autopar.lowering.modules.late_weights import LateProduct, LateWeights, operands_of
 from autopar.lowering.modules.micro_loop import LoopResult, MicroBatchLoop, MicroBatchSlice, MicroBatchZeros
-from autopar.lowering.modules.pipeline_loop import PartResult, PipelineLoop, PipelinePart, TiedInput
+from autopar.lowering.modules.pipeline_loop import PipelineLoop
+from autopar.lowering.modules.pipeline_part import PartResult, PipelinePart, TiedInput
 from autopar.lowering.modules.shard_ops import RandomOp
 from autopar.lowering.passes.aliases import FRESH
 from autopar.sharding.assignment import Assignment, Pipelining
@@ -56,6 +58,18 @@ class StageCut:
     graph: NamedGraph
     # By node of the traced graph.
     by_node: Mapping[str, NamedTensor]
+
+    @classmethod
+    def of(
+        cls, assignment: Assignment, groups: Groups, graph: NamedGraph, by_node: Mapping[str, NamedTensor]
+    ) -> StageCut | None:
+        """Return the pipeline of an assignment; None if it has none."""
+        one = assignment.pipelining
+        if one is None:
+            return None
+        found, ranks = groups.stages(one.axis)
+        stages = StageGroup(found, ranks, groups.coordinate[one.axis], one.schedule, one.chunks, one.more)
+        return cls(assignment, stages, graph, by_node)
 
     @property
     def pipelining(self) -> Pipelining:
