@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autopar.errors import AutoparError
 from autopar.lowering.collectives.checksum import checksum
-from autopar.lowering.collectives.process_groups import keep_gloo_local
+from autopar.lowering.collectives.start_group import choose_gloo_interface
 from autopar.lowering.passes.random_ops import DrawnOp
 from autopar.runtime.agreement import Agreement
 
@@ -85,7 +85,7 @@ class RandomKeys:
         """Return a Gloo group of the ranks, whose broadcast does not make a device wait."""
         # Made at first use: calls that are compared send their key with the comparison.
         if self.agreement.device.type != "cpu" and self._group is self.agreement.group:
-            keep_gloo_local()
+            choose_gloo_interface()
             self._group = dist.new_group(self.agreement.ranks, backend="gloo", use_local_synchronization=True)
         return self._group
 

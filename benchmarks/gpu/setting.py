@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autopar.lowering.collectives.process_groups import keep_gloo_local
+from autopar.lowering.collectives.start_group import choose_gloo_interface
 from autopar.runtime.agreement import Agreement
 
 __all__ = ["Setting", "llama", "one_process", "one_rank_of", "stepper"]
@@ -104,7 +104,7 @@ class Setting:
 
 def one_process() -> None:
     """Start a process group of this process alone."""
-    keep_gloo_local()
+    choose_gloo_interface()
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 

@@ -1,10 +1,13 @@
-"""On which device a parallel module runs, and which network interface Gloo is told."""
+"""On which device a parallel module runs, where its ranks meet, and over which network interface."""
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.lowering.collectives.process_groups import device_type_of, keep_gloo_local
+from autopar.lowering.collectives.process_groups import device_type_of
+from autopar.lowering.collectives.start_group import choose_gloo_interface, interface_to, unused_part
 from tests.runtime.launcher import launch
 
 
@@ -94,20 +98,58 @@ def test_an_input_on_another_device_is_refused_on_all_ranks() -> None:
         ({}, "lo"),
         ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "lo"),
         ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, None),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}, "lo"),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "first-node"}, None),
         ({"GLOO_SOCKET_IFNAME": "eth7"}, "eth7"),
     ],
 )
 def test_gloo_is_kept_local_where_the_host_has_no_address(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], interface: str | None
 ) -> None:
-    def fails(host: str) -> str:
-        raise OSError
+    def only_numbers(host: str) -> str:
+        if not host[0].isdigit():
+            raise OSError
+        return host
 
-    monkeypatch.setattr(socket, "gethostbyname", fails)
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
+    monkeypatch.setattr(socket, "gethostbyname", only_numbers)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    keep_gloo_local()
+    choose_gloo_interface()
     assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
+
+
+def test_the_interface_of_another_host_is_that_of_the_route() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.77", 9))  # an address for documentation: no host has it
+        except OSError:
+            pytest.skip("this machine has no network but its own")
+        own = probe.getsockname()[0]
+    found = interface_to("192.0.2.77")
+    assert found is not None
+    assert found != "lo"
+    assert interface_to(own) in ("lo", found)
+
+
+def test_ranks_of_a_restart_agree_on_an_unused_part_of_the_store() -> None:
+    """Keys of earlier starts are there: of more ranks, of as many, and of a start that did not get far."""
+    store = dist.HashStore()
+    for start, ranks in enumerate((4, 3, 3, 4, 2)):
+        store.set("autopar/number/1", "of a rank that was killed")
+        parts: list[Any] = [None] * ranks
+
+        def join(rank: int, ranks: int = ranks, parts: list[Any] = parts) -> None:
+            time.sleep(0.05 * rank % 0.1)
+            parts[rank] = unused_part(store, rank, ranks)
+
+        threads = [threading.Thread(target=join, args=(rank,)) for rank in range(ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not any(part.check(["address"]) for part in parts)
+        parts[0].set("address", str(start))
+        assert {part.get("address").decode() for part in parts} == {str(start)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +20,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.utils._pytree import tree_leaves
 
 from autopar.errors import MeshError
+from autopar.lowering.collectives.start_group import running_ranks
 from autopar.mesh import Mesh
 from autopar.sharding.sharding import MICRO
 
@@ -31,7 +31,6 @@ __all__ = [
     "device_type_of",
     "group_over",
     "join_local_group",
-    "keep_gloo_local",
     "limit_seconds_of",
 ]
 
@@ -146,12 +145,11 @@ def device_mesh(mesh: Mesh, device: str = "cpu") -> DeviceMesh:
     sizes = [size for size in mesh.axes.values() if size is not None]
     if len(sizes) < len(mesh.axes):
         raise MeshError(f"the mesh {mesh} has open sizes; give each axis a number to run on it")
-    if not dist.is_initialized():
-        _start(mesh, device)
-    if dist.get_world_size() != mesh.size:
+    ranks = running_ranks(mesh, device)
+    if ranks != mesh.size:
         raise MeshError(
-            f"the mesh {mesh} has {mesh.size} ranks, but {dist.get_world_size()} processes are running\n"
-            f"fix: torchrun --nproc-per-node {mesh.size}, or a mesh of {dist.get_world_size()}"
+            f"the mesh {mesh} has {mesh.size} ranks, but {ranks} processes are running\n"
+            f"fix: torchrun --nproc-per-node {mesh.size}, or a mesh of {ranks}"
         )
     found = init_device_mesh(device, tuple(sizes), mesh_dim_names=mesh.names)
     for axis in mesh.names:
@@ -193,25 +191,6 @@ def limit_seconds_of(group: dist.ProcessGroup) -> float:
     return seconds
 
 
-def _start(mesh: Mesh, device: str) -> None:
-    if "RANK" not in os.environ:
-        raise MeshError(
-            f"no processes are running for the mesh {mesh}\nfix: torchrun --nproc-per-node {mesh.size} YOUR_SCRIPT"
-        )
-    keep_gloo_local()
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-
-
-def keep_gloo_local() -> None:
-    """Set the interface of Gloo before a group is made: it looks up the host name, and aborts if that fails.
-
-    Processes on several hosts keep their interface; the loopback interface does not reach other hosts.
-    """
-    here, everywhere = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-    if (here is None or here == everywhere) and not _resolves(socket.gethostname()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-
 def join_local_group(
     meeting: Path, rank: int, ranks: int, backend: str = "gloo", limit: timedelta = default_pg_timeout
 ) -> None:
@@ -225,11 +204,3 @@ def join_local_group(
     store = dist.FileStore(str(meeting), ranks)  # type: ignore[attr-defined]  # torch lists it in its docs alone
     store.set_timeout(limit)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
-
-
-def _resolves(host: str) -> bool:
-    try:
-        socket.gethostbyname(host)
-    except OSError:
-        return False
-    return True
