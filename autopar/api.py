@@ -14,8 +14,9 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.lowering.collectives.process_groups import device_mesh, device_type_of
 from autopar.mesh import Mesh
-from autopar.plans.find import PlanRequest, check_outputs, meshes_of, plan_graph
+from autopar.plans.find import PlanRequest, check_outputs, plan_graph
 from autopar.plans.header import read_header
+from autopar.plans.open_mesh import close_mesh, meshes_of, named_mesh, search_mesh
 from autopar.plans.plan import Plan
 from autopar.plans.planners import LayoutPlanner, PlanFilePlanner, SearchPlanner, has_holes
 from autopar.runtime.agreement import Agreement
@@ -111,7 +112,8 @@ def parallelize(
 
     Parameters:
         model: any module that is not parallel yet.
-        mesh: axes and sizes, `"dp=2,tp=4"`, or a torch `DeviceMesh` with names.
+        mesh: axes and sizes, `"dp=2,tp=4"`, or a torch `DeviceMesh` with names. An open size, `"dp=?,tp=4"`, follows
+            from the number of processes; several, or `"?"` for `"dp=?,tp=?"`, are searched.
         inputs: example arguments; without them the model is traced at its first call.
         layout: text, a `.lay` file, the name of a strategy, or a plan.
         cluster: the cluster that a search prices plans on, as in `autopar.plan`.
@@ -146,16 +148,22 @@ def parallelize(
     for argument, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
         if dtype is not None and not getattr(dtype, "is_floating_point", False):
             raise AutoparError(f"{argument}={dtype!r} is no floating point dtype\nfix: {argument}=torch.bfloat16, say")
-    # A DeviceMesh becomes a Mesh of the same names and sizes.
-    named_axes = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
-    devices = device_mesh(named_axes, device_type_of(model, inputs)) if isinstance(mesh, str | Mesh) else mesh
     # With a compute dtype the optimizer keeps the dtype of the parameters as they are now.
     stored = next((parameter.dtype for parameter in model.parameters()), None) if compute_dtype is not None else None
     options = TrainingOptions(outputs, local_inputs, optimizer, master_dtype=stored, gradient_dtype=reduce_dtype)
     request = PlanRequest(cluster, memory, options, time_limit)
+    # A DeviceMesh becomes a Mesh of the same names and sizes.
+    named_axes, searched = named_mesh(mesh), None
+    device = device_type_of(model, inputs)
+    if named_axes.is_open:
+        found = close_mesh(named_axes, device)
+        named_axes = found[0]
+        if len(found) > 1:
+            named_axes, searched = search_mesh(model, found, inputs, layout, dims, request, device)
+    devices = device_mesh(named_axes, device) if isinstance(mesh, str | Mesh) else mesh
     # A layout file that one rank alone cannot read stops all of them.
     planner, drift, dim = Agreement(devices).together(
-        lambda: _planner(layout, named_axes, dims, request, devices.device_type)
+        lambda: _planner(layout, named_axes, dims, request, devices.device_type, searched)
     )
     settings = CallSettings(options, compute_dtype)
     if drift is None:
@@ -170,10 +178,12 @@ def _planner(
     dims: Mapping[str, str] | None,
     request: PlanRequest,
     device_type: str,
+    searched: str | None,
 ) -> tuple[Planner, Drift | None, str]:
     """Return who decides: a plan, a search where something is left to it, or the layout by itself.
 
     With it come the replicas that the layout states, for whose inner mesh it decides, and the dim that they share.
+    `searched` is the text of the plan that was found together with the mesh.
     """
     text, name = (layout.text, "<plan>") if isinstance(layout, Plan) else (None, str(layout))
     if isinstance(layout, Path) or (isinstance(layout, str) and layout.endswith(".lay")):
@@ -184,11 +194,11 @@ def _planner(
         return PlanFilePlanner(text, name, mesh, dims), split_replicas(written, mesh)[1], batch_dim_of(written)
     assert not isinstance(layout, Plan)
     if layout is None:
-        return SearchPlanner(None, mesh, dims, request), None, "batch"
+        return SearchPlanner(None, mesh, dims, request, searched), None, "batch"
     chosen, drift = split_replicas(choose_layout(layout, mesh.whole), mesh)
     inner = mesh if drift is None else drift.replica_mesh
     planner: Planner = (
-        SearchPlanner(chosen, inner, dims, request)
+        SearchPlanner(chosen, inner, dims, request, searched if drift is None else None)
         if has_holes(chosen)
         else LayoutPlanner(chosen, inner.whole, dims, request, device_type)
     )

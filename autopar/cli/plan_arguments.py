@@ -122,7 +122,7 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
 
 
 def meshes(arguments: argparse.Namespace) -> tuple[Mesh, ...]:
-    from autopar.plans.find import meshes_of
+    from autopar.plans.open_mesh import meshes_of
 
     return meshes_of(arguments.mesh, arguments.devices)
 

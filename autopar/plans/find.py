@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cost.compute.optimizers import optimizer_of
 from autopar.cost.hardware.cluster import Cluster, load_cluster, shipped_for
 from autopar.cost.lowered_step import lower_step
 from autopar.cost.memory.peak import memory_limit, size_text
-from autopar.errors import AutoparError, LayoutError, MeshError
+from autopar.errors import AutoparError, LayoutError
 from autopar.ir.graph import NamedGraph
-from autopar.mesh import Mesh, MeshAxis, SubMesh
+from autopar.mesh import Mesh, SubMesh
 from autopar.plans import cache
 from autopar.plans.plan import Plan
 from autopar.sharding.assignment import StepPlan
@@ -48,7 +47,6 @@ __all__ = [
     "check_outputs",
     "cluster_here",
     "faster_strategy",
-    "meshes_of",
     "plan_graph",
     "plan_under_layout",
     "price_strategies",
@@ -124,51 +122,6 @@ def cluster_here() -> Cluster:
             f"cluster with this memory: cluster='h100', memory='{properties.total_memory / 2**30:.0f}GiB'"
         )
     return found
-
-
-# -- meshes
-
-
-def meshes_of(mesh: str | Mesh | DeviceMesh, devices: int | None) -> tuple[Mesh, ...]:
-    """Return the mesh, or all meshes that its open sizes allow; `?` stands for `dp=?,tp=?`."""
-    given = Mesh("dp=?,tp=?") if mesh == "?" else mesh if isinstance(mesh, Mesh) else Mesh(mesh)
-    if not given.is_open:
-        if devices is not None and given.size != devices:
-            raise MeshError(
-                f"wrong devices={devices}: expected {given.size}, as in the mesh {given}\nfix: give the mesh alone"
-            )
-        return (given,)
-    if devices is None:
-        raise MeshError(
-            f"the mesh {given} has open sizes and needs a number of devices\nfix: as in devices=64, --devices 64"
-        )
-    if devices < 1:
-        raise MeshError(f"{devices} devices: expected a whole number from 1 up\nfix: as in devices=64, --devices 64")
-    known = math.prod(size for size in given.axes.values() if size is not None)
-    if devices % known:
-        raise MeshError(
-            f"wrong devices={devices} for the mesh {given}: expected a multiple of {known}\n"
-            "fix: change the sizes of the mesh or the number of devices"
-        )
-    return tuple(_closed(given.declared, devices // known))
-
-
-def _closed(axes: Sequence[MeshAxis], left: int) -> Iterator[Mesh]:
-    if not axes:
-        return
-    first, *rest = axes
-    is_last = all(axis.size is not None for axis in rest)
-    for size in [left] if is_last else [n for n in range(1, left + 1) if left % n == 0]:
-        if first.size is not None:
-            size = first.size
-        axis = replace(first, size=size)
-        remaining = left if first.size is not None else left // size
-        if not rest:
-            yield Mesh((axis,))
-        for other in _closed(rest, remaining):
-            yield Mesh((axis, *other.declared))
-        if first.size is not None:
-            return
 
 
 # -- the search

@@ -159,13 +159,21 @@ class PlanFilePlanner:
 
 @dataclass
 class SearchPlanner:
-    """Planner that searches a plan at the first call and retargets it for later ones."""
+    """Planner that searches a plan at the first call and retargets it for later ones.
+
+    `searched` is the text of a plan that was found before the first call.
+    """
 
     layout: Layout | None
     mesh: Mesh
     dims: Mapping[str, str] | None
     request: PlanRequest
+    searched: str | None = None
     found: PlanFilePlanner | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.searched is not None:
+            self.found = PlanFilePlanner(self.searched, "<plan>", self.mesh, self.dims)
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
         return trace(model, inputs, dims=self.dims)

@@ -13,7 +13,8 @@ import autopar
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
-from autopar.plans.find import PlanRequest, meshes_of, plan_under_layout
+from autopar.plans.find import PlanRequest, plan_under_layout
+from autopar.plans.open_mesh import meshes_of
 from autopar.plans.plan import Plan
 from examples.gpt import gpt
 

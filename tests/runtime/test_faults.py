@@ -99,6 +99,7 @@ def refuse(folder: str) -> dict[str, str]:
         ),
         "one axis twice": under("(batch, seq) -> dp; * -> none"),
         "mesh": under("ddp", mesh="dp=3"),
+        "open mesh": under("ddp", mesh="dp=?,tp=3"),
     }
     for name in ("garbage", "missing", "directory"):
         found[name] = under(Path(folder, f"{name}.lay"))
@@ -199,6 +200,11 @@ MESSAGES = {
     ),
     "mesh": (
         "the mesh dp=3 has 3 ranks, but 4 processes are running\nfix: torchrun --nproc-per-node 3, or a mesh of 4"
+    ),
+    "open mesh": (
+        "the mesh dp=?,tp=3 needs a multiple of 3 ranks, but 4 processes are running\n"
+        "fix: torchrun --nproc-per-node 3, so that each node has whole groups of tp=3; or leave one of these sizes "
+        "open, too"
     ),
     "one layout": (
         "the ranks differ in line 1 of the layout: batch -> dp on rank 0, batch -> tp on rank 1\n"
