@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from autopar.plans.plan import Plan
     from autopar.rules.proof.prove import prove_rule
     from autopar.rules.registry import register_rule
+    from autopar.runtime.checkpoints import Checkpoints
     from autopar.runtime.module import ParallelModule
     from autopar.tracing.annotations import constrain, named
     from autopar.tracing.trace import trace
@@ -53,6 +54,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AutoparError",
     "AutoparWarning",
+    "Checkpoints",
     "ClusterError",
     "Dim",
     "DimsError",
@@ -81,6 +83,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Checkpoints": "autopar.runtime.checkpoints",
     "Dim": "autopar.ir.graph",
     "Mesh": "autopar.mesh",
     "NamedGraph": "autopar.ir.graph",

@@ -93,4 +93,9 @@ optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
 parallel(*inputs).backward()
 optimizer.step()
 assert len(parallel.collectives()) == 0
+with tempfile.TemporaryDirectory() as folder:
+    checkpoints = autopar.Checkpoints(folder, keep=1)
+    checkpoints.save({"model": parallel}, 1)
+    checkpoints.finish()
+    assert checkpoints.load({"model": parallel}) == 1
 dist.destroy_process_group()

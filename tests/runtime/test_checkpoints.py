@@ -109,7 +109,9 @@ def save(model: nn.Module, inputs: Inputs, data: list[Inputs], layout: str, mesh
     losses(parallel, data, optimizer)
     folder = same_folder()
     state = {"model": get_model_state_dict(parallel), "optimizer": get_optimizer_state_dict(parallel, optimizer)}
-    dcp.save(state, checkpoint_id=f"{folder}/get and set")
+    in_background = autopar.Checkpoints(f"{folder}/get and set")
+    in_background.save(state, BEFORE)
+    in_background.finish()
     dcp.save({"model": parallel.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/plain")
     return folder
 
@@ -118,7 +120,7 @@ def load(parallel: ParallelModule, optimizer: torch.optim.Optimizer, folder: str
     place = f"{folder}/{way}"
     if way == "get and set":
         state = {"model": get_model_state_dict(parallel), "optimizer": get_optimizer_state_dict(parallel, optimizer)}
-        dcp.load(state, checkpoint_id=place)
+        assert autopar.Checkpoints(place).load(state) == BEFORE
         set_model_state_dict(parallel, state["model"])
         set_optimizer_state_dict(parallel, optimizer, state["optimizer"])
         return
