@@ -36,9 +36,9 @@ class Characters:
         self.vocab = -(-len(known) // 16) * 16
         """With rows that no character uses, so that the vocabulary can be split."""
 
-    def draw(self, batch: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def draw(self, batch: int, seq: int, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Pieces of the text, and the same one character on."""
-        starts = torch.randint(len(self.codes) - seq - 1, (batch, 1))
+        starts = torch.randint(len(self.codes) - seq - 1, (batch, 1), generator=generator)
         pieces = self.codes[starts + torch.arange(seq + 1)]
         return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
 
