@@ -17,6 +17,7 @@ from autopar.rules.call import takes_tensors
 from autopar.rules.notation import FactorKind, Operand, Rule
 from autopar.rules.ops.index import own_bags, own_rows
 from autopar.rules.ops.matmul import grouped_experts, grouped_rows
+from autopar.rules.ops.routed import own_groups
 from autopar.rules.shard_call.attention import causal_rows
 from autopar.rules.shard_call.local_call import FactorSlice, LocalCall, narrow
 from autopar.rules.shard_call.windows import arange_part, own_part, window, window_mean
@@ -277,4 +278,5 @@ LOWERINGS: dict[str, Lowering] = {
     "causal_rows": causal_rows,
     "grouped_rows": grouped_rows,
     "grouped_experts": grouped_experts,
+    "own_groups": own_groups,
 }
