@@ -79,7 +79,7 @@ class ReshardCosts:
     # Host seconds to launch one kernel of the program.
     launch_seconds: float
 
-    def value_steps(self, steps: Sequence[StepSize], itemsize: int, share: float = 1.0) -> list[StepCost]:
+    def value_steps(self, steps: Sequence[StepSize], itemsize: float, share: float = 1.0) -> list[StepCost]:
         """Return the cost of each step of a value's reshard; ops wait for all of them.
 
         `share` is the value's part of an all-reduce that adds up several small tensors.
@@ -206,7 +206,7 @@ class TaskBuilder:
             kind = "copy" if step.local else step.kind
             yield Task(name, kind, way, cost.seconds, step.axes, size, 0.0, True, False, cost.host_seconds)
 
-    def bucket_itemsize(self, one: InsertedReshard, way: str) -> int:
+    def bucket_itemsize(self, one: InsertedReshard, way: str) -> float:
         """Return the bytes of an element in a bucket; gradients may be added up in another dtype."""
         return one.itemsize if way == "forward" or self.gradient_dtype is None else self.gradient_dtype.itemsize
 

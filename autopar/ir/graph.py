@@ -357,7 +357,7 @@ def _forms(
     known: dict[Hashable, int] = {}
     # Everything about a tensor that matters to its ops: all but its name and those of its dims.
     kinds = {
-        name: (one.kind == "param", one.dtype, one.requires_grad, one.shape, _marked_atoms(one))
+        name: (one.kind == "param", one.dtype, one.requires_grad, one.shape, one.routed, _marked_atoms(one))
         for name, one in tensors.items()
     }
 

@@ -16,6 +16,7 @@ from autopar.ir.exported import Autocast, Exported, autocast_state, entered
 from autopar.ir.fx_graphs import is_factory, with_checkpoints
 from autopar.ir.pytree import Flattened, Mapped, difference, unflatten
 from autopar.rules.shard_call.attention import repeat_masked_heads
+from autopar.rules.shard_call.sparse_rows import store_sparsely
 
 
 class TracedModule(nn.Module):
@@ -156,6 +157,7 @@ def _place(exported: Exported, device: torch.device | None) -> tuple[GraphModule
     # CUDA's attention kernel with a mask takes no grouped heads.
     if device is not None:
         repeat_masked_heads(graph, device.type)
+    store_sparsely(graph)
     return with_checkpoints(graph), constants
 
 

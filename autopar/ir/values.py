@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, NamedTuple
 
 import torch
@@ -34,6 +35,9 @@ class AttentionNote:
     def __str__(self) -> str:
         return "; ".join(filter(None, (self.mask, self.heads)))
 
+
+# Metadata of a node of an exported graph whose rows are routed: the number of groups.
+ROUTED = "routed"
 
 # Origin of an op's rule: the table, a search by trial, or none (the op runs whole on each rank).
 Source = Literal["table", "discovered", "replicated"]
@@ -85,6 +89,14 @@ class NamedTensor:
     node: str
     atoms: tuple[Atom, ...] = ()
     requires_grad: bool = False
+    # Number of the leading atoms of dim 0 that are the groups of routed rows; 0 for a tensor that is stored in full.
+    routed: int = 0
+
+    @property
+    def element_bytes(self) -> float:
+        """Return the bytes stored for an element: of routed rows one is stored for all groups."""
+        groups = prod(atom.size for atom in self.atoms[: self.routed])
+        return self.dtype.itemsize / groups if self.routed and groups else self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.name}[{' '.join(self.dims)}]"
@@ -113,3 +125,5 @@ class NamedNode:
     attention: AttentionNote | None = None
     # Factors and their atoms that axes with shares split by them.
     by_share: frozenset[tuple[str, int]] = frozenset()
+    # Number of groups of its routed rows; 0 for an op without.
+    routed: int = 0

@@ -42,6 +42,7 @@ from autopar.lowering.passes.pipeline_parts import OP, VALUE, StageCut
 from autopar.lowering.passes.random_ops import RandomOps
 from autopar.lowering.passes.rank_check import put_gate
 from autopar.lowering.passes.recompute_regions import KEPT, REGION, with_regions
+from autopar.lowering.passes.routed_rows import RoutedRows
 from autopar.lowering.verify import verify_emitted
 from autopar.lowering.verify_shapes import SHARD
 from autopar.rules.call import arguments_by_name, takes_tensors
@@ -108,6 +109,7 @@ class _Emitter:
             verify_reshards(graph, assignment, self.reshard_plan, outputs)
         self.out = Graph()
         self.modules: dict[str, nn.Module] = {}
+        self.routed = RoutedRows(graph, self.axes, self.groups, self.out, self._module)
         self.held: dict[tuple[str, Sharding], Node] = {}
         self.by_node = {tensor.node: tensor for tensor in graph.tensors.values()}
         device = torch.device(groups.device_type)
@@ -222,6 +224,9 @@ class _Emitter:
         self, source: Node, node: NamedNode, op_assignment: OpAssignment, wired: OpReshards, arguments: dict[str, Any]
     ) -> Node:
         """Emit an op on the shards of this rank."""
+        routed = self.routed.op(node, op_assignment, arguments)
+        if routed is not None:
+            return routed
         split = None if wired.split is None else self._split(node, op_assignment)
         if split is not None and MICRO in split.axes:
             raise no_micro_batches(self.micro_batches, f"{node.name} needs its operands of all of them", STATISTICS)
@@ -239,7 +244,7 @@ class _Emitter:
         if split is not None:
             return self._communicating(split, local, {piece.factor: piece for piece in everything})
         empty = [piece.factor for piece in pieces if not piece.length and piece.total]
-        if empty and any(node.operands) and not node.rule.random:
+        if empty and any(node.operands) and not node.rule.random and not node.routed:
             if not any(map(node.rule.added_operands, empty)) or not any(self._gives_some(node, op_assignment)):
                 return self._empty(source, node, op_assignment, arguments)
             local = self._filled(local)
@@ -411,7 +416,9 @@ class _Emitter:
         if end is not None:
             value = self._module(f"{name}_micro_end", end, (value,))
             value.meta["local_shape"] = self._local_shape(name, found.source)
-        if one.ways:
+        if one.ways and self.graph.tensors[name].routed:
+            value = self.routed.reshard(one, value, note_of(one, self.graph))
+        elif one.ways:
             kinds = "_".join(dict.fromkeys(f"{step.kind.value}_{'_'.join(step.axes)}" for step in one.ways))
             module = ReshardModule(LocalReshard.bind(found, self.groups), note_of(one, self.graph))
             value = self._module(f"{name}_{kinds}", module, (value,))

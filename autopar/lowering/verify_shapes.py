@@ -159,7 +159,7 @@ class _ShapeRun:
         if isinstance(module, MicroBatchSlice | MicroBatchZeros):
             return None if given[1] is None else module(0, given[1])
         if isinstance(module, ReshardModule):
-            (found,) = self._reshards(node, (module.conversion,), given)
+            (found,) = self._reshards(node, (module.conversion,), given[:1])
             return found
         if isinstance(module, JoinedSums):
             return self._reshards(node, module.conversions, given)

@@ -94,7 +94,7 @@ class PlanRecord:
         found = []
         for one in lower_step(self.graph, decided).reshard_plan.inserted():
             for direction, step in one.collectives():
-                size = step.numel * one.itemsize
+                size = one.bytes_of(step)
                 seconds = network.seconds(step.kind.value, step.axes, float(size))
                 found.append(PricedCollective(step.kind.value, step.axes, direction, one.tensor, one.op, size, seconds))
         return tuple(found)

@@ -239,9 +239,7 @@ class ParallelModule(ClosedModule):
     def collectives(self) -> tuple[StepCollective, ...]:
         """Return the collectives of a forward and backward of the latest call, in order of the graph."""
         return tuple(
-            StepCollective(
-                step.kind.value, step.axes, direction, inserted.tensor, inserted.op, step.numel * inserted.itemsize
-            )
+            StepCollective(step.kind.value, step.axes, direction, inserted.tensor, inserted.op, inserted.bytes_of(step))
             for inserted in self.emitted.inserted
             for direction, step in inserted.collectives()
         )

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import permutations, product, zip_longest
+from itertools import accumulate, permutations, product, zip_longest
 from math import prod
+from operator import mul
 
 import torch
 
@@ -23,6 +24,7 @@ from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode, NamedTensor
 from autopar.mesh import SubMesh
 from autopar.rules.notation import FactorKind, Operand
+from autopar.rules.ops.routed import COMBINE
 from autopar.sharding.lowered_ops import lowered_op_of
 from autopar.sharding.sharding import MICRO, Sharding, atoms_of, splits_evenly
 
@@ -149,8 +151,19 @@ def can_split(node: NamedNode, site: Site, used: tuple[str, ...], axes: SubMesh,
         is_tried = node.source != "discovered" and kind is not FactorKind.HALO
         return is_tried and splits_evenly(extents[0], used, axes, by_share=True)
     count = prod(axes[axis] for axis in used)
-    # A discovered rule was tried on even pieces only.
-    return all(extent % count == 0 for extent in extents) or (uneven and node.source != "discovered")
+    # A discovered rule was tried on even pieces only; of routed rows each rank has as many groups.
+    uneven = uneven and node.source != "discovered" and site not in group_sites(node)
+    return all(extent % count == 0 for extent in extents) or uneven
+
+
+def group_sites(node: NamedNode) -> tuple[Site, ...]:
+    """Return the sites of the groups of routed rows; none for an op without."""
+    rows = node.rule.operands[0] if node.op == str(COMBINE) else node.rule.outputs[0]
+    if not node.routed or rows is None:
+        return ()
+    sites = [(factor, i) for factor in rows.terms[0] for i in range(len(node.atoms[factor]))]
+    counts = accumulate((node.atoms[factor][i] for factor, i in sites), mul)
+    return tuple(site for site, count in zip(sites, counts, strict=True) if count <= node.routed)
 
 
 def passings_of(graph: NamedGraph, node: NamedNode) -> tuple[Passing, ...]:

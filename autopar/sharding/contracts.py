@@ -42,7 +42,7 @@ def check_contracts(
 ) -> None:
     """Raise E6 for a guard or limit that is broken, E7 for a `same` that differs."""
     sent = [
-        _Sent(step.kind.value, step.axes, direction, graph.tensors[one.tensor], one.op, step.numel * one.itemsize)
+        _Sent(step.kind.value, step.axes, direction, graph.tensors[one.tensor], one.op, one.bytes_of(step))
         for one in inserted
         for direction, step in one.collectives()
     ]

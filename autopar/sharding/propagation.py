@@ -41,7 +41,7 @@ from autopar.sharding.pipelining import (
     with_stages,
     without_stages,
 )
-from autopar.sharding.reshard.reshard import Reshard, reshard
+from autopar.sharding.reshard.reshard import NoSteps, Reshard, reshard
 from autopar.sharding.sharding import Atoms, Sharding, atoms_of, with_time
 from autopar.sharding.shares import with_shares
 from autopar.sharding.verify import verify_assignment
@@ -58,7 +58,7 @@ class PropagationCache:
         self.in_time: dict[Hashable, PropagationCache] = {}
         self.ops: dict[Hashable, OpAssignment] = {}
         self.assignments: dict[Hashable, Assignment] = {}
-        self.sent_numel: dict[tuple[Atoms, bool, Sharding, Sharding], int] = {}
+        self.sent_numel: dict[tuple[Atoms, bool, Sharding, Sharding], float] = {}
 
 
 def propagate(graph: NamedGraph, layout: Layout, axes: SubMesh, cache: PropagationCache | None = None) -> Assignment:
@@ -261,7 +261,7 @@ class _Propagation:
 
     def _best(self, node: NamedNode, targets: list[SplitRequest | None], pin: OpPin | None) -> OpAssignment:
         """Return the choice that splits by most axes, then sends least, then comes first."""
-        best: tuple[tuple[int, int], OpAssignment] | None = None
+        best: tuple[tuple[int, float], OpAssignment] | None = None
         sites, uneven = self._candidates(node, targets)
         passing = self._passing(node)
         if pin is not None:
@@ -285,6 +285,8 @@ class _Propagation:
             )
             op_assignment = OpAssignment(choice, operands, produced, results)
             rank = (-len(choice.axes), sum(self._sent(node, op_assignment).values()))
+            if rank[1] == inf:
+                continue
             if best is None or rank < best[0]:
                 best = rank, op_assignment
         if best is None and pin is not None:
@@ -358,19 +360,19 @@ class _Propagation:
                 return False
         return True
 
-    def sent_bytes(self) -> int:
+    def sent_bytes(self) -> float:
         """Return the bytes that all ops send; ops of equal needs share a reshard."""
         # By tensor and shardings, so that a reshard that several ops share counts once.
-        found: dict[tuple[str, Sharding | None, Sharding | None], int] = {}
+        found: dict[tuple[str, Sharding | None, Sharding | None], float] = {}
         for node in self.graph.nodes:
             found.update(self._sent(node, self.ops[node.name]))
         return sum(found.values())
 
     def _sent(
         self, node: NamedNode, op_assignment: OpAssignment
-    ) -> dict[tuple[str, Sharding | None, Sharding | None], int]:
+    ) -> dict[tuple[str, Sharding | None, Sharding | None], float]:
         """Return the bytes sent for one op, with the reshards of its operands and results."""
-        found: dict[tuple[str, Sharding | None, Sharding | None], int] = {}
+        found: dict[tuple[str, Sharding | None, Sharding | None], float] = {}
         for name, wanted in zip(node.operands, op_assignment.operands, strict=True):
             if name is not None and wanted is not None:
                 source = self.stored.get(name, self.values[name])
@@ -386,14 +388,17 @@ class _Propagation:
                 found[name, produced, result] = self._bytes(self.graph.tensors[name], produced, result)
         return found
 
-    def _bytes(self, tensor: NamedTensor, source: Sharding, target: Sharding) -> int:
+    def _bytes(self, tensor: NamedTensor, source: Sharding, target: Sharding) -> float:
         atoms = atoms_of(tensor)
         # Elements instead of bytes, so that tensors of all dtypes share the result.
         key = atoms, tensor.requires_grad, source, target
         priced = self.cache.sent_numel
         if key not in priced:
-            priced[key] = sent_numel(reshard(atoms, source, target, self.axes), tensor.requires_grad)
-        return priced[key] * tensor.dtype.itemsize
+            try:
+                priced[key] = sent_numel(reshard(atoms, source, target, self.axes), tensor.requires_grad)
+            except NoSteps:
+                priced[key] = inf
+        return priced[key] * tensor.element_bytes
 
     def _no_choice(self, node: NamedNode) -> str:
         """Return the message for an op that cannot use its parameters as requested."""

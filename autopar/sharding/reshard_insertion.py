@@ -20,7 +20,15 @@ from autopar.sharding.assignment import Assignment, OpAssignment
 from autopar.sharding.lowered_ops import LoweredOpContext, lowered_context
 from autopar.sharding.options import Outputs
 from autopar.sharding.reshard.reshard import Reshard, Step, reshard
-from autopar.sharding.sharding import MICRO, Atoms, Sharding, atoms_of, place_in_time, without_time
+from autopar.sharding.sharding import (
+    MICRO,
+    Atoms,
+    Sharding,
+    atoms_of,
+    place_in_time,
+    routing_excess,
+    without_time,
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,8 @@ class InsertedReshard:
     tensor: str
     op: str
     reshard: Reshard
-    itemsize: int
+    # Bytes stored for an element: a fraction for routed rows.
+    itemsize: float
     differentiable: bool
     in_time: tuple[Sharding, Sharding] | None = None
 
@@ -60,6 +69,10 @@ class InsertedReshard:
     @property
     def target(self) -> Sharding:
         return self.reshard.target if self.in_time is None else self.in_time[1]
+
+    def bytes_of(self, step: Step) -> int:
+        """Return the bytes in the buffer of one of the steps, on the busiest rank."""
+        return round(step.numel * self.itemsize)
 
     @property
     def ways(self) -> tuple[Step, ...]:
@@ -207,7 +220,8 @@ class _ReshardInserter:
         found = self.found.get(key)
         if found is None:
             found = self.found[key] = reshard(*key, self.assignment.axes if in_time is None else self.mesh)
-        return InsertedReshard(name, op, found, tensor.dtype.itemsize, tensor.requires_grad, in_time)
+        size = tensor.element_bytes * routing_excess(key[0].roles, have, wanted)
+        return InsertedReshard(name, op, found, size, tensor.requires_grad, in_time)
 
 
 def _messages(split: LoweredOpContext | None) -> tuple[InsertedReshard, ...]:

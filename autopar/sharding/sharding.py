@@ -46,30 +46,57 @@ class HasAtoms(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def atoms(self) -> tuple[NamedAtom, ...]: ...
+    @property
+    def routed(self) -> int: ...
 
 
 def atoms_of(tensor: HasAtoms) -> Atoms:
     """Return the sizes of the atoms of a tensor; tensors with equal atoms share one object."""
-    return _atoms(tensor.atoms, len(tensor.shape))
+    return _atoms(tensor.atoms, len(tensor.shape), tensor.routed)
 
 
 @lru_cache(maxsize=65536)
-def _atoms(atoms: tuple[NamedAtom, ...], rank: int) -> Atoms:
+def _atoms(atoms: tuple[NamedAtom, ...], rank: int, routed: int) -> Atoms:
     counts = [0] * rank
     for atom in atoms:
         counts[atom.dim] += 1
     marked = tuple(i for i, atom in enumerate(atoms) if atom.by_share)
-    return Atoms(tuple(atom.size for atom in atoms), tuple(counts), marked)
+    return Atoms(tuple(atom.size for atom in atoms), tuple(counts), marked, roles_of(atoms, routed))
+
+
+# Roles of the atoms of a tensor with routed rows: its groups, its rows, and all others.
+GROUP, ROW, OTHER = "g", "r", "."
+# Rows of the busiest rank over the mean, where groups are split; a guess, as it depends on the router. Prices and
+# memory count with it, plans print it.
+ROUTING_IMBALANCE = 1.2
+
+
+def routing_excess(roles: str, *shardings: Sharding) -> float:
+    """Return the rows of the busiest rank over the mean: more than 1 where one of the shardings splits groups."""
+    split = any(axes for one in shardings for role, axes in zip(roles, one.splits, strict=False) if role == GROUP)
+    return ROUTING_IMBALANCE if split else 1.0
+
+
+def roles_of(atoms: tuple[NamedAtom, ...], routed: int) -> str:
+    """Return the role of each atom, a letter each; nothing for a tensor that is stored in full."""
+    if not routed:
+        return ""
+    return "".join(OTHER if atom.dim else GROUP if i < routed else ROW for i, atom in enumerate(atoms))
 
 
 @dataclass(frozen=True)
 class Atoms:
-    """Global sizes of the atoms of a tensor, row-major; `dims[i]` is the number of atoms of physical dim i."""
+    """Global sizes of the atoms of a tensor, row-major; `dims[i]` is the number of atoms of physical dim i.
+
+    Routed rows have the dim `(g s)`, of which only one group of each row is stored (`autopar/rules/ops/routed.py`).
+    """
 
     sizes: tuple[int, ...]
     dims: tuple[int, ...]
     # Atoms that axes with shares split by them.
     by_share: tuple[int, ...] = ()
+    # By atom, its role in routed rows; empty for a tensor that is stored in full.
+    roles: str = ""
 
     def __post_init__(self) -> None:
         if sum(self.dims) != len(self.sizes) or min((*self.sizes, *self.dims), default=0) < 0:
@@ -88,6 +115,9 @@ class Atoms:
     def fold(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         """Return the physical shape of a tensor whose atoms have these (local) sizes."""
         return tuple(prod(sizes[i] for i in members) for members in self.members)
+
+    def role(self, atom: int) -> str:
+        return self.roles[atom] if self.roles else OTHER
 
     @cached_property
     def members(self) -> tuple[range, ...]:

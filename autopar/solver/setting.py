@@ -85,7 +85,7 @@ class SavedValues:
         """
         made = [name for node in graph.nodes if node.name not in again for name in node.outputs if name is not None]
         held = [name for name in made if self.is_kept(name)] + [tensor.name for tensor in graph.parameters]
-        return float(sum(prod(graph.tensors[name].shape) * graph.tensors[name].dtype.itemsize for name in held))
+        return float(sum(prod(graph.tensors[name].shape) * graph.tensors[name].element_bytes for name in held))
 
     def only_for(self, op: str, name: str) -> bool:
         """Return whether a value is saved for this op alone."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.fx import Node
 
 from autopar.errors import AutoparError, AutoparWarning
 from autopar.ir.analysis.op_memory import differentiable
@@ -17,7 +18,7 @@ from autopar.ir.analysis.repeated_layers import RepeatedLayers, repeated_layers
 from autopar.ir.exported import Exported, NodeOrigin
 from autopar.ir.graph import NamedGraph
 from autopar.ir.invariants import verifying
-from autopar.ir.values import Atom, Dim, Kind, NamedNode, NamedTensor
+from autopar.ir.values import ROUTED, Atom, Dim, Kind, NamedNode, NamedTensor
 from autopar.ir.verify import verify_graph
 from autopar.rules.bind_call import factor_sizes
 from autopar.rules.proof.discover import Discoveries
@@ -146,6 +147,7 @@ def _tensors(
     for node in exported.graph_module.graph.nodes:
         if node.name in binding.dims:
             value = node.meta["val"]
+            atoms = tuple(_atoms(binding.dims[node.name], naming))
             tensors.append(
                 NamedTensor(
                     name=names[node.name],
@@ -154,8 +156,9 @@ def _tensors(
                     shape=tuple(value.shape),
                     dtype=value.dtype,
                     node=node.name,
-                    atoms=tuple(_atoms(binding.dims[node.name], naming)),
+                    atoms=atoms,
                     requires_grad=node.name in with_gradient,
+                    routed=_leading(atoms, node.meta.get(ROUTED, 0)),
                 )
             )
     return tensors
@@ -178,6 +181,16 @@ def _atoms(dims: Iterable[int], naming: DimNames) -> Iterator[Atom]:
         yield from within(position, dim, ())
 
 
+def _leading(atoms: tuple[Atom, ...], groups: int) -> int:
+    """Return the number of leading atoms that are the groups of routed rows."""
+    count = 0
+    while groups > 1:
+        assert count < len(atoms), f"no {groups} groups in {atoms}"
+        groups //= max(atoms[count].size, 1)
+        count += 1
+    return count
+
+
 def _node(bound: BoundNode, names: dict[ValueKey, str], naming: DimNames) -> NamedNode:
     outputs = tuple(None if key is None else names[key] for key in bound.outputs)
     first = next((name for name in outputs if name is not None), bound.node.name)
@@ -198,7 +211,14 @@ def _node(bound: BoundNode, names: dict[ValueKey, str], naming: DimNames) -> Nam
         origin=bound.node.meta["origin"],
         node=bound.node.name,
         attention=bound.node.meta.get(ATTENTION_NOTE),
+        routed=_groups_of(bound.node),
     )
+
+
+def _groups_of(node: Node) -> int:
+    """Return the number of groups of the routed rows that an op takes or gives; 0 without."""
+    found: list[int] = [one.meta[ROUTED] for one in (node, *node.all_input_nodes) if ROUTED in one.meta]
+    return max(found, default=0)
 
 
 def _dims(binding: BoundGraph, naming: DimNames) -> dict[str, Dim]:

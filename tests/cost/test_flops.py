@@ -55,6 +55,10 @@ BY_HAND: Mapping[str, Callable[[Call], float]] = {
 }
 
 
+# Products by expert are traced between a dispatch of their rows and a combination.
+TRACED_AS = {"autopar.expert_rows.default": "autopar.grouped.default"}
+
+
 def counts(run: ShardedRun) -> bool:
     """Left out: outer products, where torch counts an addition that is none, and sums along a broadcast dim."""
     shared = set.intersection(*(set(operand.factors) for operand in run.rule.operands[:2] if operand))
@@ -118,18 +122,18 @@ def expected(run: ShardedRun) -> float:
 def found(run: ShardedRun) -> OpWork:
     model = OneCall(run)
     graph = autopar.trace(model, tuple(model.tensors))
-    (node,) = [node for node in graph.nodes if node.op == run.call.op]
+    (node,) = [node for node in graph.nodes if node.op in (run.call.op, TRACED_AS.get(run.call.op))]
     op_assignment = propagate(graph, parse_layout("* -> none"), {"a": 2}).ops[node.name]
     return op_work(graph, node, op_assignment, graph.footprints[node.node], {"a": 2}, ROOFLINE)
 
 
 def multiplies(name: str) -> bool:
     """Ops that torch counts, those that are counted by hand, and those that might be taken for either."""
-    return name.startswith(("aten.", "autopar.expert")) and any(
+    return name.startswith(("aten.", "autopar.expert", "autopar.grouped")) and any(
         word in name
         for word in (
             *("conv", "mm.", "bmm", "mv", "matmul", "dot", ".linear", "aten.bilinear", "inner", "einsum", "cdist"),
-            *("expert_rows", "attention", "lstm", "gru", "rnn", "vecdot"),
+            *("expert_rows", "autopar.grouped", "attention", "lstm", "gru", "rnn", "vecdot"),
             *("index_put", "scatter_add", "cosine_sim", "kl_div"),
         )
     )

@@ -74,6 +74,13 @@ def sorted_rows(net: Net, x: Tensor, chosen: Tensor) -> Tensor:
     return moved[order.argsort()]
 
 
+def expert_block(net: Net, x: Tensor, chosen: Tensor) -> Tensor:
+    w = net.w.repeat(2, 2).bfloat16()  # the dtype of the kernel, and lines of 16 bytes
+    stack = torch.stack([w, w + 1])
+    hidden = torch.ops.autopar.expert_rows(x.repeat(1, 2).bfloat16(), stack, chosen, KERNEL) + stack[:, 0][chosen]
+    return torch.ops.autopar.expert_rows(hidden.relu(), stack, chosen, KERNEL)
+
+
 def masked(net: Net, x: Tensor) -> tuple[Tensor, ...]:
     place = torch.arange(4)
     seen = place <= place[:, None]
@@ -92,6 +99,7 @@ def paired(net: Net, x: Tensor, i: Tensor) -> Tensor:
 
 
 X = torch.ones(3, 4)
+KERNEL = "aten._grouped_mm.default"
 INDEX = torch.tensor([1, 0, 1])
 CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "no_grad_regions": (no_grad, (X,)),
@@ -101,6 +109,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
     "mean_loss_to_sum": (losses, (X, INDEX)),
     "bags_to_rows": (bags, (torch.ones(3, 2, dtype=torch.int64), torch.tensor([0, 1, 5]))),
     "undo_sort": (sorted_rows, (X, INDEX)),
+    "route_rows": (expert_block, (X, INDEX)),
     "read_masks": (masked, (torch.ones(1, 2, 4, 4),)),
     "repeated_heads": (grouped, (torch.ones(1, 6, 8),)),
     "paired_index": (paired, (X, INDEX)),

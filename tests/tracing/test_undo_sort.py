@@ -117,7 +117,7 @@ def test_the_sort_is_left_out_where_it_is_undone(function: Any, sorted_still: bo
     inputs = (torch.randn(ROWS, 16),)
     graph = autopar.trace(model, inputs)
     assert bool(ops(graph) & SORTS) == sorted_still
-    assert ("autopar.expert_rows.default" in ops(graph)) != sorted_still
+    assert ("autopar.grouped.default" in ops(graph)) != sorted_still
     assert_equivalent(model, inputs)
 
 
@@ -125,7 +125,7 @@ def test_the_sort_is_left_out_where_the_cpu_lacks_a_kernel_of_the_device() -> No
     with torch.device("meta"):
         model, inputs = Experts(counted_whole), (torch.randn(ROWS, 16),)
     found = ops(autopar.trace(model, inputs))
-    assert "autopar.expert_rows.default" in found
+    assert "autopar.grouped.default" in found
     assert not found & SORTS
 
 

@@ -34,7 +34,7 @@ from autopar.mesh import SubMesh
 from autopar.sharding.assignment import OpAssignment
 from autopar.sharding.choices import Choice, Site
 from autopar.sharding.pipelining import PRODUCTS
-from autopar.sharding.sharding import Sharding, atoms_of, longest
+from autopar.sharding.sharding import Sharding, atoms_of, longest, routing_excess
 
 # Backward over forward FLOPs of fused attention: five products, one of which recomputes the scores, over two.
 BACKWARD_PRODUCTS = 2.5
@@ -121,10 +121,11 @@ def share_of(node: NamedNode, choice: Choice, axes: SubMesh) -> float:
     return share
 
 
-def local_bytes(graph: NamedGraph, name: str, layout: Sharding, axes: SubMesh) -> int:
+def local_bytes(graph: NamedGraph, name: str, layout: Sharding, axes: SubMesh) -> float:
     """Return the bytes of the largest shard of a tensor."""
     tensor = graph.tensors[name]
-    return prod(layout.largest_sizes(atoms_of(tensor), axes)) * tensor.dtype.itemsize
+    atoms = atoms_of(tensor)
+    return prod(layout.largest_sizes(atoms, axes)) * tensor.element_bytes * routing_excess(atoms.roles, layout)
 
 
 def seconds_of_bytes(count: float, device: Device, bytes_per_second: float | None = None) -> float:
@@ -182,7 +183,7 @@ class _OpTimer:
                 sizes[site[0]] = longest_of(self.node, site, used, self.axes, sizes[site[0]])
         return sizes
 
-    def _operand_bytes(self, position: int) -> int:
+    def _operand_bytes(self, position: int) -> float:
         name, layout = self.node.operands[position], self.op_assignment.operands[position]
         if name is None:
             return 0
@@ -190,7 +191,7 @@ class _OpTimer:
             layout = Sharding.replicated(atoms_of(self.graph.tensors[name]))
         return local_bytes(self.graph, name, layout, self.axes)
 
-    def _output_bytes(self, position: int) -> int:
+    def _output_bytes(self, position: int) -> float:
         name, layout = self.node.outputs[position], self.op_assignment.produced[position]
         return 0 if name is None or layout is None else local_bytes(self.graph, name, layout, self.axes)
 
@@ -258,7 +259,17 @@ class _OpTimer:
         # Splitting the experts leaves the rows: a rank multiplies the rows of other experts as zeros.
         experts = min(size(step.chosen), size(step.rows)) if step.chosen else 1
         rows = size(step.rows) / experts if experts > 1 else size(step.rows)
+        if self.node.routed:
+            # Each row is multiplied by the matrix of one group.
+            rows = rows / self.node.routed * self._routing_excess()
         return MatmulShape(size(step.batch) * experts, rows, size(step.columns), size(step.summed))
+
+    def _routing_excess(self) -> float:
+        """Return the routed rows of the busiest rank over the mean."""
+        name, layout = self.node.operands[0], self.op_assignment.operands[0]
+        if name is None or layout is None:
+            return 1.0
+        return routing_excess(atoms_of(self.graph.tensors[name]).roles, layout)
 
     def _trained_sides(self, step: Contraction) -> list[int]:
         """Return the sides of a product with an operand that gets a gradient."""
@@ -387,7 +398,7 @@ def unfused_shares(graph: NamedGraph, works: Mapping[str, OpWork]) -> dict[str, 
     """Return the share of its bytes that each fused op still reads and writes."""
 
     def size(names: Sequence[str]) -> float:
-        return float(sum(prod(graph.tensors[name].shape) * graph.tensors[name].dtype.itemsize for name in names))
+        return float(sum(prod(graph.tensors[name].shape) * graph.tensors[name].element_bytes for name in names))
 
     # A lookup by index reads rows from anywhere and is not part of a fusion.
     joined = {

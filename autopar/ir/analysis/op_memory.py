@@ -12,7 +12,7 @@ import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.ir.exported import Exported
 from autopar.ir.fx_graphs import checkpoint_regions
+from autopar.ir.values import ROUTED
 from autopar.rules.call import arguments_by_name, operands_of
 from autopar.rules.shard_call.attention import with_most_memory
 
@@ -166,11 +167,23 @@ def footprints(exported: Exported) -> Mapping[str, Footprint]:
     for node in exported.graph_module.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        key = call_key(node, trained)
+        groups = _groups_of(node)
+        key = groups, call_key(node, trained)
         if key not in known:
-            known[key] = _probe(node, trained)
+            known[key] = _stored_sparsely(_probe(node, trained), groups)
         found[node.name] = known[key]
     return found
+
+
+def _groups_of(node: Node) -> int:
+    """Return the number of groups of the routed rows of an op; 1 for others."""
+    return max((one.meta.get(ROUTED, 1) for one in (node, *node.all_input_nodes)), default=1)
+
+
+def _stored_sparsely(footprint: Footprint, groups: int) -> Footprint:
+    """Return the footprint of an op that was probed on rows for all groups, of which one is stored."""
+    inside = footprint.internal_bytes // groups, footprint.forward_bytes // groups, footprint.backward_bytes // groups
+    return replace(footprint, internal_bytes=inside[0], forward_bytes=inside[1], backward_bytes=inside[2])
 
 
 def _probe(node: Node, trained: frozenset[Node]) -> Footprint:
@@ -393,7 +406,7 @@ class _SavingRun:
         internal: dict[int, InternalSave] = {}
         for node, tensors in self.internal.items():
             for tensor in tensors if node in alive else ():
-                size = tensor.untyped_storage().nbytes()
+                size = tensor.untyped_storage().nbytes() // _groups_of(node)
                 if size:
                     save = InternalSave(node.name, tuple(tensor.shape), tensor.dtype, size)
                     internal.setdefault(address_of(tensor), save)

@@ -97,8 +97,13 @@ def _run(x: Tensor, conversion: LocalReshard, backward: bool) -> Tensor:
         return x
     x = x.reshape(moves[0].before)
     for move in moves:
-        x = keep_local(move, x) if move.local else _exchange(move, x)
+        x = run_step(move, x)
     return x.reshape(conversion.shape if backward else conversion.result_shape)
+
+
+def run_step(move: LocalStep, x: Tensor) -> Tensor:
+    """Run one step on a tensor whose dims are the local atoms."""
+    return keep_local(move, x) if move.local else _exchange(move, x)
 
 
 def _exchange(move: LocalStep, x: Tensor) -> Tensor:

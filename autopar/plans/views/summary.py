@@ -11,6 +11,7 @@ from autopar.ir.analysis.repeated_layers import RepeatedLayers
 from autopar.plans.format import bytes_text, layout_text, percent_text, seconds_text, skeleton, table
 from autopar.plans.record import PlanRecord, PricedCollective
 from autopar.sharding.pipelining import statements_of
+from autopar.sharding.sharding import ROUTING_IMBALANCE
 
 
 def summary(plan: PlanRecord) -> str:
@@ -57,7 +58,20 @@ def _head(plan: PlanRecord) -> list[str]:
         lines.append(f"  note    {text} computes {'everything' if every else 'the same'}{why}")
     for rate in rate_notes(plan.graph, plan.cluster.device):
         lines.append(f"  note    the device has no rate for a dtype of the model: priced {rate}")
+    split = _split_groups(plan)
+    if split:
+        busiest = f"assumed {ROUTING_IMBALANCE} times the mean on the busiest rank"
+        lines.append(f"  note    rows go to their experts over {', '.join(split)}: {busiest}")
     return lines
+
+
+def _split_groups(plan: PlanRecord) -> list[str]:
+    """Return the axes that split the groups of routed rows, such as experts."""
+    found: dict[str, None] = {}
+    for name, sharding in plan.decided.assignment.values.items():
+        tensor = plan.graph.tensors[name]
+        found.update(dict.fromkeys(axis for axes in sharding.splits[: tensor.routed] for axis in axes))
+    return [axis for axis in plan.decided.mesh if axis in found]
 
 
 def _idle_axes(plan: PlanRecord) -> list[str]:

@@ -8,7 +8,7 @@ rule.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from autopar.mesh import SubMesh
@@ -53,7 +53,7 @@ def resolve(layout: Layout, tensor: HasAtoms, kind: str, axes: SubMesh) -> Split
             claims.append(claim)
     taken: dict[str, _AxisClaim] = {}
     wanted: list[Axes | None] = [None] * len(tensor.atoms)
-    for claim in sorted(claims, key=lambda claim: claim.rule.place.priority):
+    for claim in sorted(claims, key=lambda claim: (claim.rule.place.priority, not _has_groups(claim, tensor))):
         _grant(claim, tensor, axes, taken, wanted, is_stored=kind not in ("use", "act"))
     # The bare `*` comes last, because it takes one of the dims that have no rule of their own.
     if one_dim is not None:
@@ -170,6 +170,11 @@ def _rules_about(layout: Layout, tensor: HasAtoms, kind: str) -> Iterator[_Rule]
                     yield from ((rule, scope) for rule in statement.rules)
 
 
+def _has_groups(claim: _AxisClaim, tensor: HasAtoms) -> bool:
+    """Return True for the dim of the groups of routed rows."""
+    return all(atom < tensor.routed for atom in claim.atoms)
+
+
 def _grant(
     claim: _AxisClaim,
     tensor: HasAtoms,
@@ -188,6 +193,10 @@ def _grant(
                 wanted[i] = ()
             return
         rival = next((taken[axis] for axis in term.axes if axis in taken), None)
+        if rival is not None and _has_groups(rival, tensor) and tensor.atoms[claim.atoms[0]].dim == 0:
+            # Routed rows of all these ranks stand at their groups, so the axes split no rows there.
+            term = replace(term, axes=tuple(axis for axis in term.axes if taken.get(axis) is not rival))
+            rival = next((taken[axis] for axis in term.axes if axis in taken), None)
         if rival is not None and rival.rule.place.priority == claim.rule.place.priority:
             raise layout_error(
                 "E3",

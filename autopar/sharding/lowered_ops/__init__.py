@@ -35,7 +35,8 @@ def lowered_ops() -> Mapping[str, LoweredOp]:
 def lowered_op_of(node: NamedNode, factor: str) -> LoweredOp | None:
     """Return the lowered op that splits `factor` of a node, if its rule alone cannot."""
     # Lowered ops draw no random numbers.
-    lowering = None if node.rule.random else lowered_ops().get(node.op)
+    # Messages have fixed sizes, routed rows have not.
+    lowering = None if node.rule.random or node.routed else lowered_ops().get(node.op)
     return lowering if lowering is not None and node.source == "table" and lowering.takes(node, factor) else None
 
 

@@ -33,9 +33,13 @@ from typing import NamedTuple
 
 from autopar.mesh import SubMesh
 from autopar.sharding.reshard.step_graph import LOCAL, Step, StepEdge, StepGraph, StepKind, StepLimits, step_space
-from autopar.sharding.sharding import Atoms, Sharding, common_axes, longest
+from autopar.sharding.sharding import OTHER, Atoms, Sharding, common_axes, longest
 
-__all__ = ["LOCAL", "Reshard", "ScaledReshards", "Step", "StepKind", "StepSize", "reshard", "steps"]
+__all__ = ["LOCAL", "NoSteps", "Reshard", "ScaledReshards", "Step", "StepKind", "StepSize", "reshard", "steps"]
+
+
+class NoSteps(Exception):
+    """No steps lead from one sharding to another: the places of routed rows depend on data."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,9 @@ class StepSize(NamedTuple):
 
 
 _Splits = tuple[tuple[str, ...], ...]
-# A reshard of a small tensor: its sizes, then splits and partial axes, each before and after.
-_Key = tuple[tuple[int, ...], tuple[int, ...], _Splits, _Splits, frozenset[str], frozenset[str]]
+# A reshard of a small tensor: its sizes, the atoms split by share and the roles, then splits and partial axes, each
+# before and after.
+_Key = tuple[tuple[int, ...], tuple[int, ...], str, _Splits, _Splits, frozenset[str], frozenset[str]]
 
 
 class _ShardingChange(NamedTuple):
@@ -126,16 +131,24 @@ class ScaledReshards:
     """Cache of reshards on one mesh, by their small tensors."""
 
     axes: SubMesh
-    small: dict[_Key, tuple[StepSize, ...]] = field(default_factory=dict)
+    small: dict[_Key, tuple[StepSize, ...] | None] = field(default_factory=dict)
     changes: dict[tuple[Sharding, Sharding], _ShardingChange] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ranks = prod(self.axes.values())
 
     def of(
-        self, sizes: tuple[int, ...], source: Sharding, target: Sharding, by_share: tuple[int, ...] = ()
-    ) -> tuple[StepSize, ...]:
-        """Return the steps between two shardings of a tensor with atoms of these sizes, some of them split by share."""
+        self,
+        sizes: tuple[int, ...],
+        source: Sharding,
+        target: Sharding,
+        by_share: tuple[int, ...] = (),
+        roles: str = "",
+    ) -> tuple[StepSize, ...] | None:
+        """Return the steps between two shardings of a tensor with atoms of these sizes, some of them split by share.
+
+        None if no steps lead there.
+        """
         if source.splits == target.splits and source.partial == target.partial:
             return ()
         change = self.changes.get((source, target))
@@ -143,7 +156,8 @@ class ScaledReshards:
             change = self.changes[source, target] = self._change(source, target)
         # Only these atoms matter: those whose splits differ, and the one that may be split on the way. The choice of
         # this helper must equal that of `_limits`.
-        helper = min(change.others, key=lambda i: (sizes[i] % change.ranks != 0, -sizes[i], i), default=None)
+        others = [i for i in change.others if not roles or roles[i] == OTHER]
+        helper = min(others, key=lambda i: (sizes[i] % change.ranks != 0, -sizes[i], i), default=None)
         places = change.cut if helper is None else tuple(sorted((*change.cut, helper)))
         small, marked = list[int](), list[int]()
         before, after = [], []
@@ -163,17 +177,24 @@ class ScaledReshards:
             small.append(size)
             before.append(source.splits[i][fixed:])
             after.append(target.splits[i][fixed:])
-        key = tuple(small), tuple(marked), tuple(before), tuple(after), change.before, change.after
-        found = self.small.get(key)
-        if found is None:
-            atoms = Atoms(tuple(small), (1,) * len(small), tuple(marked))
-            ends = Sharding(tuple(before), change.before), Sharding(tuple(after), change.after)
-            found = tuple(StepSize.of(step, atoms, self.axes) for step in steps(atoms, *ends, self.axes))
-            self.small[key] = found
-        return tuple(
+        kept = "".join(roles[i] for i in places) if roles else ""
+        key = tuple(small), tuple(marked), kept, tuple(before), tuple(after), change.before, change.after
+        if key not in self.small:
+            self.small[key] = self._steps(key)
+        found = self.small[key]
+        return found and tuple(
             StepSize(step.kind, step.axes, step.numel * scale, step.local, step.before * scale, step.larger * scale)
             for step in found
         )
+
+    def _steps(self, key: _Key) -> tuple[StepSize, ...] | None:
+        sizes, by_share, roles, before, after, summed_before, summed_after = key
+        atoms = Atoms(sizes, (1,) * len(sizes), by_share, roles)
+        try:
+            found = steps(atoms, Sharding(before, summed_before), Sharding(after, summed_after), self.axes)
+        except NoSteps:
+            return None
+        return tuple(StepSize.of(step, atoms, self.axes) for step in found)
 
     def _change(self, source: Sharding, target: Sharding) -> _ShardingChange:
         pairs = list(zip(source.splits, target.splits, strict=True))
@@ -226,7 +247,7 @@ def cheapest(atoms: Atoms, source: Sharding, target: Sharding, axes: SubMesh) ->
                 least[edge.after] = total, keys
                 extents[edge.after] = reached = bound.after(extent, edge)
                 heapq.heappush(queue, (bound.with_rest(total, reached), keys, edge.after, (*path, edge.step)))
-    raise AssertionError(f"no steps lead from {source} to {target}")
+    raise NoSteps(f"no steps lead from {source} to {target}")
 
 
 def _limits(space: StepGraph, source: Sharding, target: Sharding) -> StepLimits:
@@ -244,7 +265,7 @@ def _limits(space: StepGraph, source: Sharding, target: Sharding) -> StepLimits:
     # An atom that neither sharding splits may be split on the way: an axis that replicates then sends less. One is
     # enough, preferably one of even pieces, then the longest.
     sizes, p = space.atoms.sizes, prod(space.axes[axis] for axis in active)
-    others = [atom for atom in range(len(sizes)) if atom not in cut]
+    others = [atom for atom in range(len(sizes)) if atom not in cut and space.atoms.role(atom) == OTHER]
     cut.update(sorted(others, key=lambda atom: (sizes[atom] % p != 0, -sizes[atom], atom))[:1])
     return StepLimits(space.mask(active), space.mask(summed), fixed, tuple(sorted(cut)))
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.mesh import SubMesh
-from autopar.sharding.sharding import Atoms, Sharding, longest
+from autopar.sharding.sharding import GROUP, OTHER, Atoms, Sharding, longest
 
 
 class StepKind(Enum):
@@ -194,11 +194,14 @@ class _StepMaker:
         split = {axis for axes in sharding.splits for axis in axes}
         same = tuple(axis for axis in self.axes if axis not in sharding.partial and axis not in split)
         reductions = [self._all_reduce(axes) for count in range(1, len(sums) + 1) for axes in combinations(sums, count)]
-        reductions += [self._reduce_scatter(atom, axes) for atom in places for axes in _orders(sums)]
-        slices = {
-            atom: [Step(StepKind.SLICE, axes, atom, sharding, _cut(sharding, atom, axes)) for axes in _orders(same)]
-            for atom in places
-        }
+        # How many rows of a group stand where depends on data: they are neither cut nor joined, only exchanged.
+        plain = [atom for atom in places if self.atoms.role(atom) == OTHER]
+        reductions += [self._reduce_scatter(atom, axes) for atom in plain for axes in _orders(sums)]
+        slices: dict[int, list[Step]] = {atom: [] for atom in places}
+        for atom in plain:
+            slices[atom] = [
+                Step(StepKind.SLICE, axes, atom, sharding, _cut(sharding, atom, axes)) for axes in _orders(same)
+            ]
         pieces: dict[int, list[Step]] = {}
         for atom in places:
             held = sharding.splits[atom]
@@ -233,11 +236,13 @@ class _StepMaker:
         joined = Sharding(tuple(splits), sharding.partial)
         chunk = self._local_numel(sharding)
         numel = chunk * self._ranks(axes)
-        found = [
-            Step(StepKind.ALL_GATHER, axes, atom, sharding, joined, numel=numel, sent_numel=numel - chunk),
-            Step(StepKind.PAD, axes, atom, sharding, _partial(joined, axes)),
-        ]
-        for to_atom in range(len(self.atoms.sizes)):
+        found = []
+        if self.atoms.role(atom) == OTHER:
+            found = [
+                Step(StepKind.ALL_GATHER, axes, atom, sharding, joined, numel=numel, sent_numel=numel - chunk),
+                Step(StepKind.PAD, axes, atom, sharding, _partial(joined, axes)),
+            ]
+        for to_atom in self._reached(atom, axes):
             for to_axes in permutations(axes):
                 # Within one atom, an exchange that leaves the first axis in place needs only the others.
                 if to_atom != atom or to_axes[0] != axes[0]:
@@ -246,6 +251,19 @@ class _StepMaker:
                     ends = sharding, after, to_atom, to_axes
                     found.append(Step(StepKind.ALL_TO_ALL, axes, atom, *ends, numel=chunk, sent_numel=sent))
         return found
+
+    def _reached(self, atom: int, axes: tuple[str, ...]) -> list[int]:
+        """Return the atoms that pieces of an atom may be exchanged for: rows for whole groups, or groups for rows."""
+        role = self.atoms.role(atom)
+        if role == OTHER:
+            return [i for i in range(len(self.atoms.sizes)) if self.atoms.role(i) == OTHER]
+        splits = self.sharding.splits
+        return [
+            i
+            for i, size in enumerate(self.atoms.sizes)
+            if self.atoms.role(i) not in (OTHER, role)
+            if role == GROUP or size % self._ranks((*splits[i], *axes)) == 0
+        ]
 
     def _all_reduce(self, axes: tuple[str, ...]) -> Step:
         sharding = self.sharding

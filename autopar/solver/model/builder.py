@@ -133,7 +133,7 @@ class ModelBuilder:
     def _cut(self, tensor: NamedTensor) -> Any:
         found = self.cuts.get(tensor.name)
         if found is None:
-            atoms = tuple((atom.dim, atom.size) for atom in tensor.atoms)
+            atoms = tensor.routed, tuple((atom.dim, atom.size) for atom in tensor.atoms)
             share = self.setting.prices.share(tensor.name)
             found = tensor.kind == "param", tensor.dtype, tensor.requires_grad, tensor.shape, atoms, share
             found = self.cuts[tensor.name] = self._same(found)
@@ -198,7 +198,7 @@ class ModelBuilder:
 
     def _whole_bytes(self, name: str) -> float:
         tensor = self.graph.tensors[name]
-        return float(prod(tensor.shape) * tensor.dtype.itemsize)
+        return prod(tensor.shape) * tensor.element_bytes
 
     def _lives(self, name: str, maker: NamedNode, mode: int) -> bool:
         """Return whether a result lives until the backward: it is saved and not recomputed, or something recomputed

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from autopar.cost.compute.op_time import seconds_of_bytes
 from autopar.ir.values import NamedTensor
 from autopar.sharding.buckets import BUCKET_BYTES, BUCKETS, LEAST_BYTES, goes_in_bucket
 from autopar.sharding.reshard.reshard import ScaledReshards, StepKind, StepSize
-from autopar.sharding.sharding import Sharding, atoms_of, longest
+from autopar.sharding.sharding import Sharding, atoms_of, longest, routing_excess
 from autopar.solver import Floats, Ints
 from autopar.solver.candidates import StorageOption
 from autopar.solver.model.objective import Sum
@@ -27,28 +27,30 @@ from autopar.solver.setting import PlanningProblem
 
 
 # A step, and the bytes of an element.
-_Sent = tuple[StepSize, int]
+_Sent = tuple[StepSize, float]
 
 
 class TensorCut(NamedTuple):
     """Properties of a tensor that its reshards depend on. A tuple, as tables are looked up by it."""
 
     sizes: tuple[int, ...]
-    itemsize: int
+    itemsize: float
     # It has a gradient.
     trained: bool
     # Atoms that axes with shares split by them.
     by_share: tuple[int, ...] = ()
+    # Roles of the atoms of routed rows; empty for others.
+    roles: str = ""
 
     @classmethod
     def of(cls, tensor: NamedTensor, setting: PlanningProblem) -> TensorCut:
         atoms = atoms_of(tensor)
         trained = tensor.requires_grad and setting.trains
-        return cls(atoms.sizes, tensor.dtype.itemsize, trained, atoms.by_share)
+        return cls(atoms.sizes, tensor.element_bytes, trained, atoms.by_share, atoms.roles)
 
-    def steps(self, routes: ScaledReshards, source: Sharding, target: Sharding) -> tuple[StepSize, ...]:
-        """Return the steps between two shardings of the tensor."""
-        return routes.of(self.sizes, source, target, self.by_share)
+    def steps(self, routes: ScaledReshards, source: Sharding, target: Sharding) -> tuple[StepSize, ...] | None:
+        """Return the steps between two shardings of the tensor; None if none lead there."""
+        return routes.of(self.sizes, source, target, self.by_share, self.roles)
 
 
 class _BucketShare(NamedTuple):
@@ -79,13 +81,16 @@ class ReshardSums:
     # -- values
 
     def way(self, cut: TensorCut, source: Sharding, target: Sharding, share: float = 1.0) -> tuple[float, float]:
-        key = cut.sizes, cut.by_share, cut.itemsize, source, target, share
+        """Return device and host seconds of a reshard; infinite if no steps lead there."""
+        key = cut.sizes, cut.by_share, cut.roles, cut.itemsize, source, target, share
         price = self.prices.get(key)
         if price is None:
             device = host = 0.0
-            for cost in self.costs.value_steps(cut.steps(self.routes, source, target), cut.itemsize, share):
+            steps = cut.steps(self.routes, source, target)
+            size = cut.itemsize * routing_excess(cut.roles, source, target)
+            for cost in () if steps is None else self.costs.value_steps(steps, size, share):
                 device, host = device + cost.seconds, host + cost.host_seconds
-            price = self.prices[key] = (device, host)
+            price = self.prices[key] = (inf if steps is None else device, host)
         return price
 
     def gib(self, cut: TensorCut, layout: Sharding) -> float:
@@ -96,7 +101,7 @@ class ReshardSums:
             pairs = enumerate(zip(cut.sizes, layout.splits, strict=True))
             lengths = (longest(size, axes, self.setting.axes, i in cut.by_share) for i, (size, axes) in pairs)
             found = self.elements[key] = prod(lengths) / 2**30
-        return found * cut.itemsize
+        return found * cut.itemsize * (routing_excess(cut.roles, layout) if cut.roles else 1.0)
 
     # -- parameters
 
@@ -148,6 +153,8 @@ class ReshardSums:
     def _ways_of(self, cut: TensorCut, stored: Sharding, want: Sharding) -> tuple[tuple[_Sent, ...], tuple[_Sent, ...]]:
         there = cut.steps(self.routes, stored.value, want.value)
         back = cut.steps(self.routes, want.gradient.value, stored.gradient.value) if cut.trained else ()
+        assert there is not None, "parameters are stored in full"
+        assert back is not None, "parameters are stored in full"
         dtype = self.setting.options.gradient_dtype
         reduced = cut.itemsize if dtype is None else dtype.itemsize
         return tuple((leg, cut.itemsize) for leg in there), tuple((leg, reduced) for leg in back)
@@ -259,10 +266,14 @@ class CostTables:
             distinct = list(dict.fromkeys(want for each in columns for want in each if want is not None))
             device, host = self._pairs(cut, rows, distinct, use)
             place = {layout: i for i, layout in enumerate(distinct)}
+            unreached = np.isinf(device)
+            device = np.where(unreached, 0.0, device)
             parts = {
                 Sum.DEVICE: _summed(device, columns, place, len(rows)),
                 Sum.HOST: _summed(host, columns, place, len(rows)),
             }
+            if unreached.any():
+                parts[Sum.FORBIDDEN] = _summed(unreached.astype(np.float64), columns, place, len(rows))
             if use.kept:
                 parts[Sum.KEPT_GIB] = self.setting.saved_share * self._kept(cut, rows, columns, use.instead)
             return parts
@@ -323,7 +334,7 @@ class CostTables:
         """Return device and host seconds of one direction; each pair of shardings is priced once."""
         rows, row_of = _numbered(sources)
         columns, column_of = _numbered(targets)
-        key = "each", cut.sizes, cut.by_share, cut.itemsize, share, tuple(rows), tuple(columns)
+        key = "each", cut.sizes, cut.by_share, cut.roles, cut.itemsize, share, tuple(rows), tuple(columns)
         if key not in self.known:
             found = np.zeros((2, len(rows), len(columns)))
             for i, source in enumerate(rows):

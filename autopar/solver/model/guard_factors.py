@@ -175,7 +175,7 @@ class _Contracts:
             if tensor.requires_grad:
                 ways["backward"] = cut.steps(routes, want.gradient.value, source.gradient.value)
             self.known[key] = sum(
-                _count(broken, way, [(leg.kind, frozenset(leg.axes)) for leg in legs if not leg.local])
+                _count(broken, way, [(leg.kind, frozenset(leg.axes)) for leg in legs or () if not leg.local])
                 for way, legs in ways.items()
             )
         return float(self.known[key])

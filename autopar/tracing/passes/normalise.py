@@ -23,6 +23,7 @@ from autopar.tracing.passes.paired_index import paired_index
 from autopar.tracing.passes.read_annotations import read_annotations
 from autopar.tracing.passes.read_masks import read_masks
 from autopar.tracing.passes.repeated_heads import repeated_heads
+from autopar.tracing.passes.route_rows import route_rows
 from autopar.tracing.passes.undo_sort import undo_sort
 
 
@@ -50,6 +51,8 @@ PASSES: dict[str, Callable[[Graph, ExportFacts], None]] = {
     # does not.
     "bags_to_rows": lambda graph, _: bags_to_rows(graph),
     "undo_sort": lambda graph, _: undo_sort(graph),
+    # After undo_sort, whose products it joins.
+    "route_rows": lambda graph, _: route_rows(graph),
     # Before repeated_heads, which extends the `AttentionNote` that read_masks puts on each call of attention.
     "read_masks": lambda graph, facts: read_masks(graph, facts.constants, facts.sources),
     "repeated_heads": lambda graph, _: repeated_heads(graph),

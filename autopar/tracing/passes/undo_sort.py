@@ -29,6 +29,8 @@ from autopar.rules.ops.matmul import GROUPED
 from autopar.rules.registry import rule_table
 from autopar.tracing.passes.edit import arguments_of, insert, replace, value_of
 
+__all__ = ["keeps_rows_apart", "undo_sort"]
+
 aten = torch.ops.aten
 SORTS = (aten.sort.default, aten.sort.stable)
 ARGSORTS = (aten.argsort.default, aten.argsort.stable)
@@ -195,7 +197,7 @@ class _SortedRows:
             for operand in operands_of(value.target, arguments_of(value))  # type: ignore[arg-type]
         ]
         # A random op draws its numbers in the order of the rows.
-        if rule.random or not _keeps_rows_apart(rule, operands, set(ours)):
+        if rule.random or not keeps_rows_apart(rule, operands, set(ours)):
             return None
         args, kwargs = torch.fx.node.map_arg((value.args, dict(value.kwargs)), lambda node: ours.get(node, node))
         return insert(value, value.target, *args, before=before, **kwargs)
@@ -211,7 +213,7 @@ def _lookup(node: Node) -> tuple[Any, Any]:
     return (arguments["self"], arguments["index"]) if arguments["dim"] == 0 else (None, None)
 
 
-def _keeps_rows_apart(rule: Rule, operands: list[Node | None], ours: set[Node]) -> bool:
+def keeps_rows_apart(rule: Rule, operands: list[Node | None], ours: set[Node]) -> bool:
     """Return True if the first dim of `ours` is one parallel factor, first in all results and in no other operand."""
     firsts = {
         operand.terms[0] if operand is not None and operand.terms else None

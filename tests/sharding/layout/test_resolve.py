@@ -27,6 +27,7 @@ class Tensor:
     name: str
     shape: tuple[int, ...]
     atoms: tuple[Atom, ...]
+    routed: int = 0
 
 
 def plain(name: str, **dims: int) -> Tensor:

@@ -1,0 +1,97 @@
+"""Routed rows on simulated ranks: every way to their experts and back gives the numbers of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import LayoutError
+from autopar.mesh import SubMesh
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.layout.language import parse_layout
+from autopar.sharding.propagation import propagate
+from autopar.sharding.reshard_insertion import inserted_reshards
+from tests.ranks import difference_of
+
+pytest.importorskip("transformers.integrations.moe")
+PRODUCT = "transformers.grouped_mm_fallback.default"  # torch's own has no float64
+EXPERTS, BATCH, SEQ, D, F = 4, 4, 6, 4, 8
+
+
+class Experts(nn.Module):
+    """Two products by expert with an op between them, in the order of the tokens."""
+
+    def __init__(self, experts: int = EXPERTS) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, D, F))
+        self.down = nn.Parameter(torch.randn(experts, F, D))
+        self.bias = nn.Parameter(torch.randn(experts, D))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        rows, key = x.reshape(-1, D), chosen.reshape(-1)
+        hidden = torch.ops.autopar.expert_rows(rows, self.up, key, PRODUCT).tanh()
+        found = torch.ops.autopar.expert_rows(hidden, self.down, key, PRODUCT) + self.bias[key]
+        return found.reshape(x.shape).square()
+
+
+DIMS = {"x": "batch seq d", "chosen": "batch seq", "up": "expert d f", "down": "expert f d", "bias": "expert d"}
+ROUTINGS = {
+    "uneven": torch.tensor([0, 3, 3, 2, 3, 0] * BATCH).reshape(BATCH, SEQ),
+    "one": torch.full((BATCH, SEQ), 2),
+    "mixed": torch.randint(EXPERTS, (BATCH, SEQ), generator=torch.Generator().manual_seed(0)),
+}
+LAYOUTS = {
+    "rows split, experts whole": "batch -> a; seq -> b",
+    "to the experts and back": "batch -> a; expert -> a",
+    "rows of ranks interleave": "seq -> a; expert -> a",
+    "selected": "expert -> a",
+    "selected along one axis": "batch -> b; expert -> a*b",
+    "both axes, of two dims": "batch -> b; seq -> a; expert -> a*b",
+    "experts beside split tokens": "batch -> b; expert -> a",
+    "back into another split": "@*dispatch { seq -> a; expert -> none }; @*combine { batch -> a }; expert -> a",
+    "back as sums": "@*dispatch { batch -> a; expert -> none }; @*combine { batch -> none }; expert -> a",
+    "inside of experts too": "batch -> a; expert -> a; f -> b",
+    "width split": "batch -> a; expert -> a; d -> b",
+}
+
+
+def traced(routing: str, experts: int = EXPERTS) -> tuple[autopar.NamedGraph, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    inputs = torch.randn(BATCH, SEQ, D, dtype=torch.float64, requires_grad=True), ROUTINGS[routing]
+    return autopar.trace(Experts(experts).double(), inputs, dims=DIMS), inputs
+
+
+def assigned(graph: autopar.NamedGraph, layout: str) -> Assignment:
+    return propagate(graph, parse_layout(layout), SubMesh({"a": 2, "b": 2}))
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_all_ways_give_the_same(layout: str, routing: str) -> None:
+    graph, inputs = traced(routing)
+    assert difference_of(graph, assigned(graph, layout), inputs) < 1e-12
+
+
+def test_one_dispatch_serves_the_block() -> None:
+    graph, _ = traced("mixed")
+    found = [node.op.split(".")[1] for node in graph.nodes if node.routed]
+    assert found == ["dispatch", "grouped", "tanh", "grouped", "combine"]
+
+
+def exchanges(layout: str) -> list[str]:
+    graph, _ = traced("mixed")
+    found = inserted_reshards(graph, assigned(graph, layout))
+    return [direction for one in found for direction, step in one.collectives() if step.kind.value == "all_to_all"]
+
+
+def test_rows_are_sent_there_and_back() -> None:
+    assert sorted(exchanges("batch -> a; expert -> a")) == ["backward"] * 2 + ["forward"] * 2
+    assert exchanges("expert -> a") == []
+
+
+def test_experts_that_the_axis_does_not_divide() -> None:
+    graph, _ = traced("uneven", experts=5)
+    with pytest.raises(LayoutError, match="a = 2 does not divide 5"):
+        assigned(graph, "expert -> a")
