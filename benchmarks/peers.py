@@ -52,7 +52,7 @@ def fsdp_again(model: GPT, inputs: Inputs, rank: int, ranks: int) -> Peer:
 
 def _fully_sharded(model: GPT, inputs: Inputs, rank: int, ranks: int, again: bool) -> Peer:
     mesh = init_device_mesh("cpu", (ranks,))
-    for block in model.blocks:
+    for block in getattr(model, "blocks", None) or model.model.layers:
         fully_shard(block, mesh=mesh, reshard_after_forward=again)
     fully_shard(model, mesh=mesh, reshard_after_forward=again)
     return Peer(model, _share(inputs, rank, ranks))

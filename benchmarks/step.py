@@ -4,6 +4,7 @@
     python -m benchmarks.step --only ddp --ranks 2 --size small --steps 100
     python -m benchmarks.step --compiled --json step.json
     python -m benchmarks.step --hf                   # models of transformers on one rank, beside the plain model
+    python -m benchmarks.step --moe                  # experts on ranks of their own, beside experts that are gathered
 
 A step is: gradients dropped, forward, backward (and `--optimizer` step). Ours and the peer take turns step by step, so
 that a machine that drifts drifts for both; a step takes as long as its slowest rank. The ratio is that of the medians;
@@ -69,6 +70,12 @@ COMPILED_TARGET = 1.05
 HF_COMPILED_TARGET = 1.03
 HF = ("llama", "gpt2", "mistral", "qwen3")
 HF_COMPARISON = Comparison("one rank", "ddp", "dp", "plain", 1.05, "the plain model")
+# Torch has no expert parallelism that runs on a CPU, so the peer gathers the experts.
+MOE_COMPARISON = Comparison(
+    "experts", "batch -> ep; @*experts* { expert -> ep }", "ep", "fsdp", 0.90, "fully_shard, gathered once"
+)
+# Experts and experts of a token, at the width of the size.
+MOE = {"mixtral-8": (8, 2), "mixtral-32": (32, 4)}
 
 
 def hf_causal(architecture: str, size: str) -> tuple[torch.nn.Module, dict[str, Tensor]]:
@@ -91,6 +98,18 @@ def hf_causal(architecture: str, size: str) -> tuple[torch.nn.Module, dict[str, 
     model, inputs = hf(
         architecture, sizes["batch"], sizes["seq"], train=True, dropout=0.0, vocab_size=sizes["vocab"], **config
     )
+    ids = inputs["input_ids"]
+    return model, {"input_ids": ids, "labels": ids.clone()}
+
+
+def moe(name: str, size: str) -> tuple[torch.nn.Module, dict[str, Tensor]]:
+    """Build a Mixtral of two layers with the given experts, each twice as wide as the stream."""
+    sizes, (experts, each) = SIZES[size], MOE[name]
+    width = sizes["d_model"]
+    config = {"hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"head_dim": width // 4, "intermediate_size": 2 * width}
+    config |= {"num_local_experts": experts, "num_experts_per_tok": each, "vocab_size": sizes["vocab"]}
+    model, inputs = hf("mixtral", 2 * sizes["batch"], sizes["seq"], train=True, dropout=0.0, **config)
     ids = inputs["input_ids"]
     return model, {"input_ids": ids, "labels": ids.clone()}
 
@@ -181,7 +200,10 @@ def compare(
     steps = arguments.steps or STEPS[size]
     torch.manual_seed(0)
     torch.compiler.reset()  # what was compiled for another comparison makes sizes symbols in this one
-    model, inputs = hf_causal(architecture, size) if architecture else gpt(**SIZES[size])
+    if architecture in MOE:
+        model, inputs = moe(architecture, size)
+    else:
+        model, inputs = hf_causal(architecture, size) if architecture else gpt(**SIZES[size])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", autopar.AutoparWarning)
         ours = autopar.parallelize(model, f"{comparison.axis}={ranks}", inputs, layout=comparison.layout)
@@ -258,6 +280,8 @@ def wanted(arguments: argparse.Namespace, ranks: int) -> list[tuple[Comparison, 
     """Return the comparisons to make, each with an architecture of transformers or none for the GPT."""
     if arguments.hf:
         return [(HF_COMPARISON, architecture) for architecture in arguments.architecture or HF]
+    if arguments.moe:
+        return [(MOE_COMPARISON, name) for name in MOE]
     named = [each for each in COMPARISONS if not arguments.only or each.name in arguments.only]
     return [(each, None) for each in named if (each.peer == "plain") == (ranks == 1)]
 
@@ -299,13 +323,15 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=["none", "sgd", "adamw"], default="none")
     parser.add_argument("--compiled", action="store_true", help="both under torch.compile")
     parser.add_argument("--hf", action="store_true", help="models of transformers on one rank: " + ", ".join(HF))
+    parser.add_argument("--moe", action="store_true", help="mixtures of experts on 4 ranks: " + ", ".join(MOE))
     parser.add_argument("--architecture", action="append", help="with --hf: another architecture; may be repeated")
     parser.add_argument("--json", help="write the rows to this file")
     arguments = parser.parse_args()
-    arguments.size = arguments.size or [size for size in SIZES if arguments.hf or size != "host"]
+    sizes = ["small"] if arguments.moe else [size for size in SIZES if arguments.hf or size != "host"]
+    arguments.size = arguments.size or sizes
     print(HEAD, flush=True)
     rows = []
-    for ranks in [1] if arguments.hf else arguments.ranks or [1, 2, 4]:
+    for ranks in [1] if arguments.hf else arguments.ranks or ([4] if arguments.moe else [1, 2, 4]):
         with tempfile.TemporaryDirectory() as folder:
             given = (ranks, arguments, folder)
             torch.multiprocessing.spawn(run_rank, args=given, nprocs=ranks)
