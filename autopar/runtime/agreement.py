@@ -23,6 +23,7 @@ from autopar.lowering.collectives.checksum import checksum, digest, kind_of
 from autopar.lowering.collectives.process_groups import group_over, limit_seconds_of
 from autopar.lowering.passes.hoist_small_sums import ROOM
 from autopar.rules.torch_versions import all_gather_single
+from autopar.runtime.activity import Activity
 from autopar.runtime.compiled_call import outline
 from autopar.runtime.shared_memory import SharedMemory
 from autopar.tracing.export.autograd_functions import plain_arguments
@@ -161,9 +162,10 @@ class Agreement:
             for name in dict.fromkeys((*everyone[first], *theirs)):
                 a, b = everyone[first].get(name, "nothing"), theirs.get(name, "nothing")
                 if a != b:
-                    raise AutoparError(
-                        f"the ranks differ in {name}: {a} on rank {first}, {b} on rank {rank}\nfix: {fix}"
-                    )
+                    told = f"{a} on rank {first}, {b} on rank {rank}"
+                    if isinstance(a, Activity):
+                        told = f"rank {first} {a}, rank {rank} {b}"
+                    raise AutoparError(f"the ranks differ in {name}: {told}\nfix: {fix}")
         raise AssertionError("the facts differ in their order only")
 
     def same_values(self, sums: Mapping[str, tuple[tuple[int, ...], int]], fix: Callable[[str], str]) -> None:

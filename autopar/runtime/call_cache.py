@@ -43,11 +43,15 @@ SAME_GRAPH = (
     "build the same model on every rank and call it in the same way: numbers such as a dropout's p or a scale, tables "
     "that are no parameters, and constants of forward are parts of the graph"
 )
-SAME_CALL = "call the module on every rank in the same way, with tensors of the same shapes"
+SAME_CALL = (
+    "call the module on every rank in the same way, with tensors of the same shapes; all ranks train or evaluate "
+    "together, also where one of them alone prints the result"
+)
 NO_RESULT = "a call on this rank has no result: another rank began a call and did not finish it"
 LOCAL = (
     "a plain tensor is the whole input: give every rank the same batch, all of it; if each rank loads a part of the "
-    "batch of its own (a DistributedSampler, another seed), say parallelize(..., local_inputs=True)"
+    "batch of its own (a DistributedSampler, another seed), say parallelize(..., local_inputs=True), or give its rows "
+    "as module(**module.from_rows(x=rows))"
 )
 # If a comparison of ranks makes a device wait, the first calls are compared, then one call in so many.
 FIRST_CALLS, LATER_CALLS = 10, 100
@@ -381,7 +385,8 @@ class CallCache:
                 raise AutoparError(
                     f"wrong shard of {path} under local_inputs=True: expected {list(place.local_shape)}, "
                     f"got {kind_of(tensor)}\n"
-                    "fix: give every rank a shard of the same shape, as the layout splits the input"
+                    "fix: give every rank a shard of the same shape, as the layout splits the input; without "
+                    "local_inputs=True every rank gives the whole input"
                 )
         return held
 
@@ -396,12 +401,17 @@ class CallCache:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             sums[path] = tuple(self.rank.at[axis] for axis in axes), checksum(local)
 
+        parts = self.settings.options.local_inputs or any(isinstance(tensor, DTensor) for tensor in given.tensors)
+
         def fix(path: str) -> str:
-            if not self.settings.options.local_inputs:
+            if not parts:
                 return LOCAL
             split = [axis for axes in held[path].layout.splits for axis in axes]
             replicated = [axis for axis in self.rank.axes if axis not in split]
-            return f"ranks along the axes {', '.join(replicated)} work on the same data: give them the same tensor"
+            return (
+                f"ranks along the axes {', '.join(replicated)} work on the same data: give them the same tensor; "
+                "index, count = module.batch_shard() are the replica and the number of replicas of a sampler"
+            )
 
         self.agreement.same_values(sums, fix)
 

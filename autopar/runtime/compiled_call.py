@@ -28,6 +28,7 @@ from autopar.ir.pytree import Constant, Flattened, Items, Mapped, Node, Original
 from autopar.lowering.collectives.checksum import digest, kind_of
 from autopar.lowering.emitted import Emitted
 from autopar.lowering.modules.bucket import GradientSync, waited
+from autopar.runtime.activity import Activity, activity_of
 from autopar.runtime.module_shell import owner_of
 from autopar.runtime.shards import LocalShard, ShardOwner, number_of_shards
 from autopar.sharding.assignment import Assignment
@@ -81,10 +82,10 @@ class CallSignature:
         for path, tensor in zip(self.flat.paths, self.tensors, strict=True):
             placements = f" {tensor.placements}" if isinstance(tensor, DTensor) else ""
             found[f"shape of {path}"] = kind_of(tensor) + placements + (" with gradient" * tensor.requires_grad)
-        found["train or eval mode"] = "".join("et"[mode] for mode in self.training)
+        found["train or eval mode"] = activity_of(self.training)
         found["parameters that require a gradient"] = "".join("ny"[mode] for mode in self.trained)
         found["dtypes of parameters and buffers"] = " ".join(map(str, self.dtypes))
-        found["grad mode"] = str(self.grad_enabled)
+        found["grad mode"] = Activity("records gradients" if self.grad_enabled else "records no gradients")
         found["autocast"] = ", ".join(map(str, self.autocast)) or "off"
         return found
 

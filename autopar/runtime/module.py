@@ -20,6 +20,7 @@ from autopar.lowering.modules.late_tensor import LateTensor
 from autopar.runtime.call_cache import CallCache, Disagreement
 from autopar.runtime.call_planner import CallSettings, FixedInputs, Planner
 from autopar.runtime.compiled_call import CallSignature, CompiledCall
+from autopar.runtime.input_rows import batch_shard, from_rows
 from autopar.runtime.module_shell import ClosedModule, entry_of, tie
 from autopar.runtime.sync.replica_group import ReplicaSetting
 from autopar.runtime.sync.replicas import Replicas
@@ -193,6 +194,28 @@ class ParallelModule(ClosedModule):
     @_untraced
     def _end_untraced(self, plan: CompiledCall, given: CallSignature, outputs: tuple[Any, ...]) -> Any:
         return self._end(plan, given, outputs)
+
+    def batch_shard(self, dim: str = "batch") -> tuple[int, int]:
+        """Return which part of the batch this rank works on, and of how many: `(1, 4)` is the second of four.
+
+        A loader gives each rank these rows of every batch. Ranks that work on the same rows get the same numbers.
+
+        Parameters:
+            dim: the dim of samples, as `graph` names it.
+        """
+        return batch_shard(self._plans.current(), dim)
+
+    def from_rows(self, dim: str = "batch", /, **rows: Tensor) -> dict[str, Tensor]:
+        """Return the inputs of a call of which each rank has its rows alone; nothing is sent.
+
+        Parameters:
+            dim: the dim of samples, as `graph` names it.
+            rows: by name, this rank's rows of each input, `batch_shard` of them; other dims are whole.
+
+        Returns:
+            DTensors that stand for the whole batch: `module(**module.from_rows(x=rows))`.
+        """
+        return from_rows(self._plans.current(), dim, rows)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -176,6 +176,8 @@ def disagree() -> dict[str, str]:
     parallel.train(rank == 0)
     found["mode"] = error_of(lambda: parallel(**inputs))
     parallel.train()
+    with torch.set_grad_enabled(rank == 0):
+        found["grad"] = error_of(lambda: parallel(**inputs))
     found["afterwards"] = str(gap(parallel(**inputs), model(**inputs)) < 1e-12)
     return found
 
@@ -296,7 +298,9 @@ def test_a_rank_that_differs_is_an_error_on_all(on_two: list[dict[str, Any]]) ->
         assert "shape of ids: int64[4, 6] on rank 0, int64[8, 6] on rank 1" in found["shape"]
         assert ("rank 0 stopped" in found["missing"]) == (rank == 1)
         assert "structure of the inputs" in found["structure"]
-        assert "train or eval mode" in found["mode"]
+        assert "the ranks differ in train or eval mode: rank 0 trains, rank 1 evaluates" in found["mode"]
+        assert "fix: call the module on every rank in the same way" in found["mode"]
+        assert "the ranks differ in grad mode: rank 0 records gradients, rank 1 records no gradients" in found["grad"]
         assert found["afterwards"] == "True"
 
 
