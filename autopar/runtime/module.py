@@ -164,8 +164,8 @@ class ParallelModule(ClosedModule):
         return plan, given, values
 
     def _end(self, plan: CompiledCall, given: CallSignature, outputs: tuple[Any, ...]) -> Any:
-        # Not in a backward, which runs recomputed calls again.
-        if self._replicas is not None and given.grad_enabled and torch._C._current_graph_task_id() == -1:
+        # A recomputed call counts twice, in all replicas alike. Reentrant checkpoints have gradients then alone.
+        if self._replicas is not None and given.grad_enabled:
             assert self._plans.replica is not None, "it made the replicas"
             self._replicas.count_rows(self._plans.replica.rows(plan.graph))
         return plan.finish(given, plan.emitted.ends.last(outputs, self._plans))

@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autopar.errors import LayoutError
+from autopar.ir.graph import NamedGraph
 from autopar.mesh import Mesh, MeshAxis
 from autopar.sharding.layout.drift import DriftStatement
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.source import SourceSpan, layout_error, unknown_name
 from autopar.sharding.layout.syntax import CutStatement, Let, MeshStatement, PipelineStatement, Statement, named_axes
 
-__all__ = ["Drift", "batch_dim_of", "check_batch", "split_replicas"]
+__all__ = ["Drift", "batch_dim_of", "batch_places", "check_batch", "split_replicas"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,14 @@ def split_replicas(layout: Layout, mesh: Mesh) -> tuple[Layout, Drift | None]:
     if statement.servers > drift.replicas:
         message = f"server({statement.servers}) needs a replica for each server, and there are {drift.replicas}"
         raise layout_error("E4", message, f"write 'server({drift.replicas})' or less", statement.span)
+    ranks = drift.replica_mesh.size
+    if statement.stale != 0 and ranks > 1:
+        raise layout_error(
+            "E4",
+            f"'stale' needs replicas of one rank, and these have {ranks}, which would get different parameters",
+            f"write 'stale 0', or a mesh of {'*'.join(statement.axes)} alone",
+            statement.span,
+        )
     kept = (_inside(one, drift) for one in layout if one is not statement)
     return Layout(tuple(one for one in kept if one is not None), layout.name), drift
 
@@ -67,6 +76,32 @@ def batch_dim_of(layout: Layout) -> str:
     """Return the name of the dim that replicas share, which a line about micro-batches may give."""
     micro = layout.micro_batches or layout.open_micro_batches
     return "batch" if micro is None else micro.dim
+
+
+def batch_places(graph: NamedGraph, drift: Drift, dim: str) -> dict[str, tuple[int, int]]:
+    """Return for each input with the batch its dim of the batch, and the extent of that dim for one row."""
+    found = {}
+    for name in graph.inputs:
+        tensor = graph.tensors[name]
+        for place, atom in enumerate(tensor.atoms):
+            if dim not in atom.names:
+                continue
+            if any(other.dim == atom.dim for other in tensor.atoms[:place]):
+                raise layout_error(
+                    "E5",
+                    f"the input {name} has the dim '{dim}' behind another one, so that replicas would get strided rows",
+                    "give inputs whose first dim is the batch, or each rank its own rows with local_inputs=True",
+                    drift.statement.span,
+                )
+            found[name] = atom.dim, tensor.shape[atom.dim] // atom.size
+    if not found:
+        raise layout_error(
+            "E1",
+            f"no input has the dim '{dim}', which the replicas along {'*'.join(drift.axes)} share",
+            f"name it: dims={{INPUT: '{dim} ...'}}; or give each rank its own rows with local_inputs=True",
+            drift.statement.span,
+        )
+    return found
 
 
 def check_batch(drift: Drift, batch: int, dim: str = "batch") -> None:

@@ -13,17 +13,17 @@ import autopar
 from autopar.runtime.module import ParallelModule
 from tests.runtime.launcher import launch
 
-BATCH = 16
+BATCH = 24
 SGD = torch.optim.SGD
 
 
 class Regression(nn.Module):
     """A small model that returns its loss."""
 
-    def __init__(self, seed: int = 0, dropout: float = 0.0) -> None:
+    def __init__(self, width: int = 10, dropout: float = 0.0) -> None:
         super().__init__()
-        torch.manual_seed(seed)
-        self.layers = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Dropout(dropout), nn.Linear(10, 3))
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, 3))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return (self.layers(x) - y).square().mean()
@@ -39,9 +39,9 @@ def batches(count: int, rows: int = BATCH) -> list[dict[str, Tensor]]:
     ]
 
 
-def parallel(layout: str, mesh: str = "pod=4", rows: int = BATCH, **options: Any) -> ParallelModule:
-    (inputs,) = batches(1, rows)
-    return autopar.parallelize(Regression().double(), mesh, inputs, layout=layout, **options)
+def parallel(layout: str, mesh: str = "pod=4", width: int = 10) -> ParallelModule:
+    (inputs,) = batches(1)
+    return autopar.parallelize(Regression(width).double(), mesh, inputs, layout=layout)
 
 
 def weights(module: ParallelModule) -> Tensor:
@@ -185,11 +185,11 @@ def test_outer_optimizers() -> None:
 def in_shares(line: str, optimizer: Callable[..., Any], clip: bool) -> tuple[float, list[float]]:
     """Train replicas with 12 and 4 rows, and one process with all rows; return how far their weights are."""
     rows, start = ((12, 0), (4, 12))[torch.distributed.get_rank()]
-    inputs = {name: value[start : start + rows] for name, value in batches(1)[0].items()}
+    inputs = {name: value[start : start + rows] for name, value in batches(1, 16)[0].items()}
     module = autopar.parallelize(Regression().double(), "pod=2", inputs, layout=f"{line}; ddp", local_inputs=True)
     alone = Regression().double()
     own, other = optimizer(module.parameters()), optimizer(alone.parameters())
-    for batch in batches(5):
+    for batch in batches(5, 16):
         own.zero_grad(), other.zero_grad()
         module(**{name: value[start : start + rows] for name, value in batch.items()}).backward()
         alone(**batch).backward()

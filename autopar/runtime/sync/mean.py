@@ -28,9 +28,6 @@ from autopar.sharding.layout.drift import DriftStatement, OuterOptimizer
 
 __all__ = ["MeanMeeting", "outer_step"]
 
-# A replica that has trained on no row has nearly no weight; the mean is still defined if none has.
-NO_ROWS = 1e-9
-
 
 def outer_step(outer: OuterOptimizer, anchor: Tensor, delta: Tensor, momentum: Tensor | None) -> None:
     """Move the anchor against a gradient, as `torch.optim.SGD` does."""
@@ -171,7 +168,7 @@ class MeanMeeting(Meeting):
     def _exchange(
         self, values: Tensor, rows: float, lost: tuple[Tensor, ...] = (), whole: bool = False
     ) -> MeanExchange:
-        exchange = self.send.begin(values, max(rows, NO_ROWS), lost, whole)
+        exchange = self.send.begin(values, rows, lost, whole)
         self.sent_bytes += exchange.sent_bytes
         return exchange
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -54,15 +54,10 @@ class Meeting:
     def load(self, common: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Set what `state` returns. The inverse of it."""
 
+    def loaded(self) -> None:
+        """Go on from the parameters of this replica, which were set after the rest."""
+
 
 def number(value: float) -> Tensor:
     """Return a number as a checkpoint stores it."""
     return torch.tensor(value, dtype=torch.float64)
-
-
-def plus(vectors: Iterable[Tensor], like: Tensor) -> Tensor:
-    """Return the sum of vectors, in their order."""
-    total = torch.zeros_like(like)
-    for each in vectors:
-        total += each
-    return total

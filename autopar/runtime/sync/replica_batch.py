@@ -10,36 +10,9 @@ from torch import Tensor
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.pytree import Flattened
-from autopar.sharding.layout.source import layout_error
-from autopar.sharding.replicas import Drift, check_batch
+from autopar.sharding.replicas import Drift, batch_places, check_batch
 
-__all__ = ["ReplicaBatch", "batch_places"]
-
-
-def batch_places(graph: NamedGraph, drift: Drift, dim: str) -> dict[str, tuple[int, int]]:
-    """Return for each input with the batch its dim of the batch, and the extent of that dim for one row."""
-    found = {}
-    for name in graph.inputs:
-        tensor = graph.tensors[name]
-        for place, atom in enumerate(tensor.atoms):
-            if dim not in atom.names:
-                continue
-            if any(other.dim == atom.dim for other in tensor.atoms[:place]):
-                raise layout_error(
-                    "E5",
-                    f"the input {name} has the dim '{dim}' behind another one, so that replicas would get strided rows",
-                    "give inputs whose first dim is the batch, or each rank its own rows with local_inputs=True",
-                    drift.statement.span,
-                )
-            found[name] = atom.dim, tensor.shape[atom.dim] // atom.size
-    if not found:
-        raise layout_error(
-            "E1",
-            f"no input has the dim '{dim}', which the replicas along {'*'.join(drift.axes)} share",
-            f"name it: dims={{INPUT: '{dim} ...'}}; or give each rank its own rows with local_inputs=True",
-            drift.statement.span,
-        )
-    return found
+__all__ = ["ReplicaBatch"]
 
 
 class ReplicaBatch:

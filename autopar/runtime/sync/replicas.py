@@ -1,7 +1,8 @@
 """`module.replicas`: the replicas of a parallel module that drift, and the meetings that torch's optimizer hooks call.
 
 The training loop stays as it is. Each `optimizer.step()` of an optimizer with parameters of the module counts; a step
-has ended when all trained parameters have been stepped, by one optimizer or by several.
+has ended when all trained parameters have been stepped, by one optimizer or by several. A step without a call of the
+module since the last one does not count: torch makes one to fill the states of a new optimizer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from autopar.lowering.collectives.checksum import checksum
 from autopar.runtime.sync.mean import MeanMeeting
 from autopar.runtime.sync.meeting import Meeting, number
 from autopar.runtime.sync.neighbours import NeighbourMeeting
+from autopar.runtime.sync.push import PushMeeting
 from autopar.runtime.sync.replica_group import ReplicaGroup
+from autopar.runtime.sync.server import ServerMeeting
 from autopar.runtime.sync.shard_vector import ShardVector
 from autopar.sharding.layout.drift import DriftStatement, print_drift
 from autopar.sharding.replicas import Drift
@@ -33,6 +36,7 @@ MEETINGS: Mapping[str, Callable[[DriftStatement, ShardVector, ReplicaGroup], Mee
     "mean": MeanMeeting,
     "ring": NeighbourMeeting,
     "exponential": NeighbourMeeting,
+    "server": ServerMeeting,
 }
 
 
@@ -41,10 +45,6 @@ class Replicas:
 
     def __init__(self, drift: Drift, group: ReplicaGroup, parameters: Callable[[], Mapping[str, nn.Parameter]]) -> None:
         self.drift, self.group, self._parameters = drift, group, parameters
-        if drift.statement.meeting not in MEETINGS or drift.statement.stale != 0:
-            raise AutoparError(
-                f"'{print_drift(drift.statement)}' does not run yet\nfix: meet by mean, ring or exponential"
-            )
         # Steps of the optimizer so far.
         self.steps = 0
         # Rows of the batch of all calls with gradients since the last step.
@@ -75,8 +75,10 @@ class Replicas:
     @property
     def meeting(self) -> Meeting:
         if self._meeting is None:
-            vector = ShardVector(self._parameters)
-            self._meeting = MEETINGS[self.drift.statement.meeting](self.drift.statement, vector, self.group)
+            statement, vector = self.drift.statement, ShardVector(self._parameters)
+            waits = statement.stale == 0 or statement.meeting == "server"
+            kind = MEETINGS[statement.meeting] if waits else PushMeeting
+            self._meeting = kind(statement, vector, self.group)
         return self._meeting
 
     @property
@@ -117,9 +119,10 @@ class Replicas:
                 f"'{print_drift(self.drift.statement)}' has no meeting about gradients: expected 'every 0'\n"
                 "fix: clip the gradients of each replica by themselves, without average_gradients()"
             )
-        self._begin()
-        self.meeting.before_step(self._rows)
-        self._averaged = True
+        if self._rows:
+            self._begin()
+            self.meeting.before_step(self._rows)
+            self._averaged = True
 
     def finish(self) -> None:
         """Complete the meetings under way; call it on all ranks after the last step."""
@@ -133,7 +136,7 @@ class Replicas:
         return trained & {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
     def _before(self, optimizer: Optimizer) -> None:
-        if not self._own(optimizer):
+        if not self._rows or not self._own(optimizer):
             return
         if id(optimizer) in self._optimizers:
             trained = [name for name, one in self._parameters().items() if one.requires_grad]
@@ -150,7 +153,7 @@ class Replicas:
 
     def _after(self, optimizer: Optimizer) -> None:
         own = self._own(optimizer)
-        if not own:
+        if not self._rows or not own:
             return
         self._stepped |= own
         self._optimizers.add(id(optimizer))
@@ -215,6 +218,7 @@ class Replicas:
         self.steps, self._rows = int(state["steps"]), float(state[own]["rows"])
         if not meeting.has_equal_replicas:
             meeting.vector.write(0, meeting.vector.size, meeting.vector.vector(state[own], "weights"))
+            meeting.loaded()
 
 
 def _call(reference: weakref.ref[Replicas], method: Callable[[Replicas, Optimizer], None], optimizer: Any) -> None:

@@ -21,6 +21,7 @@ from autopar.sharding.layout.syntax import PipelineStatement, print_statement
 def test_names() -> None:
     shipped = {"ddp", "fsdp", "fsdp_tp", "gshard_moe", "megatron", "megatron_sp", "spatial", "zero1"}
     shipped |= {"megatron_3d", "pipeline"}
+    shipped |= {"diloco", "gossip", "local_sgd", "parameter_server"}
     assert shipped <= set(strategy_names())
     assert strategy_names() == tuple(sorted(path.stem for path in data_folder("strategies").glob("*.lay")))
 
@@ -110,3 +111,27 @@ def test_stages_lie_along_one_axis() -> None:
     assert [print_statement(one) for one in renamed][1:] == ["pipeline a 1f1b", "cut a before @x"]
     with pytest.raises(LayoutError, match="splits nothing on a mesh of x"):
         choose_layout("pipeline", {"x": 4})
+
+
+# -- strategies with replicas that drift -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "axes", "drift", "rest"),
+    [
+        ("local_sgd", {"pod": 4, "dp": 2}, "drift pod -> mean every 16", {"dp"}),
+        ("diloco", {"pod": 4}, "drift pod -> mean every 500, outer nesterov(0.7, 0.9)", set()),
+        ("gossip(pod=a*b, dp=c)", {"a": 2, "b": 2, "c": 2}, "drift a*b -> exponential", {"c"}),
+        ("parameter_server", {"pod": 4}, "drift pod -> server(1), stale 4", set()),
+        ("local_sgd", {"dp": 4}, None, {"dp"}),
+        ("drift pod -> ring; diloco", {"pod": 2, "dp": 2}, "drift pod -> ring", {"dp"}),
+        ("drift pod -> mean every 8; micro 2; fsdp", {"pod": 2, "dp": 2}, "drift pod -> mean every 8", {"dp"}),
+        ("drift x -> ring\nmegatron(tp=y, dp=none)", {"x": 2, "y": 2}, "drift x -> ring", {"y"}),
+    ],
+)
+def test_replicas_of_a_strategy(text: str, axes: dict[str, int], drift: str | None, rest: set[str]) -> None:
+    layout = choose_layout(text, axes)
+    assert (None if layout.drift is None else print_statement(layout.drift)) == drift
+    drifting = set() if layout.drift is None else set(layout.drift.axes)
+    assert set(axes_of(layout)) == drifting | rest
+    assert choose_layout(layout, axes) == layout
