@@ -1,6 +1,6 @@
 """Price of a plan: `evaluate(graph, plan, cluster)` returns time and memory of one step.
 
-    step = compute + communication of values + exposed communication of parameters + waiting
+    step = compute + communication of values + exposed communication of parameters + waiting + meetings
     exposed = max(0, gathers - η forward compute) + max(0, reductions - η backward compute) + κ overlapped
 
 An op waits for the values that are sent to it. Parameters are gathered ahead of their use and their gradients are
@@ -8,7 +8,8 @@ reduced in parallel with the backward. This overlap is limited by η, the share 
 use (`overlap_fraction`). Overlapped communication slows the compute by κ, the share of the processors that it occupies.
 Communication that happens once per step (a gathered copy that stays, a reduction in the last micro-batch) overlaps with
 one micro-batch; communication in every micro-batch overlaps with all. An eager program launches its kernels one by one:
-where the host needs longer for the launches than the device for the kernels, the device waits.
+where the host needs longer for the launches than the device for the kernels, the device waits. Replicas that drift add
+the time of their meetings (`autopar/cost/gradient_sync.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from autopar.cost.compute.rates import peak_of
+from autopar.cost.gradient_sync import MeetingCosts, late_seconds, meeting_costs
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.lowered_step import LoweredStep, lower_step
 from autopar.cost.memory.peak import MemoryCosts, memory
@@ -86,6 +88,10 @@ class Costs:
     bubble_seconds: float = 0.0
     # Of a pipeline; the other times are those of the busiest stage, the memory that of the fullest.
     stages: tuple[PricedStage, ...] = ()
+    # Time by which steps are later than usual, where the cluster says how they vary.
+    late_seconds: float = 0.0
+    # Of replicas that drift; the other costs are those of one of them.
+    meetings: MeetingCosts | None = None
 
     @property
     def communication_seconds(self) -> float:
@@ -165,6 +171,14 @@ def evaluate(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Costs:
         sums = _sums(found, lowered, cluster)
         costs = max((stage.memory for stage in stages), key=lambda one: one.peak_bytes)
     count = lowered.plan.options.micro_batches
+    own_step, meetings, late = step, None, 0.0
+    if plan.drift is not None:
+        meetings = meeting_costs(graph, plan, plan.drift, cluster, own_step)
+        step, late = step + meetings.seconds, meetings.late_seconds
+        costs = costs.with_meetings(meetings.memory_bytes, meetings.temporary_bytes)
+    elif cluster.jitter is not None:
+        late = late_seconds(cluster.jitter, plan.mesh.size)
+        step += late
     flops = count * every[0].model_flops
     # The peak is that of the dtype of most parameters.
     dtypes = Counter(tensor.dtype for tensor in graph.parameters)
@@ -179,8 +193,10 @@ def evaluate(graph: NamedGraph, plan: StepPlan, cluster: Cluster) -> Costs:
         count * sum(task.flops for one in found for task in one),
         flops / (step * plan.mesh.size * peak) if step else 0.0,
         sums.waiting_seconds,
-        step - sums.seconds if stages else 0.0,
+        own_step - sums.seconds if stages else 0.0,
         stages,
+        late,
+        meetings,
     )
 
 

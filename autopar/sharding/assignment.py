@@ -11,6 +11,7 @@ from autopar.sharding.choices import Choice
 from autopar.sharding.layout.parameter_storage import GatherPolicy
 from autopar.sharding.layout.syntax import MicroBatches, PartPin
 from autopar.sharding.options import Recompute, TrainingOptions
+from autopar.sharding.replicas import Drift
 from autopar.sharding.schedules import Schedule
 from autopar.sharding.sharding import Sharding
 
@@ -75,6 +76,8 @@ class StepPlan:
     options: TrainingOptions = field(default_factory=TrainingOptions)
     # Micro-batches within a call; those of the options are calls.
     micro: MicroBatches | None = None
+    # Replicas of this plan that drift; all else is that of one of them.
+    drift: Drift | None = None
 
     @property
     def axes(self) -> SubMesh:

@@ -115,6 +115,15 @@ class ClusterPart:
 
 
 @dataclass(frozen=True)
+class Jitter:
+    """How much later than usual a rank ends a step: by a normal deviation, and in a share of the steps by a time."""
+
+    deviation_seconds: float = 0.0
+    share_fraction: float = 0.0
+    by_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Devices, the levels of links from the innermost to the outermost, and a library."""
 
@@ -128,6 +137,8 @@ class Cluster:
     sources: Mapping[str, Source] = field(default_factory=dict, metadata={"key": False})
     # Quantities of the files that name no source.
     uncited: tuple[str, ...] = field(default=(), metadata={"key": False})
+    # None: all steps take equally long.
+    jitter: Jitter | None = None
 
     @property
     def ranks_per_node(self) -> int | None:
@@ -219,7 +230,7 @@ def _load(path: Path, stamp: int) -> Cluster:
     del table["device"], table["library"]
     described = table.pop("part", [])
     for key in table:
-        if key not in ("name", "description", "level"):
+        if key not in ("name", "description", "level", "jitter"):
             hint = did_you_mean(key, KEYS)
             document.fail((key,), f"unknown key '{key}'{hint}", f"the keys are {', '.join(KEYS)}")
     own = document.read(_OwnTables, (), table)
@@ -240,6 +251,7 @@ class _OwnTables:
     name: str
     description: str
     level: tuple[TopologyLevel, ...]
+    jitter: Jitter | None = None
 
 
 def shared_path(key: str, name: str) -> Path:

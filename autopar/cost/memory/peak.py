@@ -7,7 +7,7 @@ all steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from operator import itemgetter
 
@@ -43,6 +43,16 @@ class MemoryCosts:
     # Most bytes at any moment of a step, and the name of that moment: `the backward of head/linear`.
     peak_bytes: float
     peak_at: str
+    # Anchors, momenta and buffers of replicas that drift.
+    meetings_bytes: float = 0.0
+
+    def with_meetings(self, kept_bytes: float, temporary_bytes: float) -> MemoryCosts:
+        """Return the memory with that of meetings, which happen beside the optimizer's states and the gradients."""
+        still = self.parameters_bytes + self.copies_bytes + self.gradients_bytes + self.optimizer_bytes
+        moments = [(self.peak_bytes + kept_bytes, self.peak_at)]
+        moments.append((still + self.inputs_bytes + kept_bytes + temporary_bytes, "a meeting of replicas"))
+        peak, at = max(moments, key=itemgetter(0))
+        return replace(self, peak_bytes=peak, peak_at=at, meetings_bytes=kept_bytes)
 
 
 @dataclass(frozen=True)
