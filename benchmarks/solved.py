@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import autopar
-from autopar.plans.find import price_strategies
+from autopar.plans.strategies import price_strategies
 from benchmarks.interleaved import Make, Run, faster_share, measured_seconds, undisturbed
 from examples.gpt import gpt
 from examples.moe import moe

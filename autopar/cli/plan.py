@@ -67,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     request = request_of(arguments)
     progress.say(f"tracing {arguments.target}")
     graph = trace_target(arguments)
-    from autopar.plans.find import faster_strategy, plan_graph
+    from autopar.plans.find import plan_graph
+    from autopar.plans.strategies import faster_strategy
     from autopar.solver.infeasible import NoFeasiblePlan
 
     try:
@@ -99,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _experts(plan: Plan, progress: ProgressLine) -> dict[str, Plan]:
-    from autopar.plans.find import price_strategies
+    from autopar.plans.strategies import price_strategies
 
     progress.say("pricing published strategies")
     return price_strategies(plan)

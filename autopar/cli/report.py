@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = load_or_plan(arguments, progress)
     experts: dict[str, Plan] = {}
     if not arguments.no_experts:
-        from autopar.plans.find import faster_strategy, price_strategies
+        from autopar.plans.strategies import faster_strategy, price_strategies
 
         progress.say("pricing published strategies")
         experts = price_strategies(plan)

@@ -72,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     mesh = Mesh(arguments.mesh)
     if mesh.is_open:
         raise MeshError(f"--mesh {arguments.mesh}: every axis needs a number of ranks here, as in dp=2,tp=2")
+    mesh, layout = _of_replica(mesh, arguments.layout)
     if mesh.size > MOST_PROCESSES:
         raise MeshError(
             f"--mesh {arguments.mesh} is {mesh.size} processes on this machine, more than {MOST_PROCESSES}\n"
@@ -86,8 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
     task = VerifyTask(
         arguments.target,
         parse_settings(arguments.set),
-        arguments.mesh,
-        arguments.layout,
+        str(mesh),
+        layout,
         parse_dims(arguments.dims),
         None if arguments.dtype == "own" else arguments.dtype,
         arguments.device,
@@ -109,9 +110,22 @@ def run(arguments: argparse.Namespace) -> int:
     if found.zeros:
         compared = sum(not one.name.startswith("buffer") for one in found.differences)
         print(f"{found.zeros} of {compared} outputs and gradients are zero on both sides, which shows nothing.")
+    if layout != arguments.layout:
+        print(f"One replica was compared, on {mesh}: meetings of replicas are no part of a call.")
     verdict = "They agree" if agree else "They do NOT agree"
     print(f"{verdict}: relative differences from one process, {arguments.tolerance:.0e} allowed.")
     return 0 if agree else 1
+
+
+def _of_replica(mesh: Mesh, layout: str | None) -> tuple[Mesh, str | None]:
+    """Return the mesh and the layout of one replica, where a layout has replicas that drift."""
+    if layout is None:
+        return mesh, None
+    from autopar.sharding.layout.language import choose_layout
+    from autopar.sharding.replicas import split_replicas
+
+    inner, drift = split_replicas(choose_layout(layout, mesh.whole), mesh)
+    return (mesh, layout) if drift is None else (drift.replica_mesh, str(inner))
 
 
 def _plain(arguments: argparse.Namespace, found: Verification, agree: bool) -> dict[str, Any]:

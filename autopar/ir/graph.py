@@ -42,6 +42,8 @@ class NamedGraph:
     repeats: tuple[RepeatedLayers, ...]
     # Dim whose atoms are marked, because axes split it by unequal shares (autopar/sharding/shares.py); empty if none.
     by_share: str = ""
+    # Names for dims that the user gave, by tensor: another trace of the model needs them.
+    given: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def coverage(self) -> dict[str, int]:
         """Return the number of ops with a rule of the table, with a discovered rule, and without (replicated)."""

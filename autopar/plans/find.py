@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
@@ -17,20 +17,13 @@ from autopar.cost.lowered_step import lower_step
 from autopar.cost.memory.peak import memory_limit, size_text
 from autopar.errors import AutoparError, LayoutError
 from autopar.ir.graph import NamedGraph
-from autopar.mesh import Mesh, SubMesh
+from autopar.mesh import Mesh
 from autopar.plans import cache
 from autopar.plans.plan import Plan
+from autopar.plans.replicas import replicas_of, with_meetings
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.contracts import check_contracts
-from autopar.sharding.layout.language import (
-    Layout,
-    applies_to,
-    axes_of,
-    choose_layout,
-    load_strategy,
-    parse_memory,
-    strategy_names,
-)
+from autopar.sharding.layout.language import Layout, choose_layout, parse_memory
 from autopar.sharding.layout.source import excerpts, layout_error
 from autopar.sharding.layout.syntax import Limit, MeshStatement, MicroBatches, OpenMicroBatches
 from autopar.sharding.options import Outputs, TrainingOptions
@@ -40,16 +33,14 @@ from autopar.sharding.schedules import Schedule
 from autopar.sharding.time_slice import propagate_plan, step_plan
 from autopar.solver import Progress
 from autopar.solver.infeasible import NoFeasiblePlan
-from autopar.solver.solve import WHOLE, axis_assignments, check_in_time, solve_plan, splits_nothing
+from autopar.solver.solve import check_in_time, solve_plan
 
 __all__ = [
     "PlanRequest",
     "check_outputs",
     "cluster_here",
-    "faster_strategy",
     "plan_graph",
     "plan_under_layout",
-    "price_strategies",
     "request_like",
 ]
 
@@ -196,6 +187,8 @@ def _in_micro_batches(
 ) -> Plan:
     """Return the best plan on a mesh; where the number of micro-batches is open, with the best of them."""
     said = None if layout is None else choose_layout(layout, mesh.whole)
+    if said is not None and said.drift is not None:
+        return _of_replicas(graph, mesh, said, request, progress, seconds)
     if said is None or (said.open_micro_batches is None and not needs_micro_batches(said, mesh.whole)):
         return _on_mesh(graph, mesh, layout, request, progress, seconds, beat_seconds)
     asked = said.open_micro_batches or OpenMicroBatches()
@@ -217,6 +210,28 @@ def _in_micro_batches(
         assert refused is not None, "there is a number of micro-batches"
         raise refused
     return best
+
+
+def _of_replicas(
+    graph: NamedGraph,
+    mesh: Mesh,
+    layout: Layout,
+    request: PlanRequest,
+    progress: Callable[[Progress], None] | None,
+    seconds: float,
+) -> Plan:
+    """Return the best plan of one replica, with the meetings that the layout states.
+
+    Meetings keep anchors, whose size follows from the plan: one that then does not fit is searched again with less.
+    """
+    graph, inner, own, drift = replicas_of(graph, layout, mesh)
+    limit = request.limit_bytes(request.cluster_value(), inner)
+    found = with_meetings(_in_micro_batches(graph, own, inner, request, progress, seconds, math.inf), drift)
+    if found.fits:
+        return found
+    less = replace(request, memory=max(1.0, limit - found.costs.memory.meetings_bytes))
+    again = with_meetings(_in_micro_batches(graph, own, inner, less, progress, seconds, math.inf), drift)
+    return replace(again, limit_bytes=limit)
 
 
 def _closest(refused: Sequence[tuple[Mesh, AutoparError]]) -> AutoparError:
@@ -340,64 +355,11 @@ def plan_under_layout(
     graph: NamedGraph, mesh: Mesh, layout: str | Path | Layout, request: PlanRequest, origin: str = ""
 ) -> Plan:
     """Return the plan of a layout, completed by propagation and not by search."""
-    axes = mesh.whole
     cluster = request.cluster_value()
-    said = choose_layout(layout, axes)
+    graph, said, mesh, drift = replicas_of(graph, choose_layout(layout, mesh.whole), mesh)
     limit = request.limit_bytes(cluster, said)
     kept = Layout(tuple(one for one in said if not _is_limit(one)), said.name)
-    decided = propagate_plan(graph, kept, axes).with_options(request.options_on(mesh))
+    decided = propagate_plan(graph, kept, mesh.whole).with_options(request.options_on(mesh))
     stages = decided.assignment.pipelining
     _check_in_time(graph, decided.micro, None if stages is None else stages.schedule, decided.options.micro_batches)
-    return Plan(graph, decided, mesh, cluster, limit, None, origin)
-
-
-# -- published strategies ----------------------------------------------------------------------------------------------
-
-
-def price_strategies(plan: Plan) -> dict[str, Plan]:
-    """Return a plan for each applicable strategy, fastest first; equal plans appear once, under the first name."""
-    request = request_like(plan)
-    used = plan.mesh.whole.used
-    found: dict[str, Plan] = {}
-    # Of equal plans that of the strategy with the fewest axes counts.
-    for name in sorted(strategy_names(), key=lambda name: len(axes_of(load_strategy(name)))):
-        best: tuple[str, Plan] | None = None
-        for call in _calls(name, used, plan.graph.dims):
-            try:
-                one = plan_under_layout(plan.graph, plan.mesh, call, request, call)
-            except AutoparError:
-                continue  # it does not apply here
-            if any(one.decided == other.decided for other in found.values()):
-                continue
-            if splits_nothing(one.decided):  # with all axes idle: not the best of this strategy, even if it is faster
-                found[WHOLE] = one
-            elif best is None or _rank(one) < _rank(best[1]):
-                best = call, one
-        if best is not None:
-            found[best[0]] = best[1]
-    return dict(sorted(found.items(), key=lambda item: _rank(item[1])))
-
-
-def faster_strategy(plan: Plan, experts: Mapping[str, Plan]) -> Plan:
-    """Return the searched plan, or a faster strategy that fits: a search may run out of time to price it."""
-    name = min((name for name, one in experts.items() if one.fits), key=lambda name: _rank(experts[name]), default=None)
-    if name is None or plan.within_layout or experts[name].step_seconds >= plan.step_seconds:
-        return plan
-    return replace(experts[name], bound_seconds=plan.bound_seconds, origin=name, target=plan.target)
-
-
-def _rank(plan: Plan) -> tuple[bool, float]:
-    return not plan.fits, plan.step_seconds
-
-
-def _calls(name: str, axes: SubMesh, dims: Iterable[str]) -> Iterator[str]:
-    """Yield calls of a strategy, `fsdp(fsdp=dp*tp)`: equal names are matched, other axes assigned in every way.
-
-    An axis of the strategy whose dims the model lacks gets none; where a strategy has one axis, some may be idle.
-    """
-    strategy = load_strategy(name)
-    if not applies_to(strategy, dims):
-        return
-    for meaning in axis_assignments(strategy, axes, dims, match_names=True):
-        given = ", ".join(f"{role}={'*'.join(own) or 'none'}" for role, own in meaning.items())
-        yield f"{name}({given})"
+    return with_meetings(Plan(graph, decided, mesh, cluster, limit, None, origin), drift)

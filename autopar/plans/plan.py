@@ -24,6 +24,7 @@ from autopar.plans.views.to_json import plan_data
 from autopar.sharding.layout.language import parse_layout
 from autopar.sharding.layout.source import read_text
 from autopar.sharding.propagation import propagate
+from autopar.sharding.replicas import split_replicas
 from autopar.sharding.time_slice import step_plan
 from autopar.tracing.trace import trace
 
@@ -111,17 +112,20 @@ class Plan(PlanRecord):
         if layout.mesh is None or layout.mesh.is_open:
             raise AutoparError(f"{name} has no mesh with fixed sizes\nfix: write one, as in 'mesh dp=2, tp=4'")
         check_whole(header, len(layout.statements), name)
-        axes = layout.mesh.whole
+        layout, drift = split_replicas(layout, layout.mesh)
+        mesh = layout.mesh
+        assert mesh is not None, "that of a replica"
+        axes = mesh.whole
         same = header.graph == graph.fingerprint
         # The mesh statement of the file names the links: its head leaves them out.
-        options = replace(header.options, links=layout.mesh.links)
+        options = replace(header.options, links=mesh.links)
         assignment = propagate(graph, layout, axes) if same else retarget(graph, layout, axes)
-        made = step_plan(graph, layout, assignment)
+        made = replace(step_plan(graph, layout, assignment), drift=drift)
         # Costs are never read from the file: a cluster file may have changed since.
         place = cluster if isinstance(cluster, Cluster) else load_cluster(cluster or _shipped(header.cluster, name))
         limit = header.limit_bytes or int(place.device.memory_bytes)
         asked = limit, None, header.origin, header.target, header.within_layout
-        return Plan(graph, made.with_options(options), layout.mesh, place, *asked)._with_claim(header if same else None)
+        return Plan(graph, made.with_options(options), mesh, place, *asked)._with_claim(header if same else None)
 
     def _with_claim(self, header: Header | None) -> Plan:
         """Add the bound of its file, if the file predicts the same step time."""

@@ -114,13 +114,20 @@ class PlanRecord:
         assignment = self.decided.assignment
         return assignment.stored.get(name) or assignment.values[name]
 
+    @property
+    def whole_mesh(self) -> Mesh:
+        """Return the mesh with the axes of replicas that drift; `mesh` is that of one of them."""
+        return self.mesh if self.decided.drift is None else self.decided.drift.mesh
+
     @cached_property
     def written(self) -> WrittenLayout:
         micro, pipelining = self.decided.micro, self.decided.assignment.pipelining
-        in_time: tuple[Statement, ...] = () if micro is None else (micro,)
+        drift = self.decided.drift
+        in_time: tuple[Statement, ...] = () if drift is None else (drift.statement,)
+        in_time = in_time if micro is None else (*in_time, micro)
         if pipelining is not None:
             in_time = (*in_time, *statements_of(pipelining), *pipelining.pinned)
-        return write_layout(self.graph, self.decided.assignment, self.mesh, in_time)
+        return write_layout(self.graph, self.decided.assignment, self.whole_mesh, in_time)
 
     @property
     def layout(self) -> Layout:
@@ -167,6 +174,9 @@ class PlanRecord:
             sent.append(
                 f"#   activations of each micro-batch from stage to stage of {pipelining.axis}, and their gradients"
             )
+        if self.decided.drift is not None and self.costs.meetings is not None:
+            size = bytes_text(self.costs.meetings.sent_bytes)
+            sent.append(f"#   {size} of a rank and step at meetings of replicas, which change what is learned")
         parts.append(["# what a step sends, each by itself", *(sent or ["#   nothing"])])
         return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 

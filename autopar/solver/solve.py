@@ -253,7 +253,9 @@ def strategy_plans(
     known = PropagationCache()
     found: list[StepPlan] = []
     loaded = {name: load_strategy(name) for name in strategy_names()}
-    strategies = {name: strategy for name, strategy in loaded.items() if applies_to(strategy, setting.graph.dims)}
+    # Meetings change what is learned: no search chooses replicas that drift.
+    alike = {name: strategy for name, strategy in loaded.items() if strategy.drift is None}
+    strategies = {name: strategy for name, strategy in alike.items() if applies_to(strategy, setting.graph.dims)}
     # A layout or a call has micro-batches of its own.
     has_own = setting.call is not None or setting.options.micro_batches > 1
     for name, strategy in sorted(strategies.items(), key=lambda item: len(axes_of(item[1]))):

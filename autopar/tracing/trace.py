@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def named_graph(
         warnings.warn(reason, AutoparWarning, stacklevel=3)
     repeats = repeated_layers(exported)
     naming = name_dims(model, exported, binding, dims, repeats)
-    graph = assemble(model, exported, binding, naming, repeats)
+    graph = replace(assemble(model, exported, binding, naming, repeats), given=dims or {})
     if verifying():
         verify_graph(graph)
     return graph

@@ -23,8 +23,9 @@ from autopar.lowering.emit import emit
 from autopar.lowering.modules.bucket import ParameterHandling
 from autopar.lowering.modules.pipeline_loop import PipelineLoop
 from autopar.lowering.passes.bucket_parameters import BucketedParameters
-from autopar.plans.find import PlanRequest, plan_graph, plan_under_layout, price_strategies
+from autopar.plans.find import PlanRequest, plan_graph, plan_under_layout
 from autopar.plans.open_mesh import meshes_of
+from autopar.plans.strategies import price_strategies
 from autopar.sharding.layout.language import choose_layout, parse_layout
 from autopar.sharding.layout.syntax import CutStatement, MicroBatches, PipelineStatement
 from autopar.sharding.options import TrainingOptions

@@ -9,7 +9,8 @@ import pytest
 import autopar
 from autopar.cost.hardware.cluster import load_cluster
 from autopar.mesh import Mesh, SubMesh
-from autopar.plans.find import PlanRequest, plan_under_layout, price_strategies
+from autopar.plans.find import PlanRequest, plan_under_layout
+from autopar.plans.strategies import price_strategies
 from autopar.sharding.layout.language import applies_to, load_strategy, usable_axes
 from autopar.sharding.options import TrainingOptions
 from autopar.solver.setting import PlanningProblem

@@ -10,6 +10,7 @@ from autopar.errors import AutoparError
 from autopar.ir.analysis.repeated_layers import RepeatedLayers
 from autopar.plans.format import bytes_text, layout_text, percent_text, seconds_text, skeleton, table
 from autopar.plans.record import PlanRecord, PricedCollective
+from autopar.sharding.layout.drift import print_drift
 from autopar.sharding.pipelining import statements_of
 from autopar.sharding.sharding import ROUTING_IMBALANCE
 
@@ -24,6 +25,7 @@ def summary(plan: PlanRecord) -> str:
         _communication(plan),
         _time(plan),
         _stages(plan),
+        _replicas(plan),
         _memory(plan),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
@@ -44,7 +46,7 @@ def _head(plan: PlanRecord) -> list[str]:
     share = percent_text(plan.limit_bytes / plan.cluster.device.memory_bytes)
     limit = f"{bytes_text(plan.limit_bytes)} per device, {share} of its memory"
     lines = [
-        f"{model} on {plan.mesh}: {plan.mesh.size} × {device} ({plan.cluster.name})",
+        f"{model} on {plan.whole_mesh}: {plan.whole_mesh.size} × {device} ({plan.cluster.name})",
         f"  step    {seconds_text(plan.step_seconds)}, {', '.join(filter(None, (gap, origin)))}",
         f"  memory  {bytes_text(plan.memory_bytes)} of {limit}: {fits}",
     ]
@@ -255,6 +257,7 @@ def _communication(plan: PlanRecord) -> list[str]:
 
 def _time(plan: PlanRecord) -> list[str]:
     costs = plan.costs
+    sent_at_meetings = 0.0 if costs.meetings is None else costs.meetings.sent_seconds
     parts = (
         ("forward", costs.compute.forward_seconds),
         ("backward", costs.compute.backward_seconds),
@@ -266,11 +269,15 @@ def _time(plan: PlanRecord) -> list[str]:
             - costs.compute.seconds
             - costs.exposed_seconds
             - costs.waiting_seconds
-            - costs.bubble_seconds,
+            - costs.bubble_seconds
+            - costs.late_seconds
+            - sent_at_meetings,
         ),
         ("exposed communication of parameters", costs.exposed_seconds),
         ("waiting for the host", costs.waiting_seconds),
         ("waiting for other stages", costs.bubble_seconds),
+        ("steps that end late, and waiting for them", costs.late_seconds),
+        ("meetings of replicas", sent_at_meetings),
     )
     # An empty model takes no time: avoid a division by zero.
     step = costs.step_seconds or 1.0
@@ -299,6 +306,21 @@ def _stages(plan: PlanRecord) -> list[str]:
     return [f"{head}, which waits {percent_text(bubble)} of the step", *table(rows, right=(2, 3, 4, 5, 6, 7))]
 
 
+def _replicas(plan: PlanRecord) -> list[str]:
+    """Return what replicas that drift send and keep."""
+    drift, costs = plan.decided.drift, plan.costs.meetings
+    if drift is None or costs is None:
+        return []
+    rows = [
+        ("sent by a rank, in a step", bytes_text(costs.sent_bytes), seconds_text(costs.sent_seconds)),
+        ("steps that end late, and waiting for them", "", seconds_text(costs.late_seconds)),
+        ("anchors and buffers of a rank", bytes_text(costs.memory_bytes), ""),
+    ]
+    names = f"{drift.replicas} replicas along {'*'.join(drift.axes)}, each {plan.mesh}"
+    note = "  note    all else is of one replica; meetings change what is learned, so this prices the throughput alone"
+    return [f"{print_drift(drift.statement)}: {names}", *table(rows, right=(1, 2)), note]
+
+
 def _memory(plan: PlanRecord) -> list[str]:
     memory = plan.costs.memory
     kinds = (
@@ -308,6 +330,7 @@ def _memory(plan: PlanRecord) -> list[str]:
         ("optimizer", memory.optimizer_bytes),
         ("inputs", memory.inputs_bytes),
         ("saved for the backward", memory.saved_bytes),
+        ("anchors of replicas", memory.meetings_bytes),
     )
     rows = [(name, bytes_text(size)) for name, size in kinds if size]
     head = f"peak memory per device: {bytes_text(memory.peak_bytes)}, at {memory.peak_at}"

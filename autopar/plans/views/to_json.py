@@ -9,6 +9,7 @@ from autopar.plans.record import PlanRecord
 from autopar.plans.views.alternatives import Alternative
 from autopar.plans.views.explain import Explanation, OpFacts
 from autopar.plans.views.summary import dims_by_place
+from autopar.sharding.layout.drift import print_drift
 
 __all__ = ["costs_data", "explanation_data", "plan_data", "short_data"]
 
@@ -44,6 +45,7 @@ def costs_data(plan: PlanRecord) -> dict[str, Any]:
     """Return the costs of a plan."""
     costs, memory = plan.costs, plan.costs.memory
     return {
+        "drift": _drift_data(plan),
         "step_seconds": costs.step_seconds,
         "bound_seconds": plan.bound_seconds or None,
         "gap": plan.gap,
@@ -68,6 +70,22 @@ def costs_data(plan: PlanRecord) -> dict[str, Any]:
             "inputs": memory.inputs_bytes,
             "saved": memory.saved_bytes,
         },
+    }
+
+
+def _drift_data(plan: PlanRecord) -> dict[str, Any] | None:
+    """Return the replicas that drift; None for other plans."""
+    drift, meetings = plan.decided.drift, plan.costs.meetings
+    if drift is None or meetings is None:
+        return None
+    return {
+        "statement": print_drift(drift.statement),
+        "mesh": drift.mesh.whole,
+        "replicas": drift.replicas,
+        "sent_bytes": meetings.sent_bytes,
+        "sent_seconds": meetings.sent_seconds,
+        "late_seconds": meetings.late_seconds,
+        "memory_bytes": meetings.memory_bytes,
     }
 
 
