@@ -1,0 +1,157 @@
+"""Replicas that drift beside synchronous training: steps in a second where ranks are late, and the loss after training.
+
+    python -m benchmarks.drift                    # both tables, on 4 processes of this machine
+    python -m benchmarks.drift --steps 100        # more steps for the first table
+    python -m benchmarks.drift --train 0          # without the second one
+
+A step sleeps 50 ms, which stands for a device; a late rank sleeps 50 ms more. Steps in a second are the mean of the
+ranks, each over its own time, and shown as multiples of synchronous training under the same sleeps. The loss is that of
+the mean of all replicas, on fixed batches that none was trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+import autopar
+from autopar.lowering.collectives.process_groups import join_local_group
+from autopar.runtime.module import ParallelModule
+from examples.gpt import gpt
+from examples.training import Characters
+
+RANKS = 4
+SLEEP = 0.05
+METHODS = {
+    "sync": "ddp(dp=pod)",
+    "local SGD, every 16": "drift pod -> mean every 16; ddp",
+    "DiLoCo, every 20": "drift pod -> mean every 20, outer nesterov(0.7, 0.9); ddp",
+    "ring": "drift pod -> ring; ddp",
+    "exponential": "drift pod -> exponential; ddp",
+    "server, BSP": "drift pod -> server(2); ddp",
+    "server, SSP 4": "drift pod -> server(2), stale 4; ddp",
+    "server, TAP": "drift pod -> server(2), stale any; ddp",
+}
+# Share of the steps in which a rank sleeps longer, by rank.
+LATE = {
+    "nobody": (0.0, 0.0, 0.0, 0.0),
+    "any rank, 1/8 of the steps": (1 / 8,) * RANKS,
+    "one rank, 1/2 of the steps": (0.0, 0.0, 0.0, 1 / 2),
+    "one rank, always": (0.0, 0.0, 0.0, 1.0),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40, help="steps of each cell of the first table (default 40)")
+    parser.add_argument("--train", type=int, default=300, help="steps before the loss (default 300)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "found.json")
+        spawn(_rank, (options.steps, options.train, str(result)), nprocs=RANKS)
+        found = json.loads(result.read_text())
+    if options.steps:
+        print(f"steps in a second ÷ those of sync, {options.steps} steps; sync itself in steps/s")
+        _print_rates(found["rates"])
+    if options.train:
+        print(f"\nloss after {options.train} steps, and MB that a rank sent at meetings")
+        for name, (loss, sent) in found["losses"].items():
+            print(f"  {name:22}{loss:8.3f}{sent / 1e6:10.1f}")
+
+
+def _print_rates(rates: Mapping[str, Mapping[str, float]]) -> None:
+    print(f"  {'late':30}" + "".join(f"{name:>21}" for name in METHODS))
+    for late, row in rates.items():
+        cells = [f"{row['sync']:.2f}/s", *(f"{row[name] / row['sync']:.2f}" for name in METHODS if name != "sync")]
+        print(f"  {late:30}" + "".join(f"{cell:>21}" for cell in cells))
+
+
+def _rank(rank: int, steps: int, train: int, result: str) -> None:
+    torch.set_num_threads(1)
+    join_local_group(Path(result).with_name("meeting"), rank, RANKS)
+    rates: dict[str, dict[str, float]] = {}
+    for late in LATE if steps else ():
+        rates[late] = {name: _rate(layout, LATE[late], steps) for name, layout in METHODS.items()}
+    losses = {name: _loss(layout, train) for name, layout in METHODS.items()} if train else {}
+    if rank == 0:
+        Path(result).write_text(json.dumps({"rates": rates, "losses": losses}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _module(layout: str, d_model: int, seq: int, batch: int) -> ParallelModule:
+    torch.manual_seed(0)
+    model, inputs = gpt(layers=2, d_model=d_model, heads=4, vocab=Characters().vocab, seq=seq, batch=batch)
+    return autopar.parallelize(model, f"pod={RANKS}", inputs, layout=layout)
+
+
+def _drawn(text: Characters, batch: int, seq: int, draw: torch.Generator) -> dict[str, Any]:
+    starts = torch.randint(len(text.codes) - seq - 1, (batch, 1), generator=draw)
+    pieces = text.codes[starts + torch.arange(seq + 1)]
+    return {"ids": pieces[:, :-1].contiguous(), "targets": pieces[:, 1:].contiguous()}
+
+
+def _rate(layout: str, late: tuple[float, ...], steps: int) -> float:
+    """Return the steps in a second of the ranks, on average."""
+    module, text = _module(layout, 32, 32, 16), Characters()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    data, sleeps = torch.Generator().manual_seed(1), torch.Generator().manual_seed(77 + dist.get_rank())
+    share = late[dist.get_rank()]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        module(**_drawn(text, 16, 32, data)).backward()
+        optimizer.step()
+
+    step()  # servers start, buffers are made
+    dist.barrier()
+    begun = time.perf_counter()
+    for _ in range(steps):
+        time.sleep(SLEEP * (1 + (float(torch.rand((), generator=sleeps)) < share)))
+        step()
+    own = torch.tensor(steps / (time.perf_counter() - begun))
+    _finish(module, layout)
+    dist.all_reduce(own)
+    return float(own) / RANKS
+
+
+def _loss(layout: str, steps: int) -> tuple[float, float]:
+    """Return the loss of the mean of all replicas after training, and the bytes that a rank sent at meetings."""
+    module, text = _module(layout, 64, 64, 16), Characters()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
+    data = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        module(**_drawn(text, 16, 64, data)).backward()
+        optimizer.step()
+    sent = module.replicas.sent_bytes if "drift" in layout else 0.0
+    _finish(module, layout)
+    for parameter in module.parameters():
+        mean: Any = parameter.detach()
+        local = mean.to_local()
+        dist.all_reduce(local)
+        local /= RANKS
+    draw, total = torch.Generator().manual_seed(99), torch.zeros(())
+    with torch.no_grad():
+        for _ in range(8):
+            total += module(**_drawn(text, 16, 64, draw)) / 8
+    dist.all_reduce(total)
+    return float(total) / RANKS, sent
+
+
+def _finish(module: ParallelModule, layout: str) -> None:
+    if "drift" in layout:
+        module.replicas.finish()
+
+
+if __name__ == "__main__":
+    main()
