@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -41,7 +42,7 @@ class Checkpoints:
         keep: number of complete checkpoints to keep, and to delete older ones and incomplete ones; None keeps all.
 
     The state is one of `torch.distributed.checkpoint`: tensors, DTensors, objects with `state_dict` and
-    `load_state_dict`, values that can be pickled. Values without shards are those of the first rank.
+    `load_state_dict`, values that can be pickled. Values without shards are those of the first rank that has them.
     """
 
     def __init__(self, folder: str | Path, keep: int | None = None) -> None:
@@ -138,16 +139,19 @@ class Checkpoints:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Planner of a save that takes values without shards from the first rank.
+    """Planner of a save that takes values without shards from the first rank that has them.
 
     torch takes each from any rank, but random states and counters of a loader differ from rank to rank.
     """
 
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        if self.is_coordinator:
-            return plan
-        return replace(plan, items=[item for item in plan.items if item.type is WriteItemType.SHARD])
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        taken: set[MetadataIndex] = set()
+        plans = []
+        for plan in all_plans:
+            items = [item for item in plan.items if item.type is WriteItemType.SHARD or item.index not in taken]
+            taken |= {item.index for item in items if item.type is not WriteItemType.SHARD}
+            plans.append(replace(plan, items=items))
+        return super().create_global_plan(plans)
 
 
 def _step(folder: Path) -> int:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -73,6 +74,10 @@ def save_in_background(folder: str) -> dict[str, Any]:
     saves.save({"training": training}, SAVED)  # once more, without a warning of torch
     saves.finish()
     found["folders"] = sorted(os.listdir(folder))
+    alone = autopar.Checkpoints(Path(folder).parent / "own")
+    alone.save({f"of rank {dist.get_rank()}": torch.ones(1), "of all": 1}, 0)
+    alone.finish()
+    found["names"] = sorted(FileSystemReader(alone.newest()).read_metadata().state_dict_metadata)
     return found
 
 
@@ -118,16 +123,17 @@ def refuse(folder: str) -> dict[str, Any]:
 def test_a_run_goes_on_with_other_ranks(tmp_path: Path) -> None:
     alone, data = model_and_data()
     expected = losses(alone, data, adamw(alone))
-    folder = str(tmp_path)
+    folder = str(tmp_path / "run")
     saved = launch(save_in_background, folder, ranks=2)
     for found in saved:
         assert found["before"] is None
         assert found["loaded"] is None
         assert found["losses"] == pytest.approx(expected[:SAVED], abs=1e-10, rel=0)
-        assert found["newest"] == tmp_path / "step6"
+        assert found["newest"] == tmp_path / "run" / "step6"
         assert found["folders"] == ["step4", "step6"]
+        assert found["names"] == ["of all", "of rank 0", "of rank 1"]
     assert not torch.equal(saved[0]["random"], saved[1]["random"])
-    given = (go_on, (folder,)), (refuse, (str(tmp_path.parent / "other"),))
+    given = (go_on, (folder,)), (refuse, (str(tmp_path / "other"),))
     for rank, everything in enumerate(launch(in_turn, *given, ranks=3)):
         found = everything["go_on"]
         assert found["step"] == SAVED
