@@ -200,6 +200,6 @@ def _planner(
     planner: Planner = (
         SearchPlanner(chosen, inner, dims, request, searched if drift is None else None)
         if has_holes(chosen)
-        else LayoutPlanner(chosen, inner.whole, dims, request, device_type)
+        else LayoutPlanner(chosen, inner.whole, dims, request, device_type, inner.links)
     )
     return planner, drift, batch_dim_of(chosen)

@@ -22,9 +22,11 @@ from types import MappingProxyType
 from autopar.cost.algorithm_registry import ALGORITHMS
 from autopar.cost.collective_algorithms import KINDS, Algorithm, LevelSpan, Phase, TopologyLevel
 from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.level_prices import cheapest_ways, seconds_by_level
 from autopar.errors import ClusterError
 from autopar.mesh import SubMesh
 from autopar.names import did_you_mean
+from autopar.sharding.level_sums import LevelSum
 
 # Collectives of messages between pairs of ranks, each with data of its own.
 PAIRWISE = ("all_to_all", "gather", "scatter", "send", "halo_exchange")
@@ -91,6 +93,10 @@ class Network:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    _level_sums: dict[tuple[str, ...], tuple[LevelSum, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
     def __post_init__(self) -> None:
         names = [level.name for level in self.cluster.level]
         for axis, link in self.links.items():
@@ -115,7 +121,40 @@ class Network:
     # -- prices
 
     def seconds(self, kind: str, axes: tuple[str, ...], buffer_bytes: float) -> float:
-        """Return the time of one collective; the buffer is the reduced, gathered or exchanged tensor of a rank."""
+        """Return the time of a collective; the buffer is the reduced, gathered or exchanged tensor of a rank.
+
+        An all-reduce may run by level, as three collectives or more.
+        """
+        by_level = self.by_level(axes, buffer_bytes) if kind == "all_reduce" else None
+        if by_level is not None:
+            return seconds_by_level(by_level, self.axes, self.library_seconds, buffer_bytes)
+        return self.library_seconds(kind, axes, buffer_bytes)
+
+    def by_level(self, axes: tuple[str, ...], buffer_bytes: float) -> LevelSum | None:
+        """Return how an all-reduce of a buffer runs by level; None for one collective."""
+        return next((one for one in self.level_sums(axes) if one.takes(buffer_bytes)), None)
+
+    def level_sums(self, axes: tuple[str, ...]) -> tuple[LevelSum, ...]:
+        """Return the all-reduces over some axes that run by level, for which buffers."""
+        if len(axes) < 2:
+            return ()
+        key = tuple(axis for axis in self.axes if axis in axes)
+        found = self._level_sums.get(key)
+        if found is None:
+            host = self.cluster.library.host_seconds
+            fast_first = sorted(key, key=self._slowness)
+            found = self._level_sums[key] = cheapest_ways(fast_first, self.axes, self.library_seconds, host)
+        return found
+
+    def _slowness(self, axis: str) -> tuple[int, float, int]:
+        """Return a key that orders axes by their links; the minor one of equal axes comes first."""
+        group = self.group((axis,))
+        names = [level.name for level in self.cluster.level]
+        outermost = names.index(group[-1].level.name) if group else -1
+        return outermost, -min((span.rate for span in group), default=inf), -list(self.axes).index(axis)
+
+    def library_seconds(self, kind: str, axes: tuple[str, ...], buffer_bytes: float) -> float:
+        """Return the time of one collective of the library."""
         key = (kind, axes, buffer_bytes)
         found = self._seconds.get(key)
         if found is None:

@@ -95,7 +95,7 @@ class ReshardCosts:
                 size = step.numel * itemsize
                 # Only a reshard that is one all-reduce, and nothing else, can be joined with others.
                 part = share if len(steps) == 1 and step.kind == StepKind.ALL_REDUCE.value else 1.0
-                host = self.network.cluster.library.host_seconds.get(step.kind, self.launch_seconds)
+                host = self._host(step, size)
                 seconds = self.network.seconds(step.kind, step.axes, size)
                 found.append(StepCost(step, size, part * seconds, part * host))
         return found
@@ -105,8 +105,14 @@ class ReshardCosts:
         if step.local:
             # A slice of a parameter or of its gradient is a view, or part of the copy into the bucket.
             return StepCost(step, size, 0.0, self.launch_seconds)
-        host = self.network.cluster.library.host_seconds.get(step.kind, self.launch_seconds)
-        return StepCost(step, size, self.network.seconds(step.kind, step.axes, size), host)
+        return StepCost(step, size, self.network.seconds(step.kind, step.axes, size), self._host(step, size))
+
+    def _host(self, step: StepSize, size: float) -> float:
+        """Return the host seconds of a collective; an all-reduce by level launches several."""
+        by_level = self.network.by_level(step.axes, size) if step.kind == StepKind.ALL_REDUCE.value else None
+        kinds = [step.kind] if by_level is None else [phase.kind for phase in by_level.phases(self.network.axes)]
+        launches = self.network.cluster.library.host_seconds
+        return sum(launches.get(kind, self.launch_seconds) for kind in kinds)
 
 
 # -- single tasks -----------------------------------------------------------------------------------------------------

@@ -115,6 +115,7 @@ class _Emitter:
         device = torch.device(groups.device_type)
         self.drawings = RandomOps(self.axes, self.groups.coordinate, device, groups.replicas)
         self.key: Node | None = None
+        self.sum_bytes: dict[str, int] = {}
         self.regions = recompute_regions(graph, recompute) if graph.exported.grad_enabled else ()
         self.again = recomputed_ops(graph, self.regions)
         self.region_of = {op: number for number, region in enumerate(self.regions) for op in region.ops}
@@ -147,7 +148,7 @@ class _Emitter:
             self.out = loop_micro_batches(self.out, self.modules, self.micro_batches, regathered, self._body, stages)
         ends = move_to_ends(self.out, self.modules, self._inputs()) if with_ends else HoistedSums()
         join_totals(self.out, self.modules)
-        put_in_buckets(self.out, self.modules, self.by_node, self.parameters)
+        self.sum_bytes |= put_in_buckets(self.out, self.modules, self.by_node, self.parameters)
         # A loss of each rank alone may get another gradient on each.
         put_in_loops(self.out, self.modules, self.outputs not in ("local", "local_sum"))
         if self.parameters.gate is not None:
@@ -156,7 +157,8 @@ class _Emitter:
         mutated = len(self.graph.exported.mutations)
         module = with_regions(self.out, self.modules, self.regions)
         draws = tuple(self.drawings.ops)
-        emitted = Emitted(module, self.reshard_plan.inserted(), self.reshard_plan.results[mutated:], draws, ends)
+        returned, inserted = self.reshard_plan.results[mutated:], self.reshard_plan.inserted()
+        emitted = Emitted(module, inserted, returned, draws, ends, self.sum_bytes)
         if verifying():
             verify_emitted(self.graph, self.assignment, self.groups, self.reshard_plan, emitted)
         return emitted
@@ -164,7 +166,7 @@ class _Emitter:
     def _body(self, graph: Graph, modules: dict[str, nn.Module]) -> GraphModule:
         """Return the module of the graph of one micro-batch."""
         # The gradients of all micro-batches add up right after their backward, so they may not be pending then.
-        put_in_buckets(graph, modules, self.by_node, replace(self.parameters, awaited=False))
+        self.sum_bytes |= put_in_buckets(graph, modules, self.by_node, replace(self.parameters, awaited=False))
         repeat_masked_heads(graph, self.groups.device_type)
         return with_regions(graph, modules, self.regions)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch.fx import GraphModule
@@ -28,6 +29,8 @@ class Emitted:
     draws: tuple[DrawnOp, ...] = ()
     # Small sums that are made before and after the graph.
     ends: HoistedSums = field(default_factory=HoistedSums)
+    # Bytes that are summed together with the gradient of each parameter.
+    sum_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 def note_of(one: InsertedReshard, graph: NamedGraph) -> str:

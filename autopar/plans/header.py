@@ -14,6 +14,7 @@ from autopar.cost.compute.optimizers import OPTIMIZERS
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.names import MAX_DIGITS, did_you_mean, printable
+from autopar.sharding.level_sums import NO_LEVEL_SUMS, LevelSums
 from autopar.sharding.options import Outputs, TrainingOptions
 
 __all__ = ["FIRST", "Header", "check_model", "check_whole", "dtype_of", "dtype_text", "parameters_of", "read_header"]
@@ -41,6 +42,8 @@ class Header:
     memory_bytes: float = 0.0
     origin: str = ""
     within_layout: bool = False
+    # All-reduces that run by level: the links of the cluster decided.
+    by_level: LevelSums = NO_LEVEL_SUMS
     # Number of statements of the file, to detect one that was cut off.
     statements: int = 0
 
@@ -66,6 +69,7 @@ _READ: Mapping[str, Callable[[str], Any]] = {
     "float": float,
     "float | None": float,
     "torch.dtype | None": lambda text: dtype_of(text),
+    "LevelSums": LevelSums.parse,
     "bool": {"True": True, "False": False}.__getitem__,
 }
 
@@ -85,6 +89,7 @@ _IS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "step_seconds": (_amount, "a finite number from 0 up"),
     "bound_seconds": (_amount, "a finite number from 0 up"),
     "memory_bytes": (_amount, "a finite number from 0 up"),
+    "by_level": (lambda value: bool(value.found), "axes and bytes, as in 'tp, dp from 65536'"),
     "statements": (lambda value: value >= 0, "a whole number from 0 up"),
 }
 

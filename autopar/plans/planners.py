@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
 
 from autopar.cost.memory.peak import check_memory
+from autopar.cost.network import Network
 from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedTensor
@@ -23,6 +26,7 @@ from autopar.sharding.contracts import check_contracts
 from autopar.sharding.layout.language import Layout, parse_layout
 from autopar.sharding.layout.resolve import resolve
 from autopar.sharding.layout.syntax import Block, DimRule, Hole, Pin
+from autopar.sharding.level_sums import LevelSum, LevelSums
 from autopar.sharding.propagation import propagate
 from autopar.sharding.replicas import split_replicas
 from autopar.sharding.reshard_insertion import InsertedReshard
@@ -58,6 +62,8 @@ class LayoutPlanner:
     dims: Mapping[str, str] | None
     request: PlanRequest
     device_type: str
+    # Cluster levels that the mesh gives its axes.
+    links: Mapping[str, str] = field(default_factory=dict)
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
         return trace(model, inputs, dims=self.dims)
@@ -72,6 +78,15 @@ class LayoutPlanner:
         check_contracts(self.layout, graph, assignment, inserted)
         plan = step_plan(graph, self.layout, assignment).with_options(self.request.options)
         check_memory(self.layout, graph, plan, self._device_bytes())
+
+    def level_sums(self, axes: tuple[str, ...]) -> tuple[LevelSum, ...]:
+        """Return the all-reduces that run by level by the prices of the cluster that the user named; else none."""
+        return () if self._network is None else self._network.level_sums(axes)
+
+    @cached_property
+    def _network(self) -> Network | None:
+        named = self.request.cluster is not None
+        return Network(self.request.cluster_value(), self.axes, self.links) if named else None
 
     def _device_bytes(self) -> float | None:
         """Return the memory of the device in bytes; None for a CPU, which the ranks of a machine share."""
@@ -99,7 +114,9 @@ class LayoutPlanner:
     def facts(self) -> Mapping[str, str]:
         lines = enumerate(str(self.layout).splitlines(), start=1)
         found = {f"line {number} of the layout": line for number, line in lines}
-        return {**found, "dims": str(dict(self.dims or {})), "mesh": str(dict(self.axes))}
+        cluster = "none" if self._network is None else self._network.cluster
+        prices = f"{getattr(cluster, 'name', cluster)} {crc32(repr(cluster).encode())}"
+        return {**found, "dims": str(dict(self.dims or {})), "mesh": str(dict(self.axes)), "cluster": prices}
 
 
 @dataclass
@@ -111,6 +128,7 @@ class PlanFilePlanner:
     # That of the text, with the axes of replicas; the plan is that of one replica.
     mesh: Mesh
     dims: Mapping[str, str] | None
+    by_level: LevelSums = field(default_factory=LevelSums, init=False)
 
     def _layout(self) -> tuple[Layout, SubMesh]:
         """Return the layout of one replica, and its axes."""
@@ -119,6 +137,9 @@ class PlanFilePlanner:
 
     def trace(self, model: nn.Module, inputs: tuple[Any, ...] | Mapping[str, Any]) -> NamedGraph:
         return trace(model, inputs, dims=self.dims)
+
+    def level_sums(self, axes: tuple[str, ...]) -> tuple[LevelSum, ...]:
+        return self.by_level.over(axes)
 
     def decide(self, graph: NamedGraph) -> Assignment | str:
         return self.text
@@ -129,6 +150,7 @@ class PlanFilePlanner:
         header = read_header(text, self.name)
         assert header is not None, "only plans come here"
         check_model(header, graph, self.name)
+        self.by_level = header.by_level
         check_whole(header, len(parse_layout(text, self.name).statements), self.name)
         layout, axes = self._layout()
         if header.graph == graph.fingerprint:
@@ -182,6 +204,9 @@ class SearchPlanner:
         if self.found is not None:
             return self.found.decide(graph)
         return plan_graph(graph, (self.mesh,), self.layout, self.request).text
+
+    def level_sums(self, axes: tuple[str, ...]) -> tuple[LevelSum, ...]:
+        return () if self.found is None else self.found.level_sums(axes)
 
     def read(self, graph: NamedGraph, text: str) -> Assignment:
         if self.found is None:

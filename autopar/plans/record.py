@@ -19,8 +19,10 @@ from autopar.plans.to_layout import WrittenLayout, write_layout
 from autopar.sharding.assignment import StepPlan
 from autopar.sharding.layout.language import Layout
 from autopar.sharding.layout.syntax import Statement, print_statement
+from autopar.sharding.level_sums import LevelSums
 from autopar.sharding.pipelining import statements_of
-from autopar.sharding.reshard_insertion import StepCollective
+from autopar.sharding.reshard.reshard import StepKind
+from autopar.sharding.reshard_insertion import StepCollective, step_collectives
 from autopar.sharding.sharding import Sharding
 from autopar.solver import relative_gap
 
@@ -87,17 +89,28 @@ class PlanRecord:
         return relative_gap(self.step_seconds, self.bound_seconds) if self.bound_seconds else None
 
     @cached_property
+    def network(self) -> Network:
+        """Return the links of the cluster under the mesh."""
+        return Network(self.cluster, self.decided.mesh, self.decided.options.links)
+
+    @cached_property
     def collectives(self) -> tuple[PricedCollective, ...]:
         """Return the collectives of one forward and backward, of one micro-batch, in the order of the graph."""
-        decided = self.decided
-        network = Network(self.cluster, decided.mesh, decided.options.links)
+        step = lower_step(self.graph, self.decided)
+        summed = [bucket for bucket in step.buckets if bucket.is_sum]
+        sums = {member.tensor: bucket.sum_bytes for bucket in summed for member in bucket.members}
         found = []
-        for one in lower_step(self.graph, decided).reshard_plan.inserted():
-            for direction, step in one.collectives():
-                size = one.bytes_of(step)
-                seconds = network.seconds(step.kind.value, step.axes, float(size))
-                found.append(PricedCollective(step.kind.value, step.axes, direction, one.tensor, one.op, size, seconds))
+        for one in step_collectives(step.reshard_plan.inserted(), self.network.level_sums, self.decided.mesh, sums):
+            seconds = self.network.library_seconds(one.kind, one.axes, float(one.bytes))
+            found.append(PricedCollective(**vars(one), seconds=seconds))
         return tuple(found)
+
+    @cached_property
+    def by_level(self) -> LevelSums:
+        """Return the all-reduces of the plan that run by level."""
+        inserted = lower_step(self.graph, self.decided).reshard_plan.inserted()
+        summed = (step.axes for one in inserted for _, step in one.collectives() if step.kind is StepKind.ALL_REDUCE)
+        return LevelSums(tuple(one for axes in dict.fromkeys(summed) for one in self.network.level_sums(axes)))
 
     def layout_of(self, name: str) -> Sharding:
         """Return the sharding of a tensor.
@@ -150,6 +163,7 @@ class PlanRecord:
             self.memory_bytes,
             self.origin,
             self.within_layout,
+            self.by_level,
         )
 
     @cached_property

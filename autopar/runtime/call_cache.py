@@ -26,6 +26,7 @@ from autopar.mesh import SubMesh
 from autopar.runtime.agreement import Agreement, PendingCheck, graph_facts
 from autopar.runtime.call_planner import CallSettings, Planner
 from autopar.runtime.compiled_call import CallResults, CallSignature, CompiledCall
+from autopar.runtime.first_rank import FirstRank
 from autopar.runtime.random_keys import RandomKeys, kept_generators
 from autopar.runtime.shards import LocalShard, ShardOwner, held_by
 from autopar.runtime.sync.replica_batch import ReplicaBatch
@@ -78,6 +79,7 @@ class CallCache:
         self.settings = settings
         self.results = CallResults(settings.options.outputs, settings.options.local_inputs, settings.compute_dtype)
         self.groups = Groups(mesh, 1 if replica is None else replica.group.count)
+        self._first_rank: FirstRank | None = None
         self.agreement = Agreement(mesh)
         # All ranks of all replicas: they compare what they start with, and nothing later.
         self.everyone = self.agreement if replica is None else Agreement(replica.devices)
@@ -106,9 +108,17 @@ class CallCache:
         # Facts first: `same_values` expects the same names on all ranks.
         self.everyone.same(self.weights.facts(), SAME_MODEL)
         self.everyone.same({**planner.facts(), "settings": str(settings)}, SAME_ARGUMENTS)
-        if self.everyone.size > 1:
+        if replica is None:
+            self.weights.find_owner(self.agreement)
+        if self.everyone.size > 1 and not self.weights.from_first:
             self.everyone.same_values(self.weights.sums(), lambda name: SAME_MODEL)
         self.agreement.open_channel()
+
+    def first_rank(self) -> FirstRank:
+        """Return the first rank, which may have whole tensors; all ranks ask for it together."""
+        if self._first_rank is None:
+            self._first_rank = FirstRank(self.groups)
+        return self._first_rank
 
     def current(self) -> CompiledCall:
         if self.latest is None:
@@ -304,7 +314,7 @@ class CallCache:
         if len({row[0] for row in agreement.numbers(digest(emitted.ends.outline))}) > 1:
             emitted = agreement.together(lambda: self._emit(graph, assignment, local, with_ends=False))
         if not self.weights.shells:
-            self.weights.build(held)
+            self.weights.build(held, self.first_rank)
         plan = CompiledCall(
             given, graph, assignment, emitted, held, self.shell, self.rank, self.results, self.synchronisation
         )
@@ -321,6 +331,7 @@ class CallCache:
                     "fix: give plain tensors, and local_inputs=False"
                 )
         parameters, outputs = self._parameters(graph, assignment), self.settings.options.outputs
+        self.groups.level_sums = self.planner.level_sums
         emitted = emit(graph, assignment, self.groups, outputs, local, parameters, with_ends=with_ends)
         self.planner.check(graph, assignment, emitted.inserted)
         return emitted

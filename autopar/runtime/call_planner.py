@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.ir.graph import NamedGraph
 from autopar.sharding.assignment import Assignment
+from autopar.sharding.level_sums import LevelSum
 from autopar.sharding.options import TrainingOptions
 from autopar.sharding.reshard_insertion import InsertedReshard
 
@@ -34,6 +35,10 @@ class Planner(Protocol):
 
     def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
         """Return the global shapes of the inputs of a graph that was traced with the shards of one rank."""
+        ...
+
+    def level_sums(self, axes: tuple[str, ...]) -> Iterable[LevelSum]:
+        """Return the all-reduces over some axes that run by level, for which buffers."""
         ...
 
     def facts(self) -> Mapping[str, str]:
@@ -70,6 +75,9 @@ class FixedInputs:
 
     def whole_shapes(self, graph: NamedGraph) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(graph.tensors[name].shape) for name in graph.inputs}
+
+    def level_sums(self, axes: tuple[str, ...]) -> Iterable[LevelSum]:
+        return ()
 
     def facts(self) -> Mapping[str, str]:
         return {}

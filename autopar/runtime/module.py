@@ -35,7 +35,7 @@ from autopar.runtime.torch_wrappers import (
 )
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.options import Outputs, TrainingOptions
-from autopar.sharding.reshard_insertion import StepCollective
+from autopar.sharding.reshard_insertion import StepCollective, step_collectives
 
 __all__ = ["CallSettings", "ParallelModule", "Planner"]
 
@@ -261,11 +261,9 @@ class ParallelModule(ClosedModule):
 
     def collectives(self) -> tuple[StepCollective, ...]:
         """Return the collectives of a forward and backward of the latest call, in order of the graph."""
-        return tuple(
-            StepCollective(step.kind.value, step.axes, direction, inserted.tensor, inserted.op, inserted.bytes_of(step))
-            for inserted in self.emitted.inserted
-            for direction, step in inserted.collectives()
-        )
+        groups, emitted = self._plans.groups, self.emitted
+        sizes = dict(zip(groups.names, groups.mesh.shape, strict=True))
+        return tuple(step_collectives(emitted.inserted, groups.level_sums, sizes, emitted.sum_bytes))
 
     @property
     def code(self) -> str:
@@ -298,9 +296,24 @@ class ParallelModule(ClosedModule):
         """
         self._plans.weights.initialise(init, self._plans.everyone)
 
-    def load_full_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Load this rank's shards from a state dict of whole tensors, also from mapped files."""
-        self._plans.weights.load_full(state_dict, self._plans.agreement)
+    def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None) -> None:
+        """Load this rank's shards from a state dict of whole tensors, also from mapped files.
+
+        Parameters:
+            state_dict: whole tensors under the model's names, on every rank. Or on the first rank alone, and None on
+                the others: the first rank then sends each of them its pieces.
+        """
+        self._plans.weights.load_full(state_dict, self._plans.agreement, self._plans.first_rank)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Gather the whole tensors on the first rank, in the memory of the host; all ranks call it together.
+
+        Returns:
+            Parameters and persistent buffers under the model's names on the first rank, nothing on the others. No
+            other rank ever has a whole tensor of those that are split.
+        """
+        self._plans.weights.check_there()
+        return self._plans.weights.full(self._plans.first_rank())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict of whole tensors, or of DTensors of any layout and mesh.

@@ -20,12 +20,13 @@ from autopar.runtime.module_shell import canonical_names, mirror, owner_of
 from autopar.runtime.stage_dtensor import stage_mesh
 from autopar.runtime.strided_dtensor import support
 from autopar.sharding.assignment import Assignment
-from autopar.sharding.sharding import Atoms, Sharding, atoms_of, split_by_share, to_placements, weights_of
+from autopar.sharding.sharding import Atoms, Piece, Sharding, atoms_of, split_by_share, to_placements, weights_of
 from autopar.sharding.shares import marked_for
 
 __all__ = [
     "LocalShard",
     "ShardOwner",
+    "check_full",
     "held_by",
     "hollow",
     "initialise",
@@ -34,6 +35,7 @@ __all__ = [
     "number_of_shards",
     "placed",
     "split",
+    "stored_in",
     "strides_of",
     "unset",
 ]
@@ -66,8 +68,9 @@ class LocalShard:
     # None for shards of unequal shares, which no DTensor has.
     placements: tuple[Placement, ...] | None
     mesh: DeviceMesh
-    # Stage of a pipeline that stores it; None if all do.
+    # Stage of a pipeline that stores it, None if all do; and the axis of the stages.
     stage: int | None = None
+    stages: str = ""
 
     @classmethod
     def of(
@@ -75,8 +78,8 @@ class LocalShard:
     ) -> LocalShard:
         """Return the shard of a tensor on a rank; `stage` is the one along the axis `stages` that stores it."""
         atoms = atoms_of(tensor)
-        pieces = layout.pieces(atoms, rank.axes, rank.at)
         if split_by_share(layout, atoms, rank.axes) is not None:
+            pieces = layout.pieces(atoms, rank.axes, rank.at)
             return cls(tensor.name, atoms, layout, tuple(tensor.shape), pieces, None, rank.mesh)
         placements = to_placements(layout, atoms, rank.axes, tensor.name)
         if stage is not None:
@@ -90,12 +93,10 @@ class LocalShard:
                     f"E4: the layout leaves ranks without elements of {tensor.name}, which one stage of a pipeline "
                     "stores\nfix: split another dim of it, or store it whole: param { * -> none }",
                 )
-            if rank.at[stages] != stage:
-                first = atoms.members[0][0]
-                pieces = (*pieces[:first], (0, 0), *pieces[first + 1 :])
         # Before any DTensor of these placements exists: torch reads the patched methods when it builds one.
         support(placements)
-        return cls(tensor.name, atoms, layout, tuple(tensor.shape), pieces, placements, rank.mesh, stage)
+        made = cls(tensor.name, atoms, layout, tuple(tensor.shape), (), placements, rank.mesh, stage, stages)
+        return replace(made, pieces=made.pieces_at(rank.axes, rank.at))
 
     @property
     def place_text(self) -> str:
@@ -106,13 +107,33 @@ class LocalShard:
     def local_shape(self) -> tuple[int, ...]:
         return self.atoms.fold(tuple(length for _, length in self.pieces))
 
+    def pieces_at(self, axes: SubMesh, at: Mapping[str, int]) -> tuple[Piece, ...]:
+        """Return the piece of each atom on the rank at a coordinate."""
+        pieces = self.layout.pieces(self.atoms, axes, at)
+        if self.stage is not None and at[self.stages] != self.stage:
+            first = self.atoms.members[0][0]
+            pieces = (*pieces[:first], (0, 0), *pieces[first + 1 :])
+        return pieces
+
     def cut(self, whole: Tensor) -> Tensor:
         """Return this rank's shard of a whole tensor, a view if possible."""
+        return self.cut_at(self.pieces, whole)
+
+    def cut_at(self, pieces: tuple[Piece, ...], whole: Tensor) -> Tensor:
+        """Return the shard with these pieces, a view if possible."""
+        part = self._narrowed(pieces, whole.reshape(self.atoms.sizes))
+        return part.reshape(self.atoms.fold(tuple(part.shape)))
+
+    def put_at(self, pieces: tuple[Piece, ...], whole: Tensor, shard: Tensor) -> None:
+        """Copy the shard with these pieces into a whole contiguous tensor."""
+        part = self._narrowed(pieces, whole.view(self.atoms.sizes))
+        part.copy_(shard.reshape(part.shape))
+
+    def _narrowed(self, pieces: tuple[Piece, ...], part: Tensor) -> Tensor:
         # Narrowed by atom and not by dim: the shard of a fused dim may be strided.
-        part = whole.reshape(self.atoms.sizes)
-        for atom, (start, length) in enumerate(self.pieces):
+        for atom, (start, length) in enumerate(pieces):
             part = part.narrow(atom, start, length)
-        return part.reshape(self.local_shape)
+        return part
 
     def place(self, value: Tensor) -> DTensor:
         """Return a whole tensor, or a DTensor of any mesh, resharded to this sharding."""
@@ -313,7 +334,15 @@ def _is_unset(tensor: Tensor) -> bool:
 
 def load_full(shell: nn.Module, held: Mapping[str, LocalShard], state_dict: Mapping[str, Tensor]) -> None:
     """Copy this rank's shards from a state dict of whole tensors, one tensor at a time."""
-    wanted = dict(_stored(shell))
+    canonical = canonical_names(shell)
+    check_full(shell, held, state_dict)
+    for name, value in state_dict.items():
+        _put(shell, name, held.get(canonical[name]), value)
+
+
+def check_full(shell: nn.Module, held: Mapping[str, LocalShard], state_dict: Mapping[str, Tensor]) -> None:
+    """Raise unless a state dict has the whole tensors of a model, by name and shape."""
+    wanted = dict(stored_in(shell))
     canonical = canonical_names(shell)
     given = {canonical[name] for name in state_dict if name in canonical}
     missing = [name for name in wanted if canonical[name] not in given]
@@ -332,7 +361,6 @@ def load_full(shell: nn.Module, held: Mapping[str, LocalShard], state_dict: Mapp
                 f"wrong shape of {name} in the state dict: expected {list(shape)}, got {list(value.shape)}\n"
                 "fix: load whole tensors of a model of the same sizes"
             )
-        _put(shell, name, place, value)
 
 
 def placed(shell: nn.Module, held: Mapping[str, LocalShard], state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -352,7 +380,7 @@ def placed(shell: nn.Module, held: Mapping[str, LocalShard], state_dict: Mapping
     return found
 
 
-def _stored(shell: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def stored_in(shell: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the entries of a state dict: parameters and persistent buffers, under all names."""
     # `state_dict()` itself would run the state dict hooks of the user.
     yield from shell.named_parameters(remove_duplicate=False)

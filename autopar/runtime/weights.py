@@ -9,12 +9,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.lowering.collectives.checksum import checksum, kind_of
 from autopar.runtime.agreement import Agreement
+from autopar.runtime.first_rank import FirstRank
 from autopar.runtime.module_shell import canonical_names, mirror, owner_of
-from autopar.runtime.shards import LocalShard, hollow, initialise, load_full, match_dtypes, placed, split
+from autopar.runtime.shards import (
+    LocalShard,
+    check_full,
+    hollow,
+    initialise,
+    load_full,
+    match_dtypes,
+    placed,
+    split,
+    stored_in,
+)
 
 __all__ = ["Weights"]
 
@@ -44,6 +56,8 @@ class Weights:
         self.dtypes: dict[str, torch.dtype] = {}
         self.stored: dict[str, LocalShard] = {}
         self.has_values = not any(parameter.is_meta for parameter in model.parameters())
+        # True if the first rank has the values of all parameters, and no other rank has any.
+        self.from_first = False
         # Buffers from the meta device that no state dict and no initialisation has set.
         self.unset = {name for name, buffer in model.named_buffers() if buffer.is_meta}
         # True after a state dict was loaded.
@@ -99,8 +113,17 @@ class Weights:
             match_dtypes(self.skeleton, tuple(dtypes))
         return self.skeleton
 
-    def build(self, shards: Mapping[str, LocalShard]) -> None:
-        """Split the weights of the original model into the shells, and release the model."""
+    def find_owner(self, agreement: Agreement) -> None:
+        """Find out whether the first rank alone has the values: the others built the model on the meta device."""
+        meta = [parameter.is_meta for parameter in self._whole().parameters()]
+        first, *others = agreement.numbers(int(any(meta)), int(bool(meta) and all(meta)))
+        self.from_first = not first[0] and bool(others) and all(row[1] for row in others)
+
+    def build(self, shards: Mapping[str, LocalShard], first: Callable[[], FirstRank]) -> None:
+        """Split the weights of the original model into the shells, and release the model.
+
+        Values that the first rank alone has are scattered.
+        """
         model = self._whole()
         names = {name for name, _ in model.named_parameters()}
         self.stored = {name: shard for name, shard in shards.items() if name in names}
@@ -111,7 +134,19 @@ class Weights:
         if self.shell.training != training:  # train() or eval() was called before the shells existed
             self.shell.train(training)
         self._find_tables()
+        if self.from_first:
+            self._scatter(first(), dict(model.named_parameters()))
         self.given = None
+
+    def _scatter(self, first: FirstRank, whole: Mapping[str, Tensor]) -> None:
+        """Fill the shards, and all buffers, with the values of the first rank."""
+        shell = dict(nn.Module.named_parameters(self.shell))
+        for name, place in self.stored.items():
+            first.scatter(place, whole[name] if first.is_here else None, _local(shell[name]))
+        for _, buffer in nn.Module.named_buffers(self.shell):
+            first.broadcast(buffer)
+        self.has_values = True
+        self.unset.clear()
 
     def copied(self, shell: nn.Module, memo: dict[int, Any]) -> Weights:
         made = copy.copy(self)
@@ -156,10 +191,47 @@ class Weights:
         self.has_values = True
         self.unset.clear()
 
-    def load_full(self, state_dict: Mapping[str, Tensor], agreement: Agreement) -> None:
+    def load_full(
+        self, state_dict: Mapping[str, Tensor] | None, agreement: Agreement, first: Callable[[], FirstRank]
+    ) -> None:
+        """Load whole tensors; those that the first rank alone has are scattered."""
         self.check_there()
-        agreement.together(lambda: load_full(self.shell, self.stored, state_dict))
-        self.was_given(state_dict)
+        having = [row[0] for row in agreement.numbers(int(state_dict is not None))]
+        if state_dict is not None and all(having):
+            agreement.together(lambda: load_full(self.shell, self.stored, state_dict))
+            self.was_given(state_dict)
+            return
+        if not having[0] or any(having[1:]):
+            lacking = ", ".join(str(rank) for rank, has in enumerate(having) if not has)
+            raise AutoparError(
+                f"wrong state dicts: expected one on every rank, or on the first rank alone, got none on {lacking}\n"
+                "fix: load_full_state_dict(state_dict if torch.distributed.get_rank() == 0 else None)"
+            )
+        agreement.together(lambda: None if state_dict is None else check_full(self.shell, self.stored, state_dict))
+        given = {self.names()[name]: value for name, value in (state_dict or {}).items()}
+        for name, tensor in self._stored_once():
+            if isinstance(tensor, DTensor):
+                first().scatter(self.stored[name], given.get(name), _local(tensor))
+            else:
+                if first().is_here:
+                    tensor.copy_(given[name])
+                first().broadcast(tensor)
+        self.was_given(name for name, _ in stored_in(self.shell))
+
+    def full(self, first: FirstRank) -> dict[str, Tensor]:
+        """Return the whole tensors on the first rank, in the memory of the host; nothing on the others."""
+        whole: dict[str, Tensor | None] = {}
+        for name, tensor in self._stored_once():
+            is_split = isinstance(tensor, DTensor)
+            whole[name] = first.gather(self.stored[name], _local(tensor)) if is_split else tensor.detach().cpu().clone()
+        names = self.names()
+        found = ((name, whole[names[name]]) for name, _ in stored_in(self.shell)) if first.is_here else ()
+        return {name: tensor for name, tensor in found if tensor is not None}
+
+    def _stored_once(self) -> list[tuple[str, Tensor]]:
+        """Return the tensors of a state dict, each under its first name."""
+        names = self.names()
+        return [(name, tensor) for name, tensor in stored_in(self.shell) if names[name] == name]
 
     def names(self) -> dict[str, str]:
         """Map each name of a parameter or buffer to the first name of the same tensor."""
@@ -187,3 +259,10 @@ class Weights:
         self.tables = [(owner._parameters, leaf) for owner, leaf in owners]
         owners = [owner_of(self.shell, name) for name, _ in nn.Module.named_buffers(self.shell)]
         self.buffer_tables = [(owner._buffers, leaf) for owner, leaf in owners]
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """Return the memory of this rank's shard."""
+    assert isinstance(parameter.detach(), DTensor), "parameters of a parallel module are DTensors"
+    local: Tensor = parameter.detach().to_local()  # type: ignore[attr-defined]
+    return local

@@ -64,6 +64,11 @@ class Bucket:
             for one in self.members
         )
 
+    @property
+    def sum_bytes(self) -> int:
+        """Return the bytes that the backward sums together."""
+        return sum(step.numel * one.itemsize for one in self.members for step in one.reshard.backward)
+
 
 @dataclass(frozen=True)
 class _Member:

@@ -7,8 +7,9 @@ so a plan can be priced on any machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from torch.fx import Node
@@ -17,9 +18,10 @@ from autopar.errors import AutoparError
 from autopar.ir.graph import NamedGraph
 from autopar.ir.values import NamedNode
 from autopar.sharding.assignment import Assignment, OpAssignment
+from autopar.sharding.level_sums import LevelPhase, LevelSum
 from autopar.sharding.lowered_ops import LoweredOpContext, lowered_context
 from autopar.sharding.options import Outputs
-from autopar.sharding.reshard.reshard import Reshard, Step, reshard
+from autopar.sharding.reshard.reshard import Reshard, Step, StepKind, reshard
 from autopar.sharding.sharding import (
     MICRO,
     Atoms,
@@ -45,6 +47,29 @@ class StepCollective:
     def __str__(self) -> str:
         sent = f"{self.direction} {self.kind} over {'*'.join(self.axes)}"
         return f"{sent}: {self.bytes:,} bytes, {self.tensor} for {self.op}"
+
+
+# The all-reduces over some axes that run by level, for which buffers.
+LevelSumsOver = Callable[[tuple[str, ...]], Iterable[LevelSum]]
+
+
+def step_collectives(
+    inserted: Iterable[InsertedReshard], sums: LevelSumsOver, sizes: Mapping[str, int], in_buckets: Mapping[str, int]
+) -> Iterator[StepCollective]:
+    """Yield the collectives of reshards, each by itself; an all-reduce by level is several.
+
+    `sizes` are those of the axes; `in_buckets` has the bytes that are summed together with a parameter's gradient.
+    """
+    for one in inserted:
+        for direction, step in one.collectives():
+            size = one.bytes_of(step)
+            phases = [LevelPhase(step.kind.value, step.axes, 1.0)]
+            if step.kind is StepKind.ALL_REDUCE:
+                together = in_buckets.get(one.tensor, size)
+                found = (way for way in sums(step.axes) if way.takes(together))
+                phases = next((list(way.phases(sizes)) for way in found), phases)
+            for kind, axes, share in phases:
+                yield StepCollective(kind, axes, direction, one.tensor, one.op, ceil(size * share))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.lowering.collectives.level_groups import sum_by_level
 from autopar.lowering.collectives.local_steps import LocalStep, bind, finish, keep_local, prepare
 from autopar.lowering.collectives.process_groups import Groups
 from autopar.sharding.lowered_ops.base import Maximum, OpMessage, Send
@@ -52,7 +53,8 @@ class LocalReshard:
             if step.local:
                 return bind(step, reshard, groups.coordinate, ())
             group = groups.of(step.axes)
-            return replace(bind(step, reshard, groups.coordinate, group.members), group=group.name)
+            levels = groups.levels(step.axes) if step.kind is StepKind.ALL_REDUCE else ()
+            return replace(bind(step, reshard, groups.coordinate, group.members), group=group.name, levels=levels)
 
         shapes = [
             reshard.atoms.fold(layout.local_sizes(reshard.atoms, axes, groups.coordinate))
@@ -128,6 +130,9 @@ def send(move: LocalStep, buffer: Tensor) -> Tensor:
 
 
 def _all_reduce(move: LocalStep, buffer: Tensor) -> Tensor:
+    level = move.level_of(buffer.nbytes)
+    if level is not None and not buffer.is_complex():  # Gloo scatters no complex numbers
+        return sum_by_level(buffer, level)
     sent: Tensor = torch.ops._c10d_functional.all_reduce(buffer, "sum", move.group)
     return sent
 

@@ -16,6 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from autopar.lowering.collectives.level_groups import LevelGroups
 from autopar.rules.shard_call.local_call import kept
 from autopar.sharding.reshard.reshard import LOCAL, Reshard, Step, StepKind
 from autopar.sharding.sharding import Piece
@@ -48,6 +49,8 @@ class LocalStep:
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
     group: str = ""
+    # Groups of an all-reduce that runs by level, for buffers of some sizes.
+    levels: tuple[LevelGroups, ...] = ()
 
     @property
     def local(self) -> bool:
@@ -57,6 +60,10 @@ class LocalStep:
     @property
     def ranks(self) -> int:
         return len(self.order)
+
+    def level_of(self, buffer_bytes: int) -> LevelGroups | None:
+        """Return the groups of an all-reduce of a buffer that runs by level; None for one collective."""
+        return next((one for one in self.levels if one.least_bytes <= buffer_bytes <= one.most_bytes), None)
 
 
 def bind(

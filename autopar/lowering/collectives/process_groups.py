@@ -20,8 +20,10 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.utils._pytree import tree_leaves
 
 from autopar.errors import MeshError
+from autopar.lowering.collectives.level_groups import LevelGroups
 from autopar.lowering.collectives.start_group import running_ranks
 from autopar.mesh import Mesh
+from autopar.sharding.reshard_insertion import LevelSumsOver
 from autopar.sharding.sharding import MICRO
 
 __all__ = [
@@ -49,6 +51,9 @@ class Groups:
     `replicas` counts the copies of this mesh that drift apart.
     """
 
+    # The all-reduces over some axes that run by level; whoever decides about a call sets it.
+    level_sums: LevelSumsOver = staticmethod(lambda axes: ())
+
     def __init__(self, mesh: DeviceMesh, replicas: int = 1) -> None:
         if mesh.mesh_dim_names is None:
             raise MeshError("the dims of the DeviceMesh have no names; give it mesh_dim_names")
@@ -69,6 +74,17 @@ class Groups:
             self._found[ordered] = self._group(ordered)
         return self._found[ordered]
 
+    def levels(self, axes: tuple[str, ...]) -> tuple[LevelGroups, ...]:
+        """Return the groups of all-reduces over some axes that run by level."""
+        return tuple(
+            LevelGroups(
+                tuple((found.name, len(found.members)) for found in map(self.of, one.groups)),
+                one.least_bytes,
+                one.most_bytes,
+            )
+            for one in self.level_sums(axes)
+        )
+
     def stages(self, axis: str) -> tuple[tuple[ProcessGroup, ProcessGroup], tuple[int, ...]]:
         """Return the process groups of values and of gradients along the axis of a pipeline, and its ranks by stage."""
         lines = self.mesh.mesh.movedim(self.names.index(axis), -1).reshape(-1, self.mesh[axis].size()).tolist()
@@ -80,13 +96,17 @@ class Groups:
         (ranks,) = (line for line in lines if dist.get_rank() in line)
         return self._stages[axis], tuple(ranks)
 
+    def process_group(self, axes: tuple[str, ...]) -> ProcessGroup:
+        """Return the process group over some axes, in the order of the mesh; all ranks ask for it together."""
+        return group_over(self.mesh[axes[0]] if len(axes) == 1 else self.mesh[axes])
+
     def ranks(self, name: str) -> tuple[int, ...]:
         """Return the members of a group found before, by its name."""
         (members,) = {group.ranks for group in self._found.values() if group.name == name}
         return members
 
     def _group(self, axes: tuple[str, ...]) -> _Group:
-        group = group_over(self.mesh[axes[0]] if len(axes) == 1 else self.mesh[axes])
+        group = self.process_group(axes)
         indices = product(*map(range, self.mesh.shape))
         places = {
             rank: dict(zip(self.names, place, strict=True))
@@ -116,6 +136,9 @@ class GroupsOfMicroBatch(Groups):
     def of(self, axes: tuple[str, ...]) -> _Group:
         assert MICRO not in axes, f"a collective over {axes}"
         return self.groups.of(axes)
+
+    def levels(self, axes: tuple[str, ...]) -> tuple[LevelGroups, ...]:
+        return () if self._groups is None else self._groups.levels(axes)
 
     def stages(self, axis: str) -> tuple[tuple[ProcessGroup, ProcessGroup], tuple[int, ...]]:
         return self.groups.stages(axis)

@@ -16,7 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
 
-__all__ = ["choose_gloo_interface", "interface_to", "running_ranks", "unused_part"]
+__all__ = ["MPI_RANKS", "choose_gloo_interface", "interface_to", "running_ranks", "unused_part"]
 
 # Seconds between two looks at what the other ranks have written into the store.
 POLL_SECONDS = 0.02
@@ -29,7 +29,22 @@ def running_ranks(mesh: Mesh, device: str) -> int:
     return dist.get_world_size()
 
 
+# What launchers of MPI tell their processes: Open MPI, MPICH and Intel MPI, Slurm's PMI, MVAPICH.
+MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
+
+
 def _start(mesh: Mesh, device: str) -> None:
+    started = next((name for name in MPI_RANKS if name in os.environ), None)
+    if "RANK" not in os.environ and started is not None:
+        if not dist.is_mpi_available():
+            ranks = "4" if mesh.is_open else mesh.size
+            raise MeshError(
+                f"the processes were started by MPI ({started}), and this build of torch has no MPI process group\n"
+                f"fix: torchrun --nproc-per-node {ranks} YOUR_SCRIPT, for {'NCCL' if device == 'cuda' else 'Gloo'};"
+                " or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; or build torch with USE_MPI=1"
+            )
+        dist.init_process_group("mpi")
+        return
     if "RANK" not in os.environ:
         ranks = "4" if mesh.is_open else mesh.size
         raise MeshError(

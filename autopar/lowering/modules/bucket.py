@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar.lowering.collectives.checksum import quick_checksum
+from autopar.lowering.collectives.level_groups import LevelChain, LevelGroups, sum_by_level
 from autopar.lowering.collectives.local_reshard import LocalReshard, send, send_all
 from autopar.lowering.collectives.local_steps import LocalStep, finish, keep_local, prepare
 from autopar.sharding.reshard.reshard import StepKind
@@ -26,26 +27,32 @@ from autopar.sharding.reshard.reshard import StepKind
 _LIBRARY: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def sums_begun(gradients: Sequence[Tensor], group: str) -> list[Tensor]:
-    """Return pending sums over a group; waiting for one of them waits for all.
+def sums_begun(gradients: Sequence[Tensor], move: LocalStep) -> list[Tensor]:
+    """Return pending sums over the group of a step; waiting for one of them waits for all.
 
     The compiler may not copy them before they arrive.
     """
-    found: list[Tensor] = torch.ops.autopar.sums_begun.default(list(gradients), group)
+    level = move.level_of(sum(x.nbytes for x in gradients))
+    groups = ((move.group, move.ranks),) if level is None else level.groups
+    names, ranks = ([group[i] for group in groups] for i in range(2))
+    found: list[Tensor] = torch.ops.autopar.sums_begun.default(list(gradients), names, ranks)
     return found
 
 
-def _sums_begun(gradients: list[Tensor], group: str) -> list[Tensor]:
+def _sums_begun(gradients: list[Tensor], groups: list[str], ranks: list[int]) -> list[Tensor]:
     flat = torch.cat([x.reshape(-1) for x in gradients])
-    torch.ops._c10d_functional.all_reduce_(flat, "sum", group)
+    if len(groups) > 1:
+        flat = sum_by_level(flat, LevelGroups(tuple(zip(groups, ranks, strict=True)), 0.0, inf))
+    else:
+        torch.ops._c10d_functional.all_reduce_(flat, "sum", groups[0])
     return list(torch._C._nn.unflatten_dense_tensors(flat, gradients))
 
 
-def _sums_like(gradients: list[Tensor], group: str) -> list[Tensor]:
+def _sums_like(gradients: list[Tensor], groups: list[str], ranks: list[int]) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in gradients]
 
 
-_LIBRARY.define("sums_begun(Tensor[] gradients, str group) -> Tensor[]")
+_LIBRARY.define("sums_begun(Tensor[] gradients, str[] groups, int[] ranks) -> Tensor[]")
 _LIBRARY.impl("sums_begun", _sums_begun, "CompositeExplicitAutograd")
 torch.library.register_fake("autopar::sums_begun", _sums_like, lib=_LIBRARY)
 
@@ -202,13 +209,24 @@ class GradientSync:
 
     enabled: bool = True
     unfinished: dict[BucketState, Sequence[Tensor]] = field(default_factory=dict)
+    # Sums by level in progress, in the order in which all ranks began them.
+    chains: list[LevelChain] = field(default_factory=list)
     # Number of times that parameters were written between two calls.
     writes: int = 0
 
     def finish(self) -> None:
         """Wait for all pending gradients."""
+        while any(chain.begun < chain.level.phases for chain in self.chains):
+            self.advance()
+        while self.chains:
+            self.chains.pop().finish()
         while self.unfinished:
             waited(self.unfinished.popitem()[1])
+
+    def advance(self) -> None:
+        """Begin the next phase of every sum by level: the compute since the last one hides the phase before it."""
+        for chain in self.chains:
+            chain.advance()
 
     def note_write(self) -> None:
         """Mark the gathered parameters as outdated."""

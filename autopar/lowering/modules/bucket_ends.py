@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.lowering.collectives.level_groups import LevelChain, LevelGroups
 from autopar.lowering.collectives.local_reshard import convert
 from autopar.lowering.collectives.local_steps import finish
 from autopar.lowering.modules.bucket import (
@@ -134,7 +135,7 @@ class _End(torch.autograd.Function):
             return (None, *_sums(running, gradients))  # type: ignore[arg-type]
         given = [gradient.to(handling.reduced) for gradient in gradients if gradient is not None]
         if compiling and bucket.is_sum and given and handling.reduced == handling.stored and not running.has_start:
-            sums = iter(sums_begun(given, bucket.backward[0][0].group))
+            sums = iter(sums_begun(given, bucket.backward[0][0]))
             return (None, *(None if gradient is None else next(sums) for gradient in gradients))
         ones = [bucket.conversions[i] for i in here]
         if not here or not bucket.backward:
@@ -180,13 +181,28 @@ def _sums(running: BucketState, gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return pending sums of whole gradients: the most frequent case, in the fewest calls."""
     handling, first = running.bucket.handling, running.bucket.backward[0][0]
     flat = torch.cat([x.reshape(-1) for x in gradients], out=running.free_buffer(gradients[0], handling.reduced))
-    # A second tensor of the same memory keeps the buffer in use until it is sent, also if a backward fails.
-    torch.ops._c10d_functional.all_reduce_(flat.detach(), "sum", first.group)
-    if handling.reduced != handling.stored:
+    arrived = handling.reduced != handling.stored
+    level = None if flat.is_complex() else first.level_of(flat.nbytes)
+    if level is not None:
+        _sum_by_level(running, flat, level, at_once=arrived or running.has_start)
+    else:
+        # A second tensor of the same memory keeps the buffer in use until it is sent, also if a backward fails.
+        torch.ops._c10d_functional.all_reduce_(flat.detach(), "sum", first.group)
+    if arrived:
         flat = torch.ops._c10d_functional.wait_tensor(flat).to(handling.stored)
     elif not running.has_start:
         running.synchronisation.later(running, (flat,))
     return torch._C._nn.unflatten_dense_tensors(flat, list(gradients))
+
+
+def _sum_by_level(running: BucketState, flat: Tensor, level: LevelGroups, at_once: bool) -> None:
+    """Begin the sum of a buffer in place, after a next phase of the buckets before it."""
+    running.synchronisation.advance()
+    chain = LevelChain(flat.detach(), level)
+    if at_once:
+        chain.finish()
+    else:
+        running.synchronisation.chains.append(chain)
 
 
 # -- as steps of the generated graph -----------------------------------------------------------------------------------

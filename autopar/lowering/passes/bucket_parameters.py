@@ -83,8 +83,12 @@ def put_in_buckets(
     tensors: Mapping[str, NamedTensor],
     parameters: BucketedParameters,
     limit_bytes: int = BUCKET_BYTES,
-) -> None:
-    """Replace single reshards of parameters by buckets, in place; `tensors` are those of the placeholders."""
+) -> dict[str, int]:
+    """Replace single reshards of parameters by buckets, in place; `tensors` are those of the placeholders.
+
+    Return the bytes that are summed together with the gradient of each parameter.
+    """
+    sums: dict[str, int] = {}
     found = [one for node in graph.nodes if (one := _reshard_of(node, modules, tensors, parameters)) is not None]
     places = {node: place for place, node in enumerate(graph.nodes)}
     beginning = next((node for node in graph.nodes if node.op != "placeholder"), None)
@@ -92,6 +96,9 @@ def put_in_buckets(
     before: BucketState | None = None
     for number, members in enumerate(sorted(in_buckets(found, limit_bytes), key=lambda each: places[each[0].node])):
         bucket = BucketCollectives(tuple(member.conversion for member in members), members[0].handling)
+        if bucket.is_sum:
+            size = sum(prod(one.conversion.shape) for one in members) * bucket.handling.reduced.itemsize
+            sums.update((tensors[str(one.node.args[0])].name, size) for one in members)
         again = bucket.handling.again and bool(bucket.forward)  # a whole parameter has no copy to free
         inputs: tuple[Any, ...] = tuple(member.node.args[0] for member in members)
         # Another reader of a parameter has a gradient of its own, which is added after this one arrives.
@@ -125,6 +132,7 @@ def put_in_buckets(
         if again:
             _give_up(graph, modules, name, running, values)
     _cast(graph, modules, tensors, parameters)
+    return sums
 
 
 def _give_up(graph: Graph, modules: dict[str, nn.Module], name: str, running: BucketState, values: list[Node]) -> None:
