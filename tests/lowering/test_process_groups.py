@@ -16,9 +16,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autopar
-from autopar.errors import AutoparError
-from autopar.lowering.collectives.process_groups import device_type_of
-from autopar.lowering.collectives.start_group import choose_gloo_interface, interface_to, unused_part
+from autopar.errors import AutoparError, MeshError
+from autopar.lowering.collectives.process_groups import device_mesh, device_type_of
+from autopar.lowering.collectives.start_group import MPI_RANKS, choose_gloo_interface, interface_to, unused_part
+from autopar.mesh import Mesh
 from tests.runtime.launcher import launch
 
 
@@ -153,3 +154,26 @@ def test_ranks_of_a_restart_agree_on_an_unused_part_of_the_store() -> None:
         assert not any(part.check(["address"]) for part in parts)
         parts[0].set("address", str(start))
         assert {part.get("address").decode() for part in parts} == {str(start)}
+
+
+def test_processes_of_mpi_use_its_group_or_are_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", *MPI_RANKS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setattr(dist, "is_mpi_available", lambda: False)
+    with pytest.raises(
+        MeshError, match=r"started by MPI \(OMPI_COMM_WORLD_RANK\)(.|\n)*fix: torchrun --nproc-per-node 2"
+    ):
+        device_mesh(Mesh("dp=2"))
+    started: list[str] = []
+    monkeypatch.setattr(dist, "is_mpi_available", lambda: True)
+    monkeypatch.setattr(dist, "init_process_group", started.append)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    with pytest.raises(MeshError, match="the mesh dp=2 has 2 ranks, but 3 processes are running"):
+        device_mesh(Mesh("dp=2"))
+    assert started == ["mpi"]
+    # torchrun's own variables count more than those of a launcher around it.
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(MeshError, match="3 processes are running"):
+        device_mesh(Mesh("dp=2"))
+    assert started == ["mpi", "gloo"]
