@@ -16,7 +16,7 @@ Price = Callable[[str, tuple[str, ...], float], float]
 WORTH = 0.9
 
 # Buffers that are compared, in bytes; between two of them the way of the smaller one holds.
-SIZES = tuple(2.0**power for power in range(10, 36))
+SIZES = tuple(2.0**power for power in range(36))
 
 
 def cheapest_ways(

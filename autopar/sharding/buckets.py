@@ -67,7 +67,7 @@ class Bucket:
     @property
     def sum_bytes(self) -> int:
         """Return the bytes that the backward sums together."""
-        return sum(step.numel * one.itemsize for one in self.members for step in one.reshard.backward)
+        return sum(one.bytes_of(step) for one in self.members for step in one.reshard.backward)
 
 
 @dataclass(frozen=True)

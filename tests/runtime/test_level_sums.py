@@ -108,3 +108,11 @@ def test_without_synchronisation_and_compiled(tmp_path: Path) -> None:
     path, _ = planned(tmp_path)
     for errors in launch(other_ways, path, ranks=4):
         assert errors == pytest.approx({"no_sync": 0.0, "compiled": 0.0}, abs=1e-12)
+
+
+@pytest.mark.slow
+def test_micro_batches(tmp_path: Path) -> None:
+    path, _ = planned(tmp_path, "micro 2; batch -> pod*dp; * -> none")
+    for losses, counts, _ in launch(trained, path, ranks=4):
+        assert losses == pytest.approx(expected(), rel=1e-12)
+        assert counts["reduce_scatter_tensor"] > 0

@@ -219,14 +219,26 @@ class GradientSync:
         while any(chain.begun < chain.level.phases for chain in self.chains):
             self.advance()
         while self.chains:
-            self.chains.pop().finish()
+            self.complete(self.chains[0])
         while self.unfinished:
             waited(self.unfinished.popitem()[1])
+
+    def begin_by_level(self, flat: Tensor, level: LevelGroups) -> LevelChain:
+        """Begin a sum by level in place, after the next phase of those before it."""
+        self.advance()
+        self.chains.append(LevelChain(flat.detach(), level))
+        return self.chains[-1]
 
     def advance(self) -> None:
         """Begin the next phase of every sum by level: the compute since the last one hides the phase before it."""
         for chain in self.chains:
             chain.advance()
+
+    def complete(self, chain: LevelChain) -> None:
+        """Wait for one sum by level."""
+        if chain in self.chains:
+            self.chains.remove(chain)
+            chain.finish()
 
     def note_write(self) -> None:
         """Mark the gathered parameters as outdated."""

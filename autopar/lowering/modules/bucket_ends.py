@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.lowering.collectives.level_groups import LevelChain, LevelGroups
 from autopar.lowering.collectives.local_reshard import convert
 from autopar.lowering.collectives.local_steps import finish
 from autopar.lowering.modules.bucket import (
@@ -184,7 +183,9 @@ def _sums(running: BucketState, gradients: Sequence[Tensor]) -> list[Tensor]:
     arrived = handling.reduced != handling.stored
     level = None if flat.is_complex() else first.level_of(flat.nbytes)
     if level is not None:
-        _sum_by_level(running, flat, level, at_once=arrived or running.has_start)
+        chain = running.synchronisation.begin_by_level(flat, level)
+        if arrived or running.has_start:
+            running.synchronisation.complete(chain)
     else:
         # A second tensor of the same memory keeps the buffer in use until it is sent, also if a backward fails.
         torch.ops._c10d_functional.all_reduce_(flat.detach(), "sum", first.group)
@@ -193,16 +194,6 @@ def _sums(running: BucketState, gradients: Sequence[Tensor]) -> list[Tensor]:
     elif not running.has_start:
         running.synchronisation.later(running, (flat,))
     return torch._C._nn.unflatten_dense_tensors(flat, list(gradients))
-
-
-def _sum_by_level(running: BucketState, flat: Tensor, level: LevelGroups, at_once: bool) -> None:
-    """Begin the sum of a buffer in place, after a next phase of the buckets before it."""
-    running.synchronisation.advance()
-    chain = LevelChain(flat.detach(), level)
-    if at_once:
-        chain.finish()
-    else:
-        running.synchronisation.chains.append(chain)
 
 
 # -- as steps of the generated graph -----------------------------------------------------------------------------------

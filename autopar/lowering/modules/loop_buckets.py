@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
+from autopar.lowering.collectives.level_groups import LevelChain
 from autopar.lowering.collectives.local_steps import finish
 from autopar.lowering.modules.bucket import BucketState, begin_steps, locally, waited
 from autopar.lowering.modules.bucket_ends import with_unsent
@@ -144,12 +145,19 @@ class _Reduction:
         self.ones = [bucket.conversions[i] for i in self.here]
         self.is_sum = bucket.is_sum and len(given) == self.count
         self.sends = bool(bucket.backward) and bool(given)
+        self.synchronisation = state.synchronisation
+        self.chain: LevelChain | None = None
         # What is on its way, then the gradients.
         self.values: list[Tensor]
         self.pieces: Sequence[Tensor] = ()
         if self.is_sum:
             flat = torch.cat([x.reshape(-1) for x in given], out=state.free_buffer(given[0], handling.reduced))
-            torch.ops._c10d_functional.all_reduce_(flat.detach(), "sum", bucket.backward[0][0].group)
+            move = bucket.backward[0][0]
+            level = None if flat.is_complex() else move.level_of(flat.nbytes)
+            if level is None:
+                torch.ops._c10d_functional.all_reduce_(flat.detach(), "sum", move.group)
+            else:
+                self.chain = state.synchronisation.begin_by_level(flat, level)
             # Views: other tensors of this memory keep the buffer in use.
             self.values = list(torch._C._nn.unflatten_dense_tensors(flat, given))
             self.pieces = (flat,)
@@ -165,6 +173,8 @@ class _Reduction:
         pieces, self.pieces = self.pieces, ()
         if not pieces:
             return
+        if self.chain is not None:
+            self.synchronisation.complete(self.chain)
         waited(pieces)
         if not self.is_sum:
             pairs = zip(self.ones, pieces, strict=True)
